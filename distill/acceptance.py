@@ -1,0 +1,87 @@
+"""Held-out acceptance: how much of the target's own answers the student would have drafted right.
+
+The target is frozen, so it answers the held-out prompts once, by our own decoding; every evaluation is then one packed forward of the
+student over those answers. For a token at a position, sum_v min(p, q) is the chance that the student's draft passes the test of
+speculative sampling (Leviathan et al. 2023, section 3.3), and `argmax p = argmax q` is the same at temperature 0.
+
+Shapes: N answer tokens, V vocabulary, C tokens of a chunk.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoding.loop import Settings, decode
+from decoding.target import load_target
+from distill.config import HeldOutConfig
+from training.chat import render_prompt
+from training.data import read_prompts
+from training.objectives import hidden_states
+from training.packing import Sample, best_fit, collate
+from training.paths import resolve
+
+_CHUNK = 1024
+_BATCH = 16
+
+
+def target_answers(target_folder: Path, tokenizer: Any, config: HeldOutConfig, max_length: int, seed: int) -> list[Sample]:
+    """The target's answers to the held-out prompts as samples whose answer tokens are supervised; prompts that do not fit are left out."""
+    room = max_length - config.max_new_tokens
+    rendered = (
+        render_prompt(tokenizer, [{"role": "user", "content": prompt.turns[0]}]) for prompt in read_prompts(resolve(config.prompts))
+    )
+    prompts = [ids for ids in rendered if len(ids) <= room][: config.max_prompts]
+    target = load_target(target_folder, backend="native", dtype="float32", max_length=max_length, batch_size=_BATCH)
+    settings = Settings(
+        max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=seed, stop_token_ids=(tokenizer.eos_token_id,)
+    )
+    samples = []
+    for start in range(0, len(prompts), _BATCH):
+        part = prompts[start : start + _BATCH]
+        for ids, answer in zip(part, decode(target, None, part, settings), strict=True):
+            mask = np.zeros(len(ids) + len(answer.tokens), dtype=bool)
+            mask[len(ids) :] = True
+            samples.append(Sample(np.asarray(ids + answer.tokens, dtype=np.int32), mask))
+    return samples
+
+
+class HeldOutAcceptance:
+    """Callable that scores the student's present weights on the target's answers."""
+
+    def __init__(self, student: Any, teacher: Any, answers: list[Sample], max_length: int, temperature: float) -> None:
+        self.student = student
+        self.teacher = teacher
+        self.temperature = temperature or 1.0
+        rows = best_fit([len(sample.ids) for sample in answers], max_length)
+        # One row a forward keeps the memory of an evaluation below that of a training step.
+        self.batches = [collate(answers, [row], max_length, next(student.parameters()).device) for row in rows]
+        self._teacher_hidden: list[Tensor] = []
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float]:
+        """`acceptance` (mean of sum min(p, q) at the held-out temperature), `greedy` (share of equal argmaxes), and `score`.
+
+        Within a run every checkpoint has the same shape and so the same cost: acceptance alone ranks acceptance x cost.
+        """
+        totals = torch.zeros(3, dtype=torch.float64)
+        for number, batch in enumerate(self.batches):
+            if number == len(self._teacher_hidden):
+                self._teacher_hidden.append(hidden_states(self.teacher, batch)[batch.supervised_RT])
+            student_NH = hidden_states(self.student, batch)[batch.supervised_RT]
+            totals += self._overlap(student_NH, self._teacher_hidden[number])
+        accepted, greedy, count = totals.tolist()
+        return {"acceptance": accepted / count, "greedy_acceptance": greedy / count, "score": accepted / count}
+
+    def _overlap(self, student_NH: Tensor, teacher_NG: Tensor) -> Tensor:
+        totals = torch.zeros(3, dtype=torch.float64)
+        for start in range(0, len(student_NH), _CHUNK):
+            q_logits_CV = F.linear(student_NH[start : start + _CHUNK], self.student.lm_head.weight).float()
+            p_logits_CV = F.linear(teacher_NG[start : start + _CHUNK], self.teacher.lm_head.weight).float()
+            p_CV, q_CV = (torch.softmax(logits / self.temperature, dim=-1) for logits in (p_logits_CV, q_logits_CV))
+            same = (p_logits_CV.argmax(dim=-1) == q_logits_CV.argmax(dim=-1)).sum()
+            totals += torch.stack([torch.minimum(p_CV, q_CV).sum(), same, torch.tensor(len(p_CV), device=p_CV.device)]).double().cpu()
+        return totals

@@ -1,0 +1,51 @@
+"""Configurations of the jobs in this package."""
+
+from dataclasses import dataclass, field
+
+from training.config import DataConfig, JobConfig, LoopConfig, ParallelConfig, StudentConfig, TargetConfig, TrackerConfig
+
+
+@dataclass
+class LossConfig:
+    """What the student is held against."""
+
+    name: str = "forward_kl"  # forward_kl: KL(teacher || student) | cross_entropy: the text alone
+    temperature: float = 1.0  # divides both sides' logits
+
+
+@dataclass
+class HeldOutConfig:
+    """Prompts on which checkpoints are compared: the target answers them once, the student is scored on those answers."""
+
+    prompts: str = "embedded:prompts"  # evaluation JSONL or ShareGPT file that is never trained on
+    max_prompts: int = 48  # prompts used
+    max_new_tokens: int = 96  # length of the target's answer
+    temperature: float = 1.0  # temperature at which the target answers and acceptance is counted
+
+
+@dataclass
+class PretrainConfig(JobConfig):
+    """`python -m distill.pretrain`: a LLaMA from scratch; also the control of every pruning experiment."""
+
+    model: StudentConfig = field(default_factory=StudentConfig)  # shape; every field must be given, as there is no target to take it from
+    tokenizer: str = ""  # folder with the tokenizer files
+    tie_word_embeddings: bool = True  # one matrix for embedding and lm_head
+    export_dtype: str = "bfloat16"  # dtype of the stored weights
+    data: DataConfig = field(default_factory=DataConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+
+@dataclass
+class TrainConfig(JobConfig):
+    """`python -m distill.train`: a student of any LLaMA shape, distilled from the frozen target."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: StudentConfig = field(default_factory=StudentConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)

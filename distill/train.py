@@ -1,0 +1,148 @@
+"""`python -m distill.train`: build a student and distil the frozen target into it; leaves a complete drafter folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from decoding.errors import UserError
+from decoding.target import check_model_folder
+from distill.acceptance import HeldOutAcceptance, target_answers
+from distill.config import TrainConfig
+from distill.drafter_folder import write_card, write_model
+from distill.pretrain import read_samples
+from distill.student import build_student
+from training.attention import PACKED
+from training.config import plain
+from training.job import job_main
+from training.launch import is_worker, launch
+from training.loop import Progress, fit, total_steps
+from training.models import dtype_of, load_causal_lm
+from training.objectives import Distillation, LanguageModelling, freeze
+from training.packing import PackedData
+from training.parallel import Parallel
+from training.paths import resolve
+from training.run_folder import RunFolder
+from training.tracker import Tracker
+
+
+def run(config: TrainConfig) -> Path:
+    """Distil, and write the drafter to output_dir/drafter. Returns that folder."""
+    target_folder = resolve(config.target.path)
+    check_model_folder(target_folder)
+    run_folder = RunFolder(config)
+    folder = run_folder.path / "drafter"
+    if run_folder.finished:
+        print(f"finished before: {folder}")
+        return folder
+    if config.dry_run:
+        return dry_run(config, target_folder, folder)
+    processes = config.parallel.processes or (torch.cuda.device_count() if config.parallel.kind != "single" else 1) or 1
+    if processes > 1 and not is_worker():
+        launch(config.job, run_folder.path / "config.yaml", processes)
+        return folder
+    train(config, run_folder, target_folder, folder)
+    return folder
+
+
+def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folder: Path) -> None:
+    """The work of one rank."""
+    torch.manual_seed(config.seed)
+    parallel = Parallel(config.parallel, config.target.device)
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    dtype = dtype_of(config.loop.dtype)
+    teacher = freeze(load_causal_lm(target_folder, dtype)).to(parallel.device)
+    student = build_student(config.drafter, teacher, dtype)
+    samples = read_samples(tokenizer, config.data, "train")
+    data = PackedData(samples, config.data.max_length, max(1, config.loop.tokens_per_step // config.data.max_length), config.seed)
+    if parallel.is_main:
+        describe(config, student, teacher, data)
+    objective = make_objective(config, student, teacher)
+    answers = target_answers(target_folder, tokenizer, config.held_out, config.data.max_length, config.seed)
+    held_out = HeldOutAcceptance(student.to(parallel.device), teacher, answers, config.data.max_length, config.held_out.temperature)
+    tracker = Tracker(run_folder.path, config.tracker, config.experiment, run_folder.config) if parallel.is_main else None
+    progress = fit("distil", objective, student, data, config.loop, parallel, run_folder.path, tracker, held_out)
+    if parallel.is_main:
+        finish(config, run_folder, student, target_folder, folder, progress, data)
+    if tracker is not None:
+        tracker.close()
+    parallel.close()
+
+
+def make_objective(config: TrainConfig, student: Any, teacher: Any) -> Distillation | LanguageModelling:
+    """The training objective by its name in loss.name."""
+    if config.loss.name == "forward_kl":
+        return Distillation(student, teacher, config.loss.temperature)
+    if config.loss.name == "cross_entropy":
+        return LanguageModelling(student)
+    raise UserError(f"loss.name is '{config.loss.name}'; expected forward_kl or cross_entropy")
+
+
+def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) -> None:
+    """What will be trained on what, before the first step."""
+    sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e6 for model in (student, teacher)]
+    layers = [model.config.num_hidden_layers for model in (student, teacher)]
+    steps = total_steps(config.loop, data)
+    print(f"student: {sizes[0]:.1f} M parameters, {layers[0]} of {layers[1]} layers; teacher: {sizes[1]:.1f} M, frozen")
+    print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, {data.fill:.1%} full")
+    print(f"plan: {steps:,} steps of {data.rows_per_step * data.capacity:,} tokens, {steps / data.steps_per_epoch:.2f} epochs")
+
+
+def finish(
+    config: TrainConfig, run_folder: RunFolder, student: Any, target_folder: Path, folder: Path, progress: Progress, data: PackedData
+) -> None:
+    """Export the best weights with their card, and close the manifest."""
+    stored_dtype = AutoConfig.from_pretrained(target_folder).dtype or torch.float32
+    write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
+    best = next(figures for figures in progress.evaluations if figures["step"] == progress.best_step)
+    acceptance = {key: value for key, value in best.items() if key != "score"} | {"temperature": config.held_out.temperature}
+    about_data = {
+        "sources": [*config.data.chats, *config.data.texts],
+        "tokens_seen": progress.tokens,
+        "supervised_tokens_seen": progress.supervised,
+    }
+    write_card(folder, config.drafter.name, student, target_folder, about_data, plain(config)["loss"], acceptance)
+    inputs = [target_folder, *(resolve(path) for path in config.data.chats if path != "embedded:stdlib")]
+    metrics = {**acceptance, "best_step": progress.best_step, "training_seconds": round(progress.seconds, 1), "tokens": progress.tokens}
+    run_folder.write_manifest(inputs, metrics, finished=True)
+    print(
+        f"held-out acceptance {best['acceptance']:.3f} at temperature {config.held_out.temperature:g}, {best['greedy_acceptance']:.3f} greedy, "
+        f"after {progress.seconds:.0f} s of training; drafter: {folder}"
+    )
+
+
+def dry_run(config: TrainConfig, target_folder: Path, folder: Path) -> Path:
+    """Shapes and cost, and the untrained drafter folder with zero weights, so that serving can be tried before training."""
+    target_config = AutoConfig.from_pretrained(target_folder)
+    with torch.device("meta"):
+        teacher = AutoModelForCausalLM.from_config(target_config, attn_implementation=PACKED)
+        student = build_student(config.drafter, teacher, dtype_of(config.loop.dtype))
+    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (student, teacher)]
+    tokens = config.loop.max_steps * config.loop.tokens_per_step
+    flops = 6 * counts[0] + 2 * counts[1]
+    bytes_a_parameter = 16 if config.loop.dtype == "float32" else 18
+    print(f"student: {counts[0] / 1e6:.1f} M parameters; teacher: {counts[1] / 1e6:.1f} M")
+    print(
+        f"cost: {flops / 1e6:,.0f} MFLOP a token (6 x student + 2 x teacher); {tokens:,} tokens planned, {flops * tokens / 1e12:,.1f} TFLOP"
+    )
+    print(
+        f"memory: {counts[0] * bytes_a_parameter / 1e6:,.0f} MB for student, gradients and optimizer, {counts[1] * 4 / 1e6:,.0f} MB for the teacher"
+    )
+    if folder.exists():
+        print(f"kept: {folder} is there already")
+        return folder
+    student.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in student.state_dict().values():
+            tensor.zero_()
+    write_model(student, target_folder, folder, target_config.dtype or torch.float32, draft_tokens=4)
+    write_card(folder, config.drafter.name, student, target_folder, {"sources": []}, {"name": "untrained (dry run)"}, {})
+    print(f"untrained drafter folder: {folder} ({json.dumps(OmegaConf.to_container(OmegaConf.create(plain(config.drafter))))})")
+    return folder
+
+
+if __name__ == "__main__":
+    job_main("distill.train", TrainConfig, run)

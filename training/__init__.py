@@ -1,0 +1,1 @@
+"""What every training job shares: chats -> tokens and masks, packing, losses, the loop, checkpoints, parallelism, tracking, stages."""

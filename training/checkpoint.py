@@ -1,0 +1,141 @@
+"""Checkpoints that are whole or absent: written under a temporary name, hashed, renamed.
+
+A checkpoint folder holds model.safetensors, optimizer.safetensors, rng.safetensors and, written last, state.json with the loop's
+state and the hash of every file. A folder without it, or with a hash that differs, is refused by name and the one before it is taken.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from decoding.errors import UserError
+
+STATE = "state.json"
+
+
+@dataclass
+class Checkpoint:
+    """One checkpoint read back."""
+
+    folder: Path
+    state: dict[str, Any]
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    rng: dict[str, Tensor]
+
+
+def save(folder: Path, state: dict[str, Any], model: dict[str, Tensor], optimizer: dict[str, Tensor], rng: dict[str, Tensor]) -> Path:
+    """Write `folder` (such as checkpoints/step_000100) so that it is complete under that name or not there at all.
+
+    Raises UserError when the disk is full; what was there before stays.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        for name, tensors in (("model", model), ("optimizer", optimizer), ("rng", rng)):
+            save_file({key: value.detach().contiguous() for key, value in tensors.items()}, partial / f"{name}.safetensors")
+        hashes = {path.name: sha256(path) for path in sorted(partial.glob("*.safetensors"))}
+        write_text(partial / STATE, json.dumps({**state, "hashes": hashes}, indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    except Exception as error:  # safetensors raises its own type for a failed write
+        shutil.rmtree(partial, ignore_errors=True)
+        raise disk_error(folder, error) from error
+    return folder
+
+
+def load(folder: Path) -> Checkpoint:
+    """Read a checkpoint. Raises UserError naming the file that is missing or damaged."""
+    state_file = folder / STATE
+    if not state_file.is_file():
+        raise UserError(f"checkpoint {folder}: no {STATE}; it was never completed, so delete the folder")
+    try:
+        state = json.loads(state_file.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"checkpoint {folder}: {STATE} is damaged ({error}); delete the folder") from error
+    for name, expected in state["hashes"].items():
+        path = folder / name
+        if not path.is_file() or sha256(path) != expected:
+            raise UserError(f"checkpoint {folder}: {name} is {'missing' if not path.is_file() else 'damaged'}; delete the folder")
+    tensors = {name: load_file(folder / f"{name}.safetensors") for name in ("model", "optimizer", "rng")}
+    return Checkpoint(folder, state, **tensors)
+
+
+def latest(root: Path, report: Callable[[str], None]) -> Checkpoint | None:
+    """The newest whole checkpoint under `root`; damaged ones are reported by name and passed over."""
+    for folder in sorted(root.glob("step_*"), reverse=True):
+        try:
+            return load(folder)
+        except UserError as error:
+            report(f"passed over: {error}")
+    return None
+
+
+def prune(root: Path, keep: int, best: str | None) -> None:
+    """Delete all but the newest `keep` checkpoints and the best one."""
+    folders = sorted(root.glob("step_*"))
+    for folder in folders[: max(0, len(folders) - max(1, keep))]:
+        if folder.name != best:
+            shutil.rmtree(folder)
+
+
+def rng_state() -> dict[str, Tensor]:
+    """State of torch's and NumPy's generators as tensors."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    assert kind == "MT19937" and isinstance(keys, np.ndarray)
+    numpy_state = np.array([position, has_gauss], dtype=np.int64)
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "numpy_keys": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_position": torch.from_numpy(numpy_state),
+        "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def restore_rng(tensors: dict[str, Tensor]) -> None:
+    """Inverse of `rng_state`."""
+    torch.set_rng_state(tensors["torch"])
+    position, has_gauss = (int(value) for value in tensors["numpy_position"])
+    keys = tensors["numpy_keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, float(tensors["numpy_gauss"][0])))
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file and force it to the disk, under a temporary name until it is whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def disk_error(path: Path, error: Exception) -> UserError:
+    """The error for a write that failed, with the room that is left."""
+    parent = next(folder for folder in path.parents if folder.exists())
+    free_mb = shutil.disk_usage(parent).free / 1e6
+    return UserError(
+        f"could not write {path}: {error}. {free_mb:,.0f} MB are free there; the last whole checkpoint is kept. Make room and run again"
+    )

@@ -1,0 +1,185 @@
+"""Typed configuration: one dataclass a stage, one doc line a field, unknown keys are errors that name the nearest valid key.
+
+Hydra composes plain YAML; `typed` then holds the result against the stage's dataclass. That catches `+key=` and keys inside experiment
+files too, which Hydra alone lets through.
+"""
+
+import dataclasses
+import difflib
+import typing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from decoding.errors import UserError
+
+Schema = TypeVar("Schema")
+
+
+@dataclass
+class JobConfig:
+    """Fields that every job takes."""
+
+    job: str = MISSING  # the module that runs this configuration, such as distill.train
+    experiment: str = "default"  # name of the experiment file, and of the run folder
+    output_dir: str = MISSING  # run folder: configuration, manifest, metrics, checkpoints, artefact
+    seed: int = 0  # seeds weights, data order and drafting noise
+    dry_run: bool = False  # say what would be done and what it costs, write what needs no weights or data
+    threads: int = 0  # CPU threads of PyTorch; 0 leaves PyTorch's own choice
+    stages: list[str] = field(default_factory=list)  # jobs to run one after another, folder to folder, instead of this one
+    stage_overrides: dict[str, list[str]] = field(default_factory=dict)  # further overrides of a stage in `stages`
+
+
+@dataclass
+class TargetConfig:
+    """The model that is kept exact, or the teacher that is frozen."""
+
+    path: str = MISSING  # model folder in Hugging Face form
+    backend: str = "native"  # native | hf
+    dtype: str = "float32"  # float32 | bfloat16 | float16 | float64
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    max_length: int = 0  # context in tokens; 0 takes the model's own
+
+
+@dataclass
+class StudentConfig:
+    """Shape of a LLaMA student; a field left at 0 is taken from the target."""
+
+    name: str = "student"  # name in tables and in the drafter's card
+    init: str = "layers"  # layers: copy chosen target layers | random: same shape from scratch
+    layers: list[int] = field(default_factory=list)  # target layers to copy, from 0; empty: first, last and evenly spaced between
+    num_hidden_layers: int = 1  # decoder layers: the depth that sets a drafter's latency
+    hidden_size: int = 0  # width of the residual stream
+    num_attention_heads: int = 0  # query heads
+    num_key_value_heads: int = 0  # key/value heads (grouped-query attention)
+    head_dim: int = 0  # width of a head; need not be hidden_size / heads
+    intermediate_size: int = 0  # width of the MLP
+
+
+@dataclass
+class DataConfig:
+    """Where the text comes from and how it is cut."""
+
+    chats: list[str] = field(default_factory=list)  # ShareGPT files (JSON array or JSONL); `embedded:chats` is the shipped set
+    texts: list[str] = field(default_factory=list)  # plain text files or folders; `embedded:stdlib` is this Python's standard library
+    held_out_chats: list[str] = field(default_factory=list)  # ShareGPT files that are never trained on
+    held_out_texts: list[str] = field(default_factory=list)  # plain text that is never trained on
+    template: str = "auto"  # chat template: auto (the tokenizer's own) or the name of one of ours
+    max_length: int = 512  # tokens a packed row holds
+    max_bad: float = 0.01  # share of bad records that is skipped and counted; more is an error
+    max_samples: int = 0  # use only the first N chats and texts; 0 uses all
+    train_on: str = "answers"  # answers: supervise assistant turns | all: every token of a chat
+
+
+@dataclass
+class OptimizerConfig:
+    """torch's AdamW and its schedule."""
+
+    lr: float = 1e-3  # peak learning rate
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW betas
+    weight_decay: float = 0.0  # on matrices; norms and biases are never decayed
+    warmup_steps: int = 20  # linear warm-up from 0
+    final_lr: float = 0.1  # share of the peak that the cosine ends at
+    clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
+
+
+@dataclass
+class LoopConfig:
+    """How long to train, in what batches, and when to look."""
+
+    max_steps: int = 0  # optimizer steps; 0: until max_epochs is reached
+    max_epochs: float = 1.0  # passes over the data when max_steps is 0
+    tokens_per_step: int = 8192  # packed tokens an optimizer step sees, over all ranks and accumulation steps
+    micro_batch_tokens: int = 8192  # packed tokens of one forward on one rank
+    eval_every: int = 50  # optimizer steps between held-out evaluations; 0: only at the end
+    checkpoint_every: int = 50  # optimizer steps between checkpoints; 0: only at the end
+    keep: int = 1  # checkpoints kept besides the best one
+    log_every: int = 1  # optimizer steps between metric records
+    dtype: str = "float32"  # dtype of weights and activations; bfloat16 keeps float32 master weights
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class ParallelConfig:
+    """How many processes train, and how they split the work."""
+
+    kind: str = "single"  # single | ddp
+    processes: int = 0  # ranks on this machine; 0: one a visible GPU (one on a CPU)
+    timeout_seconds: int = 600  # a collective that waits longer ends the job
+
+
+@dataclass
+class TrackerConfig:
+    """Mirrors of metrics.jsonl."""
+
+    wandb: str = "disabled"  # online | offline | disabled
+    project: str = "shallow-draft"  # Weights & Biases project
+    group: str = ""  # Weights & Biases group, one a sweep
+    tensorboard: bool = False  # write tensorboard event files beside the metrics
+
+
+def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
+    """The composed configuration as an instance of `schema`.
+
+    Raises UserError for unknown keys (with the nearest valid one), wrong types and values that are still missing.
+    """
+    container = OmegaConf.to_container(composed, resolve=False)
+    if not isinstance(container, dict):
+        raise UserError(f"a configuration is a mapping of keys, found {type(container).__name__}")
+    plain = {key: value for key, value in container.items() if key != "hydra"}
+    _check_keys(plain, schema, "")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain))
+        OmegaConf.resolve(merged)
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise UserError(f"no value for {', '.join(missing)}: give it on the command line, such as {missing[0]}=...")
+        return typing.cast(Schema, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "?"
+        raise UserError(f"configuration key '{key}': {str(error).splitlines()[0]}") from error
+
+
+def valid_keys(schema: type[Any], prefix: str = "") -> list[str]:
+    """All dotted keys of `schema`, inner nodes included."""
+    keys = []
+    for name, kind in _fields(schema).items():
+        keys.append(prefix + name)
+        if dataclasses.is_dataclass(kind):
+            keys += valid_keys(typing.cast(type[Any], kind), prefix + name + ".")
+    return keys
+
+
+def unknown_key(key: str, choices: list[str]) -> UserError:
+    """The error for a key that no field has; names the nearest that one does."""
+    near = difflib.get_close_matches(key, choices, n=1, cutoff=0.0)
+    leaf = [choice for choice in choices if choice.split(".")[-1] == key.split(".")[-1]]
+    best = (leaf or near or [""])[0]
+    return UserError(f"unknown configuration key '{key}'; the nearest valid key is '{best}' (--help lists all)")
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A dataclass configuration as plain dicts and lists, ready for YAML and JSON."""
+    return dataclasses.asdict(config)
+
+
+def _fields(schema: type[Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(schema)
+    return {entry.name: hints[entry.name] for entry in dataclasses.fields(schema)}
+
+
+def _check_keys(node: Any, schema: type[Any], prefix: str) -> None:
+    kinds = _fields(schema)
+    for key, value in node.items():
+        if key not in kinds:
+            raise unknown_key(prefix + str(key), [prefix + name for name in valid_keys(schema)])
+        if dataclasses.is_dataclass(kinds[key]) and isinstance(value, dict | DictConfig):
+            _check_keys(value, typing.cast(type[Any], kinds[key]), f"{prefix}{key}.")
+
+
+def is_list(value: Any) -> bool:
+    """True for YAML lists in either of the forms in which OmegaConf hands them out."""
+    return isinstance(value, list | ListConfig)

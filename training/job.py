@@ -1,0 +1,154 @@
+"""How every job starts: Hydra composes, the result is typed and checked, and the job's function runs on it.
+
+A single run happens in this process. The members of a sweep (`-m`) and the stages of an experiment are fresh processes, each on a saved
+config.yaml, so that one cannot disturb another and every one can be run again by hand.
+"""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from decoding.errors import UserError
+from training.config import JobConfig, typed, unknown_key, valid_keys
+from training.loop import Interrupted
+from training.memory import keep_memory
+from training.stages import run_stages
+
+Config = TypeVar("Config", bound=JobConfig)
+CONF = Path(__file__).resolve().parent.parent / "conf"
+_ON_FILE = "--config-file"
+
+
+def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) -> None:
+    """Entry of `python -m <job>`: Hydra overrides on the command line, or `--config-file config.yaml`.
+
+    A UserError is printed without a traceback and ends the process with status 2; a signal with 130.
+    """
+    arguments = sys.argv[1:]
+    if arguments[:1] == [_ON_FILE]:
+        composed = OmegaConf.load(arguments[1])
+        assert isinstance(composed, DictConfig)
+        _guarded(lambda: run_typed(composed, job, schema, function))
+        return
+    _guarded(lambda: check_arguments(arguments, job, schema))
+
+    def task(composed: DictConfig) -> None:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            _guarded(lambda: _run_member(composed, job, schema, arguments))
+        else:
+            _guarded(lambda: run_typed(composed, job, schema, function))
+
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name=job.replace(".", "_"))(task)()
+
+
+def run_typed(composed: DictConfig, job: str, schema: type[Config], function: Callable[[Config], Any]) -> Any:
+    """Check a composed configuration and run the job, or the stages it lists."""
+    config = typed(composed, schema)
+    if config.job != job:
+        raise wrong_job(config.experiment, config.job, job)
+    prepare_process(config)
+    if config.stages:
+        return run_stages(config)
+    return function(config)
+
+
+def prepare_process(config: JobConfig) -> None:
+    """Malloc settings and thread count, before the first tensor."""
+    keep_memory()
+    if config.threads > 0:
+        import torch
+
+        torch.set_num_threads(config.threads)
+
+
+def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
+    """Find unknown keys and the wrong job before Hydra does, whose own message does not name the nearest key."""
+    keys = valid_keys(schema)
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    for argument in arguments:
+        match = re.match(r"^(\+\+|\+|~)?([\w./@:]+)=", argument)
+        if argument.startswith("-") or not match:
+            continue
+        key = match.group(2)
+        if key == "experiment":
+            _check_experiment(argument.split("=", 1)[1], job)
+        elif key not in groups and not key.startswith("hydra.") and not _known(key, keys, schema):
+            raise unknown_key(key, keys + sorted(groups))
+
+
+def _known(key: str, keys: list[str], schema: type[Any]) -> bool:
+    """True when `key` is a field, or lies inside a field that takes any mapping."""
+    if key in keys:
+        return True
+    free = {f"{entry.name}." for entry in dataclasses.fields(schema) if str(entry.type).startswith(("dict", "list"))}
+    return any(key.startswith(prefix) for prefix in free)
+
+
+def _check_experiment(name: str, job: str) -> None:
+    for one in name.split(","):
+        path = CONF / "experiment" / f"{one}.yaml"
+        if not path.is_file():
+            known = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+            raise UserError(f"no experiment '{one}'; there are: {', '.join(known)}")
+        belongs = OmegaConf.load(path).get("job")
+        if belongs != job:
+            raise wrong_job(one, str(belongs), job)
+
+
+def wrong_job(experiment: str, right: str, called: str) -> UserError:
+    """The error of an experiment that was called with another job than its own."""
+    return UserError(f"experiment '{experiment}' belongs to {right}, not to {called}; run: python -m {right} +experiment={experiment}")
+
+
+def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments: list[str]) -> None:
+    """One member of a sweep: its own folder, named by the overrides that vary, and its own process."""
+    varying = {
+        override.key_or_group
+        for override in OverridesParser.create().parse_overrides(_overrides(arguments))
+        if override.is_sweep_override()
+    }
+    mine = [text for text in HydraConfig.get().overrides.task if text.lstrip("+").split("=")[0] in varying]
+    name = ",".join(text.lstrip("+") for text in mine) or "member"
+    plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    plain["output_dir"] = os.path.join(str(plain["output_dir"]), re.sub(r"[^\w.,=+-]+", "_", name))
+    typed(plain, schema)
+    status = run_on_file(plain, job)
+    if status != 0:
+        raise UserError(f"sweep member '{name}' ended with status {status}; its folder is {plain['output_dir']}")
+
+
+def run_on_file(composed: DictConfig, job: str) -> int:
+    """`python -m <job>` on a saved configuration, in a fresh process. Returns its exit status."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
+        file.write(OmegaConf.to_yaml(composed))
+    try:
+        return subprocess.run([sys.executable, "-m", job, _ON_FILE, file.name], check=False).returncode
+    finally:
+        os.unlink(file.name)
+
+
+def _overrides(arguments: list[str]) -> list[str]:
+    return [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+
+
+def _guarded(action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Interrupted as stop:
+        print(f"interrupted: {stop}", file=sys.stderr)
+        sys.exit(130)

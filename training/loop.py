@@ -1,0 +1,212 @@
+"""The training loop, read straight down: rows of a step -> loss -> update -> look -> save.
+
+A step is a pure function of (weights, optimizer state, step number): its rows come from (seed, step), so k steps, a stop and n - k
+steps equal n steps bit for bit on one CPU process.
+"""
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from decoding.errors import UserError
+from training import checkpoint
+from training.config import LoopConfig
+from training.optimizer import MasterAdamW, learning_rate
+from training.packing import Batch, PackedData, collate, micro_batches
+from training.parallel import Parallel
+from training.progress import ProgressBar
+from training.tracker import Tracker
+
+
+class Objective(Protocol):
+    """What a job trains: a module whose call on a batch gives sums over that batch's supervised tokens."""
+
+    metric_name: str  # what the second value counts, such as accuracy or acceptance
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(loss sum in nats, metric sum [1])."""
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM came; a checkpoint was written and the same command resumes."""
+
+
+@dataclass
+class Progress:
+    """The loop's own state: what a checkpoint remembers besides tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    seconds: float = 0.0
+    best_step: int = -1
+    best_score: float = -math.inf
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+
+
+def fit(
+    title: str,
+    module: nn.Module,
+    trained: nn.Module,
+    data: PackedData,
+    config: LoopConfig,
+    parallel: Parallel,
+    folder: Path,
+    tracker: Tracker | None,
+    evaluate: Callable[[], dict[str, float]],
+) -> Progress:
+    """Train `trained` (the part of `module` that is saved) on `data`; on return it holds the weights of the best checkpoint.
+
+    module: an Objective. evaluate: held-out figures of the present weights, with `score` (larger is better), by which the best checkpoint
+    is chosen. Resumes from the newest whole checkpoint under `folder`/checkpoints. Raises Interrupted and UserError (loss not finite).
+    """
+    total = total_steps(config, data)
+    wrapped = parallel.prepare(module)
+    optimizer = MasterAdamW(trained, config.optimizer)
+    root = folder / "checkpoints"
+    progress = _resume(root, trained, optimizer, parallel)
+    signals = _Signals()
+    with ProgressBar(title, total, progress.step, parallel.is_main) as bar, signals:
+        while progress.step < total:
+            began = time.monotonic()
+            rows = data.step_rows(progress.step)
+            loss, metric, tokens = _backward(wrapped, rows, data, config, parallel, optimizer)
+            rate = learning_rate(config.optimizer, progress.step, progress.step / total)
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"the loss is {loss} at step {progress.step + 1}: stopped before the update; the last good checkpoint is in {root}. "
+                    f"Lower loop.optimizer.lr (now {config.optimizer.lr}) or set loop.optimizer.clip, then run again"
+                )
+            norm = optimizer.step(rate)
+            count = data.supervised_in(rows)
+            progress.step += 1
+            progress.tokens += tokens
+            progress.supervised += count
+            progress.seconds += time.monotonic() - began
+            values = {"loss": loss, module.metric_name: metric, "lr": rate, "gradient_norm": float(norm), "tokens": progress.tokens}
+            values |= {"supervised_tokens": progress.supervised, "tokens_per_second": tokens / (time.monotonic() - began)}
+            if tracker is not None and progress.step % config.log_every == 0:
+                tracker.log(progress.step, values)
+            if _due(progress.step, config.eval_every, total):
+                _look(progress, evaluate, tracker, bar)
+            stop = parallel.any(signals.received)
+            if _due(progress.step, config.checkpoint_every, total) or progress.best_step == progress.step or stop:
+                _save(root, progress, config, trained, optimizer, parallel)
+            bar.update(progress.step, _note(values, progress, module.metric_name))
+            if stop:
+                raise Interrupted(f"stopped by a signal after step {progress.step}; saved in {root}. Run the same command to go on")
+    _load_best(root, progress, trained, parallel)
+    return progress
+
+
+def total_steps(config: LoopConfig, data: PackedData) -> int:
+    """Optimizer steps of the whole run."""
+    return config.max_steps if config.max_steps > 0 else max(1, math.ceil(config.max_epochs * data.steps_per_epoch))
+
+
+def _backward(
+    module: nn.Module, rows: list[list[int]], data: PackedData, config: LoopConfig, parallel: Parallel, optimizer: MasterAdamW
+) -> tuple[float, float, int]:
+    """Loss and gradient of one step, divided by the global count of supervised tokens. Returns (loss, metric, tokens), all global."""
+    count = max(1, data.supervised_in(rows))
+    rows_per_forward = max(1, config.micro_batch_tokens // data.capacity)
+    totals = torch.zeros(2, dtype=torch.float64, device=parallel.device)
+    forwards = list(micro_batches(rows, parallel.rank, parallel.world_size, rows_per_forward))
+    for number, part in enumerate(forwards):
+        with parallel.exchange(module, last=number == len(forwards) - 1):
+            batch = collate(data.samples, part or [[]], data.capacity, parallel.device)
+            loss_sum, metric_sum = module(batch)
+            parallel.backward(loss_sum / count)
+        if parallel.world_size == 1:
+            optimizer.collect()
+        totals += torch.stack([loss_sum.detach().double(), metric_sum[0].double()])
+    if parallel.world_size > 1:
+        optimizer.collect()
+    loss, metric = (parallel.sum(totals) / count).tolist()
+    return loss, metric, sum(len(data.samples[index].ids) for row in rows for index in row)
+
+
+def _due(step: int, every: int, total: int) -> bool:
+    return step == total or (every > 0 and step % every == 0)
+
+
+def _look(progress: Progress, evaluate: Callable[[], dict[str, float]], tracker: Tracker | None, bar: ProgressBar) -> None:
+    figures = evaluate()
+    progress.evaluations.append({"step": progress.step, **figures})
+    if figures["score"] > progress.best_score:
+        progress.best_step, progress.best_score = progress.step, figures["score"]
+    if tracker is not None:
+        tracker.log(progress.step, {f"held_out_{key}": value for key, value in figures.items() if key != "score"})
+    shown = "  ".join(f"{key} {value:.3f}" for key, value in figures.items() if key != "score")
+    bar.say(f"  step {progress.step}: held-out {shown}")
+
+
+def _save(root: Path, progress: Progress, config: LoopConfig, trained: nn.Module, optimizer: MasterAdamW, parallel: Parallel) -> None:
+    if parallel.is_main:
+        weights = {name: tensor for name, tensor in trained.state_dict().items()}
+        best = f"step_{progress.best_step:06d}"
+        checkpoint.save(root / f"step_{progress.step:06d}", vars(progress), _untied(weights), optimizer.state(), checkpoint.rng_state())
+        checkpoint.prune(root, config.keep, best)
+    parallel.wait()
+
+
+def _resume(root: Path, trained: nn.Module, optimizer: MasterAdamW, parallel: Parallel) -> Progress:
+    found = checkpoint.latest(root, report=print if parallel.is_main else lambda _: None)
+    if found is None:
+        return Progress()
+    trained.load_state_dict(found.model, strict=False)
+    optimizer.load(found.optimizer)
+    checkpoint.restore_rng(found.rng)
+    return Progress(**{key: value for key, value in found.state.items() if key != "hashes"})
+
+
+def _load_best(root: Path, progress: Progress, trained: nn.Module, parallel: Parallel) -> None:
+    parallel.wait()
+    if progress.best_step not in (-1, progress.step):
+        trained.load_state_dict(checkpoint.load(root / f"step_{progress.best_step:06d}").model, strict=False)
+
+
+def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Drop names that share storage with an earlier one (tied heads): safetensors stores a tensor once."""
+    seen: set[int] = set()
+    kept = {}
+    for name, tensor in weights.items():
+        if tensor.data_ptr() not in seen or tensor.numel() == 0:
+            seen.add(tensor.data_ptr())
+            kept[name] = tensor
+    return kept
+
+
+def _note(values: dict[str, Any], progress: Progress, metric_name: str) -> str:
+    rate = progress.tokens / max(progress.seconds, 1e-9)
+    best = "" if progress.best_step < 0 else f"  held-out {progress.evaluations[-1]['score']:.3f}"
+    return f"loss {values['loss']:.3f}  {metric_name} {values[metric_name]:.3f}{best}  {rate:,.0f} tok/s"
+
+
+class _Signals:
+    """Remembers SIGINT and SIGTERM while the loop runs; a second one acts at once."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        signal.signal(number, self._before[number])

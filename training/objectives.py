@@ -1,0 +1,68 @@
+"""What is trained: a language model on its text, or a student on its teacher. Both return sums, never means.
+
+Shapes: R rows, T tokens, N supervised tokens, H and G widths of student and teacher.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.attention import document_mask
+from training.losses.chunked import chunked_cross_entropy, chunked_forward_kl
+from training.packing import Batch
+
+
+def hidden_states(model: Any, batch: Batch) -> Tensor:
+    """Hidden states after the final norm [R, T, H] of a Hugging Face causal LM built with packed attention."""
+    bias = document_mask(batch.documents_RT, model.dtype)
+    return model.model(batch.ids_RT, position_ids=batch.positions_RT, attention_bias=bias, use_cache=False).last_hidden_state
+
+
+class LanguageModelling(nn.Module):
+    """Cross-entropy of the next token: the objective of `distill.pretrain`."""
+
+    metric_name = "accuracy"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum of -log q in nats, number of right argmaxes [1]) over supervised tokens."""
+        hidden_NH = hidden_states(self.model, batch)[batch.supervised_RT]
+        return chunked_cross_entropy(hidden_NH, self.model.lm_head.weight, batch.next_RT[batch.supervised_RT])
+
+
+class Distillation(nn.Module):
+    """Forward KL from a frozen teacher at the supervised positions."""
+
+    metric_name = "acceptance"
+
+    def __init__(self, student: Any, teacher: Any, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.student = student
+        # Held in a list so that the teacher is no submodule: it has no optimizer state, no gradient exchange and is in no checkpoint.
+        self._teacher = [teacher]
+        self.temperature = temperature
+
+    @property
+    def teacher(self) -> Any:
+        return self._teacher[0]
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum of KL(teacher || student) in nats, sum of min(p, q) [1]) over supervised tokens."""
+        with torch.no_grad():
+            teacher_NG = hidden_states(self.teacher, batch)[batch.supervised_RT]
+        hidden_NH = hidden_states(self.student, batch)[batch.supervised_RT]
+        return chunked_forward_kl(
+            hidden_NH, self.student.lm_head.weight, teacher_NG, self.teacher.lm_head.weight, temperature=self.temperature
+        )
+
+
+def freeze(model: Any) -> Any:
+    """The model in eval mode with no parameter that asks for a gradient, its lm_head included."""
+    model.eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model

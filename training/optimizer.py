@@ -1,0 +1,95 @@
+"""torch's AdamW on float32 master weights, and the learning-rate schedule.
+
+Weights may be bfloat16: then the optimizer owns float32 copies, gradients are added to them in float32 (so accumulation loses nothing)
+and the rounded result is written back after every step. For float32 weights the copies are the weights themselves.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from training.config import OptimizerConfig
+
+
+class MasterAdamW:
+    """AdamW (torch.optim.AdamW) over float32 masters of the trainable parameters of `model`."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+        self.config = config
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float().requires_grad_() for p in self.parameters]
+        decayed = [master for master in self.masters if master.dim() >= 2]
+        others = [master for master in self.masters if master.dim() < 2]
+        beta1, beta2 = config.betas
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), fused=True)
+
+    @property
+    def has_copies(self) -> bool:
+        return any(master is not parameter for master, parameter in zip(self.masters, self.parameters, strict=True))
+
+    def collect(self) -> None:
+        """Move the gradients of one backward pass to the masters, adding to what is there."""
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            if master is parameter or parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad += parameter.grad
+            parameter.grad = None
+
+    def step(self, lr: float) -> Tensor:
+        """One update at learning rate `lr`. Returns the global gradient norm before clipping."""
+        norm = self._clip()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.write_back()
+        return norm
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the masters into the model."""
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+
+    def _clip(self) -> Tensor:
+        limit = self.config.clip if self.config.clip > 0 else math.inf
+        return nn.utils.clip_grad_norm_(self.masters, limit)
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything the next step depends on, as named tensors."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in zip(self.names, self.masters, strict=True):
+            tensors[f"master.{name}"] = master.detach()
+            for key, value in self.optimizer.state.get(master, {}).items():
+                tensors[f"{key}.{name}"] = value
+        return tensors
+
+    @torch.no_grad()
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Inverse of `state`; the model's weights follow the masters."""
+        for name, master in zip(self.names, self.masters, strict=True):
+            master.copy_(tensors[f"master.{name}"])
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors]
+            if keys:
+                self.optimizer.state[master] = {key: tensors[f"{key}.{name}"].clone() for key in keys}
+        self.write_back()
+
+
+def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:
+    """Linear warm-up over `warmup_steps`, then a cosine from lr to lr x final_lr as `progress` goes from 0 to 1."""
+    warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
+    return config.lr * warm * (config.final_lr + (1 - config.final_lr) * cosine)
+
+
+def count_parameters(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

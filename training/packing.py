@@ -1,0 +1,155 @@
+"""Best-fit packing of documents into rows of one length, and the batches that a step sees.
+
+Padding is the largest waste in drafter training: chats differ tenfold in length. Packed rows waste only what no document fits into, and
+attention stays inside a document (training/attention.py), so that packed and separate documents give equal losses and gradients.
+
+Shapes: R rows, T tokens a row.
+"""
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoding.errors import UserError
+
+
+@dataclass
+class Sample:
+    """One document or chat: its token ids, and which of them are supervised (predicted by the token before)."""
+
+    ids: np.ndarray  # int32 [length]
+    mask: np.ndarray  # bool [length]; position 0 is never supervised, as nothing precedes it
+
+
+@dataclass
+class Batch:
+    """Packed rows on a device."""
+
+    ids_RT: Tensor  # int64, 0 where no document lies
+    positions_RT: Tensor  # int64, position inside the document
+    documents_RT: Tensor  # int64, number of the document in its row from 1; 0 where none lies
+    supervised_RT: Tensor  # bool at t: the token at t + 1 is supervised and of the same document
+    next_RT: Tensor  # int64, the token at t + 1 (0 where not supervised)
+
+    @property
+    def tokens(self) -> int:
+        return int((self.documents_RT > 0).sum())
+
+    @property
+    def supervised(self) -> int:
+        return int(self.supervised_RT.sum())
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Rows of sample indices with at most `capacity` tokens each: best fit, decreasing.
+
+    Every index appears exactly once. Raises UserError for a sample longer than a row.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (room, row), sorted
+    for index in order:
+        length = lengths[index]
+        if length > capacity:
+            raise UserError(f"sample {index} has {length} tokens, a packed row holds {capacity}: raise data.max_length or split it first")
+        at = bisect.bisect_left(free, (length, -1))
+        if at == len(free):
+            rows.append([index])
+            room = capacity - length
+            row = len(rows) - 1
+        else:
+            room, row = free.pop(at)
+            rows[row].append(index)
+            room -= length
+        bisect.insort(free, (room, row))
+    return rows
+
+
+def split_documents(ids: Sequence[int], max_length: int) -> list[Sample]:
+    """A plain document as samples of at most `max_length` tokens, all supervised; neighbours share one token so that none is lost."""
+    array = np.asarray(ids, dtype=np.int32)
+    samples = []
+    for start in range(0, max(len(array) - 1, 1), max_length - 1):
+        piece = array[start : start + max_length]
+        mask = np.ones(len(piece), dtype=bool)
+        mask[0] = False
+        samples.append(Sample(piece, mask))
+    return samples
+
+
+def collate(samples: Sequence[Sample], rows: Sequence[Sequence[int]], capacity: int, device: str | torch.device = "cpu") -> Batch:
+    """The rows as tensors."""
+    shape = (len(rows), capacity)
+    ids, positions, documents, following = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+    supervised = np.zeros(shape, dtype=bool)
+    for r, row in enumerate(rows):
+        start = 0
+        for number, index in enumerate(row, start=1):
+            sample = samples[index]
+            end = start + len(sample.ids)
+            ids[r, start:end] = sample.ids
+            positions[r, start:end] = np.arange(end - start)
+            documents[r, start:end] = number
+            supervised[r, start : end - 1] = sample.mask[1:]
+            following[r, start : end - 1] = np.where(sample.mask[1:], sample.ids[1:], 0)
+            start = end
+    tensors = (torch.from_numpy(array).to(device) for array in (ids, positions, documents, supervised, following))
+    return Batch(*tensors)
+
+
+class PackedData:
+    """All samples of a job, packed once an epoch; a step's rows are a pure function of (seed, step).
+
+    Nothing is remembered between steps, so resuming needs only the number of the step.
+    """
+
+    def __init__(self, samples: Sequence[Sample], capacity: int, rows_per_step: int, seed: int) -> None:
+        self.samples = samples
+        self.capacity = capacity
+        self.rows_per_step = rows_per_step
+        self.seed = seed
+        lengths = [len(sample.ids) for sample in samples]
+        self.rows = best_fit(lengths, capacity)
+        self.tokens = sum(lengths)
+        self.supervised = int(sum(int(sample.mask.sum()) for sample in samples))
+        if self.supervised == 0:
+            raise UserError(
+                f"zero supervised tokens in {len(samples)} samples: look at the chat template and data.train_on (no answer is left to learn from)"
+            )
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+
+    @property
+    def fill(self) -> float:
+        """Share of the packed positions that hold a token."""
+        return self.tokens / (len(self.rows) * self.capacity)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return len(self.rows) / self.rows_per_step
+
+    def step_rows(self, step: int) -> list[list[int]]:
+        """The rows of optimizer step `step` (from 0), over all ranks; epochs follow each other without a gap."""
+        first = step * self.rows_per_step
+        return [self._row(position) for position in range(first, first + self.rows_per_step)]
+
+    def _row(self, position: int) -> list[int]:
+        epoch, offset = divmod(position, len(self.rows))
+        if self._order[0] != epoch:
+            self._order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)))
+        return self.rows[int(self._order[1][offset])]
+
+    def supervised_in(self, rows: Sequence[Sequence[int]]) -> int:
+        """Supervised tokens in `rows`: the global divisor of a step's loss, known to every rank without a message."""
+        return int(sum(int(self.samples[index].mask[1:].sum()) for row in rows for index in row))
+
+
+def micro_batches(rows: Sequence[Sequence[int]], rank: int, world_size: int, rows_per_micro_batch: int) -> Iterator[list[Sequence[int]]]:
+    """This rank's share of a step's rows, cut into forwards; every rank gets the same number of forwards."""
+    mine = list(rows[rank::world_size])
+    forwards = -(-(-(-len(rows) // world_size)) // rows_per_micro_batch)
+    for index in range(forwards):
+        yield mine[index * rows_per_micro_batch : (index + 1) * rows_per_micro_batch]

@@ -1,0 +1,48 @@
+"""A progress bar that shows rate and time left; single lines where the output is no terminal."""
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+_PLAIN_EVERY_SECONDS = 15.0
+
+
+class ProgressBar:
+    """`with ProgressBar("distil", total) as bar: bar.update(done, "loss 1.23")`."""
+
+    def __init__(self, title: str, total: int, start: int = 0, show: bool = True) -> None:
+        self.title, self.total, self.show = title, total, show
+        self.first = start
+        self.console = Console(file=sys.stderr)
+        self.live = self.console.is_terminal and show
+        self._began = self._printed = time.monotonic()
+        columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self._progress = Progress(*columns, *times, console=self.console, disable=not self.live)
+        self._task = self._progress.add_task(title, total=total, completed=start, note="")
+
+    def __enter__(self) -> "ProgressBar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def update(self, done: int, note: str = "") -> None:
+        """done: units finished so far; note: what stands beside the bar."""
+        self._progress.update(self._task, completed=done, note=note)
+        now = time.monotonic()
+        if self.live or not self.show or (now - self._printed < _PLAIN_EVERY_SECONDS and done < self.total):
+            return
+        self._printed = now
+        rate = (done - self.first) / max(now - self._began, 1e-9)
+        left = (self.total - done) / rate if rate > 0 else 0.0
+        self.say(f"{self.title} {done}/{self.total}  {note}  {left:.0f} s left")
+
+    def say(self, text: str) -> None:
+        """A line that stays above the bar."""
+        if self.show:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)

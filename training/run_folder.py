@@ -1,0 +1,133 @@
+"""The folder of a run: its configuration, its manifest, and the refusal to mix two configurations in one folder."""
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from decoding.errors import UserError
+from training.checkpoint import sha256, write_text
+from training.config import JobConfig, plain
+
+# What may differ when a run is continued: nothing of it changes the result.
+_FREE_KEYS = ("threads", "dry_run", "tracker", "output_dir")
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "hydra-core", "safetensors", "sentencepiece", "wandb", "deepspeed")
+
+
+class RunFolder:
+    """A run folder that is open for one configuration.
+
+    Raises UserError when the folder belongs to another configuration, naming the keys that differ.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self.path = Path(config.output_dir)
+        self.config = plain(config)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._refuse_other_config()
+        write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(self.config)))
+        self.started = time.time()
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What manifest.json says so far; empty before the first write."""
+        path = self.path / "manifest.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.manifest.get("finished"))
+
+    def write_manifest(self, inputs: list[Path], metrics: dict[str, Any], finished: bool) -> None:
+        """inputs: files or folders that the run read; their hashes are recorded."""
+        manifest = {
+            "job": self.config["job"],
+            "experiment": self.config["experiment"],
+            "finished": finished,
+            "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+            "inputs": {str(path): hash_input(path) for path in inputs},
+            "git_revision": git_revision(),
+            "versions": versions(),
+            "hardware": hardware(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(self.started)),
+            "seconds": round(time.time() - self.started, 1),
+            "metrics": metrics,
+        }
+        write_text(self.path / "manifest.json", json.dumps(manifest, indent=1))
+
+    def _refuse_other_config(self) -> None:
+        path = self.path / "config.yaml"
+        if not path.is_file():
+            return
+        before = OmegaConf.to_container(OmegaConf.load(path))
+        differing = [key for key in _differences(before, self.config) if key.split(".")[0] not in _FREE_KEYS]
+        if differing:
+            raise UserError(
+                f"{self.path} belongs to another configuration; different: {', '.join(differing)}. "
+                "Give another output_dir=, or delete the folder to start over"
+            )
+
+
+def _differences(before: Any, now: Any, prefix: str = "") -> list[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = sorted({*before, *now})
+        return [name for key in keys for name in _differences(before.get(key), now.get(key), f"{prefix}{key}.")]
+    return [] if before == now else [f"{prefix[:-1]} ({before} -> {now})"]
+
+
+def hash_input(path: Path) -> str:
+    """SHA-256 of a file, or of the names and hashes of a model folder's weights, configuration and tokenizer (its card left out)."""
+    if path.is_file():
+        return sha256(path)
+    if not path.exists():
+        return "absent"
+    import hashlib
+
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.is_file() and file.name not in ("drafter_card.json", "README.md"):
+            digest.update(f"{file.name}:{sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def git_revision() -> str:
+    """Revision of the checkout this code runs from, with `+changes` when the tree is dirty; `unknown` outside a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return revision + ("+changes" if dirty else "")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages a result may depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, threads and cards, for manifests and tables."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"cpu": model, "threads": torch.get_num_threads(), "gpus": cards}
