@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from decoding.loop import Settings, decode
 from torch import Tensor
 
-from decoding.loop import Settings, decode
 from decoding.target import load_target
 from distill.config import HeldOutConfig
 from training.chat import render_prompt
@@ -28,16 +28,22 @@ _CHUNK = 1024
 _BATCH = 16
 
 
-def target_answers(target_folder: Path, tokenizer: Any, config: HeldOutConfig, max_length: int, seed: int) -> list[Sample]:
+def target_answers(
+    target_folder: Path, tokenizer: Any, config: HeldOutConfig, max_length: int, seed: int
+) -> list[Sample]:
     """The target's answers to the held-out prompts as samples whose answer tokens are supervised; prompts that do not fit are left out."""
     room = max_length - config.max_new_tokens
     rendered = (
-        render_prompt(tokenizer, [{"role": "user", "content": prompt.turns[0]}]) for prompt in read_prompts(resolve(config.prompts))
+        render_prompt(tokenizer, [{"role": "user", "content": prompt.turns[0]}])
+        for prompt in read_prompts(resolve(config.prompts))
     )
     prompts = [ids for ids in rendered if len(ids) <= room][: config.max_prompts]
     target = load_target(target_folder, backend="native", dtype="float32", max_length=max_length, batch_size=_BATCH)
     settings = Settings(
-        max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=seed, stop_token_ids=(tokenizer.eos_token_id,)
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        seed=seed,
+        stop_token_ids=(tokenizer.eos_token_id,),
     )
     samples = []
     for start in range(0, len(prompts), _BATCH):
@@ -83,5 +89,9 @@ class HeldOutAcceptance:
             p_logits_CV = F.linear(teacher_NG[start : start + _CHUNK], self.teacher.lm_head.weight).float()
             p_CV, q_CV = (torch.softmax(logits / self.temperature, dim=-1) for logits in (p_logits_CV, q_logits_CV))
             same = (p_logits_CV.argmax(dim=-1) == q_logits_CV.argmax(dim=-1)).sum()
-            totals += torch.stack([torch.minimum(p_CV, q_CV).sum(), same, torch.tensor(len(p_CV), device=p_CV.device)]).double().cpu()
+            totals += (
+                torch.stack([torch.minimum(p_CV, q_CV).sum(), same, torch.tensor(len(p_CV), device=p_CV.device)])
+                .double()
+                .cpu()
+            )
         return totals

@@ -2,7 +2,15 @@
 
 from dataclasses import dataclass, field
 
-from training.config import DataConfig, JobConfig, LoopConfig, ParallelConfig, StudentConfig, TargetConfig, TrackerConfig
+from training.config import (
+    DataConfig,
+    JobConfig,
+    LoopConfig,
+    ParallelConfig,
+    StudentConfig,
+    TargetConfig,
+    TrackerConfig,
+)
 
 
 @dataclass
@@ -27,7 +35,9 @@ class HeldOutConfig:
 class PretrainConfig(JobConfig):
     """`python -m distill.pretrain`: a LLaMA from scratch; also the control of every pruning experiment."""
 
-    model: StudentConfig = field(default_factory=StudentConfig)  # shape; every field must be given, as there is no target to take it from
+    model: StudentConfig = field(
+        default_factory=StudentConfig
+    )  # shape; every field must be given, as there is no target to take it from
     tokenizer: str = ""  # folder with the tokenizer files
     tie_word_embeddings: bool = True  # one matrix for embedding and lm_head
     export_dtype: str = "bfloat16"  # dtype of the stored weights

@@ -22,7 +22,9 @@ TOKENIZER_FILES = (
 CARD = "drafter_card.json"
 
 
-def write_model(model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype, draft_tokens: int | None = None) -> None:
+def write_model(
+    model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype, draft_tokens: int | None = None
+) -> None:
     """Weights (safetensors), configuration, generation settings and the tokenizer files of `tokenizer_folder`, copied byte for byte.
 
     draft_tokens: pins assisted generation to a constant draft length, as a drafter's folder does. Raises UserError when a write fails.
@@ -48,11 +50,21 @@ def write_model(model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.d
 
 
 def _assistant_settings(draft_tokens: int) -> dict[str, Any]:
-    return {"num_assistant_tokens": draft_tokens, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    return {
+        "num_assistant_tokens": draft_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
 
 
 def write_card(
-    folder: Path, name: str, model: Any, target_folder: Path, data: dict[str, Any], loss: dict[str, Any], acceptance: dict[str, Any]
+    folder: Path,
+    name: str,
+    model: Any,
+    target_folder: Path,
+    data: dict[str, Any],
+    loss: dict[str, Any],
+    acceptance: dict[str, Any],
 ) -> None:
     """drafter_card.json (where the drafter comes from and what it was measured to do), README.md in Hub form and launch lines."""
     config = model.config
@@ -105,8 +117,12 @@ def launch_lines(target: str, drafter: str, draft_tokens: int) -> dict[str, str]
 
 def readme(card: dict[str, Any]) -> str:
     """The README of a drafter folder: front matter of the Hugging Face Hub, then what it is and how to start it."""
-    lines = "\n\n".join(f"**{engine}**\n\n```\n{line}\n```" for engine, line in launch_lines(card["target"], ".", 4).items())
-    acceptance = ", ".join(f"{key.replace('_', ' ')} {value:.3f}" for key, value in card["acceptance"].items() if isinstance(value, float))
+    lines = "\n\n".join(
+        f"**{engine}**\n\n```\n{line}\n```" for engine, line in launch_lines(card["target"], ".", 4).items()
+    )
+    acceptance = ", ".join(
+        f"{key.replace('_', ' ')} {value:.3f}" for key, value in card["acceptance"].items() if isinstance(value, float)
+    )
     shape = card["shape"]
     return f"""---
 library_name: transformers

@@ -27,7 +27,13 @@ from training.run_folder import RunFolder
 from training.samples import chat_samples, text_samples
 from training.tracker import Tracker
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 
 
 def run(config: PretrainConfig) -> Path:
@@ -43,9 +49,13 @@ def run(config: PretrainConfig) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
     samples = read_samples(tokenizer, config.data, "train")
-    data = PackedData(samples, config.data.max_length, config.loop.tokens_per_step // config.data.max_length, config.seed)
+    data = PackedData(
+        samples, config.data.max_length, config.loop.tokens_per_step // config.data.max_length, config.seed
+    )
     steps = total_steps(config.loop, data)
-    print(f"model: {count_parameters(model.parameters()) / 1e6:.1f} M parameters, {config.model.num_hidden_layers} layers")
+    print(
+        f"model: {count_parameters(model.parameters()) / 1e6:.1f} M parameters, {config.model.num_hidden_layers} layers"
+    )
     print(
         f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full; {steps:,} steps, {steps / data.steps_per_epoch:.2f} epochs"
     )
@@ -53,7 +63,9 @@ def run(config: PretrainConfig) -> Path:
         return model_folder
     held_out = read_samples(tokenizer, config.data, "held_out")
     objective = LanguageModelling(model)
-    tracker = Tracker(run_folder.path, config.tracker, config.experiment, run_folder.config) if parallel.is_main else None
+    tracker = (
+        Tracker(run_folder.path, config.tracker, config.experiment, run_folder.config) if parallel.is_main else None
+    )
     progress = fit(
         "pretrain",
         objective,
@@ -68,14 +80,18 @@ def run(config: PretrainConfig) -> Path:
     if parallel.is_main:
         export(model, tokenizer_folder, model_folder, dtype_of(config.export_dtype), tokenizer)
         best = next(figures for figures in progress.evaluations if figures["step"] == progress.best_step)
-        metrics = {"held_out_loss": best["loss"], "best_step": progress.best_step, "training_seconds": round(progress.seconds, 1)}
+        metrics = {
+            "held_out_loss": best["loss"],
+            "best_step": progress.best_step,
+            "training_seconds": round(progress.seconds, 1),
+        }
         run_folder.write_manifest([tokenizer_folder], {**metrics, "tokens": progress.tokens}, finished=True)
         print(f"held-out loss {best['loss']:.4f} nats a token after {progress.seconds:.0f} s; model: {model_folder}")
     parallel.close()
     return model_folder
 
 
-def read_samples(tokenizer: Any, data: DataConfig, split: str) -> list[Sample]:
+def read_samples(tokenizer: Any, data: DataConfig, split: corpus.Split) -> list[Sample]:
     """Samples of the `train` or `held_out` split, and a printed account of what was used and what was not."""
     chat_paths = data.chats if split == "train" else data.held_out_chats
     text_paths = data.texts if split == "train" else data.held_out_texts
@@ -99,7 +115,9 @@ def read_samples(tokenizer: Any, data: DataConfig, split: str) -> list[Sample]:
             print(f"{split} {account.line(what)}")
         samples += new
     if not samples:
-        raise UserError(f"the {split} split is empty: give data.{'' if split == 'train' else 'held_out_'}chats or _texts")
+        raise UserError(
+            f"the {split} split is empty: give data.{'' if split == 'train' else 'held_out_'}chats or _texts"
+        )
     return samples
 
 
@@ -120,9 +138,13 @@ def held_out_loss(objective: LanguageModelling, samples: list[Sample], config: P
 
 def _base(tokenizer: Any, config: PretrainConfig) -> dict[str, Any]:
     shape = config.model
-    missing = [name for name in ("hidden_size", "num_attention_heads", "intermediate_size") if getattr(shape, name) == 0]
+    missing = [
+        name for name in ("hidden_size", "num_attention_heads", "intermediate_size") if getattr(shape, name) == 0
+    ]
     if missing:
-        raise UserError(f"model.{missing[0]} is 0: a model from scratch needs every width given (there is no target to take it from)")
+        raise UserError(
+            f"model.{missing[0]} is 0: a model from scratch needs every width given (there is no target to take it from)"
+        )
     return {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": config.data.max_length,
@@ -137,7 +159,9 @@ def export(model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype,
     """Write weights, configuration and tokenizer files as a folder that `transformers` and serving engines load."""
     stored = model.to(dtype)
     stored.config.dtype = dtype
-    stored.generation_config = GenerationConfig(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    stored.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id
+    )
     stored.save_pretrained(folder)
     for name in _TOKENIZER_FILES:
         if (tokenizer_folder / name).is_file() and tokenizer_folder != folder:

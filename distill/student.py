@@ -6,11 +6,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoding.errors import UserError
-from training.attention import PACKED
 from training.config import StudentConfig
+from training.models import random_llama
 
 _WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-_SHARED = ("vocab_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+_SHARED = (
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 def student_config(shape: StudentConfig, target: Any) -> LlamaConfig:
@@ -19,7 +27,9 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig:
     target: the target's Hugging Face configuration. Raises UserError for shapes that cannot be.
     """
     head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-    given = {name: getattr(shape, name) or (head_dim if name == "head_dim" else getattr(target, name)) for name in _WIDTHS}
+    given = {
+        name: getattr(shape, name) or (head_dim if name == "head_dim" else getattr(target, name)) for name in _WIDTHS
+    }
     if shape.num_attention_heads and not shape.num_key_value_heads:
         given["num_key_value_heads"] = min(given["num_attention_heads"], target.num_key_value_heads)
     if given["num_attention_heads"] % given["num_key_value_heads"]:
@@ -29,7 +39,9 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig:
     if shape.num_hidden_layers < 1:
         raise UserError(f"drafter.num_hidden_layers is {shape.num_hidden_layers}; a drafter has at least one layer")
     shared = {name: getattr(target, name) for name in _SHARED}
-    return LlamaConfig(num_hidden_layers=shape.num_hidden_layers, rope_parameters=target.rope_parameters, **given, **shared)
+    return LlamaConfig(
+        num_hidden_layers=shape.num_hidden_layers, rope_parameters=target.rope_parameters, **given, **shared
+    )
 
 
 def chosen_layers(shape: StudentConfig, target_layers: int) -> list[int]:
@@ -48,7 +60,9 @@ def chosen_layers(shape: StudentConfig, target_layers: int) -> list[int]:
         )
     if shape.num_hidden_layers == 1:
         return [0]
-    return [round(index * (target_layers - 1) / (shape.num_hidden_layers - 1)) for index in range(shape.num_hidden_layers)]
+    return [
+        round(index * (target_layers - 1) / (shape.num_hidden_layers - 1)) for index in range(shape.num_hidden_layers)
+    ]
 
 
 def build_student(shape: StudentConfig, target: Any, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -59,21 +73,23 @@ def build_student(shape: StudentConfig, target: Any, dtype: torch.dtype) -> Llam
     if shape.init not in ("layers", "random"):
         raise UserError(f"drafter.init is '{shape.init}'; expected layers or random")
     config = student_config(shape, target.config)
-    config._attn_implementation = PACKED
-    student = LlamaForCausalLM(config).to(dtype)
+    student = random_llama(config, dtype)
     if shape.init == "random":
         return student
     _refuse_other_widths(config, target.config)
     source = target.state_dict()
     mapping = {
-        f"model.layers.{new}.": f"model.layers.{old}." for new, old in enumerate(chosen_layers(shape, target.config.num_hidden_layers))
+        f"model.layers.{new}.": f"model.layers.{old}."
+        for new, old in enumerate(chosen_layers(shape, target.config.num_hidden_layers))
     }
     weights = {}
     for name in student.state_dict():
         prefix = next((prefix for prefix in mapping if name.startswith(prefix)), "")
         origin = mapping[prefix] + name.removeprefix(prefix) if prefix else name
         if origin not in source:
-            raise UserError(f"the target has no weight '{origin}': init=layers needs a target of the LLaMA family; use drafter.init=random")
+            raise UserError(
+                f"the target has no weight '{origin}': init=layers needs a target of the LLaMA family; use drafter.init=random"
+            )
         weights[name] = source[origin].to(dtype)
     student.load_state_dict(weights)
     return student

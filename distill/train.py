@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from decoding.errors import UserError
-from decoding.target import check_model_folder
+from decoding.folder import read_config, weight_files
 from distill.acceptance import HeldOutAcceptance, target_answers
 from distill.config import TrainConfig
 from distill.drafter_folder import write_card, write_model
@@ -32,7 +32,8 @@ from training.tracker import Tracker
 def run(config: TrainConfig) -> Path:
     """Distil, and write the drafter to output_dir/drafter. Returns that folder."""
     target_folder = resolve(config.target.path)
-    check_model_folder(target_folder)
+    read_config(target_folder)
+    weight_files(target_folder)
     run_folder = RunFolder(config)
     folder = run_folder.path / "drafter"
     if run_folder.finished:
@@ -57,13 +58,19 @@ def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folde
     teacher = freeze(load_causal_lm(target_folder, dtype)).to(parallel.device)
     student = build_student(config.drafter, teacher, dtype)
     samples = read_samples(tokenizer, config.data, "train")
-    data = PackedData(samples, config.data.max_length, max(1, config.loop.tokens_per_step // config.data.max_length), config.seed)
+    data = PackedData(
+        samples, config.data.max_length, max(1, config.loop.tokens_per_step // config.data.max_length), config.seed
+    )
     if parallel.is_main:
         describe(config, student, teacher, data)
     objective = make_objective(config, student, teacher)
     answers = target_answers(target_folder, tokenizer, config.held_out, config.data.max_length, config.seed)
-    held_out = HeldOutAcceptance(student.to(parallel.device), teacher, answers, config.data.max_length, config.held_out.temperature)
-    tracker = Tracker(run_folder.path, config.tracker, config.experiment, run_folder.config) if parallel.is_main else None
+    held_out = HeldOutAcceptance(
+        student.to(parallel.device), teacher, answers, config.data.max_length, config.held_out.temperature
+    )
+    tracker = (
+        Tracker(run_folder.path, config.tracker, config.experiment, run_folder.config) if parallel.is_main else None
+    )
     progress = fit("distil", objective, student, data, config.loop, parallel, run_folder.path, tracker, held_out)
     if parallel.is_main:
         finish(config, run_folder, student, target_folder, folder, progress, data)
@@ -88,17 +95,27 @@ def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) 
     steps = total_steps(config.loop, data)
     print(f"student: {sizes[0]:.1f} M parameters, {layers[0]} of {layers[1]} layers; teacher: {sizes[1]:.1f} M, frozen")
     print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, {data.fill:.1%} full")
-    print(f"plan: {steps:,} steps of {data.rows_per_step * data.capacity:,} tokens, {steps / data.steps_per_epoch:.2f} epochs")
+    print(
+        f"plan: {steps:,} steps of {data.rows_per_step * data.capacity:,} tokens, {steps / data.steps_per_epoch:.2f} epochs"
+    )
 
 
 def finish(
-    config: TrainConfig, run_folder: RunFolder, student: Any, target_folder: Path, folder: Path, progress: Progress, data: PackedData
+    config: TrainConfig,
+    run_folder: RunFolder,
+    student: Any,
+    target_folder: Path,
+    folder: Path,
+    progress: Progress,
+    data: PackedData,
 ) -> None:
     """Export the best weights with their card, and close the manifest."""
     stored_dtype = AutoConfig.from_pretrained(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
     best = next(figures for figures in progress.evaluations if figures["step"] == progress.best_step)
-    acceptance = {key: value for key, value in best.items() if key != "score"} | {"temperature": config.held_out.temperature}
+    acceptance = {key: value for key, value in best.items() if key != "score"} | {
+        "temperature": config.held_out.temperature
+    }
     about_data = {
         "sources": [*config.data.chats, *config.data.texts],
         "tokens_seen": progress.tokens,
@@ -106,7 +123,12 @@ def finish(
     }
     write_card(folder, config.drafter.name, student, target_folder, about_data, plain(config)["loss"], acceptance)
     inputs = [target_folder, *(resolve(path) for path in config.data.chats if path != "embedded:stdlib")]
-    metrics = {**acceptance, "best_step": progress.best_step, "training_seconds": round(progress.seconds, 1), "tokens": progress.tokens}
+    metrics = {
+        **acceptance,
+        "best_step": progress.best_step,
+        "training_seconds": round(progress.seconds, 1),
+        "tokens": progress.tokens,
+    }
     run_folder.write_manifest(inputs, metrics, finished=True)
     print(
         f"held-out acceptance {best['acceptance']:.3f} at temperature {config.held_out.temperature:g}, {best['greedy_acceptance']:.3f} greedy, "
@@ -139,8 +161,12 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path) -> Path:
         for tensor in student.state_dict().values():
             tensor.zero_()
     write_model(student, target_folder, folder, target_config.dtype or torch.float32, draft_tokens=4)
-    write_card(folder, config.drafter.name, student, target_folder, {"sources": []}, {"name": "untrained (dry run)"}, {})
-    print(f"untrained drafter folder: {folder} ({json.dumps(OmegaConf.to_container(OmegaConf.create(plain(config.drafter))))})")
+    write_card(
+        folder, config.drafter.name, student, target_folder, {"sources": []}, {"name": "untrained (dry run)"}, {}
+    )
+    print(
+        f"untrained drafter folder: {folder} ({json.dumps(OmegaConf.to_container(OmegaConf.create(plain(config.drafter))))})"
+    )
     return folder
 
 

@@ -63,7 +63,9 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     return _tokenize(tokenizer, text, spans, messages)
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, template: str = "auto") -> list[int]:
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, template: str = "auto"
+) -> list[int]:
     """Return the ids of `messages` followed by the generation prompt: what a target is asked to continue."""
     messages = list(messages)
     text = _render(tokenizer, _source(tokenizer, template), messages, prompt=True)
@@ -88,10 +90,14 @@ def _check(messages: list[Message], source: str) -> None:
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(f"the chat has {len(messages)} turns and no answer (role assistant); nothing to learn from it")
     if messages[0]["role"] == "assistant" and not _MARK.search(source):
-        raise UserError("turn 1 is from the assistant; this template can only be used when a user or system turn comes first")
+        raise UserError(
+            "turn 1 is from the assistant; this template can only be used when a user or system turn comes first"
+        )
     for number, message in enumerate(messages, 1):
         if _OPEN in message["content"] or _CLOSE in message["content"]:
-            raise UserError(f"turn {number} ({message['role']}) holds U+FDD0 or U+FDD1, which are no characters; remove them")
+            raise UserError(
+                f"turn {number} ({message['role']}) holds U+FDD0 or U+FDD1, which are no characters; remove them"
+            )
 
 
 def _family(source: str, reason: str) -> str:
@@ -154,7 +160,9 @@ def _marked(tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Mess
             text += piece
     answers = sum(message["role"] == "assistant" for message in messages)
     if len(starts) != answers or len(ends) != answers:
-        raise UserError(f"the chat template marks {len(starts)} answers and the chat has {answers}: it drops turns or marks others")
+        raise UserError(
+            f"the chat template marks {len(starts)} answers and the chat has {answers}: it drops turns or marks others"
+        )
     return text, list(zip(starts, ends, strict=True))
 
 
@@ -193,7 +201,9 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], 
     ends in a blank); one that mixes text of the prompt with text of the answer is not supervised.
     """
     if not tokenizer.is_fast:
-        raise UserError(f"{tokenizer.name_or_path}: a slow tokenizer gives no character offsets; save it with a tokenizer.json")
+        raise UserError(
+            f"{tokenizer.name_or_path}: a slow tokenizer gives no character offsets; save it with a tokenizer.json"
+        )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets: list[Span] = encoded["offset_mapping"]
     mask = [False] * len(offsets)

@@ -34,7 +34,9 @@ class Checkpoint:
     rng: dict[str, Tensor]
 
 
-def save(folder: Path, state: dict[str, Any], model: dict[str, Tensor], optimizer: dict[str, Tensor], rng: dict[str, Tensor]) -> Path:
+def save(
+    folder: Path, state: dict[str, Any], model: dict[str, Tensor], optimizer: dict[str, Tensor], rng: dict[str, Tensor]
+) -> Path:
     """Write `folder` (such as checkpoints/step_000100) so that it is complete under that name or not there at all.
 
     Raises UserError when the disk is full; what was there before stays.
@@ -44,7 +46,9 @@ def save(folder: Path, state: dict[str, Any], model: dict[str, Tensor], optimize
     try:
         partial.mkdir(parents=True)
         for name, tensors in (("model", model), ("optimizer", optimizer), ("rng", rng)):
-            save_file({key: value.detach().contiguous() for key, value in tensors.items()}, partial / f"{name}.safetensors")
+            save_file(
+                {key: value.detach().contiguous() for key, value in tensors.items()}, partial / f"{name}.safetensors"
+            )
         hashes = {path.name: sha256(path) for path in sorted(partial.glob("*.safetensors"))}
         write_text(partial / STATE, json.dumps({**state, "hashes": hashes}, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
@@ -67,7 +71,9 @@ def load(folder: Path) -> Checkpoint:
     for name, expected in state["hashes"].items():
         path = folder / name
         if not path.is_file() or sha256(path) != expected:
-            raise UserError(f"checkpoint {folder}: {name} is {'missing' if not path.is_file() else 'damaged'}; delete the folder")
+            raise UserError(
+                f"checkpoint {folder}: {name} is {'missing' if not path.is_file() else 'damaged'}; delete the folder"
+            )
     tensors = {name: load_file(folder / f"{name}.safetensors") for name in ("model", "optimizer", "rng")}
     return Checkpoint(folder, state, **tensors)
 
@@ -93,7 +99,8 @@ def prune(root: Path, keep: int, best: str | None) -> None:
 def rng_state() -> dict[str, Tensor]:
     """State of torch's and NumPy's generators as tensors."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
-    assert kind == "MT19937" and isinstance(keys, np.ndarray)
+    assert kind == "MT19937", kind
+    assert isinstance(keys, np.ndarray)
     numpy_state = np.array([position, has_gauss], dtype=np.int64)
     tensors = {
         "torch": torch.get_rng_state(),

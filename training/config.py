@@ -28,7 +28,9 @@ class JobConfig:
     seed: int = 0  # seeds weights, data order and drafting noise
     dry_run: bool = False  # say what would be done and what it costs, write what needs no weights or data
     threads: int = 0  # CPU threads of PyTorch; 0 leaves PyTorch's own choice
-    stages: list[str] = field(default_factory=list)  # jobs to run one after another, folder to folder, instead of this one
+    stages: list[str] = field(
+        default_factory=list
+    )  # jobs to run one after another, folder to folder, instead of this one
     stage_overrides: dict[str, list[str]] = field(default_factory=dict)  # further overrides of a stage in `stages`
 
 
@@ -49,7 +51,9 @@ class StudentConfig:
 
     name: str = "student"  # name in tables and in the drafter's card
     init: str = "layers"  # layers: copy chosen target layers | random: same shape from scratch
-    layers: list[int] = field(default_factory=list)  # target layers to copy, from 0; empty: first, last and evenly spaced between
+    layers: list[int] = field(
+        default_factory=list
+    )  # target layers to copy, from 0; empty: first, last and evenly spaced between
     num_hidden_layers: int = 1  # decoder layers: the depth that sets a drafter's latency
     hidden_size: int = 0  # width of the residual stream
     num_attention_heads: int = 0  # query heads
@@ -62,8 +66,12 @@ class StudentConfig:
 class DataConfig:
     """Where the text comes from and how it is cut."""
 
-    chats: list[str] = field(default_factory=list)  # ShareGPT files (JSON array or JSONL); `embedded:chats` is the shipped set
-    texts: list[str] = field(default_factory=list)  # plain text files or folders; `embedded:stdlib` is this Python's standard library
+    chats: list[str] = field(
+        default_factory=list
+    )  # ShareGPT files (JSON array or JSONL); `embedded:chats` is the shipped set
+    texts: list[str] = field(
+        default_factory=list
+    )  # plain text files or folders; `embedded:stdlib` is this Python's standard library
     held_out_chats: list[str] = field(default_factory=list)  # ShareGPT files that are never trained on
     held_out_texts: list[str] = field(default_factory=list)  # plain text that is never trained on
     template: str = "auto"  # chat template: auto (the tokenizer's own) or the name of one of ours

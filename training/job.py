@@ -7,14 +7,13 @@ config.yaml, so that one cannot disturb another and every one can be run again b
 import dataclasses
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
@@ -24,11 +23,10 @@ from decoding.errors import UserError
 from training.config import JobConfig, typed, unknown_key, valid_keys
 from training.loop import Interrupted
 from training.memory import keep_memory
-from training.stages import run_stages
+from training.stages import ON_FILE, run_on_file, run_stages
 
 Config = TypeVar("Config", bound=JobConfig)
 CONF = Path(__file__).resolve().parent.parent / "conf"
-_ON_FILE = "--config-file"
 
 
 def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) -> None:
@@ -37,12 +35,13 @@ def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) 
     A UserError is printed without a traceback and ends the process with status 2; a signal with 130.
     """
     arguments = sys.argv[1:]
-    if arguments[:1] == [_ON_FILE]:
+    if arguments[:1] == [ON_FILE]:
         composed = OmegaConf.load(arguments[1])
         assert isinstance(composed, DictConfig)
         _guarded(lambda: run_typed(composed, job, schema, function))
         return
     _guarded(lambda: check_arguments(arguments, job, schema))
+    register(job, schema)
 
     def task(composed: DictConfig) -> None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -53,6 +52,15 @@ def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) 
     hydra.main(version_base="1.3", config_path=str(CONF), config_name=job.replace(".", "_"))(task)()
 
 
+def register(job: str, schema: type[Any]) -> None:
+    """Give Hydra the schema's fields with their defaults, so that each can be overridden and `--help` shows all.
+
+    They are stored as plain values: `typed` checks keys and types, and names the nearest key, after all files are merged.
+    """
+    fields = OmegaConf.to_container(OmegaConf.structured(schema))
+    ConfigStore.instance().store(name=f"{job.replace('.', '_')}_defaults", node=OmegaConf.create(fields))
+
+
 def run_typed(composed: DictConfig, job: str, schema: type[Config], function: Callable[[Config], Any]) -> Any:
     """Check a composed configuration and run the job, or the stages it lists."""
     config = typed(composed, schema)
@@ -60,7 +68,7 @@ def run_typed(composed: DictConfig, job: str, schema: type[Config], function: Ca
         raise wrong_job(config.experiment, config.job, job)
     prepare_process(config)
     if config.stages:
-        return run_stages(config)
+        return run_stages(config, composed)
     return function(config)
 
 
@@ -102,14 +110,16 @@ def _check_experiment(name: str, job: str) -> None:
         if not path.is_file():
             known = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
             raise UserError(f"no experiment '{one}'; there are: {', '.join(known)}")
-        belongs = OmegaConf.load(path).get("job")
+        belongs = OmegaConf.to_container(OmegaConf.load(path)).get("job")  # type: ignore[union-attr]
         if belongs != job:
             raise wrong_job(one, str(belongs), job)
 
 
 def wrong_job(experiment: str, right: str, called: str) -> UserError:
     """The error of an experiment that was called with another job than its own."""
-    return UserError(f"experiment '{experiment}' belongs to {right}, not to {called}; run: python -m {right} +experiment={experiment}")
+    return UserError(
+        f"experiment '{experiment}' belongs to {right}, not to {called}; run: python -m {right} +experiment={experiment}"
+    )
 
 
 def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments: list[str]) -> None:
@@ -127,16 +137,6 @@ def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments:
     status = run_on_file(plain, job)
     if status != 0:
         raise UserError(f"sweep member '{name}' ended with status {status}; its folder is {plain['output_dir']}")
-
-
-def run_on_file(composed: DictConfig, job: str) -> int:
-    """`python -m <job>` on a saved configuration, in a fresh process. Returns its exit status."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
-        file.write(OmegaConf.to_yaml(composed))
-    try:
-        return subprocess.run([sys.executable, "-m", job, _ON_FILE, file.name], check=False).returncode
-    finally:
-        os.unlink(file.name)
 
 
 def _overrides(arguments: list[str]) -> list[str]:

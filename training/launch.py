@@ -32,8 +32,19 @@ def launch(job: str, config_file: Path, processes: int) -> None:
     threads = max(1, (os.cpu_count() or 1) // processes)
     workers = []
     for rank in range(processes):
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_PORT": port}
-        environment = {**os.environ, **{key: str(value) for key, value in places.items()}, "MASTER_ADDR": "127.0.0.1", WORKER: "1"}
+        places = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": processes,
+            "LOCAL_WORLD_SIZE": processes,
+            "MASTER_PORT": port,
+        }
+        environment = {
+            **os.environ,
+            **{key: str(value) for key, value in places.items()},
+            "MASTER_ADDR": "127.0.0.1",
+            WORKER: "1",
+        }
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         command = [sys.executable, "-m", job, "--config-file", str(config_file)]
         workers.append(subprocess.Popen(command, env=environment))

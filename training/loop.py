@@ -23,7 +23,6 @@ from training.optimizer import MasterAdamW, learning_rate
 from training.packing import Batch, PackedData, collate, micro_batches
 from training.parallel import Parallel
 from training.progress import ProgressBar
-from training.tracker import Tracker
 
 
 class Objective(Protocol):
@@ -33,6 +32,14 @@ class Objective(Protocol):
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(loss sum in nats, metric sum [1])."""
+
+
+class Recorder(Protocol):
+    """Where records go: training.tracker.Tracker, or a list in a benchmark."""
+
+    def rewind(self, step: int) -> None: ...
+
+    def log(self, step: int, values: dict[str, Any]) -> None: ...
 
 
 class Interrupted(Exception):
@@ -54,13 +61,13 @@ class Progress:
 
 def fit(
     title: str,
-    module: nn.Module,
+    module: Any,
     trained: nn.Module,
     data: PackedData,
     config: LoopConfig,
     parallel: Parallel,
     folder: Path,
-    tracker: Tracker | None,
+    tracker: Recorder | None,
     evaluate: Callable[[], dict[str, float]],
 ) -> Progress:
     """Train `trained` (the part of `module` that is saved) on `data`; on return it holds the weights of the best checkpoint.
@@ -73,6 +80,8 @@ def fit(
     optimizer = MasterAdamW(trained, config.optimizer)
     root = folder / "checkpoints"
     progress = _resume(root, trained, optimizer, parallel)
+    if tracker is not None:
+        tracker.rewind(progress.step)
     signals = _Signals()
     with ProgressBar(title, total, progress.step, parallel.is_main) as bar, signals:
         while progress.step < total:
@@ -91,8 +100,17 @@ def fit(
             progress.tokens += tokens
             progress.supervised += count
             progress.seconds += time.monotonic() - began
-            values = {"loss": loss, module.metric_name: metric, "lr": rate, "gradient_norm": float(norm), "tokens": progress.tokens}
-            values |= {"supervised_tokens": progress.supervised, "tokens_per_second": tokens / (time.monotonic() - began)}
+            values = {
+                "loss": loss,
+                module.metric_name: metric,
+                "lr": rate,
+                "gradient_norm": float(norm),
+                "tokens": progress.tokens,
+            }
+            values |= {
+                "supervised_tokens": progress.supervised,
+                "tokens_per_second": tokens / (time.monotonic() - began),
+            }
             if tracker is not None and progress.step % config.log_every == 0:
                 tracker.log(progress.step, values)
             if _due(progress.step, config.eval_every, total):
@@ -102,7 +120,9 @@ def fit(
                 _save(root, progress, config, trained, optimizer, parallel)
             bar.update(progress.step, _note(values, progress, module.metric_name))
             if stop:
-                raise Interrupted(f"stopped by a signal after step {progress.step}; saved in {root}. Run the same command to go on")
+                raise Interrupted(
+                    f"stopped by a signal after step {progress.step}; saved in {root}. Run the same command to go on"
+                )
     _load_best(root, progress, trained, parallel)
     return progress
 
@@ -113,7 +133,12 @@ def total_steps(config: LoopConfig, data: PackedData) -> int:
 
 
 def _backward(
-    module: nn.Module, rows: list[list[int]], data: PackedData, config: LoopConfig, parallel: Parallel, optimizer: MasterAdamW
+    module: nn.Module,
+    rows: list[list[int]],
+    data: PackedData,
+    config: LoopConfig,
+    parallel: Parallel,
+    optimizer: MasterAdamW,
 ) -> tuple[float, float, int]:
     """Loss and gradient of one step, divided by the global count of supervised tokens. Returns (loss, metric, tokens), all global."""
     count = max(1, data.supervised_in(rows))
@@ -138,7 +163,9 @@ def _due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
 
 
-def _look(progress: Progress, evaluate: Callable[[], dict[str, float]], tracker: Tracker | None, bar: ProgressBar) -> None:
+def _look(
+    progress: Progress, evaluate: Callable[[], dict[str, float]], tracker: Recorder | None, bar: ProgressBar
+) -> None:
     figures = evaluate()
     progress.evaluations.append({"step": progress.step, **figures})
     if figures["score"] > progress.best_score:
@@ -149,11 +176,19 @@ def _look(progress: Progress, evaluate: Callable[[], dict[str, float]], tracker:
     bar.say(f"  step {progress.step}: held-out {shown}")
 
 
-def _save(root: Path, progress: Progress, config: LoopConfig, trained: nn.Module, optimizer: MasterAdamW, parallel: Parallel) -> None:
+def _save(
+    root: Path, progress: Progress, config: LoopConfig, trained: nn.Module, optimizer: MasterAdamW, parallel: Parallel
+) -> None:
     if parallel.is_main:
-        weights = {name: tensor for name, tensor in trained.state_dict().items()}
+        weights = dict(trained.state_dict())
         best = f"step_{progress.best_step:06d}"
-        checkpoint.save(root / f"step_{progress.step:06d}", vars(progress), _untied(weights), optimizer.state(), checkpoint.rng_state())
+        checkpoint.save(
+            root / f"step_{progress.step:06d}",
+            vars(progress),
+            _untied(weights),
+            optimizer.state(),
+            checkpoint.rng_state(),
+        )
         checkpoint.prune(root, config.keep, best)
     parallel.wait()
 

@@ -17,4 +17,4 @@ def keep_memory() -> bool:
         return False
     libc = ctypes.CDLL("libc.so.6")
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 10**9), (_M_ARENA_MAX, 1))
-    return all([libc.mallopt(name, value) == 1 for name, value in settings])
+    return all(status == 1 for status in [libc.mallopt(name, value) for name, value in settings])

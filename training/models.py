@@ -29,10 +29,16 @@ def build_llama(shape: StudentConfig, dtype: torch.dtype, **base: Any) -> LlamaF
         num_key_value_heads=shape.num_key_value_heads or shape.num_attention_heads,
         head_dim=shape.head_dim or shape.hidden_size // shape.num_attention_heads,
         intermediate_size=shape.intermediate_size,
-        attn_implementation=PACKED,
         **base,
     )
-    return LlamaForCausalLM(config).to(dtype)
+    return random_llama(config, dtype)
+
+
+def random_llama(config: LlamaConfig, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A LLaMA of `config` with random weights and packed attention."""
+    config._attn_implementation = PACKED
+    model: Any = LlamaForCausalLM(config)
+    return model.to(dtype)
 
 
 def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:

@@ -16,7 +16,9 @@ from training.packing import Batch
 def hidden_states(model: Any, batch: Batch) -> Tensor:
     """Hidden states after the final norm [R, T, H] of a Hugging Face causal LM built with packed attention."""
     bias = document_mask(batch.documents_RT, model.dtype)
-    return model.model(batch.ids_RT, position_ids=batch.positions_RT, attention_bias=bias, use_cache=False).last_hidden_state
+    return model.model(
+        batch.ids_RT, position_ids=batch.positions_RT, attention_bias=bias, use_cache=False
+    ).last_hidden_state
 
 
 class LanguageModelling(nn.Module):
@@ -56,7 +58,11 @@ class Distillation(nn.Module):
             teacher_NG = hidden_states(self.teacher, batch)[batch.supervised_RT]
         hidden_NH = hidden_states(self.student, batch)[batch.supervised_RT]
         return chunked_forward_kl(
-            hidden_NH, self.student.lm_head.weight, teacher_NG, self.teacher.lm_head.weight, temperature=self.temperature
+            hidden_NH,
+            self.student.lm_head.weight,
+            teacher_NG,
+            self.teacher.lm_head.weight,
+            temperature=self.temperature,
         )
 
 

@@ -21,12 +21,17 @@ class MasterAdamW:
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float().requires_grad_() for p in self.parameters]
+        self.masters = [
+            p if p.dtype in (torch.float32, torch.float64) else p.detach().float().requires_grad_()
+            for p in self.parameters
+        ]
         decayed = [master for master in self.masters if master.dim() >= 2]
         others = [master for master in self.masters if master.dim() < 2]
         beta1, beta2 = config.betas
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), fused=True)
+        self.optimizer = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), fused=True
+        )
 
     @property
     def has_copies(self) -> bool:

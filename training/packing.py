@@ -7,6 +7,7 @@ Shapes: R rows, T tokens a row.
 """
 
 import bisect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     for index in order:
         length = lengths[index]
         if length > capacity:
-            raise UserError(f"sample {index} has {length} tokens, a packed row holds {capacity}: raise data.max_length or split it first")
+            raise UserError(
+                f"sample {index} has {length} tokens, a packed row holds {capacity}: raise data.max_length or split it first"
+            )
         at = bisect.bisect_left(free, (length, -1))
         if at == len(free):
             rows.append([index])
@@ -81,7 +84,9 @@ def split_documents(ids: Sequence[int], max_length: int) -> list[Sample]:
     return samples
 
 
-def collate(samples: Sequence[Sample], rows: Sequence[Sequence[int]], capacity: int, device: str | torch.device = "cpu") -> Batch:
+def collate(
+    samples: Sequence[Sample], rows: Sequence[Sequence[int]], capacity: int, device: str | torch.device = "cpu"
+) -> Batch:
     """The rows as tensors."""
     shape = (len(rows), capacity)
     ids, positions, documents, following = (np.zeros(shape, dtype=np.int64) for _ in range(4))
@@ -147,9 +152,12 @@ class PackedData:
         return int(sum(int(self.samples[index].mask[1:].sum()) for row in rows for index in row))
 
 
-def micro_batches(rows: Sequence[Sequence[int]], rank: int, world_size: int, rows_per_micro_batch: int) -> Iterator[list[Sequence[int]]]:
+def micro_batches(
+    rows: Sequence[Sequence[int]], rank: int, world_size: int, rows_per_micro_batch: int
+) -> Iterator[list[Sequence[int]]]:
     """This rank's share of a step's rows, cut into forwards; every rank gets the same number of forwards."""
     mine = list(rows[rank::world_size])
-    forwards = -(-(-(-len(rows) // world_size)) // rows_per_micro_batch)
+    most = math.ceil(len(rows) / world_size)
+    forwards = math.ceil(most / rows_per_micro_batch)
     for index in range(forwards):
         yield mine[index * rows_per_micro_batch : (index + 1) * rows_per_micro_batch]

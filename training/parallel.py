@@ -31,7 +31,9 @@ class Parallel:
         from accelerate import Accelerator, InitProcessGroupKwargs
 
         use_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-        timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout_seconds), backend="gloo" if use_cpu else "nccl")
+        timeout = InitProcessGroupKwargs(
+            timeout=timedelta(seconds=config.timeout_seconds), backend="gloo" if use_cpu else "nccl"
+        )
         self.accelerator = Accelerator(cpu=use_cpu, kwargs_handlers=[timeout] if self.world_size > 1 else None)
         self.device = self.accelerator.device
         if self.accelerator.num_processes != self.world_size:

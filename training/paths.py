@@ -22,5 +22,7 @@ def resolve(name: str) -> Path:
         return _NAMES[inner]
     path = Path(name).expanduser()
     if not path.exists():
-        raise UserError(f"{path} does not exist (working folder: {Path.cwd()}); give a file or folder, or embedded:NAME")
+        raise UserError(
+            f"{path} does not exist (working folder: {Path.cwd()}); give a file or folder, or embedded:NAME"
+        )
     return path

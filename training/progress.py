@@ -19,7 +19,12 @@ class ProgressBar:
         self.console = Console(file=sys.stderr)
         self.live = self.console.is_terminal and show
         self._began = self._printed = time.monotonic()
-        columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
         times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         self._progress = Progress(*columns, *times, console=self.console, disable=not self.live)
         self._task = self._progress.add_task(title, total=total, completed=start, note="")
@@ -28,7 +33,9 @@ class ProgressBar:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._progress.stop()
 
     def update(self, done: int, note: str = "") -> None:

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -19,7 +20,17 @@ from training.config import JobConfig, plain
 
 # What may differ when a run is continued: nothing of it changes the result.
 _FREE_KEYS = ("threads", "dry_run", "tracker", "output_dir")
-_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "hydra-core", "safetensors", "sentencepiece", "wandb", "deepspeed")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "hydra-core",
+    "safetensors",
+    "sentencepiece",
+    "wandb",
+    "deepspeed",
+)
 
 
 class RunFolder:
@@ -68,7 +79,7 @@ class RunFolder:
         if not path.is_file():
             return
         before = OmegaConf.to_container(OmegaConf.load(path))
-        differing = [key for key in _differences(before, self.config) if key.split(".")[0] not in _FREE_KEYS]
+        differing = [key for key in _differences(before, self.config) if re.split(r"[. ]", key)[0] not in _FREE_KEYS]
         if differing:
             raise UserError(
                 f"{self.path} belongs to another configuration; different: {', '.join(differing)}. "
@@ -102,7 +113,9 @@ def git_revision() -> str:
     """Revision of the checkout this code runs from, with `+changes` when the tree is dirty; `unknown` outside a checkout."""
     root = Path(__file__).resolve().parent.parent
     try:
-        revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+        revision = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+        ).stdout.strip()
         dirty = subprocess.run(
             ["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True, check=True
         ).stdout.strip()
@@ -127,7 +140,9 @@ def hardware() -> dict[str, Any]:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
         model = names[0] if names else model
     cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"cpu": model, "threads": torch.get_num_threads(), "gpus": cards}

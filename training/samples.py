@@ -42,12 +42,17 @@ def chat_samples(
     """
     if train_on not in ("answers", "all"):
         raise UserError(f"data.train_on is '{train_on}'; expected answers or all")
-    samples, account = [], Account()
+    samples: list[Sample] = []
+    account = Account()
     for messages in chats:
         account.read += 1
         rendered = render_chat(tokenizer, list(messages), template=template)
         ids = np.asarray(rendered.ids[:max_length], dtype=np.int32)
-        mask = np.asarray(rendered.mask[:max_length], dtype=bool) if train_on == "answers" else np.ones(len(ids), dtype=bool)
+        mask = (
+            np.asarray(rendered.mask[:max_length], dtype=bool)
+            if train_on == "answers"
+            else np.ones(len(ids), dtype=bool)
+        )
         mask[:1] = False
         if not mask.any():
             account.drop(f"no supervised token within {max_length} tokens")
@@ -59,7 +64,8 @@ def chat_samples(
 
 def text_samples(tokenizer: Any, documents: Sequence[str], max_length: int) -> tuple[list[Sample], Account]:
     """Plain documents, each with the tokenizer's first token (BOS) where it adds one, cut into pieces of `max_length` tokens."""
-    samples, account = [], Account()
+    samples: list[Sample] = []
+    account = Account()
     for document in documents:
         account.read += 1
         ids = tokenizer(document)["input_ids"]

@@ -1,30 +1,50 @@
 """Experiments that span several jobs: each stage is `python -m <stage>` in a process of its own, folder to folder.
 
-Stages talk only through folders; a finished one (its manifest says so, for the same configuration) is passed over.
+Stages talk only through folders. The stage that is the called job itself runs on the composed configuration, so overrides and sweeps reach
+it; the others are given by their own overrides. A finished stage passes over its work by itself (its manifest says so).
 """
 
+import os
 import subprocess
 import sys
-from typing import Any
+import tempfile
+
+from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
 from training.config import JobConfig
 
+ON_FILE = "--config-file"
 
-def run_stages(config: JobConfig) -> None:
-    """Run `config.stages` in order. A stage is `module` or `module:label`; `stage_overrides[stage]` are its Hydra overrides.
 
-    In overrides, `{output_dir}` stands for this run's folder. Raises UserError naming the stage that failed.
+def run_stages(config: JobConfig, composed: DictConfig) -> None:
+    """Run `config.stages` in order; `stage_overrides[stage]` are a stage's Hydra overrides, `{output_dir}` in them is this run's folder.
+
+    Raises UserError naming the stage that failed.
     """
     for number, stage in enumerate(config.stages, start=1):
-        module = stage.split(":")[0]
-        overrides = [text.replace("{output_dir}", config.output_dir) for text in config.stage_overrides.get(stage, [])]
-        if config.dry_run:
-            overrides.append("dry_run=true")
-        command = [sys.executable, "-m", module, *overrides]
-        print(f"[{number}/{len(config.stages)}] python -m {module} {' '.join(overrides)}", flush=True)
-        status = subprocess.run(command, check=False).returncode
+        print(f"[{number}/{len(config.stages)}] {stage}", flush=True)
+        if stage == config.job:
+            own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+            own.stages, own.stage_overrides, own.output_dir = [], {}, os.path.join(config.output_dir, stage)
+            status = run_on_file(own, stage)
+        else:
+            shared = [f"seed={config.seed}", f"threads={config.threads}", f"dry_run={str(config.dry_run).lower()}"]
+            overrides = [
+                text.replace("{output_dir}", config.output_dir) for text in config.stage_overrides.get(stage, [])
+            ]
+            status = subprocess.run([sys.executable, "-m", stage, *overrides, *shared], check=False).returncode
         if status != 0:
             raise UserError(
                 f"stage {number} ({stage}) ended with status {status}; mend it and run the same command: finished stages are passed over"
             )
+
+
+def run_on_file(composed: DictConfig, job: str) -> int:
+    """`python -m <job>` on a saved configuration, in a fresh process. Returns its exit status."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
+        file.write(OmegaConf.to_yaml(composed))
+    try:
+        return subprocess.run([sys.executable, "-m", job, ON_FILE, file.name], check=False).returncode
+    finally:
+        os.unlink(file.name)

@@ -35,7 +35,9 @@ LLAMA_2 = (
     "{% if system is not none and loop.index0 == first_user %}{{ '<<SYS>>\n' + system + '\n<</SYS>>\n\n' }}{% endif %}"
     "{{ message['content'] | trim + ' [/INST]' }}"
     "{% elif message['role'] == 'assistant' %}"
-    "{% generation %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}{% endgeneration %}" + _UNKNOWN + "{% endfor %}"
+    "{% generation %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}{% endgeneration %}"
+    + _UNKNOWN
+    + "{% endfor %}"
 )
 
 # Meta `llama_models/llama3`: ChatFormat.

@@ -11,9 +11,8 @@ from training.config import TrackerConfig
 class Tracker:
     """Appends one JSON object a record to metrics.jsonl and hands numbers on to the mirrors that are switched on."""
 
-    def __init__(self, folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any], resume_step: int = 0) -> None:
+    def __init__(self, folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any]) -> None:
         self.path = folder / "metrics.jsonl"
-        self._forget_after(resume_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._wandb = _start_wandb(folder, config, run_name, job_config)
         self._board = _start_tensorboard(folder) if config.tensorboard else None
@@ -36,10 +35,9 @@ class Tracker:
         if self._board is not None:
             self._board.close()
 
-    def _forget_after(self, step: int) -> None:
-        """Drop records of steps that a resumed run will make again, and a last line that was cut off."""
-        if not self.path.exists():
-            return
+    def rewind(self, step: int) -> None:
+        """Drop records of steps after `step`, which a resumed run makes again, and a last line that was cut off."""
+        self._file.close()
         kept = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
@@ -49,6 +47,7 @@ class Tracker:
             if record["step"] <= step:
                 kept.append(line)
         self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        self._file = self.path.open("a", encoding="utf-8")
 
 
 def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any]) -> Any:
@@ -63,7 +62,7 @@ def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config:
         group=config.group or None,
         name=run_name,
         dir=str(folder),
-        mode=config.wandb,
+        mode="online" if config.wandb == "online" else "offline",
         config=job_config,
         resume="allow",
     )

@@ -38,7 +38,9 @@ CHAT_TEMPLATE = (
 def main() -> None:
     """Train, convert and write; print the bytes per token on held-out modules."""
     if (FOLDER / "model.safetensors").exists():
-        sys.exit(f"{FOLDER}: holds a trained model; another tokenizer would make it useless. Move the weights away first.")
+        sys.exit(
+            f"{FOLDER}: holds a trained model; another tokenizer would make it useless. Move the weights away first."
+        )
     FOLDER.mkdir(parents=True, exist_ok=True)
     train(FOLDER / "tokenizer.model")
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(FOLDER / "tokenizer.model"))

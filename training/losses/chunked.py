@@ -48,7 +48,12 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, reference: Callable[[int, int], Tensor], rows: RowLoss, chunk: int
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        reference: Callable[[int, int], Tensor],
+        rows: RowLoss,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
@@ -84,13 +89,20 @@ class _ChunkedLoss(torch.autograd.Function):
         )
 
 
-def chunked_cross_entropy(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, chunk: int = 1024) -> tuple[Tensor, Tensor]:
+def chunked_cross_entropy(
+    hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
     """(sum of -log q(label), number of labels that are the argmax [1]) over all rows, in nats."""
     return _ChunkedLoss.apply(hidden_NH, weight_VH, lambda a, b: labels_N[a:b], cross_entropy_rows, chunk)  # type: ignore[no-untyped-call]
 
 
 def chunked_forward_kl(
-    hidden_NH: Tensor, weight_VH: Tensor, teacher_hidden_NG: Tensor, teacher_weight_VG: Tensor, chunk: int = 1024, temperature: float = 1.0
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    teacher_hidden_NG: Tensor,
+    teacher_weight_VG: Tensor,
+    chunk: int = 1024,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """(sum of KL(teacher || student), sum of sum_v min(p, q) [1]) over all rows, in nats.
 

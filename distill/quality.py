@@ -1,0 +1,172 @@
+"""How good the embedded target is: bits per byte on held-out modules against `xz -9`, and the share of its functions that parse.
+
+A target that writes noise would flatter no drafter and convince no reader, so these two figures stand in assets/README.md:
+
+    python -m distill.quality
+"""
+
+import ast
+import json
+import lzma
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from decoding.loop import Settings, decode
+from decoding.target import load_target
+from distill import corpus
+from training.chat import render_prompt
+from training.data import read_prompts
+from training.paths import resolve
+
+# Shapes: B windows, T tokens of a window, V vocabulary.
+_WINDOWS = 8
+_ROWS = 10
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens of a document that fit the context; those from `scored_from` on were not scored in the window before."""
+
+    ids: list[int]
+    scored_from: int
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One function as the target wrote it: `parses` only if it ended by itself, has a body and is Python."""
+
+    prompt: str
+    body: str
+    finished: bool
+    parses: bool
+
+    @property
+    def text(self) -> str:
+        return f"{self.prompt}\n{textwrap.indent(self.body, '    ')}"
+
+
+def quality(
+    folder: str | Path, *, functions: int = 50, temperature: float = 0.2, max_new_tokens: int = 320, seed: int = 0
+) -> dict[str, object]:
+    """Measure the model in `folder` on held-out modules and prompts of the standard library.
+
+    Returns bits_per_byte, nats_per_token, xz_bits_per_byte, functions, parse_share, finished_share and samples (texts).
+    """
+    documents = corpus.documents("held_out")
+    nats, tokens = held_out_nats(folder, documents)
+    size_bytes = sum(len(document.encode()) for document in documents)
+    drawn = draw_functions(folder, functions, temperature, max_new_tokens, seed)
+    return {
+        "bits_per_byte": nats / math.log(2) / size_bytes,
+        "nats_per_token": nats / tokens,
+        "xz_bits_per_byte": xz_bits_per_byte(corpus.held_out_text()),
+        "held_out_bytes": size_bytes,
+        "functions": len(drawn),
+        "parse_share": sum(one.parses for one in drawn) / len(drawn),
+        "finished_share": sum(one.finished for one in drawn) / len(drawn),
+        "samples": [one.text for one in drawn[:_SHOWN]],
+        "drawn": [asdict(one) for one in drawn],
+    }
+
+
+def xz_bits_per_byte(text: str) -> float:
+    """Return the size of `xz -9` of `text` in bits per byte: a compressor that sees all of it, in one stream."""
+    content = text.encode()
+    return 8 * len(lzma.compress(content, preset=9)) / len(content)
+
+
+@torch.no_grad()
+def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, int]:
+    """Return the summed negative log-likelihood of `documents` in nats, and how many tokens that is.
+
+    Every document begins with BOS. Windows of the model's context overlap by half, each token is scored once.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    windows = [
+        window
+        for document in documents
+        for window in _windows(tokenizer, document, model.config.max_position_embeddings)
+    ]
+    windows.sort(key=lambda window: len(window.ids))  # like lengths share a batch
+    nats, tokens = 0.0, 0
+    for start in range(0, len(windows), _WINDOWS):
+        part = windows[start : start + _WINDOWS]
+        length = max(len(window.ids) for window in part)
+        # Right padding needs no mask under causal attention; padded places are not scored.
+        ids_BT = torch.tensor([window.ids + [0] * (length - len(window.ids)) for window in part])
+        nats_BT = _nats(model(ids_BT).logits, ids_BT)
+        for row, window in enumerate(part):
+            nats += float(nats_BT[row, window.scored_from - 1 : len(window.ids) - 1].double().sum())
+            tokens += len(window.ids) - window.scored_from
+    return nats, tokens
+
+
+def _windows(tokenizer: PreTrainedTokenizerBase, document: str, context: int) -> Iterator[Window]:
+    ids = tokenizer(document, verbose=False)["input_ids"]
+    if ids[:1] != [tokenizer.bos_token_id]:
+        ids = [tokenizer.bos_token_id, *ids]
+    end = 1  # BOS itself is given
+    for begin in range(0, len(ids), context // 2):
+        if end < len(ids):
+            yield Window(ids[begin : begin + context], end - begin)
+            end = min(begin + context, len(ids))
+
+
+def _nats(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
+    """Return -log p of tokens 1.. given those before them, (B, T - 1)."""
+    return torch.nn.functional.cross_entropy(logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none")
+
+
+def draw_functions(folder: str | Path, count: int, temperature: float, max_new_tokens: int, seed: int) -> list[Drawn]:
+    """Let the model write the bodies of the first `count` embedded prompts, and try to parse each."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    target = load_target(folder, batch_size=_ROWS)
+    prompts = [prompt.turns[0] for prompt in read_prompts(resolve("embedded:prompts"))]
+    rendered = [(text, render_prompt(tokenizer, [{"role": "user", "content": text}])) for text in prompts]
+    fitting = [(text, ids) for text, ids in rendered if len(ids) + max_new_tokens <= target.max_length][:count]
+    settings = Settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop_token_ids=(tokenizer.eos_token_id,)
+    )
+    drawn = []
+    for start in range(0, len(fitting), _ROWS):
+        part = fitting[start : start + _ROWS]
+        answers = decode(
+            target, None, [ids for _, ids in part], settings, request_ids=list(range(start, start + len(part)))
+        )
+        for (text, _), answer in zip(part, answers, strict=True):
+            body = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            finished = answer.finish == "stop"
+            drawn.append(Drawn(text, body, finished, finished and parses(text, body)))
+    return drawn
+
+
+def parses(request: str, body: str) -> bool:
+    """Tell whether signature, docstring and body together are Python; a docstring alone is no body."""
+    if not body.strip():
+        return False
+    try:
+        ast.parse(f"{request}\n{textwrap.indent(body, '    ')}")
+    except (SyntaxError, ValueError):  # ValueError: a NUL character
+        return False
+    return True
+
+
+def main() -> None:
+    """Measure the embedded target; print the figures and three samples."""
+    figures = quality(resolve("embedded:target"))
+    hidden = ("samples", "drawn")
+    print(json.dumps({key: value for key, value in figures.items() if key not in hidden}, indent=2))
+    print("\n\n".join(map(str, figures["samples"])))  # type: ignore[call-overload]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What every benchmark here does: typed options `key=value`, sides taken in turn, medians, ratios, one JSON file with the machine in it."""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from decoding.errors import UserError
+from training.checkpoint import write_text
+from training.config import plain, typed
+from training.memory import keep_memory
+from training.run_folder import git_revision, hardware, versions
+
+Options = TypeVar("Options")
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def options(schema: type[Options]) -> Options:
+    """The command line's `key=value` pairs as `schema`; malloc settings and threads are the same for all sides of a benchmark."""
+    keep_memory()
+    given = OmegaConf.from_cli()
+    assert isinstance(given, DictConfig)
+    try:
+        chosen = typed(OmegaConf.merge(OmegaConf.create(plain(schema())), given), schema)  # type: ignore[arg-type]
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    torch.set_num_threads(int(getattr(chosen, "threads")))  # noqa: B009
+    return chosen
+
+
+def take_turns(sides: dict[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """Each side's figure in every round, the sides in rotated order, so that a drift of the machine hits all of them."""
+    names = list(sides)
+    figures: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-warm_up, rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            value = sides[name]()
+            if number >= 0:
+                figures[name].append(value)
+        print(f"  round {number + 1}/{rounds}", file=sys.stderr, flush=True)
+    return figures
+
+
+def ratio(figures: dict[str, list[float]], over: str, under: str) -> dict[str, float]:
+    """Median of the ratios round by round, with the smallest and the largest."""
+    ratios = [a / b for a, b in zip(figures[over], figures[under], strict=True)]
+    return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+
+
+def timed(function: Callable[[], Any]) -> float:
+    """Seconds of one call."""
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def save(name: str, chosen: Any, figures: dict[str, Any]) -> None:
+    """Print the figures and write scripts/bench/results/<name>.json."""
+    record = {
+        "benchmark": name,
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "options": plain(chosen),
+        "hardware": hardware(),
+        "versions": versions(),
+        "git_revision": git_revision(),
+        "figures": figures,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    write_text(RESULTS / f"{name}.json", json.dumps(record, indent=1) + "\n")
+    print(json.dumps(figures, indent=1))

@@ -1,0 +1,212 @@
+"""Distillation, ours against a `transformers.Trainer` loop: useful (non-padding) tokens a second, same models, data, loss and dtype.
+
+    python scripts/bench/distillation.py target=$SHALLOW_DRAFT_DATA/models/chat24m chats=$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json
+
+The Trainer side pads every batch to its longest row and takes the same forward KL on the same supervised tokens; both sides see the
+same number of chats a step on average, use the same malloc settings and threads, and take turns in one process.
+"""
+
+import copy
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+
+from distill.student import build_student
+from scripts.bench.common import options, ratio, save, take_turns
+from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
+from training.data import read_chats
+from training.loop import fit
+from training.models import dtype_of, load_causal_lm
+from training.objectives import Distillation, freeze
+from training.packing import PackedData, Sample
+from training.parallel import Parallel
+from training.paths import resolve
+from training.samples import chat_samples
+
+
+@dataclass
+class Options:
+    target: str = "embedded:target"  # model folder of the teacher
+    chats: str = "embedded:chats"  # ShareGPT file
+    layers: int = 1  # layers of the student
+    dtype: str = "bfloat16"  # of both sides
+    max_length: int = 1024  # chats are cut here on both sides
+    tokens_per_step: int = 8192  # ours; the Trainer takes as many chats as hold that many tokens on average
+    steps: int = 6  # optimizer steps a round
+    rounds: int = 3  # rounds that count
+    threads: int = 2  # CPU threads
+
+
+class _Clock(TrainerCallback):
+    """Seconds and useful tokens of the Trainer's steps, data loading included, start-up not."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seconds.append(-time.perf_counter())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seconds[-1] += time.perf_counter()
+
+
+class PaddedDistillation(Trainer):
+    """The usual loop: padded batches, whole logits, forward KL on the supervised positions."""
+
+    teacher: Any
+    useful: int = 0
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        mask_BT = inputs["supervised"]
+        PaddedDistillation.useful += int(inputs["attention_mask"].sum())
+        common = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+        with torch.no_grad():
+            teacher_BTV = self.teacher(**common).logits[:, :-1]
+        student_BTV = model(**common).logits[:, :-1]
+        keep = mask_BT[:, 1:]
+        log_q_NV = torch.log_softmax(student_BTV[keep].float(), dim=-1)
+        log_p_NV = torch.log_softmax(teacher_BTV[keep].float(), dim=-1)
+        return torch.nn.functional.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True) / keep.sum()
+
+
+def padded(rows: list[Sample]) -> dict[str, torch.Tensor]:
+    """A batch padded to its longest row."""
+    ids = pad_sequence([torch.from_numpy(row.ids).long() for row in rows], batch_first=True)
+    attention = pad_sequence([torch.ones(len(row.ids), dtype=torch.long) for row in rows], batch_first=True)
+    supervised = pad_sequence([torch.from_numpy(row.mask) for row in rows], batch_first=True)
+    return {"input_ids": ids, "attention_mask": attention, "supervised": supervised}
+
+
+def trainer_side(chosen: Options, samples: list[Sample], per_step: int, folder: Path) -> Any:
+    """A function that runs `steps` Trainer steps and returns useful tokens a second."""
+    dtype = dtype_of(chosen.dtype)
+    teacher = freeze(
+        AutoModelForCausalLM.from_pretrained(resolve(chosen.target), dtype=dtype, attn_implementation="sdpa")
+    )
+    student = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype)
+    student.set_attn_implementation("sdpa")
+    arguments: dict[str, Any] = {"learning_rate": 1e-3, "report_to": [], "save_strategy": "no", "use_cpu": True}
+    arguments |= {"disable_tqdm": True, "logging_strategy": "no"}
+
+    def side() -> float:
+        settings = TrainingArguments(
+            str(folder),
+            max_steps=chosen.steps + 1,
+            per_device_train_batch_size=per_step,
+            remove_unused_columns=False,
+            **arguments,
+        )
+        clock = _Clock()
+        trainer = PaddedDistillation(student, settings, data_collator=padded, train_dataset=samples, callbacks=[clock])
+        trainer.teacher = teacher
+        counts: list[int] = []
+        PaddedDistillation.useful = 0
+        real = trainer.training_step
+
+        def counted(*given: Any, **named: Any) -> Any:
+            before = PaddedDistillation.useful
+            result = real(*given, **named)
+            counts.append(PaddedDistillation.useful - before)
+            return result
+
+        trainer.training_step = counted  # type: ignore[method-assign]
+        trainer.train()
+        return sum(counts[1:]) / sum(clock.seconds[1:])  # the first step warms up
+
+    return side
+
+
+def our_side(chosen: Options, samples: list[Sample], folder: Path) -> Any:
+    """A function that runs `steps` steps of our loop and returns useful tokens a second."""
+    dtype = dtype_of(chosen.dtype)
+    teacher = freeze(load_causal_lm(resolve(chosen.target), dtype))
+    student = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype)
+    data = PackedData(samples, chosen.max_length, chosen.tokens_per_step // chosen.max_length, 0)
+    rounds = 0
+
+    def side() -> float:
+        nonlocal rounds
+        rounds += 1
+        config = LoopConfig(
+            max_steps=chosen.steps + 1,
+            tokens_per_step=chosen.tokens_per_step,
+            micro_batch_tokens=chosen.tokens_per_step,
+            eval_every=0,
+            checkpoint_every=0,
+            dtype=chosen.dtype,
+            optimizer=OptimizerConfig(lr=1e-3),
+        )
+        clock = _Records()
+        module = Distillation(copy.deepcopy(student), teacher)
+        with tempfile.TemporaryDirectory(dir=folder) as run:
+            fit(
+                "ours",
+                module,
+                module.student,
+                data,
+                config,
+                Parallel(ParallelConfig(), "cpu"),
+                Path(run),
+                clock,
+                lambda: {"score": 0.0},
+            )
+        return statistics.harmonic_mean(clock.rates[1:])
+
+    return side
+
+
+class _Records:
+    """Stands in for the tracker: keeps tokens a second of every step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def rewind(self, step: int) -> None:
+        self.rates.clear()
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        if "tokens_per_second" in values:
+            self.rates.append(values["tokens_per_second"])
+
+
+def main() -> None:
+    chosen = options(Options)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    tokenizer = AutoTokenizer.from_pretrained(resolve(chosen.target))
+    chats = [chat.messages for chat in read_chats([resolve(chosen.chats)])[0]]
+    samples, account = chat_samples(tokenizer, chats, "auto", chosen.max_length, "answers")
+    print(account.line("chats"), file=sys.stderr)
+    per_step = max(1, round(chosen.tokens_per_step / (account.tokens / len(samples))))
+    with tempfile.TemporaryDirectory() as folder:
+        sides = {
+            "ours": our_side(chosen, samples, Path(folder)),
+            "trainer": trainer_side(chosen, samples, per_step, Path(folder)),
+        }
+        figures = take_turns(sides, chosen.rounds)
+    medians = {name: statistics.median(values) for name, values in figures.items()}
+    save(
+        "distillation",
+        chosen,
+        {
+            "useful_tokens_per_second": medians,
+            "ours_over_trainer": ratio(figures, "ours", "trainer"),
+            "chats_per_trainer_step": per_step,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+# Sourced by the other scripts: makes .venv, installs torch first, then the project with the tested versions.
+#
+#   PYTHON        the interpreter to build on (default python3; 3.11 or newer)
+#   TORCH         the torch requirement (default torch==2.13.0 on a CPU machine, torch>=2.11 beside an NVIDIA card)
+#   TORCH_INDEX   where a CPU machine gets torch (default PyTorch's public CPU index; "" uses pip's configured index)
+#
+# A CPU machine takes the CPU build, so that no CUDA packages (several GB) are pulled; where that index cannot be reached, pip's own
+# configured index is asked. A machine with an NVIDIA card takes pip's default build, which brings CUDA.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$ROOT/.venv"
+
+say() { printf '\033[1m%s\033[0m\n' "$*"; }
+
+install_torch() {
+  "$VENV/bin/python" -c 'import torch' 2>/dev/null && return 0
+  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
+    say "Installing torch with CUDA (an NVIDIA card is here)"
+    "$VENV/bin/pip" install --quiet "${TORCH:-torch>=2.11}"
+    return
+  fi
+  local index="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" torch="${TORCH:-torch==2.13.0}"
+  say "Installing torch for the CPU"
+  if [ -n "$index" ] && "$VENV/bin/pip" install --quiet --retries 0 --timeout 20 --index-url "$index" "$torch" 2>/dev/null; then
+    return
+  fi
+  "$VENV/bin/pip" install --quiet "$torch"
+}
+
+# ensure_environment EXTRAS: does nothing when the same EXTRAS of the same requirements are installed already.
+ensure_environment() {
+  local extras="$1" stamp wanted python="${PYTHON:-python3}"
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "error: $python is $("$python" --version 2>&1); Python 3.11 or newer is needed. Name one with PYTHON=/path/to/python3.11" >&2
+    exit 1
+  fi
+  stamp="$VENV/.installed-${extras:-base}"
+  wanted="$(cat "$ROOT/pyproject.toml" "$ROOT/requirements.txt" | sha256sum)"
+  if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
+  [ -x "$VENV/bin/python" ] || { say "Making .venv"; "$python" -m venv "$VENV"; }
+  "$VENV/bin/python" -m pip install --quiet --upgrade pip
+  install_torch
+  say "Installing Shallow Draft${extras:+ with [$extras]}"
+  "$VENV/bin/pip" install --quiet --constraint "$ROOT/requirements.txt" --editable "$ROOT${extras:+[$extras]}"
+  echo "$wanted" > "$stamp"
+}

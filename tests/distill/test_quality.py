@@ -1,0 +1,33 @@
+"""The figures of the embedded target: windows score every token once, and only finished Python counts as parsed."""
+
+import lzma
+
+from transformers import AutoTokenizer
+
+from distill.quality import _windows, parses, xz_bits_per_byte
+
+
+def test_windows_score_every_token_once(embedded_target) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(embedded_target)
+    document = "def add(left, right):\n    return left + right\n" * 30
+    ids = tokenizer(document)["input_ids"]
+    for context in (8, 64, 100, len(ids) - 1, len(ids), 5000):
+        windows = list(_windows(tokenizer, document, context))
+        scored = [token for window in windows for token in window.ids[window.scored_from :]]
+        assert scored == ids[1:]
+        assert all(len(window.ids) <= context for window in windows)
+        assert all(window.scored_from >= context // 2 for window in windows[1:]), "half a context before each scored token"
+
+
+def test_parses() -> None:
+    request = 'def f(x):\n    """Double x."""'
+    assert parses(request, "if x:\n    return 2 * x\nreturn 0")
+    assert not parses(request, "")
+    assert not parses(request, "return (2 * x")
+    assert not parses(request, "if x:\nreturn 1")
+    assert not parses(request, "x = '\0'")
+
+
+def test_xz_is_the_command_line_tools_preset_nine() -> None:
+    text = "the same line again\n" * 1000
+    assert xz_bits_per_byte(text) == 8 * len(lzma.compress(text.encode(), format=lzma.FORMAT_XZ, preset=9)) / len(text)

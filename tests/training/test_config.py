@@ -1,0 +1,117 @@
+"""Configuration: every file of conf/ composes, unknown keys are named with the nearest valid one, the wrong job is told."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from decoding.errors import UserError
+from distill.config import PretrainConfig, TrainConfig
+from eval.config import EvalConfig
+from training.config import JobConfig, plain, typed
+from training.job import CONF, check_arguments, register
+from training.run_folder import RunFolder
+
+SCHEMAS: dict[str, type[JobConfig]] = {
+    "distill.pretrain": PretrainConfig,
+    "distill.train": TrainConfig,
+    "eval.run": EvalConfig,
+}
+
+
+def composed(job: str, *overrides: str) -> DictConfig:
+    register(job, SCHEMAS[job])
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(job.replace(".", "_"), list(overrides))
+
+
+def experiments() -> list[tuple[str, str]]:
+    files = sorted((CONF / "experiment").glob("*.yaml"))
+    return [(file.stem, yaml.safe_load(file.read_text())["job"]) for file in files]
+
+
+@pytest.mark.parametrize("job", SCHEMAS)
+def test_every_job_has_a_schema_and_composes(job: str):
+    config = typed(composed(job, *(["drafters=[prompt_lookup]"] if job == "eval.run" else [])), SCHEMAS[job])
+    assert config.job == job
+    assert config.output_dir == f"runs/{job}/default"
+
+
+@pytest.mark.parametrize(("name", "job"), experiments())
+def test_every_experiment_composes_with_its_job(name: str, job: str):
+    config = typed(composed(job, f"+experiment={name}"), SCHEMAS[job])
+    assert config.experiment == name, "an experiment carries its own name, for the run folder"
+
+
+def test_every_group_file_belongs_to_a_job_or_makes_a_drafter():
+    known = {"data", "drafter", "loss", "parallel", "target", "tracker", "benchmark", "experiment"}
+    assert {path.name for path in CONF.iterdir() if path.is_dir()} <= known
+
+
+@pytest.mark.parametrize(
+    ("argument", "near"),
+    [
+        ("loop.optimizer.learning_rate=1", "loop.optimizer.lr"),
+        ("drafter.num_hidden_layer=2", "drafter.num_hidden_layers"),
+        ("+drafter.hidden_layers=2", "drafter.num_hidden_layers"),
+        ("++outputdir=x", "output_dir"),
+    ],
+)
+def test_an_unknown_key_on_the_command_line_names_the_nearest(argument: str, near: str):
+    with pytest.raises(UserError, match=rf"unknown configuration key .*nearest valid key is '{near}'"):
+        check_arguments([argument], "distill.train", TrainConfig)
+
+
+def test_valid_keys_groups_and_hydra_flags_pass():
+    good = [
+        "drafter.num_hidden_layers=1,2,4",
+        "target=embedded",
+        "-m",
+        "loop.optimizer.lr=1e-3",
+        "hydra.verbose=true",
+        "+experiment=smoke",
+    ]
+    check_arguments(good, "distill.train", TrainConfig)
+
+
+def test_an_unknown_key_in_an_experiment_file_names_the_nearest():
+    config = composed("distill.train")
+    OmegaConf.set_struct(config, False)
+    config.loop = {**config.get("loop", {}), "max_stepz": 3}
+    with pytest.raises(
+        UserError, match=r"unknown configuration key 'loop.max_stepz'; the nearest valid key is 'loop.max_steps'"
+    ):
+        typed(config, TrainConfig)
+
+
+def test_a_value_of_the_wrong_type_names_the_key():
+    with pytest.raises(UserError, match=r"loop\.max_steps"):
+        typed(composed("distill.train", "loop.max_steps=many"), TrainConfig)
+
+
+def test_an_experiment_of_another_job_prints_the_right_command():
+    with pytest.raises(UserError, match=r"run: python -m distill.pretrain \+experiment=quickstart_target"):
+        check_arguments(["+experiment=quickstart_target"], "distill.train", TrainConfig)
+    with pytest.raises(UserError, match="no experiment 'quikstart'; there are: .*quickstart"):
+        check_arguments(["+experiment=quikstart"], "distill.train", TrainConfig)
+
+
+def test_a_folder_of_another_configuration_is_refused_with_the_keys_that_differ(tmp_path: Path):
+    config = typed(composed("distill.train", "+experiment=smoke", f"output_dir={tmp_path}"), TrainConfig)
+    RunFolder(config)
+    RunFolder(config)  # the same configuration goes on
+    config.loop.optimizer.lr *= 2
+    config.threads = 5  # changes no result, so it may differ
+    with pytest.raises(UserError, match=r"different: loop\.optimizer\.lr \(.*output_dir=") as error:
+        RunFolder(config)
+    assert "threads" not in str(error.value)
+
+
+def test_a_saved_configuration_gives_the_same_one_back(tmp_path: Path):
+    config = typed(composed("distill.train", "+experiment=quickstart", f"output_dir={tmp_path}"), TrainConfig)
+    RunFolder(config)
+    again = OmegaConf.load(tmp_path / "config.yaml")
+    assert isinstance(again, DictConfig)
+    assert plain(typed(again, TrainConfig)) == plain(config)

@@ -1,0 +1,154 @@
+"""Readers: every record is used or named with its file and line, and a file with too many bad ones is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from decoding.errors import UserError
+from training.data import Chat, read_chats, read_prompts, read_texts, render_chats
+
+GOOD = {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+BAD_LINES = {
+    "no JSON": '{"id": "b", "conversations": [{"from": "human", "val',
+    "no JSON object but list": "[1, 2]",
+    "no turns": json.dumps({"id": "c", "conversations": []}),
+    "unknown role 'tool'": json.dumps({"id": "d", "conversations": [{"from": "tool", "value": "x"}]}),
+    "a turn of gpt without text": json.dumps(
+        {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": " "}]}
+    ),
+}
+
+
+def write(path: Path, *lines: str | bytes) -> Path:
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
+    return path
+
+
+@pytest.mark.parametrize("reason", BAD_LINES)
+def test_a_bad_line_is_skipped_counted_and_named(tmp_path: Path, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    file = write(tmp_path / "chats.jsonl", json.dumps(GOOD), "", BAD_LINES[reason], json.dumps(GOOD))
+    chats, counts = read_chats(file, max_bad=0.4)
+    assert (counts.read, counts.used, counts.skipped) == (3, 2, 1)
+    assert [chat.source for chat in chats] == [f"{file}:1", f"{file}:4"]
+    [(named, places)] = counts.bad.items()
+    assert named.startswith(reason)
+    assert places == [f"{file}:3"]
+    assert f"{file}:3" in caplog.text
+
+
+@pytest.mark.parametrize("reason", BAD_LINES)
+def test_too_many_bad_lines_are_an_error(tmp_path: Path, reason: str) -> None:
+    file = write(tmp_path / "chats.jsonl", json.dumps(GOOD), BAD_LINES[reason])
+    with pytest.raises(UserError, match=r"1 of 2 used; 1 skipped") as error:
+        read_chats(file)
+    assert f"{file}:2" in str(error.value)
+    assert reason in str(error.value)
+    assert "max_bad" in str(error.value)
+
+
+def test_an_invalid_byte_is_a_bad_line(tmp_path: Path) -> None:
+    file = write(tmp_path / "chats.jsonl", json.dumps(GOOD), b'{"id": "\xff"}')
+    assert read_chats(file, max_bad=0.5)[1].bad == {"no JSON": [f"{file}:2"]}
+
+
+def test_arrays_give_the_line_of_each_record(tmp_path: Path) -> None:
+    text = json.dumps([GOOD, {"id": "x"}, GOOD], indent=1)
+    file = write(tmp_path / "chats.json", "\ufeff" + text)
+    chats, counts = read_chats(file, max_bad=0.5)
+    lines = text.split("\n")
+    begins = [number for number, line in enumerate(lines, 1) if line == " {"]
+    assert [chat.source for chat in chats] == [f"{file}:{begins[0]}", f"{file}:{begins[2]}"]
+    assert list(counts.bad.values()) == [[f"{file}:{begins[1]}"]]
+
+
+def test_a_broken_array_names_the_line(tmp_path: Path) -> None:
+    whole = json.dumps([GOOD, GOOD], indent=1)
+    cut = write(tmp_path / "cut.json", whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"cut\.json:\d+: broken JSON array"):
+        read_chats(cut)
+    with pytest.raises(UserError, match=r"more\.json:\d+: broken JSON array: text after the end"):
+        read_chats(write(tmp_path / "more.json", whole, "{}"))
+
+
+def test_messages_form_and_roles(tmp_path: Path) -> None:
+    record = {"messages": [{"role": role, "content": role} for role in ("system", "user", "assistant")]}
+    [chat], _ = read_chats(write(tmp_path / "chats.jsonl", json.dumps(record)))
+    assert chat.messages == record["messages"]
+
+
+@pytest.mark.parametrize("read", [read_chats, read_prompts, read_texts])
+def test_missing_empty_and_foreign_files(tmp_path: Path, read) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        read(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(UserError, match="empty"):
+        read(tmp_path / "empty.jsonl")
+    with pytest.raises(UserError, match=r"unknown kind of file '\.csv'"):
+        read(write(tmp_path / "table.csv", "a,b"))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="folder holds no"):
+        read(tmp_path / "folder")
+    with pytest.raises(UserError, match="no records"):
+        read(write(tmp_path / "blank.jsonl", "", ""))
+
+
+def test_prompts_of_both_forms(tmp_path: Path) -> None:
+    with_system = {"id": "s", "conversations": [{"from": "system", "value": "Be brief."}, *GOOD["conversations"]]}
+    turns = {"id": "t", "category": "c", "turns": ["one", "two"]}
+    prompts = read_prompts(write(tmp_path / "prompts.jsonl", *map(json.dumps, (turns, GOOD, with_system))))
+    assert [prompt.turns for prompt in prompts] == [["one", "two"], ["Hi"], ["Be brief.\n\nHi"]]
+    assert prompts[0].category == "c"
+    with pytest.raises(UserError, match=r"turns is no list of texts .*bad\.jsonl:1"):
+        read_prompts(write(tmp_path / "bad.jsonl", json.dumps({"turns": []})))
+
+
+def test_texts(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", json.dumps({"text": "one"}), json.dumps({"txt": "two"}), json.dumps({"text": "three"}))
+    write(tmp_path / "b.py", "x = 1")
+    write(tmp_path / "c.txt", b"\xff\xfe")
+    (tmp_path / "d.md").touch()
+    documents, counts = read_texts(tmp_path, max_bad=0.5)
+    assert documents == ["one", "three", "x = 1\n"]
+    assert (counts.read, counts.used, counts.skipped) == (6, 3, 3)
+    assert counts.bad == {
+        'no "text"': [f"{tmp_path}/a.jsonl:2"],
+        "no UTF-8": [f"{tmp_path}/c.txt"],
+        "no text": [f"{tmp_path}/d.md"],
+    }
+    with pytest.raises(UserError, match="3 of 6 used"):
+        read_texts(tmp_path)
+
+
+def test_chats_that_the_template_refuses_are_counted(embedded_target: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(embedded_target)
+    turn = {"role": "user", "content": "Hi"}
+    chats = [Chat("a", [turn, {"role": "assistant", "content": "Hello"}], "f:1"), Chat("b", [turn], "f:2")]
+    rendered, counts = render_chats(tokenizer, chats, max_bad=0.5)
+    assert len(rendered) == counts.used == 1
+    assert list(counts.bad.values()) == [["f:2"]]
+    with pytest.raises(UserError, match=r"no answer .*f:2"):
+        render_chats(tokenizer, chats)
+
+
+def test_real_files(shared_data: Path) -> None:
+    chats, counts = read_chats([shared_data / "chat" / "mt_bench_101.json", shared_data / "fixtures"])
+    assert counts.read == counts.used == len(chats) == 1346 + 500 + 1
+    assert len(read_prompts(shared_data / "eval" / "spec_bench.jsonl")) == 480
+    documents, counts = read_texts(shared_data / "text" / "redpajama_sample", max_bad=0.001)
+    assert len(documents) == counts.used == counts.read - 1, "one arXiv record has no text"
+
+
+def test_embedded_files(embedded_target: Path) -> None:
+    folder = embedded_target.parent
+    prompts = read_prompts(folder / "prompts.jsonl")
+    held_out, _ = read_chats(folder / "held_out_chats.json")
+    chats, _ = read_chats(folder / "chats.json")
+    assert len(prompts) >= 120
+    requests = {prompt.turns[0] for prompt in prompts}
+    assert not requests & {message["content"] for chat in held_out for message in chat.messages}
+    bodies = {message["content"] for chat in chats for message in chat.messages if message["role"] == "assistant"}
+    assert not bodies & {
+        message["content"] for chat in held_out for message in chat.messages if message["role"] == "assistant"
+    }

@@ -1,0 +1,245 @@
+"""The loop: exact resume, whole checkpoints, signals, losses that are not finite, one process against two."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from decoding.errors import UserError
+from training import checkpoint
+from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig, TrackerConfig
+from training.loop import Interrupted, fit
+from training.models import build_llama
+from training.objectives import LanguageModelling
+from training.packing import PackedData, Sample
+from training.parallel import Parallel
+from training.tracker import Tracker
+
+SHAPE = StudentConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48
+)
+
+
+def make_data(seed: int = 0) -> PackedData:
+    random = np.random.default_rng(seed)
+    samples = []
+    for _ in range(80):
+        ids = random.integers(0, 61, int(random.integers(3, 40))).astype(np.int32)
+        mask = random.random(len(ids)) < 0.7
+        mask[0], mask[-1] = False, True
+        samples.append(Sample(ids, mask))
+    return PackedData(samples, 64, rows_per_step=4, seed=7)
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> LanguageModelling:
+    torch.manual_seed(0)
+    return LanguageModelling(
+        build_llama(SHAPE, dtype, vocab_size=61, max_position_embeddings=64, initializer_range=0.1)
+    )
+
+
+def loop(steps: int, **changes: object) -> LoopConfig:
+    settings = {
+        "max_steps": 8,
+        "tokens_per_step": 256,
+        "micro_batch_tokens": 128,
+        "eval_every": 0,
+        "checkpoint_every": 3,
+        "keep": 2,
+    }
+    return LoopConfig(**(settings | {"max_steps": steps} | changes), optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2))
+
+
+def train(
+    folder: Path, config: LoopConfig, stop_after: int = 0, dtype: torch.dtype = torch.float32
+) -> LanguageModelling:
+    """A run; with stop_after, it is stopped as a SIGTERM would stop it after that many steps."""
+    module = make_model(dtype)
+    calls = 0
+    data = make_data()
+    rows_of = data.step_rows
+
+    def step_rows(step: int) -> list[list[int]]:
+        nonlocal calls
+        calls += 1
+        if calls == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rows_of(step)
+
+    data.step_rows = step_rows
+    score = iter(range(100))
+    parallel = Parallel(ParallelConfig(), "cpu")
+    tracker = Tracker(folder, TrackerConfig(), "t", {}) if folder.mkdir(parents=True, exist_ok=True) is None else None
+    fit("t", module, module.model, data, config, parallel, folder, tracker, lambda: {"score": float(next(score))})
+    return module
+
+
+def newest(folder: Path) -> checkpoint.Checkpoint:
+    found = checkpoint.latest(folder / "checkpoints", report=print)
+    assert found is not None
+    return found
+
+
+def same(a: checkpoint.Checkpoint, b: checkpoint.Checkpoint) -> bool:
+    parts = ((a.model, b.model), (a.optimizer, b.optimizer), (a.rng, b.rng))
+    return all(x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stop_and_resume_equals_straight_training_bit_for_bit(tmp_path: Path, dtype: torch.dtype):
+    train(tmp_path / "straight", loop(8), dtype=dtype)
+    with pytest.raises(Interrupted, match="Run the same command to go on"):
+        train(tmp_path / "stopped", loop(8), stop_after=5, dtype=dtype)
+    assert newest(tmp_path / "stopped").state["step"] == 5
+    train(tmp_path / "stopped", loop(8), dtype=dtype)
+    straight, resumed = newest(tmp_path / "straight"), newest(tmp_path / "stopped")
+    assert straight.state["step"] == resumed.state["step"] == 8
+    assert same(straight, resumed)
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").open() if '"loss"' in line]
+        for name in ("straight", "stopped")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_the_equality_of_runs_can_fail(tmp_path: Path):
+    train(tmp_path / "a", loop(4))
+    train(
+        tmp_path / "b", loop(4, tokens_per_step=256, micro_batch_tokens=64)
+    )  # the control: another order of additions
+    a, b = newest(tmp_path / "a"), newest(tmp_path / "b")
+    assert not same(a, b)
+    for name in a.model:  # and yet the same mathematics
+        torch.testing.assert_close(a.model[name], b.model[name], rtol=1e-2, atol=1e-4)
+
+
+def test_a_damaged_or_half_written_checkpoint_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    train(tmp_path, loop(7))
+    folders = sorted((tmp_path / "checkpoints").glob("step_*"))
+    assert [folder.name for folder in folders] == ["step_000006", "step_000007"]
+    weights = folders[1] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5] + b"wrong")
+    assert newest(tmp_path).folder.name == "step_000006"
+    assert "step_000007: model.safetensors is damaged" in capsys.readouterr().out
+    (folders[0] / "state.json").unlink()
+    assert checkpoint.latest(tmp_path / "checkpoints", report=print) is None
+    assert "was never completed" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path: Path):
+    train(tmp_path, loop(3))
+    before = newest(tmp_path)
+    module = make_model()
+    real = module.forward
+    module.forward = lambda batch: tuple(value * float("nan") for value in real(batch))
+    with pytest.raises(UserError, match=r"the loss is nan at step 4: .* last good checkpoint"):
+        fit(
+            "t",
+            module,
+            module.model,
+            make_data(),
+            loop(6),
+            Parallel(ParallelConfig(), "cpu"),
+            tmp_path,
+            None,
+            lambda: {"score": 0.0},
+        )
+    assert same(before, newest(tmp_path))
+
+
+def test_the_best_checkpoint_is_returned_not_the_last(tmp_path: Path):
+    module = make_model()
+    scores = iter([0.1, 0.9, 0.3, 0.2])
+    config = loop(8, eval_every=2, checkpoint_every=2, keep=1)
+    progress = fit(
+        "t",
+        module,
+        module.model,
+        make_data(),
+        config,
+        Parallel(ParallelConfig(), "cpu"),
+        tmp_path,
+        None,
+        lambda: {"score": next(scores)},
+    )
+    assert progress.best_step == 4
+    best = checkpoint.load(tmp_path / "checkpoints" / "step_000004")
+    assert all(torch.equal(module.model.state_dict()[name], tensor) for name, tensor in best.model.items())
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000004", "step_000008"]
+
+
+def test_a_full_disk_is_an_error_that_keeps_the_last_checkpoint(tmp_path: Path):
+    """The write runs in a child whose files may not grow beyond 20 kB."""
+    tensors = {"w": torch.zeros(100)}
+    checkpoint.save(tmp_path / "step_000001", {"step": 1}, tensors, tensors, tensors)
+    code = f"""
+import resource, signal, sys, torch
+from pathlib import Path
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+from training import checkpoint
+from decoding.errors import UserError
+big = {{"w": torch.zeros(1_000_000)}}
+try:
+    checkpoint.save(Path({str(tmp_path / "step_000002")!r}), {{"step": 2}}, big, big, big)
+except UserError as error:
+    sys.exit(str(error))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2]
+    )
+    assert "could not write" in done.stderr
+    assert "MB are free there; the last whole checkpoint is kept" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    assert checkpoint.load(tmp_path / "step_000001").state["step"] == 1
+
+
+_RANKS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from test_loop import loop, make_data, make_model
+from training.config import ParallelConfig
+from training.loop import fit
+from training.parallel import Parallel
+parallel = Parallel(ParallelConfig(kind="ddp"), "cpu")
+module = make_model()
+fit("t", module, module.model, make_data(), loop(6), parallel, Path(sys.argv[1]), None, lambda: {{"score": 0.0}})
+parallel.close()
+"""
+
+
+def test_two_processes_train_as_one(tmp_path: Path):
+    train(tmp_path / "one", loop(6))
+    tests = str(Path(__file__).resolve().parent)
+    with_port = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29613",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", _RANKS.format(tests=tests), str(tmp_path / "two")]
+    root = Path(__file__).resolve().parents[2]
+    ranks = [
+        subprocess.Popen(command, env={**with_port, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=root)
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    one, two = newest(tmp_path / "one"), newest(tmp_path / "two")
+    for name in one.model:
+        torch.testing.assert_close(one.model[name], two.model[name], rtol=1e-5, atol=1e-5)
+    untrained = make_model().model.state_dict()
+    assert any(not torch.allclose(untrained[name], two.model[name], atol=1e-3) for name in two.model), (
+        "nothing was learnt: the test is blind"
+    )

@@ -1,0 +1,100 @@
+"""Chunked losses against their eager twins, against float64 gradients, and in memory."""
+
+import pytest
+import torch
+
+from training.losses.chunked import chunked_cross_entropy, chunked_forward_kl, eager_cross_entropy, eager_forward_kl
+
+N, H, G, V = 37, 6, 5, 23
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    hidden = torch.randn(N, H, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, H, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randn(N, G, dtype=dtype), torch.randn(V, G, dtype=dtype), torch.randint(0, V, (N,))
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 64])
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_forward_kl_equals_its_eager_twin(chunk: int, temperature: float):
+    hidden, weight, teacher, teacher_weight, _ = inputs()
+    loss, overlap = chunked_forward_kl(hidden, weight, teacher, teacher_weight, chunk, temperature)
+    grads = torch.autograd.grad(loss * 0.37, (hidden, weight))
+    twin = eager_forward_kl(hidden, weight, teacher, teacher_weight, temperature)
+    expected = torch.autograd.grad(twin * 0.37, (hidden, weight))
+    torch.testing.assert_close(loss, twin)
+    for a, b in zip(grads, expected):
+        torch.testing.assert_close(a, b)
+    p, q = (torch.softmax(x @ w.T / temperature, -1) for x, w in ((teacher, teacher_weight), (hidden, weight)))
+    torch.testing.assert_close(overlap[0], torch.minimum(p, q).sum().detach())
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 64])
+def test_cross_entropy_equals_its_eager_twin(chunk: int):
+    hidden, weight, _, _, labels = inputs()
+    loss, correct = chunked_cross_entropy(hidden, weight, labels, chunk)
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    expected = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum"), (hidden, weight)
+    )
+    torch.testing.assert_close(loss.float(), eager_cross_entropy(hidden, weight, labels))
+    for a, b in zip(grads, expected):
+        torch.testing.assert_close(a, b)
+    assert int(correct) == int((torch.argmax(hidden @ weight.T, -1) == labels).sum())
+
+
+def test_gradients_against_finite_differences_in_float64():
+    hidden, weight, teacher, teacher_weight, labels = inputs()
+    assert torch.autograd.gradcheck(
+        lambda h, w: chunked_forward_kl(h, w, teacher, teacher_weight, 8)[0], (hidden, weight)
+    )
+    assert torch.autograd.gradcheck(lambda h, w: chunked_cross_entropy(h, w, labels, 8)[0], (hidden, weight))
+
+
+def test_gradcheck_rejects_a_wrong_gradient():
+    hidden, weight, teacher, teacher_weight, _ = inputs()
+
+    def wrong(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return chunked_forward_kl(h, w, teacher, teacher_weight, 8)[0] + 0.1 * h.detach().sum()
+
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        torch.autograd.gradcheck(wrong, (hidden, weight))
+
+
+def test_kl_of_a_model_with_itself_is_zero_and_accepts_everything():
+    hidden, weight, _, _, _ = inputs()
+    loss, overlap = chunked_forward_kl(hidden, weight, hidden.detach(), weight.detach(), 8)
+    assert abs(float(loss)) < 1e-9
+    assert abs(float(overlap) - N) < 1e-9
+
+
+def test_bfloat16_follows_float32():
+    hidden, weight, teacher, teacher_weight, _ = inputs(torch.float32)
+    exact = chunked_forward_kl(hidden, weight, teacher, teacher_weight, 8)[0]
+    rough = chunked_forward_kl(*(x.detach().bfloat16() for x in (hidden, weight, teacher, teacher_weight)), 8)[0]
+    assert rough.dtype == torch.float32
+    assert abs(float(rough / exact) - 1) < 0.05
+
+
+def test_nothing_of_the_size_of_the_vocabulary_is_held_whole():
+    """Peak memory of chunked against whole logits: N x V tensors must not be there at once."""
+    count, vocabulary, width = 2048, 4096, 8
+    hidden = torch.randn(count, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    teacher = torch.randn(count, width)
+    teacher_weight = torch.randn(vocabulary, width)
+    whole = count * vocabulary * 4
+
+    def largest(function) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            function().backward()
+        level = peak = 0
+        for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                level += event.nbytes()
+                peak = max(peak, level)
+        return peak
+
+    assert largest(lambda: chunked_forward_kl(hidden, weight, teacher, teacher_weight, 64)[0]) < whole / 2
+    assert largest(lambda: eager_forward_kl(hidden, weight, teacher, teacher_weight)) > 2 * whole  # the control

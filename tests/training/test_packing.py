@@ -1,0 +1,127 @@
+"""Packing: nothing is lost, nothing overlaps, and packed equals separate."""
+
+import numpy as np
+import pytest
+import torch
+
+from decoding.errors import UserError
+from training.attention import document_mask, packed_attention, plain_attention
+from training.config import StudentConfig
+from training.models import build_llama
+from training.objectives import Distillation, LanguageModelling, freeze
+from training.packing import PackedData, Sample, best_fit, collate, micro_batches, split_documents
+
+TINY = StudentConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48
+)
+
+
+def tiny(seed: int, dtype: torch.dtype = torch.float64, layers: int = 2) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    shape = StudentConfig(**{**vars(TINY), "num_hidden_layers": layers})
+    return build_llama(shape, dtype, vocab_size=61, max_position_embeddings=64, initializer_range=0.2)
+
+
+def chats(count: int, seed: int = 0, longest: int = 30) -> list[Sample]:
+    random = np.random.default_rng(seed)
+    samples = []
+    for _ in range(count):
+        length = int(random.integers(2, longest))
+        mask = random.random(length) < 0.6
+        mask[0], mask[-1] = False, True
+        samples.append(Sample(random.integers(0, 61, length).astype(np.int32), mask))
+    return samples
+
+
+def test_every_sample_lies_in_exactly_one_row_and_rows_hold_what_they_can():
+    lengths = np.random.default_rng(1).integers(1, 100, 500).tolist()
+    rows = best_fit(lengths, 128)
+    assert sorted(index for row in rows for index in row) == list(range(500))
+    loads = [sum(lengths[index] for index in row) for row in rows]
+    assert max(loads) <= 128
+    assert len(rows) <= 1.25 * sum(lengths) / 128 + 1  # best fit decreasing: 11/9 of the optimum and a bit
+    emptiest, next_emptiest = sorted(loads)[:2]
+    assert emptiest + next_emptiest > 128, "two rows that fit into one were left apart"
+
+
+def test_a_sample_longer_than_a_row_is_refused():
+    with pytest.raises(UserError, match="has 200 tokens, a packed row holds 128"):
+        best_fit([5, 200], 128)
+
+
+def test_split_documents_supervise_every_token_but_the_first_once():
+    ids = list(range(100, 177))
+    pieces = split_documents(ids, 16)
+    supervised = [int(token) for piece in pieces for token, on in zip(piece.ids, piece.mask) if on]
+    assert supervised == ids[1:]
+    assert all(len(piece.ids) <= 16 for piece in pieces)
+
+
+def test_epochs_see_every_row_once_and_steps_are_pure_functions_of_their_number():
+    samples = chats(200)
+    data = PackedData(samples, 64, rows_per_step=1, seed=3)
+    epochs = len(data.rows)
+    seen = [tuple(data.step_rows(step)[0]) for step in range(2 * epochs)]
+    assert sorted(seen[:epochs]) == sorted(map(tuple, data.rows)) == sorted(seen[epochs:])
+    assert seen[:epochs] != seen[epochs:], "epochs must be shuffled differently"
+    again = PackedData(samples, 64, rows_per_step=1, seed=3)
+    assert tuple(again.step_rows(epochs + 5)[0]) == seen[epochs + 5]
+
+
+def test_ranks_share_a_step_without_overlap():
+    rows = [[index] for index in range(13)]
+    parts = [list(micro_batches(rows, rank, 3, 2)) for rank in range(3)]
+    assert sorted(row[0] for part in parts for batch in part for row in batch) == list(range(13))
+    assert len({len(part) for part in parts}) == 1, "ranks must make the same number of forwards"
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "distil"])
+def test_packed_and_separate_documents_give_equal_losses_and_gradients(kind: str):
+    samples = chats(9)
+    results = []
+    for rows, capacity in (
+        (best_fit([len(sample.ids) for sample in samples], 64), 64),
+        ([[index] for index in range(9)], 32),
+    ):
+        model = tiny(0)
+        module = LanguageModelling(model) if kind == "pretrain" else Distillation(model, freeze(tiny(1)))
+        loss, metric = module(collate(samples, rows, capacity))
+        loss.backward()
+        results.append((loss.detach(), metric, [parameter.grad for parameter in model.parameters()]))
+    (loss_a, metric_a, grads_a), (loss_b, metric_b, grads_b) = results
+    torch.testing.assert_close(loss_a, loss_b, rtol=1e-12, atol=1e-10)
+    torch.testing.assert_close(metric_a, metric_b, rtol=1e-12, atol=1e-10)
+    for a, b in zip(grads_a, grads_b):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_without_the_document_mask_the_equality_fails():
+    samples = chats(9)
+    rows = best_fit([len(sample.ids) for sample in samples], 64)
+    batch = collate(samples, rows, 64)
+    right = LanguageModelling(tiny(0))(batch)[0]
+    batch.documents_RT = torch.ones_like(batch.documents_RT)  # the control: one document a row, so neighbours leak
+    assert abs((right - LanguageModelling(tiny(0))(batch)[0]).item()) > 1e-3
+
+
+def test_plain_attention_equals_torch_attention():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 24, 8), torch.randn(2, 2, 24, 8), torch.randn(2, 2, 24, 8)
+    documents = torch.tensor([[1] * 10 + [2] * 9 + [0] * 5, [1] * 24])
+    bias = document_mask(documents, torch.float32)
+    fused, _ = packed_attention(torch.nn.Identity(), q, k, v, None, 0.3, bias)
+    written = plain_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), bias, 0.3)
+    torch.testing.assert_close(fused.transpose(1, 2), written)
+
+
+def test_supervised_counts_are_conserved():
+    samples = chats(50)
+    data = PackedData(samples, 64, rows_per_step=4, seed=0)
+    batch = collate(samples, data.rows, 64)
+    assert batch.supervised == data.supervised == data.supervised_in(data.rows)
+    assert batch.tokens == data.tokens
+
+
+def test_zero_supervised_tokens_is_an_error():
+    with pytest.raises(UserError, match="zero supervised tokens"):
+        PackedData([Sample(np.arange(5, dtype=np.int32), np.zeros(5, dtype=bool))], 8, 1, 0)

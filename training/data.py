@@ -1,0 +1,296 @@
+"""Readers of chats, texts and prompts: what is used, what is not, and why, by file and line.
+
+Formats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`) or `{"messages": [{"role", "content"}]}`, as a JSON
+array or one object a line; texts as `.jsonl` with "text", `.txt`, `.py` and `.md`, or folders of them; prompts as
+`{"id", "category", "turns": [...]}`, one object a line. A bad record is skipped, counted and named in a warning; above
+a limit the file is refused.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from decoding.errors import UserError
+from training.chat import Rendered, render_chat
+
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+MAX_BAD = 0.01
+SHOWN_PLACES = 5
+TEXT_SUFFIXES = (".jsonl", ".txt", ".py", ".md")
+
+Paths = str | Path | Sequence[str | Path]
+Read = TypeVar("Read")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One dialogue: `messages` are {"role": user | assistant | system, "content"}; `source` is "file:line"."""
+
+    id: str
+    messages: list[dict[str, str]]
+    source: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One evaluation prompt: the user's turns, in order."""
+
+    id: str
+    category: str
+    turns: list[str]
+
+
+@dataclass
+class Counts:
+    """What became of the records: read = used + skipped; `bad` maps a reason to the places ("file:line") it was met."""
+
+    read: int = 0
+    used: int = 0
+    bad: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def skipped(self) -> int:
+        return sum(len(places) for places in self.bad.values())
+
+    def skip(self, reason: str, place: str) -> None:
+        self.bad.setdefault(reason, []).append(place)
+
+    def line(self, what: str) -> str:
+        """Return one line for the terminal: how many were used, and where and why the others were not."""
+        return f"{what}: {self.used:,} of {self.read:,} used" + "".join(
+            f"; {len(places):,} skipped: {reason} ({', '.join(places[:SHOWN_PLACES])}{', ...' if len(places) > SHOWN_PLACES else ''})"
+            for reason, places in self.bad.items()
+        )
+
+    def check(self, what: str, expected: str, max_bad: float) -> None:
+        """Warn of skipped records; raise UserError when they are more than the share `max_bad` of those read."""
+        if self.skipped > max_bad * self.read:
+            raise UserError(
+                f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad "
+                "(data.max_bad raises that limit): mend or remove these lines"
+            )
+        if self.skipped:
+            logger.warning(self.line(what))
+
+
+class _BadRecordError(Exception):
+    """Why a record cannot be used; counted under this text."""
+
+
+def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], Counts]:
+    """Read ShareGPT or messages files (or folders of .json and .jsonl); see the module for the forms.
+
+    Raises UserError for a missing or empty file, a broken JSON array, or more bad records than the share `max_bad`.
+    """
+    files = _files(paths, (".json", ".jsonl"))
+    return _read(files, _chat, "chats", "ShareGPT objects (conversations) or objects with messages", max_bad)
+
+
+def read_prompts(path: str | Path, *, max_bad: float = MAX_BAD) -> list[Prompt]:
+    """Read evaluation prompts, or the first human turn of each chat of a ShareGPT file (a system turn put before it).
+
+    Raises UserError as `read_chats` does.
+    """
+    expected = 'objects {"id", "category", "turns": [...]} or ShareGPT objects'
+    return _read(_files(path, (".jsonl", ".json")), _prompt, "prompts", expected, max_bad)[0]
+
+
+def read_texts(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[str], Counts]:
+    """Read plain documents: a line of a .jsonl ("text") or a whole .txt, .py or .md file each; folders are walked.
+
+    Raises UserError as `read_chats` does.
+    """
+    documents: list[str] = []
+    counts = Counts()
+    for file in _files(paths, TEXT_SUFFIXES):
+        if file.suffix == ".jsonl":
+            found, of_file = _read([file], _text, "texts", 'objects with "text"', max_bad=1.0, warn=False)
+            documents += found
+            counts.read, counts.used = counts.read + of_file.read, counts.used + of_file.used
+            for reason, places in of_file.bad.items():
+                counts.bad.setdefault(reason, []).extend(places)
+            continue
+        counts.read += 1
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            counts.skip("no UTF-8", str(file))
+            continue
+        if text.strip():
+            documents.append(text)
+            counts.used += 1
+        else:
+            counts.skip("no text", str(file))
+    counts.check("texts", 'UTF-8 text, or objects with "text"', max_bad)
+    return documents, counts
+
+
+def render_chats(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], *, template: str = "auto", max_bad: float = MAX_BAD
+) -> tuple[list[Rendered], Counts]:
+    """Render every chat; one that the template refuses is skipped and counted under `max_bad`, as a bad line is.
+
+    `Counts.used` of the result matches the list. Raises UserError above the limit.
+    """
+    counts, rendered = Counts(), []
+    for chat in chats:
+        counts.read += 1
+        try:
+            rendered.append(render_chat(tokenizer, chat.messages, template=template))
+        except UserError as error:
+            counts.skip(str(error), chat.source)
+    counts.used = len(rendered)
+    counts.check("chats", "turns that the chat template accepts", max_bad)
+    return rendered, counts
+
+
+def _read(
+    files: Sequence[Path],
+    parse: Callable[[Any, str], Read],
+    what: str,
+    expected: str,
+    max_bad: float,
+    warn: bool = True,
+) -> tuple[list[Read], Counts]:
+    """Parse every record of `files`; `parse` gets the decoded JSON and its place, and raises _BadRecordError."""
+    counts, found = Counts(), []
+    for file in files:
+        before = counts.read
+        for place, record in _records(file):
+            counts.read += 1
+            try:
+                if isinstance(record, _BadRecordError):
+                    raise record
+                if not isinstance(record, dict):
+                    raise _BadRecordError(f"no JSON object but {type(record).__name__}")
+                found.append(parse(record, place))
+            except _BadRecordError as reason:
+                counts.skip(str(reason), place)
+        if counts.read == before:
+            raise UserError(f"{file}: no records; expected {expected}")
+    counts.used = len(found)
+    if warn:
+        counts.check(what, expected, max_bad)
+    return found, counts
+
+
+def _files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the files that `paths` name, those of folders in order of their names; each must exist and hold something."""
+    files: list[Path] = []
+    for path in [paths] if isinstance(paths, str | Path) else paths:
+        path = Path(path)
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+            if not inside:
+                raise UserError(f"{path}: the folder holds no {', '.join(suffixes)} file")
+            files += inside
+        elif not path.is_file():
+            raise UserError(f"{path}: no such file or folder; expected {', '.join(suffixes)}")
+        elif path.suffix not in suffixes:
+            raise UserError(f"{path}: unknown kind of file '{path.suffix}'; expected {', '.join(suffixes)}")
+        elif path.stat().st_size == 0:
+            raise UserError(f"{path}: the file is empty; expected data ({', '.join(suffixes)})")
+        else:
+            files.append(path)
+    if not files:
+        raise UserError(f"no data files given; expected at least one path ({', '.join(suffixes)})")
+    return files
+
+
+def _records(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield ("file:line", decoded JSON, or the _BadRecordError of a line that is none) for an array or for lines."""
+    with file.open("rb") as stream:
+        start = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        stream.seek(0)
+        if start.startswith(b"["):
+            yield from _array(file, stream.read())
+            return
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:  # JSONDecodeError or UnicodeDecodeError
+                record = _BadRecordError("no JSON")
+            yield f"{file}:{number}", record
+
+
+def _array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield the elements of a JSON array with the line each begins at; a break in it cannot be passed over."""
+    decoder, separators = json.JSONDecoder(), " \t\r\n,"
+    place, line = 0, 1
+    try:
+        text = content.decode("utf-8-sig")
+        place = text.index("[") + 1
+        line += text.count("\n", 0, place)
+        while True:
+            begin = place
+            while place < len(text) and text[place] in separators:
+                place += 1
+            line += text.count("\n", begin, place)
+            if text[place : place + 1] == "]":
+                if text[place + 1 :].strip():
+                    raise json.JSONDecodeError("text after the end of the array", text, place + 1)
+                break
+            record, end = decoder.raw_decode(text, place)
+            yield f"{file}:{line}", record
+            line += text.count("\n", place, end)
+            place = end
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: no UTF-8 at byte {error.start}; expected a JSON array in UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{file}:{error.lineno}: broken JSON array: {error.msg} (column {error.colno}); "
+            "mend the file, or write one object a line (.jsonl), of which bad ones can be skipped"
+        ) from error
+
+
+def _chat(record: dict[str, Any], place: str) -> Chat:
+    """Return the chat in a record of either form."""
+    key = "conversations" if "conversations" in record else "messages"
+    role_key, text_key = ("from", "value") if key == "conversations" else ("role", "content")
+    turns = record.get(key)
+    if not isinstance(turns, list) or not turns:
+        raise _BadRecordError("no turns (conversations or messages)")
+    messages = []
+    for turn in turns:
+        role, text = (turn.get(role_key), turn.get(text_key)) if isinstance(turn, dict) else (None, None)
+        if role not in ROLES:
+            raise _BadRecordError(f"unknown role {role!r} (known: {', '.join(ROLES)})")
+        if not isinstance(text, str) or not text.strip():
+            raise _BadRecordError(f"a turn of {role} without text")
+        messages.append({"role": ROLES[role], "content": text})
+    return Chat(str(record.get("id", place)), messages, place)
+
+
+def _prompt(record: dict[str, Any], place: str) -> Prompt:
+    """Return the prompt in an evaluation record, or in a chat: what stands before its first answer."""
+    if "turns" not in record:
+        chat = _chat(record, place)
+        roles = [message["role"] for message in chat.messages]
+        if "user" not in roles:
+            raise _BadRecordError("no human turn")
+        first = roles.index("user")
+        before = [message["content"] for message in chat.messages[:first] if message["role"] == "system"]
+        return Prompt(
+            chat.id, str(record.get("category", "chat")), ["\n\n".join([*before, chat.messages[first]["content"]])]
+        )
+    turns = record["turns"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise _BadRecordError("turns is no list of texts")
+    return Prompt(str(record.get("id", place)), str(record.get("category", "none")), turns)
+
+
+def _text(record: dict[str, Any], place: str) -> str:
+    """Return the text of a record."""
+    text = record.get("text")
+    if not isinstance(text, str) or not text.strip():
+        raise _BadRecordError('no "text"')
+    return text
