@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from decoding.loop import Settings, decode
 from torch import Tensor
 
+from decoding.errors import UserError
+from decoding.loop import Settings, decode
 from decoding.target import load_target
 from distill.config import HeldOutConfig
 from training.chat import render_prompt
@@ -38,6 +39,11 @@ def target_answers(
         for prompt in read_prompts(resolve(config.prompts))
     )
     prompts = [ids for ids in rendered if len(ids) <= room][: config.max_prompts]
+    if not prompts:
+        raise UserError(
+            f"no prompt of {config.prompts} fits into {room} tokens (data.max_length {max_length} less held_out.max_new_tokens "
+            f"{config.max_new_tokens}): raise data.max_length or lower held_out.max_new_tokens"
+        )
     target = load_target(target_folder, backend="native", dtype="float32", max_length=max_length, batch_size=_BATCH)
     settings = Settings(
         max_new_tokens=config.max_new_tokens,

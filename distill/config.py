@@ -32,6 +32,16 @@ class HeldOutConfig:
 
 
 @dataclass
+class QualityConfig(JobConfig):
+    """`python -m distill.quality`: bits per byte on held-out modules, and the share of drawn functions that parse."""
+
+    model: str = "embedded:target"  # model folder
+    functions: int = 50  # held-out functions drawn
+    temperature: float = 0.2  # at which they are drawn
+    max_new_tokens: int = 320  # longest body
+
+
+@dataclass
 class PretrainConfig(JobConfig):
     """`python -m distill.pretrain`: a LLaMA from scratch; also the control of every pruning experiment."""
 

@@ -3,18 +3,18 @@
 It made the embedded target, and it is the control "same shape from scratch" that every pruned drafter is held against.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from decoding.errors import UserError
 from distill import corpus
 from distill.config import PretrainConfig
+from distill.drafter_folder import write_model
 from training.config import DataConfig
-from training.data import read_chats, read_texts
+from training.data import Chat, read_chats, read_texts
 from training.job import job_main
 from training.loop import fit, total_steps
 from training.models import build_llama, dtype_of
@@ -26,14 +26,6 @@ from training.paths import resolve
 from training.run_folder import RunFolder
 from training.samples import chat_samples, text_samples
 from training.tracker import Tracker
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 
 
 def run(config: PretrainConfig) -> Path:
@@ -78,7 +70,7 @@ def run(config: PretrainConfig) -> Path:
         lambda: held_out_loss(objective, held_out, config),
     )
     if parallel.is_main:
-        export(model, tokenizer_folder, model_folder, dtype_of(config.export_dtype), tokenizer)
+        write_model(model, tokenizer_folder, model_folder, dtype_of(config.export_dtype))
         best = next(figures for figures in progress.evaluations if figures["step"] == progress.best_step)
         metrics = {
             "held_out_loss": best["loss"],
@@ -97,19 +89,22 @@ def read_samples(tokenizer: Any, data: DataConfig, split: corpus.Split) -> list[
     text_paths = data.texts if split == "train" else data.held_out_texts
     samples: list[Sample] = []
     documents: list[str] = []
-    messages = []
+    chats: list[Chat] = []
     if "embedded:stdlib" in text_paths:
         documents += corpus.documents(split)
     if "embedded:stdlib" in chat_paths:
-        messages += corpus.chats(split)
-    others = [resolve(path) for path in text_paths if path != "embedded:stdlib"]
-    documents += read_texts(others)[0] if others else []
-    others = [resolve(path) for path in chat_paths if path != "embedded:stdlib"]
-    messages += [chat.messages for chat in read_chats(others, max_bad=data.max_bad)[0]] if others else []
+        chats += [
+            Chat(str(number), messages, f"embedded:stdlib:{number}")
+            for number, messages in enumerate(corpus.chats(split))
+        ]
+    text_files = [resolve(path) for path in text_paths if path != "embedded:stdlib"]
+    chat_files = [resolve(path) for path in chat_paths if path != "embedded:stdlib"]
+    documents += read_texts(text_files, max_bad=data.max_bad)[0] if text_files else []
+    chats += read_chats(chat_files, max_bad=data.max_bad)[0] if chat_files else []
     limit = data.max_samples or None
     for what, (new, account) in {
         "texts": text_samples(tokenizer, documents[:limit], data.max_length),
-        "chats": chat_samples(tokenizer, messages[:limit], data.template, data.max_length, data.train_on),
+        "chats": chat_samples(tokenizer, chats[:limit], data.template, data.max_length, data.train_on, data.max_bad),
     }.items():
         if account.read:
             print(f"{split} {account.line(what)}")
@@ -153,19 +148,6 @@ def _base(tokenizer: Any, config: PretrainConfig) -> dict[str, Any]:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": None,
     }
-
-
-def export(model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype, tokenizer: Any) -> None:
-    """Write weights, configuration and tokenizer files as a folder that `transformers` and serving engines load."""
-    stored = model.to(dtype)
-    stored.config.dtype = dtype
-    stored.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id
-    )
-    stored.save_pretrained(folder)
-    for name in _TOKENIZER_FILES:
-        if (tokenizer_folder / name).is_file() and tokenizer_folder != folder:
-            shutil.copyfile(tokenizer_folder / name, folder / name)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from decoding.loop import Settings, decode
 from decoding.target import load_target
 from distill import corpus
+from distill.config import QualityConfig
 from training.chat import render_prompt
+from training.checkpoint import write_text
 from training.data import read_prompts
+from training.job import job_main
 from training.paths import resolve
+from training.run_folder import RunFolder
 
 # Shapes: B windows, T tokens of a window, V vocabulary.
 _WINDOWS = 8
@@ -143,7 +147,7 @@ def draw_functions(folder: str | Path, count: int, temperature: float, max_new_t
             target, None, [ids for _, ids in part], settings, request_ids=list(range(start, start + len(part)))
         )
         for (text, _), answer in zip(part, answers, strict=True):
-            body = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            body = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
             finished = answer.finish == "stop"
             drawn.append(Drawn(text, body, finished, finished and parses(text, body)))
     return drawn
@@ -160,13 +164,25 @@ def parses(request: str, body: str) -> bool:
     return True
 
 
-def main() -> None:
-    """Measure the embedded target; print the figures and three samples."""
-    figures = quality(resolve("embedded:target"))
-    hidden = ("samples", "drawn")
-    print(json.dumps({key: value for key, value in figures.items() if key not in hidden}, indent=2))
+def run(config: QualityConfig) -> Path:
+    """Measure, print the figures and three samples, and keep all drawn functions in output_dir/quality.json."""
+    run_folder = RunFolder(config)
+    folder = resolve(config.model)
+    figures = quality(
+        folder,
+        functions=config.functions,
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        seed=config.seed,
+    )
+    path = run_folder.path / "quality.json"
+    write_text(path, json.dumps(figures, indent=1))
+    short = {key: value for key, value in figures.items() if key not in ("samples", "drawn")}
+    run_folder.write_manifest([folder], short, finished=True)
+    print(json.dumps(short, indent=2))
     print("\n\n".join(map(str, figures["samples"])))  # type: ignore[call-overload]
+    return path
 
 
 if __name__ == "__main__":
-    main()
+    job_main("distill.quality", QualityConfig, run)

@@ -48,3 +48,33 @@ def stories260k() -> Path:
 def embedded_target() -> Path:
     """The target that ships with the project."""
     return ROOT / "assets" / "target"
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory, embedded_target: Path) -> Path:
+    """A model folder with random weights: 4 layers, width 32, the embedded target's tokenizer and chat template."""
+    from distill.drafter_folder import write_model
+    from training.config import StudentConfig
+    from training.models import build_llama
+
+    shape = StudentConfig(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+    )
+    torch.manual_seed(0)
+    model = build_llama(
+        shape,
+        torch.float32,
+        vocab_size=2048,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    folder = tmp_path_factory.mktemp("tiny_target")
+    write_model(model, embedded_target, folder, torch.float32)
+    return folder

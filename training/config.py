@@ -106,7 +106,6 @@ class LoopConfig:
     keep: int = 1  # checkpoints kept besides the best one
     log_every: int = 1  # optimizer steps between metric records
     dtype: str = "float32"  # dtype of weights and activations; bfloat16 keeps float32 master weights
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 

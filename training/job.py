@@ -34,7 +34,9 @@ def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) 
 
     A UserError is printed without a traceback and ends the process with status 2; a signal with 130.
     """
-    arguments = sys.argv[1:]
+    # Hydra takes -m only before or after all overrides; anywhere is what people type.
+    arguments = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
+    sys.argv[1:] = arguments
     if arguments[:1] == [ON_FILE]:
         composed = OmegaConf.load(arguments[1])
         assert isinstance(composed, DictConfig)
@@ -73,8 +75,11 @@ def run_typed(composed: DictConfig, job: str, schema: type[Config], function: Ca
 
 
 def prepare_process(config: JobConfig) -> None:
-    """Malloc settings and thread count, before the first tensor."""
+    """Malloc settings and thread count before the first tensor; no progress bars but our own."""
     keep_memory()
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     if config.threads > 0:
         import torch
 

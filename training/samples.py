@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from decoding.errors import UserError
-from training.chat import render_chat
+from training.data import MAX_BAD, Chat, render_chats
 from training.packing import Sample, split_documents
 
 
@@ -34,30 +34,28 @@ class Account:
 
 
 def chat_samples(
-    tokenizer: Any, chats: Sequence[Sequence[dict[str, str]]], template: str, max_length: int, train_on: str
+    tokenizer: Any, chats: Sequence[Chat], template: str, max_length: int, train_on: str, max_bad: float = MAX_BAD
 ) -> tuple[list[Sample], Account]:
     """Rendered chats, cut at `max_length` tokens; a chat whose answers lie beyond the cut is dropped and counted.
 
-    chats: lists of {"role", "content"}. train_on: `answers` or `all`.
+    train_on: `answers` or `all`. Raises UserError when the template refuses more than the share `max_bad` of the chats.
     """
     if train_on not in ("answers", "all"):
         raise UserError(f"data.train_on is '{train_on}'; expected answers or all")
+    rendered, counts = render_chats(tokenizer, chats, template=template, max_bad=max_bad)
     samples: list[Sample] = []
-    account = Account()
-    for messages in chats:
-        account.read += 1
-        rendered = render_chat(tokenizer, list(messages), template=template)
-        ids = np.asarray(rendered.ids[:max_length], dtype=np.int32)
-        mask = (
-            np.asarray(rendered.mask[:max_length], dtype=bool)
-            if train_on == "answers"
-            else np.ones(len(ids), dtype=bool)
-        )
+    account = Account(read=counts.read)
+    for reason, places in counts.bad.items():
+        account.dropped[reason] = len(places)
+    for chat in rendered:
+        ids = np.asarray(chat.ids[:max_length], dtype=np.int32)
+        everything = np.ones(len(ids), dtype=bool)
+        mask = np.asarray(chat.mask[:max_length], dtype=bool) if train_on == "answers" else everything
         mask[:1] = False
         if not mask.any():
             account.drop(f"no supervised token within {max_length} tokens")
             continue
-        account.truncated += len(rendered.ids) > max_length
+        account.truncated += len(chat.ids) > max_length
         _count(account, samples, [Sample(ids, mask)])
     return samples, account
 

@@ -186,7 +186,7 @@ def main() -> None:
     chosen = options(Options)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     tokenizer = AutoTokenizer.from_pretrained(resolve(chosen.target))
-    chats = [chat.messages for chat in read_chats([resolve(chosen.chats)])[0]]
+    chats, _ = read_chats([resolve(chosen.chats)])
     samples, account = chat_samples(tokenizer, chats, "auto", chosen.max_length, "answers")
     print(account.line("chats"), file=sys.stderr)
     per_step = max(1, round(chosen.tokens_per_step / (account.tokens / len(samples))))

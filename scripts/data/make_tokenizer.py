@@ -90,7 +90,7 @@ def train(path: Path) -> None:
 def convert(pieces: sentencepiece.SentencePieceProcessor) -> Tokenizer:
     """Return the `tokenizers` twin: the merges are every split of a piece into two pieces, in the pieces' order."""
     ids = {pieces.id_to_piece(i): i for i in range(pieces.get_piece_size())}
-    merges = []
+    merges: list[tuple[int, int, int, str, str]] = []
     for piece in ids:
         if piece in SPECIAL or piece in ROLES or pieces.is_byte(ids[piece]):
             continue

@@ -74,7 +74,10 @@ col 0
     size, *others = corpus._functions_of(module)
     assert not others, "a one-line body, a string at column 0 and a body of a docstring alone are left out"
     assert size.name == "Queue.size"
-    assert size.signature == "def size(\n    self,  # rows: all of them\n    scale: float = 1.0,\n) -> int:  # of the queue"
+    assert (
+        size.signature
+        == "def size(\n    self,  # rows: all of them\n    scale: float = 1.0,\n) -> int:  # of the queue"
+    )
     assert size.docstring == '    """Return the size."""'
     assert size.body == "# counted anew\n\nif scale:\n    return len(self)\nreturn 0"
 
@@ -97,8 +100,23 @@ def test_chats_alternate_and_some_have_several_turns() -> None:
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """Pieces of held-out modules and what tokenizers stumble over."""
-    pieces = [text[start : start + 600] for text in corpus.documents("held_out") for start in range(0, min(len(text), 2400), 600)]
-    return [*pieces, "", " ", "   x", "x   ", "\t\tx\r\n\n\n", "привет, 你好 🙂 é e\u0301", "\x00\x7f\u2028", "1234567890", "a" * 300]
+    pieces = [
+        text[start : start + 600]
+        for text in corpus.documents("held_out")
+        for start in range(0, min(len(text), 2400), 600)
+    ]
+    return [
+        *pieces,
+        "",
+        " ",
+        "   x",
+        "x   ",
+        "\t\tx\r\n\n\n",
+        "привет, 你好 🙂 é e\u0301",
+        "\x00\x7f\u2028",
+        "1234567890",
+        "a" * 300,
+    ]
 
 
 def test_tokenizer_files_agree_and_lose_nothing(embedded_target: Path, texts: list[str]) -> None:
@@ -117,7 +135,9 @@ def test_tokenizer_names_its_special_tokens(embedded_target: Path) -> None:
     assert tokenizer.convert_tokens_to_ids(["<unk>", "<s>", "</s>"]) == [0, 1, 2]
     assert (tokenizer.unk_token, tokenizer.bos_token, tokenizer.eos_token) == ("<unk>", "<s>", "</s>")
     assert tokenizer.encode("x")[0] == tokenizer.bos_token_id
-    assert all(len(tokenizer.encode(f"<|{role}|>", add_special_tokens=False)) == 1 for role in ("system", "user", "assistant"))
+    assert all(
+        len(tokenizer.encode(f"<|{role}|>", add_special_tokens=False)) == 1 for role in ("system", "user", "assistant")
+    )
 
 
 def test_embedded_files_come_from_the_right_split(embedded_target: Path) -> None:

@@ -16,7 +16,9 @@ def test_windows_score_every_token_once(embedded_target) -> None:
         scored = [token for window in windows for token in window.ids[window.scored_from :]]
         assert scored == ids[1:]
         assert all(len(window.ids) <= context for window in windows)
-        assert all(window.scored_from >= context // 2 for window in windows[1:]), "half a context before each scored token"
+        assert all(window.scored_from >= context // 2 for window in windows[1:]), (
+            "half a context before each scored token"
+        )
 
 
 def test_parses() -> None:

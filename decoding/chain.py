@@ -1,0 +1,128 @@
+"""The chain drafter: any causal LM of the same tokenizer drafts token by token from its own cache.
+
+Its cache is rolled back by length alone. Tokens that it has not seen, usually the tip and after a full acceptance the
+last drafted token too, go into the first step of the next round.
+
+Shapes: B rows, N drafted tokens, V the target's vocabulary, K unseen tokens.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoding.chooser import Chooser
+from decoding.drafter import Caps, Observation, Proposal
+from decoding.folder import read_config
+from decoding.native import FAMILIES
+from decoding.stopping import Stopping
+from decoding.target import Target, load_target, prefill
+from decoding.verify import at_nodes
+
+
+class ChainDrafter:
+    """A causal LM that proposes chains. Hydra: `_target_: decoding.chain.ChainDrafter`."""
+
+    caps = Caps(shape="chain", has_q=True)
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        backend: str | None = None,
+        dtype: str = "float32",
+        device: str = "cpu",
+        name: str | None = None,
+        model: Target | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """From a model folder, or from a `model` in memory.
+
+        backend: None takes native for its families and hf for the others.
+        """
+        if model is None:
+            if folder is None:
+                raise ValueError("ChainDrafter needs a folder or a model")
+            if backend is None:
+                backend = "native" if read_config(folder)["model_type"] in FAMILIES else "hf"
+            model = load_target(
+                folder, backend=backend, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+            )
+        self.model = model
+        self.name = name or model.name
+        self.num_layers, self.num_parameters = model.num_layers, model.num_parameters
+
+    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+        """Read all prompt tokens but the last."""
+        self.model.open(len(prompts_B), capacity)
+        prefill(self.model, [prompt[: min(len(prompt) - 1, self.model.max_length)] for prompt in prompts_B])
+
+    def propose(
+        self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int], stopping: Stopping, chooser: Chooser
+    ) -> Proposal:
+        """Draft a chain for each row; rows beyond this model's own context get none."""
+        counts_B = [
+            max(0, min(b, self.model.max_length + 1 - len(s))) for s, b in zip(sequences_B, budgets_B, strict=True)
+        ]
+        if max(counts_B) == 0:
+            return Proposal(torch.empty(len(counts_B), 0, dtype=torch.long), counts_B)
+        logits_BV = self._catch_up(sequences_B, counts_B)
+        tokens: list[Tensor] = []
+        rows_q: list[Tensor] = []
+        while True:
+            tokens_B, q_BV = chooser.draft(self._fit(logits_BV, chooser), len(tokens))
+            tokens.append(tokens_B)
+            if q_BV is not None:
+                rows_q.append(q_BV)
+            counts_B = self._stop(stopping, len(tokens), tokens_B, q_BV, counts_B)
+            if max(counts_B) <= len(tokens):
+                break
+            logits_BV = self.model.forward(tokens_B[:, None])[0][:, -1]
+            self.model.commit(None, [int(count > len(tokens)) for count in counts_B])
+        return Proposal(torch.stack(tokens, 1), counts_B, None, torch.stack(rows_q, 1) if rows_q else None)
+
+    def _catch_up(self, sequences_B: Sequence[Sequence[int]], counts_B: Sequence[int]) -> Tensor:
+        """Run over the tokens that are not in the cache; logits_BV after the last one of each row that drafts."""
+        lengths_B = self.model.lengths_B
+        unseen_B = [list(s[length:]) if count else [] for s, length, count in zip(sequences_B, lengths_B, counts_B)]
+        fed_B = [len(unseen) for unseen in unseen_B]
+        width = max(fed_B)
+        tokens_BK = torch.tensor([u + [0] * (width - len(u)) for u in unseen_B], device=self.model.device)
+        logits_BKV, _ = self.model.forward(tokens_BK)
+        self.model.commit(None, fed_B)
+        return at_nodes(logits_BKV, [max(fed - 1, 0) for fed in fed_B])
+
+    def _fit(self, logits_BV: Tensor, chooser: Chooser) -> Tensor:
+        """Logits over the target's vocabulary: rows that only pad this model's or the target's are cut or ruled out."""
+        extra = chooser.vocab_size - logits_BV.shape[-1]
+        if extra:
+            logits_BV = F.pad(logits_BV, (0, extra), value=float("-inf"))
+        return logits_BV.to(chooser.device)
+
+    @staticmethod
+    def _stop(stopping: Stopping, depth: int, tokens_B: Tensor, q_BV: Tensor | None, counts_B: list[int]) -> list[int]:
+        """Counts after asking the stopping policy; a row that stops keeps the tokens that it has drawn."""
+        probability_B = None
+        if stopping.reads_probability and q_BV is not None:
+            probability_B = q_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
+        more_B = stopping.more(depth, probability_B)
+        if more_B is None:
+            return counts_B
+        return [count if go else min(count, depth) for count, go in zip(counts_B, more_B, strict=True)]
+
+    def observe(self, observation: Observation) -> None:
+        """A chain drafter without state of its own learns nothing."""
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Keep what the target kept."""
+        self.model.truncate(lengths_B)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self.model.select(rows)
+
+    def time_step(self) -> None:
+        """One forward over one token a row; nothing is committed."""
+        self.model.forward(torch.zeros(len(self.model.lengths_B), 1, dtype=torch.long, device=self.model.device))

@@ -1,0 +1,92 @@
+"""What the decode loop asks of a drafter, and the proposal that it answers with.
+
+A row's *sequence* is its prompt and the tokens emitted so far. Its last token, the *tip*, is in no cache yet: the round's
+target forward runs over the tip and the drafted tokens.
+
+Shapes: B rows, N drafted tokens, V vocabulary, C hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from decoding.chooser import Chooser
+from decoding.stopping import Stopping
+
+if TYPE_CHECKING:
+    from decoding.verify import Outcome
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What a drafter can do and needs."""
+
+    shape: str = "chain"  # or "tree"
+    has_q: bool = False  # proposals carry the probabilities that the tokens were drawn from
+    needs_hidden: bool = False  # wants the target's hidden states
+    needs_partial: bool = False  # runs the target's own layers
+    can_overlap: bool = False  # can draft while the target verifies
+    steps: str = "token"  # what t_draft times: one drafted "token", or a whole "round" (trees, one-pass drafters)
+
+
+@dataclass(slots=True)
+class Proposal:
+    """The tokens put forward in one round."""
+
+    tokens_BN: Tensor  # rows with fewer than N are padded on the right
+    counts_B: list[int]  # drafted tokens of each row
+    parents_BN: Tensor | None = None  # None: a chain; else the parent's index, -1 for the tip, parents first
+    q_BNV: Tensor | None = None  # probabilities that each token was drawn from; None: none (greedy, coupled, n-gram)
+
+
+@dataclass(slots=True)
+class Observation:
+    """What a drafter may learn from after a round."""
+
+    outcome: "Outcome"
+    logits_BNV: Tensor  # of the tip and the drafted tokens
+    hidden_BNC: Tensor
+
+
+class Drafter(Protocol):
+    """Proposes tokens. Rows are those of the running batch; `select` drops the finished ones."""
+
+    @property
+    def caps(self) -> Caps: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_parameters(self) -> int: ...
+
+    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+        """Start rows with these prompts; sequences will hold `capacity` tokens at most.
+
+        prefill_hidden_BNC: the target's hidden states of all prompt tokens but the last, if `caps.needs_hidden`.
+        """
+        ...
+
+    def propose(
+        self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int], stopping: Stopping, chooser: Chooser
+    ) -> Proposal:
+        """Draft at most budgets_B[b] tokens for each row."""
+        ...
+
+    def observe(self, observation: Observation) -> None:
+        """See what became of the proposal."""
+        ...
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Forget cached tokens past these lengths (the committed tokens, the new tip not counted)."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        ...
+
+    def time_step(self) -> None:
+        """Do the work of one draft step (see `Caps.steps`) and leave no trace; for timing, after `open`."""
+        ...

@@ -1,0 +1,134 @@
+"""The public face: load a target with a drafter, generate text, stream it.
+
+from decoding import load, generate
+engine = load("assets/target", "runs/quickstart/drafter")
+print(generate(engine, "def add(a, b):", max_new_tokens=64).text)
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from decoding.chain import ChainDrafter
+from decoding.compatible import check_same_tokenizer, load_tokenizer
+from decoding.drafter import Drafter
+from decoding.errors import UserError
+from decoding.folder import read_config, read_json
+from decoding.loop import Generation, Settings, decode, start
+from decoding.prompt_lookup import PromptLookup
+from decoding.target import Target, load_target
+
+Messages = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A target, what drafts for it, and the target's tokenizer."""
+
+    target: Target
+    drafter: Drafter | None
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Generated text (special tokens left out), its token ids, and the counts of the run."""
+
+    text: str
+    tokens: list[int]
+    stats: Generation
+
+
+def load(
+    target: str | Path,
+    drafter: str | Path | Drafter | None = None,
+    *,
+    backend: str = "native",
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_length: int | None = None,
+) -> Engine:
+    """A target folder, with a drafter folder, "prompt_lookup", a `Drafter`, or None (autoregressive decoding).
+
+    Raises UserError for folders that cannot be used, and for a drafter whose tokenizer differs from the target's.
+    """
+    tokenizer = load_tokenizer(target)
+    model = load_target(target, backend=backend, dtype=dtype, device=device, max_length=max_length)
+    if drafter == "prompt_lookup":
+        drafter = PromptLookup()
+    elif isinstance(drafter, str | Path):
+        read_config(drafter)
+        check_same_tokenizer(target, drafter)
+        drafter = ChainDrafter(drafter, dtype=dtype, device=device)
+    return Engine(model, drafter, tokenizer, stop_tokens(target, tokenizer))
+
+
+def stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The end-of-text ids of a model folder: generation_config.json's, and the tokenizer's."""
+    path = Path(folder) / "generation_config.json"
+    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    ids = set(found if isinstance(found, list) else [found])
+    ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(i for i in ids if i is not None))
+
+
+def encode(engine: Engine, text_or_messages: str | Messages) -> list[int]:
+    """Token ids of a text, or of a chat rendered by the tokenizer's chat template with its generation prompt."""
+    if isinstance(text_or_messages, str):
+        return list(engine.tokenizer(text_or_messages)["input_ids"])
+    if not engine.tokenizer.chat_template:
+        raise UserError(f"the tokenizer of '{engine.target.name}' has no chat template: pass a text, not messages.")
+    messages = [dict(message) for message in text_or_messages]
+    rendered = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(engine.tokenizer(str(rendered), add_special_tokens=False)["input_ids"])
+
+
+def text_of(engine: Engine, tokens: Sequence[int]) -> str:
+    """The text of token ids, special tokens left out."""
+    return str(engine.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+@overload
+def generate(
+    engine: Engine, text_or_messages: str | Messages, *, stream: Literal[False] = False, **settings: Any
+) -> Reply: ...
+@overload
+def generate(
+    engine: Engine, text_or_messages: str | Messages, *, stream: Literal[True], **settings: Any
+) -> Iterator[str]: ...
+def generate(
+    engine: Engine, text_or_messages: str | Messages, *, stream: bool = False, **settings: Any
+) -> Reply | Iterator[str]:
+    """Continue a text or answer a chat. settings: the fields of `decoding.loop.Settings`.
+
+    stream=True returns an iterator over pieces of text, each as soon as its round ends.
+    """
+    chosen = Settings(**{"stop_token_ids": engine.stop_token_ids, **settings})
+    prompt = encode(engine, text_or_messages)
+    if stream:
+        return _stream(engine, prompt, chosen)
+    (result,) = decode(engine.target, engine.drafter, [prompt], chosen)
+    return Reply(text_of(engine, result.tokens), result.tokens, result)
+
+
+def _stream(engine: Engine, prompt: list[int], settings: Settings) -> Iterator[str]:
+    """Text pieces; bytes of an unfinished character wait for the rest of it."""
+    tokens: list[int] = []
+    with torch.inference_mode():
+        batch = start(engine.target, engine.drafter, [prompt], settings, on_tokens=lambda _, new: tokens.extend(new))
+    first = shown = 0  # text is decoded from token `first` on, and shown up to token `shown`
+    while batch.rows:
+        with torch.inference_mode():
+            batch.round()
+        old = text_of(engine, tokens[first:shown])
+        new = text_of(engine, tokens[first:])
+        if batch.rows and new.endswith("\ufffd"):
+            continue
+        first, shown = shown, len(tokens)
+        if len(new) > len(old):
+            yield new[len(old) :]

@@ -1,0 +1,135 @@
+"""Model folders: read config.json and safetensors, and refuse what is damaged or unsupported with words a user can act on.
+
+A model folder is what `save_pretrained` of Hugging Face writes: config.json, tokenizer files, and the weights as
+model.safetensors or as shards listed in model.safetensors.index.json. Pickled weights (.bin) are never opened here.
+"""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from decoding.errors import UserError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; UserError names the file and the line when it is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}). Copy the file again."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path}, line {error.lineno}: is not valid JSON ({error.msg}). Copy or download the file again."
+        ) from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: holds a {type(value).__name__}, expected a JSON object with named fields.")
+    return value
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises UserError if the folder or the file is missing, empty or broken."""
+    folder = Path(folder)
+    if not folder.exists():
+        raise UserError(f"{folder}: there is no such model folder. Give the path of a folder with config.json in it.")
+    if not folder.is_dir():
+        raise UserError(f"{folder}: is a file, expected a model folder with config.json and model.safetensors in it.")
+    path = folder / "config.json"
+    if not path.is_file():
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
+        raise UserError(f"{folder}: has no config.json (found {found}), expected a Hugging Face model folder.")
+    config = read_json(path)
+    if not isinstance(config.get("model_type"), str):
+        raise UserError(
+            f"{path}: has no model_type, expected one such as 'llama'. Is this a Hugging Face model folder?"
+        )
+    return config
+
+
+def weight_files(folder: str | Path) -> list[Path]:
+    """The safetensors files of a folder, checked to be there and complete. Raises UserError otherwise."""
+    folder = Path(folder)
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{folder / INDEX}: has no weight_map that tells which shard holds which tensor.")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        files = [folder / WEIGHTS]
+    for file in files:
+        if not file.is_file():
+            raise UserError(_missing_weights(folder, file))
+        _check_complete(file)
+    return files
+
+
+def _missing_weights(folder: Path, file: Path) -> str:
+    pickled = sorted(p.name for p in folder.glob("*.bin"))
+    if pickled:
+        return (
+            f"{folder}: has only pickled weights ({pickled[0]}), which are not opened because a pickle can run code. "
+            f"Convert them once: python scripts/to_safetensors.py {folder}"
+        )
+    found = ", ".join(sorted(p.name for p in folder.iterdir())[:6])
+    return f"{folder}: {file.name} is missing (found {found}). Copy or download the model again."
+
+
+def _check_complete(file: Path) -> None:
+    """Compare the byte count that the safetensors header promises with the size of the file."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        header_size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if len(head) < 8 or size < 8 + header_size:
+            raise UserError(f"{file}: is cut short at {size} bytes, before the end of its header. Copy it again.")
+        try:
+            header = json.loads(stream.read(header_size))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UserError(f"{file}: its header is damaged ({error}), expected safetensors. Copy it again.") from error
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    expected = 8 + header_size + max(ends, default=0)
+    if size != expected:
+        raise UserError(f"{file}: has {size} bytes, but its header promises {expected}. It is damaged: copy it again.")
+
+
+def load_state(folder: str | Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model folder by name, in the dtype of the file, memory-mapped. Raises UserError if damaged."""
+    state: dict[str, torch.Tensor] = {}
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                    state[name] = tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise UserError(f"{file}: cannot be read as safetensors ({error}). Copy it again.") from error
+    return state
+
+
+def refuse_unsupported_attention(config: dict[str, Any], where: str) -> None:
+    """Raise UserError, by name, for models whose attention is not plain full causal attention.
+
+    `config` is the content of config.json; `where` is what the message starts with.
+    """
+    kind = config["model_type"]
+    if config.get("is_encoder_decoder"):
+        raise UserError(f"{where}: {kind} is an encoder-decoder model; a decoder-only causal LM is needed.")
+    other = sorted({str(t) for t in config.get("layer_types") or [] if t != "full_attention"})
+    if other:
+        raise UserError(
+            f"{where}: {kind} mixes layers of the kind {', '.join(other)} (a sliding-window or hybrid model); only "
+            "models with full attention in every layer are supported."
+        )
+    window = config.get("sliding_window")
+    if window is not None and config.get("use_sliding_window", True):
+        raise UserError(
+            f"{where}: {kind} has a sliding attention window of {window} tokens; only models with full attention are "
+            "supported (a Mistral without window has sliding_window null)."
+        )

@@ -1,0 +1,239 @@
+"""The one decode loop: propose, one target forward, verify, commit, emit.
+
+It serves every drafter and every verification rule, greedy and sampled, for batches of rows with their own lengths;
+without a drafter it is autoregressive decoding. The cache holds a row's tokens but the last one, the tip; each round's
+forward runs over the tip and the drafted tokens. Rows that finish leave the batch and cost nothing from then on. A
+row's random numbers hang on its request id, so neither its neighbours nor its place in the batch change its output.
+
+Shapes: B running rows, N drafted tokens, V vocabulary, C hidden size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from decoding import noise
+from decoding.chooser import Chooser
+from decoding.drafter import Drafter, Observation, Proposal
+from decoding.errors import UserError
+from decoding.sampling import Warper
+from decoding.stats import Generation
+from decoding.stopping import Stopping, make_stopping
+from decoding.target import Target, prefill
+from decoding.timing import Parts, time_parts
+from decoding.verify import RULES, Outcome
+
+__all__ = ["Generation", "Parts", "Settings", "decode", "time_parts"]
+
+OnTokens = Callable[[int, list[int]], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to decode. The warpers are off at their defaults; temperature 0 is greedy."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    num_draft_tokens: int = 4  # gamma: drafted tokens a round along a chain
+    verify: str = "token"  # or "coupled"; at temperature 0 verification is greedy whatever this says
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stopping: str = "fixed"
+    ignore_eos: bool = False  # go on to max_new_tokens past stop tokens, for timing
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}, expected 1 or more.")
+        if self.num_draft_tokens < 0:
+            raise UserError(f"num_draft_tokens is {self.num_draft_tokens}, expected 0 (no drafting) or more.")
+
+    @property
+    def warper(self) -> Warper:
+        """The sampling part of the settings."""
+        return Warper(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@dataclass(slots=True)
+class Row:
+    """One running request."""
+
+    index: int  # of its prompt
+    key: int  # of (seed, request id)
+    sequence: list[int]  # prompt and emitted tokens
+    limit: int  # tokens that the sequence may reach
+    generation: Generation
+
+
+class Batch:
+    """The running rows of one `decode` call and the steps of a round."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        rows: list[Row],
+        settings: Settings,
+        on_tokens: OnTokens | None,
+    ) -> None:
+        self.target, self.drafter, self.rows, self.on_tokens = target, drafter, rows, on_tokens
+        self.gamma = settings.num_draft_tokens if drafter is not None else 0
+        self.stops = frozenset() if settings.ignore_eos else frozenset(settings.stop_token_ids)
+        self.chooser = Chooser(settings.warper, settings.verify, settings.seed, target.vocab_size, target.device)
+        self.rule = RULES[self.chooser.rule]
+        self.stopping: Stopping = make_stopping(settings.stopping)
+
+    def open(self) -> None:
+        """Fill the caches with all prompt tokens but the last."""
+        began = perf_counter()
+        prompts_B = [row.sequence for row in self.rows]
+        capacity = max(row.limit for row in self.rows) + self.gamma + 1  # rows near their limit are padded past it
+        self.target.open(len(prompts_B), capacity)
+        wants_hidden = self.drafter is not None and self.drafter.caps.needs_hidden
+        hidden_BNC = prefill(self.target, [prompt[:-1] for prompt in prompts_B], wants_hidden)
+        if self.drafter is not None:
+            self.drafter.open(prompts_B, hidden_BNC, capacity)
+        for row in self.rows:
+            row.generation.prefill_seconds = perf_counter() - began
+
+    def round(self) -> None:
+        """Propose, verify, commit, emit; then drop the rows that are done."""
+        began = perf_counter()
+        rows = self.rows
+        rounds_B = [row.generation.rounds for row in rows]
+        lengths_B = [len(row.sequence) for row in rows]
+        self.chooser.begin([row.key for row in rows], rounds_B, lengths_B, self.gamma + 1)
+        proposal = self._propose()
+        drafted_at = perf_counter()
+        logits_BNV, hidden_BNC = self._forward(proposal)
+        outcome = self.rule(logits_BNV, proposal, self.chooser)
+        keep = self._emit(outcome, proposal)
+        self._commit(outcome, proposal, logits_BNV, hidden_BNC)
+        ended = perf_counter()
+        for row in rows:
+            row.generation.decode_seconds += ended - began
+            row.generation.draft_seconds += drafted_at - began
+            if row.generation.rounds == 1:
+                row.generation.first_token_seconds = row.generation.prefill_seconds + ended - began
+        if len(keep) < len(rows):
+            self._select(keep)
+
+    def _propose(self) -> Proposal | None:
+        """This round's proposal; None if no row drafts anything."""
+        if self.drafter is None or self.gamma == 0:
+            return None
+        # The target adds a token of its own to each round, so the last token is never worth a draft.
+        budgets_B = [min(self.gamma, row.limit - len(row.sequence) - 1) for row in self.rows]
+        if max(budgets_B) == 0:
+            return None
+        proposal = self.drafter.propose([row.sequence for row in self.rows], budgets_B, self.stopping, self.chooser)
+        return proposal if max(proposal.counts_B) else None
+
+    def _forward(self, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states of the tip and the drafted tokens."""
+        tips_B1 = torch.tensor([row.sequence[-1:] for row in self.rows], device=self.target.device)
+        if proposal is None:
+            return self.target.forward(tips_B1)
+        tokens_BN = torch.cat((tips_B1, proposal.tokens_BN), 1)
+        if proposal.parents_BN is None:
+            return self.target.forward(tokens_BN)
+        parents_BN = torch.cat((torch.full_like(tips_B1, -1), proposal.parents_BN + 1), 1)
+        return self.target.forward(tokens_BN, parents_BN)
+
+    def _emit(self, outcome: Outcome, proposal: Proposal | None) -> list[int]:
+        """Append each row's tokens up to its first stop token; returns the rows that go on."""
+        keep = []
+        for b, row in enumerate(self.rows):
+            tokens, tested, accepted = outcome.tokens_B[b], outcome.tested_B[b], outcome.accepted_B[b]
+            generation = row.generation
+            stop = next((i for i, token in enumerate(tokens) if token in self.stops), None) if self.stops else None
+            if stop is not None:
+                tokens = tokens[: stop + 1]
+                accepted = min(accepted, len(tokens))
+                tested = min(tested, len(tokens))
+                generation.finish = "stop"
+            generation.count(proposal.counts_B[b] if proposal is not None else 0, tested, accepted)
+            row.sequence += tokens
+            generation.tokens += tokens
+            if stop is None and len(row.sequence) < row.limit:
+                keep.append(b)
+            if self.on_tokens is not None:
+                self.on_tokens(row.index, tokens)
+        return keep
+
+    def _commit(self, outcome: Outcome, proposal: Proposal | None, logits_BNV: Tensor, hidden_BNC: Tensor) -> None:
+        """Keep the tip and the accepted tokens in the caches."""
+        paths_BL = None if outcome.paths_B is None else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
+        self.target.commit(paths_BL, [accepted + 1 for accepted in outcome.accepted_B])
+        if self.drafter is not None:
+            self.drafter.observe(Observation(outcome, logits_BNV, hidden_BNC))
+            self.drafter.rollback(self.target.lengths_B)
+            if proposal is not None:
+                self.stopping.update(proposal.counts_B, outcome.accepted_B)
+
+    def _select(self, keep: list[int]) -> None:
+        self.rows = [self.rows[b] for b in keep]
+        if keep:
+            self.target.select(keep)
+            if self.drafter is not None:
+                self.drafter.select(keep)
+
+
+def start(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    *,
+    request_ids: Sequence[int] | None = None,
+    on_tokens: OnTokens | None = None,
+) -> Batch:
+    """A batch of all prompts after its prefill. Call `round` under torch.inference_mode while it has `rows`.
+
+    Raises UserError for an empty prompt, or one that fills the target's context.
+    """
+    ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
+    if len(ids) != len(prompts):
+        raise ValueError(f"{len(ids)} request ids for {len(prompts)} prompts")
+    rows = []
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise UserError(f"prompt {index} is empty, expected at least one token (such as the start token).")
+        if len(prompt) >= target.max_length:
+            raise UserError(
+                f"prompt {index} has {len(prompt)} tokens, but '{target.name}' holds {target.max_length} with its output. "
+                "Shorten the prompt or take a target with a longer context."
+            )
+        limit = min(len(prompt) + settings.max_new_tokens, target.max_length)
+        rows.append(Row(index, noise.key(settings.seed, ids[index]), list(prompt), limit, Generation()))
+    batch = Batch(target, drafter, rows, settings, on_tokens)
+    if rows:
+        batch.open()
+    return batch
+
+
+@torch.inference_mode()
+def decode(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    *,
+    request_ids: Sequence[int] | None = None,
+    on_tokens: OnTokens | None = None,
+) -> list[Generation]:
+    """Continue every prompt; one Generation a prompt, in order. All prompts run as one ragged batch.
+
+    drafter: None decodes autoregressively. request_ids key the random numbers (default: 0, 1, 2 ...).
+    on_tokens(prompt index, new token ids) is called as tokens appear. Raises UserError as `start` does.
+    """
+    batch = start(target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens)
+    generations = [row.generation for row in batch.rows]
+    while batch.rows:
+        batch.round()
+    return generations

@@ -1,0 +1,96 @@
+"""Prompt lookup: the last tokens are looked up in the prompt and the output so far, and what followed them is proposed.
+
+The control row of every report: it costs nothing, needs no model, and wins wherever text repeats itself. Source: prompt
+lookup decoding (Saxena 2023). The tokens are a point mass, so sampling verifies them without q.
+
+Shapes: B rows, N drafted tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decoding.chooser import Chooser
+from decoding.drafter import Caps, Observation, Proposal
+from decoding.errors import UserError
+from decoding.stopping import Stopping
+
+
+class NgramIndex:
+    """Where each n-gram of a growing sequence was last followed by a token."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes  # largest first
+        self._after: dict[tuple[int, ...], int] = {}
+        self._indexed = 0  # n-grams that end before this position are filed
+
+    def find(self, sequence: Sequence[int]) -> int | None:
+        """Position of the token that followed the latest earlier occurrence of the longest matching ending."""
+        for end in range(max(self._indexed, 1), len(sequence)):
+            for size in self.sizes:
+                if size <= end:
+                    self._after[tuple(sequence[end - size : end])] = end
+        self._indexed = len(sequence)
+        for size in self.sizes:
+            position = self._after.get(tuple(sequence[-size:])) if size <= len(sequence) else None
+            if position is not None:
+                return position
+        return None
+
+
+class PromptLookup:
+    """n-grams of the row's own prompt and output. Hydra: `_target_: decoding.prompt_lookup.PromptLookup`."""
+
+    caps = Caps(shape="chain", has_q=False, steps="round")
+    num_layers = 0
+    num_parameters = 0
+
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 1, name: str = "prompt_lookup") -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise UserError(
+                f"prompt lookup: min_ngram {min_ngram} and max_ngram {max_ngram}, expected 1 <= min <= max."
+            )
+        self.name = name
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._indices: list[NgramIndex] = []
+        self._opened: list[list[int]] = []
+
+    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+        """Index the prompts."""
+        self._opened = [list(prompt) for prompt in prompts_B]
+        self._indices = [NgramIndex(self._sizes) for _ in prompts_B]
+        for index, prompt in zip(self._indices, prompts_B, strict=True):
+            index.find(prompt)
+
+    def propose(
+        self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int], stopping: Stopping, chooser: Chooser
+    ) -> Proposal:
+        """What followed the longest matching ending; where the match runs into the end, it is continued periodically."""
+        drafted_B = []
+        for index, sequence, budget in zip(self._indices, sequences_B, budgets_B, strict=True):
+            position = index.find(sequence)
+            drafted: list[int] = []
+            while position is not None and len(drafted) < budget:
+                at = position + len(drafted)
+                drafted.append(sequence[at] if at < len(sequence) else drafted[at - len(sequence)])
+            drafted_B.append(drafted)
+        counts_B = [len(drafted) for drafted in drafted_B]
+        width = max(counts_B)
+        padded = [drafted + [0] * (width - len(drafted)) for drafted in drafted_B]
+        return Proposal(torch.tensor(padded, dtype=torch.long, device=chooser.device), counts_B)
+
+    def observe(self, observation: Observation) -> None:
+        """The index grows from the sequences themselves."""
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Only emitted tokens are indexed: there is nothing to roll back."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self._indices = [self._indices[row] for row in rows]
+
+    def time_step(self) -> None:
+        """One look-up a row."""
+        for index, prompt in zip(self._indices, self._opened, strict=True):
+            index.find(prompt)

@@ -1,0 +1,50 @@
+"""Rotary position tables, plain and with Llama 3.1's frequency scaling.
+
+Source: RoFormer (arXiv 2104.09864), the rotate-half form of Hugging Face Llama; Llama 3.1 scaling as in
+`transformers.modeling_rope_utils`. Shapes: T positions, D head size.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decoding.errors import UserError
+
+
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """The rope fields of a config.json, from the `rope_parameters` of transformers 5 or the older two fields."""
+    if config.get("rope_parameters"):
+        parameters = dict(config["rope_parameters"])
+    else:
+        parameters = dict(config.get("rope_scaling") or {})
+    parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    parameters.setdefault("rope_type", parameters.get("type", "default"))
+    if parameters["rope_type"] not in ("default", "llama3"):
+        raise UserError(
+            f"config.json: rope_type '{parameters['rope_type']}' is not known to the native backend, which has 'default' "
+            "and 'llama3'. Use backend=hf."
+        )
+    return parameters
+
+
+def inverse_frequencies(parameters: dict[str, Any], head_dim: int, max_positions: int) -> Tensor:
+    """Angles per position step, (D / 2,), float32 as in the reference."""
+    frequencies = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    if parameters["rope_type"] == "default":
+        return frequencies
+    factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    old_context = float(parameters.get("original_max_position_embeddings", max_positions))
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (old_context / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = torch.where(wavelengths > old_context / low, frequencies / factor, blended)
+    return torch.where(wavelengths < old_context / high, frequencies, scaled)
+
+
+def rope_tables(frequencies: Tensor, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cos_TD, sin_TD). The sign of rotate-half is folded into sin, so that x*cos + roll(x, D/2)*sin rotates x."""
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)

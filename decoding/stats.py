@@ -1,0 +1,56 @@
+"""What one generation did: counts that add up over rows and runs, and are turned into rates once, by the reader.
+
+A round is one target forward; prefill is not one. Only tokens that were emitted are counted: what a round accepted
+behind a stop token is as if it had not been.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Generation:
+    """The output of one prompt and its counts. Seconds are the wall time of the whole batch while this row ran."""
+
+    tokens: list[int] = field(default_factory=list)  # the stop token included
+    finish: str = "length"  # or "stop"
+    rounds: int = 0
+    drafted: int = 0
+    tested_by_depth: list[int] = field(default_factory=list)  # tests at depth 1, 2, ...; those before had passed
+    accepted_by_depth: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    draft_seconds: float = 0.0  # part of decode_seconds spent in the drafter
+    first_token_seconds: float = 0.0  # from the start of the prefill to the end of the first round
+
+    @property
+    def tested(self) -> int:
+        """Tested draft tokens."""
+        return sum(self.tested_by_depth)
+
+    @property
+    def accepted(self) -> int:
+        """Accepted draft tokens."""
+        return sum(self.accepted_by_depth)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """alpha: accepted / tested draft tokens; 0 without tests."""
+        return self.accepted / self.tested if self.tested else 0.0
+
+    @property
+    def block_efficiency(self) -> float:
+        """tau: tokens a target forward, the bonus token included, prefill excluded."""
+        return len(self.tokens) / self.rounds if self.rounds else 0.0
+
+    def count(self, drafted: int, tested: int, accepted: int) -> None:
+        """Add one round."""
+        self.rounds += 1
+        self.drafted += drafted
+        missing = tested - len(self.tested_by_depth)
+        if missing > 0:
+            self.tested_by_depth += [0] * missing
+            self.accepted_by_depth += [0] * missing
+        for depth in range(tested):
+            self.tested_by_depth[depth] += 1
+        for depth in range(accepted):
+            self.accepted_by_depth[depth] += 1

@@ -1,0 +1,153 @@
+"""What the decode loop asks of a target model, and `load_target`, which makes one from a model folder.
+
+Shapes: B rows, N new tokens (nodes), L tokens of an accepted path, V vocabulary, C hidden size.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from decoding.errors import UserError
+from decoding.folder import load_state, read_config
+from decoding.hf import HFTarget
+from decoding.native import FAMILIES, NativeTarget
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+BACKENDS = ("native", "hf")
+
+
+class Target(Protocol):
+    """A causal LM with a cache whose rows have their own lengths."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def max_length(self) -> int:
+        """Most tokens a row may hold, prompt and output together."""
+        ...
+
+    @property
+    def lengths_B(self) -> list[int]:
+        """Committed tokens in the cache, by row."""
+        ...
+
+    def open(self, batch_size: int, capacity: int | None = None) -> None:
+        """Start `batch_size` empty rows of at most `capacity` cache slots (default max_length)."""
+        ...
+
+    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(logits_BNV, hidden_BNC) of new tokens after each row's committed ones; nothing is committed by it.
+
+        parents_BN[b, n] is the index of node n's parent among the new tokens, -1 for the committed tip, and always
+        smaller than n; None is a chain. hidden is after the final norm. Rows with fewer tokens are padded on the
+        right with any id and commit fewer.
+        """
+        ...
+
+    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+        """hidden_BNC alone, without the product with the vocabulary (for prefill)."""
+        ...
+
+    def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
+        """Keep the first counts_B[b] nodes of paths_BL[b] of the last forward; None is the chain 0, 1, 2 ..."""
+        ...
+
+    def truncate(self, lengths_B: Sequence[int]) -> None:
+        """Roll rows back to at most these lengths."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of the batch, in this order."""
+        ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings (..., C)."""
+        ...
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states after the final norm."""
+        ...
+
+
+def load_target(
+    folder: str | Path,
+    *,
+    backend: str = "native",
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_length: int | None = None,
+    batch_size: int = 1,
+    trust_remote_code: bool = False,
+) -> Target:
+    """The model in a Hugging Face folder as a target, opened for `batch_size` rows.
+
+    backend: 'native' (llama, mistral without window, qwen2, qwen3) or 'hf' (any decoder-only full-attention causal LM).
+    max_length: tokens a row may hold; default and upper bound is the context length of the model.
+    Raises UserError if the folder is missing, empty, damaged, holds only pickled weights, or its kind is unsupported.
+    """
+    config = read_config(folder)
+    if dtype not in DTYPES:
+        raise UserError(f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}.")
+    if backend not in BACKENDS:
+        raise UserError(f"backend '{backend}' is unknown, expected one of {', '.join(BACKENDS)}.")
+    context = config.get("max_position_embeddings") or config.get("n_positions")
+    if max_length is not None and context is not None and max_length > context:
+        raise UserError(f"{folder}: max_length {max_length} is more than the model's context of {context} tokens.")
+    name = Path(folder).resolve().name
+    target: NativeTarget | HFTarget
+    if backend == "hf":
+        target = HFTarget.from_folder(folder, name, DTYPES[dtype], device, max_length, trust_remote_code)
+    else:
+        if config["model_type"] not in FAMILIES:
+            raise UserError(
+                f"{folder}: model_type '{config['model_type']}' is not one of the native backend's "
+                f"({', '.join(FAMILIES)}). Use backend=hf for other decoder-only full-attention models."
+            )
+        try:
+            target = NativeTarget.from_state(
+                config, load_state(folder), name=name, dtype=DTYPES[dtype], device=device, max_length=max_length
+            )
+        except UserError as error:
+            raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from error
+    target.open(batch_size)
+    return target
+
+
+PREFILL_CHUNK = 512  # tokens a row that a prefill forward takes at once, to bound memory
+
+
+def prefill(target: Target, prompts_B: Sequence[Sequence[int]], keep_hidden: bool = False) -> Tensor | None:
+    """Read prompts into an opened, empty target; rows may be empty. Returns hidden_BNC if asked, padded on the right."""
+    longest = max(len(prompt) for prompt in prompts_B)
+    hidden: list[Tensor] = []
+    for start in range(0, longest, PREFILL_CHUNK):
+        parts = [list(prompt[start : start + PREFILL_CHUNK]) for prompt in prompts_B]
+        width = max(len(part) for part in parts)
+        tokens_BN = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=target.device)
+        hidden_BNC = target.features(tokens_BN)
+        target.commit(None, [len(part) for part in parts])
+        if keep_hidden:
+            hidden.append(hidden_BNC)
+    return torch.cat(hidden, 1) if hidden else None

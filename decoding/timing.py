@@ -1,0 +1,83 @@
+"""The parts of a round, timed back to back in one process at the shapes of real decoding.
+
+Medians after a warm-up; the widths and the draft step take turns, so that a noisy neighbour hits them alike.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from decoding.drafter import Drafter
+from decoding.target import Target, prefill
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Medians in milliseconds. t_draft_ms is None without a drafter."""
+
+    t_draft_ms: float | None
+    t_target_ms: dict[int, float]  # by new tokens a forward
+    context: int  # committed tokens while timing
+    batch_size: int
+
+    def relative(self) -> dict[int, float]:
+        """V(n) = t_target(n) / t_target(1)."""
+        return {n: ms / self.t_target_ms[1] for n, ms in self.t_target_ms.items()}
+
+    @property
+    def cost_ratio(self) -> float | None:
+        """c = t_draft / t_target(1)."""
+        return None if self.t_draft_ms is None else self.t_draft_ms / self.t_target_ms[1]
+
+
+@torch.inference_mode()
+def time_parts(
+    target: Target,
+    drafter: Drafter | None,
+    prompt: Sequence[int],
+    settings: object = None,
+    *,
+    widths: Iterable[int] = range(1, 9),
+    context: int | None = None,
+    batch_size: int = 1,
+    repeats: int = 30,
+    warmup: int = 5,
+) -> Parts:
+    """t_draft and t_target(n) after `context` committed tokens (default: the prompt's), in rows that hold `prompt`.
+
+    The prompt is repeated or cut to the context. settings is unused: a forward costs the same at every temperature.
+    """
+    sizes = sorted({1, *widths})
+    length = min(context or len(prompt), target.max_length - 1)
+    filled = [prompt[i % len(prompt)] for i in range(length + 1)]
+    capacity = length + sizes[-1] + 2
+    target.open(batch_size, capacity)
+    prefill(target, [filled[:-1]] * batch_size)
+    if drafter is not None:
+        drafter.open([filled] * batch_size, None, capacity)
+    inputs = {n: torch.full((batch_size, n), filled[-1], device=target.device) for n in sizes}
+    seconds: dict[int, list[float]] = {n: [] for n in [0, *sizes]}
+    for turn in range(warmup + repeats):
+        for n in [0, *sizes]:
+            if n == 0 and drafter is None:
+                continue
+            _wait(target.device)
+            began = perf_counter()
+            if n == 0:
+                assert drafter is not None
+                drafter.time_step()
+            else:
+                target.forward(inputs[n])
+            _wait(target.device)
+            if turn >= warmup:
+                seconds[n].append(perf_counter() - began)
+    t_draft_ms = median(seconds[0]) * 1e3 if drafter is not None else None
+    return Parts(t_draft_ms, {n: median(seconds[n]) * 1e3 for n in sizes}, length, batch_size)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

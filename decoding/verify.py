@@ -1,0 +1,157 @@
+"""Verification rules: which drafted tokens are kept, and which token follows them.
+
+Each rule is one function (target logits, proposal, chooser) -> Outcome, batched over rows with their own draft counts.
+`greedy` and `coupled` let the target choose a token at every node and follow the children that equal it; `token` tests
+drawn tokens by p/q (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1), and with q a point mass where the proposal
+has none. All keep the target's distribution; `coupled` also keeps its very tokens.
+
+Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip comes first.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoding import noise
+from decoding.cache import ancestors
+from decoding.chooser import Chooser
+from decoding.drafter import Proposal
+from decoding.sampling import draw
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one round's proposal."""
+
+    tokens_B: list[list[int]]  # tokens gained by each row: the accepted ones and the target's own next one
+    paths_B: list[list[int]] | None  # accepted nodes of the proposal; None: the first ones of the chain
+    accepted_B: list[int]  # accepted tokens
+    tested_B: list[int]  # tested tokens along the path: the accepted ones and the one that failed
+
+
+Rule = Callable[[Tensor, Proposal | None, Chooser], Outcome]
+
+
+def greedy(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
+    """Keep drafted tokens that are the target's argmax."""
+    return follow(logits_BNV.argmax(-1), proposal)
+
+
+def coupled(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
+    """Keep drafted tokens that are the target's own sample under the shared noise."""
+    probs_BNV = chooser.warper.probs(logits_BNV)
+    depths_BN = None
+    if proposal is not None and proposal.parents_BN is not None:
+        depths_BN = torch.nn.functional.pad(ancestors(proposal.parents_BN).sum(-1), (1, 0))
+    return follow(chooser.race(probs_BNV, 0, depths_BN), proposal)
+
+
+def follow(choices_BN: Tensor, proposal: Proposal | None) -> Outcome:
+    """Walk from the tip to the child that equals the target's choice, as long as there is one."""
+    choices = choices_BN.tolist()
+    if proposal is None:
+        return Outcome(choices, None, [0] * len(choices), [0] * len(choices))
+    drafted = proposal.tokens_BN.tolist()
+    if proposal.parents_BN is not None:
+        return _follow_tree(choices, drafted, proposal.parents_BN.tolist(), proposal.counts_B)
+    accepted_B = [
+        next((n for n in range(count) if row[n] != wanted[n]), count)
+        for row, wanted, count in zip(drafted, choices, proposal.counts_B, strict=True)
+    ]
+    tokens_B = [wanted[: accepted + 1] for wanted, accepted in zip(choices, accepted_B, strict=True)]
+    return Outcome(tokens_B, None, accepted_B, _tested(accepted_B, proposal.counts_B))
+
+
+def _follow_tree(
+    choices: list[list[int]], drafted: list[list[int]], parents: list[list[int]], counts: list[int]
+) -> Outcome:
+    tokens_B, paths_B, tested_B = [], [], []
+    for wanted, tokens, parent_of, count in zip(choices, drafted, parents, counts, strict=True):
+        path: list[int] = []
+        tip = -1
+        while True:
+            children = [n for n in range(count) if parent_of[n] == tip]
+            match = next((n for n in children if tokens[n] == wanted[tip + 1]), None)
+            if match is None:
+                break
+            path.append(match)
+            tip = match
+        paths_B.append(path)
+        tokens_B.append([wanted[node + 1] for node in [-1, *path]])
+        tested_B.append(len(path) + bool(children))
+    return Outcome(tokens_B, paths_B, [len(path) for path in paths_B], tested_B)
+
+
+def _tested(accepted_B: Sequence[int], counts_B: Sequence[int]) -> list[int]:
+    return [accepted + (accepted < count) for accepted, count in zip(accepted_B, counts_B, strict=True)]
+
+
+def token(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
+    """Keep x drawn from q with probability min(1, p(x) / q(x)); after the first failure draw from max(p - q, 0).
+
+    A proposal without q is a point mass: keep x with probability p(x), else draw from p without x.
+    """
+    probs_BNV = chooser.warper.probs(logits_BNV)
+    B = len(probs_BNV)
+    if proposal is None:
+        next_B = draw(probs_BNV[:, 0], [chooser.uniform(b, 0, noise.BONUS) for b in range(B)]).tolist()
+        return Outcome([[token] for token in next_B], None, [0] * B, [0] * B)
+    if proposal.parents_BN is not None:
+        raise ValueError("verify=token tests chains; a tree needs a rule that updates the residual between siblings")
+    counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
+    p_BN, q_BN = _probabilities(probs_BNV, proposal)
+    accepted_B = []
+    for b, count in enumerate(counts_B):
+        passed = (chooser.uniform(b, n, noise.ACCEPT) * q_BN[b][n] < p_BN[b][n] for n in range(count))
+        accepted_B.append(next((n for n, kept in enumerate(passed) if not kept), count))
+    weights_BV = _final_weights(probs_BNV, proposal, accepted_B)
+    purposes = [noise.BONUS if accepted == count else noise.RESIDUAL for accepted, count in zip(accepted_B, counts_B)]
+    uniforms = [chooser.uniform(b, accepted_B[b], purposes[b]) for b in range(B)]
+    next_B = draw(weights_BV, uniforms).tolist()
+    tokens_B = [[*drafted[b][: accepted_B[b]], next_B[b]] for b in range(B)]
+    return Outcome(tokens_B, None, accepted_B, _tested(accepted_B, counts_B))
+
+
+def _probabilities(probs_BNV: Tensor, proposal: Proposal) -> tuple[list[list[float]], list[list[float]]]:
+    """p and q of each drafted token."""
+    tokens_BN1 = proposal.tokens_BN[:, :, None]
+    p_BN = probs_BNV[:, :-1].gather(-1, tokens_BN1).squeeze(-1).tolist()
+    if proposal.q_BNV is None:
+        return p_BN, [[1.0] * len(row) for row in p_BN]
+    return p_BN, proposal.q_BNV.gather(-1, tokens_BN1).squeeze(-1).tolist()
+
+
+def _final_weights(probs_BNV: Tensor, proposal: Proposal, accepted_B: list[int]) -> Tensor:
+    """Unnormalised distribution of the token after the accepted ones: p, or the residual where a test failed."""
+    failed = [b for b, count in enumerate(proposal.counts_B) if accepted_B[b] < count]
+    weights_BV = at_nodes(probs_BNV, accepted_B)
+    if not failed:
+        return weights_BV
+    rows = slice(None) if len(failed) == len(accepted_B) else failed  # a slice is a view, a list a copy
+    nodes = [accepted_B[b] for b in failed]
+    p_FV = weights_BV[rows]
+    if proposal.q_BNV is None:
+        tokens_F1 = at_nodes(proposal.tokens_BN[rows], nodes)[:, None]
+        residual_FV = p_FV.scatter(1, tokens_F1, 0.0)
+    else:
+        residual_FV = (p_FV - at_nodes(proposal.q_BNV[rows], nodes)).clamp_(min=0)
+    # p = q up to rounding leaves no residual, and the failed test was one of probability zero: then p itself is right.
+    residual_FV = torch.where(residual_FV.sum(-1, keepdim=True) > 0, residual_FV, p_FV)
+    if len(failed) == len(accepted_B):
+        return residual_FV
+    weights_BV = weights_BV.clone()
+    weights_BV[rows] = residual_FV
+    return weights_BV
+
+
+def at_nodes(values_BN: Tensor, nodes_B: list[int]) -> Tensor:
+    """values_BN[b, nodes_B[b]] for each row; a view for one row."""
+    if len(nodes_B) == 1:
+        return values_BN[:, nodes_B[0]]
+    index_B = torch.tensor(nodes_B, device=values_BN.device)
+    return values_BN[torch.arange(len(nodes_B), device=values_BN.device), index_B]
+
+
+RULES: dict[str, Rule] = {"greedy": greedy, "token": token, "coupled": coupled}

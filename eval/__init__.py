@@ -1,0 +1,1 @@
+"""Jobs that measure: real speculative decoding with any drafter, its acceptance, its speed and its cost."""

@@ -1,0 +1,104 @@
+"""Evaluation prompts: read, narrowed down, rendered to token ids, and every prompt left out is counted.
+
+A prompt has one or several user turns. With `turns: all` the later turns see the target's own earlier answers, so
+that all drafters face the same text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decoding.errors import UserError
+from eval.config import BenchmarkConfig
+from training.chat import render_prompt
+from training.data import Prompt, read_prompts
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Prompts in the order of the file, and what was left out of it."""
+
+    name: str
+    prompts: list[Prompt]
+    render: str  # chat | text
+    counts: dict[str, int]  # read, other_category, too_long, over_limit, measured
+
+
+def load_benchmark(
+    cfg: BenchmarkConfig, tokenizer: Any, *, max_length: int, max_new_tokens: int, limit: int
+) -> Benchmark:
+    """Read a prompt file and keep what can be measured.
+
+    max_length: tokens that the target's context holds; limit: prompts to keep, 0 for all.
+    Raises UserError: an unknown option; a category that no prompt has; with too_long=error, a first turn that leaves
+    no room for max_new_tokens; nothing left to measure.
+    """
+    _check_options(cfg)
+    everything = read_prompts(cfg.path)
+    if cfg.turns == "first":
+        everything = [Prompt(prompt.id, prompt.category, prompt.turns[:1]) for prompt in everything]
+    chosen = [prompt for prompt in everything if cfg.category in ("", prompt.category)]
+    if not chosen:
+        categories = ", ".join(sorted({prompt.category for prompt in everything}))
+        raise UserError(
+            f"{cfg.path}: no prompt of category {cfg.category!r}. Found: {categories or 'no prompt at all'}. "
+            "Set benchmark.category to one of them, or leave it empty for all."
+        )
+    kept: list[Prompt] = []
+    too_long = 0
+    for prompt in chosen:
+        if limit and len(kept) == limit:
+            break
+        length = len(render_turns(prompt.turns[:1], [], tokenizer, cfg.render))
+        if length + max_new_tokens <= max_length:
+            kept.append(prompt)
+        elif cfg.too_long == "skip":
+            too_long += 1
+        else:
+            raise UserError(
+                f"{cfg.path}: prompt {prompt.id!r} has {length} tokens; with max_new_tokens={max_new_tokens} that is "
+                f"over the target's context of {max_length}. Lower max_new_tokens, or set benchmark.too_long=skip to "
+                "leave such prompts out (they are counted)."
+            )
+    if not kept:
+        raise UserError(
+            f"{cfg.path}: all {too_long} prompts are too long for the target's context of {max_length} tokens."
+        )
+    counts = {
+        "read": len(everything),
+        "other_category": len(everything) - len(chosen),
+        "too_long": too_long,
+        "over_limit": len(chosen) - too_long - len(kept),
+        "measured": len(kept),
+    }
+    return Benchmark(cfg.name or Path(cfg.path).stem, kept, cfg.render, counts)
+
+
+def render_turns(turns: list[str], answers: list[str], tokenizer: Any, render: str) -> list[int]:
+    """Token ids of the last of `turns`, after the turns before it and their answers, ready for the target to answer.
+
+    Raises ValueError unless there is one answer fewer than turns.
+    """
+    if len(answers) != len(turns) - 1:
+        raise ValueError(f"{len(turns)} turns need {len(turns) - 1} answers, got {len(answers)}")
+    if render == "text":
+        history = "".join(f"{turn}\n{answer}\n" for turn, answer in zip(turns, answers, strict=False))
+        return list(tokenizer(history + turns[-1])["input_ids"])
+    messages = []
+    for index, turn in enumerate(turns):
+        messages.append({"role": "user", "content": turn})
+        if index < len(answers):
+            messages.append({"role": "assistant", "content": answers[index]})
+    return render_prompt(tokenizer, messages)
+
+
+def _check_options(cfg: BenchmarkConfig) -> None:
+    for key, found, allowed in (
+        ("render", cfg.render, ("chat", "text")),
+        ("turns", cfg.turns, ("first", "all")),
+        ("too_long", cfg.too_long, ("error", "skip")),
+    ):
+        if found not in allowed:
+            raise UserError(f"benchmark.{key}={found!r} is not known. Expected one of: {', '.join(allowed)}.")

@@ -1,0 +1,47 @@
+"""Settings of `python -m eval.run`, one line a field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from training.config import JobConfig, TargetConfig
+
+
+@dataclass
+class BenchmarkConfig:
+    """The prompts and how they are read."""
+
+    name: str = ""  # the name in the tables; empty: the file's name
+    path: str = MISSING  # JSONL of {"id", "category", "turns"}, or a ShareGPT file (its human turns)
+    category: str = ""  # keep the prompts of this category alone; empty: all
+    render: str = "chat"  # chat: the target's chat template; text: the turn as it stands
+    turns: str = "first"  # first | all; with all, the target's own answer stands between the turns
+    too_long: str = "error"  # error | skip (counted): a prompt that leaves no room for max_new_tokens
+
+
+@dataclass
+class EvalConfig(JobConfig):
+    """Real speculative decoding with one or several drafters against our own autoregressive decoding."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    drafters: list[Any] = field(default_factory=list)  # model folders, names in conf/drafter, or mappings with _target_
+    prompt_lookup_control: bool = True  # adds the prompt-lookup row where the list does not name it
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # 0 is greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    verify: str = "token"  # token | coupled: the rule where temperature > 0
+    num_draft_tokens: list[int] = field(default_factory=list)  # gammas; empty: each drafter's best of the sweep
+    sweep: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])  # gammas tried on the sweep's prompts
+    sweep_prompts: int = 8  # first prompts, used for the sweep alone, so that the best gamma is not chosen on its test
+    batch_sizes: list[int] = field(default_factory=lambda: [1])  # prompts decoded together
+    max_prompts: int = 64  # prompts taken from the benchmark, the sweep's included; 0: all
+    max_new_tokens: int = 128  # a generation ends here or at a stop token
+    stop_at_eos: bool = True  # false: always max_new_tokens, for timing alone
+    timing_repeats: int = 20  # forward passes behind each median of t_draft and t_target(n)
+    bootstrap_resamples: int = 2000  # of the 95 % interval of the speedup
+    require_lossless: bool = True  # ends with an error, after the report, when an output differs from the target's

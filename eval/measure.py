@@ -1,0 +1,177 @@
+"""The measurement itself: every prompt is decoded by the baseline and by every drafter, one after the other, in turn.
+
+Interleaving puts drafter and baseline within seconds of each other, so that a machine that slows down slows both; the
+order rotates from unit to unit, so that no one always runs first. Nothing but decoding happens between two clocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from decoding import noise
+from decoding.drafter import Drafter
+from decoding.loop import Generation, Settings, decode
+from decoding.target import Target
+from eval.benchmarks import Benchmark, render_turns
+from eval.lossless import is_compared
+from eval.metrics import first_difference
+from eval.records import AUTOREGRESSIVE, BASELINE, Arm, Condition, Record
+from training.data import Prompt
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What stays the same over a run: models, prompts, and the settings that are not varied."""
+
+    target: Target
+    drafters: dict[str, Drafter]
+    tokenizer: Any
+    benchmark: Benchmark
+    settings: Settings
+    verify: str  # the rule where temperature > 0
+
+    def settings_at(self, condition: Condition, arm: Arm) -> Settings:
+        """The run's settings for one arm under one condition."""
+        return dataclasses.replace(
+            self.settings,
+            temperature=condition.temperature,
+            num_draft_tokens=arm.num_draft_tokens,
+            verify=self.verify,
+        )
+
+
+def units_of(prompts: Sequence[Prompt], batch_size: int, first: int) -> list[tuple[int, list[Prompt]]]:
+    """(unit number, its prompts); prompts at the end that do not fill a batch are left out."""
+    whole = len(prompts) // batch_size
+    return [(first + index, list(prompts[index * batch_size : (index + 1) * batch_size])) for index in range(whole)]
+
+
+def rotate(arms: Sequence[Arm], by: int) -> list[Arm]:
+    """The arms in an order that starts elsewhere for every unit."""
+    shift = by % len(arms)
+    return [*arms[shift:], *arms[:shift]]
+
+
+def measure_unit(
+    bench: Bench,
+    condition: Condition,
+    part: str,
+    unit: int,
+    prompts: Sequence[Prompt],
+    arms: Sequence[Arm],
+    done: Callable[[Arm, int, float], None],
+) -> list[Record]:
+    """Decode one unit with every arm, turn after turn, and compare each output with the baseline's.
+
+    In later turns the history holds the baseline's answers, the same for all arms.
+    done(arm, tokens, seconds) is called after every generation, between the clocks.
+    """
+    answers: dict[str, list[str]] = {prompt.id: [] for prompt in prompts}
+    records: list[Record] = []
+    for turn in range(max(len(prompt.turns) for prompt in prompts)):
+        present, prompts_ids = _turn(bench, prompts, turn, answers)
+        if not present:
+            break
+        outputs: dict[Arm, list[Generation]] = {}
+        for arm in rotate([BASELINE, *arms], unit + turn):
+            drafter = bench.drafters[arm.drafter] if arm.drafter != AUTOREGRESSIVE else None
+            settings = bench.settings_at(condition, arm)
+            requests = [_request(unit, turn, row) for row in range(len(present))]
+            outputs[arm] = decode(bench.target, drafter, prompts_ids, settings, request_ids=requests)
+            generated = sum(len(row.tokens) for row in outputs[arm])
+            done(arm, generated, outputs[arm][0].prefill_seconds + max(row.decode_seconds for row in outputs[arm]))
+        records += _records(bench, condition, part, unit, turn, present, prompts_ids, outputs)
+        for prompt, row in zip(present, outputs[BASELINE], strict=True):
+            answers[prompt.id].append(bench.tokenizer.decode(row.tokens, skip_special_tokens=True))
+    return records
+
+
+def _request(unit: int, turn: int, row: int) -> int:
+    """A number of its own for every generation of a run: it keys the noise, the same for all arms."""
+    return (unit * 1_000 + turn) * 1_000 + row
+
+
+def _turn(
+    bench: Bench, prompts: Sequence[Prompt], turn: int, answers: dict[str, list[str]]
+) -> tuple[list[Prompt], list[list[int]]]:
+    """(prompts that have this turn, their token ids); a later turn that outgrew the context ends its conversation."""
+    present, ids = [], []
+    for prompt in prompts:
+        if turn < len(prompt.turns) and len(answers[prompt.id]) == turn:
+            rendered = render_turns(
+                prompt.turns[: turn + 1], answers[prompt.id], bench.tokenizer, bench.benchmark.render
+            )
+            if len(rendered) + bench.settings.max_new_tokens <= bench.target.max_length:
+                present.append(prompt)
+                ids.append(rendered)
+    return present, ids
+
+
+def _records(
+    bench: Bench,
+    condition: Condition,
+    part: str,
+    unit: int,
+    turn: int,
+    present: Sequence[Prompt],
+    prompts_ids: Sequence[list[int]],
+    outputs: dict[Arm, list[Generation]],
+) -> list[Record]:
+    compared = is_compared(condition.temperature, bench.verify)
+    records = []
+    for arm, rows in outputs.items():
+        for number, (row, base, prompt, ids) in enumerate(
+            zip(rows, outputs[BASELINE], present, prompts_ids, strict=True)
+        ):
+            differs_at = first_difference(row.tokens, base.tokens) if compared else None
+            gap = None
+            if differs_at is not None:
+                settings, request = bench.settings_at(condition, arm), _request(unit, turn, number)
+                gap = top_two_gap(bench.target, [*ids, *base.tokens[:differs_at]], settings, request)
+            records.append(
+                Record(
+                    part=part,
+                    temperature=condition.temperature,
+                    batch_size=condition.batch_size,
+                    drafter=arm.drafter,
+                    num_draft_tokens=arm.num_draft_tokens,
+                    unit=unit,
+                    prompt_id=prompt.id,
+                    category=prompt.category,
+                    turn=turn,
+                    prompt_tokens=len(ids),
+                    tokens=list(row.tokens),
+                    finish=row.finish,
+                    rounds=row.rounds,
+                    tested_by_depth=list(row.tested_by_depth),
+                    accepted_by_depth=list(row.accepted_by_depth),
+                    drafted=row.drafted,
+                    prefill_seconds=row.prefill_seconds,
+                    decode_seconds=row.decode_seconds,
+                    draft_seconds=row.draft_seconds,
+                    differs_at=differs_at,
+                    gap=gap,
+                )
+            )
+    return records
+
+
+@torch.inference_mode()
+def top_two_gap(target: Target, ids: Sequence[int], settings: Settings, request: int) -> float:
+    """How near the target's choice after `ids` was to its second choice: the gap between the two best scores.
+
+    Scores are logits where decoding is greedy, and log p + Gumbel noise under the coupled rule.
+    """
+    target.open(1, len(ids) + 1)
+    logits_V = target.lm_head(target.features(torch.tensor([list(ids)], device=target.device))[:, -1])[0].double()
+    if settings.temperature > 0:
+        position = noise.signed(noise.extend(noise.key(settings.seed, request), len(ids)))
+        race_V = noise.exponentials(torch.tensor(position), noise.scaled_ids(torch.arange(len(logits_V))))
+        logits_V = settings.warper.probs(logits_V).log() - race_V.to(logits_V.device).log()
+    best, second = logits_V.topk(2).values.tolist()
+    return best - second

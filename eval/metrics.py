@@ -1,0 +1,261 @@
+"""What a drafter is worth, as pure functions of counts and seconds.
+
+Words (the same in every table): alpha_k is the share of the draft tokens at depth k that pass, of those that are
+tested at all (the k-1 before them passed); gamma is the number of draft tokens a round; tau is tokens emitted per
+target forward; c = t_draft / t_target(1); V(n) = t_target(n) / t_target(1); o is the rest of a round over
+t_target(1), and o_1 the same of an autoregressive step. A round emits E(gamma) tokens and costs
+gamma c + V(gamma + 1) + o target forwards; without a drafter a token costs 1 + o_1 of them:
+
+    speedup(gamma) = E(gamma) (1 + o_1) / (gamma c + V(gamma + 1) + o)
+
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2211.17192, section 3),
+with V measured instead of taken as 1, and o and o_1 instead of 0. Leaving o_1 out would hold the loop's own costs
+against the drafter alone, and call drafters useless that are not.
+
+Legend: D depths of a chain, P prompts (or groups of prompts that are decoded together), R bootstrap resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+# A depth that was tested fewer times than this is not used to predict (a 95 % interval of alpha wider than +-0.22).
+MIN_TESTS = 20
+
+
+# ---------------------------------------------------------------------------------------------- acceptance
+def alpha(tested_D: Sequence[int], accepted_D: Sequence[int]) -> float | None:
+    """Acceptance rate over all depths: sum of accepted / sum of tested; None when nothing was tested."""
+    tested = sum(tested_D)
+    return sum(accepted_D) / tested if tested else None
+
+
+def alpha_by_depth(tested_D: Sequence[int], accepted_D: Sequence[int]) -> list[float | None]:
+    """alpha_k = accepted_k / tested_k for k = 1 .. D; None at a depth that no round reached.
+
+    Raises ValueError when a depth accepts more than it tests, or tests more than the depth before it accepted:
+    such counts are not those of a chain.
+    """
+    if len(tested_D) != len(accepted_D):
+        raise ValueError(f"{len(tested_D)} tested counts but {len(accepted_D)} accepted counts")
+    reached = None
+    for depth, (tested, accepted) in enumerate(zip(tested_D, accepted_D, strict=True), start=1):
+        if accepted > tested or (reached is not None and tested > reached):
+            raise ValueError(
+                f"depth {depth}: tested {tested}, accepted {accepted}, accepted one depth before {reached}"
+            )
+        reached = accepted
+    return [accepted / tested if tested else None for tested, accepted in zip(tested_D, accepted_D, strict=True)]
+
+
+def usable_alpha(tested_D: Sequence[int], accepted_D: Sequence[int]) -> list[float | None]:
+    """alpha by depth for predictions: None where a depth below the first has fewer than MIN_TESTS tests."""
+    rates = alpha_by_depth(tested_D, accepted_D)
+    return [rate if depth == 0 or tested_D[depth] >= MIN_TESTS else None for depth, rate in enumerate(rates)]
+
+
+def add_by_depth(counts: Sequence[Sequence[int]]) -> list[int]:
+    """Sum of count lists of unequal length, depth by depth."""
+    depths = max((len(count_D) for count_D in counts), default=0)
+    return [sum(count_D[k] for count_D in counts if k < len(count_D)) for k in range(depths)]
+
+
+def tau(tokens: int, rounds: int) -> float | None:
+    """Block efficiency: tokens emitted / target forwards; the prefill, which emits nothing, is not one."""
+    return tokens / rounds if rounds else None
+
+
+# ---------------------------------------------------------------------------------------------- prediction
+def survival(alpha_D: Sequence[float | None], gamma: int) -> list[float]:
+    """P(the first k draft tokens all pass) for k = 1 .. gamma: the running product of alpha.
+
+    A depth without a measured alpha takes the deepest measured one before it (acceptance is nearly flat in depth).
+    Raises ValueError when no depth was measured.
+    """
+    passed, last, rows = 1.0, None, []
+    for depth in range(gamma):
+        last = alpha_D[depth] if depth < len(alpha_D) and alpha_D[depth] is not None else last
+        if last is None:
+            raise ValueError("no acceptance was measured at depth 1")
+        passed *= last
+        rows.append(passed)
+    return rows
+
+
+def expected_tokens(alpha_D: Sequence[float | None], gamma: int) -> float:
+    """E(gamma) = 1 + sum over k <= gamma of alpha_1 ... alpha_k: tokens a round emits, the bonus token included."""
+    return 1.0 + sum(survival(alpha_D, gamma))
+
+
+def expected_tokens_iid(alpha_all: float, gamma: int) -> float:
+    """E(gamma) = (1 - alpha^(gamma+1)) / (1 - alpha), the closed form when alpha is the same at every depth."""
+    if alpha_all == 1.0:
+        return gamma + 1.0
+    return (1.0 - alpha_all ** (gamma + 1)) / (1.0 - alpha_all)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured costs of a round in units of t_target(1)."""
+
+    cost_ratio: float  # c; for a drafter that proposes in one pass, its seconds a round over t_target(1)
+    V: Mapping[int, float]  # n -> t_target(n) / t_target(1), n new tokens
+    overhead: float = 0.0  # o
+    baseline_overhead: float = 0.0  # o_1
+    one_pass: bool = False  # the proposal costs c whatever gamma is
+    fill: float = 1.0  # tokens proposed / gamma, below 1 for a drafter that may have nothing to say
+
+    def V_at(self, width: float) -> float:
+        """V, linear between measured widths. Raises ValueError outside of them: V is not flat and has jumps."""
+        widths = sorted(self.V)
+        if not widths[0] <= width <= widths[-1]:
+            raise ValueError(f"V({width:g}) was not measured (measured: {widths[0]} .. {widths[-1]})")
+        return float(np.interp(width, widths, [self.V[n] for n in widths]))
+
+    def draft(self, gamma: float) -> float:
+        """Cost of proposing gamma tokens."""
+        return self.cost_ratio if self.one_pass else self.fill * gamma * self.cost_ratio
+
+    def verify(self, gamma: float) -> float:
+        """Cost of the target forward over the proposal and the token before it."""
+        return self.V_at(1 + self.fill * gamma)
+
+    def round(self, gamma: float) -> float:
+        """gamma c + V(gamma + 1) + o."""
+        return self.draft(gamma) + self.verify(gamma) + self.overhead
+
+    @property
+    def gammas(self) -> range:
+        """The draft lengths whose verification was timed."""
+        return range(1, max(self.V))
+
+
+def predicted_speedup(alpha_D: Sequence[float | None], gamma: int, costs: Costs) -> float:
+    """E(gamma) (1 + o_1) / (gamma c + V(gamma + 1) + o)."""
+    return expected_tokens(alpha_D, gamma) * (1.0 + costs.baseline_overhead) / costs.round(gamma)
+
+
+def best_gamma(alpha_D: Sequence[float | None], costs: Costs) -> tuple[int, float]:
+    """(gamma, predicted speedup) of the best draft length among those whose V was measured; ties to the shorter."""
+    return max(((g, predicted_speedup(alpha_D, g, costs)) for g in costs.gammas), key=lambda pair: (pair[1], -pair[0]))
+
+
+def breakeven_alpha(gamma: int, costs: Costs) -> float | None:
+    """The alpha, equal at all depths, at which this gamma neither wins nor loses; None when alpha = 1 loses too.
+
+    Bisection on E(gamma) (1 + o_1) = cost of the round; E is increasing in alpha.
+    """
+    cost = costs.round(gamma) / (1.0 + costs.baseline_overhead)
+    if cost > gamma + 1.0:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens_iid(middle, gamma) < cost else (low, middle)
+    return high
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether drafting can pay, from measured alpha_k, V, c and o alone."""
+
+    helps: bool
+    gamma: int  # the best draft length, also where it loses
+    speedup: float  # predicted at that gamma
+    text: str
+
+
+def verdict(alpha_D: Sequence[float | None], costs: Costs) -> Verdict:
+    """No gamma can help when max over gamma of the predicted speedup <= 1; else the best gamma; and why, in words."""
+    gamma, speedup = best_gamma(alpha_D, costs)
+    tokens, cost = expected_tokens(alpha_D, gamma), costs.round(gamma)
+    bill = (
+        f"a round at gamma={gamma} yields {tokens:.2f} tokens and costs {cost:.2f} target steps "
+        f"(drafting {costs.draft(gamma):.2f}, verifying {costs.verify(gamma):.2f}, the rest {costs.overhead:.2f}), "
+        f"where one token without a drafter costs {1 + costs.baseline_overhead:.2f}"
+    )
+    if speedup > 1.0:
+        return Verdict(True, gamma, speedup, f"gamma={gamma} is best, {speedup:.2f}x predicted: {bill}")
+    need = breakeven_alpha(gamma, costs)
+    if need is None:
+        remedy = "even a drafter that is always right would lose at these costs: make it cheaper"
+    else:
+        remedy = f"at these costs it would break even at alpha {need:.2f}; or make a draft step cheaper"
+    return Verdict(False, gamma, speedup, f"no gamma can help (best {speedup:.2f}x): {bill}; {remedy}")
+
+
+# ---------------------------------------------------------------------------------------------- measured costs
+def overhead(round_seconds: float, draft_seconds: float, target_seconds: float) -> float:
+    """1 - (draft steps x t_draft + t_target(n)) / round; the parts are timed back to back at the same shapes.
+
+    A small negative value is noise of the clock: the parts were timed apart from the round.
+    """
+    return 1.0 - (draft_seconds + target_seconds) / round_seconds
+
+
+def cost_table(t_target_ms: Mapping[int, float]) -> dict[int, float]:
+    """V(n) = t_target(n) / t_target(1). Raises KeyError when one new token was not timed."""
+    single = t_target_ms[1]
+    return {n: milliseconds / single for n, milliseconds in sorted(t_target_ms.items())}
+
+
+# ---------------------------------------------------------------------------------------------- speed
+@dataclass(frozen=True)
+class Interval:
+    """A point estimate with a 95 % interval; low and high are None when there are too few prompts for one."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def rate_ratio(tokens_P: ArrayLike, seconds_P: ArrayLike, base_tokens_P: ArrayLike, base_seconds_P: ArrayLike) -> float:
+    """(sum tokens / sum seconds) of the drafter over the same of the baseline."""
+    return float(np.sum(tokens_P) / np.sum(seconds_P) * np.sum(base_seconds_P) / np.sum(base_tokens_P))
+
+
+def paired_bootstrap(
+    tokens_P: ArrayLike,
+    seconds_P: ArrayLike,
+    base_tokens_P: ArrayLike,
+    base_seconds_P: ArrayLike,
+    *,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Percentile 95 % interval of `rate_ratio` over prompts, drafter and baseline resampled together.
+
+    A prompt keeps its pair: slow prompts are slow on both sides, and that part of the noise cancels.
+    Source: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13.
+    """
+    columns = [np.asarray(x, dtype=float) for x in (tokens_P, seconds_P, base_tokens_P, base_seconds_P)]
+    prompts = len(columns[0])
+    if any(len(column) != prompts for column in columns):
+        raise ValueError(f"unpaired lengths {[len(column) for column in columns]}")
+    value = rate_ratio(*columns)
+    if prompts < 2:
+        return Interval(value, None, None)
+    draws_RP = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
+    tokens_R, seconds_R, base_tokens_R, base_seconds_R = (draws_RP @ column for column in columns)
+    ratio_R = tokens_R / seconds_R * base_seconds_R / base_tokens_R
+    low, high = np.percentile(ratio_R, [2.5, 97.5])
+    return Interval(value, float(low), float(high))
+
+
+# ---------------------------------------------------------------------------------------------- text
+def distinct_n(tokens: Sequence[int], n: int = 4) -> float:
+    """Distinct n-grams / n-grams: 1 when nothing repeats, near 0 when the text loops. Shorter than n counts as 1."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Index of the first token that differs (a missing token differs), None when the two are equal."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))

@@ -1,0 +1,105 @@
+"""What one generation left behind: the raw record, one line of records.jsonl, from which every number is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from decoding.errors import UserError
+
+CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
+AUTOREGRESSIVE = "autoregressive"  # the baseline's name where a drafter's would stand
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What drafter and baseline share when they are compared."""
+
+    temperature: float
+    batch_size: int
+
+    @property
+    def label(self) -> str:
+        batch = f", batch {self.batch_size}" if self.batch_size > 1 else ""
+        return f"T={self.temperature:g}{batch}"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One thing that is run on every prompt: a drafter at a draft length, or the baseline (gamma 0)."""
+
+    drafter: str
+    num_draft_tokens: int
+
+
+BASELINE = Arm(AUTOREGRESSIVE, 0)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt (one turn of it) decoded by one arm."""
+
+    part: str  # sweep | main
+    temperature: float
+    batch_size: int
+    drafter: str
+    num_draft_tokens: int
+    unit: int  # prompts decoded together share it; the bootstrap resamples units
+    prompt_id: str
+    category: str
+    turn: int
+    prompt_tokens: int
+    tokens: list[int]
+    finish: str  # stop | length
+    rounds: int  # target forwards, prefill excluded
+    tested_by_depth: list[int]
+    accepted_by_depth: list[int]
+    drafted: int
+    prefill_seconds: float  # of the batch
+    decode_seconds: float  # wall time from the end of the prefill to this row's last token, of the whole batch
+    draft_seconds: float  # the drafter's part of it
+    differs_at: int | None  # first token that is not the baseline's; None: equal, or not comparable
+    gap: float | None  # there, the target's best score minus its second best
+
+    @property
+    def condition(self) -> Condition:
+        return Condition(self.temperature, self.batch_size)
+
+    @property
+    def arm(self) -> Arm:
+        return Arm(self.drafter, self.num_draft_tokens)
+
+
+def append_records(path: Path, records: Iterable[Record]) -> None:
+    """Add lines, in one write: a killed run leaves whole lines, and at most one torn one at the end."""
+    text = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in records)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_records(path: Path) -> list[Record]:
+    """All records of a run; a torn last line (a killed run) is passed over, any other damage is an error."""
+    if not path.exists():
+        return []
+    records: list[Record] = []
+    whole, _, _torn = path.read_text(encoding="utf-8").rpartition("\n")
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            records.append(Record(**json.loads(line)))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise UserError(
+                f"{path}, line {number}: not a record of eval.run ({error}). Remove the output folder, or choose "
+                "another output_dir, and measure again."
+            ) from error
+    return records
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Replace the file, under a temporary name until it is whole."""
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    append_records(partial, records)
+    partial.rename(path)

@@ -1,0 +1,259 @@
+"""report.html: one page that says what was measured, on what, how sure it is, and where the drafter loses.
+
+The page stands alone: no script, no font, no address outside of it. `python -m eval.run` writes it, from the rows and
+records in the run folder and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from eval import plots, words
+from eval.records import CONTROL, Record
+from eval.rows import units_at
+from eval.schema import LOOPING_BELOW, Row
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How the numbers came about; shown at the end of the page."""
+
+    command: str
+    date: str
+    versions: dict[str, str]
+    prompt_counts: dict[str, int]  # see eval.benchmarks
+    prompt_file: str
+    revision: str
+    unmeasured: list[str]  # sentences
+
+
+def write_report(path: Path, rows: list[Row], records: Sequence[Record], provenance: Provenance) -> None:
+    """Write the page under a temporary name, then rename it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(page(rows, records, provenance), encoding="utf-8")
+    partial.rename(path)
+
+
+def page(rows: list[Row], records: Sequence[Record], provenance: Provenance) -> str:
+    """The whole page as HTML."""
+    shown = words.main_rows(rows)
+    first = shown[0]
+    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    title = f"Speculative decoding of {first.target}"
+    sections = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="lead">{escape(_lead(shown))}</p>',
+        _headlines(shown),
+        _section("All drafters", _tables(shown)),
+        _section("Where it wins and where it loses", _verdicts(shown)),
+        _section("Plots", _plots(rows, shown, records)),
+        _section("By category", _categories(shown)),
+        _section("What the words mean", _definitions()),
+        _section("How it was measured", _provenance(shown, provenance)),
+        _section("What was not measured", _bullets(provenance.unmeasured)),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(section for section in sections if section)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _section(heading: str, body: str) -> str:
+    return f"<section>\n<h2>{heading}</h2>\n{body}\n</section>" if body else ""
+
+
+def _lead(shown: Sequence[Row]) -> str:
+    first = shown[0]
+    return (
+        f"{first.target_layers} layers, {words.millions(first.target_parameters)} parameters, {first.dtype}, on "
+        f"{first.hardware} with {first.threads} threads. {first.prompts} prompts of {first.benchmark}, up to "
+        f"{first.max_new_tokens} new tokens each. Baseline: our own autoregressive decoding, interleaved with them."
+    )
+
+
+def _headlines(shown: Sequence[Row]) -> str:
+    """Under each condition the drafter that does best, of those that are models; the control stands beside it."""
+    models = [row for row in shown if row.drafter_parameters] or list(shown)
+    cards = []
+    for label in dict.fromkeys(words.condition_label(row) for row in models):
+        rivals = [row for row in models if words.condition_label(row) == label]
+        best = max(rivals, key=lambda row: row.headline_speedup or 0.0)
+        control = [row for row in shown if row.drafter == CONTROL and row is not best and _same(row, best)]
+        cards.append(f'<div class="headline"><h3>{escape(label)}</h3>{_headline(best, control)}</div>')
+    return f'<div class="headlines">{"".join(cards)}</div>'
+
+
+def _headline(row: Row, control: Sequence[Row]) -> str:
+    if row.headline_speedup is None:
+        return f"<p>Every text of the target loops (distinct-4 below {LOOPING_BELOW}): no headline.</p>"
+    spread, tone = "95 % interval: needs more prompts", ""
+    if row.headline_speedup_low is not None and row.headline_speedup_high is not None:
+        spread = f"95 % interval {row.headline_speedup_low:.2f} to {row.headline_speedup_high:.2f}"
+        tone = "good" if row.headline_speedup_low > 1 else "bad" if row.headline_speedup_high < 1 else ""
+    beside = f" Prompt lookup, the control: {words.times(control[0].headline_speedup)}." if control else ""
+    text = (
+        f"{words.drafter_label(row)}, gamma {row.num_draft_tokens}: alpha {words.number(row.headline_alpha)}, "
+        f"c {row.cost_ratio:.3f}, tau {words.number(row.headline_tau)}.{beside} Counted: {row.headline_prompts} of "
+        f"{row.prompts} prompts, those whose text does not loop. Output: {row.lossless}."
+    )
+    big = f'<div class="big {tone}">{row.headline_speedup:.2f}×</div>'
+    return f'{big}<div class="range">{spread}</div><p>{escape(text)}</p>'
+
+
+def _same(one: Row, other: Row) -> bool:
+    return words.condition_label(one) == words.condition_label(other)
+
+
+def _tables(shown: Sequence[Row]) -> str:
+    parts = []
+    for label in dict.fromkeys(words.condition_label(row) for row in shown):
+        rows = [row for row in shown if words.condition_label(row) == label]
+        columns = list(words.cells(rows[0]))
+        body = [_tr([words.baseline_cells(rows[0]).get(name, "") for name in columns], "baseline")]
+        body += [_tr(list(words.cells(row).values())) for row in rows]
+        head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+        parts.append(f"<h3>{escape(label[0].upper() + label[1:])}</h3>{_scroll(head, body)}")
+    note = (
+        "Speeds leave the prefill out; with it the speedups are "
+        + ", ".join(f"{words.times(row.speedup_with_prefill)} ({row.drafter}, T={row.temperature:g})" for row in shown)
+        + "."
+    )
+    return "".join(parts) + f'<p class="note">{escape(note)}</p>'
+
+
+def _tr(cells: Sequence[str], kind: str = "") -> str:
+    mark = f' class="{kind}"' if kind else ""
+    return f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+
+
+def _scroll(head: str, body: Sequence[str]) -> str:
+    """A table that scrolls by itself where it is wider than the screen."""
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+
+
+def _verdicts(shown: Sequence[Row]) -> str:
+    broken = [f"NOT LOSSLESS: {row.drafter}: {row.lossless_detail}" for row in shown if row.lossless == "differs"]
+    items = []
+    for row in shown:
+        which, measured, predicted = (escape(text) for text in words.verdict_line(row))
+        items.append(f'<li><strong>{which}</strong>: {measured} <span class="note">{predicted}</span></li>')
+    return _bullets(broken) + f'<ul class="plain">{"".join(items)}</ul>'
+
+
+def _bullets(sentences: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f'<ul class="plain">{items}</ul>' if sentences else ""
+
+
+def _plots(rows: Sequence[Row], shown: Sequence[Row], records: Sequence[Record]) -> str:
+    palette = plots.colours(list(dict.fromkeys(row.drafter for row in rows)))
+    figures = []
+    for label in dict.fromkeys(words.condition_label(row) for row in shown):
+        here = [row for row in rows if words.condition_label(row) == label]
+        sweep = [row for row in here if row.part == "sweep"] or here
+        best = [max(group, key=lambda row: row.speedup) for group in _by_drafter([row for row in shown if row in here])]
+        pairs = {row.drafter: units_at(row, records) for row in best}
+        figures += [
+            _figure(
+                f"Speedup by draft length, {label}",
+                plots.speedup_by_gamma(sweep, palette),
+                f"Points: measured on {sweep[0].prompts} prompts, with 95 % intervals. Dashed: predicted from the "
+                "parts. Below the line at 1x the drafter costs more than it gives.",
+            ),
+            _figure(
+                f"Acceptance by depth, {label}",
+                plots.alpha_over_depth(here, palette),
+                "alpha at depth k: draft tokens that pass, of those whose predecessors all passed.",
+            ),
+            _figure(
+                f"Where the time of a token goes, {label}",
+                plots.time_per_token(best) + _key({name: plots.VARIABLES[c] for name, c in plots.PART_COLOURS.items()}),
+                "Time of a round over the tokens it emits; the parts were timed back to back in the same process.",
+            ),
+            _figure(
+                f"Every prompt, {label}",
+                plots.prompt_scatter(pairs, palette),
+                "Above the line the drafter is faster. Hollow: the target's text loops.",
+            ),
+        ]
+    return (
+        _key({name: plots.VARIABLES[colour] for name, colour in palette.items()})
+        + f'<div class="plots">{"".join(figures)}</div>'
+    )
+
+
+def _by_drafter(rows: Sequence[Row]) -> list[list[Row]]:
+    return [[row for row in rows if row.drafter == name] for name in dict.fromkeys(row.drafter for row in rows)]
+
+
+def _key(variables: dict[str, str]) -> str:
+    items = "".join(
+        f'<li><i style="background:var({variable})"></i>{escape(name)}</li>' for name, variable in variables.items()
+    )
+    return f'<ul class="key">{items}</ul>'
+
+
+def _figure(heading: str, drawing: str, caption: str) -> str:
+    return f"<figure><h3>{escape(heading)}</h3>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _categories(shown: Sequence[Row]) -> str:
+    body = []
+    for row in shown:
+        if len(row.categories) < 2:
+            continue
+        for part in row.categories:
+            spread = words.with_interval(part.speedup, part.speedup_low, part.speedup_high)
+            cells = [row.drafter, words.condition_label(row), part.category, str(part.prompts)]
+            body.append(_tr([*cells, words.number(part.alpha), words.number(part.tau), spread]))
+    names = ("drafter", "setting", "category", "prompts", "alpha", "tau", "speedup [95 %]")
+    return _scroll("".join(f"<th>{name}</th>" for name in names), body) if body else ""
+
+
+def _definitions() -> str:
+    return _list(words.DEFINITIONS) + (
+        '<p class="note">Predicted speedup = E(γ) (1 + o₁) / (γ c + V(γ+1) + o), with '
+        "E(γ) = 1 + α₁ + α₁α₂ + … + α₁…α_γ; o is the rest of a round and o₁ that of an autoregressive step, both in "
+        "units of a target forward over one token. α, o and o₁ come from all runs of a drafter under one condition, at "
+        "every draft length.</p>"
+    )
+
+
+def _list(entries: dict[str, str]) -> str:
+    return (
+        "<dl>" + "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in entries.items()) + "</dl>"
+    )
+
+
+def _provenance(shown: Sequence[Row], provenance: Provenance) -> str:
+    first = shown[0]
+    timed = "; ".join(f"{n}: {ms:.2f}" for n, ms in first.t_target_ms.items())
+    left_out = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in provenance.prompt_counts.items())
+    return _list(
+        {
+            "command": provenance.command,
+            "date": provenance.date,
+            "code": provenance.revision,
+            "hardware": f"{first.hardware}; {first.device}, {first.threads} threads",
+            "versions": ", ".join(f"{name} {version}" for name, version in provenance.versions.items()),
+            "target": f"{first.target}, {first.backend} backend, {first.dtype}",
+            "prompts": f"{provenance.prompt_file}: {left_out}",
+            "order": "baseline and drafters take every prompt one after the other, in an order that rotates",
+            "t_target in ms": f"{timed} (new tokens: milliseconds, at a context of {first.context} tokens)",
+            "t_draft in ms": "; ".join(f"{row.drafter}: {row.t_draft_ms:.3f}" for row in shown if _same(row, first)),
+            "distinct-4": ", ".join(f"{row.distinct_4:.2f} at T={row.temperature:g}" for row in _one_each(shown)),
+            "output": "; ".join(f"{row.drafter}, T={row.temperature:g}: {row.lossless_detail}" for row in shown),
+            "raw data": "results.jsonl (the rows), records.jsonl (every generation, the baseline's too), parts.json",
+        }
+    )
+
+
+def _one_each(shown: Sequence[Row]) -> list[Row]:
+    """One row a condition."""
+    return list({words.condition_label(row): row for row in shown}.values())

@@ -1,0 +1,200 @@
+"""Units -> the rows of results.jsonl: one drafter x benchmark x setting."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from eval import metrics
+from eval.lossless import judge
+from eval.records import AUTOREGRESSIVE, Arm, Condition, Record
+from eval.schema import LOOPING_BELOW, Category, DrafterFacts, PartTimes, Row, RunFacts
+from eval.units import Pool, Unit, mean_draft_ms, mean_round_ms, mean_target_ms, pair_units, pool_counts, tested_counts
+
+
+def interval(units: Sequence[Unit], run: RunFacts) -> metrics.Interval:
+    """Speedup over these units with its paired bootstrap interval."""
+    return metrics.paired_bootstrap(
+        [unit.tokens for unit in units],
+        [unit.seconds for unit in units],
+        [unit.base_tokens for unit in units],
+        [unit.base_seconds for unit in units],
+        resamples=run.bootstrap_resamples,
+        seed=run.seed,
+    )
+
+
+def headline_units(units: Sequence[Unit]) -> list[Unit]:
+    """Units whose text by the target does not loop."""
+    return [unit for unit in units if np.mean(unit.distinct_4) >= LOOPING_BELOW]
+
+
+def _categories(units: Sequence[Unit], run: RunFacts) -> list[Category]:
+    """The row by category; a unit that mixes categories (a batch) counts under "mixed"."""
+    slices: dict[str, list[Unit]] = defaultdict(list)
+    for unit in units:
+        slices[unit.categories[0] if len(set(unit.categories)) == 1 else "mixed"].append(unit)
+    rows = []
+    for name, members in sorted(slices.items()):
+        speed = interval(members, run)
+        prompts = sum(len(unit.ids) for unit in members)
+        rows.append(Category(name, prompts, _alpha(members), _tau(members), speed.value, speed.low, speed.high))
+    return rows
+
+
+def _alpha(units: Sequence[Unit]) -> float | None:
+    return metrics.alpha(*tested_counts(units))
+
+
+def _tau(units: Sequence[Unit]) -> float | None:
+    return metrics.tau(sum(unit.tokens for unit in units), sum(unit.rounds for unit in units))
+
+
+def build_row(
+    run: RunFacts, facts: DrafterFacts, parts: PartTimes, records: Sequence[Record], units: Sequence[Unit], pool: Pool
+) -> Row:
+    """One row from the records of one drafter at one draft length under one condition."""
+    first = records[0]
+    equality = judge(records, verify=run.verify, dtype=run.dtype)
+    judged = metrics.verdict(pool.pass_rates, pool.costs)
+    shared = dataclasses.asdict(run)
+    del shared["bootstrap_resamples"]
+    return Row(
+        **{**shared, "verify": run.verify if first.temperature else "greedy"},
+        part=first.part,
+        drafter=facts.name,
+        drafter_layers=facts.layers,
+        drafter_parameters=facts.parameters,
+        batch_size=first.batch_size,
+        temperature=first.temperature,
+        num_draft_tokens=first.num_draft_tokens,
+        schedule="serial",
+        lossless=equality.word,
+        lossless_detail=equality.detail,
+        **_acceptance(units),
+        **_costs(units, facts, parts),
+        **_speed(units, run),
+        **_headline(units, run),
+        predicted_speedup=metrics.predicted_speedup(pool.pass_rates, first.num_draft_tokens, pool.costs),
+        best_gamma=judged.gamma,
+        best_gamma_speedup=judged.speedup,
+        helps=judged.helps,
+        verdict=judged.text,
+        categories=_categories(units, run),
+    )
+
+
+def _acceptance(units: Sequence[Unit]) -> dict[str, Any]:
+    tested, accepted = tested_counts(units)
+    return {
+        "prompts": sum(len(unit.ids) for unit in units),
+        "tokens": sum(unit.tokens for unit in units),
+        "rounds": sum(unit.rounds for unit in units),
+        "alpha": metrics.alpha(tested, accepted),
+        "alpha_by_depth": metrics.alpha_by_depth(tested, accepted),
+        "tested_by_depth": tested,
+        "accepted_by_depth": accepted,
+        "tau": _tau(units),
+        "distinct_4": float(np.mean([value for unit in units for value in unit.distinct_4])),
+    }
+
+
+def _costs(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> dict[str, Any]:
+    draft_ms, target_ms = mean_draft_ms(units, facts, parts), mean_target_ms(units, parts)
+    round_ms = mean_round_ms(units)
+    base_seconds = sum(unit.base_seconds for unit in units)
+    return {
+        "t_draft_ms": parts.t_draft_ms,
+        "t_target_ms": parts.t_target_ms,
+        "V": metrics.cost_table(parts.t_target_ms),
+        "cost_ratio": parts.t_draft_ms / parts.t_target_ms[1],
+        "context": parts.context,
+        "draft_ms_per_round": draft_ms,
+        "target_ms_per_round": target_ms,
+        "round_ms": round_ms,
+        "overhead": metrics.overhead(round_ms, draft_ms, target_ms),
+        "baseline_round_ms": 1000 * base_seconds / sum(unit.base_batch_rounds for unit in units),
+        "prefill_ms": 1000 * sum(unit.prefill_seconds for unit in units) / len(units),
+        "baseline_prefill_ms": 1000 * sum(unit.base_prefill_seconds for unit in units) / len(units),
+    }
+
+
+def _speed(units: Sequence[Unit], run: RunFacts) -> dict[str, Any]:
+    speed = interval(units, run)
+    tokens, seconds = sum(unit.tokens for unit in units), sum(unit.seconds for unit in units)
+    base_tokens, base_seconds = sum(unit.base_tokens for unit in units), sum(unit.base_seconds for unit in units)
+    whole = seconds + sum(unit.prefill_seconds for unit in units)
+    base_whole = base_seconds + sum(unit.base_prefill_seconds for unit in units)
+    worst = min(units, key=lambda unit: unit.speedup)
+    return {
+        "tokens_per_second": tokens / seconds,
+        "baseline_tokens_per_second": base_tokens / base_seconds,
+        "speedup": speed.value,
+        "speedup_low": speed.low,
+        "speedup_high": speed.high,
+        "speedup_with_prefill": metrics.rate_ratio([tokens], [whole], [base_tokens], [base_whole]),
+        "slower_prompts": sum(len(unit.ids) for unit in units if unit.speedup < 1),
+        "worst_prompt": worst.ids[0],
+        "worst_speedup": worst.speedup,
+    }
+
+
+def _headline(units: Sequence[Unit], run: RunFacts) -> dict[str, Any]:
+    fair = headline_units(units)
+    speed = interval(fair, run) if fair else None
+    return {
+        "headline_prompts": sum(len(unit.ids) for unit in fair),
+        "headline_alpha": _alpha(fair),
+        "headline_tau": _tau(fair),
+        "headline_speedup": speed.value if speed else None,
+        "headline_speedup_low": speed.low if speed else None,
+        "headline_speedup_high": speed.high if speed else None,
+    }
+
+
+def build_rows(
+    run: RunFacts,
+    facts: dict[str, DrafterFacts],
+    parts: dict[tuple[str, int], PartTimes],
+    records: Sequence[Record],
+) -> list[Row]:
+    """All rows of a run: conditions, parts, drafters and draft lengths in the order in which they were measured."""
+    rows = []
+    for condition, part in dict.fromkeys((record.condition, record.part) for record in records):
+        for name in facts:
+            pool = pool_of(name, condition, facts[name], parts[name, condition.batch_size], records)
+            for mine, units in _by_gamma(name, condition, part, records).values():
+                rows.append(build_row(run, facts[name], parts[name, condition.batch_size], mine, units, pool))
+    return rows
+
+
+def pool_of(name: str, condition: Condition, facts: DrafterFacts, parts: PartTimes, records: Sequence[Record]) -> Pool:
+    """Counts of one drafter under one condition, over both parts and all draft lengths."""
+    units_by_gamma: dict[int, list[Unit]] = defaultdict(list)
+    for part in ("sweep", "main"):
+        for gamma, (_, units) in _by_gamma(name, condition, part, records).items():
+            units_by_gamma[gamma] += units
+    return pool_counts(units_by_gamma, facts, parts)
+
+
+def _by_gamma(
+    name: str, condition: Condition, part: str, records: Sequence[Record]
+) -> dict[int, tuple[list[Record], list[Unit]]]:
+    """Draft length -> (the drafter's records, paired with the baseline's)."""
+    here = [record for record in records if record.condition == condition and record.part == part]
+    baseline = [record for record in here if record.drafter == AUTOREGRESSIVE]
+    found = {}
+    for gamma in sorted({record.num_draft_tokens for record in here if record.drafter == name}):
+        mine = [record for record in here if record.arm == Arm(name, gamma)]
+        found[gamma] = (mine, pair_units(mine, baseline))
+    return found
+
+
+def units_at(row: Row, records: Sequence[Record]) -> list[Unit]:
+    """The pairs behind a row."""
+    condition = Condition(row.temperature, row.batch_size)
+    return _by_gamma(row.drafter, condition, row.part, records)[row.num_draft_tokens][1]

@@ -1,0 +1,159 @@
+"""The form of a row of results.jsonl, and the facts that go into it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+# Prompts whose continuation by the target repeats itself more than this do not count in a headline: a loop is easy
+# to guess, and says nothing about real text.
+LOOPING_BELOW = 0.5
+
+
+@dataclass(frozen=True)
+class DrafterFacts:
+    """What a table says of a drafter, and how its proposals cost."""
+
+    name: str
+    layers: int
+    parameters: int
+    one_pass: bool  # a proposal costs the same whatever its length
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Medians of the parts of a round, timed back to back in this process at the shapes of the run."""
+
+    t_draft_ms: float  # one draft step (one proposal for a one-pass drafter)
+    t_target_ms: dict[int, float]  # n new tokens -> one target forward
+    context: int  # committed tokens in the caches while timing
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What all rows of a run share."""
+
+    target: str
+    target_layers: int
+    target_parameters: int
+    benchmark: str
+    verify: str  # the rule where temperature > 0
+    top_k: int
+    top_p: float
+    min_p: float
+    max_new_tokens: int
+    backend: str
+    dtype: str
+    device: str
+    threads: int
+    hardware: str
+    seed: int
+    bootstrap_resamples: int
+
+
+@dataclass(frozen=True)
+class Category:
+    """A slice of a row by prompt category."""
+
+    category: str
+    prompts: int
+    alpha: float | None
+    tau: float | None
+    speedup: float
+    speedup_low: float | None
+    speedup_high: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of results.jsonl. Times in ms, rates in tokens/s without prefill, ratios plain."""
+
+    part: str  # main | sweep
+    target: str
+    target_layers: int
+    target_parameters: int
+    drafter: str
+    drafter_layers: int
+    drafter_parameters: int
+    benchmark: str
+    prompts: int
+    tokens: int  # emitted by the drafter's runs
+    rounds: int
+    batch_size: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    max_new_tokens: int
+    num_draft_tokens: int
+    schedule: str
+    verify: str
+    lossless: str  # see eval.lossless
+    lossless_detail: str
+    alpha: float | None
+    alpha_by_depth: list[float | None]
+    tested_by_depth: list[int]
+    accepted_by_depth: list[int]
+    tau: float | None
+    t_draft_ms: float
+    t_target_ms: dict[int, float]
+    V: dict[int, float]
+    cost_ratio: float
+    draft_ms_per_round: float
+    target_ms_per_round: float
+    round_ms: float
+    overhead: float
+    baseline_round_ms: float
+    prefill_ms: float  # mean of a batch, drafter's prefill included
+    baseline_prefill_ms: float
+    tokens_per_second: float
+    baseline_tokens_per_second: float
+    speedup: float
+    speedup_low: float | None
+    speedup_high: float | None
+    speedup_with_prefill: float
+    predicted_speedup: float
+    headline_prompts: int  # prompts that do not loop: distinct-4 of the target's text >= 0.5
+    headline_alpha: float | None
+    headline_tau: float | None
+    headline_speedup: float | None
+    headline_speedup_low: float | None
+    headline_speedup_high: float | None
+    distinct_4: float  # mean over prompts, of the baseline's text
+    slower_prompts: int  # units on which the drafter loses
+    worst_prompt: str
+    worst_speedup: float
+    categories: list[Category]
+    best_gamma: int
+    best_gamma_speedup: float  # predicted there
+    helps: bool
+    verdict: str
+    backend: str
+    dtype: str
+    device: str
+    threads: int
+    context: int
+    seed: int
+    hardware: str
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write results.jsonl under a temporary name, then rename it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows), encoding="utf-8")
+    partial.rename(path)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows that write_rows wrote."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        values = json.loads(line)
+        for key in ("t_target_ms", "V"):  # JSON has no integer keys
+            values[key] = {int(n): value for n, value in values[key].items()}
+        values["categories"] = [Category(**part) for part in values["categories"]]
+        rows.append(Row(**values))
+    return rows

@@ -1,0 +1,216 @@
+"""From the configuration to loaded models, prompts, and the part times that are frozen before anything is compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.compatible import load_tokenizer
+from decoding.errors import UserError
+from decoding.loop import Settings, decode, time_parts
+from decoding.target import load_target
+from eval import drafters as drafter_list
+from eval.benchmarks import load_benchmark, render_turns
+from eval.config import EvalConfig
+from eval.measure import Bench
+from eval.records import BASELINE, Arm, Condition
+from eval.schema import DrafterFacts, PartTimes, RunFacts
+from training.paths import resolve
+from training.run_folder import hardware
+
+WARM_UP_TOKENS = 24
+Parts = dict[tuple[str, int], PartTimes]  # (drafter, batch size) -> times; a forward costs the same at any temperature
+
+
+def conditions(cfg: EvalConfig) -> list[Condition]:
+    """Temperatures x batch sizes."""
+    return [Condition(temperature, batch) for batch in cfg.batch_sizes for temperature in cfg.temperatures]
+
+
+def check(cfg: EvalConfig) -> None:
+    """Raise UserError for settings that cannot be measured, before any model is loaded."""
+    for key, found, fine, expected in (
+        ("temperatures", cfg.temperatures, min(cfg.temperatures, default=-1) >= 0, "one or more numbers from 0 up"),
+        ("batch_sizes", cfg.batch_sizes, min(cfg.batch_sizes, default=0) >= 1, "one or more whole numbers from 1 up"),
+        ("num_draft_tokens", cfg.num_draft_tokens, min(cfg.num_draft_tokens, default=1) >= 1, "numbers from 1 up"),
+        ("sweep", cfg.sweep, min(cfg.sweep, default=1) >= 1, "numbers from 1 up, or [] for no sweep"),
+        ("max_new_tokens", cfg.max_new_tokens, cfg.max_new_tokens >= 2, "2 or more: one token leaves nothing to draft"),
+        ("verify", cfg.verify, cfg.verify in ("token", "coupled"), "token or coupled"),
+    ):
+        if not fine:
+            raise UserError(f"{key}={found} cannot be measured. Expected {expected}.")
+    if not cfg.num_draft_tokens and not (cfg.sweep and cfg.sweep_prompts):
+        raise UserError(
+            "num_draft_tokens is empty, and so is the sweep that would choose it. "
+            "Set num_draft_tokens=[4], or sweep=[1,2,4] with sweep_prompts=8."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """Everything a run needs, and what the rows say of it."""
+
+    bench: Bench
+    run: RunFacts
+    facts: dict[str, DrafterFacts]
+    prompt_file: Path
+    inputs: list[Path]  # for the manifest
+
+
+def load(cfg: EvalConfig) -> Loaded:
+    """Load target, drafters, tokenizer and prompts; UserError for whatever of it does not fit."""
+    folder = resolve(cfg.target.path)
+    device = device_of(cfg.target.device)
+    largest = max(cfg.batch_sizes)
+    target = load_target(
+        folder,
+        backend=cfg.target.backend,
+        dtype=cfg.target.dtype,
+        device=device,
+        max_length=cfg.target.max_length or None,
+        batch_size=largest,
+    )
+    mappings = drafter_list.describe(
+        cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
+    )
+    drafters = drafter_list.build(mappings, folder)
+    tokenizer = load_tokenizer(folder)
+    prompt_file = resolve(cfg.benchmark.path)
+    benchmark = load_benchmark(
+        dataclasses.replace(cfg.benchmark, path=str(prompt_file)),
+        tokenizer,
+        max_length=target.max_length,
+        max_new_tokens=cfg.max_new_tokens,
+        limit=cfg.max_prompts,
+    )
+    settings = Settings(
+        max_new_tokens=cfg.max_new_tokens,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        seed=cfg.seed,
+        stop_token_ids=stop_token_ids(folder) if cfg.stop_at_eos else (),
+    )
+    machine = hardware()
+    run = RunFacts(
+        target=target.name,
+        target_layers=target.num_layers,
+        target_parameters=target.num_parameters,
+        benchmark=benchmark.name,
+        verify=cfg.verify,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        max_new_tokens=cfg.max_new_tokens,
+        backend=cfg.target.backend,
+        dtype=cfg.target.dtype,
+        device=device,
+        threads=torch.get_num_threads(),
+        hardware=machine["gpus"][0] if device.startswith("cuda") else machine["cpu"],
+        seed=cfg.seed,
+        bootstrap_resamples=cfg.bootstrap_resamples,
+    )
+    facts = {name: facts_of(name, drafter) for name, drafter in drafters.items()}
+    inputs = [folder, prompt_file, *(Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping)]
+    return Loaded(Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify), run, facts, prompt_file, inputs)
+
+
+def device_of(name: str) -> str:
+    """`auto` is a GPU where there is one."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def stop_token_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end a generation, from generation_config.json, else config.json; empty where neither names one."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        if file.is_file():
+            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if found is not None:
+                return tuple(found) if isinstance(found, list) else (int(found),)
+    return ()
+
+
+def facts_of(name: str, drafter: Any) -> DrafterFacts:
+    """What rows say of a drafter."""
+    return DrafterFacts(
+        name=name,
+        layers=drafter.num_layers,
+        parameters=drafter.num_parameters,
+        one_pass=drafter.caps.steps == "round",
+    )
+
+
+def widths(cfg: EvalConfig) -> range:
+    """Numbers of new tokens at which the target is timed: one, and every proposal with the token before it."""
+    return range(1, max([*cfg.num_draft_tokens, *cfg.sweep]) + 2)
+
+
+def freeze_parts(path: Path, loaded: Loaded, cfg: EvalConfig) -> Parts:
+    """Part times of every drafter at every batch size, read from `path` where they are frozen, else measured."""
+    if path.is_file():
+        return _read_parts(path)
+    prompt = middle_prompt(loaded.bench)
+    context = len(prompt) + cfg.max_new_tokens // 2
+    found = {}
+    for batch_size in cfg.batch_sizes:
+        for name, drafter in loaded.bench.drafters.items():
+            times = time_parts(
+                loaded.bench.target,
+                drafter,
+                prompt,
+                widths=widths(cfg),
+                context=context,
+                batch_size=batch_size,
+                repeats=cfg.timing_repeats,
+            )
+            assert times.t_draft_ms is not None, "a drafter was timed"
+            found[name, batch_size] = PartTimes(times.t_draft_ms, times.t_target_ms, times.context)
+    _write_parts(path, found)
+    return found
+
+
+def middle_prompt(bench: Bench) -> list[int]:
+    """Token ids of the prompt of median length, for timing and warming up."""
+    prompts = [
+        render_turns(prompt.turns[:1], [], bench.tokenizer, bench.benchmark.render)
+        for prompt in bench.benchmark.prompts
+    ]
+    return sorted(prompts, key=len)[len(prompts) // 2]
+
+
+def warm_up(loaded: Loaded, cfg: EvalConfig) -> None:
+    """Run every arm once, so that no measured generation is the first of its shape."""
+    ids = middle_prompt(loaded.bench)
+    for condition in conditions(cfg):
+        arms = [Arm(name, gamma) for name in loaded.bench.drafters for gamma in {*cfg.sweep, *cfg.num_draft_tokens}]
+        for arm in [BASELINE, *arms]:
+            drafter = None if arm == BASELINE else loaded.bench.drafters[arm.drafter]
+            settings = dataclasses.replace(
+                loaded.bench.settings_at(condition, arm), max_new_tokens=min(WARM_UP_TOKENS, cfg.max_new_tokens)
+            )
+            decode(loaded.bench.target, drafter, [ids] * condition.batch_size, settings)
+
+
+def _write_parts(path: Path, parts: Parts) -> None:
+    lines = [
+        {"drafter": name, "batch_size": batch_size, **dataclasses.asdict(times)}
+        for (name, batch_size), times in parts.items()
+    ]
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(lines, indent=1), encoding="utf-8")
+    partial.rename(path)
+
+
+def _read_parts(path: Path) -> Parts:
+    parts = {}
+    for line in json.loads(path.read_text(encoding="utf-8")):
+        t_target_ms = {int(n): milliseconds for n, milliseconds in line["t_target_ms"].items()}
+        parts[line["drafter"], line["batch_size"]] = PartTimes(line["t_draft_ms"], t_target_ms, line["context"])
+    return parts

@@ -1,0 +1,57 @@
+"""The table at the end of a run, for a terminal; plain text where the output is no terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from eval.schema import Row
+from eval.words import DEFINITIONS, baseline_cells, cells, condition_label, main_rows, verdict_line
+
+PLAIN_WIDTH = 160  # characters where there is no terminal to ask
+WIDE = 140  # terminals below this get the columns of NARROW
+NARROW = ["drafter", "speedup [95 %]", "tokens/s", "gamma", "alpha", "tau"]
+
+
+def print_table(rows: list[Row], console: Console | None = None) -> None:
+    """Print one table a condition, the words under it, and a verdict for every row."""
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    shown = main_rows(rows)
+    for label in dict.fromkeys(condition_label(row) for row in shown):
+        console.print()
+        console.print(_table([row for row in shown if condition_label(row) == label], label, console))
+    console.print()
+    for word, meaning in DEFINITIONS.items():
+        if word != "distinct-4":
+            console.print(Text.assemble((f"{word:>11}  ", "bold"), (meaning, "dim")), soft_wrap=not console.is_terminal)
+    console.print()
+    for row in shown:
+        which, measured, predicted = verdict_line(row)
+        clear = "green" if (row.speedup_low or 0) > 1 else "yellow"
+        text = Text.assemble((f"{which}: ", "bold"), (measured, clear), (f" {predicted}", "dim"))
+        console.print(text, soft_wrap=not console.is_terminal)
+        if row.lossless == "differs":
+            console.print(Text(f"NOT LOSSLESS: {row.drafter}: {row.lossless_detail}", style="bold red"))
+
+
+def _table(rows: list[Row], label: str, console: Console) -> Table:
+    first = rows[0]
+    title = (
+        f"{first.target} on {first.benchmark}: {label}, {first.prompts} prompts, {first.dtype}, {first.threads} threads"
+    )
+    box_style = box.SIMPLE_HEAD if console.is_terminal else box.ASCII
+    table = Table(title=title, box=box_style, title_justify="left", title_style="bold", pad_edge=False)
+    names = list(cells(first)) if console.width >= WIDE else NARROW
+    for name in names:
+        left = name in ("drafter", "output")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name == "speedup [95 %]")
+    baseline = baseline_cells(first)
+    table.add_row(*(baseline.get(name, "") for name in names))
+    for row in rows:
+        texts = cells(row)
+        table.add_row(*(texts[name] for name in names))
+    return table

@@ -1,0 +1,156 @@
+"""Records -> units: the two sides of each comparison, and the counts and costs that predictions are made from.
+
+Legend: D depths of a chain, P units (a unit is a prompt, or the prompts that are decoded together).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from eval import metrics
+from eval.records import Record
+from eval.schema import DrafterFacts, PartTimes
+
+
+@dataclass
+class Unit:
+    """The two sides of one comparison, summed over the turns of the prompts decoded together."""
+
+    ids: list[str] = field(default_factory=list)
+    categories: list[str] = field(default_factory=list)
+    distinct_4: list[float] = field(default_factory=list)  # of the baseline's text
+    tokens: int = 0  # emitted; the prefill emits none
+    rounds: int = 0  # of single rows, for tau
+    batch_rounds: int = 0  # target forwards, for times
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    base_tokens: int = 0
+    base_batch_rounds: int = 0
+    base_seconds: float = 0.0
+    base_prefill_seconds: float = 0.0
+    drafted: int = 0
+    tested: list[list[int]] = field(default_factory=list)
+    accepted: list[list[int]] = field(default_factory=list)
+
+    @property
+    def speedup(self) -> float:
+        return metrics.rate_ratio([self.tokens], [self.seconds], [self.base_tokens], [self.base_seconds])
+
+
+def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Unit]:
+    """Pair a drafter's records with the baseline's of the same units; raises KeyError when a side lacks one."""
+    sides = [_by_batch(records), _by_batch(baseline)]
+    if sides[0].keys() != sides[1].keys():
+        raise KeyError(f"drafter and baseline differ in their prompts: {sorted(sides[0].keys() ^ sides[1].keys())}")
+    units: dict[int, Unit] = defaultdict(Unit)
+    for key, rows in sides[0].items():
+        unit, base = units[key[0]], sides[1][key]
+        unit.tokens += sum(len(row.tokens) for row in rows)
+        unit.rounds += sum(row.rounds for row in rows)
+        unit.batch_rounds += max(row.rounds for row in rows)
+        unit.seconds += max(row.decode_seconds for row in rows)
+        unit.prefill_seconds += rows[0].prefill_seconds
+        unit.drafted += sum(row.drafted for row in rows)
+        unit.tested += [row.tested_by_depth for row in rows]
+        unit.accepted += [row.accepted_by_depth for row in rows]
+        unit.base_tokens += sum(len(row.tokens) for row in base)
+        unit.base_batch_rounds += max(row.rounds for row in base)
+        unit.base_seconds += max(row.decode_seconds for row in base)
+        unit.base_prefill_seconds += base[0].prefill_seconds
+        unit.distinct_4 += [metrics.distinct_n(row.tokens) for row in base]
+        unit.ids += [row.prompt_id for row in rows if row.turn == 0]
+        unit.categories += [row.category for row in rows if row.turn == 0]
+    return [unit for _, unit in sorted(units.items())]
+
+
+def _by_batch(records: Iterable[Record]) -> dict[tuple[int, int], list[Record]]:
+    """(unit, turn) -> the rows that were decoded together."""
+    batches: dict[tuple[int, int], list[Record]] = defaultdict(list)
+    for record in records:
+        batches[record.unit, record.turn].append(record)
+    return batches
+
+
+def tested_counts(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
+    """(tested_D, accepted_D) summed over units."""
+    tested = metrics.add_by_depth([count_D for unit in units for count_D in unit.tested])
+    accepted = metrics.add_by_depth([count_D for unit in units for count_D in unit.accepted])
+    return tested, accepted
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Counts of one drafter under one condition over all its draft lengths: what predictions are made from."""
+
+    pass_rates: list[float | None]  # P(depth k is offered and passes | the depths before it passed)
+    costs: metrics.Costs
+
+
+def pool_counts(units_by_gamma: dict[int, list[Unit]], facts: DrafterFacts, parts: PartTimes) -> Pool:
+    """Join the runs at all draft lengths.
+
+    For a drafter that always proposes gamma tokens pass_k is alpha_k. One that proposes fewer, or none, misses the
+    rounds without an offer too: pass_k = accepted_k / accepted_(k-1), with the rounds as accepted_0.
+    o is what the rounds took beyond their parts, over t_target(1), as the mean over draft lengths; o_1 likewise.
+    """
+    everything = [unit for units in units_by_gamma.values() for unit in units]
+    tested, accepted = tested_counts(everything)
+    reached = _reached(units_by_gamma)
+    passes, fill = metrics.usable_alpha(tested, accepted), 1.0
+    # The last round of a generation may have no room for a full proposal; any other short one is the drafter's choice.
+    if sum(reached) - sum(tested) > sum(len(unit.tested) for unit in everything):
+        passes = [have / before if before else None for have, before in zip(accepted, reached, strict=False)]
+        offered = sum(gamma * unit.rounds for gamma, units in units_by_gamma.items() for unit in units)
+        fill = sum(unit.drafted for unit in everything) / offered
+    t_1 = parts.t_target_ms[1]
+    extra_ms = [mean_round_ms(units) - _parts_ms(units, facts, parts) for units in units_by_gamma.values()]
+    base_ms = 1000 * sum(unit.base_seconds for unit in everything) / sum(unit.base_batch_rounds for unit in everything)
+    costs = metrics.Costs(
+        cost_ratio=parts.t_draft_ms / t_1,
+        V=metrics.cost_table(parts.t_target_ms),
+        overhead=float(np.mean(extra_ms)) / t_1,
+        baseline_overhead=base_ms / t_1 - 1.0,
+        one_pass=facts.one_pass,
+        fill=fill,
+    )
+    return Pool(passes, costs)
+
+
+def _reached(units_by_gamma: dict[int, list[Unit]]) -> list[int]:
+    """For each depth, the rounds in which it could be offered: gamma allows it, and all depths before it passed."""
+    reached_D = [0] * max(units_by_gamma)
+    for gamma, units in units_by_gamma.items():
+        accepted = tested_counts(units)[1]
+        passed = [sum(unit.rounds for unit in units), *accepted, *([0] * gamma)][:gamma]
+        reached_D = [sum(pair) for pair in itertools.zip_longest(reached_D, passed, fillvalue=0)]
+    return reached_D
+
+
+def mean_round_ms(units: Sequence[Unit]) -> float:
+    """Wall time of a round: the batch's time over its target forwards."""
+    return 1000 * sum(unit.seconds for unit in units) / sum(unit.batch_rounds for unit in units)
+
+
+def mean_draft_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
+    """Drafting in a mean round, from the timed step."""
+    return parts.t_draft_ms if facts.one_pass else parts.t_draft_ms * _drafted_per_round(units)
+
+
+def mean_target_ms(units: Sequence[Unit], parts: PartTimes) -> float:
+    """Verifying in a mean round: t_target at the mean width, linear between timed widths."""
+    widths = sorted(parts.t_target_ms)
+    width = 1 + _drafted_per_round(units)
+    return float(np.interp(width, widths, [parts.t_target_ms[n] for n in widths]))
+
+
+def _parts_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
+    return mean_draft_ms(units, facts, parts) + mean_target_ms(units, parts)
+
+
+def _drafted_per_round(units: Sequence[Unit]) -> float:
+    return sum(unit.drafted for unit in units) / sum(unit.rounds for unit in units)

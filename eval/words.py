@@ -1,0 +1,117 @@
+"""The words of the tables: definitions, and rows put into plain sentences. Terminal and report share them."""
+
+from __future__ import annotations
+
+from eval.schema import LOOPING_BELOW, Row
+
+DEFINITIONS: dict[str, str] = {
+    "speedup": "tokens per second with the drafter over those of our own decoding without one: same prompts, machine, "
+    "threads, dtype and loop, interleaved. In brackets the 95 % interval of a paired bootstrap over prompts.",
+    "gamma": "draft tokens proposed in a round, before the target checks them all in one forward pass.",
+    "alpha": "acceptance rate: draft tokens that pass, of those tested. A token is tested when all before it passed.",
+    "tau": "block efficiency: tokens emitted per target forward, the target's own bonus token included; 1 without a "
+    "drafter, at most gamma + 1.",
+    "c": "cost ratio: time of one draft step over time of one target step.",
+    "V": "time of the target forward that checks a whole proposal, over that of one token. It is not 1.",
+    "overhead": "share of a round spent outside the models' forward passes.",
+    "predicted": "speedup that alpha, c, V and overhead give by the formula; where it agrees, they explain the whole.",
+    "not looping": f"the speedup on prompts whose continuation does not repeat itself (distinct-4 of at least "
+    f"{LOOPING_BELOW}). Loops are easy to guess, so headlines leave them out.",
+    "distinct-4": "share of different 4-token sequences in the target's text: 1 never repeats, near 0 loops.",
+    "output": "equal: token by token what the target says alone. by rule: drawn from the target's distribution by "
+    "a rule that is proven to keep it, so single texts differ.",
+}
+
+
+def drafter_label(row: Row) -> str:
+    """Name with its size: `mine (1 layer, 3.1 M)`."""
+    if row.drafter_parameters == 0:
+        return f"{row.drafter} (no model)"
+    layers = "1 layer" if row.drafter_layers == 1 else f"{row.drafter_layers} layers"
+    return f"{row.drafter} ({layers}, {millions(row.drafter_parameters)})"
+
+
+def millions(parameters: int) -> str:
+    """Parameter count in M or B."""
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
+
+
+def condition_label(row: Row) -> str:
+    """`temperature 1, token verification`, with the batch where it is not 1."""
+    rule = "greedy" if row.temperature == 0 else f"temperature {row.temperature:g}, {row.verify} verification"
+    return rule + (f", batch {row.batch_size}" if row.batch_size > 1 else "")
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A dash where there is nothing to show."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}x"
+
+
+def with_interval(value: float | None, low: float | None, high: float | None) -> str:
+    """`1.62x [1.55, 1.70]`; without brackets where there are too few prompts for an interval."""
+    return times(value) if low is None or high is None else f"{times(value)} [{low:.2f}, {high:.2f}]"
+
+
+def cells(row: Row) -> dict[str, str]:
+    """Column -> text, in order."""
+    return {
+        "drafter": drafter_label(row),
+        "speedup [95 %]": with_interval(row.speedup, row.speedup_low, row.speedup_high),
+        "not looping": f"{times(row.headline_speedup)} ({row.headline_prompts})",
+        "tokens/s": number(row.tokens_per_second, 1),
+        "gamma": str(row.num_draft_tokens),
+        "alpha": number(row.alpha),
+        "tau": number(row.tau),
+        "c": number(row.cost_ratio, 3),
+        "V": number(row.target_ms_per_round / row.t_target_ms[1]),
+        "overhead": f"{100 * row.overhead:.0f} %",
+        "predicted": times(row.predicted_speedup),
+        "output": row.lossless,
+    }
+
+
+def baseline_cells(row: Row) -> dict[str, str]:
+    """The same columns for the row without a drafter; columns that it has no value for are absent."""
+    return {
+        "drafter": "none (autoregressive)",
+        "tau": "1.00",
+        "tokens/s": number(row.baseline_tokens_per_second, 1),
+        "speedup [95 %]": "1.00x",
+    }
+
+
+def outcome(row: Row) -> str:
+    """One sentence: does it pay, and how sure is that?"""
+    spread = with_interval(row.speedup, row.speedup_low, row.speedup_high)
+    if row.speedup_low is None or row.speedup_high is None:
+        return f"{spread} on {row.prompts} prompt: too few prompts to say more"
+    if row.speedup_low > 1:
+        return f"faster: {spread}"
+    if row.speedup_high < 1:
+        return f"slower than no drafter: {spread}"
+    return f"no clear difference: {spread}"
+
+
+def losses(row: Row) -> str:
+    """Where the drafter loses: prompts, the worst of them, categories whose interval lies below 1."""
+    if not row.slower_prompts:
+        return f"faster on every one of {row.prompts} prompts (least on {row.worst_prompt}: {times(row.worst_speedup)})"
+    worst = f"worst {row.worst_prompt}: {times(row.worst_speedup)}"
+    text = f"slower on {row.slower_prompts} of {row.prompts} prompts ({worst})"
+    behind = [part.category for part in row.categories if part.speedup_high is not None and part.speedup_high < 1]
+    return text + (f", and as a whole on {', '.join(behind)}" if behind else "")
+
+
+def verdict_line(row: Row) -> tuple[str, str, str]:
+    """What a newcomer should take away of one row: (which row, what was measured, what the parts predict)."""
+    measured = f"{outcome(row)}; {losses(row)}."
+    return f"{row.drafter}, {condition_label(row)}", measured, f"{row.verdict[0].upper()}{row.verdict[1:]}."
+
+
+def main_rows(rows: list[Row]) -> list[Row]:
+    """The rows that count: those of the main part, or the sweep's where a run has no main part."""
+    return [row for row in rows if row.part == "main"] or rows

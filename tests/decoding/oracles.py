@@ -1,0 +1,62 @@
+"""Drafters that know the answer: perfect, adversarial and a tree that hides the answer among wrong branches."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decoding.chooser import Chooser
+from decoding.drafter import Caps, Observation, Proposal
+from decoding.stopping import Stopping
+
+
+class Oracle:
+    """Proposes the known continuation of each prompt, or with `wrong` a token that is never right."""
+
+    caps = Caps(shape="chain", steps="round")
+    name, num_layers, num_parameters = "oracle", 0, 0
+
+    def __init__(self, answers: Sequence[Sequence[int]], vocab_size: int, wrong: bool = False) -> None:
+        self.answers, self.vocab_size, self.wrong = answers, vocab_size, wrong
+
+    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+        self.truths = [[*prompt, *answer] for prompt, answer in zip(prompts_B, self.answers, strict=True)]
+
+    def draft(self, truth: Sequence[int], at: int, budget: int) -> list[int]:
+        """The tokens of the truth from position `at`; off by one if `wrong`."""
+        known = list(truth[at : at + budget])
+        known += [0] * (budget - len(known))
+        return [(token + 1) % self.vocab_size for token in known] if self.wrong else known
+
+    def propose(
+        self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int], stopping: Stopping, chooser: Chooser
+    ) -> Proposal:
+        width = max(budgets_B)
+        drafted = [self.draft(truth, len(s), width) for truth, s in zip(self.truths, sequences_B, strict=True)]
+        return Proposal(torch.tensor(drafted), list(budgets_B))
+
+    def observe(self, observation: Observation) -> None: ...
+
+    def rollback(self, lengths_B: Sequence[int]) -> None: ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.truths = [self.truths[row] for row in rows]
+
+    def time_step(self) -> None: ...
+
+
+class OracleTree(Oracle):
+    """At each depth a wrong branch first, then the right one, whose children follow; with `wrong` both are wrong."""
+
+    caps = Caps(shape="tree", steps="round")
+
+    def propose(
+        self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int], stopping: Stopping, chooser: Chooser
+    ) -> Proposal:
+        width = max(budgets_B)
+        tokens, parents = [], []
+        for truth, sequence in zip(self.truths, sequences_B, strict=True):
+            right = self.draft(truth, len(sequence), width)
+            tokens.append([token for r in right for token in ((r + 2) % self.vocab_size, r)])
+            parents.append([node for depth in range(width) for node in [2 * depth - 1] * 2])
+        return Proposal(torch.tensor(tokens), [2 * budget for budget in budgets_B], torch.tensor(parents))

@@ -1,0 +1,74 @@
+"""The table of rows that every law runs over. A new drafter or rule joins by adding one line.
+
+A row is a drafter and the rules that verify it. `make` builds the drafter from a `Kit`; `table` builds one for the
+5-symbol target of law 3, or is None where the row draws nothing at random and has nothing to add there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from decoding.chain import ChainDrafter
+from decoding.drafter import Drafter
+from decoding.prompt_lookup import PromptLookup
+from decoding.target import Target
+
+from .oracles import Oracle, OracleTree
+from .tiny import TableTarget
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What a row may build its drafter from."""
+
+    target: Target
+    twin: Target  # the same model with a cache of its own
+    draft_model: Target  # like the target, disturbed
+    answers: Sequence[Sequence[int]]  # the target's own continuations
+
+
+@dataclass(frozen=True)
+class DrafterRow:
+    name: str
+    make: Callable[[Kit], Drafter]
+    rules: tuple[str, ...]
+    perfect: Callable[[Kit], Drafter] | None = None  # q = p, or the truth itself
+    adversarial: Callable[[Kit], Drafter] | None = None  # never right
+    table: Callable[[], Drafter] | None = None
+
+
+def draft_table() -> TableTarget:
+    """A drafter for the 5-symbol target, unlike it."""
+    return TableTarget(torch.randn(5, 5, 5, generator=torch.Generator().manual_seed(7)) * 1.5)
+
+
+ROWS = [
+    DrafterRow(
+        "chain",
+        make=lambda kit: ChainDrafter(model=kit.draft_model),
+        rules=("greedy", "token", "coupled"),
+        perfect=lambda kit: ChainDrafter(model=kit.twin),
+        table=lambda: ChainDrafter(model=draft_table()),
+    ),
+    DrafterRow(
+        "prompt_lookup",
+        make=lambda kit: PromptLookup(),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: PromptLookup(),
+    ),
+    DrafterRow(
+        "oracle",
+        make=lambda kit: Oracle(kit.answers, kit.target.vocab_size),
+        rules=("greedy", "coupled"),
+        perfect=lambda kit: Oracle(kit.answers, kit.target.vocab_size),
+        adversarial=lambda kit: Oracle(kit.answers, kit.target.vocab_size, wrong=True),
+    ),
+    DrafterRow(
+        "oracle_tree",
+        make=lambda kit: OracleTree(kit.answers, kit.target.vocab_size),
+        rules=("greedy", "coupled"),
+        perfect=lambda kit: OracleTree(kit.answers, kit.target.vocab_size),
+        adversarial=lambda kit: OracleTree(kit.answers, kit.target.vocab_size, wrong=True),
+    ),
+]

@@ -1,0 +1,173 @@
+"""Law 3: the joint distribution of the first three sampled tokens is the target's own, warpers included.
+
+A 5-symbol target whose next token hangs on the last two lets the exact law be written down. The same test rejects three
+well-known ways of getting it wrong, so its silence means something.
+
+Shapes: V = 5 symbols.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from decoding import noise, verify
+from decoding.chain import ChainDrafter
+from decoding.chooser import Chooser
+from decoding.drafter import Drafter, Proposal
+from decoding.loop import Settings, decode
+
+from .rows import ROWS, draft_table
+from .tiny import TableTarget
+
+P_LIMIT = 1e-6
+PROMPT = [3, 1, 4, 2, 4]
+WARPERS = {
+    "plain": {"temperature": 1.0},
+    "cold_top_k": {"temperature": 0.7, "top_k": 3},
+    "hot_top_p": {"temperature": 1.5, "top_p": 0.85},
+    "min_p": {"temperature": 1.2, "min_p": 0.15},
+}
+CASES = [
+    (row.name, rule, warper)
+    for row in ROWS
+    if row.table is not None
+    for rule in row.rules
+    if rule != "greedy"
+    for warper in WARPERS
+] + [("autoregressive", rule, warper) for rule in ("token", "coupled") for warper in ("plain", "cold_top_k")]
+
+
+def target_table() -> TableTarget:
+    return TableTarget(torch.randn(5, 5, 5, generator=torch.Generator().manual_seed(1)) * 1.5)
+
+
+def exact_row(logits: list[float], temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[float]:
+    """The warped distribution of one row, written as its definition reads."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    kept = order[:top_k] if top_k else order
+    weights = {i: torch.tensor(logits[i] / temperature, dtype=torch.float64).exp().item() for i in kept}
+    total = sum(weights.values())
+    probs = {i: w / total for i, w in weights.items()}
+    nucleus, reached = {}, 0.0
+    for i in kept:
+        if reached >= top_p:
+            break
+        nucleus[i] = probs[i]
+        reached += probs[i]
+    best = max(nucleus.values())
+    final = {i: p for i, p in nucleus.items() if p >= min_p * best}
+    return [final.get(i, 0.0) / sum(final.values()) for i in range(len(logits))]
+
+
+def exact_joint(target: TableTarget, warper: dict) -> dict[tuple[int, ...], float]:
+    joint = {}
+    for triple in itertools.product(range(5), repeat=3):
+        context, probability = PROMPT[-2:], 1.0
+        for token in triple:
+            probability *= exact_row(target.table_VVV[context[0], context[1]].tolist(), **warper)[token]
+            context = [context[1], token]
+        joint[triple] = probability
+    return joint
+
+
+def p_value(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float], draws: int) -> float:
+    """Chi-square test; cells with fewer than 5 expected draws are pooled. An impossible outcome gives 0."""
+    if any(law[cell] == 0 for cell in counts):
+        return 0.0
+    large = {cell: p * draws for cell, p in law.items() if p * draws >= 5}
+    pairs = [(counts.get(cell, 0), expected) for cell, expected in large.items()]
+    rest = draws - sum(expected for _, expected in pairs)
+    if rest >= 5:
+        pairs.append((draws - sum(count for count, _ in pairs), rest))
+    statistic = sum((count - expected) ** 2 / expected for count, expected in pairs)
+    freedom = torch.tensor((len(pairs) - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)).item()
+
+
+def law_holds(drafter: Drafter | None, rule: str, warper: str, draws: int, seed: int = 0) -> float:
+    """The p-value of `draws` independent requests under this drafter and rule."""
+    target = target_table()
+    settings = Settings(max_new_tokens=5, num_draft_tokens=4, verify=rule, seed=seed, **WARPERS[warper])  # type: ignore[arg-type]
+    counts: dict[tuple[int, ...], int] = {}
+    block = 20_000
+    for start in range(0, draws, block):
+        ids = list(range(start, min(start + block, draws)))
+        for generation in decode(target, drafter, [PROMPT] * len(ids), settings, request_ids=ids):
+            triple = tuple(generation.tokens[:3])
+            counts[triple] = counts.get(triple, 0) + 1
+    return p_value(counts, exact_joint(target, WARPERS[warper]), draws)
+
+
+def drafter_of(name: str) -> Drafter | None:
+    make = {row.name: row.table for row in ROWS}.get(name)
+    return make() if make is not None else None
+
+
+@pytest.mark.parametrize(("name", "rule", "warper"), CASES)
+def test_law_3(name: str, rule: str, warper: str) -> None:
+    assert law_holds(drafter_of(name), rule, warper, 20_000) > P_LIMIT
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "rule", "warper"), CASES)
+def test_law_3_with_a_million_draws(name: str, rule: str, warper: str) -> None:
+    assert law_holds(drafter_of(name), rule, warper, 1_000_000, seed=1) > P_LIMIT
+
+
+def reuse_uniform(monkeypatch: pytest.MonkeyPatch) -> Drafter:
+    """Adjacent tests share a uniform, as in the published PEARL code."""
+    original = Chooser.uniform
+
+    def reused(self: Chooser, row: int, depth: int, purpose: int) -> float:
+        return original(self, row, depth // 2 * 2 if purpose == noise.ACCEPT else depth, purpose)
+
+    monkeypatch.setattr(Chooser, "uniform", reused)
+    return ChainDrafter(model=draft_table())
+
+
+def drop_unlikely(monkeypatch: pytest.MonkeyPatch) -> Drafter:
+    """A drawn token is dropped because its own probability is low."""
+
+    class Dropping(ChainDrafter):
+        def propose(self, *args: object) -> Proposal:
+            proposal = super().propose(*args)  # type: ignore[arg-type]
+            assert proposal.q_BNV is not None
+            q_BN = proposal.q_BNV.gather(-1, proposal.tokens_BN[:, :, None]).squeeze(-1)
+            sure_B = (q_BN > 0.3).long().cumprod(1).sum(1).tolist()
+            proposal.counts_B = [min(count, sure) for count, sure in zip(proposal.counts_B, sure_B)]
+            return proposal
+
+    return Dropping(model=draft_table())
+
+
+def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
+    """After a failed test the next token is drawn from p, not from what q left of it."""
+    monkeypatch.setattr(verify, "_final_weights", lambda probs_BNV, _, accepted_B: verify.at_nodes(probs_BNV, accepted_B))
+    return ChainDrafter(model=draft_table())
+
+
+def key_by_position(monkeypatch: pytest.MonkeyPatch) -> Drafter:
+    """Draft and residual noise of a position are one and the same uniform, in every round."""
+    monkeypatch.setattr(
+        Chooser,
+        "uniform",
+        lambda self, row, depth, purpose: noise.uniform(
+            noise.extend(self._requests_B[row], self._positions_B[row] + depth)
+        ),
+    )
+    return ChainDrafter(model=draft_table())
+
+
+CONTROLS = [reuse_uniform, drop_unlikely, keep_residual, key_by_position]
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
+def test_law_3_rejects(control: Callable[[pytest.MonkeyPatch], Drafter], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert law_holds(control(monkeypatch), "token", "plain", 20_000) < P_LIMIT
+
+
+def test_law_3_rejects_a_lookup_without_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_residual(monkeypatch)
+    assert law_holds(drafter_of("prompt_lookup"), "token", "plain", 20_000) < P_LIMIT

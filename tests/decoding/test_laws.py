@@ -1,0 +1,232 @@
+"""The laws that every row of `rows.ROWS` keeps: greedy equality, coupled equality, closed forms, edges.
+
+The law of the sampled distribution (law 3) has a file of its own, test_law_of_distribution.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+
+from decoding.drafter import Drafter
+from decoding.loop import Batch, Generation, Settings, decode
+from decoding.native import NativeTarget
+
+from .rows import ROWS, DrafterRow, Kit
+from .tiny import VOCABULARY, hf_model, native_of, random_prompts
+
+DISTURBANCE = 0.03  # of the drafter's weights: some tokens agree with the target's, some do not
+WARPERS = {
+    "temperature": {"temperature": 1.0},
+    "top_k": {"temperature": 0.7, "top_k": 5},
+    "top_p": {"temperature": 1.3, "top_p": 0.8},
+    "all": {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.02},
+}
+by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+def with_rule(rule: str, **fields: object) -> Settings:
+    """Settings under which `rule` verifies."""
+    sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
+    return Settings(**{"num_draft_tokens": 3, "seed": 5, **sampled, **fields})  # type: ignore[arg-type]
+
+
+@lru_cache
+def models() -> tuple[NativeTarget, NativeTarget, NativeTarget]:
+    """Target, twin and draft model, in float64."""
+    model = hf_model("llama", layers=2)
+    return native_of(model), native_of(model), native_of(model, noise=DISTURBANCE)
+
+
+def run(row: DrafterRow, prompts: Sequence[Sequence[int]], settings: Settings) -> tuple[list[Generation], list[Generation]]:
+    """(autoregressive, with the row's drafter)."""
+    target, twin, draft_model = models()
+    plain = decode(target, None, prompts, settings)
+    kit = Kit(target, twin, draft_model, [g.tokens for g in plain])
+    return plain, decode(target, row.make(kit), prompts, settings)
+
+
+@by_row
+def test_law_1_greedy_output_is_the_targets_own(row: DrafterRow) -> None:
+    plain, drafted = run(row, random_prompts(64), Settings(max_new_tokens=128, num_draft_tokens=4))
+    assert all(len(g.tokens) == 128 for g in plain)
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert len({token for g in plain for token in g.tokens}) > 10, "a target that loops proves nothing"
+    assert sum(g.rounds for g in drafted) < sum(g.rounds for g in plain), "no draft was ever accepted"
+
+
+@pytest.mark.parametrize("warper", WARPERS)
+@by_row
+def test_law_2_coupled_output_is_the_targets_own_sample(row: DrafterRow, warper: str) -> None:
+    settings = Settings(max_new_tokens=48, verify="coupled", seed=11, **WARPERS[warper])
+    plain, drafted = run(row, random_prompts(24), settings)
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    other = run(row, random_prompts(24), replace(settings, seed=12))[0]
+    assert [g.tokens for g in other] != [g.tokens for g in plain], "the seed has no effect"
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
+@by_row
+def test_law_4_a_perfect_drafter_gains_its_closed_form(row: DrafterRow, rule: str) -> None:
+    if row.perfect is None or rule not in row.rules:
+        pytest.skip("the row has no perfect form under this rule")
+    gamma, rounds = 4, 6
+    settings = with_rule(rule, num_draft_tokens=gamma, max_new_tokens=(gamma + 1) * rounds)
+    target, twin, draft_model = models()
+    prompts = random_prompts(16)
+    answers = [g.tokens for g in decode(target, None, prompts, settings)]
+    drafted = decode(target, row.perfect(Kit(target, twin, draft_model, answers)), prompts, settings)
+    assert [g.block_efficiency for g in drafted] == [gamma + 1] * len(prompts)
+    assert [g.accepted_by_depth for g in drafted] == [[rounds] * gamma] * len(prompts)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@by_row
+def test_law_4_an_adversarial_drafter_changes_nothing(row: DrafterRow, rule: str) -> None:
+    if row.adversarial is None:
+        pytest.skip("the row has no adversarial form")
+    settings = with_rule(rule, max_new_tokens=24)
+    target, twin, draft_model = models()
+    prompts = random_prompts(16)
+    plain = decode(target, None, prompts, settings)
+    drafter = row.adversarial(Kit(target, twin, draft_model, [g.tokens for g in plain]))
+    drafted = decode(target, drafter, prompts, settings)
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert all(g.block_efficiency == 1 and g.accepted == 0 for g in drafted)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
+@by_row
+def test_law_5_ragged_batches_equal_single_rows(row: DrafterRow, rule: str) -> None:
+    if rule not in row.rules:
+        pytest.skip("the row is not verified by this rule")
+    settings = with_rule(rule, max_new_tokens=20, stop_token_ids=tuple(range(3, 9)))
+    target, twin, draft_model = models()
+    prompts = random_prompts(10, seed=3)
+    ids = [40 + i for i in range(len(prompts))]
+    answers = [g.tokens for g in decode(target, None, prompts, settings, request_ids=ids)]
+    together = decode(target, row.make(Kit(target, twin, draft_model, answers)), prompts, settings, request_ids=ids)
+    for prompt, request, answer, expected in zip(prompts, ids, answers, together):
+        drafter = row.make(Kit(target, twin, draft_model, [answer]))
+        (alone,) = decode(target, drafter, [prompt], settings, request_ids=[request])
+        assert alone.tokens == expected.tokens
+        assert (alone.rounds, alone.drafted, alone.tested_by_depth, alone.accepted_by_depth, alone.finish) == (
+            expected.rounds,
+            expected.drafted,
+            expected.tested_by_depth,
+            expected.accepted_by_depth,
+            expected.finish,
+        )
+    assert {g.finish for g in together} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+def test_law_5_a_stop_token_inside_the_accepted_span_ends_the_row(rule: str) -> None:
+    row = next(row for row in ROWS if row.name == "oracle")
+    target, twin, draft_model = models()
+    prompts = random_prompts(12)
+    free = [g.tokens for g in decode(target, None, prompts, with_rule(rule, max_new_tokens=30))]
+    settings = with_rule(rule, max_new_tokens=30, num_draft_tokens=4, stop_token_ids=(free[0][6],))
+    drafted = decode(target, row.make(Kit(target, twin, draft_model, free)), prompts, settings)
+    for tokens, generation in zip(free, drafted):
+        stop = tokens.index(free[0][6]) + 1 if free[0][6] in tokens else 30
+        assert generation.tokens == tokens[:stop]
+        assert generation.finish == ("stop" if free[0][6] in tokens else "length")
+        assert generation.accepted + generation.rounds >= stop
+        assert generation.accepted <= stop, "tokens behind the stop were counted"
+    assert drafted[0].rounds == 2
+
+
+@by_row
+def test_law_5_one_token_prompts_and_one_token_outputs(row: DrafterRow) -> None:
+    plain, drafted = run(row, [[7], [9], [7, 8, 9]], Settings(max_new_tokens=12))
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    plain, drafted = run(row, [[7], [9, 4]], Settings(max_new_tokens=1))
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert [(g.rounds, g.drafted) for g in drafted] == [(1, 0), (1, 0)]
+
+
+@by_row
+def test_law_5_cache_lengths_after_every_round(row: DrafterRow, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = 0
+    original = Batch._commit
+
+    def checked(self: Batch, *args: object) -> None:
+        nonlocal seen
+        original(self, *args)  # type: ignore[arg-type]
+        accepted_B = args[0].accepted_B  # type: ignore[attr-defined]
+        for running, length, accepted in zip(self.rows, self.target.lengths_B, accepted_B):
+            emitted = len(running.generation.tokens)
+            # The tip is in no cache; a row cut at a stop token is dropped and may hold what lay behind it.
+            assert length >= len(running.sequence) - 1
+            if running.generation.finish != "stop":
+                assert length == len(running.sequence) - 1
+            assert accepted <= emitted
+        model = getattr(self.drafter, "model", None)
+        if model is not None:
+            assert all(cached <= kept for cached, kept in zip(model.lengths_B, self.target.lengths_B))
+        seen += 1
+
+    monkeypatch.setattr(Batch, "_commit", checked)
+    plain, drafted = run(row, random_prompts(8), Settings(max_new_tokens=24, stop_token_ids=(5, 6, 7)))
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert seen > 0
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
+def test_counts_add_up(rule: str) -> None:
+    row = ROWS[0]
+    for generation in run(row, random_prompts(8), with_rule(rule, max_new_tokens=40))[1]:
+        assert len(generation.tokens) == 40 == generation.accepted + generation.rounds
+        assert all(a <= t for a, t in zip(generation.accepted_by_depth, generation.tested_by_depth))
+        deeper = zip(generation.accepted_by_depth, generation.tested_by_depth[1:])
+        assert all(tested <= accepted for accepted, tested in deeper), "depth k+1 is tested only where k was accepted"
+        assert generation.tested <= generation.drafted
+        assert generation.decode_seconds >= generation.draft_seconds > 0
+        assert generation.first_token_seconds >= generation.prefill_seconds > 0
+
+
+def test_tokens_stream_as_they_appear() -> None:
+    target, _, draft_model = models()
+    streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    prompts = random_prompts(3)
+    done = decode(target, None, prompts, Settings(max_new_tokens=9), on_tokens=lambda row, new: streamed[row].extend(new))
+    assert [streamed[i] for i in range(3)] == [g.tokens for g in done]
+
+
+def test_the_draft_budget_ends_at_the_context() -> None:
+    model = hf_model("llama", layers=2)
+    target, drafter_model = native_of(model, max_length=20), native_of(model, max_length=14)
+    from decoding.chain import ChainDrafter
+
+    prompts = [random_prompts(1, longest=2)[0], [4] * 15]
+    plain = decode(target, None, prompts, Settings(max_new_tokens=100))
+    assert [len(p) + len(g.tokens) for p, g in zip(prompts, plain)] == [20, 20]
+    drafter: Drafter = ChainDrafter(model=drafter_model)
+    drafted = decode(target, drafter, prompts, Settings(max_new_tokens=100))
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert drafted[1].drafted == 0, "a drafter beyond its own context has nothing to say"
+
+
+def test_vocabularies_of_different_size() -> None:
+    """Models of one tokenizer may pad their output rows differently."""
+    model = hf_model("llama", layers=1)
+    state = dict(model.state_dict())
+    wide = dict(state)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        wide[name] = torch.cat((state[name], torch.randn(5, 32, dtype=torch.float64)))
+    config = model.config.to_dict()
+    small = NativeTarget.from_state(config, state, dtype=torch.float64)
+    large = NativeTarget.from_state({**config, "vocab_size": VOCABULARY + 5}, wide, dtype=torch.float64)
+    from decoding.chain import ChainDrafter
+
+    for target, draft_model in ((small, large), (large, small)):
+        settings = Settings(max_new_tokens=20, temperature=1.0, verify="coupled")
+        prompts = random_prompts(4)
+        plain = decode(target, None, prompts, settings)
+        assert [g.tokens for g in decode(target, ChainDrafter(model=draft_model), prompts, settings)] == [
+            g.tokens for g in plain
+        ]
+        decode(target, ChainDrafter(model=draft_model), prompts, replace(settings, verify="token"))

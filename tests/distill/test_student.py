@@ -1,0 +1,87 @@
+"""Students: shapes, the layers they start from, and refusals."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from decoding.errors import UserError
+from distill.student import build_student, chosen_layers, student_config
+from training.config import StudentConfig
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path):
+    return AutoModelForCausalLM.from_pretrained(tiny_target)
+
+
+def test_a_student_of_all_layers_is_the_target(target):
+    student = build_student(StudentConfig(num_hidden_layers=4), target, torch.float32)
+    assert student.state_dict().keys() == target.state_dict().keys()
+    assert all(torch.equal(tensor, target.state_dict()[name]) for name, tensor in student.state_dict().items())
+
+
+def test_chosen_layers_are_the_ones_named(target):
+    student = build_student(StudentConfig(num_hidden_layers=2, layers=[1, 3]), target, torch.float32)
+    for new, old in enumerate([1, 3]):
+        ours = student.model.layers[new].mlp.down_proj.weight
+        assert torch.equal(ours, target.model.layers[old].mlp.down_proj.weight)
+        assert ours.data_ptr() != target.model.layers[old].mlp.down_proj.weight.data_ptr(), (
+            "training must not reach the target"
+        )
+
+
+def test_default_layers_are_first_last_and_evenly_spaced():
+    assert [chosen_layers(StudentConfig(num_hidden_layers=n), 13) for n in (1, 2, 3, 4)] == [
+        [0],
+        [0, 12],
+        [0, 6, 12],
+        [0, 4, 8, 12],
+    ]
+
+
+def test_random_students_take_any_shape_and_learn_nothing_from_the_target(target):
+    shape = StudentConfig(
+        num_hidden_layers=1,
+        init="random",
+        hidden_size=48,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=16,
+        intermediate_size=80,
+    )
+    torch.manual_seed(1)
+    student = build_student(shape, target, torch.float32)
+    config = student.config
+    assert (config.hidden_size, config.num_attention_heads, config.head_dim, config.intermediate_size) == (
+        48,
+        6,
+        16,
+        80,
+    )
+    assert config.vocab_size == target.config.vocab_size
+    assert student(torch.tensor([[1, 2, 3]]), attention_bias=torch.zeros(1, 1, 3, 3)).logits.shape == (1, 3, 2048)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (StudentConfig(num_hidden_layers=5), "the target has 4; use init=random"),
+        (StudentConfig(num_hidden_layers=0), "at least one layer"),
+        (StudentConfig(num_hidden_layers=1, layers=[4]), "from 0 to 3"),
+        (StudentConfig(num_hidden_layers=2, layers=[1]), "expected 2 layers"),
+        (StudentConfig(hidden_size=64), "drafter.hidden_size is 64, the target's is 32"),
+        (StudentConfig(init="copy"), "expected layers or random"),
+        (StudentConfig(init="random", num_attention_heads=5, num_key_value_heads=2), "no multiple of"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(target, shape: StudentConfig, words: str):
+    with pytest.raises(UserError, match=words):
+        build_student(shape, target, torch.float32)
+
+
+def test_rope_and_context_are_the_targets(target):
+    config = student_config(StudentConfig(num_hidden_layers=1), target.config)
+    assert config.rope_parameters == target.config.rope_parameters
+    assert config.max_position_embeddings == target.config.max_position_embeddings

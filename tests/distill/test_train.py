@@ -1,0 +1,173 @@
+"""`distill.train` end to end on a random target: the folder it leaves, resume, stages, workers, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from decoding.errors import UserError
+from distill.config import TrainConfig
+from distill.train import run
+from training.config import typed
+from training.job import CONF, register
+
+ROOT = CONF.parent
+
+
+def configured(target: Path, folder: Path, *overrides: str) -> TrainConfig:
+    register("distill.train", TrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        given = ["+experiment=smoke", f"target.path={target}", f"output_dir={folder}", *overrides]
+        return typed(compose("distill_train", given), TrainConfig)
+
+
+def command(target: Path, folder: Path, *overrides: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "distill.train",
+        "+experiment=smoke",
+        f"target.path={target}",
+        f"output_dir={folder}",
+        *overrides,
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    run(configured(tiny_target, folder))
+    return folder
+
+
+def test_the_drafter_folder_is_complete_and_loads(finished: Path, tiny_target: Path):
+    drafter = finished / "drafter"
+    model = AutoModelForCausalLM.from_pretrained(drafter)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.config.num_hidden_layers == 1
+    assert AutoTokenizer.from_pretrained(drafter).get_vocab() == AutoTokenizer.from_pretrained(tiny_target).get_vocab()
+    card = json.loads((drafter / "drafter_card.json").read_text())
+    assert card["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert 0 < card["acceptance"]["acceptance"] < 1
+    assert "--speculative-config" in (drafter / "README.md").read_text()
+    assert model.generation_config.assistant_confidence_threshold == 0.0
+
+
+def test_the_run_folder_tells_what_was_done(finished: Path):
+    manifest = json.loads((finished / "manifest.json").read_text())
+    assert manifest["finished"] is True
+    assert manifest["metrics"]["tokens"] > 0
+    assert all(len(digest) == 64 for digest in manifest["inputs"].values())
+    records = [json.loads(line) for line in (finished / "metrics.jsonl").open()]
+    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4, 5, 6]
+    assert any("held_out_acceptance" in record for record in records)
+
+
+def test_a_finished_run_is_passed_over(finished: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]):
+    before = (finished / "drafter" / "model.safetensors").stat().st_mtime_ns
+    run(configured(tiny_target, finished))
+    assert "finished before" in capsys.readouterr().out
+    assert (finished / "drafter" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_distilling_raises_held_out_acceptance(tiny_target: Path, tmp_path: Path):
+    run(
+        configured(
+            tiny_target,
+            tmp_path,
+            "loop.max_steps=30",
+            "loop.eval_every=5",
+            "drafter.init=random",
+            "loop.optimizer.lr=5e-3",
+        )
+    )
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    acceptance = [record["held_out_acceptance"] for record in records if "held_out_acceptance" in record]
+    assert acceptance[-1] > acceptance[0]
+
+
+def test_dry_run_writes_an_untrained_folder_that_loads(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run(configured(tiny_target, tmp_path, "dry_run=true"))
+    assert "MFLOP a token" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "drafter")
+    assert all(not parameter.any() for parameter in model.parameters())
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(
+    finished: Path, tiny_target: Path, tmp_path: Path
+):
+    """kill -9 in the middle of training; then the same command again, in a process of its own."""
+    process = subprocess.Popen(
+        command(tiny_target, tmp_path, "threads=1"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    checkpoints = tmp_path / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not list(checkpoints.glob("step_*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    assert not (tmp_path / "drafter").exists()
+    run(configured(tiny_target, tmp_path))
+    ours, straight = (load_file(folder / "drafter" / "model.safetensors") for folder in (tmp_path, finished))
+    assert all(torch.equal(ours[name], straight[name]) for name in straight)
+
+
+def test_two_worker_processes_make_the_same_drafter(finished: Path, tiny_target: Path, tmp_path: Path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    given = command(tiny_target, tmp_path, "parallel=ddp", "parallel.processes=2")
+    done = subprocess.run(given, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    ours, straight = (load_file(folder / "drafter" / "model.safetensors") for folder in (tmp_path, finished))
+    for name in straight:
+        torch.testing.assert_close(ours[name], straight[name], rtol=1e-4, atol=1e-5)
+    losses = [
+        [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open() if '"loss"' in line]
+        for folder in (tmp_path, finished)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Path):
+    given = command(tiny_target, tmp_path, "parallel=ddp", "parallel.processes=2", "data.chats=[/no/such/file.json]")
+    done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2
+    assert "rank " in done.stderr
+    assert "ended with status 2; the other ranks were stopped" in done.stderr
+    assert "/no/such/file.json does not exist" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["target.path=/no/such/model"], "/no/such/model does not exist"),
+        (["loss.name=mse"], "expected forward_kl or cross_entropy"),
+        (["data.chats=[]"], "the train split is empty"),
+        (["data.max_length=9", "held_out.max_new_tokens=4"], "the train split is empty|no prompt of .* fits"),
+        (["parallel.kind=zero9"], "expected one of single, ddp"),
+        (["data.chats=[embedded:nothing]"], "'embedded:nothing' is unknown"),
+    ],
+)
+def test_bad_input_is_named(tiny_target: Path, tmp_path: Path, overrides: list[str], words: str):
+    with pytest.raises(UserError, match=words):
+        run(configured(tiny_target, tmp_path, *overrides))
+
+
+def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Path):
+    given = command(tiny_target, tmp_path / "sweep", "-m", "drafter.num_hidden_layers=1,2", "dry_run=true")
+    done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    for layers in (1, 2):
+        folder = tmp_path / "sweep" / f"drafter.num_hidden_layers={layers}" / "drafter"
+        assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == layers

@@ -1,0 +1,110 @@
+"""SIMULATED records for tests of tables and reports: no model runs here, and nothing of it may pass for a measurement.
+
+A drafter is a coin per token and a price per round, so that the right alpha, tau and speedup are known beforehand.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eval.records import AUTOREGRESSIVE, Record
+from eval.schema import DrafterFacts, PartTimes, RunFacts
+
+T_TARGET_MS = {n: 5.0 * (1 + 0.06 * (n - 1)) for n in range(1, 10)}
+DRAFTERS = {
+    "simulated-good": (0.72, DrafterFacts("simulated-good", 1, 3_100_000, False), 0.6),
+    "simulated-slow": (0.75, DrafterFacts("simulated-slow", 6, 14_000_000, False), 3.4),
+    "prompt_lookup": (0.45, DrafterFacts("prompt_lookup", 0, 0, True), 0.05),
+}
+
+
+def run_facts(**changes: object) -> RunFacts:
+    values = {
+        "target": "simulated target",
+        "target_layers": 12,
+        "target_parameters": 24_000_000,
+        "benchmark": "simulated prompts",
+        "verify": "token",
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "max_new_tokens": 128,
+        "backend": "native",
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 2,
+        "hardware": "simulated processor",
+        "seed": 0,
+        "bootstrap_resamples": 500,
+    }
+    return RunFacts(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def parts() -> dict[str, PartTimes]:
+    return {name: PartTimes(t_draft, T_TARGET_MS, 160) for name, (_, _, t_draft) in DRAFTERS.items()}
+
+
+def generation(
+    rng: np.random.Generator, *, drafter: str, gamma: int, temperature: float, unit: int, part: str, length: int = 128
+) -> Record:
+    """One generation of `length` tokens; unit sets how hard and how slow the prompt is."""
+    hard = np.random.default_rng(unit).normal(0, 0.05)
+    pace = 1 + 0.1 * np.random.default_rng(unit + 1).random()
+    looping = unit % 7 == 3 and temperature == 0
+    alpha, facts, t_draft = DRAFTERS.get(drafter, (0.0, DrafterFacts(drafter, 0, 0, False), 0.0))
+    alpha = float(np.clip(alpha - 0.05 * (temperature > 0) + hard + 0.2 * looping, 0.02, 0.98))
+    tested, accepted = [0] * gamma, [0] * gamma
+    emitted, rounds, drafted, milliseconds, draft_ms = 0, 0, 0, 0.0, 0.0
+    while emitted < length:
+        offered = gamma if drafter != "prompt_lookup" or rng.random() < 0.4 else 0
+        passed = 0
+        while passed < offered and rng.random() < alpha:
+            passed += 1
+        for depth in range(min(passed + 1, offered)):
+            tested[depth] += 1
+            accepted[depth] += depth < passed
+        rounds, drafted, emitted = rounds + 1, drafted + offered, emitted + passed + 1
+        draft_ms += t_draft if facts.one_pass else offered * t_draft
+        milliseconds += T_TARGET_MS[offered + 1] + 0.2 + rng.random() * 0.1
+    seconds = (milliseconds + draft_ms) * pace / 1000
+    period = 5 if looping else 10_000
+    tokens = [(7 * index + unit) % period for index in range(emitted)]
+    return Record(
+        part=part,
+        temperature=temperature,
+        batch_size=1,
+        drafter=drafter,
+        num_draft_tokens=gamma,
+        unit=unit,
+        prompt_id=f"simulated-{unit}",
+        category=("writing", "code", "maths")[unit % 3],
+        turn=0,
+        prompt_tokens=40,
+        tokens=tokens,
+        finish="length",
+        rounds=rounds,
+        tested_by_depth=tested,
+        accepted_by_depth=accepted,
+        drafted=drafted,
+        prefill_seconds=0.01 * pace,
+        decode_seconds=seconds,
+        draft_seconds=draft_ms / 1000,
+        differs_at=None,
+        gap=None,
+    )
+
+
+def run(
+    *, prompts: int = 40, sweep_prompts: int = 6, gammas: tuple[int, ...] = (1, 2, 3, 4, 6, 8), gamma: int = 4
+) -> list[Record]:
+    """A whole simulated run: a sweep and a main part, greedy and at temperature 1."""
+    rng = np.random.default_rng(0)
+    records = []
+    for temperature in (0.0, 1.0):
+        for unit in range(prompts):
+            part = "sweep" if unit < sweep_prompts else "main"
+            arms = [(AUTOREGRESSIVE, 0)]
+            arms += [(name, g) for name in DRAFTERS for g in (gammas if part == "sweep" else (gamma,))]
+            for name, g in arms:
+                records.append(generation(rng, drafter=name, gamma=g, temperature=temperature, unit=unit, part=part))
+    return records

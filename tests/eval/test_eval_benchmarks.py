@@ -1,0 +1,86 @@
+"""Prompts: what is read, what is left out and counted, and how turns become token ids."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from decoding.errors import UserError
+from eval.benchmarks import load_benchmark, render_turns
+from eval.config import BenchmarkConfig
+
+from . import tiny
+
+
+def load(path: Path, limit: int = 0, max_length: int = 256, max_new_tokens: int = 32, **options: str):
+    cfg = BenchmarkConfig(path=str(path), **options)
+    return load_benchmark(cfg, tiny.tokenizer(), max_length=max_length, max_new_tokens=max_new_tokens, limit=limit)
+
+
+def test_every_prompt_is_accounted_for(tmp_path):
+    path = tiny.prompts(tmp_path / "mine.jsonl", count=9)
+    found = load(path, limit=2, category="odd")
+    assert [prompt.id for prompt in found.prompts] == ["p0", "p2"]
+    assert found.name == "mine"
+    assert found.counts == {"read": 9, "other_category": 4, "too_long": 0, "over_limit": 3, "measured": 2}
+    left_out = sum(found.counts[key] for key in ("other_category", "too_long", "over_limit", "measured"))
+    assert left_out == found.counts["read"]
+
+
+def test_first_turn_alone_unless_asked(tmp_path):
+    path = tiny.prompts(tmp_path / "two.jsonl", turns=2)
+    assert {len(prompt.turns) for prompt in load(path).prompts} == {1}
+    assert {len(prompt.turns) for prompt in load(path, turns="all").prompts} == {2}
+
+
+def test_a_later_turn_stands_after_the_answers_before_it():
+    tokenizer = tiny.tokenizer()
+    first = render_turns(["Hi?"], [], tokenizer, "chat")
+    second = render_turns(["Hi?", "And?"], ["Yes."], tokenizer, "chat")
+    assert tokenizer.decode(second) == "<u>Hi?<a>Yes.</s><u>And?<a>"
+    assert second[: len(first)] == first
+    with pytest.raises(ValueError, match="1 answers"):
+        render_turns(["Hi?", "And?"], [], tokenizer, "chat")
+
+
+def test_plain_text_is_not_wrapped():
+    tokenizer = tiny.tokenizer()
+    assert tokenizer.decode(render_turns(["Once"], [], tokenizer, "text")) == "Once"
+
+
+def test_a_prompt_over_the_context_is_an_error_that_says_what_to_do_or_is_counted(tmp_path):
+    path = tmp_path / "long.jsonl"
+    lines = [{"id": "short", "category": "", "turns": ["Hi"]}, {"id": "long", "category": "", "turns": ["x" * 300]}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(UserError, match=r"'long' has 302 tokens.*too_long=skip"):
+        load(path)
+    found = load(path, too_long="skip")
+    assert [prompt.id for prompt in found.prompts] == ["short"]
+    assert found.counts["too_long"] == 1
+    with pytest.raises(UserError, match="all 2 prompts are too long"):
+        load(path, too_long="skip", max_length=8, max_new_tokens=8)
+
+
+def test_a_limit_reached_before_a_long_prompt_never_meets_it(tmp_path):
+    path = tmp_path / "long.jsonl"
+    lines = [{"id": "short", "category": "", "turns": ["Hi"]}, {"id": "long", "category": "", "turns": ["x" * 300]}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert load(path, limit=1).counts["over_limit"] == 1
+
+
+def test_an_unknown_category_names_those_that_exist(tmp_path):
+    with pytest.raises(UserError, match="even, odd"):
+        load(tiny.prompts(tmp_path / "mine.jsonl"), category="poetry")
+
+
+@pytest.mark.parametrize("key", ["render", "turns", "too_long"])
+def test_unknown_options_name_the_known_ones(tmp_path, key):
+    with pytest.raises(UserError, match=f"benchmark.{key}='x'.*one of"):
+        load(tiny.prompts(tmp_path / "mine.jsonl"), **{key: "x"})
+
+
+def test_a_sharegpt_file_is_a_benchmark_too(tmp_path):
+    path = tmp_path / "chats.json"
+    chat = {"id": "c1", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+    path.write_text(json.dumps([chat]))
+    assert [prompt.turns for prompt in load(path).prompts] == [["Hi"]]

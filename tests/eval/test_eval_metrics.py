@@ -1,0 +1,233 @@
+"""Laws of eval.metrics: closed forms, monotonicity, conservation, and intervals that cover what they claim to."""
+
+import math
+
+import numpy as np
+import pytest
+
+from eval import metrics
+from eval.metrics import Costs
+
+FLAT = dict.fromkeys(range(1, 14), 1.0)
+STEEP = {n: 1 + 0.3 * (n - 1) for n in range(1, 14)}
+
+
+# ---------------------------------------------------------------------------------------------- acceptance
+def test_alpha_overall_is_the_mean_of_alpha_k_weighted_by_tests():
+    tested, accepted = [100, 70, 42], [70, 42, 20]
+    rates = metrics.alpha_by_depth(tested, accepted)
+    assert rates == [0.7, 0.6, 20 / 42]
+    assert metrics.alpha(tested, accepted) == pytest.approx(np.average(rates, weights=tested))
+
+
+def test_alpha_of_nothing_is_none_and_not_zero():
+    assert metrics.alpha([], []) is None
+    assert metrics.alpha_by_depth([5, 0], [0, 0]) == [0.0, None]
+
+
+@pytest.mark.parametrize(("tested", "accepted"), [([10, 9], [8, 3]), ([10], [11]), ([10, 2], [5])])
+def test_counts_that_no_chain_can_have_are_refused(tested, accepted):
+    with pytest.raises(ValueError):
+        metrics.alpha_by_depth(tested, accepted)
+
+
+def test_depths_add_up_over_lists_of_unequal_length():
+    assert metrics.add_by_depth([[3, 2], [1], [5, 0, 4]]) == [9, 2, 4]
+    assert metrics.add_by_depth([]) == []
+
+
+def test_a_simulated_chain_gives_back_its_alpha_and_its_tau():
+    """Conservation: tokens emitted = accepted + rounds, so tau is 1 + accepted / rounds; and E(gamma) predicts it."""
+    rng = np.random.default_rng(0)
+    truth, gamma, rounds = [0.8, 0.6, 0.7], 3, 20_000
+    tested, accepted = [0] * gamma, [0] * gamma
+    for _ in range(rounds):
+        for depth in range(gamma):
+            tested[depth] += 1
+            if rng.random() >= truth[depth]:
+                break
+            accepted[depth] += 1
+    rates = metrics.alpha_by_depth(tested, accepted)
+    assert rates == pytest.approx(truth, abs=0.015)
+    emitted = rounds + sum(accepted)
+    assert metrics.tau(emitted, rounds) == pytest.approx(metrics.expected_tokens(rates, gamma), rel=1e-12)
+
+
+def test_depths_with_few_tests_do_not_predict():
+    assert metrics.usable_alpha([100, 50, 3], [50, 25, 3]) == [0.5, 0.5, None]
+
+
+# ---------------------------------------------------------------------------------------------- prediction
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.75, 0.999, 1.0])
+@pytest.mark.parametrize("gamma", [1, 4, 9])
+def test_expected_tokens_has_the_closed_form_at_constant_alpha(alpha, gamma):
+    series = sum(alpha**k for k in range(gamma + 1))
+    assert metrics.expected_tokens([alpha] * gamma, gamma) == pytest.approx(series)
+    assert metrics.expected_tokens_iid(alpha, gamma) == pytest.approx(series)
+
+
+def test_expected_tokens_is_bounded_and_grows_with_gamma_and_alpha():
+    for alpha in np.linspace(0, 1, 11):
+        values = [metrics.expected_tokens([alpha], gamma) for gamma in range(1, 9)]
+        assert values == sorted(values)
+        assert all(1 <= value <= gamma + 1 for gamma, value in enumerate(values, start=1))
+    assert metrics.expected_tokens([0.5, 0.5], 2) < metrics.expected_tokens([0.5, 0.6], 2)
+
+
+def test_depths_beyond_the_measured_take_the_deepest_measured_alpha():
+    assert metrics.survival([0.8, 0.5, None], 4) == pytest.approx([0.8, 0.4, 0.2, 0.1])
+    with pytest.raises(ValueError, match="depth 1"):
+        metrics.survival([], 2)
+
+
+def test_known_best_speedups_of_the_literature():
+    """Best speedup and gamma at V = 1 without overhead, from the closed form of Leviathan et al. (section 3.4)."""
+    for alpha, c, speedup, gamma in [
+        (0.8, 0.05, 3.09, 8),
+        (0.7, 0.1, 1.98, 4),
+        (0.6, 0.2, 1.40, 2),
+        (0.5, 0.1, 1.46, 2),
+    ]:
+        best = metrics.best_gamma([alpha], Costs(c, FLAT))
+        assert best[0] == gamma
+        assert best[1] == pytest.approx(speedup, abs=0.006)
+
+
+def test_some_gamma_helps_exactly_when_alpha_exceeds_c():
+    """With V = 1 and no overhead (1 + alpha) / (1 + c) at gamma = 1 is over 1 iff alpha > c; below, no gamma wins."""
+    for alpha in (0.1, 0.3, 0.6):
+        assert metrics.verdict([alpha], Costs(alpha - 0.02, FLAT)).helps
+        assert not metrics.verdict([alpha], Costs(alpha + 0.02, FLAT)).helps
+
+
+def test_speedup_falls_with_every_cost():
+    base = metrics.predicted_speedup([0.7], 4, Costs(0.1, FLAT))
+    assert metrics.predicted_speedup([0.7], 4, Costs(0.2, FLAT)) < base
+    assert metrics.predicted_speedup([0.7], 4, Costs(0.1, STEEP)) < base
+    assert metrics.predicted_speedup([0.7], 4, Costs(0.1, FLAT, overhead=0.1)) < base
+    assert metrics.predicted_speedup([0.7], 4, Costs(0.1, FLAT, 0.1, baseline_overhead=0.1)) > base * 0.98
+
+
+def test_a_steep_verification_moves_the_best_gamma_down():
+    assert metrics.best_gamma([0.8], Costs(0.05, STEEP))[0] < metrics.best_gamma([0.8], Costs(0.05, FLAT))[0]
+
+
+def test_a_one_pass_drafter_pays_once_and_a_silent_one_pays_less():
+    assert Costs(0.3, FLAT, one_pass=True).round(8) == pytest.approx(1.3)
+    assert Costs(0.3, FLAT).round(8) == pytest.approx(3.4)
+    assert Costs(0.3, STEEP, one_pass=True, fill=0.5).round(4) == pytest.approx(0.3 + 1.6)
+
+
+def test_costs_are_not_extrapolated():
+    with pytest.raises(ValueError, match="was not measured"):
+        Costs(0.1, {1: 1.0, 4: 1.2}).round(4)
+    assert Costs(0.0, {1: 1.0, 3: 1.2}).round(1) == pytest.approx(1.1)
+
+
+def test_breakeven_alpha_breaks_even():
+    costs = Costs(0.3, STEEP, overhead=0.1, baseline_overhead=0.05)
+    need = metrics.breakeven_alpha(2, costs)
+    assert metrics.predicted_speedup([need], 2, costs) == pytest.approx(1.0)
+    assert metrics.breakeven_alpha(2, Costs(2.0, FLAT)) is None
+
+
+def test_the_verdict_says_which_way_and_why():
+    good, bad = metrics.verdict([0.8], Costs(0.05, FLAT)), metrics.verdict([0.2], Costs(0.6, STEEP))
+    hopeless = metrics.verdict([0.9], Costs(3.0, FLAT))
+    assert good.helps
+    assert good.text.startswith("gamma=8 is best")
+    assert not bad.helps
+    assert "no gamma can help" in bad.text
+    assert "break even at alpha" in bad.text
+    assert not hopeless.helps
+    assert "always right would lose" in hopeless.text
+
+
+# ---------------------------------------------------------------------------------------------- costs
+def test_overhead_is_the_share_that_the_parts_leave_open():
+    assert metrics.overhead(10.0, 3.0, 6.0) == pytest.approx(0.1)
+    assert metrics.overhead(10.0, 4.0, 6.0) == 0.0
+
+
+def test_V_is_relative_to_one_token():
+    assert metrics.cost_table({2: 6.0, 1: 4.0}) == {1: 1.0, 2: 1.5}
+    with pytest.raises(KeyError):
+        metrics.cost_table({2: 6.0})
+
+
+# ---------------------------------------------------------------------------------------------- speed
+def _paired_runs(rng: np.random.Generator, prompts: int, ratio: float) -> tuple[np.ndarray, ...]:
+    """Prompts differ by a factor in pace, which both sides share; the ratio of totals is `ratio` in expectation."""
+    pace = rng.lognormal(0, 0.5, prompts)
+    base_tokens = rng.integers(40, 128, prompts).astype(float)
+    base_seconds = base_tokens * 0.005 * pace
+    seconds = base_seconds / ratio * rng.lognormal(-0.02, 0.2, prompts)
+    return base_tokens, seconds, base_tokens, base_seconds
+
+
+def _coverage(interval) -> float:
+    rng = np.random.default_rng(1)
+    hits = 0
+    for trial in range(300):
+        low, high = interval(_paired_runs(rng, 40, 1.5), trial)
+        hits += low <= 1.5 <= high
+    return hits / 300
+
+
+def test_the_paired_interval_covers_the_true_ratio_19_times_in_20():
+    def paired(data, trial):
+        found = metrics.paired_bootstrap(*data, resamples=400, seed=trial)
+        return found.low, found.high
+
+    assert 0.89 <= _coverage(paired) <= 0.99
+
+
+def test_control_an_interval_that_ignores_the_spread_between_prompts_does_not_cover():
+    """The coverage test has teeth: intervals over shards of the same prompts, too narrow by sqrt(10), fail it."""
+
+    def too_narrow(data, trial):
+        found = metrics.paired_bootstrap(*(np.tile(column, 10) for column in data), resamples=400, seed=trial)
+        return found.low, found.high
+
+    assert _coverage(too_narrow) < 0.6
+
+
+def test_pairing_removes_what_prompts_share():
+    data = _paired_runs(np.random.default_rng(2), 60, 1.5)
+    tokens, seconds, base_tokens, base_seconds = data
+    paired = metrics.paired_bootstrap(*data)
+    shuffled = np.random.default_rng(3).permutation(60)
+    unpaired = metrics.paired_bootstrap(tokens, seconds, base_tokens[shuffled], base_seconds[shuffled])
+    assert paired.value == pytest.approx(unpaired.value)
+    assert paired.high - paired.low < 0.5 * (unpaired.high - unpaired.low)
+
+
+def test_the_interval_is_repeatable_and_needs_two_prompts():
+    data = _paired_runs(np.random.default_rng(4), 20, 1.2)
+    assert metrics.paired_bootstrap(*data, seed=7) == metrics.paired_bootstrap(*data, seed=7)
+    one = metrics.paired_bootstrap([10], [1.0], [10], [2.0])
+    assert one.value == 2.0
+    assert one.low is None
+    assert one.high is None
+    with pytest.raises(ValueError, match="unpaired"):
+        metrics.paired_bootstrap([1, 2], [1, 2], [1], [1])
+
+
+def test_identical_sides_give_exactly_one():
+    tokens, _, _, seconds = _paired_runs(np.random.default_rng(5), 20, 1.2)
+    found = metrics.paired_bootstrap(tokens, seconds, tokens, seconds)
+    assert (found.value, found.low, found.high) == pytest.approx((1.0, 1.0, 1.0))
+
+
+# ---------------------------------------------------------------------------------------------- text
+def test_distinct_4_of_loops_of_random_text_and_of_little_text():
+    assert metrics.distinct_n(list(range(100))) == 1.0
+    assert metrics.distinct_n([1, 2, 3] * 40) == pytest.approx(3 / 117)
+    assert metrics.distinct_n([5, 5, 5]) == 1.0
+    assert math.isclose(metrics.distinct_n([1, 2, 1, 2, 1], n=2), 0.5)
+
+
+def test_first_difference():
+    assert metrics.first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert metrics.first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert metrics.first_difference([1, 2], [1, 2, 3]) == 2

@@ -1,0 +1,237 @@
+"""Tables and report from SIMULATED records (tests/eval/simulated.py), whose right answers are known."""
+
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from eval import words
+from eval.lossless import judge
+from eval.records import append_records, read_records
+from eval.report import Provenance, page
+from eval.rows import build_rows
+from eval.schema import read_rows, write_rows
+from eval.table import print_table
+
+from . import simulated
+
+PROVENANCE = Provenance(
+    command="python -m eval.run drafters=[simulated]",
+    date="2026-01-01 00:00:00",
+    versions={"torch": "0"},
+    prompt_counts={"read": 40, "measured": 40},
+    prompt_file="simulated.jsonl",
+    revision="none",
+    unmeasured=["Everything: these records are simulated."],
+)
+VOID = {"meta", "path", "use", "line", "rect", "circle", "br", "image"}
+
+
+@pytest.fixture(scope="module")
+def records():
+    return simulated.run()
+
+
+@pytest.fixture(scope="module")
+def rows(records):
+    facts = {name: fact for name, (_, fact, _) in simulated.DRAFTERS.items()}
+    parts = {(name, 1): times for name, times in simulated.parts().items()}
+    return build_rows(simulated.run_facts(), facts, parts, records)
+
+
+@pytest.fixture(scope="module")
+def html(rows, records):
+    return page(rows, records, PROVENANCE)
+
+
+def pick(rows, drafter, temperature=0.0, part="main"):
+    return next(r for r in rows if (r.drafter, r.temperature, r.part) == (drafter, temperature, part))
+
+
+# ---------------------------------------------------------------------------------------------- rows
+def test_rows_find_the_truth_of_the_simulation(rows):
+    good = pick(rows, "simulated-good", temperature=1.0)
+    assert good.alpha == pytest.approx(0.72 - 0.05, abs=0.03)
+    assert good.cost_ratio == pytest.approx(0.6 / 5.0)
+    assert good.V[4] == pytest.approx(1.18)
+    # A round takes 0.2 to 0.3 ms beyond its parts, and prompts are paced 5 % slower than the parts on average.
+    assert 0.03 < good.overhead < 0.12
+    assert good.speedup_low < good.speedup < good.speedup_high
+
+
+def test_prediction_and_measurement_agree_when_the_model_holds(rows):
+    for row in rows:
+        if row.part == "main":
+            assert row.predicted_speedup == pytest.approx(row.speedup, rel=0.05)
+
+
+def test_a_drafter_that_loses_is_told_so(rows):
+    slow = pick(rows, "simulated-slow")
+    assert not slow.helps
+    assert "no gamma can help" in slow.verdict
+    assert slow.slower_prompts > slow.prompts / 2
+    assert slow.worst_speedup < 1
+    which, measured, _ = words.verdict_line(slow)
+    assert which == "simulated-slow, greedy"
+    assert "slower than no drafter" in measured
+    assert "as a whole on code, maths, writing" in measured
+
+
+def test_headlines_leave_looping_prompts_out(rows):
+    good = pick(rows, "simulated-good")
+    looping = sum(unit % 7 == 3 for unit in range(6, 40))
+    assert good.headline_prompts == good.prompts - looping
+    assert good.headline_speedup < good.speedup  # loops were easy to guess
+    assert pick(rows, "simulated-good", 1.0).headline_prompts == good.prompts
+
+
+def test_a_drafter_that_is_often_silent_is_predicted_from_its_offers(rows):
+    lookup = pick(rows, "prompt_lookup", temperature=1.0)
+    assert lookup.alpha == pytest.approx(0.40, abs=0.04)  # of the tokens that it offers
+    assert lookup.tau < 1.4  # but it offers any in two rounds of five only
+    assert lookup.predicted_speedup == pytest.approx(lookup.speedup, rel=0.03)
+
+
+def test_categories_add_up(rows):
+    good = pick(rows, "simulated-good")
+    assert sum(part.prompts for part in good.categories) == good.prompts
+    assert min(p.speedup for p in good.categories) <= good.speedup <= max(p.speedup for p in good.categories)
+
+
+def test_rows_and_records_survive_their_files(rows, records, tmp_path):
+    write_rows(tmp_path / "results.jsonl", rows)
+    assert read_rows(tmp_path / "results.jsonl") == rows
+    append_records(tmp_path / "records.jsonl", records[:5])
+    append_records(tmp_path / "records.jsonl", records[5:9])
+    assert read_records(tmp_path / "records.jsonl") == records[:9]
+    with (tmp_path / "records.jsonl").open("a") as file:
+        file.write('{"part": "ma')  # a run that was killed while it wrote
+    assert read_records(tmp_path / "records.jsonl") == records[:9]
+
+
+DESIGNED = (
+    "target drafter drafter_layers drafter_parameters benchmark prompts batch_size temperature num_draft_tokens "
+    "schedule verify lossless alpha alpha_by_depth tau t_draft_ms t_target_ms V cost_ratio tokens_per_second "
+    "baseline_tokens_per_second speedup speedup_low speedup_high predicted_speedup overhead backend dtype threads "
+    "context seed hardware"
+)
+
+
+def test_rows_have_the_names_that_other_jobs_read(rows):
+    assert set(DESIGNED.split()) <= set(rows[0].__dataclass_fields__)
+
+
+# ---------------------------------------------------------------------------------------------- equality
+def differing(record, at, gap):
+    return type(record)(**{**record.__dict__, "differs_at": at, "gap": gap})
+
+
+def test_equality_is_judged_by_rule_tie_and_dtype(records):
+    greedy = [r for r in records if r.temperature == 0 and r.drafter == "simulated-good"]
+    sampled = [r for r in records if r.temperature == 1 and r.drafter == "simulated-good"]
+    assert judge(greedy, verify="token", dtype="float32").word == "equal"
+    assert judge(sampled, verify="token", dtype="float32").word == "by rule"
+    assert judge(sampled, verify="coupled", dtype="float32").word == "equal"
+    assert judge([*greedy, differing(greedy[0], 9, 5e-5)], verify="token", dtype="float32").word == "ties"
+    assert judge([*greedy, differing(greedy[0], 9, 5e-3)], verify="token", dtype="float32").word == "differs"
+    assert judge([*greedy, differing(greedy[0], 9, 5e-3)], verify="token", dtype="bfloat16").word == "half precision"
+    assert judge(greedy, verify="token", dtype="bfloat16").word == "half precision"  # never called equal
+    many = [differing(record, 9, 5e-5) for record in greedy[:10]]
+    assert judge([*greedy, *many], verify="token", dtype="float32").word == "differs"  # too many for ties
+
+
+# ---------------------------------------------------------------------------------------------- table
+@pytest.mark.parametrize("width", [90, 160])
+def test_the_terminal_table_fits_and_explains_itself(rows, width):
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    print_table(rows, console)
+    text = console.file.getvalue()
+    assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in text.splitlines()) <= width
+    assert "no gamma can help" in text.lower()
+    assert "prompt_lookup" in text
+    assert "none (autoregressive)" in text
+
+
+def test_without_a_terminal_the_table_is_plain_text(rows):
+    console = Console(file=io.StringIO())
+    print_table(rows, console)
+    text = console.file.getvalue()
+    assert "\x1b" not in text
+    assert text.isascii()
+    assert "slower than no drafter" in text
+
+
+# ---------------------------------------------------------------------------------------------- report
+class Checker(HTMLParser):
+    """Collects addresses and ids, and checks that elements nest."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.addresses, self.ids = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "action", "data"):
+                self.addresses.append(value)
+            if name == "id":
+                self.ids.append(value)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def test_the_report_stands_alone(html):
+    checker = Checker()
+    checker.feed(html)
+    assert checker.open == []
+    assert all(address.startswith("#") for address in checker.addresses)
+    assert {address[1:] for address in checker.addresses} <= set(checker.ids)
+    assert len(set(checker.ids)) == len(checker.ids)
+    without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", html)
+    assert not re.search(r"(https?:)?//[a-z]|@import|url\((?!#)|<script", without_namespaces)
+
+
+def test_plots_take_their_colours_from_the_page(html):
+    drawings = re.findall(r"<svg.*?</svg>", html, flags=re.S)
+    assert len(drawings) == 8
+    for drawing in drawings:
+        assert not re.search(r"#[0-9a-f]{6}", drawing.split("</defs>")[-1])
+        assert "var(--series-1)" in drawing
+        assert 'role="img"' in drawing
+
+
+def test_the_report_says_what_matters(html, rows):
+    text = re.sub(r"<[^>]+>", " ", html)
+    good = pick(rows, "simulated-good")
+    for needed in (
+        f"{good.headline_speedup:.2f}×",
+        f"{good.headline_speedup_low:.2f} to {good.headline_speedup_high:.2f}",
+        "Prompt lookup, the control",
+        "No gamma can help",
+        "slower than no drafter",
+        "What was not measured",
+        "these records are simulated",
+        "simulated processor",
+        "2 threads",
+        "float32",
+        "python -m eval.run",
+        "temperature 1, token verification",
+    ):
+        assert needed in text, needed
+
+
+def test_names_from_outside_cannot_break_the_page(rows, records):
+    evil = [type(row)(**{**row.__dict__, "target": "<script>x</script>"}) for row in rows]
+    assert "<script" not in page(evil, records, PROVENANCE)
+
+
+def test_results_are_json_without_nan(rows, tmp_path):
+    write_rows(tmp_path / "results.jsonl", rows)
+    for line in (tmp_path / "results.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(word))

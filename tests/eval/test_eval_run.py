@@ -1,0 +1,228 @@
+"""`eval.run` from end to end on a tiny random LLaMA: what it measures, keeps, refuses and takes up again."""
+
+import json
+
+import pytest
+import torch
+
+from decoding.errors import UserError
+from eval.benchmarks import load_benchmark
+from eval.config import BenchmarkConfig, EvalConfig
+from eval.drafters import describe
+from eval.measure import rotate
+from eval.records import BASELINE, Arm, read_records
+from eval.run import run
+from eval.schema import read_rows
+from training.config import TargetConfig
+
+from . import tiny
+
+GAMMAS = [1, 3]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval_run")
+    tiny.save(folder / "target", layers=3)
+    tiny.save(folder / "shallow", layers=1)
+    tiny.prompts(folder / "prompts.jsonl", count=5)
+    return folder
+
+
+def config(home, name, **changes):
+    values = {
+        "job": "eval.run",
+        "output_dir": str(home / name),
+        "target": TargetConfig(path=str(home / "target"), dtype="float64", device="cpu"),
+        "benchmark": BenchmarkConfig(path=str(home / "prompts.jsonl")),
+        "drafters": [str(home / "shallow")],
+        "sweep": GAMMAS,
+        "sweep_prompts": 2,
+        "max_new_tokens": 12,
+        "timing_repeats": 2,
+        "bootstrap_resamples": 50,
+        "stop_at_eos": False,
+    }
+    return EvalConfig(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(home):
+    return run(config(home, "finished"))
+
+
+def test_a_run_leaves_rows_records_costs_and_a_report(finished):
+    rows = read_rows(finished / "results.jsonl")
+    swept = {(r.drafter, r.temperature, r.num_draft_tokens) for r in rows if r.part == "sweep"}
+    names = ("shallow", "prompt_lookup")
+    assert swept == {(name, temperature, gamma) for name in names for temperature in (0.0, 1.0) for gamma in GAMMAS}
+    main = [r for r in rows if r.part == "main"]
+    assert [(r.drafter, r.temperature) for r in main] == [(n, t) for t in (0.0, 1.0) for n in names]
+    for row in main:
+        assert row.prompts == 3  # the sweep's two are not among them
+        assert row.num_draft_tokens in GAMMAS
+        assert row.tokens == 3 * 12
+        assert set(row.V) == set(range(1, 5))
+        assert row.V[1] == 1.0
+        assert row.lossless == ("by rule" if row.temperature else "equal")
+    assert (finished / "report.html").stat().st_size > 10_000
+    assert (finished / "parts.json").is_file()
+    assert json.loads((finished / "manifest.json").read_text())["finished"]
+
+
+def test_every_arm_decodes_every_prompt_and_greedy_outputs_are_the_targets_own(finished):
+    records = read_records(finished / "records.jsonl")
+    greedy = [r for r in records if r.temperature == 0]
+    own = {r.prompt_id: r.tokens for r in greedy if r.arm == BASELINE}
+    assert len(own) == 5
+    assert all(r.tokens == own[r.prompt_id] for r in greedy)
+    for record in records:
+        assert record.decode_seconds > 0
+        assert record.rounds + sum(record.accepted_by_depth) == len(record.tokens) == 12
+
+
+def test_a_finished_run_is_not_measured_again(home, finished, capsys):
+    before = (finished / "records.jsonl").read_bytes()
+    run(config(home, "finished"))
+    assert "nothing is measured again" in capsys.readouterr().out
+    assert (finished / "records.jsonl").read_bytes() == before
+
+
+def test_an_interrupted_run_goes_on_and_measures_nothing_twice(home, monkeypatch):
+    cfg = config(home, "interrupted", temperatures=[0.0], num_draft_tokens=[2])
+    whole = run(cfg)
+    lines = (whole / "records.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * (1 + 2 * len(GAMMAS)) + 3 * (1 + 2)
+    manifest = json.loads((whole / "manifest.json").read_text())
+    (whole / "manifest.json").write_text(json.dumps({**manifest, "finished": False}))
+    costs = (whole / "parts.json").read_bytes()
+    # Cut within the last unit: its first two lines stand, and half of the third.
+    (whole / "records.jsonl").write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:40])
+    run(cfg)
+    again = (whole / "records.jsonl").read_text().splitlines()
+    assert len(again) == len(lines)
+    assert again[: len(lines) - 3] == lines[: len(lines) - 3]  # timings included: not measured again
+    assert again[-1] != lines[-1]
+    assert (whole / "parts.json").read_bytes() == costs
+
+
+def test_a_wrong_output_ends_with_an_error_after_the_report(home, monkeypatch):
+    import eval.measure as measure
+
+    honest = measure.decode
+
+    def lying(target, drafter, prompts, settings, **options):
+        rows = honest(target, drafter, prompts, settings, **options)
+        if drafter is not None and drafter.name == "shallow":
+            rows[0].tokens[5] = (rows[0].tokens[5] + 1) % target.vocab_size
+        return rows
+
+    monkeypatch.setattr(measure, "decode", lying)
+    cfg = config(home, "wrong", temperatures=[0.0], num_draft_tokens=[2], prompt_lookup_control=False)
+    with pytest.raises(UserError, match="shallow is not the target's own"):
+        run(cfg)
+    row = next(r for r in read_rows(home / "wrong" / "results.jsonl") if r.part == "main")
+    assert row.lossless == "differs"
+    assert "token 5" in row.lossless_detail
+    assert "NOT LOSSLESS" in (home / "wrong" / "report.html").read_text()
+
+
+def test_coupled_sampling_is_compared_token_by_token(home):
+    folder = run(config(home, "coupled", temperatures=[1.0], verify="coupled", num_draft_tokens=[3], sweep=[]))
+    for row in read_rows(folder / "results.jsonl"):
+        assert (row.verify, row.lossless) == ("coupled", "equal")
+
+
+def test_batches_are_units_and_equal_single_rows(home, finished):
+    folder = run(config(home, "batched", batch_sizes=[2], temperatures=[0.0], num_draft_tokens=[2], sweep=[]))
+    records = read_records(folder / "records.jsonl")
+    assert {r.unit for r in records} == {0, 1}  # five prompts fill two batches of two
+    single = {r.prompt_id: r.tokens for r in read_records(finished / "records.jsonl") if r.temperature == 0}
+    assert all(r.tokens == single[r.prompt_id] for r in records)
+    assert all(row.lossless == "equal" and row.prompts == 4 for row in read_rows(folder / "results.jsonl"))
+
+
+def test_later_turns_see_the_targets_own_answers(home):
+    tiny.prompts(home / "turns.jsonl", count=2, turns=2)
+    benchmark = BenchmarkConfig(path=str(home / "turns.jsonl"), turns="all")
+    cfg = config(home, "turns", benchmark=benchmark, temperatures=[0.0], num_draft_tokens=[2], sweep=[])
+    records = read_records(run(cfg) / "records.jsonl")
+    words = tiny.tokenizer()
+    for record in records:
+        if record.turn == 1:
+            first = next(r for r in records if r.arm == BASELINE and r.prompt_id == record.prompt_id and r.turn == 0)
+            answer = words.decode(first.tokens, skip_special_tokens=True)
+            number = record.prompt_id[1]
+            asked = f"<u>Question {number}, part 0?<a>{answer}</s><u>Question {number}, part 1?<a>"
+            assert record.prompt_tokens == len(words(asked, add_special_tokens=False)["input_ids"])
+    assert {r.turn for r in records} == {0, 1}
+
+
+def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
+    run(config(home, "dry", dry_run=True))
+    text = capsys.readouterr().out
+    # Per temperature: 2 prompts x (baseline + 2 drafters x 2 gammas) + 3 prompts x (baseline + 2 drafters).
+    assert "would decode 38 batches" in text
+    assert not (home / "dry").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperatures": []}, "temperatures"),
+        ({"batch_sizes": [0]}, "batch_sizes"),
+        ({"num_draft_tokens": [0]}, "num_draft_tokens"),
+        ({"verify": "typical"}, "token or coupled"),
+        ({"max_new_tokens": 1}, "max_new_tokens"),
+        ({"sweep": []}, "num_draft_tokens is empty"),
+        ({"sweep_prompts": 5}, "prompts are too few"),
+        ({"drafters": ["/nowhere/at/all"]}, "neither a folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_a_reason(home, changes, message):
+    with pytest.raises(UserError, match=message):
+        run(config(home, "refused", dry_run=True, **changes))
+
+
+def test_a_drafter_of_another_tokenizer_is_refused(home, stories260k):
+    with pytest.raises(UserError, match="token"):
+        run(config(home, "foreign", dry_run=True, drafters=[str(stories260k)]))
+
+
+# ---------------------------------------------------------------------------------------------- small parts
+def test_drafters_by_folder_by_name_and_by_mapping(home):
+    target = TargetConfig(path=str(home / "target"), dtype="bfloat16", device="cpu")
+    mine = {"_target_": "decoding.chain.ChainDrafter", "folder": str(home / "shallow"), "name": "mine"}
+    found = describe([str(home / "shallow"), mine], target, control=True)
+    assert list(found) == ["shallow", "mine", "prompt_lookup"]
+    assert found["shallow"]["dtype"] == "bfloat16"  # a folder runs as the target does
+    assert list(describe(["prompt_lookup"], target, control=True)) == ["prompt_lookup"]
+    for wrong, message in ((["a", "a"], "neither"), ([3], "expected a folder"), ([{"folder": "x"}], "no _target_")):
+        with pytest.raises(UserError, match=message):
+            describe(wrong, target, control=False)
+    with pytest.raises(UserError, match="two entries are called 'shallow'"):
+        describe([str(home / "shallow")] * 2, target, control=False)
+    with pytest.raises(UserError, match="is empty"):
+        describe([], target, control=False)
+
+
+def test_the_order_rotates_through_all_arms():
+    arms = [BASELINE, Arm("a", 1), Arm("b", 2)]
+    firsts = [rotate(arms, unit)[0] for unit in range(6)]
+    assert firsts == arms + arms
+    assert all(sorted(map(str, rotate(arms, unit))) == sorted(map(str, arms)) for unit in range(6))
+
+
+def test_real_prompts_render_for_a_real_target(shared_data, chat24m):
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(chat24m)
+    cfg = BenchmarkConfig(path=str(shared_data / "eval" / "mt_bench.jsonl"), turns="all")
+    found = load_benchmark(cfg, words, max_length=2048, max_new_tokens=64, limit=10)
+    assert len(found.prompts) == 10
+    assert {len(prompt.turns) for prompt in found.prompts} == {2}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)

@@ -1,0 +1,74 @@
+"""A tiny random LLaMA with a character tokenizer and a chat template, as a model folder, and a drafter cut from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}<u>{{ message['content'] }}"
+    "{% else %}<a>{% generation %}{{ message['content'] }}</s>{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+SPECIAL = ["<unk>", "<s>", "</s>", "<u>", "<a>"]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One id a printable character; `<u>` opens a question and `<a>` its answer."""
+    letters = SPECIAL + [chr(code) for code in range(32, 127)] + ["\n"]
+    core = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(letters)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<u>", "<a>"],
+        chat_template=TEMPLATE,
+    )
+    return fast
+
+
+def save(folder: Path, *, layers: int = 3, context: int = 256, seed: int = 0) -> Path:
+    """Write the model; the weights of a seed are the same at every depth, layer by layer."""
+    words = tokenizer()
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # Later layers add little, so that the first ones alone often agree with the whole.
+        for index, layer in enumerate(model.model.layers):
+            layer.self_attn.o_proj.weight.mul_(1.0 if index == 0 else 2.0)
+            layer.mlp.down_proj.weight.mul_(1.0 if index == 0 else 2.0)
+        model.model.embed_tokens.weight.mul_(20.0)
+        model.lm_head.weight.mul_(20.0)
+    model.model.layers = model.model.layers[:layers]
+    model.config.num_hidden_layers = layers
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+def prompts(path: Path, count: int = 6, turns: int = 1) -> Path:
+    """A prompt file of two categories."""
+    lines = [
+        {"id": f"p{n}", "category": ("odd", "even")[n % 2], "turns": [f"Question {n}, part {k}?" for k in range(turns)]}
+        for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
