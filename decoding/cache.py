@@ -36,12 +36,12 @@ class Slots:
         self.lengths_B: list[int] = []
         self.capacity = 0
         self._band: Tensor | None = None
+        self._band_base = 0  # longest start that the band serves
 
     def open(self, batch_size: int, capacity: int) -> None:
         """Start `batch_size` empty rows of at most `capacity` slots."""
         self.lengths_B = [0] * batch_size
-        if capacity != self.capacity:
-            self.capacity, self._band = capacity, None
+        self.capacity = capacity
 
     def plan(self, num_tokens: int, parents_BN: Tensor | None) -> Plan:
         """The plan of a forward over `num_tokens` new tokens a row, a chain unless `parents_BN` is given.
@@ -61,9 +61,7 @@ class Slots:
             if start == 0:
                 return Plan(end, 0, None, None, None, True)
             if N <= BAND_ROWS:
-                # Row i sees columns <= start + i. In the band, row i sees columns <= capacity + i: shift and look.
-                columns = slice(self.capacity - start, self.capacity - start + end)
-                return Plan(end, start, None, None, self._band_table()[None, None, :N, columns], False)
+                return Plan(end, start, None, None, self._band_mask(start, N), False)
         lengths = torch.tensor(lengths_B, device=self.device)
         slots_BN = lengths[:, None] + torch.arange(N, device=self.device)
         visible_BNT = torch.arange(end, device=self.device) <= slots_BN[:, :, None]
@@ -88,13 +86,17 @@ class Slots:
             visible_BNT.logical_not(), float("-inf")
         )[:, None]
 
-    def _band_table(self) -> Tensor:
-        if self._band is None:
-            rows = torch.arange(BAND_ROWS)[:, None]
-            columns = torch.arange(self.capacity + self.capacity + BAND_ROWS)
-            band = torch.zeros(BAND_ROWS, len(columns), dtype=self.dtype)
-            self._band = band.masked_fill_(columns > rows + self.capacity, float("-inf")).to(self.device)
-        return self._band
+    def _band_mask(self, start: int, num_tokens: int) -> Tensor:
+        """Row i sees columns <= start + i: a view of a table whose row i sees columns <= base + i, shifted."""
+        if self._band is None or self._band_base < start:
+            self._band_base = max(self.capacity, start)
+            rows = torch.arange(BAND_ROWS, device=self.device)[:, None]
+            columns = torch.arange(self._band_base + self._band_base + BAND_ROWS, device=self.device)
+            with torch.inference_mode(False):
+                band = torch.zeros(BAND_ROWS, len(columns), dtype=self.dtype, device=self.device)
+                self._band = band.masked_fill_(columns > rows + self._band_base, float("-inf"))
+        shift = self._band_base - start
+        return self._band[None, None, :num_tokens, shift : shift + start + num_tokens]
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int], move: "Move") -> None:
         """Keep the first `counts_B` nodes of each row's path; None means the chain 0, 1, 2 ...

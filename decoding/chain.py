@@ -16,10 +16,10 @@ from torch import Tensor
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.folder import read_config
-from decoding.native import FAMILIES
 from decoding.stopping import Stopping
 from decoding.target import Target, load_target, prefill
 from decoding.verify import at_nodes
+from decoding.weights import FAMILIES
 
 
 class ChainDrafter:
@@ -90,6 +90,8 @@ class ChainDrafter:
         fed_B = [len(unseen) for unseen in unseen_B]
         width = max(fed_B)
         tokens_BK = torch.tensor([u + [0] * (width - len(u)) for u in unseen_B], device=self.model.device)
+        # The target may have more output rows than this model; one of its unused ids can cost acceptance, no more.
+        tokens_BK.clamp_(max=self.model.vocab_size - 1)
         logits_BKV, _ = self.model.forward(tokens_BK)
         self.model.commit(None, fed_B)
         return at_nodes(logits_BKV, [max(fed - 1, 0) for fed in fed_B])

@@ -152,8 +152,9 @@ class HFTarget:
     def open(self, batch_size: int, capacity: int | None = None) -> None:
         """Start `batch_size` empty rows with `capacity` cache slots each (default: max_length)."""
         capacity = capacity or self.max_length
-        if (batch_size, capacity) != (self.cache.row_count, self.cache.slot_count):
-            self.cache = RowCache(self.num_layers, batch_size, capacity)
+        if self.cache.row_count < batch_size or self.cache.slot_count < capacity:
+            rows, slots = max(self.cache.row_count, batch_size), max(self.cache.slot_count, capacity)
+            self.cache = RowCache(self.num_layers, rows, slots)
         self.slots.open(batch_size, capacity)
 
     def _inputs(self, tokens_BN: Tensor, parents_BN: Tensor | None) -> dict[str, Any]:

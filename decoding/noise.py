@@ -1,9 +1,10 @@
 """Counter-based noise: every random number is a pure function of its key, never of batch row, order or device.
 
 Two kinds. `uniform` is keyed by (seed, request, round, position, purpose), for token verification: a position that is
-drafted again in a later round must meet fresh noise. The exponentials of `exponentials` are keyed by (seed, request,
+drafted again in a later round must meet fresh noise. The noise of `exponentials` is keyed by (seed, request,
 position, token id) alone, for the coupled rule: draft and target, tree node and batch row all see the same noise, so
-the output is the target's own. -log of an exponential is a Gumbel variable, and argmax(log p + Gumbel) = argmax(p / E).
+the output is the target's own. With E = -log(uniform), a standard
+exponential, -log E is a Gumbel variable, and argmax(log p + Gumbel) = argmax(p / E).
 
 The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood 2014), in integers, on both sides: Python's for
 single numbers and torch.int64 (which wraps) for rows of a vocabulary, equal on CPU and CUDA.
@@ -19,6 +20,7 @@ MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 MASK = 0xFFFFFFFFFFFFFFFF
 HALF_STEP = 2.0**-53  # a 52-bit integer times 2^-52, plus this, is a float64 strictly inside (0, 1)
+SIGNED_STEP = 2.0**-64 * (1 - 2.0**-52)  # a signed 64-bit integer times this, plus 0.5, is as well
 
 
 def mix(z: int) -> int:
@@ -52,20 +54,22 @@ def signed(z: int) -> int:
 
 
 def mix_tensor(z: Tensor) -> Tensor:
-    """`mix` on a fresh int64 tensor, in place. `>>` carries the sign in, so it is masked off."""
+    """`mix` without its last step, on a fresh int64 tensor, in place. `>>` carries the sign in, so it is masked off.
+
+    The step that is left out changes the lower 33 bits alone, which a float64 uniform barely shows.
+    """
     z = z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(signed(MIX_1))
-    z = z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(signed(MIX_2))
-    return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+    return z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(signed(MIX_2))
 
 
 def exponentials(keys: Tensor, scaled: Tensor) -> Tensor:
-    """Standard exponentials, float64, in the broadcast shape of the two arguments.
+    """Standard exponentials -log(uniform), float32, in the broadcast shape of the two arguments.
 
     keys: signed key(seed, request, position), int64. scaled: `scaled_ids` of the token ids.
     """
-    bits = mix_tensor(scaled + keys)
-    uniforms = bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1).to(torch.float64)
-    return uniforms.mul_(2.0**-52).add_(HALF_STEP).log_().neg_()
+    bits = mix_tensor(scaled + keys).to(torch.float64)
+    # The logarithm in float64: a uniform near 1 needs the digits.
+    return bits.mul_(SIGNED_STEP).add_(0.5).log_().to(torch.float32).neg_()
 
 
 def scaled_ids(ids: Tensor) -> Tensor:

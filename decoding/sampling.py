@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decoding.errors import UserError
 
-NUCLEUS_GUESS = 128  # sorting this many is enough for most rows; a fuller sort follows where it is not
+GUESS = 64  # survivors that a first, partial sort allows for; a full sort follows where they are more
 
 
 @dataclass(frozen=True)
@@ -40,51 +40,63 @@ class Warper:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether any warper removes tokens."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
     def probs(self, logits_RV: Tensor) -> Tensor:
         """Warped probabilities, (R, V), float32 or the float64 of the logits. Not for temperature 0."""
+        if not self.truncates:
+            return self._tempered(logits_RV).softmax(-1)
+        probs_RK, ids_RK = self.survivors(logits_RV)
+        dense_RV = torch.zeros(logits_RV.shape, dtype=probs_RK.dtype, device=probs_RK.device)
+        return dense_RV.scatter_(-1, ids_RK, probs_RK)
+
+    def survivors(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """Warped probabilities and ids (R, K) of the tokens that stay, likeliest first; shorter rows are filled with 0.
+
+        Every warper keeps a beginning of the row in the order (likelier first, then lower id). A partial sort finds it
+        unless it is long, or ends between equal logits, whose order a partial sort leaves open.
+        """
+        logits_RV = self._tempered(logits_RV)
+        V = logits_RV.shape[-1]
+        guess = max(GUESS, self.top_k + 1)
+        if guess < V and not logits_RV.is_cuda:  # on a GPU a full sort costs less than asking whether it was needed
+            found = self._beginning(logits_RV, *logits_RV.topk(guess, dim=-1))
+            if found is not None:
+                return found
+        found = self._beginning(logits_RV, *logits_RV.sort(dim=-1, descending=True, stable=True))
+        assert found is not None, "a full stable sort decides every row"
+        return found
+
+    def _tempered(self, logits_RV: Tensor) -> Tensor:
         if logits_RV.dtype != torch.float64:
             logits_RV = logits_RV.float()
-        if self.temperature != 1:
-            logits_RV = logits_RV / self.temperature
-        if 0 < self.top_k < logits_RV.shape[-1]:
-            logits_RV = logits_RV.masked_fill(~top_k_mask(logits_RV, self.top_k), float("-inf"))
-        probs_RV = logits_RV.softmax(-1)
+        return logits_RV if self.temperature == 1 else logits_RV / self.temperature
+
+    def _beginning(self, logits_RV: Tensor, sorted_RK: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor] | None:
+        """`survivors` from the K highest logits, or None if K < V is too few to tell."""
+        K, partial = sorted_RK.shape[-1], sorted_RK.shape[-1] < logits_RV.shape[-1]
+        if 0 < self.top_k < K:
+            counts_R1 = torch.full_like(ids_RK[..., :1], self.top_k)
+            probs_RK = sorted_RK[..., : self.top_k].softmax(-1)
+        else:
+            counts_R1 = torch.full_like(ids_RK[..., :1], K)
+            probs_RK = (sorted_RK - logits_RV.logsumexp(-1, keepdim=True)).exp_()
         if self.top_p < 1:
-            probs_RV = _renormalised(probs_RV * top_p_mask(probs_RV, self.top_p))
+            reached_R1 = (probs_RK.cumsum(-1) < self.top_p).sum(-1, keepdim=True) + 1
+            counts_R1 = torch.minimum(counts_R1, reached_R1)
         if self.min_p > 0:
-            probs_RV = _renormalised(probs_RV * (probs_RV >= self.min_p * probs_RV.amax(-1, keepdim=True)))
-        return probs_RV
-
-
-def _renormalised(probs_RV: Tensor) -> Tensor:
-    return probs_RV / probs_RV.sum(-1, keepdim=True)
-
-
-def keep_best(scores_RV: Tensor, threshold_R1: Tensor, count_R1: Tensor) -> Tensor:
-    """Mask of the `count` best scores, given the smallest of them; of ties at that threshold the lowest ids stay."""
-    above = scores_RV > threshold_R1
-    tied = scores_RV == threshold_R1
-    room_R1 = count_R1 - above.sum(-1, keepdim=True)
-    return above | (tied & (tied.cumsum(-1) <= room_R1))
-
-
-def top_k_mask(logits_RV: Tensor, k: int) -> Tensor:
-    """The k highest logits of each row."""
-    threshold_R1 = logits_RV.topk(k, dim=-1).values[..., -1:]
-    return keep_best(logits_RV, threshold_R1, torch.full_like(threshold_R1, k))
-
-
-def top_p_mask(probs_RV: Tensor, p: float) -> Tensor:
-    """The smallest set of likeliest tokens whose probabilities reach p (Holtzman et al. 2019): at least one token."""
-    V = probs_RV.shape[-1]
-    width = min(V, NUCLEUS_GUESS)
-    best_RK = probs_RV.topk(width, dim=-1).values
-    reached_RK = best_RK.cumsum(-1)
-    if width < V and bool((reached_RK[..., -1] < p).any()):
-        best_RK = probs_RV.sort(dim=-1, descending=True).values
-        reached_RK = best_RK.cumsum(-1)
-    count_R1 = (reached_RK < p).sum(-1, keepdim=True).add_(1).clamp_(max=best_RK.shape[-1])
-    return keep_best(probs_RV, best_RK.gather(-1, count_R1 - 1), count_R1)
+            counts_R1 = torch.minimum(counts_R1, (probs_RK >= self.min_p * probs_RK[..., :1]).sum(-1, keepdim=True))
+        longest = int(counts_R1.max())
+        if partial and longest >= K:
+            return None
+        if partial and bool((sorted_RK.gather(-1, counts_R1) == sorted_RK.gather(-1, counts_R1 - 1)).any()):
+            return None
+        kept_RK = torch.arange(longest, device=ids_RK.device) < counts_R1
+        probs_RK = probs_RK[..., :longest] * kept_RK
+        return probs_RK / probs_RK.sum(-1, keepdim=True), ids_RK[..., :longest]
 
 
 def draw(weights_RV: Tensor, uniforms_R: list[float]) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 from decoding.errors import UserError
 from decoding.folder import load_state, read_config
 from decoding.hf import HFTarget
-from decoding.native import FAMILIES, NativeTarget
+from decoding.native import NativeTarget
+from decoding.weights import FAMILIES
 
 DTYPES = {
     "float64": torch.float64,
@@ -98,13 +99,15 @@ def load_target(
     dtype: str = "float32",
     device: str = "cpu",
     max_length: int | None = None,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
-    """The model in a Hugging Face folder as a target, opened for `batch_size` rows.
+    """The model in a Hugging Face folder as a target.
 
     backend: 'native' (llama, mistral without window, qwen2, qwen3) or 'hf' (any decoder-only full-attention causal LM).
     max_length: tokens a row may hold; default and upper bound is the context length of the model.
+    batch_size: cache rows of max_length tokens to reserve now, so that a lack of memory shows at once; by default the
+    cache grows with what is decoded.
     Raises UserError if the folder is missing, empty, damaged, holds only pickled weights, or its kind is unsupported.
     """
     config = read_config(folder)
@@ -131,7 +134,8 @@ def load_target(
             )
         except UserError as error:
             raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from error
-    target.open(batch_size)
+    if batch_size is not None:
+        target.open(batch_size)
     return target
 
 

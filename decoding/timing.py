@@ -38,7 +38,6 @@ def time_parts(
     target: Target,
     drafter: Drafter | None,
     prompt: Sequence[int],
-    settings: object = None,
     *,
     widths: Iterable[int] = range(1, 9),
     context: int | None = None,
@@ -48,7 +47,7 @@ def time_parts(
 ) -> Parts:
     """t_draft and t_target(n) after `context` committed tokens (default: the prompt's), in rows that hold `prompt`.
 
-    The prompt is repeated or cut to the context. settings is unused: a forward costs the same at every temperature.
+    The prompt is repeated or cut to the context.
     """
     sizes = sorted({1, *widths})
     length = min(context or len(prompt), target.max_length - 1)

@@ -41,11 +41,10 @@ def greedy(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> O
 
 def coupled(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
     """Keep drafted tokens that are the target's own sample under the shared noise."""
-    probs_BNV = chooser.warper.probs(logits_BNV)
     depths_BN = None
     if proposal is not None and proposal.parents_BN is not None:
         depths_BN = torch.nn.functional.pad(ancestors(proposal.parents_BN).sum(-1), (1, 0))
-    return follow(chooser.race(probs_BNV, 0, depths_BN), proposal)
+    return follow(chooser.race(logits_BNV, 0, depths_BN), proposal)
 
 
 def follow(choices_BN: Tensor, proposal: Proposal | None) -> Outcome:

@@ -49,6 +49,7 @@ class PretrainConfig(JobConfig):
         default_factory=StudentConfig
     )  # shape; every field must be given, as there is no target to take it from
     tokenizer: str = ""  # folder with the tokenizer files
+    init_from: str = ""  # model folder of the same shape to go on from; empty: random weights
     tie_word_embeddings: bool = True  # one matrix for embedding and lm_head
     export_dtype: str = "bfloat16"  # dtype of the stored weights
     data: DataConfig = field(default_factory=DataConfig)

@@ -17,7 +17,7 @@ from training.config import DataConfig
 from training.data import Chat, read_chats, read_texts
 from training.job import job_main
 from training.loop import fit, total_steps
-from training.models import build_llama, dtype_of
+from training.models import build_llama, dtype_of, load_causal_lm
 from training.objectives import LanguageModelling
 from training.optimizer import count_parameters
 from training.packing import PackedData, Sample, collate
@@ -40,6 +40,8 @@ def run(config: PretrainConfig) -> Path:
     tokenizer_folder = resolve(config.tokenizer)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
+    if config.init_from:
+        model.load_state_dict(load_causal_lm(resolve(config.init_from), model.dtype).state_dict())
     samples = read_samples(tokenizer, config.data, "train")
     data = PackedData(
         samples, config.data.max_length, config.loop.tokens_per_step // config.data.max_length, config.seed

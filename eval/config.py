@@ -42,6 +42,6 @@ class EvalConfig(JobConfig):
     max_prompts: int = 64  # prompts taken from the benchmark, the sweep's included; 0: all
     max_new_tokens: int = 128  # a generation ends here or at a stop token
     stop_at_eos: bool = True  # false: always max_new_tokens, for timing alone
-    timing_repeats: int = 20  # forward passes behind each median of t_draft and t_target(n)
+    timing_repeats: int = 3  # times that each part is timed in a slice, between units all through the run
     bootstrap_resamples: int = 2000  # of the 95 % interval of the speedup
     require_lossless: bool = True  # ends with an error, after the report, when an output differs from the target's

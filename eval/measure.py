@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import process_time
 from typing import Any
 
 import torch
@@ -78,14 +79,17 @@ def measure_unit(
         if not present:
             break
         outputs: dict[Arm, list[Generation]] = {}
+        busy: dict[Arm, float] = {}
         for arm in rotate([BASELINE, *arms], unit + turn):
             drafter = bench.drafters[arm.drafter] if arm.drafter != AUTOREGRESSIVE else None
             settings = bench.settings_at(condition, arm)
             requests = [_request(unit, turn, row) for row in range(len(present))]
+            began = process_time()
             outputs[arm] = decode(bench.target, drafter, prompts_ids, settings, request_ids=requests)
+            busy[arm] = process_time() - began
             generated = sum(len(row.tokens) for row in outputs[arm])
             done(arm, generated, outputs[arm][0].prefill_seconds + max(row.decode_seconds for row in outputs[arm]))
-        records += _records(bench, condition, part, unit, turn, present, prompts_ids, outputs)
+        records += _records(bench, condition, part, unit, turn, present, prompts_ids, outputs, busy)
         for prompt, row in zip(present, outputs[BASELINE], strict=True):
             answers[prompt.id].append(bench.tokenizer.decode(row.tokens, skip_special_tokens=True))
     return records
@@ -121,6 +125,7 @@ def _records(
     present: Sequence[Prompt],
     prompts_ids: Sequence[list[int]],
     outputs: dict[Arm, list[Generation]],
+    busy: dict[Arm, float],
 ) -> list[Record]:
     compared = is_compared(condition.temperature, bench.verify)
     records = []
@@ -132,7 +137,8 @@ def _records(
             gap = None
             if differs_at is not None:
                 settings, request = bench.settings_at(condition, arm), _request(unit, turn, number)
-                gap = top_two_gap(bench.target, [*ids, *base.tokens[:differs_at]], settings, request)
+                before = [*ids, *base.tokens[:differs_at]]
+                gap = top_two_gap(choice_scores(bench.target, before, settings, request))
             records.append(
                 Record(
                     part=part,
@@ -154,6 +160,7 @@ def _records(
                     prefill_seconds=row.prefill_seconds,
                     decode_seconds=row.decode_seconds,
                     draft_seconds=row.draft_seconds,
+                    cpu_seconds=busy[arm],
                     differs_at=differs_at,
                     gap=gap,
                 )
@@ -162,16 +169,21 @@ def _records(
 
 
 @torch.inference_mode()
-def top_two_gap(target: Target, ids: Sequence[int], settings: Settings, request: int) -> float:
-    """How near the target's choice after `ids` was to its second choice: the gap between the two best scores.
+def choice_scores(target: Target, ids: Sequence[int], settings: Settings, request: int) -> torch.Tensor:
+    """Scores (vocabulary,) whose best is the target's choice after `ids`, in float64.
 
-    Scores are logits where decoding is greedy, and log p + Gumbel noise under the coupled rule.
+    Logits where decoding is greedy, and log p + Gumbel noise under the coupled rule.
     """
     target.open(1, len(ids) + 1)
     logits_V = target.lm_head(target.features(torch.tensor([list(ids)], device=target.device))[:, -1])[0].double()
-    if settings.temperature > 0:
-        position = noise.signed(noise.extend(noise.key(settings.seed, request), len(ids)))
-        race_V = noise.exponentials(torch.tensor(position), noise.scaled_ids(torch.arange(len(logits_V))))
-        logits_V = settings.warper.probs(logits_V).log() - race_V.to(logits_V.device).log()
-    best, second = logits_V.topk(2).values.tolist()
+    if settings.temperature == 0:
+        return logits_V
+    position = torch.tensor(noise.signed(noise.extend(noise.key(settings.seed, request), len(ids))))
+    race_V = noise.exponentials(position, noise.scaled_ids(torch.arange(len(logits_V))))
+    return settings.warper.probs(logits_V).log() - race_V.to(logits_V.device).log()
+
+
+def top_two_gap(scores_V: torch.Tensor) -> float:
+    """The best score minus the second best: how near a choice was to another one."""
+    best, second = scores_V.topk(2).values.tolist()
     return best - second

@@ -143,6 +143,8 @@ def _verdicts(shown: Sequence[Row]) -> str:
     for row in shown:
         which, measured, predicted = (escape(text) for text in words.verdict_line(row))
         items.append(f'<li><strong>{which}</strong>: {measured} <span class="note">{predicted}</span></li>')
+    if words.disturbance(list(shown)):
+        broken.append(words.disturbance(list(shown)))
     return _bullets(broken) + f'<ul class="plain">{"".join(items)}</ul>'
 
 
@@ -174,7 +176,7 @@ def _plots(rows: Sequence[Row], shown: Sequence[Row], records: Sequence[Record])
             _figure(
                 f"Where the time of a token goes, {label}",
                 plots.time_per_token(best) + _key({name: plots.VARIABLES[c] for name, c in plots.PART_COLOURS.items()}),
-                "Time of a round over the tokens it emits; the parts were timed back to back in the same process.",
+                "Time of a round over the tokens it emits; the parts were timed all through the run, in the same process.",
             ),
             _figure(
                 f"Every prompt, {label}",
@@ -249,7 +251,7 @@ def _provenance(shown: Sequence[Row], provenance: Provenance) -> str:
             "t_draft in ms": "; ".join(f"{row.drafter}: {row.t_draft_ms:.3f}" for row in shown if _same(row, first)),
             "distinct-4": ", ".join(f"{row.distinct_4:.2f} at T={row.temperature:g}" for row in _one_each(shown)),
             "output": "; ".join(f"{row.drafter}, T={row.temperature:g}: {row.lossless_detail}" for row in shown),
-            "raw data": "results.jsonl (the rows), records.jsonl (every generation, the baseline's too), parts.json",
+            "raw data": "results.jsonl (the rows), records.jsonl (every generation, the baseline's too), parts.jsonl (part times)",
         }
     )
 

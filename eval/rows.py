@@ -11,6 +11,7 @@ import numpy as np
 
 from eval import metrics
 from eval.lossless import judge
+from eval.parts import Slice, median_parts
 from eval.records import AUTOREGRESSIVE, Arm, Condition, Record
 from eval.schema import LOOPING_BELOW, Category, DrafterFacts, PartTimes, Row, RunFacts
 from eval.units import Pool, Unit, mean_draft_ms, mean_round_ms, mean_target_ms, pair_units, pool_counts, tested_counts
@@ -137,6 +138,7 @@ def _speed(units: Sequence[Unit], run: RunFacts) -> dict[str, Any]:
         "speedup_low": speed.low,
         "speedup_high": speed.high,
         "speedup_with_prefill": metrics.rate_ratio([tokens], [whole], [base_tokens], [base_whole]),
+        "cpu_share": sum(unit.cpu_seconds for unit in units) / (whole + base_whole),
         "slower_prompts": sum(len(unit.ids) for unit in units if unit.speedup < 1),
         "worst_prompt": worst.ids[0],
         "worst_speedup": worst.speedup,
@@ -157,18 +159,16 @@ def _headline(units: Sequence[Unit], run: RunFacts) -> dict[str, Any]:
 
 
 def build_rows(
-    run: RunFacts,
-    facts: dict[str, DrafterFacts],
-    parts: dict[tuple[str, int], PartTimes],
-    records: Sequence[Record],
+    run: RunFacts, facts: dict[str, DrafterFacts], slices: Sequence[Slice], records: Sequence[Record]
 ) -> list[Row]:
     """All rows of a run: conditions, parts, drafters and draft lengths in the order in which they were measured."""
     rows = []
     for condition, part in dict.fromkeys((record.condition, record.part) for record in records):
         for name in facts:
-            pool = pool_of(name, condition, facts[name], parts[name, condition.batch_size], records)
+            parts = median_parts(slices, name, condition)
+            pool = pool_of(name, condition, facts[name], parts, records)
             for mine, units in _by_gamma(name, condition, part, records).values():
-                rows.append(build_row(run, facts[name], parts[name, condition.batch_size], mine, units, pool))
+                rows.append(build_row(run, facts[name], parts, mine, units, pool))
     return rows
 
 

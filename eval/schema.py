@@ -25,7 +25,7 @@ class DrafterFacts:
 
 @dataclass(frozen=True)
 class PartTimes:
-    """Medians of the parts of a round, timed back to back in this process at the shapes of the run."""
+    """Medians of the parts of a round, timed back to back in this process, between the generations, at the shapes of the run."""
 
     t_draft_ms: float  # one draft step (one proposal for a one-pass drafter)
     t_target_ms: dict[int, float]  # n new tokens -> one target forward
@@ -123,6 +123,7 @@ class Row:
     headline_speedup_low: float | None
     headline_speedup_high: float | None
     distinct_4: float  # mean over prompts, of the baseline's text
+    cpu_share: float  # processor time over wall time, both sides; well below 1 on a CPU: others used the machine
     slower_prompts: int  # units on which the drafter loses
     worst_prompt: str
     worst_speedup: float

@@ -1,4 +1,4 @@
-"""From the configuration to loaded models, prompts, and the part times that are frozen before anything is compared."""
+"""From the configuration to loaded models and prompts; what cannot be measured is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import torch
 
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
-from decoding.loop import Settings, decode, time_parts
+from decoding.loop import Settings, decode
 from decoding.target import load_target
 from eval import drafters as drafter_list
 from eval.benchmarks import load_benchmark, render_turns
 from eval.config import EvalConfig
 from eval.measure import Bench
 from eval.records import BASELINE, Arm, Condition
-from eval.schema import DrafterFacts, PartTimes, RunFacts
+from eval.schema import DrafterFacts, RunFacts
 from training.paths import resolve
 from training.run_folder import hardware
 
 WARM_UP_TOKENS = 24
-Parts = dict[tuple[str, int], PartTimes]  # (drafter, batch size) -> times; a forward costs the same at any temperature
 
 
 def conditions(cfg: EvalConfig) -> list[Condition]:
@@ -152,30 +151,6 @@ def widths(cfg: EvalConfig) -> range:
     return range(1, max([*cfg.num_draft_tokens, *cfg.sweep]) + 2)
 
 
-def freeze_parts(path: Path, loaded: Loaded, cfg: EvalConfig) -> Parts:
-    """Part times of every drafter at every batch size, read from `path` where they are frozen, else measured."""
-    if path.is_file():
-        return _read_parts(path)
-    prompt = middle_prompt(loaded.bench)
-    context = len(prompt) + cfg.max_new_tokens // 2
-    found = {}
-    for batch_size in cfg.batch_sizes:
-        for name, drafter in loaded.bench.drafters.items():
-            times = time_parts(
-                loaded.bench.target,
-                drafter,
-                prompt,
-                widths=widths(cfg),
-                context=context,
-                batch_size=batch_size,
-                repeats=cfg.timing_repeats,
-            )
-            assert times.t_draft_ms is not None, "a drafter was timed"
-            found[name, batch_size] = PartTimes(times.t_draft_ms, times.t_target_ms, times.context)
-    _write_parts(path, found)
-    return found
-
-
 def middle_prompt(bench: Bench) -> list[int]:
     """Token ids of the prompt of median length, for timing and warming up."""
     prompts = [
@@ -196,21 +171,3 @@ def warm_up(loaded: Loaded, cfg: EvalConfig) -> None:
                 loaded.bench.settings_at(condition, arm), max_new_tokens=min(WARM_UP_TOKENS, cfg.max_new_tokens)
             )
             decode(loaded.bench.target, drafter, [ids] * condition.batch_size, settings)
-
-
-def _write_parts(path: Path, parts: Parts) -> None:
-    lines = [
-        {"drafter": name, "batch_size": batch_size, **dataclasses.asdict(times)}
-        for (name, batch_size), times in parts.items()
-    ]
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(lines, indent=1), encoding="utf-8")
-    partial.rename(path)
-
-
-def _read_parts(path: Path) -> Parts:
-    parts = {}
-    for line in json.loads(path.read_text(encoding="utf-8")):
-        t_target_ms = {int(n): milliseconds for n, milliseconds in line["t_target_ms"].items()}
-        parts[line["drafter"], line["batch_size"]] = PartTimes(line["t_draft_ms"], t_target_ms, line["context"])
-    return parts

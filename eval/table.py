@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.schema import Row
-from eval.words import DEFINITIONS, baseline_cells, cells, condition_label, main_rows, verdict_line
+from eval.words import DEFINITIONS, baseline_cells, cells, condition_label, disturbance, main_rows, verdict_line
 
 PLAIN_WIDTH = 160  # characters where there is no terminal to ask
 WIDE = 140  # terminals below this get the columns of NARROW
@@ -36,6 +36,8 @@ def print_table(rows: list[Row], console: Console | None = None) -> None:
         console.print(text, soft_wrap=not console.is_terminal)
         if row.lossless == "differs":
             console.print(Text(f"NOT LOSSLESS: {row.drafter}: {row.lossless_detail}", style="bold red"))
+    if disturbance(shown):
+        console.print(Text(disturbance(shown), style="bold red"), soft_wrap=not console.is_terminal)
 
 
 def _table(rows: list[Row], label: str, console: Console) -> Table:

@@ -33,6 +33,7 @@ class Unit:
     base_batch_rounds: int = 0
     base_seconds: float = 0.0
     base_prefill_seconds: float = 0.0
+    cpu_seconds: float = 0.0  # both sides
     drafted: int = 0
     tested: list[list[int]] = field(default_factory=list)
     accepted: list[list[int]] = field(default_factory=list)
@@ -62,6 +63,7 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
         unit.base_batch_rounds += max(row.rounds for row in base)
         unit.base_seconds += max(row.decode_seconds for row in base)
         unit.base_prefill_seconds += base[0].prefill_seconds
+        unit.cpu_seconds += rows[0].cpu_seconds + base[0].cpu_seconds
         unit.distinct_4 += [metrics.distinct_n(row.tokens) for row in base]
         unit.ids += [row.prompt_id for row in rows if row.turn == 0]
         unit.categories += [row.category for row in rows if row.turn == 0]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from eval.schema import LOOPING_BELOW, Row
 
+# Decoding on a CPU never waits, so that its process is on a processor all the time, if it gets one.
+UNDISTURBED = 0.9
+
 DEFINITIONS: dict[str, str] = {
     "speedup": "tokens per second with the drafter over those of our own decoding without one: same prompts, machine, "
     "threads, dtype and loop, interleaved. In brackets the 95 % interval of a paired bootstrap over prompts.",
@@ -110,6 +113,18 @@ def verdict_line(row: Row) -> tuple[str, str, str]:
     """What a newcomer should take away of one row: (which row, what was measured, what the parts predict)."""
     measured = f"{outcome(row)}; {losses(row)}."
     return f"{row.drafter}, {condition_label(row)}", measured, f"{row.verdict[0].upper()}{row.verdict[1:]}."
+
+
+def disturbance(rows: list[Row]) -> str:
+    """A warning where other processes took the processor while decoding; empty where nothing says so."""
+    share = min(row.cpu_share for row in rows)
+    if rows[0].device != "cpu" or share >= UNDISTURBED:
+        return ""
+    return (
+        f"Other processes used this machine: decoding had a processor for only {100 * share:.0f} % of the time. Times and "
+        "speedups are unreliable, the cost of many threads most of all. Measure again on an idle machine, or with "
+        "threads=1."
+    )
 
 
 def main_rows(rows: list[Row]) -> list[Row]:

@@ -18,7 +18,7 @@ ON_FILE = "--config-file"
 
 
 def run_stages(config: JobConfig, composed: DictConfig) -> None:
-    """Run `config.stages` in order; `stage_overrides[stage]` are a stage's Hydra overrides, `{output_dir}` in them is this run's folder.
+    """Run `config.stages` in order. A stage is a job, or `job:label` where a job comes twice; `stage_overrides[stage]` are a stage's Hydra overrides, `{output_dir}` in them is this run's folder.
 
     Raises UserError naming the stage that failed.
     """
@@ -33,7 +33,8 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
             overrides = [
                 text.replace("{output_dir}", config.output_dir) for text in config.stage_overrides.get(stage, [])
             ]
-            status = subprocess.run([sys.executable, "-m", stage, *overrides, *shared], check=False).returncode
+            command = [sys.executable, "-m", stage.split(":")[0], *overrides, *shared]
+            status = subprocess.run(command, check=False).returncode
         if status != 0:
             raise UserError(
                 f"stage {number} ({stage}) ended with status {status}; mend it and run the same command: finished stages are passed over"

@@ -4,6 +4,8 @@ Shapes: B rows, N nodes, V vocabulary, T history.
 """
 
 from collections.abc import Sequence
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +27,22 @@ LLAMA3_ROPE = {
 SHAPES: dict[str, dict] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 2, "rope_parameters": LLAMA3_ROPE},
     "llama_mha": {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": True},
-    "llama_bias": {"model_type": "llama", "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "llama_bias": {
+        "model_type": "llama",
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 16,
+    },
     "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None, "head_dim": 12},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
 }
 
 
-def hf_model(shape: str = "llama", layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+def hf_model(
+    shape: str = "llama", layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> PreTrainedModel:
     """A random `transformers` model; large enough weights that its next tokens differ from each other."""
     fields = dict(SHAPES[shape])
     config = AutoConfig.for_model(
@@ -53,7 +63,15 @@ def hf_model(shape: str = "llama", layers: int = 2, seed: int = 0, dtype: torch.
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:  # these start at 0 and 1, where forgetting them would not show
             parameter.add_(torch.randn_like(parameter) * 0.1)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(_exact_norm, module)  # type: ignore[method-assign]
     return model
+
+
+def _exact_norm(norm: Any, x: Tensor) -> Tensor:
+    """`transformers` computes norms in float32 whatever the dtype; comparisons in float64 need them exact."""
+    return torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def native_of(model: PreTrainedModel, noise: float = 0.0, seed: int = 0, **options: object) -> NativeTarget:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from eval.parts import Slice
 from eval.records import AUTOREGRESSIVE, Record
-from eval.schema import DrafterFacts, PartTimes, RunFacts
+from eval.schema import DrafterFacts, RunFacts
 
 T_TARGET_MS = {n: 5.0 * (1 + 0.06 * (n - 1)) for n in range(1, 10)}
 DRAFTERS = {
@@ -40,8 +41,12 @@ def run_facts(**changes: object) -> RunFacts:
     return RunFacts(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def parts() -> dict[str, PartTimes]:
-    return {name: PartTimes(t_draft, T_TARGET_MS, 160) for name, (_, _, t_draft) in DRAFTERS.items()}
+def slices() -> list[Slice]:
+    return [
+        Slice("main", temperature, 1, name, t_draft, T_TARGET_MS, 160)
+        for temperature in (0.0, 1.0)
+        for name, (_, _, t_draft) in DRAFTERS.items()
+    ]
 
 
 def generation(
@@ -89,6 +94,7 @@ def generation(
         prefill_seconds=0.01 * pace,
         decode_seconds=seconds,
         draft_seconds=draft_ms / 1000,
+        cpu_seconds=seconds + 0.01 * pace,
         differs_at=None,
         gap=None,
     )

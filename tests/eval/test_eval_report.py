@@ -38,8 +38,7 @@ def records():
 @pytest.fixture(scope="module")
 def rows(records):
     facts = {name: fact for name, (_, fact, _) in simulated.DRAFTERS.items()}
-    parts = {(name, 1): times for name, times in simulated.parts().items()}
-    return build_rows(simulated.run_facts(), facts, parts, records)
+    return build_rows(simulated.run_facts(), facts, simulated.slices(), records)
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +152,15 @@ def test_the_terminal_table_fits_and_explains_itself(rows, width):
     assert "no gamma can help" in text.lower()
     assert "prompt_lookup" in text
     assert "none (autoregressive)" in text
+
+
+def test_a_busy_machine_is_named(rows):
+    assert words.disturbance(rows) == ""
+    starved = [type(row)(**{**row.__dict__, "cpu_share": 0.4}) for row in rows]
+    assert "only 40 % of the time" in words.disturbance(starved)
+    console = Console(file=io.StringIO())
+    print_table(starved, console)
+    assert "Other processes used this machine" in console.file.getvalue()
 
 
 def test_without_a_terminal_the_table_is_plain_text(rows):

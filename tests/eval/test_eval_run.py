@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from decoding.errors import UserError
+from decoding.loop import Settings, decode
+from decoding.target import load_target
 from eval.benchmarks import load_benchmark
 from eval.config import BenchmarkConfig, EvalConfig
 from eval.drafters import describe
-from eval.measure import rotate
+from eval.measure import choice_scores, rotate, top_two_gap
 from eval.records import BASELINE, Arm, read_records
 from eval.run import run
 from eval.schema import read_rows
@@ -66,7 +68,7 @@ def test_a_run_leaves_rows_records_costs_and_a_report(finished):
         assert row.V[1] == 1.0
         assert row.lossless == ("by rule" if row.temperature else "equal")
     assert (finished / "report.html").stat().st_size > 10_000
-    assert (finished / "parts.json").is_file()
+    assert (finished / "parts.jsonl").is_file()
     assert json.loads((finished / "manifest.json").read_text())["finished"]
 
 
@@ -95,7 +97,7 @@ def test_an_interrupted_run_goes_on_and_measures_nothing_twice(home, monkeypatch
     assert len(lines) == 2 * (1 + 2 * len(GAMMAS)) + 3 * (1 + 2)
     manifest = json.loads((whole / "manifest.json").read_text())
     (whole / "manifest.json").write_text(json.dumps({**manifest, "finished": False}))
-    costs = (whole / "parts.json").read_bytes()
+    costs = (whole / "parts.jsonl").read_bytes()
     # Cut within the last unit: its first two lines stand, and half of the third.
     (whole / "records.jsonl").write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:40])
     run(cfg)
@@ -103,7 +105,7 @@ def test_an_interrupted_run_goes_on_and_measures_nothing_twice(home, monkeypatch
     assert len(again) == len(lines)
     assert again[: len(lines) - 3] == lines[: len(lines) - 3]  # timings included: not measured again
     assert again[-1] != lines[-1]
-    assert (whole / "parts.json").read_bytes() == costs
+    assert (whole / "parts.jsonl").read_bytes() == costs
 
 
 def test_a_wrong_output_ends_with_an_error_after_the_report(home, monkeypatch):
@@ -190,6 +192,18 @@ def test_a_drafter_of_another_tokenizer_is_refused(home, stories260k):
 
 
 # ---------------------------------------------------------------------------------------------- small parts
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_scores_behind_a_tie_are_those_that_decoding_chose_by(home, temperature):
+    target = load_target(home / "target", dtype="float64")
+    settings = Settings(max_new_tokens=12, temperature=temperature, verify="coupled", seed=5)
+    ids = tiny.tokenizer()("<u>Why?<a>", add_special_tokens=False)["input_ids"]
+    chosen = decode(target, None, [ids], settings, request_ids=[77])[0].tokens
+    for at, token in enumerate(chosen):
+        scores_V = choice_scores(target, [*ids, *chosen[:at]], settings, request=77)
+        assert int(scores_V.argmax()) == token
+        assert top_two_gap(scores_V) == pytest.approx(float(scores_V.max() - scores_V.sort().values[-2]))
+
+
 def test_drafters_by_folder_by_name_and_by_mapping(home):
     target = TargetConfig(path=str(home / "target"), dtype="bfloat16", device="cpu")
     mine = {"_target_": "decoding.chain.ChainDrafter", "folder": str(home / "shallow"), "name": "mine"}

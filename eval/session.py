@@ -1,0 +1,139 @@
+"""One run's measurement: sweep, choose, measure, under every condition, kept on disk unit by unit.
+
+What the run folder holds already is not measured again, so a run that was interrupted goes on with the next unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from decoding.errors import UserError
+from eval.config import EvalConfig
+from eval.measure import measure_unit, units_of
+from eval.metrics import predicted_speedup
+from eval.parts import UNITS_A_SLICE, Slice, append_slices, median_parts, read_slices, time_slice
+from eval.records import BASELINE, Arm, Condition, Record, append_records, read_records, write_records
+from eval.rows import pool_of
+from eval.setup import Loaded, conditions, middle_prompt, warm_up, widths
+from training.data import Prompt
+from training.progress import ProgressBar
+
+Group = tuple[int, list[Prompt]]  # the number of a unit and its prompts
+
+
+class Session:
+    """Records and part times of a run folder, and how to get those that it lacks."""
+
+    def __init__(self, cfg: EvalConfig, loaded: Loaded, folder: Path) -> None:
+        self.cfg, self.loaded = cfg, loaded
+        self.records_file, self.slices_file = folder / "records.jsonl", folder / "parts.jsonl"
+        self.records: list[Record] = read_records(self.records_file)
+        self.slices: list[Slice] = read_slices(self.slices_file)
+        # Whole lines again, should the last one of a killed run be torn.
+        write_records(self.records_file, self.records)
+        self.slices_file.unlink(missing_ok=True)
+        append_slices(self.slices_file, self.slices)
+        self._prompt = middle_prompt(loaded.bench)
+
+    def measure(self) -> None:
+        """Measure everything that is missing."""
+        warm_up(self.loaded, self.cfg)
+        with ProgressBar("eval", generations(self.cfg, self.loaded)) as bar:
+            progress = _Progress(bar)
+            for condition in conditions(self.cfg):
+                sweep, main = split(self.cfg, self.loaded, condition)
+                arms = [Arm(name, gamma) for name in self.loaded.facts for gamma in self.cfg.sweep]
+                self._measure_units(condition, "sweep", sweep, arms, progress)
+                self._measure_units(condition, "main", main, self._chosen_arms(condition), progress)
+
+    def _measure_units(
+        self, condition: Condition, part: str, units: Sequence[Group], arms: Sequence[Arm], progress: _Progress
+    ) -> None:
+        for index, (unit, prompts) in enumerate(units):
+            place = (condition, part, unit)
+            have = [record for record in self.records if (record.condition, record.part, record.unit) == place]
+            if _complete(have, arms):
+                progress.skip(len(arms) + 1)
+                continue
+            # A unit that a killed run wrote in part is measured again as a whole: its pairs must be neighbours in time.
+            if have:
+                self.records = [record for record in self.records if record not in have]
+                write_records(self.records_file, self.records)
+            if index % UNITS_A_SLICE == 0:
+                self._time_parts(condition, part)
+            new = measure_unit(self.loaded.bench, condition, part, unit, prompts, arms, progress.done)
+            self.records += new
+            append_records(self.records_file, new)
+
+    def _time_parts(self, condition: Condition, part: str) -> None:
+        bench, repeats = self.loaded.bench, self.cfg.timing_repeats
+        new = time_slice(bench, condition, part, self._prompt, widths(self.cfg), repeats)
+        self.slices += new
+        append_slices(self.slices_file, new)
+
+    def _chosen_arms(self, condition: Condition) -> list[Arm]:
+        """The arms of the main part: the draft lengths asked for, else each drafter's best of the sweep by prediction."""
+        cfg, facts = self.cfg, self.loaded.facts
+        if cfg.num_draft_tokens:
+            return [Arm(name, gamma) for name in facts for gamma in cfg.num_draft_tokens]
+        records = [record for record in self.records if record.part == "sweep"]
+        slices = [one for one in self.slices if one.part == "sweep"]
+        arms = []
+        for name in facts:
+            pool = pool_of(name, condition, facts[name], median_parts(slices, name, condition), records)
+            speedups = {gamma: predicted_speedup(pool.pass_rates, gamma, pool.costs) for gamma in cfg.sweep}
+            arms.append(Arm(name, max(speedups, key=lambda gamma: speedups[gamma])))
+        return arms
+
+
+def _complete(have: Sequence[Record], arms: Sequence[Arm]) -> bool:
+    counts = {arm: sum(record.arm == arm for record in have) for arm in (BASELINE, *arms)}
+    return min(counts.values()) > 0 and len(set(counts.values())) == 1
+
+
+def prompts_by_part(cfg: EvalConfig, loaded: Loaded) -> tuple[list[Prompt], list[Prompt]]:
+    """(prompts of the sweep, prompts of the main part)."""
+    prompts = loaded.bench.benchmark.prompts
+    count = cfg.sweep_prompts if cfg.sweep else 0
+    return prompts[:count], prompts[count:]
+
+
+def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[Group], list[Group]]:
+    """(units of the sweep, units of the main part). Raises UserError when one of them has no prompt."""
+    for_sweep, for_main = prompts_by_part(cfg, loaded)
+    sweep = units_of(for_sweep, condition.batch_size, 0)
+    main = units_of(for_main, condition.batch_size, len(sweep))
+    if not main or (cfg.sweep and cfg.sweep_prompts and not sweep):
+        raise UserError(
+            f"{len(for_sweep) + len(for_main)} prompts are too few: {len(for_sweep)} go to the sweep over gamma, and each "
+            f"part needs at least one batch of {condition.batch_size}. Lower sweep_prompts or batch_sizes, or raise "
+            "max_prompts."
+        )
+    return sweep, main
+
+
+def generations(cfg: EvalConfig, loaded: Loaded) -> int:
+    """Batches decoded in a whole run, for the progress bar and the dry run."""
+    total = 0
+    for condition in conditions(cfg):
+        sweep, main = split(cfg, loaded, condition)
+        drafters, lengths = len(loaded.facts), max(len(cfg.num_draft_tokens), 1)
+        total += len(sweep) * (1 + drafters * len(cfg.sweep)) + len(main) * (1 + drafters * lengths)
+    return total
+
+
+class _Progress:
+    """Feeds the bar between generations, outside the clocks."""
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self.bar = bar
+        self.count, self.tokens, self.seconds = 0, 0, 0.0
+
+    def skip(self, generations: int) -> None:
+        self.count += generations
+        self.bar.update(self.count, "already measured")
+
+    def done(self, arm: Arm, tokens: int, seconds: float) -> None:
+        self.count, self.tokens, self.seconds = self.count + 1, self.tokens + tokens, self.seconds + seconds
+        self.bar.update(self.count, f"{self.tokens / self.seconds:.0f} tokens/s, {arm.drafter}")

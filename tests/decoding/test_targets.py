@@ -1,0 +1,257 @@
+"""Both backends against plain `transformers`, and the cache: rows of own lengths, trees, commits, roll-back, selection.
+
+Shapes: B rows, N nodes, V vocabulary.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.cache import ancestors
+from decoding.hf import HFTarget
+from decoding.linear import PackedLinear, PlainLinear, can_pack
+from decoding.native import NativeTarget
+from decoding.target import Target, load_target, prefill
+
+from .tiny import SHAPES, VOCABULARY, hf_model, native_of
+
+BACKENDS = ("native", "hf")
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
+
+
+def make(backend: str, shape: str = "llama", dtype: torch.dtype = torch.float64) -> tuple[Target, torch.nn.Module]:
+    model = hf_model(shape, dtype=dtype)
+    return (native_of(model) if backend == "native" else HFTarget(model, "tiny")), model
+
+
+def ids(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(model: torch.nn.Module, tokens: list[int]) -> Tensor:
+    """Logits (N, V) of a sequence without any cache."""
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def close(left: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(left, right, rtol=0, atol=TOLERANCE[right.dtype] * max(1.0, right.abs().max().item()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_equal_plain_transformers(backend: str, shape: str, dtype: torch.dtype) -> None:
+    """Prefill, a chain of several tokens, single tokens: the same logits as one pass without a cache."""
+    target, model = make(backend, shape, dtype)
+    tokens = ids(1, 70)  # past the 32 positions from which the Llama 3.1 scaling shows
+    with torch.inference_mode():
+        target.open(1, 128)
+        parts = []
+        for start, stop in ((0, 60), (60, 65), (65, 66), (66, 67), (67, 70)):
+            logits_BNV, hidden_BNC = target.forward(tokens[:, start:stop])
+            close(target.lm_head(hidden_BNC), logits_BNV)
+            target.commit(None, [stop - start])
+            parts.append(logits_BNV)
+        assert target.lengths_B == [70]
+    close(torch.cat(parts, 1)[0], plain(model, tokens[0].tolist()))
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ragged_rows_equal_single_rows(backend: str, shape: str) -> None:
+    target, model = make(backend, shape)
+    prompts = [[5], [7, 8, 9, 10, 11, 12], [], [3, 4]]
+    new = ids(4, 3)
+    with torch.inference_mode():
+        target.open(4, 32)
+        prefill(target, prompts)
+        assert target.lengths_B == [1, 6, 0, 2]
+        logits_BNV, _ = target.forward(new)
+        target.commit(None, [3, 1, 2, 3])
+        later_BNV, _ = target.forward(new)
+    for b, prompt in enumerate(prompts):
+        row = new[b].tolist()
+        close(logits_BNV[b], plain(model, prompt + row)[-3:])
+        kept = prompt + row[: [3, 1, 2, 3][b]]
+        close(later_BNV[b], plain(model, kept + row)[-3:])
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen2"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tree_forward_equals_a_forward_for_each_path(backend: str, shape: str) -> None:
+    target, model = make(backend, shape)
+    prompts = [[5, 6, 7], [9]]
+    parents_BN = torch.tensor([[-1, 0, 0, 1, 1, 4], [-1, 0, 1, 0, 3, 3]])
+    tokens_BN = ids(2, 6)
+    with torch.inference_mode():
+        target.open(2, 24)
+        prefill(target, prompts)
+        logits_BNV, hidden_BNC = target.forward(tokens_BN, parents_BN)
+    for b, prompt in enumerate(prompts):
+        for n in range(6):
+            path = [m for m in range(6) if ancestors(parents_BN)[b, n, m]]
+            close(logits_BNV[b, n], plain(model, prompt + tokens_BN[b, path].tolist())[-1])
+    assert hidden_BNC.shape == (2, 6, 32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_committed_path_is_as_good_as_a_chain(backend: str) -> None:
+    target, model = make(backend)
+    prompts = [[5, 6, 7], [9], [4, 4]]
+    parents_BN = torch.tensor([[-1, 0, 0, 1, 1, 4]] * 3)
+    tokens_BN = ids(3, 6)
+    paths, counts = [[0, 1, 4, 5], [0, 2], [0, 1, 3]], [4, 2, 3]
+    with torch.inference_mode():
+        target.open(3, 32)
+        prefill(target, prompts)
+        target.forward(tokens_BN, parents_BN)
+        target.commit(paths, counts)
+        assert target.lengths_B == [7, 3, 5]
+        more_BN = ids(3, 2, seed=1)
+        logits_BNV, _ = target.forward(more_BN)
+    for b, prompt in enumerate(prompts):
+        kept = prompt + tokens_BN[b, paths[b]].tolist()
+        close(logits_BNV[b], plain(model, kept + more_BN[b].tolist())[-2:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_roll_back_and_selection(backend: str) -> None:
+    target, model = make(backend)
+    prompts = [[5, 6, 7, 8], [9, 10], [4, 4, 3], [11]]
+    with torch.inference_mode():
+        target.open(4, 32)
+        prefill(target, prompts)
+        target.truncate([2, 9, 3, 1])
+        assert target.lengths_B == [2, 2, 3, 1]
+        target.select([0, 2, 3])
+        target.select([2, 0])
+        assert target.lengths_B == [1, 2]
+        new = ids(2, 2)
+        logits_BNV, _ = target.forward(new)
+    close(logits_BNV[0], plain(model, [11, *new[0].tolist()])[-2:])
+    close(logits_BNV[1], plain(model, [5, 6, *new[1].tolist()])[-2:])
+
+
+def test_too_many_tokens_for_the_cache_are_refused() -> None:
+    target, _ = make("native")
+    target.open(1, 4)
+    with pytest.raises(ValueError, match="5 slots are needed, but the cache was opened for 4"):
+        target.forward(ids(1, 5))
+
+
+def test_stale_slots_and_reopening_do_not_show() -> None:
+    target, model = make("native")
+    with torch.inference_mode():
+        for seed in range(3):
+            tokens = ids(1, 9, seed=seed)
+            target.open(1, 16)
+            target.forward(ids(1, 12, seed=9))  # not committed
+            logits_BNV, _ = target.forward(tokens)
+            close(logits_BNV[0], plain(model, tokens[0].tolist()))
+
+
+def test_taps_are_the_outputs_of_layers() -> None:
+    target, model = make("native")
+    assert isinstance(target, NativeTarget)
+    tokens = ids(1, 6)
+    with torch.inference_mode():
+        target.taps = (0,)
+        target.open(1, 8)
+        target.forward(tokens)
+        states = model(input_ids=tokens, output_hidden_states=True).hidden_states
+    close(target.tapped[0], states[1])
+
+
+def test_a_partial_view_runs_chosen_layers_on_the_targets_own_cache() -> None:
+    target, model = make("native")
+    assert isinstance(target, NativeTarget)
+    config = {**model.config.to_dict(), "num_hidden_layers": 1}
+    first_layer = NativeTarget.from_state(config, model.state_dict(), dtype=torch.float64)
+    tokens = ids(1, 8)
+    with torch.inference_mode():
+        target.open(1, 16)
+        first_layer.open(1, 16)
+        target.forward(tokens[:, :5])
+        target.commit(None, [5])
+        view = target.partial([0])
+        drafted_BNV, _ = view.forward(tokens[:, 5:8])  # sees the five tokens that the whole target committed
+        expected_BNV, _ = first_layer.forward(tokens)
+        close(drafted_BNV, expected_BNV[:, 5:])
+        logits_BNV, _ = target.forward(tokens[:, 5:8])
+        target.commit(None, [2])
+        view.follow(target)
+        assert view.lengths_B == [7]
+    close(logits_BNV[0], plain(model, tokens[0].tolist())[5:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_products_equal_plain_ones(dtype: torch.dtype) -> None:
+    if not can_pack(torch.device("cpu"), dtype):
+        pytest.skip(f"this processor has no packed {dtype} products")
+    weight, bias = torch.randn(40, 32, dtype=dtype), torch.randn(40, dtype=dtype)
+    for rows in (1, 2, 5, 64):
+        x = torch.randn(2, rows, 32, dtype=dtype)
+        for b in (bias, None):
+            left, right = PackedLinear(weight, b)(x), PlainLinear(weight, b)(x)
+            torch.testing.assert_close(left, right, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+def test_a_packed_target_equals_a_plain_one() -> None:
+    model = hf_model("llama", dtype=torch.float32)
+    if not can_pack(torch.device("cpu"), torch.float32):
+        pytest.skip("this build of torch has no packed products")
+    logits = []
+    for packed in (True, False):
+        target = native_of(model, packed=packed)
+        target.open(1, 16)
+        assert target.packed is packed
+        logits.append(target.forward(ids(1, 7))[0])
+    close(logits[0], logits[1])
+
+
+def test_parameters_are_counted_as_transformers_does() -> None:
+    for shape in SHAPES:
+        model = hf_model(shape)
+        assert native_of(model).num_parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_real_models_load(stories260k: Path, backend: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    target = load_target(stories260k, backend=backend)
+    model = AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32)
+    tokens = [1, 20, 30, 40, 50]
+    with torch.inference_mode():
+        target.open(1)
+        logits_BNV, _ = target.forward(torch.tensor([tokens]))
+    close(logits_BNV[0], plain(model, tokens))
+    assert (target.num_layers, target.vocab_size, target.max_length) == (5, 512, 512)
+
+
+def test_a_foreign_architecture_runs_on_hf() -> None:
+    """GPT-2: learned positions, which must come from our position ids."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
+    model = GPT2LMHeadModel(config).double().eval()
+    target = HFTarget(model, "gpt2")
+    with torch.inference_mode():
+        target.open(2, 32)
+        prefill(target, [[5, 6, 7], [8]])
+        new = ids(2, 3)
+        logits_BNV, _ = target.forward(new)
+    close(logits_BNV[0], plain(model, [5, 6, 7, *new[0].tolist()])[-3:])
+    close(logits_BNV[1], plain(model, [8, *new[1].tolist()])[-3:])
+
+
+def test_ancestors() -> None:
+    parents_BN = torch.tensor([[-1, 0, 1, 0, -1]])
+    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [0, 0, 0, 0, 1]]
+    assert ancestors(parents_BN)[0].int().tolist() == expected
+    deep = torch.arange(-1, 40)[None]
+    assert torch.equal(ancestors(deep)[0], torch.ones(41, 41, dtype=torch.bool).tril())

@@ -1,0 +1,57 @@
+"""metrics.jsonl is the truth; the mirrors hold the same numbers, offline too."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from decoding.errors import UserError
+from training.config import TrackerConfig
+from training.tracker import Tracker
+
+RECORDS = [(1, {"loss": 3.5, "note": "first"}), (2, {"loss": 2.25, "acceptance": 0.5})]
+
+
+def written(folder: Path, config: TrackerConfig) -> list[dict[str, object]]:
+    tracker = Tracker(folder, config, "a run", {"seed": 1})
+    for step, values in RECORDS:
+        tracker.log(step, values)
+    tracker.close()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+def test_every_record_is_a_line(tmp_path: Path):
+    assert written(tmp_path, TrackerConfig()) == [{"step": step, **values} for step, values in RECORDS]
+
+
+def test_rewind_drops_later_steps_and_a_line_that_was_cut_off(tmp_path: Path):
+    written(tmp_path, TrackerConfig())
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    tracker = Tracker(tmp_path, TrackerConfig(), "a run", {})
+    tracker.rewind(1)
+    tracker.log(2, {"loss": 9.0})
+    tracker.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])["loss"] == 9.0
+
+
+def test_tensorboard_holds_the_numbers(tmp_path: Path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    written(tmp_path, TrackerConfig(tensorboard=True))
+    accumulator = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    assert [(event.step, event.value) for event in accumulator.Scalars("loss")] == [(1, 3.5), (2, 2.25)]
+
+
+def test_wandb_offline_holds_the_numbers(tmp_path: Path):
+    written(tmp_path, TrackerConfig(wandb="offline"))
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = file.read_bytes()
+    assert b"acceptance" in content
+    assert b"2.25" in content
+
+
+def test_an_unknown_mode_is_named(tmp_path: Path):
+    with pytest.raises(UserError, match="tracker.wandb is 'on'; expected online, offline or disabled"):
+        Tracker(tmp_path, TrackerConfig(wandb="on"), "a run", {})
