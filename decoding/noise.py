@@ -1,10 +1,10 @@
 """Counter-based noise: every random number is a pure function of its key, never of batch row, order or device.
 
 Two kinds. `uniform` is keyed by (seed, request, round, position, purpose), for token verification: a position that is
-drafted again in a later round must meet fresh noise. The noise of `exponentials` is keyed by (seed, request,
-position, token id) alone, for the coupled rule: draft and target, tree node and batch row all see the same noise, so
-the output is the target's own. With E = -log(uniform), a standard
-exponential, -log E is a Gumbel variable, and argmax(log p + Gumbel) = argmax(p / E).
+drafted again in a later round must meet fresh noise. `exponentials` are keyed by (seed, request, position, token id)
+alone, for the coupled rule: draft and target, tree node and batch row all see the same noise, so the output is the
+target's own. With E = -log(uniform), a standard exponential, -log E is a Gumbel variable, and
+argmax(log p + Gumbel) = argmax(p / E).
 
 The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood 2014), in integers, on both sides: Python's for
 single numbers and torch.int64 (which wraps) for rows of a vocabulary, equal on CPU and CUDA.

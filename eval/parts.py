@@ -60,7 +60,7 @@ def time_slice(
 
 
 def median_parts(slices: Sequence[Slice], drafter: str, condition: Condition) -> PartTimes:
-    """Medians over slices: of the drafter's own for its step, of all drafters' for the target, which is one and the same.
+    """Medians over slices: of the drafter's own for its step, of all drafters' for the target, which they share.
 
     Raises ValueError without a slice of this drafter under this condition.
     """

@@ -176,7 +176,7 @@ def _plots(rows: Sequence[Row], shown: Sequence[Row], records: Sequence[Record])
             _figure(
                 f"Where the time of a token goes, {label}",
                 plots.time_per_token(best) + _key({name: plots.VARIABLES[c] for name, c in plots.PART_COLOURS.items()}),
-                "Time of a round over the tokens it emits; the parts were timed all through the run, in the same process.",
+                "Time of a round over the tokens it emits; the parts were timed between the generations.",
             ),
             _figure(
                 f"Every prompt, {label}",
@@ -222,8 +222,8 @@ def _definitions() -> str:
     return _list(words.DEFINITIONS) + (
         '<p class="note">Predicted speedup = E(γ) (1 + o₁) / (γ c + V(γ+1) + o), with '
         "E(γ) = 1 + α₁ + α₁α₂ + … + α₁…α_γ; o is the rest of a round and o₁ that of an autoregressive step, both in "
-        "units of a target forward over one token. α, o and o₁ come from all runs of a drafter under one condition, at "
-        "every draft length.</p>"
+        "units of a target forward over one token. α is that of the same prompts (depths that were not reached "
+        "take the deepest measured α); o and o₁ come from the sweep over gamma, which other prompts ran.</p>"
     )
 
 
@@ -251,7 +251,7 @@ def _provenance(shown: Sequence[Row], provenance: Provenance) -> str:
             "t_draft in ms": "; ".join(f"{row.drafter}: {row.t_draft_ms:.3f}" for row in shown if _same(row, first)),
             "distinct-4": ", ".join(f"{row.distinct_4:.2f} at T={row.temperature:g}" for row in _one_each(shown)),
             "output": "; ".join(f"{row.drafter}, T={row.temperature:g}: {row.lossless_detail}" for row in shown),
-            "raw data": "results.jsonl (the rows), records.jsonl (every generation, the baseline's too), parts.jsonl (part times)",
+            "raw data": "results.jsonl (rows), records.jsonl (all generations), parts.jsonl (part times)",
         }
     )
 

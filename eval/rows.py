@@ -166,19 +166,23 @@ def build_rows(
     for condition, part in dict.fromkeys((record.condition, record.part) for record in records):
         for name in facts:
             parts = median_parts(slices, name, condition)
-            pool = pool_of(name, condition, facts[name], parts, records)
+            pool = pool_of(name, condition, part, facts[name], parts, records)
             for mine, units in _by_gamma(name, condition, part, records).values():
                 rows.append(build_row(run, facts[name], parts, mine, units, pool))
     return rows
 
 
-def pool_of(name: str, condition: Condition, facts: DrafterFacts, parts: PartTimes, records: Sequence[Record]) -> Pool:
-    """Counts of one drafter under one condition, over both parts and all draft lengths."""
-    units_by_gamma: dict[int, list[Unit]] = defaultdict(list)
-    for part in ("sweep", "main"):
-        for gamma, (_, units) in _by_gamma(name, condition, part, records).items():
-            units_by_gamma[gamma] += units
-    return pool_counts(units_by_gamma, facts, parts)
+def pool_of(
+    name: str, condition: Condition, part: str, facts: DrafterFacts, parts: PartTimes, records: Sequence[Record]
+) -> Pool:
+    """What predicts a drafter's speedup under one condition.
+
+    Acceptance is that of the part's own prompts. The overhead is that of the sweep where there was one, over all its
+    draft lengths: so the main part's prediction does not contain its own time, and agreement means something.
+    """
+    judged = {gamma: units for gamma, (_, units) in _by_gamma(name, condition, part, records).items()}
+    timed = {gamma: units for gamma, (_, units) in _by_gamma(name, condition, "sweep", records).items()}
+    return pool_counts(judged, timed or judged, facts, parts)
 
 
 def _by_gamma(

@@ -25,7 +25,7 @@ class DrafterFacts:
 
 @dataclass(frozen=True)
 class PartTimes:
-    """Medians of the parts of a round, timed back to back in this process, between the generations, at the shapes of the run."""
+    """Medians of the parts of a round, timed back to back in this process at the shapes of the run."""
 
     t_draft_ms: float  # one draft step (one proposal for a one-pass drafter)
     t_target_ms: dict[int, float]  # n new tokens -> one target forward

@@ -73,15 +73,15 @@ class Session:
         append_slices(self.slices_file, new)
 
     def _chosen_arms(self, condition: Condition) -> list[Arm]:
-        """The arms of the main part: the draft lengths asked for, else each drafter's best of the sweep by prediction."""
+        """The arms of the main part: the draft lengths asked for, else each drafter's best by prediction."""
         cfg, facts = self.cfg, self.loaded.facts
         if cfg.num_draft_tokens:
             return [Arm(name, gamma) for name in facts for gamma in cfg.num_draft_tokens]
-        records = [record for record in self.records if record.part == "sweep"]
         slices = [one for one in self.slices if one.part == "sweep"]
         arms = []
         for name in facts:
-            pool = pool_of(name, condition, facts[name], median_parts(slices, name, condition), records)
+            parts = median_parts(slices, name, condition)
+            pool = pool_of(name, condition, "sweep", facts[name], parts, self.records)
             speedups = {gamma: predicted_speedup(pool.pass_rates, gamma, pool.costs) for gamma in cfg.sweep}
             arms.append(Arm(name, max(speedups, key=lambda gamma: speedups[gamma])))
         return arms
@@ -106,9 +106,9 @@ def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[G
     main = units_of(for_main, condition.batch_size, len(sweep))
     if not main or (cfg.sweep and cfg.sweep_prompts and not sweep):
         raise UserError(
-            f"{len(for_sweep) + len(for_main)} prompts are too few: {len(for_sweep)} go to the sweep over gamma, and each "
-            f"part needs at least one batch of {condition.batch_size}. Lower sweep_prompts or batch_sizes, or raise "
-            "max_prompts."
+            f"{len(for_sweep) + len(for_main)} prompts are too few: {len(for_sweep)} go to the sweep over gamma, and "
+            f"each part needs at least one batch of {condition.batch_size}. Lower sweep_prompts or batch_sizes, or "
+            "raise max_prompts."
         )
     return sweep, main
 

@@ -23,6 +23,7 @@ from training.paths import resolve
 from training.run_folder import hardware
 
 WARM_UP_TOKENS = 24
+EMBEDDED = "embedded:"  # how a configuration names what ships with the project
 
 
 def conditions(cfg: EvalConfig) -> list[Condition]:
@@ -96,7 +97,7 @@ def load(cfg: EvalConfig) -> Loaded:
     )
     machine = hardware()
     run = RunFacts(
-        target=target.name,
+        target=cfg.target.path.replace(":", " ") if cfg.target.path.startswith(EMBEDDED) else target.name,
         target_layers=target.num_layers,
         target_parameters=target.num_parameters,
         benchmark=benchmark.name,

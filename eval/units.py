@@ -93,37 +93,46 @@ class Pool:
     costs: metrics.Costs
 
 
-def pool_counts(units_by_gamma: dict[int, list[Unit]], facts: DrafterFacts, parts: PartTimes) -> Pool:
-    """Join the runs at all draft lengths.
+ByGamma = dict[int, list[Unit]]  # draft length -> the units run at it
+
+
+def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: PartTimes) -> Pool:
+    """What predicts the speedup of `judged`: its own acceptance, and the overhead of the runs `timed`.
 
     For a drafter that always proposes gamma tokens pass_k is alpha_k. One that proposes fewer, or none, misses the
     rounds without an offer too: pass_k = accepted_k / accepted_(k-1), with the rounds as accepted_0.
-    o is what the rounds took beyond their parts, over t_target(1), as the mean over draft lengths; o_1 likewise.
     """
-    everything = [unit for units in units_by_gamma.values() for unit in units]
-    tested, accepted = tested_counts(everything)
-    reached = _reached(units_by_gamma)
+    units = [unit for group in judged.values() for unit in group]
+    tested, accepted = tested_counts(units)
+    reached = _reached(judged)
     passes, fill = metrics.usable_alpha(tested, accepted), 1.0
     # The last round of a generation may have no room for a full proposal; any other short one is the drafter's choice.
-    if sum(reached) - sum(tested) > sum(len(unit.tested) for unit in everything):
+    if sum(reached) - sum(tested) > sum(len(unit.tested) for unit in units):
         passes = [have / before if before else None for have, before in zip(accepted, reached, strict=False)]
-        offered = sum(gamma * unit.rounds for gamma, units in units_by_gamma.items() for unit in units)
-        fill = sum(unit.drafted for unit in everything) / offered
-    t_1 = parts.t_target_ms[1]
-    extra_ms = [mean_round_ms(units) - _parts_ms(units, facts, parts) for units in units_by_gamma.values()]
-    base_ms = 1000 * sum(unit.base_seconds for unit in everything) / sum(unit.base_batch_rounds for unit in everything)
+        offered = sum(gamma * unit.rounds for gamma, group in judged.items() for unit in group)
+        fill = sum(unit.drafted for unit in units) / offered
+    overhead, baseline_overhead = _overheads(timed, facts, parts)
     costs = metrics.Costs(
-        cost_ratio=parts.t_draft_ms / t_1,
+        cost_ratio=parts.t_draft_ms / parts.t_target_ms[1],
         V=metrics.cost_table(parts.t_target_ms),
-        overhead=float(np.mean(extra_ms)) / t_1,
-        baseline_overhead=base_ms / t_1 - 1.0,
+        overhead=overhead,
+        baseline_overhead=baseline_overhead,
         one_pass=facts.one_pass,
         fill=fill,
     )
     return Pool(passes, costs)
 
 
-def _reached(units_by_gamma: dict[int, list[Unit]]) -> list[int]:
+def _overheads(timed: ByGamma, facts: DrafterFacts, parts: PartTimes) -> tuple[float, float]:
+    """(o, o_1): what rounds took beyond their parts, over t_target(1), as the mean over draft lengths."""
+    units = [unit for group in timed.values() for unit in group]
+    t_1 = parts.t_target_ms[1]
+    extra_ms = [mean_round_ms(group) - _parts_ms(group, facts, parts) for group in timed.values()]
+    base_ms = 1000 * sum(unit.base_seconds for unit in units) / sum(unit.base_batch_rounds for unit in units)
+    return float(np.mean(extra_ms)) / t_1, base_ms / t_1 - 1.0
+
+
+def _reached(units_by_gamma: ByGamma) -> list[int]:
     """For each depth, the rounds in which it could be offered: gamma allows it, and all depths before it passed."""
     reached_D = [0] * max(units_by_gamma)
     for gamma, units in units_by_gamma.items():

@@ -120,10 +120,10 @@ def disturbance(rows: list[Row]) -> str:
     share = min(row.cpu_share for row in rows)
     if rows[0].device != "cpu" or share >= UNDISTURBED:
         return ""
+    remedy = "" if rows[0].threads == 1 else ", or with threads=1"
     return (
-        f"Other processes used this machine: decoding had a processor for only {100 * share:.0f} % of the time. Times and "
-        "speedups are unreliable, the cost of many threads most of all. Measure again on an idle machine, or with "
-        "threads=1."
+        f"Other processes used this machine: decoding had a processor for only {100 * share:.0f} % of the time. Times "
+        f"and speedups are unreliable, the cost of many threads most of all. Measure again on an idle machine{remedy}."
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from decoding import noise
 from decoding.chooser import Chooser
 from decoding.errors import UserError
-from decoding.sampling import GUESS, Warper, draw
+from decoding.sampling import GUESSES, Warper, draw
 
 from .test_law_of_distribution import exact_row
 
@@ -43,7 +43,7 @@ def test_warpers_follow_their_definition(fields: dict) -> None:
 @pytest.mark.parametrize("fields", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.9}], ids=str)
 def test_ties_go_to_the_lower_token_id(fields: dict) -> None:
     """Over a vocabulary for which a partial sort is tried first, and would leave the order of equals open."""
-    logits = torch.full((2, 4 * GUESS), -30.0)
+    logits = torch.full((2, 2 * GUESSES[-1]), -30.0)
     logits[0, [7, 40, 90, 200]] = 2.0
     logits[1, [3, 5]] = torch.tensor([1.0, 2.0])
     kept = [row.nonzero().flatten().tolist() for row in Warper(1.0, **fields).probs(logits)]
@@ -58,15 +58,15 @@ def test_partial_and_full_sorts_agree(fields: dict, monkeypatch: pytest.MonkeyPa
     """The partial sort is the fast path, the full stable sort its twin."""
     logits_RV = torch.randn(30, 500, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 4
     fast_RV = Warper(1.0, **fields).probs(logits_RV)
-    monkeypatch.setattr("decoding.sampling.GUESS", 500)
+    monkeypatch.setattr("decoding.sampling.GUESSES", ())
     torch.testing.assert_close(fast_RV, Warper(1.0, **fields).probs(logits_RV), rtol=1e-12, atol=0)
 
 
 def test_a_flat_row_over_a_large_vocabulary_needs_the_full_sort() -> None:
-    logits_RV = torch.zeros(2, 1000, dtype=torch.float64)
+    logits_RV = torch.zeros(2, 4000, dtype=torch.float64)
     logits_RV[1, 77] = 40
-    kept = (Warper(1.0, top_p=0.5005).probs(logits_RV) > 0).sum(-1).tolist()
-    assert kept == [501, 1]
+    kept = (Warper(1.0, top_p=0.500125).probs(logits_RV) > 0).sum(-1).tolist()
+    assert kept == [2001, 1]
 
 
 @pytest.mark.parametrize(
