@@ -44,7 +44,7 @@ def target_answers(
             f"no prompt of {config.prompts} fits into {room} tokens (data.max_length {max_length} less held_out.max_new_tokens "
             f"{config.max_new_tokens}): raise data.max_length or lower held_out.max_new_tokens"
         )
-    target = load_target(target_folder, backend="native", dtype="float32", max_length=max_length, batch_size=_BATCH)
+    target = load_target(target_folder, backend="native", dtype="float32", max_length=max_length)
     settings = Settings(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,

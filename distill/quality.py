@@ -133,7 +133,7 @@ def _nats(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
 def draw_functions(folder: str | Path, count: int, temperature: float, max_new_tokens: int, seed: int) -> list[Drawn]:
     """Let the model write the bodies of the first `count` embedded prompts, and try to parse each."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    target = load_target(folder, batch_size=_ROWS)
+    target = load_target(folder)
     prompts = [prompt.turns[0] for prompt in read_prompts(resolve("embedded:prompts"))]
     rendered = [(text, render_prompt(tokenizer, [{"role": "user", "content": text}])) for text in prompts]
     fitting = [(text, ids) for text, ids in rendered if len(ids) + max_new_tokens <= target.max_length][:count]

@@ -82,7 +82,7 @@ def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folde
 def make_objective(config: TrainConfig, student: Any, teacher: Any) -> Distillation | LanguageModelling:
     """The training objective by its name in loss.name."""
     if config.loss.name == "forward_kl":
-        return Distillation(student, teacher, config.loss.temperature)
+        return Distillation(student, teacher, config.loss.temperature, config.loss.cache_mb * 10**6)
     if config.loss.name == "cross_entropy":
         return LanguageModelling(student)
     raise UserError(f"loss.name is '{config.loss.name}'; expected forward_kl or cross_entropy")

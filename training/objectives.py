@@ -41,12 +41,13 @@ class Distillation(nn.Module):
 
     metric_name = "acceptance"
 
-    def __init__(self, student: Any, teacher: Any, temperature: float = 1.0) -> None:
+    def __init__(self, student: Any, teacher: Any, temperature: float = 1.0, cache_bytes: int = 0) -> None:
         super().__init__()
         self.student = student
         # Held in a list so that the teacher is no submodule: it has no optimizer state, no gradient exchange and is in no checkpoint.
         self._teacher = [teacher]
         self.temperature = temperature
+        self._states = TeacherStates(teacher, cache_bytes)
 
     @property
     def teacher(self) -> Any:
@@ -54,8 +55,7 @@ class Distillation(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum of KL(teacher || student) in nats, sum of min(p, q) [1]) over supervised tokens."""
-        with torch.no_grad():
-            teacher_NG = hidden_states(self.teacher, batch)[batch.supervised_RT]
+        teacher_NG = self._states(batch)
         hidden_NH = hidden_states(self.student, batch)[batch.supervised_RT]
         return chunked_forward_kl(
             hidden_NH,
@@ -64,6 +64,40 @@ class Distillation(nn.Module):
             self.teacher.lm_head.weight,
             temperature=self.temperature,
         )
+
+
+class TeacherStates:
+    """The frozen teacher's hidden states at supervised positions, remembered row by row up to a number of bytes.
+
+    Rows are packed once and come again every epoch; a small student's step is then mostly the teacher's forward, which memory saves.
+    With memory, the teacher reads one row a forward, so that a row's states do not hang on its neighbours and a resumed run equals a
+    straight one bit for bit.
+    """
+
+    def __init__(self, teacher: Any, limit_bytes: int) -> None:
+        self.teacher = teacher
+        self.free_bytes = limit_bytes
+        self.remember = limit_bytes > 0
+        self._known: dict[tuple[int, ...], Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Tensor:
+        """[N, G], in the order of `batch.supervised_RT`."""
+        if not self.remember:
+            return hidden_states(self.teacher, batch)[batch.supervised_RT]
+        return torch.cat([self._row(batch, index) for index in range(len(batch.rows))])
+
+    def _row(self, batch: Batch, index: int) -> Tensor:
+        key = batch.rows[index]
+        if key in self._known:
+            return self._known[key]
+        one = batch.row(index)
+        states_NG = hidden_states(self.teacher, one)[one.supervised_RT]
+        size = states_NG.numel() * states_NG.element_size()
+        if size <= self.free_bytes:
+            self.free_bytes -= size
+            self._known[key] = states_NG
+        return states_NG
 
 
 def freeze(model: Any) -> Any:

@@ -35,6 +35,19 @@ class Batch:
     documents_RT: Tensor  # int64, number of the document in its row from 1; 0 where none lies
     supervised_RT: Tensor  # bool at t: the token at t + 1 is supervised and of the same document
     next_RT: Tensor  # int64, the token at t + 1 (0 where not supervised)
+    rows: list[tuple[int, ...]]  # the samples in each row
+
+    def row(self, index: int) -> "Batch":
+        """One row as a batch of its own."""
+        one = slice(index, index + 1)
+        return Batch(
+            self.ids_RT[one],
+            self.positions_RT[one],
+            self.documents_RT[one],
+            self.supervised_RT[one],
+            self.next_RT[one],
+            self.rows[one],
+        )
 
     @property
     def tokens(self) -> int:
@@ -102,8 +115,12 @@ def collate(
             supervised[r, start : end - 1] = sample.mask[1:]
             following[r, start : end - 1] = np.where(sample.mask[1:], sample.ids[1:], 0)
             start = end
-    tensors = (torch.from_numpy(array).to(device) for array in (ids, positions, documents, supervised, following))
-    return Batch(*tensors)
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    keys = [tuple(row) for row in rows]
+    return Batch(tensor(ids), tensor(positions), tensor(documents), tensor(supervised), tensor(following), keys)
 
 
 class PackedData:

@@ -125,3 +125,15 @@ def test_supervised_counts_are_conserved():
 def test_zero_supervised_tokens_is_an_error():
     with pytest.raises(UserError, match="zero supervised tokens"):
         PackedData([Sample(np.arange(5, dtype=np.int32), np.zeros(5, dtype=bool))], 8, 1, 0)
+
+
+@pytest.mark.parametrize("cache_bytes", [10**6, 400])
+def test_remembered_teacher_states_change_nothing(cache_bytes: int):
+    """Whole or partly remembered, twice over the same rows in another order and grouping."""
+    samples = chats(9)
+    rows = best_fit([len(sample.ids) for sample in samples], 64)
+    student, teacher = tiny(0), freeze(tiny(1))
+    fresh, cached = Distillation(student, teacher), Distillation(student, teacher, cache_bytes=cache_bytes)
+    for part in (rows, rows[::-1], rows[1:2]):
+        batch = collate(samples, part, 64)
+        torch.testing.assert_close(cached(batch), fresh(batch), rtol=1e-12, atol=1e-10)
