@@ -18,9 +18,10 @@ ON_FILE = "--config-file"
 
 
 def run_stages(config: JobConfig, composed: DictConfig) -> None:
-    """Run `config.stages` in order. A stage is a job, or `job:label` where a job comes twice; `stage_overrides[stage]` are a stage's Hydra overrides, `{output_dir}` in them is this run's folder.
+    """Run `config.stages` in order; a stage is a job, or `job:label` where a job comes twice.
 
-    Raises UserError naming the stage that failed.
+    `stage_overrides[stage]` are a stage's Hydra overrides; `{output_dir}` in them is this run's folder. Raises UserError naming the stage
+    that failed.
     """
     for number, stage in enumerate(config.stages, start=1):
         print(f"[{number}/{len(config.stages)}] {stage}", flush=True)
