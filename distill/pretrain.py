@@ -40,7 +40,7 @@ def run(config: PretrainConfig) -> Path:
     tokenizer_folder = resolve(config.tokenizer)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
-    if config.init_from:
+    if config.init_from and not config.dry_run:
         model.load_state_dict(load_causal_lm(resolve(config.init_from), model.dtype).state_dict())
     samples = read_samples(tokenizer, config.data, "train")
     data = PackedData(

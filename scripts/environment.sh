@@ -41,6 +41,6 @@ ensure_environment() {
   "$VENV/bin/python" -m pip install --quiet --upgrade pip
   install_torch
   say "Installing Shallow Draft${extras:+ with [$extras]}"
-  "$VENV/bin/pip" install --quiet --constraint "$ROOT/requirements.txt" --editable "$ROOT${extras:+[$extras]}"
+  "$VENV/bin/pip" install -qq --constraint "$ROOT/requirements.txt" --editable "$ROOT${extras:+[$extras]}"
   echo "$wanted" > "$stamp"
 }

@@ -77,6 +77,7 @@ def run_typed(composed: DictConfig, job: str, schema: type[Config], function: Ca
 def prepare_process(config: JobConfig) -> None:
     """Malloc settings and thread count before the first tensor; no progress bars but our own."""
     keep_memory()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     from transformers.utils import logging
 
     logging.disable_progress_bar()
