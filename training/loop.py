@@ -85,32 +85,7 @@ def fit(
     signals = _Signals()
     with ProgressBar(title, total, progress.step, parallel.is_main) as bar, signals:
         while progress.step < total:
-            began = time.monotonic()
-            rows = data.step_rows(progress.step)
-            loss, metric, tokens = _backward(wrapped, rows, data, config, parallel, optimizer)
-            rate = learning_rate(config.optimizer, progress.step, progress.step / total)
-            if not math.isfinite(loss):
-                raise UserError(
-                    f"the loss is {loss} at step {progress.step + 1}: stopped before the update; the last good checkpoint is in {root}. "
-                    f"Lower loop.optimizer.lr (now {config.optimizer.lr}) or set loop.optimizer.clip, then run again"
-                )
-            norm = optimizer.step(rate)
-            count = data.supervised_in(rows)
-            progress.step += 1
-            progress.tokens += tokens
-            progress.supervised += count
-            progress.seconds += time.monotonic() - began
-            values = {
-                "loss": loss,
-                module.metric_name: metric,
-                "lr": rate,
-                "gradient_norm": float(norm),
-                "tokens": progress.tokens,
-            }
-            values |= {
-                "supervised_tokens": progress.supervised,
-                "tokens_per_second": tokens / (time.monotonic() - began),
-            }
+            values = _step(wrapped, data, config, parallel, optimizer, progress, total, root)
             if tracker is not None and progress.step % config.log_every == 0:
                 tracker.log(progress.step, values)
             if _due(progress.step, config.eval_every, total):
@@ -118,7 +93,7 @@ def fit(
             stop = parallel.any(signals.received)
             if _due(progress.step, config.checkpoint_every, total) or progress.best_step == progress.step or stop:
                 _save(root, progress, config, trained, optimizer, parallel)
-            bar.update(progress.step, _note(values, progress, module.metric_name))
+            bar.update(progress.step, _note(values, progress))
             if stop:
                 raise Interrupted(
                     f"stopped by a signal after step {progress.step}; saved in {root}. Run the same command to go on"
@@ -130,6 +105,38 @@ def fit(
 def total_steps(config: LoopConfig, data: PackedData) -> int:
     """Optimizer steps of the whole run."""
     return config.max_steps if config.max_steps > 0 else max(1, math.ceil(config.max_epochs * data.steps_per_epoch))
+
+
+def _step(
+    module: Any,
+    data: PackedData,
+    config: LoopConfig,
+    parallel: Parallel,
+    optimizer: MasterAdamW,
+    progress: Progress,
+    total: int,
+    root: Path,
+) -> dict[str, float]:
+    """One optimizer step: moves `progress` on and returns its record. Raises UserError before the update when it is not finite."""
+    began = time.monotonic()
+    rows = data.step_rows(progress.step)
+    loss, metric, tokens = _backward(module, rows, data, config, parallel, optimizer)
+    norm = float(optimizer.clip())
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        raise UserError(
+            f"the loss is {loss} and the gradient's norm {norm} at step {progress.step + 1}: stopped before the update; the last good "
+            f"checkpoint is in {root}. Lower loop.optimizer.lr (now {config.optimizer.lr}) or set loop.optimizer.clip, then run again"
+        )
+    rate = learning_rate(config.optimizer, progress.step, progress.step / total)
+    optimizer.step(rate)
+    seconds = time.monotonic() - began
+    progress.step += 1
+    progress.tokens += tokens
+    progress.supervised += data.supervised_in(rows)
+    progress.seconds += seconds
+    name = parallel.unwrap(module).metric_name
+    record = {"loss": loss, name: metric, "lr": rate, "gradient_norm": norm, "tokens": progress.tokens}
+    return record | {"supervised_tokens": progress.supervised, "tokens_per_second": tokens / seconds}
 
 
 def _backward(
@@ -197,7 +204,7 @@ def _resume(root: Path, trained: nn.Module, optimizer: MasterAdamW, parallel: Pa
     found = checkpoint.latest(root, report=print if parallel.is_main else lambda _: None)
     if found is None:
         return Progress()
-    trained.load_state_dict(found.model, strict=False)
+    _load_weights(trained, found)
     optimizer.load(found.optimizer)
     checkpoint.restore_rng(found.rng)
     return Progress(**{key: value for key, value in found.state.items() if key != "hashes"})
@@ -206,7 +213,17 @@ def _resume(root: Path, trained: nn.Module, optimizer: MasterAdamW, parallel: Pa
 def _load_best(root: Path, progress: Progress, trained: nn.Module, parallel: Parallel) -> None:
     parallel.wait()
     if progress.best_step not in (-1, progress.step):
-        trained.load_state_dict(checkpoint.load(root / f"step_{progress.best_step:06d}").model, strict=False)
+        _load_weights(trained, checkpoint.load(root / f"step_{progress.best_step:06d}"))
+
+
+def _load_weights(trained: nn.Module, found: checkpoint.Checkpoint) -> None:
+    wanted = _untied(dict(trained.state_dict()))
+    if wanted.keys() != found.model.keys():
+        odd = sorted(wanted.keys() ^ found.model.keys())[0]
+        raise UserError(
+            f"checkpoint {found.folder} is of another model ('{odd}' is in one of them only): give another output_dir="
+        )
+    trained.load_state_dict(found.model, strict=False)  # tied names are stored once
 
 
 def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -220,10 +237,11 @@ def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return kept
 
 
-def _note(values: dict[str, Any], progress: Progress, metric_name: str) -> str:
+def _note(values: dict[str, float], progress: Progress) -> str:
     rate = progress.tokens / max(progress.seconds, 1e-9)
-    best = "" if progress.best_step < 0 else f"  held-out {progress.evaluations[-1]['score']:.3f}"
-    return f"loss {values['loss']:.3f}  {metric_name} {values[metric_name]:.3f}{best}  {rate:,.0f} tok/s"
+    held_out = f"  held-out {progress.evaluations[-1]['score']:.3f}" if progress.evaluations else ""
+    (name, metric) = list(values.items())[1]
+    return f"loss {values['loss']:.3f}  {name} {metric:.3f}{held_out}  {rate:,.0f} tok/s"
 
 
 class _Signals:

@@ -48,15 +48,13 @@ class MasterAdamW:
                 master.grad += parameter.grad
             parameter.grad = None
 
-    def step(self, lr: float) -> Tensor:
-        """One update at learning rate `lr`. Returns the global gradient norm before clipping."""
-        norm = self._clip()
+    def step(self, lr: float) -> None:
+        """One update at learning rate `lr`, with the gradients as `clip` left them."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.write_back()
-        return norm
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -65,7 +63,8 @@ class MasterAdamW:
             if master is not parameter:
                 parameter.copy_(master)
 
-    def _clip(self) -> Tensor:
+    def clip(self) -> Tensor:
+        """Clip the global gradient norm. Returns it as it was before."""
         limit = self.config.clip if self.config.clip > 0 else math.inf
         return nn.utils.clip_grad_norm_(self.masters, limit)
 

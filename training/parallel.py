@@ -50,6 +50,10 @@ class Parallel:
         module.to(self.device)
         return self.accelerator.prepare_model(module) if self.world_size > 1 else module
 
+    def unwrap(self, module: nn.Module) -> Any:
+        """The module that `prepare` wrapped."""
+        return self.accelerator.unwrap_model(module)
+
     @contextlib.contextmanager
     def exchange(self, module: nn.Module, last: bool) -> Iterator[None]:
         """Gradients travel only in the last backward pass of a step."""

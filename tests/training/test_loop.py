@@ -140,7 +140,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path:
     module = make_model()
     real = module.forward
     module.forward = lambda batch: tuple(value * float("nan") for value in real(batch))
-    with pytest.raises(UserError, match=r"the loss is nan at step 4: .* last good checkpoint"):
+    with pytest.raises(UserError, match=r"the loss is nan and .* at step 4: .* last good checkpoint"):
         fit(
             "t",
             module,
@@ -153,6 +153,25 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path:
             lambda: {"score": 0.0},
         )
     assert same(before, newest(tmp_path))
+
+
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(tmp_path: Path):
+    module = make_model()
+    before = {name: tensor.clone() for name, tensor in module.model.state_dict().items()}
+    module.model.lm_head.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(UserError, match="gradient's norm (nan|inf) at step 1"):
+        fit(
+            "t",
+            module,
+            module.model,
+            make_data(),
+            loop(6),
+            Parallel(ParallelConfig(), "cpu"),
+            tmp_path,
+            None,
+            lambda: {"score": 0.0},
+        )
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.model.state_dict().items())
 
 
 def test_the_best_checkpoint_is_returned_not_the_last(tmp_path: Path):
