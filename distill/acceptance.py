@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from decoding.target import load_target
-from distill.config import HeldOutConfig
+from distill.config import TrainConfig
 from training.chat import render_prompt
 from training.data import read_prompts
 from training.objectives import hidden_states
@@ -29,28 +30,34 @@ _CHUNK = 1024
 _BATCH = 16
 
 
-def target_answers(
-    target_folder: Path, tokenizer: Any, config: HeldOutConfig, max_length: int, seed: int
-) -> list[Sample]:
+def target_answers(target_folder: Path, tokenizer: Any, config: TrainConfig) -> list[Sample]:
     """The target's answers to the held-out prompts as samples whose answer tokens are supervised; prompts that do not fit are left out."""
-    room = max_length - config.max_new_tokens
-    rendered = (
-        render_prompt(tokenizer, [{"role": "user", "content": prompt.turns[0]}])
-        for prompt in read_prompts(resolve(config.prompts))
-    )
-    prompts = [ids for ids in rendered if len(ids) <= room][: config.max_prompts]
+    chosen = config.held_out
+    room = config.data.max_length - chosen.max_new_tokens
+    if chosen.prompts.startswith("embedded:") and not config.target.path.startswith("embedded:"):
+        print(
+            f"warning: held-out prompts are {chosen.prompts} (Python functions); for your target give held_out.prompts=FILE of its own kind"
+        )
+    questions = ([{"role": "user", "content": prompt.turns[0]}] for prompt in read_prompts(resolve(chosen.prompts)))
+    rendered = (render_prompt(tokenizer, question, template=config.data.template) for question in questions)
+    prompts = [ids for ids in rendered if len(ids) <= room][: chosen.max_prompts]
     if not prompts:
         raise UserError(
-            f"no prompt of {config.prompts} fits into {room} tokens (data.max_length {max_length} less held_out.max_new_tokens "
-            f"{config.max_new_tokens}): raise data.max_length or lower held_out.max_new_tokens"
+            f"no prompt of {chosen.prompts} fits into {room} tokens (data.max_length {config.data.max_length} less held_out.max_new_tokens "
+            f"{chosen.max_new_tokens}): raise data.max_length or lower held_out.max_new_tokens"
         )
-    target = load_target(target_folder, backend="native", dtype="float32", max_length=max_length)
-    settings = Settings(
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        seed=seed,
-        stop_token_ids=(tokenizer.eos_token_id,),
+    device = (
+        config.target.device if config.target.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     )
+    target = load_target(
+        target_folder,
+        backend=config.target.backend,
+        dtype=config.target.dtype,
+        device=device,
+        max_length=config.data.max_length,
+    )
+    stops = stop_tokens(target_folder, tokenizer)
+    settings = Settings(chosen.max_new_tokens, chosen.temperature, seed=config.seed, stop_token_ids=stops)
     samples = []
     for start in range(0, len(prompts), _BATCH):
         part = prompts[start : start + _BATCH]

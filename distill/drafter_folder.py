@@ -61,6 +61,7 @@ def write_card(
     folder: Path,
     name: str,
     model: Any,
+    target: str,
     target_folder: Path,
     data: dict[str, Any],
     loss: dict[str, Any],
@@ -82,7 +83,7 @@ def write_card(
     }
     card = {
         "name": name,
-        "target": str(target_folder),
+        "target": target,
         "target_hash": hash_input(target_folder),
         "drafter_hash": hash_input(folder),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

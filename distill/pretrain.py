@@ -10,12 +10,11 @@ import torch
 from transformers import AutoTokenizer
 
 from decoding.errors import UserError
-from distill import corpus
 from distill.config import PretrainConfig
+from distill.data import packed_data, read_samples
 from distill.drafter_folder import write_model
-from training.config import DataConfig
-from training.data import Chat, read_chats, read_texts
 from training.job import job_main
+from training.launch import is_worker, launch, processes_wanted
 from training.loop import fit, total_steps
 from training.models import build_llama, dtype_of, load_causal_lm
 from training.objectives import LanguageModelling
@@ -24,98 +23,59 @@ from training.packing import PackedData, Sample, collate
 from training.parallel import Parallel
 from training.paths import resolve
 from training.run_folder import RunFolder
-from training.samples import chat_samples, text_samples
-from training.tracker import Tracker
+from training.tracker import Recording
 
 
 def run(config: PretrainConfig) -> Path:
     """Train, and write a complete model folder to output_dir/model. Returns it."""
     run_folder = RunFolder(config)
-    model_folder = run_folder.path / "model"
+    folder = run_folder.path / "model"
     if run_folder.finished:
-        print(f"finished before: {model_folder}")
-        return model_folder
+        print(f"finished before: {folder}")
+        return folder
+    processes = processes_wanted(config.parallel)
+    if processes > 1 and not is_worker() and not config.dry_run:
+        launch(config.job, run_folder.path / "config.yaml", processes)
+        return folder
     torch.manual_seed(config.seed)
-    parallel = Parallel(config.parallel)
     tokenizer_folder = resolve(config.tokenizer)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
     if config.init_from and not config.dry_run:
         model.load_state_dict(load_causal_lm(resolve(config.init_from), model.dtype).state_dict())
-    samples = read_samples(tokenizer, config.data, "train")
-    data = PackedData(
-        samples, config.data.max_length, config.loop.tokens_per_step // config.data.max_length, config.seed
-    )
+    data = packed_data(read_samples(tokenizer, config.data, "train"), config.data, config.loop, config.seed)
     steps = total_steps(config.loop, data)
-    print(
-        f"model: {count_parameters(model.parameters()) / 1e6:.1f} M parameters, {config.model.num_hidden_layers} layers"
-    )
-    print(
-        f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full; {steps:,} steps, {steps / data.steps_per_epoch:.2f} epochs"
-    )
-    if config.dry_run:
-        return model_folder
+    size = count_parameters(model.parameters()) / 1e6
+    print(f"model: {size:.1f} M parameters, {config.model.num_hidden_layers} layers")
+    print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full")
+    print(f"plan: {steps:,} steps, {steps / data.steps_per_epoch:.2f} epochs")
+    if not config.dry_run:
+        train(config, run_folder, model, data, tokenizer_folder, tokenizer)
+    return folder
+
+
+def train(
+    config: PretrainConfig, run_folder: RunFolder, model: Any, data: PackedData, tokenizer_folder: Path, tokenizer: Any
+) -> None:
+    """The work of one rank."""
+    parallel = Parallel(config.parallel)
     held_out = read_samples(tokenizer, config.data, "held_out")
     objective = LanguageModelling(model)
-    tracker = (
-        Tracker(run_folder.path, config.tracker, config.experiment, run_folder.config) if parallel.is_main else None
-    )
-    progress = fit(
-        "pretrain",
-        objective,
-        model,
-        data,
-        config.loop,
-        parallel,
-        run_folder.path,
-        tracker,
-        lambda: held_out_loss(objective, held_out, config),
-    )
+    inputs = [tokenizer_folder, *([resolve(config.init_from)] if config.init_from else [])]
+    with Recording(run_folder, config, inputs, parallel.is_main) as tracker:
+
+        def evaluate() -> dict[str, float]:
+            return held_out_loss(objective, held_out, config)
+
+        progress = fit("pretrain", objective, model, data, config.loop, parallel, run_folder.path, tracker, evaluate)
     if parallel.is_main:
-        write_model(model, tokenizer_folder, model_folder, dtype_of(config.export_dtype))
-        best = next(figures for figures in progress.evaluations if figures["step"] == progress.best_step)
-        metrics = {
-            "held_out_loss": best["loss"],
-            "best_step": progress.best_step,
-            "training_seconds": round(progress.seconds, 1),
-        }
-        run_folder.write_manifest([tokenizer_folder], {**metrics, "tokens": progress.tokens}, finished=True)
-        print(f"held-out loss {best['loss']:.4f} nats a token after {progress.seconds:.0f} s; model: {model_folder}")
+        folder = run_folder.path / "model"
+        write_model(model, tokenizer_folder, folder, dtype_of(config.export_dtype))
+        best = progress.best
+        metrics = {"held_out_loss": best["loss"], "best_step": progress.best_step, "tokens": progress.tokens}
+        run_folder.write_manifest(inputs, {**metrics, "training_seconds": round(progress.seconds, 1)}, finished=True)
+        print(f"held-out loss {best['loss']:.4f} nats a token after {progress.seconds:.0f} s; model: {folder}")
     parallel.close()
-    return model_folder
-
-
-def read_samples(tokenizer: Any, data: DataConfig, split: corpus.Split) -> list[Sample]:
-    """Samples of the `train` or `held_out` split, and a printed account of what was used and what was not."""
-    chat_paths = data.chats if split == "train" else data.held_out_chats
-    text_paths = data.texts if split == "train" else data.held_out_texts
-    samples: list[Sample] = []
-    documents: list[str] = []
-    chats: list[Chat] = []
-    if "embedded:stdlib" in text_paths:
-        documents += corpus.documents(split)
-    if "embedded:stdlib" in chat_paths:
-        chats += [
-            Chat(str(number), messages, f"embedded:stdlib:{number}")
-            for number, messages in enumerate(corpus.chats(split))
-        ]
-    text_files = [resolve(path) for path in text_paths if path != "embedded:stdlib"]
-    chat_files = [resolve(path) for path in chat_paths if path != "embedded:stdlib"]
-    documents += read_texts(text_files, max_bad=data.max_bad)[0] if text_files else []
-    chats += read_chats(chat_files, max_bad=data.max_bad)[0] if chat_files else []
-    limit = data.max_samples or None
-    for what, (new, account) in {
-        "texts": text_samples(tokenizer, documents[:limit], data.max_length),
-        "chats": chat_samples(tokenizer, chats[:limit], data.template, data.max_length, data.train_on, data.max_bad),
-    }.items():
-        if account.read:
-            print(f"{split} {account.line(what)}")
-        samples += new
-    if not samples:
-        raise UserError(
-            f"the {split} split is empty: give data.{'' if split == 'train' else 'held_out_'}chats or _texts"
-        )
-    return samples
 
 
 @torch.no_grad()

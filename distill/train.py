@@ -1,24 +1,22 @@
 """`python -m distill.train`: build a student and distil the frozen target into it; leaves a complete drafter folder."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from decoding.errors import UserError
 from decoding.folder import read_config, weight_files
 from distill.acceptance import HeldOutAcceptance, target_answers
 from distill.config import TrainConfig
+from distill.data import packed_data, read_samples
 from distill.drafter_folder import write_card, write_model
-from distill.pretrain import read_samples
 from distill.student import build_student
 from training.attention import PACKED
 from training.config import plain
 from training.job import job_main
-from training.launch import is_worker, launch
+from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit, total_steps
 from training.models import dtype_of, load_causal_lm
 from training.objectives import Distillation, LanguageModelling, freeze
@@ -26,14 +24,13 @@ from training.packing import PackedData
 from training.parallel import Parallel
 from training.paths import resolve
 from training.run_folder import RunFolder
-from training.tracker import Tracker
+from training.tracker import Recording
 
 
 def run(config: TrainConfig) -> Path:
     """Distil, and write the drafter to output_dir/drafter. Returns that folder."""
     target_folder = resolve(config.target.path)
     read_config(target_folder)
-    weight_files(target_folder)
     run_folder = RunFolder(config)
     folder = run_folder.path / "drafter"
     if run_folder.finished:
@@ -41,7 +38,8 @@ def run(config: TrainConfig) -> Path:
         return folder
     if config.dry_run:
         return dry_run(config, target_folder, folder)
-    processes = config.parallel.processes or (torch.cuda.device_count() if config.parallel.kind != "single" else 1) or 1
+    weight_files(target_folder)
+    processes = processes_wanted(config.parallel)
     if processes > 1 and not is_worker():
         launch(config.job, run_folder.path / "config.yaml", processes)
         return folder
@@ -57,25 +55,20 @@ def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folde
     dtype = dtype_of(config.loop.dtype)
     teacher = freeze(load_causal_lm(target_folder, dtype)).to(parallel.device)
     student = build_student(config.drafter, teacher, dtype)
-    samples = read_samples(tokenizer, config.data, "train")
-    data = PackedData(
-        samples, config.data.max_length, max(1, config.loop.tokens_per_step // config.data.max_length), config.seed
-    )
+    data = packed_data(read_samples(tokenizer, config.data, "train"), config.data, config.loop, config.seed)
     if parallel.is_main:
         describe(config, student, teacher, data)
     objective = make_objective(config, student, teacher)
-    answers = target_answers(target_folder, tokenizer, config.held_out, config.data.max_length, config.seed)
+    answers = parallel.broadcast(target_answers(target_folder, tokenizer, config) if parallel.is_main else None)
     held_out = HeldOutAcceptance(
         student.to(parallel.device), teacher, answers, config.data.max_length, config.held_out.temperature
     )
-    tracker = (
-        Tracker(run_folder.path, config.tracker, config.experiment, run_folder.config) if parallel.is_main else None
-    )
-    progress = fit("distil", objective, student, data, config.loop, parallel, run_folder.path, tracker, held_out)
+    sources = [*config.data.chats, *config.data.texts, config.held_out.prompts]
+    inputs = [target_folder, *(resolve(path) for path in sources if path != "embedded:stdlib")]
+    with Recording(run_folder, config, inputs, parallel.is_main) as tracker:
+        progress = fit("distil", objective, student, data, config.loop, parallel, run_folder.path, tracker, held_out)
     if parallel.is_main:
-        finish(config, run_folder, student, target_folder, folder, progress, data)
-    if tracker is not None:
-        tracker.close()
+        finish(config, run_folder, student, target_folder, folder, progress, inputs)
     parallel.close()
 
 
@@ -107,12 +100,12 @@ def finish(
     target_folder: Path,
     folder: Path,
     progress: Progress,
-    data: PackedData,
+    inputs: list[Path],
 ) -> None:
     """Export the best weights with their card, and close the manifest."""
     stored_dtype = AutoConfig.from_pretrained(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
-    best = next(figures for figures in progress.evaluations if figures["step"] == progress.best_step)
+    best = progress.best
     acceptance = {key: value for key, value in best.items() if key != "score"} | {
         "temperature": config.held_out.temperature
     }
@@ -121,8 +114,16 @@ def finish(
         "tokens_seen": progress.tokens,
         "supervised_tokens_seen": progress.supervised,
     }
-    write_card(folder, config.drafter.name, student, target_folder, about_data, plain(config)["loss"], acceptance)
-    inputs = [target_folder, *(resolve(path) for path in config.data.chats if path != "embedded:stdlib")]
+    write_card(
+        folder,
+        config.drafter.name,
+        student,
+        config.target.path,
+        target_folder,
+        about_data,
+        plain(config)["loss"],
+        acceptance,
+    )
     metrics = {
         **acceptance,
         "best_step": progress.best_step,
@@ -143,16 +144,20 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path) -> Path:
         teacher = AutoModelForCausalLM.from_config(target_config, attn_implementation=PACKED)
         student = build_student(config.drafter, teacher, dtype_of(config.loop.dtype))
     counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (student, teacher)]
-    tokens = config.loop.max_steps * config.loop.tokens_per_step
     flops = 6 * counts[0] + 2 * counts[1]
-    bytes_a_parameter = 16 if config.loop.dtype == "float32" else 18
+    width = torch.finfo(dtype_of(config.loop.dtype)).bits // 8
+    bytes_a_parameter = 16 if width == 4 else 2 * width + 12  # weights, gradient; float32 master and two moments
     print(f"student: {counts[0] / 1e6:.1f} M parameters; teacher: {counts[1] / 1e6:.1f} M")
-    print(
-        f"cost: {flops / 1e6:,.0f} MFLOP a token (6 x student + 2 x teacher); {tokens:,} tokens planned, {flops * tokens / 1e12:,.1f} TFLOP"
-    )
-    print(
-        f"memory: {counts[0] * bytes_a_parameter / 1e6:,.0f} MB for student, gradients and optimizer, {counts[1] * 4 / 1e6:,.0f} MB for the teacher"
-    )
+    print(f"cost: {flops / 1e6:,.0f} MFLOP a token (6 x student + 2 x teacher)")
+    if config.loop.max_steps:
+        tokens = config.loop.max_steps * config.loop.tokens_per_step
+        print(f"plan: {tokens:,} tokens in {config.loop.max_steps:,} steps, {flops * tokens / 1e12:,.1f} TFLOP")
+    else:
+        print(
+            f"plan: {config.loop.max_epochs:g} epochs; their tokens are known when the data is read (or give loop.max_steps)"
+        )
+    memory = [counts[0] * bytes_a_parameter / 1e6, counts[1] * width / 1e6]
+    print(f"memory: {memory[0]:,.0f} MB for student, gradients and optimizer, {memory[1]:,.0f} MB for the teacher")
     if folder.exists():
         print(f"kept: {folder} is there already")
         return folder
@@ -162,11 +167,16 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path) -> Path:
             tensor.zero_()
     write_model(student, target_folder, folder, target_config.dtype or torch.float32, draft_tokens=4)
     write_card(
-        folder, config.drafter.name, student, target_folder, {"sources": []}, {"name": "untrained (dry run)"}, {}
+        folder,
+        config.drafter.name,
+        student,
+        config.target.path,
+        target_folder,
+        {"sources": []},
+        {"name": "nothing yet (dry run)"},
+        {},
     )
-    print(
-        f"untrained drafter folder: {folder} ({json.dumps(OmegaConf.to_container(OmegaConf.create(plain(config.drafter))))})"
-    )
+    print(f"untrained drafter folder, to try serving with: {folder}")
     return folder
 
 

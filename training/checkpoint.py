@@ -131,7 +131,7 @@ def sha256(path: Path) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file and force it to the disk, under a temporary name until it is whole."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # ranks may write the same file
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

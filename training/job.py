@@ -38,6 +38,8 @@ def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) 
     arguments = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
     sys.argv[1:] = arguments
     if arguments[:1] == [ON_FILE]:
+        if len(arguments) != 2:
+            sys.exit(f"error: {ON_FILE} takes one file and no overrides, found {arguments[1:]}")
         composed = OmegaConf.load(arguments[1])
         assert isinstance(composed, DictConfig)
         _guarded(lambda: run_typed(composed, job, schema, function))

@@ -1,6 +1,7 @@
-"""Workers of one job on this machine: fresh processes on the saved configuration, watched until all are done.
+"""Child processes of a job: the workers of DDP, the stages of an experiment, the members of a sweep.
 
-A worker that dies ends the job: the others are stopped and the error names the rank.
+Children run in sessions of their own, so that Ctrl-C on a terminal reaches them once, through us: they save a checkpoint and end, and
+we wait for them. A worker that dies ends the job: the others are stopped and the error names the rank.
 """
 
 import os
@@ -11,11 +12,78 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+import torch
 
 from decoding.errors import UserError
+from training.config import ParallelConfig
+from training.loop import Interrupted
 
 WORKER = "SHALLOW_DRAFT_WORKER"
+INTERRUPTED = 130  # exit status of a job that a signal stopped after it had saved
 _GRACE_SECONDS = 30.0
+
+
+class Children:
+    """Processes that are started, signalled and awaited together: `with Children() as children: children.start(...)`."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.signalled = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Children":
+        self._before = {number: signal.signal(number, self._hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def start(self, command: list[str], environment: dict[str, str] | None = None) -> None:
+        """Start one more child; environment None: ours."""
+        self.processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+
+    def wait(self) -> list[int | None]:
+        """Wait until all have ended or, unless a signal came, one has failed. Returns exit statuses, None for those still running."""
+        while True:
+            states = [process.poll() for process in self.processes]
+            if all(state is not None for state in states):
+                return states
+            if any(state not in (None, 0) for state in states) and not self.signalled:
+                return states
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """End what still runs: SIGTERM, and SIGKILL after a grace time."""
+        running = [process for process in self.processes if process.poll() is None]
+        for process in running:
+            process.terminate()
+        end = time.monotonic() + _GRACE_SECONDS
+        for process in running:
+            try:
+                process.wait(timeout=max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        self.signalled = True
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+
+def run_child(command: list[str], what: str) -> int:
+    """Run one command to its end. Returns its exit status; raises Interrupted when a signal stopped it."""
+    with Children() as children:
+        children.start(command)
+        status = children.wait()[0]
+    if status == INTERRUPTED or children.signalled:
+        raise Interrupted(f"{what} was stopped by a signal. Run the same command to go on")
+    assert status is not None
+    return status
 
 
 def is_worker() -> bool:
@@ -23,69 +91,51 @@ def is_worker() -> bool:
     return WORKER in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def processes_wanted(config: ParallelConfig) -> int:
+    """How many ranks this machine is to run. Raises UserError where kind and number contradict each other."""
+    if config.kind == "single":
+        if config.processes > 1:
+            raise UserError(f"parallel.processes is {config.processes} with parallel=single; use parallel=ddp")
+        return 1
+    processes = config.processes or torch.cuda.device_count()
+    if processes == 0:
+        raise UserError(f"parallel={config.kind} on a machine without a GPU needs parallel.processes=N")
+    return processes
+
+
 def launch(job: str, config_file: Path, processes: int) -> None:
     """Run `python -m <job> --config-file <config_file>` in `processes` ranks and wait.
 
-    Raises UserError naming the first rank that failed. SIGINT and SIGTERM are handed on to every rank.
+    Raises UserError naming the first rank that failed, and Interrupted when a signal stopped the ranks.
     """
     port = _free_port()
     threads = max(1, (os.cpu_count() or 1) // processes)
-    workers = []
-    for rank in range(processes):
-        places = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": processes,
-            "LOCAL_WORLD_SIZE": processes,
-            "MASTER_PORT": port,
-        }
-        environment = {
-            **os.environ,
-            **{key: str(value) for key, value in places.items()},
-            "MASTER_ADDR": "127.0.0.1",
-            WORKER: "1",
-        }
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
-        command = [sys.executable, "-m", job, "--config-file", str(config_file)]
-        workers.append(subprocess.Popen(command, env=environment))
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        for worker in workers:
-            worker.send_signal(number)
-
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        _wait(workers)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _wait(workers: list[subprocess.Popen[bytes]]) -> None:
-    while True:
-        states = [worker.poll() for worker in workers]
-        failed = [rank for rank, state in enumerate(states) if state not in (None, 0)]
-        if failed:
-            _stop(workers)
-            raise UserError(
-                f"rank {failed[0]} of {len(workers)} ended with status {states[failed[0]]}; the other ranks were stopped. "
-                "Its last words stand above; run the same command to resume from the last checkpoint"
-            )
-        if all(state == 0 for state in states):
-            return
-        time.sleep(0.2)
-
-
-def _stop(workers: list[subprocess.Popen[bytes]]) -> None:
-    for worker in workers:
-        if worker.poll() is None:
-            worker.terminate()
-    end = time.monotonic() + _GRACE_SECONDS
-    for worker in workers:
-        try:
-            worker.wait(timeout=max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            worker.kill()
+    with Children() as children:
+        for rank in range(processes):
+            places = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": processes,
+                "LOCAL_WORLD_SIZE": processes,
+                "MASTER_PORT": port,
+            }
+            environment = {
+                **os.environ,
+                **{key: str(value) for key, value in places.items()},
+                "MASTER_ADDR": "127.0.0.1",
+                WORKER: "1",
+            }
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
+            children.start([sys.executable, "-m", job, "--config-file", str(config_file)], environment)
+        states = children.wait()
+    failed = [rank for rank, state in enumerate(states) if state not in (None, 0)]
+    if failed and (children.signalled or states[failed[0]] == INTERRUPTED):
+        raise Interrupted(f"the {processes} ranks were stopped by a signal. Run the same command to go on")
+    if failed:
+        raise UserError(
+            f"rank {failed[0]} of {processes} ended with status {states[failed[0]]}; the other ranks were stopped. "
+            "Its last words stand above; run the same command to resume from the last checkpoint"
+        )
 
 
 def _free_port() -> int:

@@ -58,6 +58,16 @@ class Progress:
     best_score: float = -math.inf
     evaluations: list[dict[str, float]] = field(default_factory=list)
 
+    @property
+    def best(self) -> dict[str, float]:
+        """The held-out figures of the best checkpoint. Raises UserError when none was finite."""
+        for figures in self.evaluations:
+            if figures["step"] == self.best_step:
+                return figures
+        raise UserError(
+            f"no held-out score was finite in {len(self.evaluations)} evaluations: look at the held-out data and the last losses"
+        )
+
 
 def fit(
     title: str,
@@ -89,7 +99,7 @@ def fit(
             if tracker is not None and progress.step % config.log_every == 0:
                 tracker.log(progress.step, values)
             if _due(progress.step, config.eval_every, total):
-                _look(progress, evaluate, tracker, bar)
+                _look(progress, parallel.broadcast(evaluate()), tracker, bar)
             stop = parallel.any(signals.received)
             if _due(progress.step, config.checkpoint_every, total) or progress.best_step == progress.step or stop:
                 _save(root, progress, config, trained, optimizer, parallel)
@@ -153,15 +163,14 @@ def _backward(
     totals = torch.zeros(2, dtype=torch.float64, device=parallel.device)
     forwards = list(micro_batches(rows, parallel.rank, parallel.world_size, rows_per_forward))
     for number, part in enumerate(forwards):
-        with parallel.exchange(module, last=number == len(forwards) - 1):
+        # Rounded weights add up their gradients in float32 masters, so theirs travel after every forward; others once a step.
+        travel = optimizer.has_copies or number == len(forwards) - 1
+        with parallel.exchange(module, last=travel):
             batch = collate(data.samples, part or [[]], data.capacity, parallel.device)
             loss_sum, metric_sum = module(batch)
             parallel.backward(loss_sum / count)
-        if parallel.world_size == 1:
-            optimizer.collect()
-        totals += torch.stack([loss_sum.detach().double(), metric_sum[0].double()])
-    if parallel.world_size > 1:
         optimizer.collect()
+        totals += torch.stack([loss_sum.detach().double(), metric_sum[0].double()])
     loss, metric = (parallel.sum(totals) / count).tolist()
     return loss, metric, sum(len(data.samples[index].ids) for row in rows for index in row)
 
@@ -170,10 +179,8 @@ def _due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
 
 
-def _look(
-    progress: Progress, evaluate: Callable[[], dict[str, float]], tracker: Recorder | None, bar: ProgressBar
-) -> None:
-    figures = evaluate()
+def _look(progress: Progress, figures: dict[str, float], tracker: Recorder | None, bar: ProgressBar) -> None:
+    """Record held-out figures; every rank is given the same ones, as they decide what is saved."""
     progress.evaluations.append({"step": progress.step, **figures})
     if figures["score"] > progress.best_score:
         progress.best_step, progress.best_score = progress.step, figures["score"]

@@ -5,7 +5,6 @@ it; the others are given by their own overrides. A finished stage passes over it
 """
 
 import os
-import subprocess
 import sys
 import tempfile
 
@@ -13,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
 from training.config import JobConfig
+from training.launch import run_child
 
 ON_FILE = "--config-file"
 
@@ -35,7 +35,7 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
                 text.replace("{output_dir}", config.output_dir) for text in config.stage_overrides.get(stage, [])
             ]
             command = [sys.executable, "-m", stage.split(":")[0], *overrides, *shared]
-            status = subprocess.run(command, check=False).returncode
+            status = run_child(command, stage)
         if status != 0:
             raise UserError(
                 f"stage {number} ({stage}) ended with status {status}; mend it and run the same command: finished stages are passed over"
@@ -47,6 +47,6 @@ def run_on_file(composed: DictConfig, job: str) -> int:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
         file.write(OmegaConf.to_yaml(composed))
     try:
-        return subprocess.run([sys.executable, "-m", job, ON_FILE, file.name], check=False).returncode
+        return run_child([sys.executable, "-m", job, ON_FILE, file.name], job)
     finally:
         os.unlink(file.name)

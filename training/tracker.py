@@ -1,11 +1,14 @@
 """Metrics: metrics.jsonl is the truth, Weights & Biases and tensorboard mirror it."""
 
 import json
+import secrets
 from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
+from training.checkpoint import write_text
 from training.config import TrackerConfig
+from training.run_folder import RunFolder
 
 
 class Tracker:
@@ -38,16 +41,37 @@ class Tracker:
     def rewind(self, step: int) -> None:
         """Drop records of steps after `step`, which a resumed run makes again, and a last line that was cut off."""
         self._file.close()
-        kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the write that a kill interrupted: its step is made again
-            if record["step"] <= step:
-                kept.append(line)
-        self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        if lines and not _is_json(lines[-1]):
+            lines.pop()  # the write that a kill interrupted: its step is made again
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        write_text(self.path, "".join(line + "\n" for line in kept))
         self._file = self.path.open("a", encoding="utf-8")
+
+
+class Recording:
+    """`with Recording(...) as tracker`: the main rank's manifest is written first and its tracker closed last; other ranks get None."""
+
+    def __init__(self, run_folder: RunFolder, config: Any, inputs: list[Path], is_main: bool) -> None:
+        self.tracker: Tracker | None = None
+        if is_main:
+            run_folder.write_manifest(inputs, {}, finished=False)
+            self.tracker = Tracker(run_folder.path, config.tracker, config.experiment, run_folder.config)
+
+    def __enter__(self) -> Tracker | None:
+        return self.tracker
+
+    def __exit__(self, *_: object) -> None:
+        if self.tracker is not None:
+            self.tracker.close()
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
 
 
 def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any]) -> Any:
@@ -57,6 +81,9 @@ def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config:
         raise UserError(f"tracker.wandb is '{config.wandb}'; expected online, offline or disabled")
     import wandb
 
+    identity = folder / "wandb_id"  # a resumed run goes on in the same W&B run
+    if not identity.is_file():
+        write_text(identity, secrets.token_hex(4))
     return wandb.init(
         project=config.project,
         group=config.group or None,
@@ -64,6 +91,7 @@ def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config:
         dir=str(folder),
         mode="online" if config.wandb == "online" else "offline",
         config=job_config,
+        id=identity.read_text(),
         resume="allow",
     )
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decoding.errors import UserError
 from distill.config import TrainConfig
 from distill.train import run
+from training import checkpoint
 from training.config import typed
 from training.job import CONF, register
 
@@ -148,6 +149,35 @@ def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: P
     assert "/no/such/file.json does not exist" in done.stderr
 
 
+def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, tmp_path: Path):
+    given = command(
+        tiny_target,
+        tmp_path,
+        "parallel=ddp",
+        "parallel.processes=2",
+        "loop.max_steps=200",
+        "loop.eval_every=0",
+        "threads=1",
+    )
+    process = subprocess.Popen(given, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while (
+        not (metrics.is_file() and metrics.read_text().count("\n") > 3)
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 130, words
+    assert "Run the same command to go on" in words
+    stopped = checkpoint.latest(tmp_path / "checkpoints", report=print)
+    assert stopped is not None
+    assert 3 < stopped.state["step"] < 200
+    assert not (tmp_path / "drafter").exists()
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -155,7 +185,10 @@ def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: P
         (["loss.name=mse"], "expected forward_kl or cross_entropy"),
         (["data.chats=[]"], "the train split is empty"),
         (["data.max_length=9", "held_out.max_new_tokens=4"], "the train split is empty|no prompt of .* fits"),
-        (["parallel.kind=zero9"], "expected one of single, ddp"),
+        (["parallel.kind=zero9", "parallel.processes=1"], "expected one of single, ddp"),
+        (["parallel=ddp"], "without a GPU needs parallel.processes=N"),
+        (["parallel.processes=2"], "with parallel=single; use parallel=ddp"),
+        (["loop.tokens_per_step=100"], "less than one row of data.max_length"),
         (["data.chats=[embedded:nothing]"], "'embedded:nothing' is unknown"),
     ],
 )

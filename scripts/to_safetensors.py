@@ -1,0 +1,51 @@
+"""Convert a model folder's pickled weights (.bin) to safetensors, once: `python scripts/to_safetensors.py FOLDER`.
+
+Pickles can run code when they are opened, so no job opens them; here they are read with `weights_only=True`, which refuses anything but
+tensors. The .bin files stay where they are. Tensors that share storage (tied heads) are stored once.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from safetensors.torch import save_file
+
+from decoding.errors import UserError
+
+
+def convert(folder: Path) -> Path:
+    """Write FOLDER/model.safetensors from its pytorch_model*.bin files. Raises UserError where there is nothing to convert."""
+    files = sorted(folder.glob("pytorch_model*.bin"))
+    target = folder / "model.safetensors"
+    if not files:
+        raise UserError(
+            f"{folder}: no pytorch_model*.bin found; expected a Hugging Face model folder with pickled weights"
+        )
+    if target.exists():
+        raise UserError(f"{target} is there already; delete it to convert again")
+    weights: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for file in files:
+        for name, tensor in torch.load(file, map_location="cpu", weights_only=True).items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                weights[name] = tensor.contiguous()
+    partial = folder / ".model.safetensors.partial"
+    save_file(weights, partial, metadata={"format": "pt"})
+    partial.replace(target)
+    return target
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python {sys.argv[0]} FOLDER")
+    try:
+        print(convert(Path(sys.argv[1])))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
