@@ -26,10 +26,8 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig:
 
     target: the target's Hugging Face configuration. Raises UserError for shapes that cannot be.
     """
-    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-    given = {
-        name: getattr(shape, name) or (head_dim if name == "head_dim" else getattr(target, name)) for name in _WIDTHS
-    }
+    theirs = target_widths(target)
+    given: dict[str, Any] = {name: vars(shape)[name] or theirs[name] for name in _WIDTHS}
     if shape.num_attention_heads and not shape.num_key_value_heads:
         given["num_key_value_heads"] = min(given["num_attention_heads"], target.num_key_value_heads)
     if given["num_attention_heads"] % given["num_key_value_heads"]:
@@ -38,7 +36,7 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig:
         )
     if shape.num_hidden_layers < 1:
         raise UserError(f"drafter.num_hidden_layers is {shape.num_hidden_layers}; a drafter has at least one layer")
-    shared = {name: getattr(target, name) for name in _SHARED}
+    shared = {name: value for name, value in target.to_dict().items() if name in _SHARED}
     return LlamaConfig(
         num_hidden_layers=shape.num_hidden_layers, rope_parameters=target.rope_parameters, **given, **shared
     )
@@ -95,11 +93,18 @@ def build_student(shape: StudentConfig, target: Any, dtype: torch.dtype) -> Llam
     return student
 
 
+def target_widths(target: Any) -> dict[str, int]:
+    """The widths of a target's configuration; families without an explicit head_dim have hidden_size / heads."""
+    fields = target.to_dict()
+    head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    return {name: head_dim if name == "head_dim" else fields[name] for name in _WIDTHS}
+
+
 def _refuse_other_widths(config: LlamaConfig, target: Any) -> None:
+    ours, theirs = target_widths(config), target_widths(target)
     for name in _WIDTHS:
-        wanted = getattr(target, name, None) or target.hidden_size // target.num_attention_heads
-        if getattr(config, name) != wanted:
+        if ours[name] != theirs[name]:
             raise UserError(
-                f"drafter.{name} is {getattr(config, name)}, the target's is {wanted}: layers can only be copied at equal widths. "
+                f"drafter.{name} is {ours[name]}, the target's is {theirs[name]}: layers can only be copied at equal widths. "
                 "Leave it at 0, or use drafter.init=random"
             )

@@ -141,6 +141,8 @@ def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments:
     name = ",".join(text.lstrip("+") for text in mine) or "member"
     plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     plain["output_dir"] = os.path.join(str(plain["output_dir"]), re.sub(r"[^\w.,=+-]+", "_", name))
+    if "tracker" in plain and not plain.tracker.group:
+        plain.tracker.group = str(plain.experiment)  # one W&B group a sweep
     typed(plain, schema)
     status = run_on_file(plain, job)
     if status != 0:

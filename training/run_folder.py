@@ -55,7 +55,16 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        return bool(self.manifest.get("finished"))
+        """True when the run is done. Raises UserError when something that it read has changed since."""
+        manifest = self.manifest
+        if not manifest.get("finished"):
+            return False
+        for path, digest in manifest["inputs"].items():
+            if hash_input(Path(path)) not in (digest, "absent"):
+                raise UserError(
+                    f"{path} has changed since {self.path} was finished with it. Give another output_dir=, or delete the folder to start over"
+                )
+        return True
 
     def write_manifest(self, inputs: list[Path], metrics: dict[str, Any], finished: bool) -> None:
         """inputs: files or folders that the run read; their hashes are recorded."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,6 +79,16 @@ def test_a_finished_run_is_passed_over(finished: Path, tiny_target: Path, capsys
     run(configured(tiny_target, finished))
     assert "finished before" in capsys.readouterr().out
     assert (finished / "drafter" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_finished_run_whose_input_changed_is_refused(tiny_target: Path, tmp_path: Path):
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    run(configured(target, tmp_path / "run"))
+    config = target / "generation_config.json"
+    config.write_text(config.read_text().replace("{", "{ ", 1))
+    with pytest.raises(UserError, match=r"target has changed since .* was finished with it"):
+        run(configured(target, tmp_path / "run"))
 
 
 def test_distilling_raises_held_out_acceptance(tiny_target: Path, tmp_path: Path):
