@@ -92,6 +92,15 @@ class Target(Protocol):
         ...
 
 
+def device_of(name: str) -> str:
+    """`auto` is a GPU where there is one. Raises UserError for a GPU that is not there."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device '{name}': PyTorch sees no CUDA card here. Use cpu or auto.")
+    return name
+
+
 def load_target(
     folder: str | Path,
     *,
@@ -106,11 +115,13 @@ def load_target(
 
     backend: 'native' (llama, mistral without window, qwen2, qwen3) or 'hf' (any decoder-only full-attention causal LM).
     max_length: tokens a row may hold; default and upper bound is the context length of the model.
+    device: cpu, cuda, cuda:N, or auto (a GPU where there is one).
     batch_size: cache rows of max_length tokens to reserve now, so that a lack of memory shows at once; by default the
     cache grows with what is decoded.
     Raises UserError if the folder is missing, empty, damaged, holds only pickled weights, or its kind is unsupported.
     """
     config = read_config(folder)
+    device = device_of(device)
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}.")
     if backend not in BACKENDS:

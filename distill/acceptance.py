@@ -46,14 +46,11 @@ def target_answers(target_folder: Path, tokenizer: Any, config: TrainConfig) -> 
             f"no prompt of {chosen.prompts} fits into {room} tokens (data.max_length {config.data.max_length} less held_out.max_new_tokens "
             f"{chosen.max_new_tokens}): raise data.max_length or lower held_out.max_new_tokens"
         )
-    device = (
-        config.target.device if config.target.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    )
     target = load_target(
         target_folder,
         backend=config.target.backend,
         dtype=config.target.dtype,
-        device=device,
+        device=config.target.device,
         max_length=config.data.max_length,
     )
     stops = stop_tokens(target_folder, tokenizer)

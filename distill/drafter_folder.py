@@ -1,13 +1,17 @@
 """A drafter folder that is complete and servable: weights, configuration, the target's tokenizer files, card, README, launch lines."""
 
 import json
+import math
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import GenerationConfig
 
+from decoding.folder import WEIGHTS
 from training.checkpoint import disk_error, write_text
 from training.run_folder import git_revision, hash_input, versions
 
@@ -20,6 +24,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 CARD = "drafter_card.json"
+_SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
 def write_model(
@@ -29,24 +34,58 @@ def write_model(
 
     draft_tokens: pins assisted generation to a constant draft length, as a drafter's folder does. Raises UserError when a write fails.
     """
-    assisted = {} if draft_tokens is None else _assistant_settings(draft_tokens)
     stored = model.to(dtype)
     stored.config.dtype = dtype
-    special = {
-        "bos_token_id": stored.config.bos_token_id,
-        "eos_token_id": stored.config.eos_token_id,
-        "pad_token_id": stored.config.pad_token_id,
-    }
-    stored.generation_config = GenerationConfig(**special, **assisted)
+    stored.generation_config = _generation_config(stored.config, draft_tokens)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stored.save_pretrained(folder)
-        for name in TOKENIZER_FILES:
-            source = tokenizer_folder / name
-            if source.is_file() and tokenizer_folder.resolve() != folder.resolve():
-                shutil.copyfile(source, folder / name)
-    except Exception as error:  # safetensors raises its own type for a failed write
+        _copy_tokenizer(tokenizer_folder, folder)
+    except (OSError, SafetensorError) as error:
         raise disk_error(folder, error) from error
+
+
+def write_untrained(model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype, draft_tokens: int) -> None:
+    """What `write_model` writes, with every weight zero in a sparse file, from a model whose tensors are on the meta device."""
+    config = model.config
+    config.dtype, config.architectures = dtype, [type(model).__name__]
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(folder)
+        _generation_config(config, draft_tokens).save_pretrained(folder)
+        _write_zeros(folder / WEIGHTS, shapes, dtype)
+        _copy_tokenizer(tokenizer_folder, folder)
+    except OSError as error:
+        raise disk_error(folder, error) from error
+
+
+def _write_zeros(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype) -> None:
+    """A safetensors file of zeros: the header is written, the rest is a hole that takes no room on the disk."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file() and source.resolve() != folder.resolve():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _generation_config(config: Any, draft_tokens: int | None) -> GenerationConfig:
+    assisted = {} if draft_tokens is None else _assistant_settings(draft_tokens)
+    special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return GenerationConfig(**special, **assisted)
 
 
 def _assistant_settings(draft_tokens: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from decoding.errors import UserError
 from decoding.folder import read_config, weight_files
@@ -12,8 +12,8 @@ from distill.acceptance import HeldOutAcceptance, target_answers
 from distill.config import TrainConfig
 from distill.data import packed_data, read_samples
 from distill.drafter_folder import write_card, write_model
+from distill.dry_run import dry_run
 from distill.student import build_student
-from training.attention import PACKED
 from training.config import plain
 from training.job import job_main
 from training.launch import is_worker, launch, processes_wanted
@@ -36,18 +36,27 @@ def run(config: TrainConfig) -> Path:
     if run_folder.finished:
         print(f"finished before: {folder}")
         return folder
+    inputs = input_paths(config, target_folder)
     if config.dry_run:
+        run_folder.write_manifest(inputs, {}, finished=False)
         return dry_run(config, target_folder, folder)
     weight_files(target_folder)
+    check_context(config, target_folder)
     processes = processes_wanted(config.parallel)
     if processes > 1 and not is_worker():
         launch(config.job, run_folder.path / "config.yaml", processes)
         return folder
-    train(config, run_folder, target_folder, folder)
+    train(config, run_folder, target_folder, folder, inputs)
     return folder
 
 
-def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folder: Path) -> None:
+def input_paths(config: TrainConfig, target_folder: Path) -> list[Path]:
+    """Files and folders that the job reads, for the manifest."""
+    sources = [*config.data.chats, *config.data.texts, config.held_out.prompts]
+    return [target_folder, *(resolve(path) for path in sources if path != "embedded:stdlib")]
+
+
+def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folder: Path, inputs: list[Path]) -> None:
     """The work of one rank."""
     torch.manual_seed(config.seed)
     parallel = Parallel(config.parallel, config.target.device)
@@ -63,13 +72,20 @@ def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folde
     held_out = HeldOutAcceptance(
         student.to(parallel.device), teacher, answers, config.data.max_length, config.held_out.temperature
     )
-    sources = [*config.data.chats, *config.data.texts, config.held_out.prompts]
-    inputs = [target_folder, *(resolve(path) for path in sources if path != "embedded:stdlib")]
     with Recording(run_folder, config, inputs, parallel.is_main) as tracker:
         progress = fit("distil", objective, student, data, config.loop, parallel, run_folder.path, tracker, held_out)
     if parallel.is_main:
         finish(config, run_folder, student, target_folder, folder, progress, inputs)
     parallel.close()
+
+
+def check_context(config: TrainConfig, target_folder: Path) -> None:
+    """Raise UserError when a row of training tokens is longer than the target's context."""
+    context = config.target.max_length or AutoConfig.from_pretrained(target_folder).max_position_embeddings
+    if config.data.max_length > context:
+        raise UserError(
+            f"data.max_length is {config.data.max_length}, the context of {target_folder} is {context} tokens: lower data.max_length"
+        )
 
 
 def make_objective(config: TrainConfig, student: Any, teacher: Any) -> Distillation | LanguageModelling:
@@ -135,49 +151,6 @@ def finish(
         f"held-out acceptance {best['acceptance']:.3f} at temperature {config.held_out.temperature:g}, {best['greedy_acceptance']:.3f} greedy, "
         f"after {progress.seconds:.0f} s of training; drafter: {folder}"
     )
-
-
-def dry_run(config: TrainConfig, target_folder: Path, folder: Path) -> Path:
-    """Shapes and cost, and the untrained drafter folder with zero weights, so that serving can be tried before training."""
-    target_config = AutoConfig.from_pretrained(target_folder)
-    with torch.device("meta"):
-        teacher = AutoModelForCausalLM.from_config(target_config, attn_implementation=PACKED)
-        student = build_student(config.drafter, teacher, dtype_of(config.loop.dtype))
-    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (student, teacher)]
-    flops = 6 * counts[0] + 2 * counts[1]
-    width = torch.finfo(dtype_of(config.loop.dtype)).bits // 8
-    bytes_a_parameter = 16 if width == 4 else 2 * width + 12  # weights, gradient; float32 master and two moments
-    print(f"student: {counts[0] / 1e6:.1f} M parameters; teacher: {counts[1] / 1e6:.1f} M")
-    print(f"cost: {flops / 1e6:,.0f} MFLOP a token (6 x student + 2 x teacher)")
-    if config.loop.max_steps:
-        tokens = config.loop.max_steps * config.loop.tokens_per_step
-        print(f"plan: {tokens:,} tokens in {config.loop.max_steps:,} steps, {flops * tokens / 1e12:,.1f} TFLOP")
-    else:
-        print(
-            f"plan: {config.loop.max_epochs:g} epochs; their tokens are known when the data is read (or give loop.max_steps)"
-        )
-    memory = [counts[0] * bytes_a_parameter / 1e6, counts[1] * width / 1e6]
-    print(f"memory: {memory[0]:,.0f} MB for student, gradients and optimizer, {memory[1]:,.0f} MB for the teacher")
-    if folder.exists():
-        print(f"kept: {folder} is there already")
-        return folder
-    student.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in student.state_dict().values():
-            tensor.zero_()
-    write_model(student, target_folder, folder, target_config.dtype or torch.float32, draft_tokens=4)
-    write_card(
-        folder,
-        config.drafter.name,
-        student,
-        config.target.path,
-        target_folder,
-        {"sources": []},
-        {"name": "nothing yet (dry run)"},
-        {},
-    )
-    print(f"untrained drafter folder, to try serving with: {folder}")
-    return folder
 
 
 if __name__ == "__main__":

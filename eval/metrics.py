@@ -173,9 +173,10 @@ def verdict(alpha_D: Sequence[float | None], costs: Costs) -> Verdict:
     """No gamma can help when max over gamma of the predicted speedup <= 1; else the best gamma; and why, in words."""
     gamma, speedup = best_gamma(alpha_D, costs)
     tokens, cost = expected_tokens(alpha_D, gamma), costs.round(gamma)
+    rest = f"the rest {costs.overhead:.2f}" + (", noise of the clock" if costs.overhead < 0 else "")
     bill = (
         f"a round at gamma={gamma} yields {tokens:.2f} tokens and costs {cost:.2f} target steps "
-        f"(drafting {costs.draft(gamma):.2f}, verifying {costs.verify(gamma):.2f}, the rest {costs.overhead:.2f}), "
+        f"(drafting {costs.draft(gamma):.2f}, verifying {costs.verify(gamma):.2f}, {rest}), "
         f"where one token without a drafter costs {1 + costs.baseline_overhead:.2f}"
     )
     if speedup > 1.0:

@@ -96,14 +96,16 @@ def _headline(row: Row, control: Sequence[Row]) -> str:
     if row.headline_speedup_low is not None and row.headline_speedup_high is not None:
         spread = f"95 % interval {row.headline_speedup_low:.2f} to {row.headline_speedup_high:.2f}"
         tone = "good" if row.headline_speedup_low > 1 else "bad" if row.headline_speedup_high < 1 else ""
+    counted = f"{row.headline_prompts} prompts whose text does not loop"
+    everywhere = f"all {row.prompts} prompts: {words.times(row.speedup)}" if row.headline_prompts < row.prompts else ""
     beside = f" Prompt lookup, the control: {words.times(control[0].headline_speedup)}." if control else ""
     text = (
         f"{words.drafter_label(row)}, gamma {row.num_draft_tokens}: alpha {words.number(row.headline_alpha)}, "
-        f"c {row.cost_ratio:.3f}, tau {words.number(row.headline_tau)}.{beside} Counted: {row.headline_prompts} of "
-        f"{row.prompts} prompts, those whose text does not loop. Output: {row.lossless}."
+        f"c {row.cost_ratio:.3f}, tau {words.number(row.headline_tau)}.{beside} Output: {row.lossless}."
     )
     big = f'<div class="big {tone}">{row.headline_speedup:.2f}×</div>'
-    return f'{big}<div class="range">{spread}</div><p>{escape(text)}</p>'
+    over = f"{counted} ({everywhere})" if everywhere else f"all {row.prompts} prompts; none of their texts loops"
+    return f'{big}<div class="range">{spread}</div><p>On {over}.</p><p>{escape(text)}</p>'
 
 
 def _same(one: Row, other: Row) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from decoding.compatible import load_tokenizer
+from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.target import load_target
+from decoding.target import Target, device_of, load_target
 from eval import drafters as drafter_list
 from eval.benchmarks import load_benchmark, render_turns
 from eval.config import EvalConfig
@@ -87,20 +87,32 @@ def load(cfg: EvalConfig) -> Loaded:
         max_new_tokens=cfg.max_new_tokens,
         limit=cfg.max_prompts,
     )
-    settings = Settings(
+    facts = {name: facts_of(name, drafter) for name, drafter in drafters.items()}
+    inputs = [folder, prompt_file, *(Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping)]
+    bench = Bench(target, drafters, tokenizer, benchmark, settings_of(cfg, stop_tokens(folder, tokenizer)), cfg.verify)
+    return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs)
+
+
+def settings_of(cfg: EvalConfig, stop_token_ids: tuple[int, ...]) -> Settings:
+    """The decoding settings that all conditions share."""
+    return Settings(
         max_new_tokens=cfg.max_new_tokens,
         top_k=cfg.top_k,
         top_p=cfg.top_p,
         min_p=cfg.min_p,
         seed=cfg.seed,
-        stop_token_ids=stop_token_ids(folder) if cfg.stop_at_eos else (),
+        stop_token_ids=stop_token_ids if cfg.stop_at_eos else (),
     )
+
+
+def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> RunFacts:
+    """What every row of the run says."""
     machine = hardware()
-    run = RunFacts(
+    return RunFacts(
         target=cfg.target.path.replace(":", " ") if cfg.target.path.startswith(EMBEDDED) else target.name,
         target_layers=target.num_layers,
         target_parameters=target.num_parameters,
-        benchmark=benchmark.name,
+        benchmark=benchmark,
         verify=cfg.verify,
         top_k=cfg.top_k,
         top_p=cfg.top_p,
@@ -114,27 +126,6 @@ def load(cfg: EvalConfig) -> Loaded:
         seed=cfg.seed,
         bootstrap_resamples=cfg.bootstrap_resamples,
     )
-    facts = {name: facts_of(name, drafter) for name, drafter in drafters.items()}
-    inputs = [folder, prompt_file, *(Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping)]
-    return Loaded(Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify), run, facts, prompt_file, inputs)
-
-
-def device_of(name: str) -> str:
-    """`auto` is a GPU where there is one."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def stop_token_ids(folder: Path) -> tuple[int, ...]:
-    """The ids that end a generation, from generation_config.json, else config.json; empty where neither names one."""
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        if file.is_file():
-            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            if found is not None:
-                return tuple(found) if isinstance(found, list) else (int(found),)
-    return ()
 
 
 def facts_of(name: str, drafter: Any) -> DrafterFacts:

@@ -112,7 +112,10 @@ def losses(row: Row) -> str:
 def verdict_line(row: Row) -> tuple[str, str, str]:
     """What a newcomer should take away of one row: (which row, what was measured, what the parts predict)."""
     measured = f"{outcome(row)}; {losses(row)}."
-    return f"{row.drafter}, {condition_label(row)}", measured, f"{row.verdict[0].upper()}{row.verdict[1:]}."
+    predicted = f"{row.verdict[0].upper()}{row.verdict[1:]}."
+    if row.part == "main" and row.best_gamma != row.num_draft_tokens:
+        predicted += f" It ran at gamma={row.num_draft_tokens} ({times(row.predicted_speedup)} predicted), chosen on the sweep's prompts."
+    return f"{row.drafter}, {condition_label(row)}", measured, predicted
 
 
 def disturbance(rows: list[Row]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -39,21 +40,26 @@ def save(
 ) -> Path:
     """Write `folder` (such as checkpoints/step_000100) so that it is complete under that name or not there at all.
 
-    Raises UserError when the disk is full; what was there before stays.
+    Files and names are forced to the disk before the rename, so that a power cut leaves the old or the new one. Raises UserError when a
+    write fails; what was there before stays.
     """
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in folder.parent.glob(".step_*.partial"):  # of runs that were killed while they saved
+        shutil.rmtree(left)
     try:
         partial.mkdir(parents=True)
         for name, tensors in (("model", model), ("optimizer", optimizer), ("rng", rng)):
             save_file(
                 {key: value.detach().contiguous() for key, value in tensors.items()}, partial / f"{name}.safetensors"
             )
+            force_to_disk(partial / f"{name}.safetensors")
         hashes = {path.name: sha256(path) for path in sorted(partial.glob("*.safetensors"))}
         write_text(partial / STATE, json.dumps({**state, "hashes": hashes}, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
+        force_to_disk(partial)
         os.replace(partial, folder)
-    except Exception as error:  # safetensors raises its own type for a failed write
+        force_to_disk(folder.parent)
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise disk_error(folder, error) from error
     return folder
@@ -127,6 +133,15 @@ def sha256(path: Path) -> str:
     """Hex digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def force_to_disk(path: Path) -> None:
+    """fsync of a file that is closed, or of a folder's names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_text(path: Path, text: str) -> None:

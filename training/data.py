@@ -2,8 +2,8 @@
 
 Formats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`) or `{"messages": [{"role", "content"}]}`, as a JSON
 array or one object a line; texts as `.jsonl` with "text", `.txt`, `.py` and `.md`, or folders of them; prompts as
-`{"id", "category", "turns": [...]}`, one object a line. A bad record is skipped, counted and named in a warning; above
-a limit the file is refused.
+`{"id", "category", "turns": [...]}`, one object a line. Chats and texts may be tables with the same columns too (Parquet, Arrow, saved
+datasets). A bad record is skipped, counted and named in a warning; above a limit the file is refused.
 """
 
 import json
@@ -17,11 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from training.chat import Rendered, render_chat
+from training.tables import TABLE_SUFFIXES, is_saved_dataset, table_records
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 MAX_BAD = 0.01
 SHOWN_PLACES = 5
-TEXT_SUFFIXES = (".jsonl", ".txt", ".py", ".md")
+CHAT_SUFFIXES = (".json", ".jsonl", *TABLE_SUFFIXES)
+TEXT_SUFFIXES = (".jsonl", ".txt", ".py", ".md", *TABLE_SUFFIXES)
 
 Paths = str | Path | Sequence[str | Path]
 Read = TypeVar("Read")
@@ -85,11 +87,11 @@ class _BadRecordError(Exception):
 
 
 def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], Counts]:
-    """Read ShareGPT or messages files (or folders of .json and .jsonl); see the module for the forms.
+    """Read ShareGPT or messages files (or folders of them); see the module for the forms.
 
     Raises UserError for a missing or empty file, a broken JSON array, or more bad records than the share `max_bad`.
     """
-    files = _files(paths, (".json", ".jsonl"))
+    files = _files(paths, CHAT_SUFFIXES)
     return _read(files, _chat, "chats", "ShareGPT objects (conversations) or objects with messages", max_bad)
 
 
@@ -103,14 +105,14 @@ def read_prompts(path: str | Path, *, max_bad: float = MAX_BAD) -> list[Prompt]:
 
 
 def read_texts(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[str], Counts]:
-    """Read plain documents: a line of a .jsonl ("text") or a whole .txt, .py or .md file each; folders are walked.
+    """Read plain documents: a record's "text" (.jsonl, tables) or a whole .txt, .py or .md file each; folders are walked.
 
     Raises UserError as `read_chats` does.
     """
     documents: list[str] = []
     counts = Counts()
     for file in _files(paths, TEXT_SUFFIXES):
-        if file.suffix == ".jsonl":
+        if file.suffix in (".jsonl", *TABLE_SUFFIXES) or file.is_dir():
             found, of_file = _read([file], _text, "texts", 'objects with "text"', max_bad=1.0, warn=False)
             documents += found
             counts.read, counts.used = counts.read + of_file.read, counts.used + of_file.used
@@ -186,7 +188,9 @@ def _files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
     files: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
         path = Path(path)
-        if path.is_dir():
+        if is_saved_dataset(path):
+            files.append(path)
+        elif path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
             if not inside:
                 raise UserError(f"{path}: the folder holds no {', '.join(suffixes)} file")
@@ -205,7 +209,10 @@ def _files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _records(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield ("file:line", decoded JSON, or the _BadRecordError of a line that is none) for an array or for lines."""
+    """Yield ("file:line", decoded JSON, or the _BadRecordError of a line that is none) for an array, lines or a table."""
+    if file.is_dir() or file.suffix in TABLE_SUFFIXES:
+        yield from table_records(file)
+        return
     with file.open("rb") as stream:
         start = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)

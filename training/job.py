@@ -46,14 +46,17 @@ def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) 
         return
     _guarded(lambda: check_arguments(arguments, job, schema))
     register(job, schema)
+    failed: list[str] = []
 
     def task(composed: DictConfig) -> None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            _guarded(lambda: _run_member(composed, job, schema, arguments))
+            _guarded(lambda: failed.extend(_run_member(composed, job, schema, arguments)))
         else:
             _guarded(lambda: run_typed(composed, job, schema, function))
 
     hydra.main(version_base="1.3", config_path=str(CONF), config_name=job.replace(".", "_"))(task)()
+    if failed:
+        sys.exit(f"error: {len(failed)} of the sweep's members failed: {'; '.join(failed)}. Run the same command again")
 
 
 def register(job: str, schema: type[Any]) -> None:
@@ -130,8 +133,11 @@ def wrong_job(experiment: str, right: str, called: str) -> UserError:
     )
 
 
-def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments: list[str]) -> None:
-    """One member of a sweep: its own folder, named by the overrides that vary, and its own process."""
+def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments: list[str]) -> list[str]:
+    """One member of a sweep: its own folder, named by the overrides that vary, and its own process.
+
+    Returns what went wrong, so that the other members still run; a signal ends the whole sweep.
+    """
     varying = {
         override.key_or_group
         for override in OverridesParser.create().parse_overrides(_overrides(arguments))
@@ -140,13 +146,14 @@ def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments:
     mine = [text for text in HydraConfig.get().overrides.task if text.lstrip("+").split("=")[0] in varying]
     name = ",".join(text.lstrip("+") for text in mine) or "member"
     plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    # Hydra's own record of a sweep; every member has its config.yaml.
+    Path(str(plain["output_dir"]), "multirun.yaml").unlink(missing_ok=True)
     plain["output_dir"] = os.path.join(str(plain["output_dir"]), re.sub(r"[^\w.,=+-]+", "_", name))
     if "tracker" in plain and not plain.tracker.group:
         plain.tracker.group = str(plain.experiment)  # one W&B group a sweep
     typed(plain, schema)
     status = run_on_file(plain, job)
-    if status != 0:
-        raise UserError(f"sweep member '{name}' ended with status {status}; its folder is {plain['output_dir']}")
+    return [f"'{name}' with status {status} ({plain['output_dir']})"] if status else []
 
 
 def _overrides(arguments: list[str]) -> list[str]:

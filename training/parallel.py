@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from decoding.errors import UserError
+from decoding.target import device_of
 from training.config import ParallelConfig
 
 KINDS = ("single", "ddp")
@@ -30,7 +31,8 @@ class Parallel:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         from accelerate import Accelerator, InitProcessGroupKwargs
 
-        use_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+        use_cpu = device_of(device) == "cpu"
+        self._choose_card(device)
         timeout = InitProcessGroupKwargs(
             timeout=timedelta(seconds=config.timeout_seconds), backend="gloo" if use_cpu else "nccl"
         )
@@ -40,6 +42,14 @@ class Parallel:
             raise UserError(
                 f"the workers disagree: WORLD_SIZE is {self.world_size}, accelerate sees {self.accelerator.num_processes} processes"
             )
+
+    def _choose_card(self, device: str) -> None:
+        """Make `cuda:N` the present card; raise UserError among ranks, which have a card each."""
+        if ":" not in device:
+            return
+        if self.world_size > 1:
+            raise UserError(f"target.device is '{device}', but every rank has a card of its own: use cuda or auto")
+        torch.cuda.set_device(device)
 
     @property
     def is_main(self) -> bool:

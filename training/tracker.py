@@ -18,7 +18,7 @@ class Tracker:
         self.path = folder / "metrics.jsonl"
         self._file = self.path.open("a", encoding="utf-8")
         self._wandb = _start_wandb(folder, config, run_name, job_config)
-        self._board = _start_tensorboard(folder) if config.tensorboard else None
+        self._board = _start_tensorboard(folder, None) if config.tensorboard else None
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """One record. Values are numbers, strings or lists; numbers go to the mirrors."""
@@ -39,7 +39,10 @@ class Tracker:
             self._board.close()
 
     def rewind(self, step: int) -> None:
-        """Drop records of steps after `step`, which a resumed run makes again, and a last line that was cut off."""
+        """Drop records of steps after `step`, which a resumed run makes again, and a last line that was cut off.
+
+        Tensorboard drops them too; Weights & Biases cannot, and passes over steps that it has, whose values are the same.
+        """
         self._file.close()
         lines = self.path.read_text(encoding="utf-8").splitlines()
         if lines and not _is_json(lines[-1]):
@@ -47,6 +50,9 @@ class Tracker:
         kept = [line for line in lines if json.loads(line)["step"] <= step]
         write_text(self.path, "".join(line + "\n" for line in kept))
         self._file = self.path.open("a", encoding="utf-8")
+        if self._board is not None:
+            self._board.close()
+            self._board = _start_tensorboard(self.path.parent, step + 1)
 
 
 class Recording:
@@ -96,7 +102,7 @@ def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config:
     )
 
 
-def _start_tensorboard(folder: Path) -> Any:
+def _start_tensorboard(folder: Path, purge_step: int | None) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(log_dir=str(folder / "tensorboard"))
+    return SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge_step)

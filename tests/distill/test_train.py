@@ -108,13 +108,23 @@ def test_distilling_raises_held_out_acceptance(tiny_target: Path, tmp_path: Path
 
 
 def test_dry_run_writes_an_untrained_folder_that_loads(
-    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run(configured(tiny_target, tmp_path, "dry_run=true"))
     assert "MFLOP a token" in capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "drafter")
     assert all(not parameter.any() for parameter in model.parameters())
+    trained = {name: tensor.shape for name, tensor in load_file(finished / "drafter" / "model.safetensors").items()}
+    assert {n: t.shape for n, t in load_file(tmp_path / "drafter" / "model.safetensors").items()} == trained
     assert not (tmp_path / "checkpoints").exists()
+    assert json.loads((tmp_path / "manifest.json").read_text())["finished"] is False
+
+
+def test_the_zeros_of_a_dry_run_take_no_room(tiny_target: Path, tmp_path: Path):
+    run(configured(tiny_target, tmp_path, "dry_run=true", "drafter.init=random", "drafter.intermediate_size=100000"))
+    stored = (tmp_path / "drafter" / "model.safetensors").stat()
+    assert stored.st_size > 10**7
+    assert stored.st_blocks * 512 < stored.st_size / 10
 
 
 def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(
@@ -152,12 +162,12 @@ def test_two_worker_processes_make_the_same_drafter(finished: Path, tiny_target:
 
 
 def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Path):
-    given = command(tiny_target, tmp_path, "parallel=ddp", "parallel.processes=2", "data.chats=[/no/such/file.json]")
+    given = command(tiny_target, tmp_path, "parallel=ddp", "parallel.processes=2", "loss.name=mse")
     done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert "rank " in done.stderr
     assert "ended with status 2; the other ranks were stopped" in done.stderr
-    assert "/no/such/file.json does not exist" in done.stderr
+    assert "loss.name is 'mse'; expected forward_kl or cross_entropy" in done.stderr
 
 
 def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, tmp_path: Path):
@@ -199,6 +209,8 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
         (["parallel.kind=zero9", "parallel.processes=1"], "expected one of single, ddp"),
         (["parallel=ddp"], "without a GPU needs parallel.processes=N"),
         (["parallel.processes=2"], "with parallel=single; use parallel=ddp"),
+        (["data.max_length=100000"], "data.max_length is 100000, the context of .* tokens: lower data.max_length"),
+        (["target.device=cuda:7"], "device 'cuda:7': PyTorch sees no CUDA card here"),
         (["loop.tokens_per_step=100"], "less than one row of data.max_length"),
         (["data.chats=[embedded:nothing]"], "'embedded:nothing' is unknown"),
     ],
@@ -209,9 +221,14 @@ def test_bad_input_is_named(tiny_target: Path, tmp_path: Path, overrides: list[s
 
 
 def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Path):
-    given = command(tiny_target, tmp_path / "sweep", "-m", "drafter.num_hidden_layers=1,2", "dry_run=true")
+    """And one that fails does not keep the others from running."""
+    given = command(tiny_target, tmp_path / "sweep", "-m", "drafter.num_hidden_layers=0,1,2", "dry_run=true")
     done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1
+    assert "1 of the sweep's members failed: 'drafter.num_hidden_layers=0' with status 2" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == [
+        f"drafter.num_hidden_layers={layers}" for layers in (0, 1, 2)
+    ]
     for layers in (1, 2):
         folder = tmp_path / "sweep" / f"drafter.num_hidden_layers={layers}" / "drafter"
         assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == layers

@@ -152,3 +152,28 @@ def test_embedded_files(embedded_target: Path) -> None:
     assert not bodies & {
         message["content"] for chat in held_out for message in chat.messages if message["role"] == "assistant"
     }
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "saved"])
+def test_tables_are_read_like_lines(tmp_path: Path, kind: str) -> None:
+    import datasets
+
+    rows = [GOOD, {"id": "b", "conversations": [{"from": "human", "value": "Two"}, {"from": "gpt", "value": "2"}]}]
+    table = datasets.Dataset.from_list(rows)
+    saved = tmp_path / "saved"
+    table.save_to_disk(str(saved))
+    (arrow,) = saved.glob("*.arrow")
+    table.to_parquet(str(tmp_path / "chats.parquet"))
+    path = {"parquet": tmp_path / "chats.parquet", "arrow": arrow, "saved": saved}[kind]
+    chats, counts = read_chats(path)
+    lines, _ = read_chats(write(tmp_path / "chats.jsonl", *(json.dumps(row) for row in rows)))
+    assert [(chat.id, chat.messages) for chat in chats] == [(chat.id, chat.messages) for chat in lines]
+    assert [chat.source for chat in chats] == [f"{path}:1", f"{path}:2"]
+    assert (counts.read, counts.used) == (2, 2)
+
+
+def test_a_damaged_table_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "chats.parquet"
+    broken.write_bytes(b"PAR1 and no more")
+    with pytest.raises(UserError, match=r"chats\.parquet: no readable table"):
+        read_chats(broken)

@@ -45,6 +45,18 @@ def test_tensorboard_holds_the_numbers(tmp_path: Path):
     assert [(event.step, event.value) for event in accumulator.Scalars("loss")] == [(1, 3.5), (2, 2.25)]
 
 
+def test_tensorboard_forgets_what_a_resumed_run_makes_again(tmp_path: Path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    written(tmp_path, TrackerConfig(tensorboard=True))
+    tracker = Tracker(tmp_path, TrackerConfig(tensorboard=True), "a run", {})
+    tracker.rewind(1)
+    tracker.log(2, {"loss": 9.0})
+    tracker.close()
+    accumulator = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    assert [(event.step, event.value) for event in accumulator.Scalars("loss")] == [(1, 3.5), (2, 9.0)]
+
+
 def test_wandb_offline_holds_the_numbers(tmp_path: Path):
     written(tmp_path, TrackerConfig(wandb="offline"))
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
