@@ -111,6 +111,8 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
         passes = [have / before if before else None for have, before in zip(accepted, reached, strict=False)]
         offered = sum(gamma * unit.rounds for gamma, group in judged.items() for unit in group)
         fill = sum(unit.drafted for unit in units) / offered
+    if not passes or passes[0] is None:  # not one token was offered, so none passes
+        passes = [0.0]
     overhead, baseline_overhead = _overheads(timed, facts, parts)
     costs = metrics.Costs(
         cost_ratio=parts.t_draft_ms / parts.t_target_ms[1],

@@ -114,7 +114,7 @@ def verdict_line(row: Row) -> tuple[str, str, str]:
     measured = f"{outcome(row)}; {losses(row)}."
     predicted = f"{row.verdict[0].upper()}{row.verdict[1:]}."
     if row.part == "main" and row.best_gamma != row.num_draft_tokens:
-        predicted += f" It ran at gamma={row.num_draft_tokens} ({times(row.predicted_speedup)} predicted), chosen on the sweep's prompts."
+        predicted += f" It ran at gamma={row.num_draft_tokens} ({times(row.predicted_speedup)} predicted)."
     return f"{row.drafter}, {condition_label(row)}", measured, predicted
 
 

@@ -1,15 +1,23 @@
-"""What the README tells a newcomer to type works: the Python example runs, and every command composes."""
+"""What the README tells a newcomer to type works: the Python example runs, every command composes, and all run at toy size."""
 
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 
+import distill.pretrain
+import distill.quality
+import distill.train
+import eval.run
 from distill.config import PretrainConfig, QualityConfig, TrainConfig
 from eval.config import EvalConfig
 from training.config import JobConfig, typed
@@ -22,6 +30,20 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.quality": QualityConfig,
     "distill.train": TrainConfig,
     "eval.run": EvalConfig,
+}
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "distill.pretrain": distill.pretrain.run,
+    "distill.quality": distill.quality.run,
+    "distill.train": distill.train.run,
+    "eval.run": eval.run.run,
+}
+TOY_LOOP = "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 loop.eval_every=0 data.max_samples=20"
+# What makes a job small. `stages=[]`: the quickstart's stages together are what .ci/run runs.
+TOY = {
+    "distill.pretrain": f"{TOY_LOOP} stages=[]",
+    "distill.quality": "functions=1 max_new_tokens=4",
+    "distill.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4",
+    "eval.run": "max_prompts=4 sweep=[1,2] sweep_prompts=2 max_new_tokens=8 bootstrap_resamples=50 timing_repeats=2",
 }
 
 
@@ -37,17 +59,60 @@ def test_the_readme_names_every_job():
     assert {path.stem.replace("_", ".", 1) for path in CONF.glob("*_*.yaml")} == set(SCHEMAS)
 
 
-@pytest.mark.parametrize("command", commands())
-def test_every_command_composes(command: str):
-    job, *arguments = (word for word in shlex.split(command) if word != "...")
+def parts(command: str) -> tuple[str, list[str]]:
+    """(job, its arguments without the README's ellipsis)."""
+    job, *arguments = (word for word in shlex.split(command) if word not in ("...", "$@"))
+    return job, arguments
+
+
+def composed(job: str, arguments: list[str]) -> JobConfig:
+    """The job's configuration, of a sweep the first member's."""
     check_arguments(arguments, job, SCHEMAS[job])
     register(job, SCHEMAS[job])
-    swept = "-m" in arguments
-    single = [
-        re.sub(r"=(\d+)(,\d+)+$", r"=\1", word) if swept else word for word in arguments if word not in ("-m", '"$@"')
-    ]
+    single = [re.sub(r"=(\d+)(,\d+)+$", r"=\1", word) for word in arguments if word != "-m"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        assert typed(compose(job.replace(".", "_"), single), SCHEMAS[job]).job == job
+        return typed(compose(job.replace(".", "_"), single), SCHEMAS[job])
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_composes(command: str):
+    job, arguments = parts(command)
+    assert composed(job, arguments).job == job
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", commands())
+def test_every_command_runs_at_toy_size(command: str, tiny_target: Path, tmp_path: Path):
+    job, arguments = parts(command)
+    real = {"MODEL": tiny_target, "FOLDER": tiny_target, "chats.json": ROOT / "assets/chats.json"}
+    real |= {"prompts.jsonl": ROOT / "assets/prompts.jsonl"}
+    real |= {"/path/to/your/model": tiny_target, "/path/to/sharegpt.json": ROOT / "assets/chats.json"}
+    for name, path in real.items():
+        arguments = [re.sub(rf"(?<=[=\[]){re.escape(name)}(?=[],]|$)", str(path), word) for word in arguments]
+    arguments = [*TOY[job].split(), *arguments, f"output_dir={tmp_path / 'run'}"]
+    if "-m" in arguments or "parallel=ddp" in arguments:  # those start processes of their own
+        done = subprocess.run([sys.executable, "-m", job, *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    else:
+        FUNCTIONS[job](composed(job, arguments))
+    members = list((tmp_path / "run").glob("drafter.num_hidden_layers=*")) or [tmp_path / "run"]
+    assert len(members) == (3 if "-m" in arguments else 1)
+    for member in members:
+        assert (member / "manifest.json").is_file()
+        assert job != "eval.run" or (member / "report.html").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", re.findall(r"`(?:python )?(scripts/bench/\w+\.py)`", README))
+def test_every_benchmark_runs_at_toy_size(script: str, tiny_target: Path, tmp_path: Path):
+    options = f"target={tiny_target} rounds=1 threads=1 name={tmp_path / 'figures'} "
+    if script.endswith("decoding.py"):
+        options += f"drafter={tiny_target} max_prompts=1 max_new_tokens=8 dtypes=[float32]"
+    else:
+        options += "steps=1"
+    done = subprocess.run([sys.executable, script, *options.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "figures.json").read_text())["figures"]
 
 
 def test_every_script_named_is_there():

@@ -44,6 +44,7 @@ class Options:
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # greedy and sampling
     rounds: int = 5  # rounds that count
     threads: int = 2  # CPU threads
+    device: str = "cpu"  # cpu | cuda | cuda:N
     name: str = "decoding"  # of the results file
 
 
@@ -58,12 +59,13 @@ class Sides:
     def __post_init__(self) -> None:
         folder = resolve(self.chosen.target)
         torch_dtype = dtype_of(self.dtype)
-        self.ours = load_target(folder, dtype=self.dtype)
-        self.peer = _hugging_face(folder, torch_dtype)
+        device = self.chosen.device
+        self.ours = load_target(folder, dtype=self.dtype, device=device)
+        self.peer = _hugging_face(folder, torch_dtype, device)
         self.drafter = self.peer_drafter = None
         if self.chosen.drafter:
-            self.drafter = ChainDrafter(resolve(self.chosen.drafter), dtype=self.dtype)
-            self.peer_drafter = _hugging_face(resolve(self.chosen.drafter), torch_dtype)
+            self.drafter = ChainDrafter(resolve(self.chosen.drafter), dtype=self.dtype, device=device)
+            self.peer_drafter = _hugging_face(resolve(self.chosen.drafter), torch_dtype, device)
             settings = self.peer_drafter.generation_config
             settings.num_assistant_tokens = self.chosen.num_draft_tokens
             settings.num_assistant_tokens_schedule = "constant"
@@ -87,7 +89,7 @@ class Sides:
         )
         for prompt in self.prompts:
             made = self.peer.generate(
-                torch.tensor([prompt]),
+                torch.tensor([prompt], device=self.chosen.device),
                 max_new_tokens=self.chosen.max_new_tokens,
                 eos_token_id=None,
                 pad_token_id=0,
@@ -114,8 +116,8 @@ def _rate(tokens: int, call: Callable[[], Any]) -> float:
     return tokens / timed(call)
 
 
-def _hugging_face(folder: Path, dtype: torch.dtype) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+def _hugging_face(folder: Path, dtype: torch.dtype, device: str) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval().to(device)
     model.generation_config.eos_token_id = None
     return model
 

@@ -46,6 +46,8 @@ class Options:
     steps: int = 6  # optimizer steps a round
     rounds: int = 3  # rounds that count
     threads: int = 2  # CPU threads
+    device: str = "cpu"  # cpu | cuda
+    name: str = "distillation"  # of the results file
 
 
 class _Clock(TrainerCallback):
@@ -95,10 +97,15 @@ def trainer_side(chosen: Options, samples: list[Sample], per_step: int, folder: 
     dtype = dtype_of(chosen.dtype)
     teacher = freeze(
         AutoModelForCausalLM.from_pretrained(resolve(chosen.target), dtype=dtype, attn_implementation="sdpa")
-    )
+    ).to(chosen.device)
     student = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype)
     student.set_attn_implementation("sdpa")
-    arguments: dict[str, Any] = {"learning_rate": 1e-3, "report_to": [], "save_strategy": "no", "use_cpu": True}
+    arguments: dict[str, Any] = {
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": chosen.device == "cpu",
+    }
     arguments |= {"disable_tqdm": True, "logging_strategy": "no"}
 
     def side() -> float:
@@ -132,7 +139,7 @@ def trainer_side(chosen: Options, samples: list[Sample], per_step: int, folder: 
 def our_side(chosen: Options, samples: list[Sample], folder: Path) -> Any:
     """A function that runs `steps` steps of our loop and returns useful tokens a second."""
     dtype = dtype_of(chosen.dtype)
-    teacher = freeze(load_causal_lm(resolve(chosen.target), dtype))
+    teacher = freeze(load_causal_lm(resolve(chosen.target), dtype)).to(chosen.device)
     student = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype)
     data = PackedData(samples, chosen.max_length, chosen.tokens_per_step // chosen.max_length, 0)
     rounds = 0
@@ -158,7 +165,7 @@ def our_side(chosen: Options, samples: list[Sample], folder: Path) -> Any:
                 module.student,
                 data,
                 config,
-                Parallel(ParallelConfig(), "cpu"),
+                Parallel(ParallelConfig(), chosen.device),
                 Path(run),
                 clock,
                 lambda: {"score": 0.0},
@@ -198,7 +205,7 @@ def main() -> None:
         figures = take_turns(sides, chosen.rounds)
     medians = {name: statistics.median(values) for name, values in figures.items()}
     save(
-        "distillation",
+        chosen.name,
         chosen,
         {
             "useful_tokens_per_second": medians,

@@ -1,5 +1,6 @@
 """Tables and report from SIMULATED records (tests/eval/simulated.py), whose right answers are known."""
 
+import dataclasses
 import io
 import json
 import re
@@ -92,6 +93,19 @@ def test_a_drafter_that_is_often_silent_is_predicted_from_its_offers(rows):
     assert lookup.alpha == pytest.approx(0.40, abs=0.04)  # of the tokens that it offers
     assert lookup.tau < 1.4  # but it offers any in two rounds of five only
     assert lookup.predicted_speedup == pytest.approx(lookup.speedup, rel=0.03)
+
+
+def test_a_drafter_that_never_offers_a_token_is_no_error(records):
+    silent = [
+        dataclasses.replace(record, tested_by_depth=[], accepted_by_depth=[], drafted=0, rounds=len(record.tokens))
+        if record.drafter == "prompt_lookup"
+        else record
+        for record in records
+    ]
+    facts = {name: facts for name, (_, facts, _) in simulated.DRAFTERS.items()}
+    row = pick(build_rows(simulated.run_facts(), facts, simulated.slices(), silent), "prompt_lookup")
+    assert row.alpha is None
+    assert row.predicted_speedup == pytest.approx(row.best_gamma_speedup, rel=0.1)
 
 
 def test_categories_add_up(rows):
