@@ -15,7 +15,8 @@ from decoding import noise
 from decoding.errors import UserError
 from decoding.sampling import Warper, draw
 
-RULES = ("greedy", "token", "coupled")
+RULES = ("greedy", "token", "block", "coupled")
+FRESH = ("token", "block")  # rules whose numbers are new in every round
 
 
 class Chooser:
@@ -26,7 +27,7 @@ class Chooser:
             raise UserError(f"verify '{verify}' is unknown, expected one of {', '.join(RULES)}.")
         if verify == "greedy" and not warper.greedy:
             raise UserError(
-                f"verify 'greedy' needs temperature 0, found {warper.temperature}; take 'token' or 'coupled'."
+                f"verify 'greedy' needs temperature 0, found {warper.temperature}; take 'token', 'block' or 'coupled'."
             )
         self.warper, self.seed = warper, seed
         self.rule = "greedy" if warper.greedy else verify
@@ -43,7 +44,7 @@ class Chooser:
         """Start a round. request_keys_B: `noise.key(seed, request)`; positions_B: index in its sequence of the first
         token that the round emits; depths: tokens that a row can gain at most."""
         self._positions_B = positions_B
-        if self.rule == "token":
+        if self.rule in FRESH:
             self._round_keys_B = [noise.extend(key, number) for key, number in zip(request_keys_B, rounds_B)]
         if self.rule == "coupled":
             keys = [

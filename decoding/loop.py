@@ -41,7 +41,7 @@ class Settings:
     top_p: float = 1.0
     min_p: float = 0.0
     num_draft_tokens: int = 4  # gamma: drafted tokens a round along a chain
-    verify: str = "token"  # or "coupled"; at temperature 0 verification is greedy whatever this says
+    verify: str = "token"  # "token", "block" or "coupled"; at temperature 0 verification is greedy whatever this says
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stopping: str = "fixed"

@@ -2,8 +2,9 @@
 
 Each rule is one function (target logits, proposal, chooser) -> Outcome, batched over rows with their own draft counts.
 `greedy` and `coupled` let the target choose a token at every node and follow the children that equal it; `token` tests
-drawn tokens by p/q (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1), and with q a point mass where the proposal
-has none. All keep the target's distribution; `coupled` also keeps its very tokens.
+drawn tokens one by one by p/q (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1), `block` all of them together (Sun et al.
+2025, arXiv 2403.10444); both take q for a point mass where the proposal has none. All keep the target's distribution;
+`coupled` also keeps its very tokens.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip comes first.
 """
@@ -113,6 +114,71 @@ def token(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Ou
     return Outcome(tokens_B, None, accepted_B, _tested(accepted_B, counts_B))
 
 
+def block(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
+    """Keep the longest beginning of the chain that passes a test of its own; never shorter on average than `token`'s.
+
+    With w_0 = 1, w_i = min(1, w_(i-1) p(x_i) / q(x_i)) and s_i = sum_x max(w_i p(x | x_1..i) - q(x | x_1..i), 0), the first
+    i tokens pass with probability h_i = s_i / (s_i + 1 - w_i), all of them with h_gamma = w_gamma (Sun et al. 2025, arXiv
+    2403.10444, Algorithm 2). The longest that passes is kept; then max(w_i p - q, 0) is drawn from, or p after the whole chain.
+    """
+    if proposal is None:
+        return token(logits_BNV, None, chooser)
+    if proposal.parents_BN is not None:
+        raise ValueError("verify=block tests chains; a tree needs a rule that updates the residual between siblings")
+    probs_BNV = chooser.warper.probs(logits_BNV)
+    q_BNV = _dense(proposal, probs_BNV)
+    counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
+    w_BN = [_running_ratios(*pair) for pair in zip(*_probabilities(probs_BNV, proposal))]  # w_0 .. w_N
+    weights_BN1 = torch.tensor(w_BN, dtype=probs_BNV.dtype, device=probs_BNV.device)[:, :-1, None]
+    surplus_BNV = (weights_BN1 * probs_BNV[:, :-1] - q_BNV).clamp_(min=0)  # of w_i p over q after i tokens, i < N
+    s_BN = surplus_BNV.sum(-1).tolist()
+    accepted_B = []
+    for b, count in enumerate(counts_B):
+        # The uniforms are independent, so it does not matter that a longer beginning is asked first.
+        passed = (
+            chooser.uniform(b, i - 1, noise.ACCEPT) <= _chance(s_BN[b], w_BN[b], i, count) for i in range(count, 0, -1)
+        )
+        accepted_B.append(next((count - n for n, kept in enumerate(passed) if kept), 0))
+    weights_BV = at_nodes(probs_BNV, accepted_B)
+    failed = [b for b, count in enumerate(counts_B) if accepted_B[b] < count]
+    if failed:
+        residual_FV = at_nodes(surplus_BNV[failed], [accepted_B[b] for b in failed])
+        # w p = q up to rounding leaves no residual, and the failed test was one of probability zero: then p itself is right.
+        keep_F1 = residual_FV.sum(-1, keepdim=True) > 0
+        weights_BV = weights_BV.clone()
+        weights_BV[failed] = torch.where(keep_F1, residual_FV, weights_BV[failed])
+    purposes = [noise.BONUS if accepted == count else noise.RESIDUAL for accepted, count in zip(accepted_B, counts_B)]
+    uniforms = [
+        chooser.uniform(b, accepted, purpose) for b, (accepted, purpose) in enumerate(zip(accepted_B, purposes))
+    ]
+    next_B = draw(weights_BV, uniforms).tolist()
+    tokens_B = [[*drafted[b][:accepted], next_B[b]] for b, accepted in enumerate(accepted_B)]
+    return Outcome(tokens_B, None, accepted_B, _tested(accepted_B, counts_B))
+
+
+def _running_ratios(p_N: Sequence[float], q_N: Sequence[float]) -> list[float]:
+    """w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i) for i = 1 .. N. A padded node (q = 0) counts as ratio 0."""
+    ratios = [1.0]
+    for p, q in zip(p_N, q_N, strict=True):
+        ratios.append(min(1.0, ratios[-1] * p / q) if q > 0 else 0.0)
+    return ratios
+
+
+def _chance(s_N: Sequence[float], w_N: Sequence[float], i: int, count: int) -> float:
+    """h_i of `block`."""
+    if i == count:
+        return w_N[i]
+    rest = s_N[i] + 1 - w_N[i]
+    return s_N[i] / rest if rest > 0 else 1.0
+
+
+def _dense(proposal: Proposal, probs_BNV: Tensor) -> Tensor:
+    """q of every drafted token over the vocabulary; a point mass where the proposal has none."""
+    if proposal.q_BNV is not None:
+        return proposal.q_BNV
+    return torch.zeros_like(probs_BNV[:, :-1]).scatter_(-1, proposal.tokens_BN[:, :, None], 1.0)
+
+
 def _probabilities(probs_BNV: Tensor, proposal: Proposal) -> tuple[list[list[float]], list[list[float]]]:
     """p and q of each drafted token."""
     tokens_BN1 = proposal.tokens_BN[:, :, None]
@@ -153,4 +219,4 @@ def at_nodes(values_BN: Tensor, nodes_B: list[int]) -> Tensor:
     return values_BN[torch.arange(len(nodes_B), device=values_BN.device), index_B]
 
 
-RULES: dict[str, Rule] = {"greedy": greedy, "token": token, "coupled": coupled}
+RULES: dict[str, Rule] = {"greedy": greedy, "token": token, "block": block, "coupled": coupled}

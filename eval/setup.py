@@ -22,6 +22,7 @@ from eval.schema import DrafterFacts, RunFacts
 from training.paths import resolve
 from training.run_folder import hardware
 
+SAMPLING_RULES = ("token", "block", "coupled")
 WARM_UP_TOKENS = 24
 EMBEDDED = "embedded:"  # how a configuration names what ships with the project
 
@@ -39,7 +40,7 @@ def check(cfg: EvalConfig) -> None:
         ("num_draft_tokens", cfg.num_draft_tokens, min(cfg.num_draft_tokens, default=1) >= 1, "numbers from 1 up"),
         ("sweep", cfg.sweep, min(cfg.sweep, default=1) >= 1, "numbers from 1 up, or [] for no sweep"),
         ("max_new_tokens", cfg.max_new_tokens, cfg.max_new_tokens >= 2, "2 or more: one token leaves nothing to draft"),
-        ("verify", cfg.verify, cfg.verify in ("token", "coupled"), "token or coupled"),
+        ("verify", cfg.verify, cfg.verify in SAMPLING_RULES, " or ".join(SAMPLING_RULES)),
     ):
         if not fine:
             raise UserError(f"{key}={found} cannot be measured. Expected {expected}.")

@@ -47,14 +47,14 @@ ROWS = [
     DrafterRow(
         "chain",
         make=lambda kit: ChainDrafter(model=kit.draft_model),
-        rules=("greedy", "token", "coupled"),
+        rules=("greedy", "token", "block", "coupled"),
         perfect=lambda kit: ChainDrafter(model=kit.twin),
         table=lambda: ChainDrafter(model=draft_table()),
     ),
     DrafterRow(
         "prompt_lookup",
         make=lambda kit: PromptLookup(),
-        rules=("greedy", "token", "coupled"),
+        rules=("greedy", "token", "block", "coupled"),
         table=lambda: PromptLookup(),
     ),
     DrafterRow(

@@ -8,6 +8,7 @@ Shapes: V = 5 symbols.
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,3 +169,26 @@ def test_law_3_rejects(control: Callable[[pytest.MonkeyPatch], Drafter], monkeyp
 def test_law_3_rejects_a_lookup_without_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_residual(monkeypatch)
     assert law_holds(drafter_of("prompt_lookup"), "token", "plain", 20_000) < P_LIMIT
+
+
+@pytest.mark.parametrize(("rule", "exact"), [("block", False), ("token", True)])
+def test_block_verification_needs_fresh_noise_every_round(
+    rule: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise keyed by position alone: a position that is drafted again meets the number that its first draft was judged by."""
+    original = Chooser.begin
+
+    def same_every_round(self: Chooser, request_keys_B, rounds_B, positions_B, depths) -> None:  # type: ignore[no-untyped-def]
+        original(self, request_keys_B, [0] * len(rounds_B), positions_B, depths)
+
+    monkeypatch.setattr(Chooser, "begin", same_every_round)
+    assert (law_holds(drafter_of("chain"), rule, "plain", 100_000) > P_LIMIT) == exact
+
+
+def test_block_verification_accepts_more_than_token_verification() -> None:
+    settings = Settings(max_new_tokens=64, num_draft_tokens=6, temperature=1.0)
+    rates = {}
+    for rule in ("token", "block"):
+        done = decode(target_table(), drafter_of("chain"), [PROMPT] * 2_000, replace(settings, verify=rule))
+        rates[rule] = sum(len(g.tokens) for g in done) / sum(g.rounds for g in done)
+    assert rates["block"] > rates["token"] * 1.02

@@ -151,7 +151,7 @@ def test_noise_for_survivors_alone_picks_the_same_tokens(depths: torch.Tensor | 
 
 
 def test_unknown_rules_are_refused() -> None:
-    with pytest.raises(UserError, match="verify 'lenient' is unknown, expected one of greedy, token, coupled"):
+    with pytest.raises(UserError, match="verify 'lenient' is unknown, expected one of greedy, token, block, coupled"):
         Chooser(Warper(1.0), "lenient", 0, 5, CPU)
     with pytest.raises(UserError, match=r"verify 'greedy' needs temperature 0, found 0\.5"):
         Chooser(Warper(0.5), "greedy", 0, 5, CPU)
