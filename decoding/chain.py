@@ -16,7 +16,7 @@ from torch import Tensor
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.folder import read_config
-from decoding.stopping import Stopping
+from decoding.stopping import Sign, Stopping
 from decoding.target import Target, load_target, prefill
 from decoding.verify import at_nodes
 from decoding.weights import FAMILIES
@@ -60,7 +60,11 @@ class ChainDrafter:
         prefill(self.model, [prompt[: min(len(prompt) - 1, self.model.max_length)] for prompt in prompts_B])
 
     def propose(
-        self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int], stopping: Stopping, chooser: Chooser
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
     ) -> Proposal:
         """Draft a chain for each row; rows beyond this model's own context get none."""
         counts_B = [
@@ -72,11 +76,12 @@ class ChainDrafter:
         tokens: list[Tensor] = []
         rows_q: list[Tensor] = []
         while True:
-            tokens_B, q_BV = chooser.draft(self._fit(logits_BV, chooser), len(tokens))
+            fitted_BV = self._fit(logits_BV, chooser)
+            tokens_B, q_BV = chooser.draft(fitted_BV, len(tokens))
             tokens.append(tokens_B)
             if q_BV is not None:
                 rows_q.append(q_BV)
-            counts_B = self._stop(stopping, len(tokens), tokens_B, q_BV, counts_B)
+            counts_B = _counts_after(stopping_B, len(tokens), tokens_B, q_BV, fitted_BV, counts_B)
             if max(counts_B) <= len(tokens):
                 break
             logits_BV = self.model.forward(tokens_B[:, None])[0][:, -1]
@@ -103,17 +108,6 @@ class ChainDrafter:
             logits_BV = F.pad(logits_BV, (0, extra), value=float("-inf"))
         return logits_BV.to(chooser.device)
 
-    @staticmethod
-    def _stop(stopping: Stopping, depth: int, tokens_B: Tensor, q_BV: Tensor | None, counts_B: list[int]) -> list[int]:
-        """Counts after asking the stopping policy; a row that stops keeps the tokens that it has drawn."""
-        probability_B = None
-        if stopping.reads_probability and q_BV is not None:
-            probability_B = q_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
-        more_B = stopping.more(depth, probability_B)
-        if more_B is None:
-            return counts_B
-        return [count if go else min(count, depth) for count, go in zip(counts_B, more_B, strict=True)]
-
     def observe(self, observation: Observation) -> None:
         """A chain drafter without state of its own learns nothing."""
 
@@ -128,3 +122,31 @@ class ChainDrafter:
     def time_step(self) -> None:
         """One forward over one token a row; nothing is committed."""
         self.model.forward(torch.zeros(len(self.model.lengths_B), 1, dtype=torch.long, device=self.model.device))
+
+
+def _counts_after(
+    stopping_B: Sequence[Stopping],
+    depth: int,
+    tokens_B: Tensor,
+    q_BV: Tensor | None,
+    logits_BV: Tensor,
+    counts_B: list[int],
+) -> list[int]:
+    """The rows' counts once their policies have seen the tokens at `depth`; a row that stops keeps what it has drawn."""
+    signs_B = signs(stopping_B[0].reads, tokens_B, q_BV, logits_BV)
+    return [
+        depth if count > depth and not policy.more(depth, sign) else count
+        for policy, sign, count in zip(stopping_B, signs_B, counts_B, strict=True)
+    ]
+
+
+def signs(reads: str, tokens_B: Tensor, q_BV: Tensor | None, logits_BV: Tensor) -> list[Sign] | list[None]:
+    """What policies read of drawn tokens: of q where tokens were drawn from one, else of the model's own softmax."""
+    if reads == "nothing":
+        return [None] * len(tokens_B)
+    q_BV = logits_BV.float().softmax(-1) if q_BV is None else q_BV
+    confidence_B = q_BV.gather(-1, tokens_B[:, None]).squeeze(-1).tolist()
+    if reads == "confidence":
+        return [Sign(confidence) for confidence in confidence_B]
+    entropy_B = torch.special.entr(q_BV).sum(-1).tolist()
+    return [Sign(*pair) for pair in zip(confidence_B, entropy_B)]

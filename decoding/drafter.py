@@ -70,9 +70,13 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int], stopping: Stopping, chooser: Chooser
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
     ) -> Proposal:
-        """Draft at most budgets_B[b] tokens for each row."""
+        """Draft at most budgets_B[b] tokens for each row, fewer where its policy says so."""
         ...
 
     def observe(self, observation: Observation) -> None:

@@ -21,7 +21,7 @@ from decoding.drafter import Drafter, Observation, Proposal
 from decoding.errors import UserError
 from decoding.sampling import Warper
 from decoding.stats import Generation
-from decoding.stopping import Stopping, make_stopping
+from decoding.stopping import RoundCosts, Stopping, make_stopping
 from decoding.target import Target, prefill
 from decoding.timing import Parts, time_parts
 from decoding.verify import RULES, Outcome
@@ -44,7 +44,9 @@ class Settings:
     verify: str = "token"  # "token", "block" or "coupled"; at temperature 0 verification is greedy whatever this says
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    stopping: str = "fixed"
+    stopping: str = "fixed"  # a name of decoding.stopping.NAMES: when to end a draft before num_draft_tokens
+    stopping_threshold: float | None = None  # of the policies that have one; None takes the policy's own
+    costs: RoundCosts | None = None  # measured, for stopping="cost_ratio"
     ignore_eos: bool = False  # go on to max_new_tokens past stop tokens, for timing
 
     def __post_init__(self) -> None:
@@ -68,6 +70,7 @@ class Row:
     sequence: list[int]  # prompt and emitted tokens
     limit: int  # tokens that the sequence may reach
     generation: Generation
+    stopping: Stopping
 
 
 class Batch:
@@ -86,7 +89,6 @@ class Batch:
         self.stops = frozenset() if settings.ignore_eos else frozenset(settings.stop_token_ids)
         self.chooser = Chooser(settings.warper, settings.verify, settings.seed, target.vocab_size, target.device)
         self.rule = RULES[self.chooser.rule]
-        self.stopping: Stopping = make_stopping(settings.stopping)
 
     def open(self) -> None:
         """Fill the caches with all prompt tokens but the last."""
@@ -128,10 +130,12 @@ class Batch:
         if self.drafter is None or self.gamma == 0:
             return None
         # The target adds a token of its own to each round, so the last token is never worth a draft.
-        budgets_B = [min(self.gamma, row.limit - len(row.sequence) - 1) for row in self.rows]
+        room_B = [min(self.gamma, row.limit - len(row.sequence) - 1) for row in self.rows]
+        budgets_B = [row.stopping.limit(room) for row, room in zip(self.rows, room_B)]
         if max(budgets_B) == 0:
             return None
-        proposal = self.drafter.propose([row.sequence for row in self.rows], budgets_B, self.stopping, self.chooser)
+        stopping_B = [row.stopping for row in self.rows]
+        proposal = self.drafter.propose([row.sequence for row in self.rows], budgets_B, stopping_B, self.chooser)
         return proposal if max(proposal.counts_B) else None
 
     def _forward(self, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
@@ -173,8 +177,8 @@ class Batch:
         if self.drafter is not None:
             self.drafter.observe(Observation(outcome, logits_BNV, hidden_BNC))
             self.drafter.rollback(self.target.lengths_B)
-            if proposal is not None:
-                self.stopping.update(proposal.counts_B, outcome.accepted_B)
+            for b, row in enumerate(self.rows):
+                row.stopping.update(proposal.counts_B[b] if proposal is not None else 0, outcome.accepted_B[b])
 
     def _select(self, keep: list[int]) -> None:
         self.rows = [self.rows[b] for b in keep]
@@ -200,6 +204,8 @@ def start(
     ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
     if len(ids) != len(prompts):
         raise ValueError(f"{len(ids)} request ids for {len(prompts)} prompts")
+    keys = [noise.key(settings.seed, request) for request in ids]
+    stopping = make_stopping(settings.stopping, keys, settings.stopping_threshold, settings.costs)
     rows = []
     for index, prompt in enumerate(prompts):
         if not prompt:
@@ -210,7 +216,7 @@ def start(
                 "Shorten the prompt or take a target with a longer context."
             )
         limit = min(len(prompt) + settings.max_new_tokens, target.max_length)
-        rows.append(Row(index, noise.key(settings.seed, ids[index]), list(prompt), limit, Generation()))
+        rows.append(Row(index, keys[index], list(prompt), limit, Generation(), stopping[index]))
     batch = Batch(target, drafter, rows, settings, on_tokens)
     if rows:
         batch.open()

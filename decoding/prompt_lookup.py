@@ -14,7 +14,7 @@ from torch import Tensor
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.errors import UserError
-from decoding.stopping import Stopping
+from decoding.stopping import Stopping, cut
 
 
 class NgramIndex:
@@ -64,17 +64,21 @@ class PromptLookup:
             index.find(prompt)
 
     def propose(
-        self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int], stopping: Stopping, chooser: Chooser
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
     ) -> Proposal:
         """What followed the longest matching ending; where the match runs into the end, it is continued periodically."""
         drafted_B = []
-        for index, sequence, budget in zip(self._indices, sequences_B, budgets_B, strict=True):
+        for index, sequence, budget, policy in zip(self._indices, sequences_B, budgets_B, stopping_B, strict=True):
             position = index.find(sequence)
             drafted: list[int] = []
             while position is not None and len(drafted) < budget:
                 at = position + len(drafted)
                 drafted.append(sequence[at] if at < len(sequence) else drafted[at - len(sequence)])
-            drafted_B.append(drafted)
+            drafted_B.append(cut(drafted, policy))
         counts_B = [len(drafted) for drafted in drafted_B]
         width = max(counts_B)
         padded = [drafted + [0] * (width - len(drafted)) for drafted in drafted_B]

@@ -1,32 +1,72 @@
-"""When to stop drafting inside a round. Fixed: at the budget.
+"""When to stop drafting inside a round: one policy a request, asked after every drawn token.
 
-A policy may look at a drafted token's probability; a token once drawn is kept and tested, since dropping it because of
-its probability would bias the output (Leviathan et al. 2023 need x ~ q given everything earlier tests saw).
-
-Shapes: B rows.
+A token once drawn is kept and tested. Dropping it because of what the policy saw would bias the output (Leviathan et al. 2023
+need x ~ q given everything that earlier tests saw); stopping *after* it does not. Policies remember their own request only,
+so a row's output hangs neither on its neighbours nor on what was decoded before.
 """
 
+import math
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
-
-from torch import Tensor
 
 from decoding.errors import UserError
 
 
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What a drawn token's distribution tells: the token's own probability, and the entropy in nats where a policy reads it."""
+
+    confidence: float
+    entropy: float = math.nan
+
+
+# Of a token that was looked up: no distribution stands behind it.
+UNKNOWN = Sign(confidence=0.5, entropy=math.log(2))
+
+
+def cut(drafted: list[int], policy: "Stopping") -> list[int]:
+    """The beginning of a looked-up continuation that a policy keeps."""
+    for depth in range(1, len(drafted)):
+        if not policy.more(depth, UNKNOWN):
+            return drafted[:depth]
+    if drafted:
+        policy.more(len(drafted), UNKNOWN)  # it counts the last token too
+    return drafted
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Measured milliseconds of a round's parts, as `cost_ratio` weighs them."""
+
+    t_draft_ms: float
+    t_target_ms: tuple[float, ...]  # of n = 1, 2, ... new tokens; further ones on the line through the last two
+    overhead_ms: float = 0.0
+
+    def target_ms(self, n: int) -> float:
+        """t_target(n)."""
+        known = self.t_target_ms
+        if n <= len(known):
+            return known[n - 1]
+        slope = known[-1] - known[-2] if len(known) > 1 else 0.0
+        return known[-1] + max(slope, 0.0) * (n - len(known))
+
+
 class Stopping(Protocol):
-    """A policy that ends the drafting of rows before their budget is spent."""
+    """A policy that ends the drafting of its row before the budget is spent."""
 
-    @property
-    def reads_probability(self) -> bool:
-        """Whether `more` wants the probability of each row's last drafted token."""
+    reads: str  # "nothing", "confidence" or "entropy": what `more` looks at; anything but nothing waits for the device
+
+    def limit(self, budget: int) -> int:
+        """The most tokens to draft in the round that begins, at most `budget`."""
         ...
 
-    def more(self, depth: int, probability_B: Tensor | None) -> Sequence[bool] | None:
-        """After `depth` drafted tokens: which rows draft another. None: all that have budget."""
+    def more(self, depth: int, sign: Sign | None) -> bool:
+        """After `depth` drawn tokens, the last with this sign: draft another?"""
         ...
 
-    def update(self, drafted_B: Sequence[int], accepted_B: Sequence[int]) -> None:
+    def update(self, drafted: int, accepted: int) -> None:
         """Learn from a verified round."""
         ...
 
@@ -34,18 +74,208 @@ class Stopping(Protocol):
 class Fixed:
     """Draft exactly the budget."""
 
-    reads_probability = False
+    reads = "nothing"
 
-    def more(self, depth: int, probability_B: Tensor | None) -> None:
-        """All rows that have budget go on."""
+    def limit(self, budget: int) -> int:
+        return budget
 
-    def update(self, drafted_B: Sequence[int], accepted_B: Sequence[int]) -> None:
+    def more(self, depth: int, sign: Sign | None) -> bool:
+        return True
+
+    def update(self, drafted: int, accepted: int) -> None:
         """Nothing to learn."""
 
 
-def make_stopping(name: str) -> Stopping:
-    """The policy of a name in `Settings.stopping`."""
-    policies = {"fixed": Fixed}
-    if name not in policies:
-        raise UserError(f"stopping '{name}' is unknown, expected one of {', '.join(policies)}.")
-    return policies[name]()
+class Confidence(Fixed):
+    """Stop after a token whose own probability is below a threshold (Hugging Face's assistant_confidence_threshold, 0.4)."""
+
+    reads = "confidence"
+
+    def __init__(self, threshold: float = 0.4) -> None:
+        self.threshold = threshold
+
+    def more(self, depth: int, sign: Sign | None) -> bool:
+        assert sign is not None
+        return sign.confidence >= self.threshold
+
+
+class Assisted(Confidence):
+    """Hugging Face's assisted generation: two tokens more after a round that passed whole, one less after any other, from 5 on,
+    and its confidence threshold inside the round."""
+
+    def __init__(self, threshold: float = 0.4) -> None:
+        super().__init__(threshold)
+        self.length = 5
+
+    def limit(self, budget: int) -> int:
+        return min(self.length, budget)
+
+    def update(self, drafted: int, accepted: int) -> None:
+        if drafted:
+            self.length = self.length + 2 if accepted == drafted else max(1, self.length - 1)
+
+
+class _OnlineThreshold:
+    """A threshold that moves until a share `goal` of the drafted tokens is accepted (Zhang et al. 2024, Draft & Verify,
+    arXiv 2309.08168, section 3.3; AdaEDL takes it over)."""
+
+    def __init__(self, start: float, goal: float = 0.9, step: float = 0.01) -> None:
+        self.value, self.goal, self.step = start, goal, step
+        self.rate = goal
+
+    def update(self, drafted: int, accepted: int, capped: bool) -> None:
+        if not drafted:
+            return
+        self.rate = 0.5 * self.rate + 0.5 * accepted / drafted
+        if self.rate < self.goal:
+            wanted = self.value + self.step
+        elif capped:
+            wanted = self.value
+        else:
+            wanted = self.value - self.step
+        self.value = min(1.0, max(0.0, 0.9 * self.value + 0.1 * wanted))
+
+
+class AdaptiveConfidence(Fixed):
+    """Draft & Verify's rule (arXiv 2309.08168): a confidence threshold that follows the acceptance rate."""
+
+    reads = "confidence"
+
+    def __init__(self, threshold: float = 0.6) -> None:
+        self.online = _OnlineThreshold(threshold)
+        self._budget = 0
+
+    def limit(self, budget: int) -> int:
+        self._budget = budget
+        return budget
+
+    def more(self, depth: int, sign: Sign | None) -> bool:
+        assert sign is not None
+        return sign.confidence >= self.online.value
+
+    def update(self, drafted: int, accepted: int) -> None:
+        self.online.update(drafted, accepted, capped=drafted == self._budget)
+
+
+class Entropy(AdaptiveConfidence):
+    """AdaEDL (arXiv 2410.18351): stop once the lower bound 1 - sqrt(0.2 H(q)) of the acceptance falls below a threshold.
+
+    The bound is of the token that was just drawn, which is kept: its forward is paid, and one more row of the target is nearly free.
+    """
+
+    reads = "entropy"
+    FACTOR = 0.2  # the paper's gamma: cross-entropy of q and p as a multiple of H(q)
+
+    def __init__(self, threshold: float = 0.3) -> None:
+        super().__init__(threshold)
+
+    def more(self, depth: int, sign: Sign | None) -> bool:
+        assert sign is not None
+        return 1 - math.sqrt(self.FACTOR * max(sign.entropy, 0.0)) >= self.online.value
+
+
+class Thompson(Fixed):
+    """EESD's control (arXiv 2406.03853): before each token draw an acceptance from its Beta posterior and go on with that chance."""
+
+    DISCOUNT = 0.99  # of old rounds
+
+    def __init__(self, key: int) -> None:
+        self._random = random.Random(key)
+        self.passed = self.failed = 1.0
+
+    def more(self, depth: int, sign: Sign | None) -> bool:
+        return self._random.random() < self._random.betavariate(self.passed, self.failed)
+
+    def update(self, drafted: int, accepted: int) -> None:
+        self.passed = 1.0 + (self.passed - 1.0) * self.DISCOUNT + accepted
+        self.failed = 1.0 + (self.failed - 1.0) * self.DISCOUNT + (accepted < drafted)
+
+
+class CostRatio(Fixed):
+    """Ours: go on while the chance that the next token survives, over what it costs, beats the tokens a millisecond so far.
+
+    Optimal stopping of a renewal-reward process: with rho the long-run rate, the k-th further token is worth its
+    P(survive) when that exceeds rho (t_draft + t_target(k + 1) - t_target(k)). P(survive) is the product of acceptance
+    estimates: of a drawn token by its confidence (a Beta count in each tenth, which starts from `prior`), of the next one by the
+    running acceptance. rho is that of this request: emitted tokens over the modelled milliseconds of its rounds.
+    """
+
+    reads = "confidence"
+    BINS = 10  # of confidence, and one more count for all tokens
+    WEIGHT = 4.0  # tests that a count's prior stands for
+    DISCOUNT = 0.99  # of what was seen, every round: a row that gave up drafting tries again some day
+
+    def __init__(self, costs: RoundCosts) -> None:
+        self.costs = costs
+        confidences = [*((i + 0.5) / self.BINS for i in range(self.BINS)), 0.5]
+        self._prior = [self.WEIGHT * self.prior(confidence) for confidence in confidences]
+        self._passed, self._tested = list(self._prior), [self.WEIGHT] * len(confidences)
+        self._round: list[int] = []  # bins of the tokens drawn in this round
+        self._survival = 1.0
+        # One autoregressive step: a drafter has to beat it.
+        self._tokens, self._ms = 1.0, costs.target_ms(1) + costs.overhead_ms
+
+    @staticmethod
+    def prior(confidence: float) -> float:
+        """Acceptance before anything was seen."""
+        return 0.3 + 0.65 * confidence
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted over tested, all confidences together."""
+        return self._passed[-1] / self._tested[-1]
+
+    def limit(self, budget: int) -> int:
+        self._round, self._survival = [], 1.0
+        return budget if self._worth(0) else 0
+
+    def more(self, depth: int, sign: Sign | None) -> bool:
+        assert sign is not None
+        bin_ = min(int(sign.confidence * self.BINS), self.BINS - 1)
+        self._round.append(bin_)
+        self._survival *= self._passed[bin_] / self._tested[bin_]
+        return self._worth(depth)
+
+    def _worth(self, depth: int) -> bool:
+        """Is token depth + 1 worth its cost?"""
+        costs = self.costs
+        more_ms = costs.t_draft_ms + costs.target_ms(depth + 2) - costs.target_ms(depth + 1)
+        return self._survival * self.acceptance * self._ms > self._tokens * more_ms
+
+    def update(self, drafted: int, accepted: int) -> None:
+        self._passed = [at + (x - at) * self.DISCOUNT for x, at in zip(self._passed, self._prior)]
+        self._tested = [self.WEIGHT + (x - self.WEIGHT) * self.DISCOUNT for x in self._tested]
+        for depth, bin_ in enumerate(self._round[: accepted + 1]):
+            for count in (bin_, -1) if depth < drafted else ():
+                self._tested[count] += 1
+                self._passed[count] += depth < accepted
+        costs = self.costs
+        self._tokens += accepted + 1
+        self._ms += drafted * costs.t_draft_ms + costs.target_ms(drafted + 1) + costs.overhead_ms
+
+
+NAMES = ("fixed", "confidence", "assisted", "adaptive_confidence", "entropy", "thompson", "cost_ratio")
+
+
+def make_stopping(
+    name: str, keys_B: Sequence[int], threshold: float | None, costs: RoundCosts | None
+) -> list[Stopping]:
+    """A policy for each row. keys_B: of (seed, request), for those that draw numbers; threshold: None takes the policy's own.
+
+    Raises UserError for an unknown name, and for `cost_ratio` without measured costs.
+    """
+    given = {} if threshold is None else {"threshold": threshold}
+    if name in ("confidence", "assisted", "adaptive_confidence", "entropy"):
+        kind = {"confidence": Confidence, "assisted": Assisted, "entropy": Entropy}.get(name, AdaptiveConfidence)
+        return [kind(**given) for _ in keys_B]
+    if given:
+        raise UserError(f"stopping '{name}' takes no threshold, found {threshold}.")
+    if name == "fixed":
+        return [Fixed() for _ in keys_B]
+    if name == "thompson":
+        return [Thompson(key) for key in keys_B]
+    if name == "cost_ratio":
+        if costs is None:
+            raise UserError("stopping 'cost_ratio' needs measured costs: Settings(costs=time_parts(...).costs).")
+        return [CostRatio(costs) for _ in keys_B]
+    raise UserError(f"stopping '{name}' is unknown, expected one of {', '.join(NAMES)}.")

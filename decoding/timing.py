@@ -11,6 +11,7 @@ from time import perf_counter
 import torch
 
 from decoding.drafter import Drafter
+from decoding.stopping import RoundCosts
 from decoding.target import Target, prefill
 
 
@@ -26,6 +27,11 @@ class Parts:
     def relative(self) -> dict[int, float]:
         """V(n) = t_target(n) / t_target(1)."""
         return {n: ms / self.t_target_ms[1] for n, ms in self.t_target_ms.items()}
+
+    @property
+    def costs(self) -> RoundCosts:
+        """What `stopping="cost_ratio"` weighs; the widths timed are to be 1, 2, ... without a gap."""
+        return RoundCosts(self.t_draft_ms or 0.0, tuple(self.t_target_ms[n + 1] for n in range(len(self.t_target_ms))))
 
     @property
     def cost_ratio(self) -> float | None:

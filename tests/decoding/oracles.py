@@ -29,7 +29,11 @@ class Oracle:
         return [(token + 1) % self.vocab_size for token in known] if self.wrong else known
 
     def propose(
-        self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int], stopping: Stopping, chooser: Chooser
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
     ) -> Proposal:
         width = max(budgets_B)
         drafted = [self.draft(truth, len(s), width) for truth, s in zip(self.truths, sequences_B, strict=True)]
@@ -51,7 +55,11 @@ class OracleTree(Oracle):
     caps = Caps(shape="tree", steps="round")
 
     def propose(
-        self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int], stopping: Stopping, chooser: Chooser
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
     ) -> Proposal:
         width = max(budgets_B)
         tokens, parents = [], []

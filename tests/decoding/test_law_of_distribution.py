@@ -18,6 +18,7 @@ from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Drafter, Proposal
 from decoding.loop import Settings, decode
+from decoding.stopping import NAMES, RoundCosts
 
 from .rows import ROWS, draft_table
 from .tiny import TableTarget
@@ -33,6 +34,7 @@ WARPERS = {
 SAMPLED = [(row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"]
 CASES = [(row.name, rule, warper) for row, rule in SAMPLED if rule != "coupled" for warper in WARPERS]
 CASES += [(row.name, "coupled", "hot_top_p") for row, rule in SAMPLED if rule == "coupled"]
+COSTS = RoundCosts(0.2, (1.0, 1.05, 1.1, 1.15, 1.2))
 CASES += [("autoregressive", "token", "cold_top_k"), ("autoregressive", "coupled", "plain")]
 LONG_CASES = [(row.name, rule, "hot_top_p") for row, rule in SAMPLED if rule != "coupled"]  # two minutes each
 LONG_CASES += [("chain", "token", "plain"), ("autoregressive", "coupled", "plain")]
@@ -87,10 +89,10 @@ def p_value(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float
     return torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)).item()
 
 
-def law_holds(drafter: Drafter | None, rule: str, warper: str, draws: int, seed: int = 0) -> float:
+def law_holds(drafter: Drafter | None, rule: str, warper: str, draws: int, seed: int = 0, **more: object) -> float:
     """The p-value of `draws` independent requests under this drafter and rule."""
     target = target_table()
-    settings = Settings(max_new_tokens=5, num_draft_tokens=4, verify=rule, seed=seed, **WARPERS[warper])  # type: ignore[arg-type]
+    settings = Settings(max_new_tokens=5, num_draft_tokens=4, verify=rule, seed=seed, **WARPERS[warper], **more)  # type: ignore[arg-type]
     counts: dict[tuple[int, ...], int] = {}
     block = 20_000
     for start in range(0, draws, block):
@@ -99,6 +101,12 @@ def law_holds(drafter: Drafter | None, rule: str, warper: str, draws: int, seed:
             triple = tuple(generation.tokens[:3])
             counts[triple] = counts.get(triple, 0) + 1
     return p_value(counts, exact_joint(target, WARPERS[warper]), draws)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("stopping", NAMES)
+def test_law_3_holds_under_every_stopping_policy(stopping: str, rule: str) -> None:
+    assert law_holds(drafter_of("chain"), rule, "plain", 20_000, stopping=stopping, costs=COSTS) > P_LIMIT
 
 
 def drafter_of(name: str) -> Drafter | None:

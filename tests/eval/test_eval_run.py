@@ -174,7 +174,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
         ({"temperatures": []}, "temperatures"),
         ({"batch_sizes": [0]}, "batch_sizes"),
         ({"num_draft_tokens": [0]}, "num_draft_tokens"),
-        ({"verify": "typical"}, "token or coupled"),
+        ({"verify": "typical"}, "token or block or coupled"),
         ({"max_new_tokens": 1}, "max_new_tokens"),
         ({"sweep": []}, "num_draft_tokens is empty"),
         ({"sweep_prompts": 5}, "prompts are too few"),

@@ -1,0 +1,139 @@
+"""Stopping policies: what they decide, and that no decision changes a word of the output.
+
+Law 3 under every policy is in test_law_of_distribution.py.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from decoding.chain import ChainDrafter
+from decoding.errors import UserError
+from decoding.loop import Settings, decode
+from decoding.prompt_lookup import PromptLookup
+from decoding.stopping import NAMES, Assisted, Confidence, CostRatio, Entropy, RoundCosts, Sign, Thompson, make_stopping
+
+from .test_laws import models
+from .tiny import random_prompts
+
+CHEAP = RoundCosts(0.01, (1.0, 1.01))
+DEAR = RoundCosts(5.0, (1.0, 2.0))
+FAIR = RoundCosts(0.15, (1.0, 1.05))
+
+
+@pytest.mark.parametrize("verify", ["greedy", "coupled"])
+@pytest.mark.parametrize("stopping", NAMES)
+def test_no_policy_changes_the_output(stopping: str, verify: str) -> None:
+    target, _, draft_model = models()
+    settings = Settings(max_new_tokens=48, num_draft_tokens=6, stopping=stopping, costs=FAIR, seed=3)
+    if verify == "coupled":
+        settings = replace(settings, temperature=1.0, verify="coupled")
+    prompts = random_prompts(16)
+    plain = decode(target, None, prompts, settings)
+    for drafter in (ChainDrafter(model=draft_model), PromptLookup()):
+        drafted = decode(target, drafter, prompts, settings)
+        assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+        assert sum(g.accepted for g in drafted) > 0
+
+
+@pytest.mark.parametrize("stopping", NAMES)
+def test_a_rows_draft_lengths_do_not_hang_on_its_neighbours(stopping: str) -> None:
+    target, _, draft_model = models()
+    settings = Settings(
+        max_new_tokens=32,
+        num_draft_tokens=5,
+        temperature=1.0,
+        stopping=stopping,
+        costs=FAIR,
+        seed=9,
+        stop_token_ids=(3,),
+    )
+    prompts = random_prompts(6)
+    together = decode(target, ChainDrafter(model=draft_model), prompts, settings, request_ids=range(6))
+    for request, (prompt, expected) in enumerate(zip(prompts, together)):
+        (alone,) = decode(target, ChainDrafter(model=draft_model), [prompt], settings, request_ids=[request])
+        assert (alone.tokens, alone.rounds, alone.drafted) == (expected.tokens, expected.rounds, expected.drafted)
+
+
+def test_policies_draft_less_where_the_drafter_is_unsure() -> None:
+    target, _, draft_model = models()
+    prompts, settings = random_prompts(16), Settings(max_new_tokens=48, num_draft_tokens=8)
+    drafted, accepted = {}, {}
+    for stopping in ("fixed", "confidence", "entropy", "adaptive_confidence", "cost_ratio"):
+        done = decode(
+            target, ChainDrafter(model=draft_model), prompts, replace(settings, stopping=stopping, costs=FAIR)
+        )
+        drafted[stopping] = sum(g.drafted for g in done)
+        accepted[stopping] = sum(g.accepted for g in done) / drafted[stopping]
+    for stopping in ("confidence", "entropy", "adaptive_confidence", "cost_ratio"):
+        assert drafted[stopping] < drafted["fixed"], stopping
+        assert accepted[stopping] > accepted["fixed"], stopping
+
+
+def test_assisted_grows_by_two_and_shrinks_by_one() -> None:
+    policy = Assisted()
+    assert policy.limit(20) == 5
+    policy.update(5, 5)
+    assert policy.limit(20) == 7
+    policy.update(7, 6)
+    policy.update(6, 0)
+    assert policy.limit(20) == 5
+    for _ in range(9):
+        policy.update(1, 0)
+    assert policy.limit(20) == 1
+
+
+def test_confidence_and_entropy_read_the_drawn_token() -> None:
+    assert Confidence(0.4).more(1, Sign(0.41))
+    assert not Confidence(0.4).more(1, Sign(0.39))
+    assert Entropy(0.3).more(1, Sign(0.9, 0.1))  # 1 - sqrt(0.2 * 0.1) = 0.86
+    assert not Entropy(0.3).more(1, Sign(0.9, 3.0))  # 1 - sqrt(0.6) = 0.23
+
+
+def test_thompson_goes_on_as_often_as_tokens_pass() -> None:
+    sure, unsure = Thompson(1), Thompson(1)
+    for _ in range(200):
+        sure.update(1, 1)
+        unsure.update(1, 0)
+    assert sum(sure.more(1, None) for _ in range(200)) > 180
+    assert sum(unsure.more(1, None) for _ in range(200)) < 20
+
+
+def test_cost_ratio_weighs_survival_against_cost() -> None:
+    assert CostRatio(DEAR).limit(8) == 0, "a draft step of five target steps never pays"
+    cheap = CostRatio(CHEAP)
+    assert cheap.limit(8) == 8
+    assert all(cheap.more(depth, Sign(0.95)) for depth in range(1, 8)), "steps that cost nothing are worth little hope"
+    fair = CostRatio(FAIR)
+    fair.limit(8)
+    lengths = [next(d for d in range(1, 20) if not fair.more(d, Sign(c))) for c in (0.05, 0.95) if fair.limit(20)]
+    assert lengths[0] < lengths[1]
+
+
+def test_cost_ratio_learns_that_a_drafter_is_useless_and_tries_again_later() -> None:
+    policy = CostRatio(RoundCosts(0.3, (1.0, 1.2)))
+    assert policy.limit(8) > 0
+    for _ in range(30):
+        if policy.limit(8):
+            policy.more(1, Sign(0.9))
+            policy.update(1, 0)
+        else:
+            policy.update(0, 0)
+    assert policy.limit(8) == 0
+    for _ in range(300):
+        policy.update(0, 0)
+    assert policy.limit(8) > 0
+
+
+def test_costs_beyond_the_timed_widths_lie_on_the_last_line() -> None:
+    assert RoundCosts(0.1, (1.0, 1.5)).target_ms(4) == pytest.approx(2.5)
+    assert RoundCosts(0.1, (1.0, 0.9)).target_ms(4) == pytest.approx(0.9), "noise does not make wide forwards cheap"
+
+
+def test_bad_policies_are_named() -> None:
+    with pytest.raises(UserError, match="stopping 'mood' is unknown, expected one of fixed, confidence"):
+        make_stopping("mood", [1], None, None)
+    with pytest.raises(UserError, match=r"'cost_ratio' needs measured costs"):
+        make_stopping("cost_ratio", [1], None, None)
+    with pytest.raises(UserError, match=r"stopping 'thompson' takes no threshold, found 0\.3"):
+        make_stopping("thompson", [1], 0.3, None)
