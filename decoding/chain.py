@@ -53,9 +53,15 @@ class ChainDrafter:
         self.model = model
         self.name = name or model.name
         self.num_layers, self.num_parameters = model.num_layers, model.num_parameters
+        self._capacity = 0
+
+    def width(self, gamma: int) -> int:
+        """A chain of gamma tokens."""
+        return gamma
 
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Read all prompt tokens but the last."""
+        self._capacity = capacity
         self.model.open(len(prompts_B), capacity)
         prefill(self.model, [prompt[: min(len(prompt) - 1, self.model.max_length)] for prompt in prompts_B])
 
@@ -67,9 +73,7 @@ class ChainDrafter:
         chooser: Chooser,
     ) -> Proposal:
         """Draft a chain for each row; rows beyond this model's own context get none."""
-        counts_B = [
-            max(0, min(b, self.model.max_length + 1 - len(s))) for s, b in zip(sequences_B, budgets_B, strict=True)
-        ]
+        counts_B = self._within_context(sequences_B, budgets_B)
         if max(counts_B) == 0:
             return Proposal(torch.empty(len(counts_B), 0, dtype=torch.long), counts_B)
         logits_BV = self._catch_up(sequences_B, counts_B)
@@ -88,18 +92,29 @@ class ChainDrafter:
             self.model.commit(None, [int(count > len(tokens)) for count in counts_B])
         return Proposal(torch.stack(tokens, 1), counts_B, None, torch.stack(rows_q, 1) if rows_q else None)
 
+    def _within_context(self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int]) -> list[int]:
+        return [max(0, min(b, self.model.max_length + 1 - len(s))) for s, b in zip(sequences_B, budgets_B, strict=True)]
+
     def _catch_up(self, sequences_B: Sequence[Sequence[int]], counts_B: Sequence[int]) -> Tensor:
         """Run over the tokens that are not in the cache; logits_BV after the last one of each row that drafts."""
         lengths_B = self.model.lengths_B
         unseen_B = [list(s[length:]) if count else [] for s, length, count in zip(sequences_B, lengths_B, counts_B)]
-        fed_B = [len(unseen) for unseen in unseen_B]
-        width = max(fed_B)
-        tokens_BK = torch.tensor([u + [0] * (width - len(u)) for u in unseen_B], device=self.model.device)
+        # A row that did not draft for a while may have more to read than the longest row has room for padding.
+        while max(len(unseen) for unseen in unseen_B) > (room := self._capacity - max(self.model.lengths_B)):
+            first_B = [unseen[: max(0, min(room, len(unseen) - room))] for unseen in unseen_B]
+            self._read(first_B)
+            unseen_B = [unseen[len(first) :] for unseen, first in zip(unseen_B, first_B)]
+        return at_nodes(self._read(unseen_B), [max(len(unseen) - 1, 0) for unseen in unseen_B])
+
+    def _read(self, tokens_B: Sequence[Sequence[int]]) -> Tensor:
+        """Commit tokens to the cache; logits_BKV after each, padded on the right."""
+        width = max(len(tokens) for tokens in tokens_B)
+        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in tokens_B]
         # The target may have more output rows than this model; one of its unused ids can cost acceptance, no more.
-        tokens_BK.clamp_(max=self.model.vocab_size - 1)
+        tokens_BK = torch.tensor(padded, device=self.model.device).clamp_(max=self.model.vocab_size - 1)
         logits_BKV, _ = self.model.forward(tokens_BK)
-        self.model.commit(None, fed_B)
-        return at_nodes(logits_BKV, [max(fed - 1, 0) for fed in fed_B])
+        self.model.commit(None, [len(tokens) for tokens in tokens_B])
+        return logits_BKV
 
     def _fit(self, logits_BV: Tensor, chooser: Chooser) -> Tensor:
         """Logits over the target's vocabulary: rows that only pad this model's or the target's are cut or ruled out."""

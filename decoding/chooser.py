@@ -54,10 +54,10 @@ class Chooser:
             self._keys_BW = torch.tensor(keys, device=self.device)
             self._race_BWV = None
 
-    def uniform(self, row: int, depth: int, purpose: int) -> float:
-        """The uniform of (seed, request, round, position, purpose)."""
-        state = noise.extend(self._round_keys_B[row], self._positions_B[row] + depth)
-        return noise.uniform(noise.extend(state, purpose))
+    def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
+        """The uniform of (seed, request, round, position, purpose), and of the node where a position has several."""
+        state = noise.extend(noise.extend(self._round_keys_B[row], self._positions_B[row] + depth), purpose)
+        return noise.uniform(state if node is None else noise.extend(state, node))
 
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """A drafter's next token at this depth (0 is the first): tokens_B, and probs_BV where the rule tests them."""
@@ -68,6 +68,35 @@ class Chooser:
         probs_BV = self.warper.probs(logits_BV)
         uniforms_B = [self.uniform(row, depth, noise.DRAFT) for row in range(len(probs_BV))]
         return draw(probs_BV, uniforms_B), probs_BV
+
+    def children(self, logits_BPV: Tensor, count: int, depth: int, first_node: int) -> tuple[Tensor, Tensor | None]:
+        """`count` different next tokens (B, P, count) of each of P nodes, and their probs_BPV where the rule tests them.
+
+        Drawn without replacement; the likeliest ones where decoding is greedy, the first ones of the race where noise is shared.
+        first_node: index that the first child will have in the proposal; it keys the noise.
+        """
+        if self.rule == "greedy":
+            return logits_BPV.topk(count, dim=-1).indices, None
+        if self.rule == "coupled":
+            depths_BP = torch.full(logits_BPV.shape[:2], depth, device=self.device)
+            return self.race_scores(logits_BPV, depths_BP).topk(count, dim=-1).indices, None
+        probs_BPV = self.warper.probs(logits_BPV)
+        B, P, V = probs_BPV.shape
+        left_RV = probs_BPV.reshape(B * P, V).clone()
+        drawn = []
+        for child in range(count):
+            nodes = [first_node + parent * count + child for parent in range(P)]
+            uniforms = [self.uniform(row, depth, noise.DRAFT, node) for row in range(B) for node in nodes]
+            # Where fewer tokens than children have any probability, the rest are fillers that verification passes over.
+            drawn.append(draw(left_RV, uniforms).clamp_(max=V - 1))
+            left_RV.scatter_(1, drawn[-1][:, None], 0.0)
+        return torch.stack(drawn, 1).view(B, P, count), probs_BPV
+
+    def race_scores(self, logits_BNV: Tensor, depths_BN: Tensor) -> Tensor:
+        """p / E over the vocabulary under the shared noise of these depths; its largest entry is the target's choice."""
+        assert self._scaled_V is not None
+        keys_BN = self._keys_BW.gather(1, depths_BN)
+        return self.warper.probs(logits_BNV) / noise.exponentials(keys_BN[:, :, None], self._scaled_V)
 
     def race(self, logits_BNV: Tensor, first_depth: int = 0, depths_BN: Tensor | None = None) -> Tensor:
         """Tokens (B, N) with the highest p / E under the shared noise.

@@ -62,6 +62,10 @@ class Drafter(Protocol):
     @property
     def num_parameters(self) -> int: ...
 
+    def width(self, gamma: int) -> int:
+        """The most tokens of a round's proposal at draft length (of a tree: depth) `gamma`."""
+        ...
+
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Start rows with these prompts; sequences will hold `capacity` tokens at most.
 

@@ -94,7 +94,8 @@ class Batch:
         """Fill the caches with all prompt tokens but the last."""
         began = perf_counter()
         prompts_B = [row.sequence for row in self.rows]
-        capacity = max(row.limit for row in self.rows) + self.gamma + 1  # rows near their limit are padded past it
+        width = self.drafter.width(self.gamma) if self.drafter is not None else 0
+        capacity = max(row.limit for row in self.rows) + width + 1  # rows near their limit are padded past it
         self.target.open(len(prompts_B), capacity)
         wants_hidden = self.drafter is not None and self.drafter.caps.needs_hidden
         hidden_BNC = prefill(self.target, [prompt[:-1] for prompt in prompts_B], wants_hidden)

@@ -1,12 +1,13 @@
-"""Prompt lookup: the last tokens are looked up in the prompt and the output so far, and what followed them is proposed.
+"""Lookup: the last tokens are looked up in the prompt and the output so far, and what followed them is proposed.
 
-The control row of every report: it costs nothing, needs no model, and wins wherever text repeats itself. Source: prompt
-lookup decoding (Saxena 2023). The tokens are a point mass, so sampling verifies them without q.
+Prompt lookup (Saxena 2023) is the control row of every report: it costs nothing, needs no model, and wins wherever text
+repeats itself. Suffix lookup finds the longest match of any length. The tokens are a point mass, so sampling verifies them without q.
 
 Shapes: B rows, N drafted tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.errors import UserError
 from decoding.stopping import Stopping, cut
+from decoding.suffix_automaton import SuffixAutomaton
 
 
 class NgramIndex:
@@ -39,27 +41,50 @@ class NgramIndex:
         return None
 
 
-class PromptLookup:
-    """n-grams of the row's own prompt and output. Hydra: `_target_: decoding.prompt_lookup.PromptLookup`."""
+class Index(Protocol):
+    """Finds where the ending of a growing sequence was followed by a token before."""
+
+    def find(self, sequence: Sequence[int]) -> int | None: ...
+
+
+def continuation(sequence: Sequence[int], position: int | None, budget: int) -> list[int]:
+    """At most `budget` tokens from `position` on; at the end of the sequence they go on with those already copied."""
+    drafted: list[int] = []
+    while position is not None and len(drafted) < budget:
+        at = position + len(drafted)
+        drafted.append(sequence[at] if at < len(sequence) else drafted[at - len(sequence)])
+    return drafted
+
+
+def point_masses(drafted_B: Sequence[list[int]], chooser: Chooser) -> Proposal:
+    """A proposal of tokens behind which no distribution stands."""
+    counts_B = [len(drafted) for drafted in drafted_B]
+    width = max(counts_B)
+    padded = [drafted + [0] * (width - len(drafted)) for drafted in drafted_B]
+    return Proposal(torch.tensor(padded, dtype=torch.long, device=chooser.device), counts_B)
+
+
+class Lookup:
+    """A drafter that copies what followed the same ending earlier in the row; `make_index` says how that is found."""
 
     caps = Caps(shape="chain", has_q=False, steps="round")
     num_layers = 0
     num_parameters = 0
 
-    def __init__(self, max_ngram: int = 3, min_ngram: int = 1, name: str = "prompt_lookup") -> None:
-        if not 1 <= min_ngram <= max_ngram:
-            raise UserError(
-                f"prompt lookup: min_ngram {min_ngram} and max_ngram {max_ngram}, expected 1 <= min <= max."
-            )
+    def __init__(self, name: str, make_index: Callable[[], Index]) -> None:
         self.name = name
-        self._sizes = range(max_ngram, min_ngram - 1, -1)
-        self._indices: list[NgramIndex] = []
+        self._make_index = make_index
+        self._indices: list[Index] = []
         self._opened: list[list[int]] = []
+
+    def width(self, gamma: int) -> int:
+        """A chain of gamma tokens."""
+        return gamma
 
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Index the prompts."""
         self._opened = [list(prompt) for prompt in prompts_B]
-        self._indices = [NgramIndex(self._sizes) for _ in prompts_B]
+        self._indices = [self._make_index() for _ in prompts_B]
         for index, prompt in zip(self._indices, prompts_B, strict=True):
             index.find(prompt)
 
@@ -71,18 +96,11 @@ class PromptLookup:
         chooser: Chooser,
     ) -> Proposal:
         """What followed the longest matching ending; where the match runs into the end, it is continued periodically."""
-        drafted_B = []
-        for index, sequence, budget, policy in zip(self._indices, sequences_B, budgets_B, stopping_B, strict=True):
-            position = index.find(sequence)
-            drafted: list[int] = []
-            while position is not None and len(drafted) < budget:
-                at = position + len(drafted)
-                drafted.append(sequence[at] if at < len(sequence) else drafted[at - len(sequence)])
-            drafted_B.append(cut(drafted, policy))
-        counts_B = [len(drafted) for drafted in drafted_B]
-        width = max(counts_B)
-        padded = [drafted + [0] * (width - len(drafted)) for drafted in drafted_B]
-        return Proposal(torch.tensor(padded, dtype=torch.long, device=chooser.device), counts_B)
+        drafted_B = [
+            cut(continuation(sequence, index.find(sequence), budget), policy)
+            for index, sequence, budget, policy in zip(self._indices, sequences_B, budgets_B, stopping_B, strict=True)
+        ]
+        return point_masses(drafted_B, chooser)
 
     def observe(self, observation: Observation) -> None:
         """The index grows from the sequences themselves."""
@@ -98,3 +116,26 @@ class PromptLookup:
         """One look-up a row."""
         for index, prompt in zip(self._indices, self._opened, strict=True):
             index.find(prompt)
+
+
+class PromptLookup(Lookup):
+    """n-grams of the row's own prompt and output. Hydra: `_target_: decoding.prompt_lookup.PromptLookup`."""
+
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 1, name: str = "prompt_lookup") -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise UserError(
+                f"prompt lookup: min_ngram {min_ngram} and max_ngram {max_ngram}, expected 1 <= min <= max."
+            )
+        super().__init__(name, lambda: NgramIndex(range(max_ngram, min_ngram - 1, -1)))
+
+
+class SuffixLookup(Lookup):
+    """The longest earlier match of the row's ending. Hydra: `_target_: decoding.prompt_lookup.SuffixLookup`.
+
+    min_match: tokens that a match needs before it is copied from.
+    """
+
+    def __init__(self, min_match: int = 2, name: str = "suffix_lookup") -> None:
+        if min_match < 1:
+            raise UserError(f"suffix lookup: min_match is {min_match}, expected 1 or more.")
+        super().__init__(name, lambda: SuffixAutomaton(min_match))

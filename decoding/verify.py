@@ -91,7 +91,8 @@ def _tested(accepted_B: Sequence[int], counts_B: Sequence[int]) -> list[int]:
 def token(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
     """Keep x drawn from q with probability min(1, p(x) / q(x)); after the first failure draw from max(p - q, 0).
 
-    A proposal without q is a point mass: keep x with probability p(x), else draw from p without x.
+    A proposal without q is a point mass: keep x with probability p(x), else draw from p without x. In a tree siblings are
+    tested in turn, each against what the failed ones left (recursive rejection, Yang et al. 2024, arXiv 2401.06706, section 3.2).
     """
     probs_BNV = chooser.warper.probs(logits_BNV)
     B = len(probs_BNV)
@@ -99,7 +100,7 @@ def token(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Ou
         next_B = draw(probs_BNV[:, 0], [chooser.uniform(b, 0, noise.BONUS) for b in range(B)]).tolist()
         return Outcome([[token] for token in next_B], None, [0] * B, [0] * B)
     if proposal.parents_BN is not None:
-        raise ValueError("verify=token tests chains; a tree needs a rule that updates the residual between siblings")
+        return _recursive(probs_BNV, proposal, proposal.parents_BN.tolist(), chooser)
     counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
     p_BN, q_BN = _probabilities(probs_BNV, proposal)
     accepted_B = []
@@ -112,6 +113,47 @@ def token(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Ou
     next_B = draw(weights_BV, uniforms).tolist()
     tokens_B = [[*drafted[b][: accepted_B[b]], next_B[b]] for b in range(B)]
     return Outcome(tokens_B, None, accepted_B, _tested(accepted_B, counts_B))
+
+
+def _recursive(probs_BNV: Tensor, proposal: Proposal, parents: list[list[int]], chooser: Chooser) -> Outcome:
+    """`token` on a tree whose siblings were drawn without replacement, or are point masses."""
+    outcome = Outcome([], [], [], [])
+    assert outcome.paths_B is not None
+    for b, (tokens, parent_of) in enumerate(zip(proposal.tokens_BN.tolist(), parents, strict=True)):
+        path: list[int] = []
+        tip = -1
+        while True:
+            p_V, depth = probs_BNV[b, tip + 1], len(path)
+            children = [n for n in range(proposal.counts_B[b]) if parent_of[n] == tip]
+            q_V = proposal.q_BNV[b, children[0]] if children and proposal.q_BNV is not None else None
+            kept = None
+            for n in children:
+                p, q = p_V[tokens[n]].item(), 1.0 if q_V is None else q_V[tokens[n]].item()
+                if chooser.uniform(b, depth, noise.ACCEPT, n) * q < p and q > 0:
+                    kept = n
+                    break
+                p_V, q_V = _after_failure(p_V, q_V, tokens[n])
+            if kept is None:
+                break
+            path.append(kept)
+            tip = kept
+        purpose = noise.RESIDUAL if children else noise.BONUS
+        next_token = int(draw(p_V[None], [chooser.uniform(b, depth, purpose)]))
+        outcome.tokens_B.append([*(tokens[n] for n in path), next_token])
+        outcome.paths_B.append(path)
+        outcome.accepted_B.append(len(path))
+        outcome.tested_B.append(len(path) + bool(children))
+    return outcome
+
+
+def _after_failure(p_V: Tensor, q_V: Tensor | None, token: int) -> tuple[Tensor, Tensor | None]:
+    """p and q that the next sibling is tested by: what q left of p, and q without the failed token."""
+    without_V = p_V.clone() if q_V is None else q_V.clone()
+    without_V[token] = 0.0
+    residual_V = without_V if q_V is None else (p_V - q_V).clamp_(min=0)
+    total = residual_V.sum()
+    residual_V = residual_V / total if total > 0 else p_V  # p = q up to rounding: see `_final_weights`
+    return residual_V, None if q_V is None else without_V / without_V.sum().clamp(min=1e-30)
 
 
 def block(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:

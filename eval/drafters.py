@@ -16,6 +16,8 @@ from eval.records import CONTROL
 from training.config import TargetConfig
 from training.paths import resolve
 
+# How a drafter is used, not how it is made: these keys of a mapping are the loop's.
+USE = ("stopping", "stopping_threshold")
 CONF = Path(__file__).resolve().parent.parent / "conf" / "drafter"
 
 
@@ -28,6 +30,8 @@ def describe(entries: Sequence[Any], target: TargetConfig, control: bool) -> dic
     for entry in [*entries, *([CONTROL] if control and CONTROL not in entries else [])]:
         mapping = _mapping(entry, target)
         name = str(mapping.get("name") or Path(str(mapping.get("folder", mapping["_target_"]))).name)
+        if "stopping" in mapping and "name" not in mapping:
+            name += f"+{mapping['stopping']}"
         if name in found:
             raise UserError(
                 f"drafters: two entries are called {name!r}. Give one of them another name, as a mapping: "
@@ -45,40 +49,44 @@ def build(mappings: dict[str, dict[str, Any]], target_folder: Path) -> dict[str,
     for name, mapping in mappings.items():
         if "folder" in mapping:
             check_same_tokenizer(target_folder, Path(mapping["folder"]))
-        drafters[name] = instantiate(mapping)
+        drafters[name] = instantiate({key: value for key, value in mapping.items() if key not in USE})
     return drafters
 
 
 def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
-    if isinstance(entry, dict):
-        if "_target_" not in entry:
-            raise UserError(
-                f"drafters: the mapping {entry} has no _target_ (the class to make: decoding.chain.ChainDrafter, say)."
-            )
+    """The mapping of an entry; a drafter with a model folder runs as the target does, so that the two differ in size alone."""
+    if isinstance(entry, dict) and "_target_" in entry:
         return dict(entry)
-    if not isinstance(entry, str):
+    given = dict(entry) if isinstance(entry, dict) else {"use": entry}
+    use = given.pop("use", None)
+    if not isinstance(use, str):
         raise UserError(
-            f"drafters: {entry!r} is a {type(entry).__name__}; expected a folder, a name in conf/drafter or a mapping."
+            f"drafters: {entry!r} is a {type(entry).__name__} without `use` or `_target_`; expected a folder, a name in conf/drafter, "
+            "or a mapping with `use` (one of these) or `_target_` (the class to make, such as decoding.chain.ChainDrafter)."
         )
-    file = CONF / f"{entry}.yaml"
+    file = CONF / f"{use}.yaml"
     if file.is_file():
-        return _load(file)
-    if not Path(entry).exists():
+        mapping = _load(file, given)
+    elif Path(use).exists():
+        mapping = {"_target_": "decoding.chain.ChainDrafter", "folder": use, **given}
+    else:
         names = ", ".join(sorted(path.stem for path in CONF.glob("*.yaml")))
         raise UserError(
-            f"drafters: {entry!r} is neither a folder (looked in {Path.cwd()}) nor one of conf/drafter ({names})."
+            f"drafters: {use!r} is neither a folder (looked in {Path.cwd()}) nor one of conf/drafter ({names})."
         )
-    # A folder runs as the target does, so that the two differ in size alone.
-    shared = {"backend": target.backend, "dtype": target.dtype, "device": target.device}
-    return {"_target_": "decoding.chain.ChainDrafter", "folder": str(resolve(entry)), **shared}
+    if "folder" in mapping:
+        shared = {"backend": target.backend, "dtype": target.dtype, "device": target.device}
+        mapping = {**shared, **mapping, "folder": str(resolve(mapping["folder"]))}
+    return mapping
 
 
-def _load(file: Path) -> dict[str, Any]:
+def _load(file: Path, given: dict[str, Any]) -> dict[str, Any]:
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(file), resolve=True, throw_on_missing=True)
+        merged = OmegaConf.merge(OmegaConf.load(file), given)
+        loaded = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise UserError(
-            f"{file}: {str(error).splitlines()[0]}. Give such a drafter as a mapping with all its fields."
+            f"{file}: {str(error).splitlines()[0]}. Give such a drafter as a mapping: {{use: {file.stem}, folder: ...}}."
         ) from error
     if not isinstance(loaded, dict) or "_target_" not in loaded:
         raise UserError(

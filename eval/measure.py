@@ -17,6 +17,7 @@ import torch
 from decoding import noise
 from decoding.drafter import Drafter
 from decoding.loop import Generation, Settings, decode
+from decoding.stopping import RoundCosts
 from decoding.target import Target
 from eval.benchmarks import Benchmark, render_turns
 from eval.lossless import is_compared
@@ -35,14 +36,24 @@ class Bench:
     benchmark: Benchmark
     settings: Settings
     verify: str  # the rule where temperature > 0
+    stopping: dict[str, tuple[str, float | None]] = dataclasses.field(
+        default_factory=dict
+    )  # drafter -> policy, threshold
+    costs: dict[tuple[str, int], RoundCosts] = dataclasses.field(
+        default_factory=dict
+    )  # of (drafter, batch size), frozen first
 
     def settings_at(self, condition: Condition, arm: Arm) -> Settings:
         """The run's settings for one arm under one condition."""
+        stopping, threshold = self.stopping.get(arm.drafter, ("fixed", None))
         return dataclasses.replace(
             self.settings,
             temperature=condition.temperature,
             num_draft_tokens=arm.num_draft_tokens,
             verify=self.verify,
+            stopping=stopping,
+            stopping_threshold=threshold,
+            costs=self.costs.get((arm.drafter, condition.batch_size)),
         )
 
 

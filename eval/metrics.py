@@ -107,7 +107,8 @@ class Costs:
     overhead: float = 0.0  # o
     baseline_overhead: float = 0.0  # o_1
     one_pass: bool = False  # the proposal costs c whatever gamma is
-    fill: float = 1.0  # tokens proposed / gamma, below 1 for a drafter that may have nothing to say
+    fill: float = 1.0  # tokens proposed / gamma: below 1 where a drafter may have nothing to say, above 1 for trees
+    deepest: int | None = None  # longest draft (of trees: depth) to consider; None: all whose verification was timed
 
     def V_at(self, width: float) -> float:
         """V, linear between measured widths. Raises ValueError outside of them: V is not flat and has jumps."""
@@ -131,7 +132,8 @@ class Costs:
     @property
     def gammas(self) -> range:
         """The draft lengths whose verification was timed."""
-        return range(1, max(self.V))
+        timed = int((max(self.V) - 1) / max(self.fill, 1.0))
+        return range(1, min(timed, self.deepest or timed) + 1)
 
 
 def predicted_speedup(alpha_D: Sequence[float | None], gamma: int, costs: Costs) -> float:

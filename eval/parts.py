@@ -16,9 +16,11 @@ from pathlib import Path
 from statistics import median
 
 from decoding.loop import time_parts
+from decoding.stopping import RoundCosts
 from eval.measure import Bench
 from eval.records import Condition
 from eval.schema import PartTimes
+from training.checkpoint import write_text
 
 UNITS_A_SLICE = 4  # about a tenth of a run goes into timing
 WARM_UP = 1
@@ -57,6 +59,33 @@ def time_slice(
         place = (part, condition.temperature, condition.batch_size, name)
         slices.append(Slice(*place, times.t_draft_ms, times.t_target_ms, times.context))
     return slices
+
+
+def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: Sequence[int], path: Path) -> None:
+    """Fill bench.costs for the policies that weigh costs: from the run folder, or measured and written there first.
+
+    So a run that is taken up again decides as it did before.
+    """
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for name, (policy, _) in bench.stopping.items():
+        if policy != "cost_ratio":
+            continue
+        key = f"{name}, batch {batch_size}"
+        if key not in known:
+            times = time_parts(
+                bench.target,
+                bench.drafters[name],
+                prompt,
+                widths=widths,
+                context=len(prompt) + bench.settings.max_new_tokens // 2,
+                batch_size=batch_size,
+            )
+            known[key] = dataclasses.asdict(times.costs)
+            write_text(path, json.dumps(known, indent=1))
+        entry = known[key]
+        bench.costs[name, batch_size] = RoundCosts(
+            entry["t_draft_ms"], tuple(entry["t_target_ms"]), entry["overhead_ms"]
+        )
 
 
 def median_parts(slices: Sequence[Slice], drafter: str, condition: Condition) -> PartTimes:

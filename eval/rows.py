@@ -74,6 +74,7 @@ def build_row(
         temperature=first.temperature,
         num_draft_tokens=first.num_draft_tokens,
         schedule="serial",
+        stopping=facts.stopping,
         lossless=equality.word,
         lossless_detail=equality.detail,
         **_acceptance(units),

@@ -21,6 +21,7 @@ class DrafterFacts:
     layers: int
     parameters: int
     one_pass: bool  # a proposal costs the same whatever its length
+    stopping: str = "fixed"  # the policy that ends a draft early
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Row:
     max_new_tokens: int
     num_draft_tokens: int
     schedule: str
+    stopping: str
     verify: str
     lossless: str  # see eval.lossless
     lossless_detail: str

@@ -12,7 +12,7 @@ from decoding.errors import UserError
 from eval.config import EvalConfig
 from eval.measure import measure_unit, units_of
 from eval.metrics import predicted_speedup
-from eval.parts import UNITS_A_SLICE, Slice, append_slices, median_parts, read_slices, time_slice
+from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, median_parts, read_slices, time_slice
 from eval.records import BASELINE, Arm, Condition, Record, append_records, read_records, write_records
 from eval.rows import pool_of
 from eval.setup import Loaded, conditions, middle_prompt, warm_up, widths
@@ -28,6 +28,7 @@ class Session:
     def __init__(self, cfg: EvalConfig, loaded: Loaded, folder: Path) -> None:
         self.cfg, self.loaded = cfg, loaded
         self.records_file, self.slices_file = folder / "records.jsonl", folder / "parts.jsonl"
+        self._costs_file = folder / "costs.json"
         self.records: list[Record] = read_records(self.records_file)
         self.slices: list[Slice] = read_slices(self.slices_file)
         # Whole lines again, should the last one of a killed run be torn.
@@ -38,6 +39,10 @@ class Session:
 
     def measure(self) -> None:
         """Measure everything that is missing."""
+        bench, cfg = self.loaded.bench, self.cfg
+        for batch_size in cfg.batch_sizes:
+            deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
+            frozen_costs(bench, batch_size, self._prompt, range(1, deepest + 2), self._costs_file)
         warm_up(self.loaded, self.cfg)
         with ProgressBar("eval", generations(self.cfg, self.loaded)) as bar:
             progress = _Progress(bar)
@@ -68,7 +73,7 @@ class Session:
 
     def _time_parts(self, condition: Condition, part: str) -> None:
         bench, repeats = self.loaded.bench, self.cfg.timing_repeats
-        new = time_slice(bench, condition, part, self._prompt, widths(self.cfg), repeats)
+        new = time_slice(bench, condition, part, self._prompt, widths(self.cfg, bench.drafters.values()), repeats)
         self.slices += new
         append_slices(self.slices_file, new)
 

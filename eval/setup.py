@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from decoding.compatible import load_tokenizer
+from decoding.drafter import Drafter
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
+from decoding.stopping import NAMES
 from decoding.target import Target, device_of, load_target
 from eval import drafters as drafter_list
 from eval.benchmarks import load_benchmark, render_turns
@@ -88,9 +91,18 @@ def load(cfg: EvalConfig) -> Loaded:
         max_new_tokens=cfg.max_new_tokens,
         limit=cfg.max_prompts,
     )
-    facts = {name: facts_of(name, drafter) for name, drafter in drafters.items()}
+    stopping = {
+        name: (mapping.get("stopping", cfg.stopping), mapping.get("stopping_threshold", cfg.stopping_threshold))
+        for name, mapping in mappings.items()
+    }
+    for policy, _ in stopping.values():
+        if policy not in NAMES:
+            raise UserError(f"stopping '{policy}' is unknown, expected one of {', '.join(NAMES)}.")
+    facts = {name: facts_of(name, drafter, stopping[name][0]) for name, drafter in drafters.items()}
     inputs = [folder, prompt_file, *(Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping)]
-    bench = Bench(target, drafters, tokenizer, benchmark, settings_of(cfg, stop_tokens(folder, tokenizer)), cfg.verify)
+    bench = Bench(
+        target, drafters, tokenizer, benchmark, settings_of(cfg, stop_tokens(folder, tokenizer)), cfg.verify, stopping
+    )
     return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs)
 
 
@@ -129,19 +141,26 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
     )
 
 
-def facts_of(name: str, drafter: Any) -> DrafterFacts:
+def facts_of(name: str, drafter: Any, stopping: str) -> DrafterFacts:
     """What rows say of a drafter."""
     return DrafterFacts(
         name=name,
         layers=drafter.num_layers,
         parameters=drafter.num_parameters,
         one_pass=drafter.caps.steps == "round",
+        stopping=stopping,
     )
 
 
-def widths(cfg: EvalConfig) -> range:
-    """Numbers of new tokens at which the target is timed: one, and every proposal with the token before it."""
-    return range(1, max([*cfg.num_draft_tokens, *cfg.sweep]) + 2)
+def widths(cfg: EvalConfig, drafters: Iterable[Drafter]) -> list[int]:
+    """Numbers of new tokens at which the target is timed: one, and every proposal with the token before it.
+
+    Of wide trees a few: V between two of them is taken from the line through them.
+    """
+    deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
+    chain = range(1, deepest + 2)
+    widest = max([deepest, *(drafter.width(deepest) for drafter in drafters)]) + 1
+    return [*chain, *(n for n in range(16, widest, 16) if n > deepest + 1), *([widest] if widest > deepest + 1 else [])]
 
 
 def middle_prompt(bench: Bench) -> list[int]:

@@ -106,11 +106,13 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
     tested, accepted = tested_counts(units)
     reached = _reached(judged)
     passes, fill = metrics.usable_alpha(tested, accepted), 1.0
+    offered = sum(gamma * unit.rounds for gamma, group in judged.items() for unit in group)
+    share = sum(unit.drafted for unit in units) / offered if offered else 1.0
     # The last round of a generation may have no room for a full proposal; any other short one is the drafter's choice.
     if sum(reached) - sum(tested) > sum(len(unit.tested) for unit in units):
         passes = [have / before if before else None for have, before in zip(accepted, reached, strict=False)]
-        offered = sum(gamma * unit.rounds for gamma, group in judged.items() for unit in group)
-        fill = sum(unit.drafted for unit in units) / offered
+        fill = share
+    fill = max(fill, share)  # a tree proposes several tokens for each of its depths
     if not passes or passes[0] is None:  # not one token was offered, so none passes
         passes = [0.0]
     overhead, baseline_overhead = _overheads(timed, facts, parts)
@@ -121,6 +123,7 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
         baseline_overhead=baseline_overhead,
         one_pass=facts.one_pass,
         fill=fill,
+        deepest=max(*judged, *timed),
     )
     return Pool(passes, costs)
 

@@ -28,10 +28,11 @@ DEFINITIONS: dict[str, str] = {
 
 def drafter_label(row: Row) -> str:
     """Name with its size: `mine (1 layer, 3.1 M)`."""
+    name = row.drafter if row.stopping == "fixed" or row.stopping in row.drafter else f"{row.drafter}+{row.stopping}"
     if row.drafter_parameters == 0:
-        return f"{row.drafter} (no model)"
+        return f"{name} (no model)"
     layers = "1 layer" if row.drafter_layers == 1 else f"{row.drafter_layers} layers"
-    return f"{row.drafter} ({layers}, {millions(row.drafter_parameters)})"
+    return f"{name} ({layers}, {millions(row.drafter_parameters)})"
 
 
 def millions(parameters: int) -> str:

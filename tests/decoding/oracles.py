@@ -39,6 +39,9 @@ class Oracle:
         drafted = [self.draft(truth, len(s), width) for truth, s in zip(self.truths, sequences_B, strict=True)]
         return Proposal(torch.tensor(drafted), list(budgets_B))
 
+    def width(self, gamma: int) -> int:
+        return gamma
+
     def observe(self, observation: Observation) -> None: ...
 
     def rollback(self, lengths_B: Sequence[int]) -> None: ...
@@ -68,3 +71,6 @@ class OracleTree(Oracle):
             tokens.append([token for r in right for token in ((r + 2) % self.vocab_size, r)])
             parents.append([node for depth in range(width) for node in [2 * depth - 1] * 2])
         return Proposal(torch.tensor(tokens), [2 * budget for budget in budgets_B], torch.tensor(parents))
+
+    def width(self, gamma: int) -> int:
+        return 2 * gamma

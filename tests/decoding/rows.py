@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from decoding.chain import ChainDrafter
+from decoding.chain_with_lookup import ChainWithLookup
 from decoding.drafter import Drafter
-from decoding.prompt_lookup import PromptLookup
+from decoding.multi_candidate import MultiCandidate
+from decoding.prompt_lookup import PromptLookup, SuffixLookup
 from decoding.target import Target
 
 from .oracles import Oracle, OracleTree
@@ -52,10 +54,30 @@ ROWS = [
         table=lambda: ChainDrafter(model=draft_table()),
     ),
     DrafterRow(
+        "multi_candidate",
+        make=lambda kit: MultiCandidate(model=kit.draft_model, branching=(3, 2)),
+        rules=("greedy", "token", "coupled"),
+        perfect=lambda kit: MultiCandidate(model=kit.twin, branching=(2, 2)),
+        table=lambda: MultiCandidate(model=draft_table(), branching=(3, 2)),
+    ),
+    DrafterRow(
+        "chain_with_lookup",
+        make=lambda kit: ChainWithLookup(model=kit.draft_model, min_match=2),
+        rules=("greedy", "token", "block", "coupled"),
+        perfect=lambda kit: ChainWithLookup(model=kit.twin, min_match=1000),
+        table=lambda: ChainWithLookup(model=draft_table(), min_match=2),
+    ),
+    DrafterRow(
         "prompt_lookup",
         make=lambda kit: PromptLookup(),
         rules=("greedy", "token", "block", "coupled"),
         table=lambda: PromptLookup(),
+    ),
+    DrafterRow(
+        "suffix_lookup",
+        make=lambda kit: SuffixLookup(),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: SuffixLookup(),
     ),
     DrafterRow(
         "oracle",

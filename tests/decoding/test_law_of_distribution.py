@@ -200,3 +200,8 @@ def test_block_verification_accepts_more_than_token_verification() -> None:
         done = decode(target_table(), drafter_of("chain"), [PROMPT] * 2_000, replace(settings, verify=rule))
         rates[rule] = sum(len(g.tokens) for g in done) / sum(g.rounds for g in done)
     assert rates["block"] > rates["token"] * 1.02
+
+
+def test_law_3_rejects_siblings_without_residual_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_after_failure", lambda p_V, q_V, token: (p_V, q_V))
+    assert law_holds(drafter_of("multi_candidate"), "token", "plain", 20_000) < P_LIMIT

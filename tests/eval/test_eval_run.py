@@ -211,9 +211,21 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
     assert list(found) == ["shallow", "mine", "prompt_lookup"]
     assert found["shallow"]["dtype"] == "bfloat16"  # a folder runs as the target does
     assert list(describe(["prompt_lookup"], target, control=True)) == ["prompt_lookup"]
-    for wrong, message in ((["a", "a"], "neither"), ([3], "expected a folder"), ([{"folder": "x"}], "no _target_")):
+    for wrong, message in (
+        (["a", "a"], "neither"),
+        ([3], "expected a folder"),
+        ([{"folder": "x"}], "without `use` or `_target_`"),
+    ):
         with pytest.raises(UserError, match=message):
             describe(wrong, target, control=False)
+    tree = describe([{"use": "multi_candidate", "folder": str(home / "shallow"), "branching": [2]}], target, False)
+    assert tree["multi_candidate"]["branching"] == [2]
+    assert tree["multi_candidate"]["dtype"] == "bfloat16"
+    with pytest.raises(
+        UserError, match=r"multi_candidate.yaml: Missing mandatory value: folder.*use: multi_candidate, folder"
+    ):
+        describe(["multi_candidate"], target, False)
+    assert list(describe([{"use": str(home / "shallow"), "stopping": "entropy"}], target, False)) == ["shallow+entropy"]
     with pytest.raises(UserError, match="two entries are called 'shallow'"):
         describe([str(home / "shallow")] * 2, target, control=False)
     with pytest.raises(UserError, match="is empty"):
