@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -49,7 +50,12 @@ def build(mappings: dict[str, dict[str, Any]], target_folder: Path) -> dict[str,
     for name, mapping in mappings.items():
         if "folder" in mapping:
             check_same_tokenizer(target_folder, Path(mapping["folder"]))
-        drafters[name] = instantiate({key: value for key, value in mapping.items() if key not in USE})
+        try:
+            drafters[name] = instantiate({key: value for key, value in mapping.items() if key not in USE})
+        except InstantiationException as error:
+            if isinstance(error.__cause__, UserError):  # Hydra wraps what the drafter itself had to say
+                raise error.__cause__ from None
+            raise UserError(f"drafters: {name} could not be made from {mapping}: {error.__cause__ or error}") from error
     return drafters
 
 

@@ -1,6 +1,7 @@
 """`eval.run` from end to end on a tiny random LLaMA: what it measures, keeps, refuses and takes up again."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from decoding.loop import Settings, decode
 from decoding.target import load_target
 from eval.benchmarks import load_benchmark
 from eval.config import BenchmarkConfig, EvalConfig
-from eval.drafters import describe
+from eval.drafters import build, describe
 from eval.measure import choice_scores, rotate, top_two_gap
 from eval.records import BASELINE, Arm, read_records
 from eval.run import run
@@ -218,6 +219,13 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
     ):
         with pytest.raises(UserError, match=message):
             describe(wrong, target, control=False)
+    shutil.copytree(home / "shallow", home / "cut")
+    weights = home / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="model.safetensors: has .* bytes, but its header promises"):
+        build(describe([str(home / "cut")], target, False), home / "target")
+    with pytest.raises(UserError, match="shallow could not be made from .*unexpected keyword argument 'depth'"):
+        build(describe([{"use": str(home / "shallow"), "depth": 3}], target, False), home / "target")
     tree = describe([{"use": "multi_candidate", "folder": str(home / "shallow"), "branching": [2]}], target, False)
     assert tree["multi_candidate"]["branching"] == [2]
     assert tree["multi_candidate"]["dtype"] == "bfloat16"
