@@ -81,7 +81,9 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
             f"drafters: {use!r} is neither a folder (looked in {Path.cwd()}) nor one of conf/drafter ({names})."
         )
     if "folder" in mapping:
-        shared = {"backend": target.backend, "dtype": target.dtype, "device": target.device}
+        # Beside a native target a drafter of another family runs on the hf backend: None lets it choose.
+        backend = "hf" if target.backend == "hf" else None
+        shared = {"backend": backend, "dtype": target.dtype, "device": target.device}
         mapping = {**shared, **mapping, "folder": str(resolve(mapping["folder"]))}
     return mapping
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from decoding.errors import UserError
 
+STALL = 3.0
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
 AUTOREGRESSIVE = "autoregressive"  # the baseline's name where a drafter's would stand
 
@@ -64,6 +66,7 @@ class Record:
     cpu_seconds: float  # processor time of this process, all threads, over prefill and decoding of the batch
     differs_at: int | None  # first token that is not the baseline's; None: equal, or not comparable
     gap: float | None  # there, the target's best score minus its second best
+    attempt: int = 1  # times its unit was measured, stalls of the machine included
 
     @property
     def condition(self) -> Condition:
@@ -72,6 +75,25 @@ class Record:
     @property
     def arm(self) -> Arm:
         return Arm(self.drafter, self.num_draft_tokens)
+
+
+def stalled(unit: Sequence[Record], before: Sequence[Record]) -> bool:
+    """Did the machine stand still while a unit was measured? True when one arm's round took STALL times its usual.
+
+    Usual: the median over the units `before` of the same part; with fewer than three of them nothing can be said. Every arm is
+    judged alike, and a prompt that is merely slow does not come near: a round's cost hardly hangs on the text.
+    """
+    for arm in {record.arm for record in unit}:
+        usual = [_round_seconds(record) for record in before if record.arm == arm]
+        if len(usual) >= 3 and max(_round_seconds(record) for record in unit if record.arm == arm) > STALL * median(
+            usual
+        ):
+            return True
+    return False
+
+
+def _round_seconds(record: Record) -> float:
+    return record.decode_seconds / record.rounds
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:

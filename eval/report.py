@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 from eval import plots, words
-from eval.records import CONTROL, Record
+from eval.records import CONTROL, STALL, Record
 from eval.rows import units_at
 from eval.schema import LOOPING_BELOW, Row
 
@@ -52,7 +52,7 @@ def page(rows: list[Row], records: Sequence[Record], provenance: Provenance) -> 
         _section("Plots", _plots(rows, shown, records)),
         _section("By category", _categories(shown)),
         _section("What the words mean", _definitions()),
-        _section("How it was measured", _provenance(shown, provenance)),
+        _section("How it was measured", _provenance(shown, provenance, records)),
         _section("What was not measured", _bullets(provenance.unmeasured)),
     ]
     return (
@@ -235,7 +235,8 @@ def _list(entries: dict[str, str]) -> str:
     )
 
 
-def _provenance(shown: Sequence[Row], provenance: Provenance) -> str:
+def _provenance(shown: Sequence[Row], provenance: Provenance, records: Sequence[Record]) -> str:
+    again = len({(record.condition, record.part, record.unit) for record in records if record.attempt > 1})
     first = shown[0]
     timed = "; ".join(f"{n}: {ms:.2f}" for n, ms in first.t_target_ms.items())
     left_out = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in provenance.prompt_counts.items())
@@ -248,6 +249,9 @@ def _provenance(shown: Sequence[Row], provenance: Provenance) -> str:
             "versions": ", ".join(f"{name} {version}" for name, version in provenance.versions.items()),
             "target": f"{first.target}, {first.backend} backend, {first.dtype}",
             "prompts": f"{provenance.prompt_file}: {left_out}",
+            "stalls": f"{again} units were measured again, as a round of theirs took {STALL:g} times its usual"
+            if again
+            else "none",
             "order": "baseline and drafters take every prompt one after the other, in an order that rotates",
             "t_target in ms": f"{timed} (new tokens: milliseconds, at a context of {first.context} tokens)",
             "t_draft in ms": "; ".join(f"{row.drafter}: {row.t_draft_ms:.3f}" for row in shown if _same(row, first)),

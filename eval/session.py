@@ -5,6 +5,7 @@ What the run folder holds already is not measured again, so a run that was inter
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from eval.config import EvalConfig
 from eval.measure import measure_unit, units_of
 from eval.metrics import predicted_speedup
 from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, median_parts, read_slices, time_slice
-from eval.records import BASELINE, Arm, Condition, Record, append_records, read_records, write_records
+from eval.records import BASELINE, Arm, Condition, Record, append_records, read_records, stalled, write_records
 from eval.rows import pool_of
 from eval.setup import Loaded, conditions, middle_prompt, warm_up, widths
 from training.data import Prompt
 from training.progress import ProgressBar
 
+ATTEMPTS = 3  # at a unit during which the machine stands still
 Group = tuple[int, list[Prompt]]  # the number of a unit and its prompts
 
 
@@ -67,7 +69,13 @@ class Session:
                 write_records(self.records_file, self.records)
             if index % UNITS_A_SLICE == 0:
                 self._time_parts(condition, part)
-            new = measure_unit(self.loaded.bench, condition, part, unit, prompts, arms, progress.done)
+            before = [record for record in self.records if (record.condition, record.part) == place[:2]]
+            for attempt in range(1, ATTEMPTS + 1):
+                new = measure_unit(self.loaded.bench, condition, part, unit, prompts, arms, progress.done)
+                new = [dataclasses.replace(record, attempt=attempt) for record in new]
+                if attempt == ATTEMPTS or not stalled(new, before):
+                    break
+                progress.skip(-len(arms) - 1)
             self.records += new
             append_records(self.records_file, new)
 
@@ -136,8 +144,9 @@ class _Progress:
         self.count, self.tokens, self.seconds = 0, 0, 0.0
 
     def skip(self, generations: int) -> None:
+        """Count generations that an earlier run measured; a negative number takes back those that are measured again."""
         self.count += generations
-        self.bar.update(self.count, "already measured")
+        self.bar.update(self.count, "already measured" if generations > 0 else "the machine stalled: once more")
 
     def done(self, arm: Arm, tokens: int, seconds: float) -> None:
         self.count, self.tokens, self.seconds = self.count + 1, self.tokens + tokens, self.seconds + seconds

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from eval import words
 from eval.lossless import judge
-from eval.records import append_records, read_records
+from eval.records import append_records, read_records, stalled
 from eval.report import Provenance, page
 from eval.rows import build_rows
 from eval.schema import read_rows, write_rows
@@ -257,3 +257,19 @@ def test_results_are_json_without_nan(rows, tmp_path):
     write_rows(tmp_path / "results.jsonl", rows)
     for line in (tmp_path / "results.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda word: pytest.fail(word))
+
+
+def test_a_stall_of_the_machine_is_seen_and_a_slow_prompt_is_not(records):
+    here = [record for record in records if record.part == "main" and record.temperature == 0]
+    units = sorted({record.unit for record in here})
+    before, last = [r for r in here if r.unit in units[:-1]], [r for r in here if r.unit == units[-1]]
+    assert not stalled(last, before)
+    slow = [dataclasses.replace(record, decode_seconds=1.5 * record.decode_seconds) for record in last]
+    assert not stalled(slow, before)
+    for index in range(len(last)):  # whichever arm it hits, the baseline too
+        hit = [
+            dataclasses.replace(r, decode_seconds=r.decode_seconds * (5 if i == index else 1))
+            for i, r in enumerate(last)
+        ]
+        assert stalled(hit, before)
+    assert not stalled(hit, [])
