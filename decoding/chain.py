@@ -25,7 +25,7 @@ from decoding.weights import FAMILIES
 class ChainDrafter:
     """A causal LM that proposes chains. Hydra: `_target_: decoding.chain.ChainDrafter`."""
 
-    caps = Caps(shape="chain", has_q=True)
+    caps = Caps(shape="chain", has_q=True, can_overlap=True)
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
-from decoding.drafter import Proposal
+from decoding.drafter import Caps, Proposal
 from decoding.prompt_lookup import continuation, point_masses
 from decoding.stopping import Stopping, cut
 from decoding.suffix_automaton import SuffixAutomaton
@@ -27,6 +27,8 @@ class ChainWithLookup(ChainDrafter):
 
     min_match: tokens of a match that is trusted more than the model; the other arguments are ChainDrafter's.
     """
+
+    caps = Caps(shape="chain", has_q=True)  # what the index has read cannot be taken back, so it does not overlap
 
     def __init__(self, *arguments: Any, min_match: int = 6, **named: Any) -> None:
         super().__init__(*arguments, **named)

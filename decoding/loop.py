@@ -46,6 +46,7 @@ class Settings:
     stop_token_ids: tuple[int, ...] = ()
     stopping: str = "fixed"  # a name of decoding.stopping.NAMES: when to end a draft before num_draft_tokens
     stopping_threshold: float | None = None  # of the policies that have one; None takes the policy's own
+    schedule: str = "serial"  # or decoding.pearl.SCHEDULES: draft and verify at the same time
     costs: RoundCosts | None = None  # measured, for stopping="cost_ratio"
     ignore_eos: bool = False  # go on to max_new_tokens past stop tokens, for timing
 
@@ -90,12 +91,15 @@ class Batch:
         self.chooser = Chooser(settings.warper, settings.verify, settings.seed, target.vocab_size, target.device)
         self.rule = RULES[self.chooser.rule]
 
+    def width(self) -> int:
+        """The most tokens that a round puts behind the tip."""
+        return self.drafter.width(self.gamma) if self.drafter is not None else 0
+
     def open(self) -> None:
         """Fill the caches with all prompt tokens but the last."""
         began = perf_counter()
         prompts_B = [row.sequence for row in self.rows]
-        width = self.drafter.width(self.gamma) if self.drafter is not None else 0
-        capacity = max(row.limit for row in self.rows) + width + 1  # rows near their limit are padded past it
+        capacity = max(row.limit for row in self.rows) + self.width() + 1  # rows near their limit are padded past it
         self.target.open(len(prompts_B), capacity)
         wants_hidden = self.drafter is not None and self.drafter.caps.needs_hidden
         hidden_BNC = prefill(self.target, [prompt[:-1] for prompt in prompts_B], wants_hidden)
@@ -115,7 +119,8 @@ class Batch:
         drafted_at = perf_counter()
         logits_BNV, hidden_BNC = self._forward(proposal)
         outcome = self.rule(logits_BNV, proposal, self.chooser)
-        keep = self._emit(outcome, proposal)
+        drafted_B = [0] * len(rows) if proposal is None else proposal.counts_B
+        keep = self._emit(outcome.tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
         self._commit(outcome, proposal, logits_BNV, hidden_BNC)
         ended = perf_counter()
         for row in rows:
@@ -150,19 +155,23 @@ class Batch:
         parents_BN = torch.cat((torch.full_like(tips_B1, -1), proposal.parents_BN + 1), 1)
         return self.target.forward(tokens_BN, parents_BN)
 
-    def _emit(self, outcome: Outcome, proposal: Proposal | None) -> list[int]:
-        """Append each row's tokens up to its first stop token; returns the rows that go on."""
+    def _emit(
+        self, tokens_B: list[list[int]], drafted_B: list[int], tested_B: list[int], accepted_B: list[int]
+    ) -> list[int]:
+        """Append each row's tokens up to its first stop token and its limit; returns the rows that go on."""
         keep = []
         for b, row in enumerate(self.rows):
-            tokens, tested, accepted = outcome.tokens_B[b], outcome.tested_B[b], outcome.accepted_B[b]
+            tokens, tested, accepted = tokens_B[b], tested_B[b], accepted_B[b]
             generation = row.generation
             stop = next((i for i, token in enumerate(tokens) if token in self.stops), None) if self.stops else None
-            if stop is not None:
-                tokens = tokens[: stop + 1]
-                accepted = min(accepted, len(tokens))
-                tested = min(tested, len(tokens))
+            end = min(row.limit - len(row.sequence), len(tokens) if stop is None else stop + 1)
+            if end < len(tokens):
+                tokens, tested, accepted = tokens[:end], min(tested, end), min(accepted, end)
+            if stop is not None and stop < end:
                 generation.finish = "stop"
-            generation.count(proposal.counts_B[b] if proposal is not None else 0, tested, accepted)
+            else:
+                stop = None
+            generation.count(drafted_B[b], tested, accepted)
             row.sequence += tokens
             generation.tokens += tokens
             if stop is None and len(row.sequence) < row.limit:
@@ -218,10 +227,29 @@ def start(
             )
         limit = min(len(prompt) + settings.max_new_tokens, target.max_length)
         rows.append(Row(index, keys[index], list(prompt), limit, Generation(), stopping[index]))
-    batch = Batch(target, drafter, rows, settings, on_tokens)
+    batch = _batch_type(settings, drafter, len(rows))(target, drafter, rows, settings, on_tokens)
     if rows:
         batch.open()
     return batch
+
+
+def _batch_type(settings: Settings, drafter: Drafter | None, num_rows: int) -> "type[Batch]":
+    from decoding.pearl import SCHEDULES  # it builds on Batch
+
+    schedule = settings.schedule
+    if schedule == "serial" or drafter is None:
+        return Batch
+    if schedule not in SCHEDULES:
+        raise UserError(f"schedule '{schedule}' is unknown, expected one of serial, {', '.join(SCHEDULES)}.")
+    if not drafter.caps.can_overlap:
+        raise UserError(
+            f"schedule '{schedule}' needs a drafter that can overlap; '{drafter.name}' cannot: take serial."
+        )
+    if settings.verify == "block":
+        raise UserError(f"schedule '{schedule}' tests chunks that go on; take verify=token or coupled, not block.")
+    if num_rows > 1 and not SCHEDULES[schedule].pre_verify:
+        raise UserError(f"schedule '{schedule}' runs one prompt at a time, found {num_rows}.")
+    return SCHEDULES[schedule]
 
 
 @torch.inference_mode()

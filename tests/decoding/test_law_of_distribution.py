@@ -92,7 +92,8 @@ def p_value(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float
 def law_holds(drafter: Drafter | None, rule: str, warper: str, draws: int, seed: int = 0, **more: object) -> float:
     """The p-value of `draws` independent requests under this drafter and rule."""
     target = target_table()
-    settings = Settings(max_new_tokens=5, num_draft_tokens=4, verify=rule, seed=seed, **WARPERS[warper], **more)  # type: ignore[arg-type]
+    fields = {"max_new_tokens": 5, "num_draft_tokens": 4, "verify": rule, "seed": seed, **WARPERS[warper], **more}
+    settings = Settings(**fields)  # type: ignore[arg-type]
     counts: dict[tuple[int, ...], int] = {}
     block = 20_000
     for start in range(0, draws, block):

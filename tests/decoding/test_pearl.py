@@ -1,0 +1,181 @@
+"""PEARL's schedule under the laws: the same output as serial decoding, the closed forms, and its edges."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from decoding.chain import ChainDrafter
+from decoding.chain_with_lookup import ChainWithLookup
+from decoding.errors import UserError
+from decoding.loop import Batch, Generation, Settings, decode
+from decoding.pearl import SCHEDULES, Pearl
+
+from .test_law_of_distribution import P_LIMIT, WARPERS, drafter_of, law_holds
+from .test_laws import models, with_rule
+from .tiny import random_prompts
+
+BATCHED = ["pearl_virtual", "pearl_virtual_wo_post"]
+
+
+def run(prompts: Sequence[Sequence[int]], settings: Settings) -> tuple[list[Generation], list[Generation]]:
+    """(autoregressive, under the schedule of `settings`), one prompt at a time where the schedule wants that."""
+    target, _, draft_model = models()
+    plain = decode(target, None, prompts, settings)
+    drafter = ChainDrafter(model=draft_model)
+    if settings.schedule in BATCHED:
+        return plain, decode(target, drafter, prompts, settings)
+    return plain, [decode(target, drafter, [p], settings, request_ids=[i])[0] for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_law_1_greedy_output_is_the_targets_own(schedule: str, gamma: int) -> None:
+    plain, drafted = run(random_prompts(64), Settings(max_new_tokens=128, num_draft_tokens=gamma, schedule=schedule))
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert sum(g.accepted for g in drafted) > 0
+
+
+@pytest.mark.parametrize("warper", WARPERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_law_2_coupled_output_is_the_targets_own_sample(schedule: str, warper: str) -> None:
+    settings = Settings(
+        max_new_tokens=48, num_draft_tokens=3, verify="coupled", seed=11, schedule=schedule, **WARPERS[warper]
+    )
+    plain, drafted = run(random_prompts(24), settings)
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+
+
+@pytest.mark.parametrize("gamma", [2, 4])
+@pytest.mark.parametrize("schedule", BATCHED)
+def test_law_3(schedule: str, gamma: int) -> None:
+    assert law_holds(drafter_of("chain"), "token", "plain", 20_000, schedule=schedule, num_draft_tokens=gamma) > P_LIMIT
+
+
+@pytest.mark.long
+def test_law_3_with_a_million_draws() -> None:
+    assert law_holds(drafter_of("chain"), "token", "plain", 1_000_000, seed=1, schedule="pearl_virtual") > P_LIMIT
+
+
+def test_law_3_rejects_the_uniform_that_the_published_code_uses_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first test of post-verify takes the uniform of the pre-verify test before it."""
+    from decoding import noise
+    from decoding.chooser import Chooser
+
+    original, last = Chooser.uniform, {}
+
+    def reused(self: Chooser, row: int, depth: int, purpose: int, node: int | None = None) -> float:
+        if purpose != noise.ACCEPT or depth:
+            return original(self, row, depth, purpose, node)
+        key = (self._request_keys_B[row], self._positions_B[row])
+        last[key] = last.get((key[0], key[1] - 1)) or original(self, row, depth, purpose, node)
+        return last[key]
+
+    begin = Chooser.begin
+
+    def remember(self: Chooser, request_keys_B, *more) -> None:  # type: ignore[no-untyped-def]
+        self._request_keys_B = list(request_keys_B)  # type: ignore[attr-defined]
+        begin(self, request_keys_B, *more)
+
+    monkeypatch.setattr(Chooser, "begin", remember)
+    monkeypatch.setattr(Chooser, "uniform", reused)
+    assert law_holds(drafter_of("chain"), "token", "plain", 20_000, schedule="pearl_virtual") < P_LIMIT
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
+def test_law_4_a_perfect_drafter_gains_its_closed_form(rule: str) -> None:
+    """1 token in the pre-verify round, and gamma in every post-verify round after it."""
+    gamma, rounds = 4, 6
+    settings = with_rule(rule, num_draft_tokens=gamma, max_new_tokens=1 + gamma * rounds, schedule="pearl_virtual")
+    target, twin, _ = models()
+    for generation in decode(target, ChainDrafter(model=twin), random_prompts(16), settings):
+        assert generation.rounds == 1 + rounds
+        assert generation.accepted == generation.tested
+
+
+def test_the_ablations_gain_their_closed_forms() -> None:
+    gamma = 4
+    target, twin, _ = models()
+    settings = Settings(num_draft_tokens=gamma, max_new_tokens=1 + 24)
+    without_post = replace(settings, schedule="pearl_virtual_wo_post")
+    for generation in decode(target, ChainDrafter(model=twin), random_prompts(4), without_post):
+        assert generation.rounds == 10  # pairs of 1 and gamma: the assumed gamma - 1 and a bonus
+    without_pre = replace(settings, schedule="pearl_virtual_wo_pre")
+    for prompt in random_prompts(4):
+        (generation,) = decode(target, ChainDrafter(model=twin), [prompt], without_pre)
+        assert generation.rounds == 6  # gamma + 1 in the first, gamma in every other one
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
+def test_law_5_ragged_batches_equal_single_rows(rule: str) -> None:
+    settings = with_rule(rule, max_new_tokens=20, stop_token_ids=(3, 4), schedule="pearl_virtual")
+    target, _, draft_model = models()
+    prompts = random_prompts(10, seed=3)
+    ids = [40 + i for i in range(len(prompts))]
+    together = decode(target, ChainDrafter(model=draft_model), prompts, settings, request_ids=ids)
+    for prompt, request, expected in zip(prompts, ids, together):
+        (alone,) = decode(target, ChainDrafter(model=draft_model), [prompt], settings, request_ids=[request])
+        assert (alone.tokens, alone.rounds, alone.drafted, alone.accepted_by_depth, alone.finish) == (
+            expected.tokens,
+            expected.rounds,
+            expected.drafted,
+            expected.accepted_by_depth,
+            expected.finish,
+        )
+    assert {g.finish for g in together} == {"stop", "length"}
+
+
+def test_law_5_cache_lengths_after_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = 0
+    original = Pearl._settle
+
+    def checked(self: Pearl, *given: object) -> list[int]:
+        nonlocal seen
+        keep = original(self, *given)  # type: ignore[arg-type]
+        for b in keep:
+            assert self.target.lengths_B[b] == len(self.rows[b].sequence) - 1
+            seen += 1
+        return keep
+
+    monkeypatch.setattr(Pearl, "_settle", checked)
+    run(random_prompts(8), Settings(max_new_tokens=40, num_draft_tokens=3, schedule="pearl_virtual"))
+    assert seen > 100
+
+
+def test_the_virtual_clock_charges_the_longer_lane() -> None:
+    batch = object.__new__(Pearl)
+    batch.rows = [type("Row", (), {"generation": Generation()})()]  # type: ignore[assignment]
+    batch._charge(2.0, 3.0, 0.5)
+    batch._charge(4.0, 1.0, 0.5)
+    assert batch.rows[0].generation.decode_seconds == pytest.approx(3.5 + 4.5)
+    assert batch.rows[0].generation.draft_seconds == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "drafter", "words"),
+    [
+        (
+            {"schedule": "parallel"},
+            ChainDrafter,
+            "schedule 'parallel' is unknown, expected one of serial, pearl_virtual",
+        ),
+        ({"verify": "block", "temperature": 1.0}, ChainDrafter, "take verify=token or coupled, not block"),
+        ({}, ChainWithLookup, "needs a drafter that can overlap"),
+        ({"schedule": "pearl_virtual_wo_pre"}, ChainDrafter, "runs one prompt at a time, found 2"),
+    ],
+)
+def test_what_cannot_be_scheduled_is_named(fields: dict, drafter: type[ChainDrafter], words: str) -> None:
+    target, twin, _ = models()
+    settings = Settings(**{"schedule": "pearl_virtual", **fields})
+    with pytest.raises(UserError, match=words):
+        decode(target, drafter(model=twin), [[4], [5]], settings)
+
+
+def test_without_a_drafter_the_schedule_is_serial() -> None:
+    target, _, _ = models()
+    settings = Settings(max_new_tokens=6, schedule="pearl_virtual")
+    assert (
+        decode(target, None, [[4]], settings)[0].tokens
+        == decode(target, None, [[4]], replace(settings, schedule="serial"))[0].tokens
+    )
+    assert Batch is not Pearl
