@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -121,7 +122,10 @@ def _check_experiment(name: str, job: str) -> None:
         if not path.is_file():
             known = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
             raise UserError(f"no experiment '{one}'; there are: {', '.join(known)}")
-        belongs = OmegaConf.to_container(OmegaConf.load(path)).get("job")  # type: ignore[union-attr]
+        try:
+            belongs = OmegaConf.to_container(OmegaConf.load(path)).get("job")  # type: ignore[union-attr]
+        except yaml.YAMLError as error:
+            raise UserError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
         if belongs != job:
             raise wrong_job(one, str(belongs), job)
 

@@ -115,3 +115,11 @@ def test_a_saved_configuration_gives_the_same_one_back(tmp_path: Path):
     again = OmegaConf.load(tmp_path / "config.yaml")
     assert isinstance(again, DictConfig)
     assert plain(typed(again, TrainConfig)) == plain(config)
+
+
+def test_a_broken_experiment_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("job: distill.train\nloop: max_steps: 3\n")
+    monkeypatch.setattr("training.job.CONF", tmp_path)
+    with pytest.raises(UserError, match=r"mine.yaml is no valid YAML: mapping values are not allowed here .* line 2"):
+        check_arguments(["+experiment=mine"], "distill.train", TrainConfig)
