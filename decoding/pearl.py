@@ -175,6 +175,7 @@ class Pearl(Batch):
         for row in self.rows:
             generation = row.generation
             generation.decode_seconds += max(draft_seconds, target_seconds) + rest_seconds
+            generation.lanes_seconds += max(draft_seconds, target_seconds)
             generation.draft_seconds += draft_seconds
             if generation.rounds == 1:
                 generation.first_token_seconds = generation.prefill_seconds + generation.decode_seconds

@@ -20,6 +20,9 @@ class Generation:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0  # part of decode_seconds spent in the drafter
+    lanes_seconds: float = (
+        0.0  # part of decode_seconds that an overlapped schedule spent in the longer lane of each round
+    )
     first_token_seconds: float = 0.0  # from the start of the prefill to the end of the first round
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,31 @@ from omegaconf.errors import OmegaConfBaseException
 
 from decoding.compatible import check_same_tokenizer
 from decoding.errors import UserError
+from decoding.pearl import SCHEDULES
+from decoding.stopping import NAMES
 from eval.records import CONTROL
 from training.config import TargetConfig
 from training.paths import resolve
 
-# How a drafter is used, not how it is made: these keys of a mapping are the loop's.
-USE = ("stopping", "stopping_threshold")
+
+@dataclass(frozen=True)
+class Use:
+    """How the loop uses a drafter: keys of its mapping that say nothing of how it is made."""
+
+    stopping: str = "fixed"
+    stopping_threshold: float | None = None
+    schedule: str = "serial"
+
+    def __post_init__(self) -> None:
+        for key, found, known in (
+            ("stopping", self.stopping, NAMES),
+            ("schedule", self.schedule, ("serial", *SCHEDULES)),
+        ):
+            if found not in known:
+                raise UserError(f"{key} '{found}' is unknown, expected one of {', '.join(known)}.")
+
+
+USE = tuple(one.name for one in fields(Use))
 CONF = Path(__file__).resolve().parent.parent / "conf" / "drafter"
 
 
@@ -31,8 +51,8 @@ def describe(entries: Sequence[Any], target: TargetConfig, control: bool) -> dic
     for entry in [*entries, *([CONTROL] if control and CONTROL not in entries else [])]:
         mapping = _mapping(entry, target)
         name = str(mapping.get("name") or Path(str(mapping.get("folder", mapping["_target_"]))).name)
-        if "stopping" in mapping and "name" not in mapping:
-            name += f"+{mapping['stopping']}"
+        if "name" not in mapping:
+            name += "".join(f"+{mapping[key]}" for key in ("schedule", "stopping") if key in mapping)
         if name in found:
             raise UserError(
                 f"drafters: two entries are called {name!r}. Give one of them another name, as a mapping: "
@@ -42,6 +62,14 @@ def describe(entries: Sequence[Any], target: TargetConfig, control: bool) -> dic
     if not found:
         raise UserError("drafters is empty and so is the control. Name at least one, such as drafters=[runs/mine].")
     return found
+
+
+def uses(mappings: dict[str, dict[str, Any]], default: Use) -> dict[str, Use]:
+    """How each drafter is used: as its mapping says, else as all are. The control is always used plainly."""
+    return {
+        name: replace(Use() if name == CONTROL else default, **{key: mapping[key] for key in USE if key in mapping})
+        for name, mapping in mappings.items()
+    }
 
 
 def build(mappings: dict[str, dict[str, Any]], target_folder: Path) -> dict[str, Any]:

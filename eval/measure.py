@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
 
@@ -20,6 +20,7 @@ from decoding.loop import Generation, Settings, decode
 from decoding.stopping import RoundCosts
 from decoding.target import Target
 from eval.benchmarks import Benchmark, render_turns
+from eval.drafters import Use
 from eval.lossless import is_compared
 from eval.metrics import first_difference
 from eval.records import AUTOREGRESSIVE, BASELINE, Arm, Condition, Record
@@ -36,23 +37,17 @@ class Bench:
     benchmark: Benchmark
     settings: Settings
     verify: str  # the rule where temperature > 0
-    stopping: dict[str, tuple[str, float | None]] = dataclasses.field(
-        default_factory=dict
-    )  # drafter -> policy, threshold
-    costs: dict[tuple[str, int], RoundCosts] = dataclasses.field(
-        default_factory=dict
-    )  # of (drafter, batch size), frozen first
+    uses: dict[str, Use]  # how the loop uses each drafter
+    costs: dict[tuple[str, int], RoundCosts] = field(default_factory=dict)  # of (drafter, batch size), frozen first
 
     def settings_at(self, condition: Condition, arm: Arm) -> Settings:
         """The run's settings for one arm under one condition."""
-        stopping, threshold = self.stopping.get(arm.drafter, ("fixed", None))
         return dataclasses.replace(
             self.settings,
             temperature=condition.temperature,
             num_draft_tokens=arm.num_draft_tokens,
             verify=self.verify,
-            stopping=stopping,
-            stopping_threshold=threshold,
+            **dataclasses.asdict(self.uses.get(arm.drafter, Use())),
             costs=self.costs.get((arm.drafter, condition.batch_size)),
         )
 
@@ -171,6 +166,7 @@ def _records(
                     prefill_seconds=row.prefill_seconds,
                     decode_seconds=row.decode_seconds,
                     draft_seconds=row.draft_seconds,
+                    lanes_seconds=row.lanes_seconds,
                     cpu_seconds=busy[arm],
                     differs_at=differs_at,
                     gap=gap,

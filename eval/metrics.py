@@ -108,6 +108,7 @@ class Costs:
     baseline_overhead: float = 0.0  # o_1
     one_pass: bool = False  # the proposal costs c whatever gamma is
     fill: float = 1.0  # tokens proposed / gamma: below 1 where a drafter may have nothing to say, above 1 for trees
+    overlapped: bool = False  # PEARL's schedule: the lanes run at the same time
     deepest: int | None = None  # longest draft (of trees: depth) to consider; None: all whose verification was timed
 
     def V_at(self, width: float) -> float:
@@ -136,9 +137,32 @@ class Costs:
         return range(1, min(timed, self.deepest or timed) + 1)
 
 
+def pearl_round(alpha_all: float, gamma: int, costs: Costs) -> tuple[float, float]:
+    """(tokens, cost in target steps) of PEARL's mean round, at an acceptance that is the same at every depth.
+
+    A pre-verify round yields a token and leads to post-verify with probability alpha; a post-verify round tests gamma tokens and
+    stays there if all pass. In the long run post-verify's share is alpha / (1 + alpha - alpha^gamma), and a round yields
+    (1 - alpha^gamma) / ((1 - alpha) (1 + alpha - alpha^gamma)) tokens. Each costs its longer lane and what does not overlap.
+    """
+    whole = alpha_all**gamma
+    post = alpha_all / (1.0 + alpha_all - whole)
+    tokens = (1.0 - post) + post * (gamma if alpha_all == 1.0 else (1.0 - whole) / (1.0 - alpha_all))
+    draft = costs.draft(gamma)
+    lanes = (1.0 - post) * max(draft, costs.V_at(1)) + post * max(draft, costs.V_at(gamma))
+    return tokens, lanes + costs.overhead
+
+
+def mean_round(alpha_D: Sequence[float | None], gamma: int, costs: Costs) -> tuple[float, float]:
+    """(tokens, cost in target steps) of a round."""
+    if costs.overlapped:
+        return pearl_round(survival(alpha_D, 1)[0], gamma, costs)
+    return expected_tokens(alpha_D, gamma), costs.round(gamma)
+
+
 def predicted_speedup(alpha_D: Sequence[float | None], gamma: int, costs: Costs) -> float:
-    """E(gamma) (1 + o_1) / (gamma c + V(gamma + 1) + o)."""
-    return expected_tokens(alpha_D, gamma) * (1.0 + costs.baseline_overhead) / costs.round(gamma)
+    """E(gamma) (1 + o_1) / (gamma c + V(gamma + 1) + o), or the same of `pearl_round`."""
+    tokens, cost = mean_round(alpha_D, gamma, costs)
+    return tokens * (1.0 + costs.baseline_overhead) / cost
 
 
 def best_gamma(alpha_D: Sequence[float | None], costs: Costs) -> tuple[int, float]:
@@ -174,15 +198,20 @@ class Verdict:
 def verdict(alpha_D: Sequence[float | None], costs: Costs) -> Verdict:
     """No gamma can help when max over gamma of the predicted speedup <= 1; else the best gamma; and why, in words."""
     gamma, speedup = best_gamma(alpha_D, costs)
-    tokens, cost = expected_tokens(alpha_D, gamma), costs.round(gamma)
+    tokens, cost = mean_round(alpha_D, gamma, costs)
     rest = f"the rest {costs.overhead:.2f}" + (", noise of the clock" if costs.overhead < 0 else "")
+    together = ", at the same time" if costs.overlapped else ""
     bill = (
         f"a round at gamma={gamma} yields {tokens:.2f} tokens and costs {cost:.2f} target steps "
-        f"(drafting {costs.draft(gamma):.2f}, verifying {costs.verify(gamma):.2f}, {rest}), "
+        f"(drafting {costs.draft(gamma):.2f}, verifying {costs.verify(gamma):.2f}{together}, {rest}), "
         f"where one token without a drafter costs {1 + costs.baseline_overhead:.2f}"
     )
     if speedup > 1.0:
         return Verdict(True, gamma, speedup, f"gamma={gamma} is best, {speedup:.2f}x predicted: {bill}")
+    if costs.overlapped:
+        return Verdict(
+            False, gamma, speedup, f"no gamma can help (best {speedup:.2f}x): {bill}; try the serial schedule"
+        )
     need = breakeven_alpha(gamma, costs)
     if need is None:
         remedy = "even a drafter that is always right would lose at these costs: make it cheaper"
@@ -192,12 +221,12 @@ def verdict(alpha_D: Sequence[float | None], costs: Costs) -> Verdict:
 
 
 # ---------------------------------------------------------------------------------------------- measured costs
-def overhead(round_seconds: float, draft_seconds: float, target_seconds: float) -> float:
+def overhead(round_seconds: float, busy_seconds: float) -> float:
     """1 - (draft steps x t_draft + t_target(n)) / round; the parts are timed back to back at the same shapes.
 
     A small negative value is noise of the clock: the parts were timed apart from the round.
     """
-    return 1.0 - (draft_seconds + target_seconds) / round_seconds
+    return 1.0 - busy_seconds / round_seconds
 
 
 def cost_table(t_target_ms: Mapping[int, float]) -> dict[int, float]:

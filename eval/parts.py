@@ -67,8 +67,8 @@ def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: S
     So a run that is taken up again decides as it did before.
     """
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    for name, (policy, _) in bench.stopping.items():
-        if policy != "cost_ratio":
+    for name, use in bench.uses.items():
+        if use.stopping != "cost_ratio":
             continue
         key = f"{name}, batch {batch_size}"
         if key not in known:

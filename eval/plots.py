@@ -100,7 +100,8 @@ def speedup_by_gamma(rows: Sequence[Row], palette: dict[str, str]) -> str:
             speeds = np.array([row.speedup for row in mine])
             low = np.array([row.speedup if row.speedup_low is None else row.speedup_low for row in mine])
             high = np.array([row.speedup if row.speedup_high is None else row.speedup_high for row in mine])
-            axes.plot(gammas, [row.predicted_speedup for row in mine], color=palette[name], linewidth=1, dashes=(3, 2))
+            predicted = [np.nan if row.predicted_speedup is None else row.predicted_speedup for row in mine]
+            axes.plot(gammas, predicted, color=palette[name], linewidth=1, dashes=(3, 2))
             spread = np.array([speeds - low, high - speeds]).clip(min=0)
             axes.errorbar(gammas, speeds, spread, color=palette[name], marker=MARKERS[index % 6], elinewidth=1)
         axes.set_xlabel("draft length gamma")

@@ -14,7 +14,17 @@ from eval.lossless import judge
 from eval.parts import Slice, median_parts
 from eval.records import AUTOREGRESSIVE, Arm, Condition, Record
 from eval.schema import LOOPING_BELOW, Category, DrafterFacts, PartTimes, Row, RunFacts
-from eval.units import Pool, Unit, mean_draft_ms, mean_round_ms, mean_target_ms, pair_units, pool_counts, tested_counts
+from eval.units import (
+    Pool,
+    Unit,
+    busy_ms,
+    mean_draft_ms,
+    mean_round_ms,
+    mean_target_ms,
+    pair_units,
+    pool_counts,
+    tested_counts,
+)
 
 
 def interval(units: Sequence[Unit], run: RunFacts) -> metrics.Interval:
@@ -73,7 +83,7 @@ def build_row(
         batch_size=first.batch_size,
         temperature=first.temperature,
         num_draft_tokens=first.num_draft_tokens,
-        schedule="serial",
+        schedule=facts.schedule,
         stopping=facts.stopping,
         lossless=equality.word,
         lossless_detail=equality.detail,
@@ -81,7 +91,9 @@ def build_row(
         **_costs(units, facts, parts),
         **_speed(units, run),
         **_headline(units, run),
-        predicted_speedup=metrics.predicted_speedup(pool.pass_rates, first.num_draft_tokens, pool.costs),
+        predicted_speedup=metrics.predicted_speedup(pool.pass_rates, first.num_draft_tokens, pool.costs)
+        if facts.schedule in ("serial", "pearl_virtual")
+        else None,
         best_gamma=judged.gamma,
         best_gamma_speedup=judged.speedup,
         helps=judged.helps,
@@ -118,7 +130,7 @@ def _costs(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> dict
         "draft_ms_per_round": draft_ms,
         "target_ms_per_round": target_ms,
         "round_ms": round_ms,
-        "overhead": metrics.overhead(round_ms, draft_ms, target_ms),
+        "overhead": metrics.overhead(round_ms, busy_ms(units, facts, parts)),
         "baseline_round_ms": 1000 * base_seconds / sum(unit.base_batch_rounds for unit in units),
         "prefill_ms": 1000 * sum(unit.prefill_seconds for unit in units) / len(units),
         "baseline_prefill_ms": 1000 * sum(unit.base_prefill_seconds for unit in units) / len(units),

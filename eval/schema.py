@@ -22,6 +22,7 @@ class DrafterFacts:
     parameters: int
     one_pass: bool  # a proposal costs the same whatever its length
     stopping: str = "fixed"  # the policy that ends a draft early
+    schedule: str = "serial"
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Row:
     speedup_low: float | None
     speedup_high: float | None
     speedup_with_prefill: float
-    predicted_speedup: float
+    predicted_speedup: float | None  # None: no closed form for this schedule
     headline_prompts: int  # prompts that do not loop: distinct-4 of the target's text >= 0.5
     headline_alpha: float | None
     headline_tau: float | None

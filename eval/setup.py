@@ -14,7 +14,6 @@ from decoding.drafter import Drafter
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.stopping import NAMES
 from decoding.target import Target, device_of, load_target
 from eval import drafters as drafter_list
 from eval.benchmarks import load_benchmark, render_turns
@@ -81,6 +80,7 @@ def load(cfg: EvalConfig) -> Loaded:
     mappings = drafter_list.describe(
         cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
     )
+    uses = drafter_list.uses(mappings, drafter_list.Use(cfg.stopping, cfg.stopping_threshold, cfg.schedule))
     drafters = drafter_list.build(mappings, folder)
     tokenizer = load_tokenizer(folder)
     prompt_file = resolve(cfg.benchmark.path)
@@ -91,18 +91,10 @@ def load(cfg: EvalConfig) -> Loaded:
         max_new_tokens=cfg.max_new_tokens,
         limit=cfg.max_prompts,
     )
-    stopping = {
-        name: (mapping.get("stopping", cfg.stopping), mapping.get("stopping_threshold", cfg.stopping_threshold))
-        for name, mapping in mappings.items()
-    }
-    for policy, _ in stopping.values():
-        if policy not in NAMES:
-            raise UserError(f"stopping '{policy}' is unknown, expected one of {', '.join(NAMES)}.")
-    facts = {name: facts_of(name, drafter, stopping[name][0]) for name, drafter in drafters.items()}
+    facts = {name: facts_of(name, drafter, uses[name]) for name, drafter in drafters.items()}
     inputs = [folder, prompt_file, *(Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping)]
-    bench = Bench(
-        target, drafters, tokenizer, benchmark, settings_of(cfg, stop_tokens(folder, tokenizer)), cfg.verify, stopping
-    )
+    settings = settings_of(cfg, stop_tokens(folder, tokenizer))
+    bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses)
     return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs)
 
 
@@ -141,14 +133,15 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
     )
 
 
-def facts_of(name: str, drafter: Any, stopping: str) -> DrafterFacts:
+def facts_of(name: str, drafter: Any, use: drafter_list.Use) -> DrafterFacts:
     """What rows say of a drafter."""
     return DrafterFacts(
         name=name,
         layers=drafter.num_layers,
         parameters=drafter.num_parameters,
         one_pass=drafter.caps.steps == "round",
-        stopping=stopping,
+        stopping=use.stopping,
+        schedule=use.schedule,
     )
 
 

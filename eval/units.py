@@ -35,6 +35,7 @@ class Unit:
     base_prefill_seconds: float = 0.0
     cpu_seconds: float = 0.0  # both sides
     drafted: int = 0
+    lanes_seconds: float = 0.0  # of overlapped schedules: the longer lane of every round
     tested: list[list[int]] = field(default_factory=list)
     accepted: list[list[int]] = field(default_factory=list)
 
@@ -57,6 +58,7 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
         unit.seconds += max(row.decode_seconds for row in rows)
         unit.prefill_seconds += rows[0].prefill_seconds
         unit.drafted += sum(row.drafted for row in rows)
+        unit.lanes_seconds += max(row.lanes_seconds for row in rows)
         unit.tested += [row.tested_by_depth for row in rows]
         unit.accepted += [row.accepted_by_depth for row in rows]
         unit.base_tokens += sum(len(row.tokens) for row in base)
@@ -113,6 +115,9 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
         passes = [have / before if before else None for have, before in zip(accepted, reached, strict=False)]
         fill = share
     fill = max(fill, share)  # a tree proposes several tokens for each of its depths
+    overlapped = facts.schedule != "serial"
+    if overlapped:  # a window begins anywhere in a chunk, so depth means nothing
+        passes, fill = [metrics.alpha(tested, accepted)], 1.0
     if not passes or passes[0] is None:  # not one token was offered, so none passes
         passes = [0.0]
     overhead, baseline_overhead = _overheads(timed, facts, parts)
@@ -123,6 +128,7 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
         baseline_overhead=baseline_overhead,
         one_pass=facts.one_pass,
         fill=fill,
+        overlapped=overlapped,
         deepest=max(*judged, *timed),
     )
     return Pool(passes, costs)
@@ -132,7 +138,7 @@ def _overheads(timed: ByGamma, facts: DrafterFacts, parts: PartTimes) -> tuple[f
     """(o, o_1): what rounds took beyond their parts, over t_target(1), as the mean over draft lengths."""
     units = [unit for group in timed.values() for unit in group]
     t_1 = parts.t_target_ms[1]
-    extra_ms = [mean_round_ms(group) - _parts_ms(group, facts, parts) for group in timed.values()]
+    extra_ms = [mean_round_ms(group) - busy_ms(group, facts, parts) for group in timed.values()]
     base_ms = 1000 * sum(unit.base_seconds for unit in units) / sum(unit.base_batch_rounds for unit in units)
     return float(np.mean(extra_ms)) / t_1, base_ms / t_1 - 1.0
 
@@ -164,7 +170,10 @@ def mean_target_ms(units: Sequence[Unit], parts: PartTimes) -> float:
     return float(np.interp(width, widths, [parts.t_target_ms[n] for n in widths]))
 
 
-def _parts_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
+def busy_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
+    """What the models take of a mean round: drafting and verifying as timed, or the longer lanes of an overlapped schedule."""
+    if facts.schedule != "serial":
+        return 1000 * sum(unit.lanes_seconds for unit in units) / sum(unit.batch_rounds for unit in units)
     return mean_draft_ms(units, facts, parts) + mean_target_ms(units, parts)
 
 

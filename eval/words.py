@@ -28,7 +28,9 @@ DEFINITIONS: dict[str, str] = {
 
 def drafter_label(row: Row) -> str:
     """Name with its size: `mine (1 layer, 3.1 M)`."""
-    name = row.drafter if row.stopping == "fixed" or row.stopping in row.drafter else f"{row.drafter}+{row.stopping}"
+    plain = {"schedule": "serial", "stopping": "fixed"}
+    used = [vars(row)[key] for key, usual in plain.items() if vars(row)[key] != usual]
+    name = row.drafter + "".join(f"+{word}" for word in used if word not in row.drafter)
     if row.drafter_parameters == 0:
         return f"{name} (no model)"
     layers = "1 layer" if row.drafter_layers == 1 else f"{row.drafter_layers} layers"

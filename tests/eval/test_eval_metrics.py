@@ -145,8 +145,8 @@ def test_the_verdict_says_which_way_and_why():
 
 # ---------------------------------------------------------------------------------------------- costs
 def test_overhead_is_the_share_that_the_parts_leave_open():
-    assert metrics.overhead(10.0, 3.0, 6.0) == pytest.approx(0.1)
-    assert metrics.overhead(10.0, 4.0, 6.0) == 0.0
+    assert metrics.overhead(10.0, 9.0) == pytest.approx(0.1)
+    assert metrics.overhead(10.0, 10.0) == 0.0
 
 
 def test_V_is_relative_to_one_token():
@@ -231,3 +231,28 @@ def test_first_difference():
     assert metrics.first_difference([1, 2, 3], [1, 2, 3]) is None
     assert metrics.first_difference([1, 2, 3], [1, 9, 3]) == 1
     assert metrics.first_difference([1, 2], [1, 2, 3]) == 2
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 6])
+@pytest.mark.parametrize("alpha", [0.2, 0.7, 0.95])
+def test_pearls_closed_form_is_the_mean_of_its_state_machine(alpha: float, gamma: int) -> None:
+    """Tokens and cost of a round, against a walk through pre-verify and post-verify."""
+    costs = Costs(0.3, {n: 1 + 0.1 * (n - 1) for n in range(1, 8)}, overhead=0.05, overlapped=True)
+    draw = np.random.default_rng(0)
+    tokens = cost = 0.0
+    post, rounds = False, 60_000
+    for _ in range(rounds):
+        cost += max(gamma * 0.3, costs.V_at(gamma if post else 1)) + 0.05
+        tests = gamma if post else 1
+        passed = int(np.argmin(np.append(draw.random(tests) < alpha, False)))
+        tokens += passed + (passed < tests)
+        post = passed == tests
+    assert metrics.pearl_round(alpha, gamma, costs) == pytest.approx((tokens / rounds, cost / rounds), rel=0.02)
+    assert metrics.pearl_round(1.0, gamma, costs)[0] == pytest.approx(gamma)
+
+
+def test_pearl_without_overlap_and_at_low_acceptance_loses_to_serial() -> None:
+    slow = {"cost_ratio": 0.125, "V": dict.fromkeys(range(1, 20), 1.0)}
+    pearl = metrics.predicted_speedup([0.6], 8, Costs(**slow, overlapped=True))
+    serial = metrics.best_gamma([0.6], Costs(**slow))[1]
+    assert pearl / serial == pytest.approx(0.98, abs=0.02)

@@ -11,7 +11,7 @@ from decoding.loop import Settings, decode
 from decoding.target import load_target
 from eval.benchmarks import load_benchmark
 from eval.config import BenchmarkConfig, EvalConfig
-from eval.drafters import build, describe
+from eval.drafters import Use, build, describe, uses
 from eval.measure import choice_scores, rotate, top_two_gap
 from eval.records import BASELINE, Arm, read_records
 from eval.run import run
@@ -233,7 +233,14 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
         UserError, match=r"multi_candidate.yaml: Missing mandatory value: folder.*use: multi_candidate, folder"
     ):
         describe(["multi_candidate"], target, False)
-    assert list(describe([{"use": str(home / "shallow"), "stopping": "entropy"}], target, False)) == ["shallow+entropy"]
+    given = describe([{"use": str(home / "shallow"), "stopping": "entropy"}], target, True)
+    assert list(given) == ["shallow+entropy", "prompt_lookup"]
+    used = uses(given, Use(schedule="pearl_virtual"))
+    assert used == {"shallow+entropy": Use("entropy", None, "pearl_virtual"), "prompt_lookup": Use()}
+    with pytest.raises(UserError, match="stopping 'mood' is unknown, expected one of fixed"):
+        uses(describe([{"use": str(home / "shallow"), "stopping": "mood"}], target, False), Use())
+    with pytest.raises(UserError, match="schedule 'both' is unknown, expected one of serial, pearl_virtual"):
+        Use(schedule="both")
     with pytest.raises(UserError, match="two entries are called 'shallow'"):
         describe([str(home / "shallow")] * 2, target, control=False)
     with pytest.raises(UserError, match="is empty"):
@@ -260,3 +267,16 @@ def test_real_prompts_render_for_a_real_target(shared_data, chat24m):
 @pytest.fixture(autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
+
+
+def test_schedules_and_policies_are_rows_of_one_run(home, tmp_path):
+    shallow = str(home / "shallow")
+    ways = [{"use": shallow}, {"use": shallow, "schedule": "pearl_virtual"}, {"use": shallow, "stopping": "cost_ratio"}]
+    folder = run(config(home, "ways", drafters=ways, temperatures=[0.0, 1.0], verify="coupled"))
+    rows = read_rows(folder / "results.jsonl")
+    names = {"shallow", "shallow+pearl_virtual", "shallow+cost_ratio", "prompt_lookup"}
+    assert {row.drafter for row in rows} == names
+    assert {row.schedule for row in rows if row.drafter == "shallow+pearl_virtual"} == {"pearl_virtual"}
+    assert all(row.lossless in ("equal", "ties") for row in rows)
+    assert all(0 <= row.overhead < 1 for row in rows if row.schedule == "pearl_virtual")
+    assert set(json.loads((folder / "costs.json").read_text())) == {"shallow+cost_ratio, batch 1"}
