@@ -10,9 +10,15 @@ from decoding.folder import read_config
 SHOWN = 3  # differing ids that a message lists
 
 
-def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder. Raises UserError if the folder or its tokenizer cannot be read."""
-    read_config(folder)
+def load_tokenizer(
+    folder: str | Path, trust_remote_code: bool = False, *, of_model: bool = True
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder, or with of_model=False of one that holds a tokenizer alone.
+
+    Raises UserError if the folder or its tokenizer cannot be read.
+    """
+    if of_model:
+        read_config(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -140,6 +140,7 @@ def write_card(
 
 def launch_lines(target: str, drafter: str, draft_tokens: int) -> dict[str, str]:
     """Ready lines for the engines that load the folder."""
+    target = target.replace("embedded:", "assets/")  # what ships with the project
     vllm = json.dumps({"method": "draft_model", "model": drafter, "num_speculative_tokens": draft_tokens})
     return {
         "Hugging Face": (
@@ -164,6 +165,7 @@ def readme(card: dict[str, Any]) -> str:
         f"{key.replace('_', ' ')} {value:.3f}" for key, value in card["acceptance"].items() if isinstance(value, float)
     )
     shape = card["shape"]
+    layers = "1 layer" if shape["num_hidden_layers"] == 1 else f"{shape['num_hidden_layers']} layers"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -171,7 +173,7 @@ tags: [speculative-decoding, drafter]
 ---
 # {card["name"]}
 
-A drafter for `{card["target"]}`: {shape["num_hidden_layers"]} layers, width {shape["hidden_size"]}, {card["parameters"] / 1e6:.1f} M parameters,
+A drafter for `{card["target"]}`: {layers}, width {shape["hidden_size"]}, {card["parameters"] / 1e6:.1f} M parameters,
 distilled with {card["loss"].get("name", "no loss")}. Held-out: {acceptance or "not measured"}.
 It only proposes tokens; the target decides every one of them, so the output is the target's own.
 

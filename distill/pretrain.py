@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
+from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
+from decoding.folder import WEIGHTS
 from distill.config import PretrainConfig
 from distill.data import packed_data, read_samples
 from distill.drafter_folder import write_model
@@ -30,7 +31,7 @@ def run(config: PretrainConfig) -> Path:
     """Train, and write a complete model folder to output_dir/model. Returns it."""
     run_folder = RunFolder(config)
     folder = run_folder.path / "model"
-    if run_folder.finished:
+    if run_folder.finished(folder / "config.json", folder / WEIGHTS):
         print(f"finished before: {folder}")
         return folder
     processes = processes_wanted(config.parallel)
@@ -39,7 +40,7 @@ def run(config: PretrainConfig) -> Path:
         return folder
     torch.manual_seed(config.seed)
     tokenizer_folder = resolve(config.tokenizer)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer = load_tokenizer(tokenizer_folder, of_model=False)
     model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
     if config.init_from and not config.dry_run:
         model.load_state_dict(load_causal_lm(resolve(config.init_from), model.dtype).state_dict())

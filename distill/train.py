@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
+from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
-from decoding.folder import read_config, weight_files
+from decoding.folder import WEIGHTS, read_config, weight_files
 from distill.acceptance import HeldOutAcceptance, target_answers
 from distill.config import TrainConfig
 from distill.data import packed_data, read_samples
@@ -33,7 +34,7 @@ def run(config: TrainConfig) -> Path:
     read_config(target_folder)
     run_folder = RunFolder(config)
     folder = run_folder.path / "drafter"
-    if run_folder.finished:
+    if run_folder.finished(folder / "config.json", folder / WEIGHTS):
         print(f"finished before: {folder}")
         return folder
     inputs = input_paths(config, target_folder)
@@ -60,7 +61,7 @@ def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folde
     """The work of one rank."""
     torch.manual_seed(config.seed)
     parallel = Parallel(config.parallel, config.target.device)
-    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    tokenizer = load_tokenizer(target_folder)
     dtype = dtype_of(config.loop.dtype)
     teacher = freeze(load_causal_lm(target_folder, dtype)).to(parallel.device)
     student = build_student(config.drafter, teacher, dtype)

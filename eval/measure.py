@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import process_time
+from time import thread_time
 from typing import Any
 
 import torch
@@ -90,9 +90,9 @@ def measure_unit(
             drafter = bench.drafters[arm.drafter] if arm.drafter != AUTOREGRESSIVE else None
             settings = bench.settings_at(condition, arm)
             requests = [_request(unit, turn, row) for row in range(len(present))]
-            began = process_time()
+            began = thread_time()
             outputs[arm] = decode(bench.target, drafter, prompts_ids, settings, request_ids=requests)
-            busy[arm] = process_time() - began
+            busy[arm] = thread_time() - began
             generated = sum(len(row.tokens) for row in outputs[arm])
             done(arm, generated, outputs[arm][0].prefill_seconds + max(row.decode_seconds for row in outputs[arm]))
         records += _records(bench, condition, part, unit, turn, present, prompts_ids, outputs, busy)

@@ -40,7 +40,8 @@ def run(cfg: EvalConfig) -> Path:
         return Path(cfg.output_dir)
     folder = RunFolder(cfg)
     results = folder.path / "results.jsonl"
-    if folder.finished:
+    report = folder.path / "report.html"
+    if folder.finished(results, report):
         rows = read_rows(results)
         print(
             f"{folder.path} is finished; nothing is measured again. Delete it, or give another output_dir=, to do so."
@@ -52,10 +53,10 @@ def run(cfg: EvalConfig) -> Path:
         session.measure()
         rows = build_rows(loaded.run, loaded.facts, session.slices, session.records)
         write_rows(results, rows)
+        write_report(report, rows, session.records, _provenance(cfg, folder, loaded, rows))
         folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)
-        write_report(folder.path / "report.html", rows, session.records, _provenance(cfg, folder, loaded, rows))
     print_table(rows)
-    print(f"\nrows: {results}\nreport: {folder.path / 'report.html'}")
+    print(f"\nrows: {results}\nreport: {report}")
     broken = sorted({row.drafter for row in rows if row.lossless == "differs"})
     if broken and cfg.require_lossless:
         raise UserError(

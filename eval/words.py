@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eval.schema import LOOPING_BELOW, Row
 
-# Decoding on a CPU never waits, so that its process is on a processor all the time, if it gets one.
+# Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
 UNDISTURBED = 0.9
 
 DEFINITIONS: dict[str, str] = {

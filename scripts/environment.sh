@@ -24,6 +24,7 @@ install_torch() {
   if [ -n "$index" ] && "$VENV/bin/pip" install --quiet --retries 0 --timeout 20 --index-url "$index" "$torch" 2>/dev/null; then
     return
   fi
+  [ -z "$index" ] || say "That index has no $torch for this machine, or cannot be reached; asking pip's own index"
   "$VENV/bin/pip" install --quiet "$torch"
 }
 

@@ -1,6 +1,6 @@
 """One class between the loop and the processes: one process and DDP behave the same, on accelerate.
 
-The global count of supervised tokens divides loss and gradient (Task divides, ranks add): DDP averages over ranks, so every rank's
+The global count of supervised tokens divides loss and gradient (the loop divides, ranks add): DDP averages over ranks, so every rank's
 share is multiplied by the number of ranks before the backward pass.
 """
 

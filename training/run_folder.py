@@ -53,12 +53,18 @@ class RunFolder:
         path = self.path / "manifest.json"
         return json.loads(path.read_text()) if path.is_file() else {}
 
-    @property
-    def finished(self) -> bool:
-        """True when the run is done. Raises UserError when something that it read has changed since."""
+    def finished(self, *artefacts: Path) -> bool:
+        """True when the run is done and its artefacts are there; those that are missing are made again from what the folder holds.
+
+        Raises UserError when something that the run read has changed since.
+        """
         manifest = self.manifest
         if not manifest.get("finished"):
             return False
+        for artefact in artefacts:
+            if not artefact.exists():
+                print(f"{artefact} is missing from a finished run: it is made again")
+                return False
         for path, digest in manifest["inputs"].items():
             if hash_input(Path(path)) not in (digest, "absent"):
                 raise UserError(
@@ -72,7 +78,7 @@ class RunFolder:
             "job": self.config["job"],
             "experiment": self.config["experiment"],
             "finished": finished,
-            "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+            "command": self.command(),
             "inputs": {str(path): hash_input(path) for path in inputs},
             "git_revision": git_revision(),
             "versions": versions(),
@@ -82,6 +88,13 @@ class RunFolder:
             "metrics": metrics,
         }
         write_text(self.path / "manifest.json", json.dumps(manifest, indent=1))
+
+    def command(self) -> str:
+        """The command line that makes this run again."""
+        arguments = sys.argv[1:]
+        if arguments[:1] == ["--config-file"]:  # a stage, a member of a sweep or a rank: its file was a temporary one
+            arguments = ["--config-file", str(self.path / "config.yaml")]
+        return shlex.join(["python", "-m", self.config["job"], *arguments])
 
     def _refuse_other_config(self) -> None:
         path = self.path / "config.yaml"

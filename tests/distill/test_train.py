@@ -21,6 +21,7 @@ from distill.train import run
 from training import checkpoint
 from training.config import typed
 from training.job import CONF, register
+from training.run_folder import RunFolder
 
 ROOT = CONF.parent
 
@@ -79,6 +80,30 @@ def test_a_finished_run_is_passed_over(finished: Path, tiny_target: Path, capsys
     run(configured(tiny_target, finished))
     assert "finished before" in capsys.readouterr().out
     assert (finished / "drafter" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_missing_artefact_of_a_finished_run_is_made_again(tiny_target: Path, tmp_path: Path):
+    run(configured(tiny_target, tmp_path))
+    before = load_file(tmp_path / "drafter" / "model.safetensors")
+    shutil.rmtree(tmp_path / "drafter")
+    run(configured(tiny_target, tmp_path))
+    after = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_target_without_a_tokenizer_is_named(tiny_target: Path, tmp_path: Path):
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target, ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
+        run(configured(target, tmp_path / "run"))
+
+
+def test_the_recorded_command_makes_the_run_again(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = RunFolder(configured(tiny_target, tmp_path))
+    monkeypatch.setattr(sys, "argv", ["/somewhere/distill/train.py", "+experiment=smoke", "seed=3"])
+    assert folder.command() == "python -m distill.train +experiment=smoke seed=3"
+    monkeypatch.setattr(sys, "argv", ["/somewhere/distill/train.py", "--config-file", "/tmp/gone.yaml"])
+    assert folder.command() == f"python -m distill.train --config-file {tmp_path / 'config.yaml'}"
 
 
 def test_a_finished_run_whose_input_changed_is_refused(tiny_target: Path, tmp_path: Path):

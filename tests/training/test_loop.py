@@ -14,6 +14,7 @@ import torch
 from decoding.errors import UserError
 from training import checkpoint
 from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig, TrackerConfig
+from training.launch import _free_port
 from training.loop import Interrupted, fit
 from training.models import build_llama
 from training.objectives import LanguageModelling
@@ -245,7 +246,7 @@ def test_two_processes_train_as_one(tmp_path: Path):
         **os.environ,
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29613",
+        "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-c", _RANKS.format(tests=tests), str(tmp_path / "two")]
