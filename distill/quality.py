@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,6 +169,18 @@ def run(config: QualityConfig) -> Path:
     """Measure, print the figures and three samples, and keep all drawn functions in output_dir/quality.json."""
     run_folder = RunFolder(config)
     folder = resolve(config.model)
+    path = run_folder.path / "quality.json"
+    if config.dry_run:
+        print(
+            f"would measure {folder}: bits per byte on the held-out modules, and {config.functions} functions of at most"
+        )
+        print(
+            f"{config.max_new_tokens} tokens drawn at temperature {config.temperature:g}; some minutes on two cores; to {path}"
+        )
+        return path
+    if run_folder.finished(path):
+        _show(json.loads(path.read_text()))
+        return path
     figures = quality(
         folder,
         functions=config.functions,
@@ -175,13 +188,19 @@ def run(config: QualityConfig) -> Path:
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
     )
-    path = run_folder.path / "quality.json"
     write_text(path, json.dumps(figures, indent=1))
-    short = {key: value for key, value in figures.items() if key not in ("samples", "drawn")}
-    run_folder.write_manifest([folder], short, finished=True)
-    print(json.dumps(short, indent=2))
-    print("\n\n".join(map(str, figures["samples"])))  # type: ignore[call-overload]
+    run_folder.write_manifest([folder], _short(figures), finished=True)
+    _show(figures)
     return path
+
+
+def _short(figures: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in figures.items() if key not in ("samples", "drawn")}
+
+
+def _show(figures: dict[str, Any]) -> None:
+    print(json.dumps(_short(figures), indent=2))
+    print("\n\n".join(map(str, figures["samples"])))
 
 
 if __name__ == "__main__":

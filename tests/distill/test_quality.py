@@ -1,10 +1,14 @@
 """The figures of the embedded target: windows score every token once, and only finished Python counts as parsed."""
 
+import json
 import lzma
+from pathlib import Path
 
+import pytest
 from transformers import AutoTokenizer
 
-from distill.quality import _windows, parses, xz_bits_per_byte
+from distill.config import QualityConfig
+from distill.quality import _windows, parses, run, xz_bits_per_byte
 
 
 def test_windows_score_every_token_once(embedded_target) -> None:
@@ -33,3 +37,19 @@ def test_parses() -> None:
 def test_xz_is_the_command_line_tools_preset_nine() -> None:
     text = "the same line again\n" * 1000
     assert xz_bits_per_byte(text) == 8 * len(lzma.compress(text.encode(), format=lzma.FORMAT_XZ, preset=9)) / len(text)
+
+
+def test_a_dry_run_measures_nothing_and_a_finished_run_is_shown_again(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"job": "distill.quality", "model": str(tiny_target), "output_dir": str(tmp_path)}
+    path = run(QualityConfig(**config, dry_run=True))
+    assert not path.exists()
+    figures = {"bits_per_byte": 1.5, "samples": ["def f(): pass"], "drawn": []}
+    monkeypatch.setattr("distill.quality.quality", lambda *_, **__: figures)
+    assert run(QualityConfig(**config)) == path
+    assert json.loads(path.read_text()) == figures
+    monkeypatch.setattr("distill.quality.quality", None)
+    capsys.readouterr()
+    run(QualityConfig(**config))
+    assert '"bits_per_byte": 1.5' in capsys.readouterr().out
