@@ -86,9 +86,10 @@ def test_every_command_runs_at_toy_size(command: str, tiny_target: Path, tmp_pat
     job, arguments = parts(command)
     real = {"MODEL": tiny_target, "FOLDER": tiny_target, "chats.json": ROOT / "assets/chats.json"}
     real |= {"prompts.jsonl": ROOT / "assets/prompts.jsonl"}
+    real |= {"runs/quickstart/distill.train/drafter": tiny_target}  # a fresh clone has none yet
     real |= {"/path/to/your/model": tiny_target, "/path/to/sharegpt.json": ROOT / "assets/chats.json"}
     for name, path in real.items():
-        arguments = [re.sub(rf"(?<=[=\[]){re.escape(name)}(?=[],]|$)", str(path), word) for word in arguments]
+        arguments = [re.sub(rf"(?<=[=\[ ]){re.escape(name)}(?=[],}}]|$)", str(path), word) for word in arguments]
     arguments = [*TOY[job].split(), *arguments, f"output_dir={tmp_path / 'run'}"]
     if "-m" in arguments or "parallel=ddp" in arguments:  # those start processes of their own
         done = subprocess.run([sys.executable, "-m", job, *arguments], cwd=ROOT, capture_output=True, text=True)

@@ -53,8 +53,8 @@ def test_law_3(schedule: str, gamma: int) -> None:
 
 
 @pytest.mark.long
-def test_law_3_with_a_million_draws() -> None:
-    assert law_holds(drafter_of("chain"), "token", "plain", 1_000_000, seed=1, schedule="pearl_virtual") > P_LIMIT
+def test_law_3_with_many_draws() -> None:
+    assert law_holds(drafter_of("chain"), "token", "plain", 200_000, seed=1, schedule="pearl_virtual") > P_LIMIT
 
 
 def test_law_3_rejects_the_uniform_that_the_published_code_uses_twice(monkeypatch: pytest.MonkeyPatch) -> None:
