@@ -133,9 +133,11 @@ def _step(
     loss, metric, tokens = _backward(module, rows, data, config, parallel, optimizer)
     norm = float(optimizer.clip())
     if not math.isfinite(loss) or not math.isfinite(norm):
+        clip = config.optimizer.clip
+        remedy = f"or loop.optimizer.clip (now {clip})" if clip > 0 else "or set loop.optimizer.clip (now off)"
         raise UserError(
             f"the loss is {loss} and the gradient's norm {norm} at step {progress.step + 1}: stopped before the update; the last good "
-            f"checkpoint is in {root}. Lower loop.optimizer.lr (now {config.optimizer.lr}) or set loop.optimizer.clip, then run again"
+            f"checkpoint, if there is one, is in {root}. Lower loop.optimizer.lr (now {config.optimizer.lr}) {remedy}, then run again"
         )
     rate = learning_rate(config.optimizer, progress.step, progress.step / total)
     optimizer.step(rate)

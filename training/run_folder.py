@@ -98,8 +98,8 @@ class RunFolder:
 
     def _refuse_other_config(self) -> None:
         path = self.path / "config.yaml"
-        if not path.is_file():
-            return
+        if not path.is_file() or not (self.path / "manifest.json").is_file():
+            return  # without a manifest nothing was begun: a start that failed does not hold the folder
         before = OmegaConf.to_container(OmegaConf.load(path))
         differing = [key for key in _differences(before, self.config) if re.split(r"[. ]", key)[0] not in _FREE_KEYS]
         if differing:

@@ -101,6 +101,10 @@ def test_an_experiment_of_another_job_prints_the_right_command():
 def test_a_folder_of_another_configuration_is_refused_with_the_keys_that_differ(tmp_path: Path):
     config = typed(composed("distill.train", "+experiment=smoke", f"output_dir={tmp_path}"), TrainConfig)
     RunFolder(config)
+    config.seed += 1
+    RunFolder(config)  # nothing was begun yet: a start that failed does not hold the folder
+    config.seed -= 1
+    RunFolder(config).write_manifest([], {}, finished=False)
     RunFolder(config)  # the same configuration goes on
     config.loop.optimizer.lr *= 2
     config.threads = 5  # changes no result, so it may differ
