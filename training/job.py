@@ -5,6 +5,7 @@ config.yaml, so that one cannot disturb another and every one can be run again b
 """
 
 import dataclasses
+import errno
 import os
 import re
 import sys
@@ -21,13 +22,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
+from training.checkpoint import disk_error
 from training.config import JobConfig, typed, unknown_key, valid_keys
+from training.launch import INTERRUPTED
 from training.loop import Interrupted
 from training.memory import keep_memory
 from training.stages import ON_FILE, run_on_file, run_stages
 
 Config = TypeVar("Config", bound=JobConfig)
 CONF = Path(__file__).resolve().parent.parent / "conf"
+_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) -> None:
@@ -75,9 +79,12 @@ def run_typed(composed: DictConfig, job: str, schema: type[Config], function: Ca
     if config.job != job:
         raise wrong_job(config.experiment, config.job, job)
     prepare_process(config)
-    if config.stages:
-        return run_stages(config, composed)
-    return function(config)
+    try:
+        return run_stages(config, composed) if config.stages else function(config)
+    except OSError as error:  # any file of the run: its log, its records, its report
+        if error.errno not in _NO_ROOM:
+            raise
+        raise disk_error(Path(error.filename or config.output_dir), error) from error
 
 
 def prepare_process(config: JobConfig) -> None:
@@ -172,4 +179,7 @@ def _guarded(action: Callable[[], Any]) -> Any:
         sys.exit(2)
     except Interrupted as stop:
         print(f"interrupted: {stop}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt:  # outside the training loop there is no step to finish: what is on the disk is whole
+        print("interrupted: what was finished is kept. Run the same command to go on", file=sys.stderr)
+        sys.exit(INTERRUPTED)

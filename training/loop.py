@@ -7,6 +7,7 @@ steps equal n steps bit for bit on one CPU process.
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,6 +94,7 @@ def fit(
     if tracker is not None:
         tracker.rewind(progress.step)
     signals = _Signals()
+    rates: deque[float] = deque(maxlen=20)
     with ProgressBar(title, total, progress.step, parallel.is_main) as bar, signals:
         while progress.step < total:
             values = _step(wrapped, data, config, parallel, optimizer, progress, total, root)
@@ -103,7 +105,8 @@ def fit(
             stop = parallel.any(signals.received)
             if _due(progress.step, config.checkpoint_every, total) or progress.best_step == progress.step or stop:
                 _save(root, progress, config, trained, optimizer, parallel)
-            bar.update(progress.step, _note(values, progress))
+            rates.append(values["tokens_per_second"])
+            bar.update(progress.step, _note(values, progress, sum(rates) / len(rates)))
             if stop:
                 raise Interrupted(
                     f"stopped by a signal after step {progress.step}; saved in {root}. Run the same command to go on"
@@ -246,8 +249,7 @@ def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return kept
 
 
-def _note(values: dict[str, float], progress: Progress) -> str:
-    rate = progress.tokens / max(progress.seconds, 1e-9)
+def _note(values: dict[str, float], progress: Progress, rate: float) -> str:
     held_out = f"  held-out {progress.evaluations[-1]['score']:.3f}" if progress.evaluations else ""
     (name, metric) = list(values.items())[1]
     return f"loss {values['loss']:.3f}  {name} {metric:.3f}{held_out}  {rate:,.0f} tok/s"

@@ -2,12 +2,14 @@
 
 import sys
 import time
+from collections import deque
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 _PLAIN_EVERY_SECONDS = 15.0
+_WINDOW_SECONDS = 30.0  # the rate and the time left come from the last so many seconds, as they do in the live bar
 
 
 class ProgressBar:
@@ -15,10 +17,10 @@ class ProgressBar:
 
     def __init__(self, title: str, total: int, start: int = 0, show: bool = True) -> None:
         self.title, self.total, self.show = title, total, show
-        self.first = start
         self.console = Console(file=sys.stderr)
         self.live = self.console.is_terminal and show
-        self._began = self._printed = time.monotonic()
+        self._printed = time.monotonic()
+        self._recent: deque[tuple[float, int]] = deque([(self._printed, start)])
         columns = (
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
@@ -42,10 +44,14 @@ class ProgressBar:
         """done: units finished so far; note: what stands beside the bar."""
         self._progress.update(self._task, completed=done, note=note)
         now = time.monotonic()
+        self._recent.append((now, done))
+        while len(self._recent) > 2 and now - self._recent[1][0] > _WINDOW_SECONDS:
+            self._recent.popleft()
         if self.live or not self.show or (now - self._printed < _PLAIN_EVERY_SECONDS and done < self.total):
             return
         self._printed = now
-        rate = (done - self.first) / max(now - self._began, 1e-9)
+        since, before = self._recent[0]
+        rate = (done - before) / max(now - since, 1e-9)
         left = (self.total - done) / rate if rate > 0 else 0.0
         self.say(f"{self.title} {done}/{self.total}  {note}  {left:.0f} s left")
 

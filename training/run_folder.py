@@ -42,7 +42,14 @@ class RunFolder:
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.output_dir)
         self.config = plain(config)
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UserError(
+                f"output_dir={self.path} is no folder: {error.filename} is a file. Give another output_dir="
+            ) from error
+        except PermissionError as error:
+            raise UserError(f"output_dir={self.path} cannot be made: {error}. Give another output_dir=") from error
         self._refuse_other_config()
         write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(self.config)))
         self.started = time.time()

@@ -11,7 +11,7 @@ from decoding.errors import UserError
 from distill.config import PretrainConfig, TrainConfig
 from eval.config import EvalConfig
 from training.config import JobConfig, plain, typed
-from training.job import CONF, check_arguments, register
+from training.job import CONF, _guarded, check_arguments, register, run_typed
 from training.run_folder import RunFolder
 
 SCHEMAS: dict[str, type[JobConfig]] = {
@@ -127,3 +127,32 @@ def test_a_broken_experiment_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr("training.job.CONF", tmp_path)
     with pytest.raises(UserError, match=r"mine.yaml is no valid YAML: mapping values are not allowed here .* line 2"):
         check_arguments(["+experiment=mine"], "distill.train", TrainConfig)
+
+
+def test_a_full_disk_anywhere_in_a_job_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = composed("distill.train", "+experiment=smoke", f"output_dir={tmp_path}")
+
+    def write_a_log(config: TrainConfig) -> None:
+        with Path("/dev/full").open("w") as file:
+            file.write("a line")
+
+    with pytest.raises(UserError, match=f"could not write {tmp_path}: .*No space left on device.* MB are free there"):
+        run_typed(config, "distill.train", TrainConfig, write_a_log)
+
+
+def test_a_signal_outside_the_loop_ends_without_a_traceback(capsys: pytest.CaptureFixture[str]):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        _guarded(interrupted)
+    assert stop.value.code == 130
+    assert "Run the same command to go on" in capsys.readouterr().err
+
+
+def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):
+    (tmp_path / "taken").write_text("")
+    for folder in (tmp_path / "taken", tmp_path / "taken" / "run"):
+        config = typed(composed("distill.train", "+experiment=smoke", f"output_dir={folder}"), TrainConfig)
+        with pytest.raises(UserError, match="is no folder: .*taken.* is a file. Give another output_dir="):
+            RunFolder(config)

@@ -1,0 +1,150 @@
+"""Negative controls: each law's own test, run on a decoder that is broken on purpose, must fail. Law 3 has its controls beside it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding import noise, verify
+from decoding.chain import ChainDrafter
+from decoding.chooser import Chooser
+from decoding.drafter import Proposal
+from decoding.native import NativeTarget
+
+from . import test_laws as laws
+from .rows import ROWS, DrafterRow
+
+CHAIN = next(row for row in ROWS if row.name == "chain")
+TREE = next(row for row in ROWS if row.name == "oracle_tree")
+ORACLE = next(row for row in ROWS if row.name == "oracle")
+Breaker = Callable[[pytest.MonkeyPatch], None]
+
+
+def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafted token passes when it is among the target's two best, under the shared noise where there is any."""
+
+    def lenient(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> verify.Outcome:
+        scores_BNV = logits_BNV
+        if chooser.rule == "coupled":
+            scores_BNV = chooser.race_scores(logits_BNV, torch.arange(logits_BNV.shape[1]).expand(len(logits_BNV), -1))
+        choices_BN = scores_BNV.argmax(-1)
+        if proposal is not None:
+            best_BN2, drafted_BN = scores_BNV[:, :-1].topk(2).indices, proposal.tokens_BN
+            among_BN = (best_BN2 == drafted_BN[:, :, None]).any(-1)
+            choices_BN[:, :-1] = drafted_BN.where(among_BN, choices_BN[:, :-1])
+        return verify.follow(choices_BN, proposal)
+
+    monkeypatch.setitem(verify.RULES, "greedy", lenient)
+    monkeypatch.setitem(verify.RULES, "coupled", lenient)
+
+
+def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every drafted token passes."""
+
+    def blind(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> verify.Outcome:
+        choices_BN = logits_BNV.argmax(-1)
+        if proposal is not None:
+            choices_BN[:, :-1] = proposal.tokens_BN
+        return verify.follow(choices_BN, proposal)
+
+    for rule in ("greedy", "token", "coupled"):
+        monkeypatch.setitem(verify.RULES, rule, blind)
+
+
+def keep_the_first_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's cache keeps the first nodes of a tree, not those of the accepted path."""
+    original = NativeTarget.commit
+    monkeypatch.setattr(NativeTarget, "commit", lambda self, paths_BL, kept_B: original(self, None, kept_B))
+
+
+def keep_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's cache keeps the entry of one token more than was accepted."""
+    original = NativeTarget.commit
+
+    def longer(self: NativeTarget, paths_BL: list[list[int]] | None, kept_B: Sequence[int]) -> None:
+        original(self, paths_BL, [kept + 1 for kept in kept_B])
+
+    monkeypatch.setattr(NativeTarget, "commit", longer)
+
+
+def key_noise_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise is keyed by the depth in the draft, not by the position in the text."""
+    original = Chooser.begin
+
+    def begin(
+        self: Chooser, keys_B: Sequence[int], rounds_B: Sequence[int], positions_B: Sequence[int], n: int
+    ) -> None:
+        original(self, keys_B, rounds_B, [0] * len(positions_B), n)
+
+    monkeypatch.setattr(Chooser, "begin", begin)
+
+
+def key_noise_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise is keyed by the place in the batch, not by the request."""
+    original = Chooser.begin
+
+    def begin(
+        self: Chooser, keys_B: Sequence[int], rounds_B: Sequence[int], positions_B: Sequence[int], n: int
+    ) -> None:
+        original(self, [noise.key(5, place) for place in range(len(keys_B))], rounds_B, positions_B, n)
+
+    monkeypatch.setattr(Chooser, "begin", begin)
+
+
+@pytest.mark.parametrize(("broken", "row"), [(accept_the_second_best, CHAIN), (keep_the_first_branch, TREE)])
+def test_law_1_rejects(broken: Breaker, row: DrafterRow, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    with pytest.raises(AssertionError):
+        laws.test_law_1_greedy_output_is_the_targets_own(row)
+
+
+@pytest.mark.parametrize(
+    ("broken", "row"), [(accept_the_second_best, CHAIN), (key_noise_by_depth, CHAIN), (keep_the_first_branch, TREE)]
+)
+def test_law_2_rejects(broken: Breaker, row: DrafterRow, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    with pytest.raises(AssertionError):
+        laws.test_law_2_coupled_output_is_the_targets_own_sample(row, "temperature")
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
+def test_law_4_rejects_a_drafter_that_is_not_perfect(rule: str) -> None:
+    flawed = replace(CHAIN, perfect=lambda kit: ChainDrafter(model=kit.draft_model))
+    with pytest.raises(AssertionError):
+        laws.test_law_4_a_perfect_drafter_gains_its_closed_form(flawed, rule)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+def test_law_4_rejects_a_blind_rule(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept_everything(monkeypatch)
+    with pytest.raises(AssertionError):
+        laws.test_law_4_an_adversarial_drafter_changes_nothing(ORACLE, rule)
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_law_5_rejects_noise_of_the_place(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    key_noise_by_place(monkeypatch)
+    with pytest.raises(AssertionError):
+        laws.test_law_5_ragged_batches_equal_single_rows(CHAIN, rule)
+
+
+def test_law_5_rejects_a_cache_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_one_too_many(monkeypatch)
+    with pytest.raises(AssertionError):
+        laws.test_law_5_cache_lengths_after_every_round(CHAIN, monkeypatch)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+def test_law_5_rejects_tokens_behind_a_stop(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop tokens inside the accepted span are not looked for."""
+    original = laws.Batch.__init__
+
+    def init(self: laws.Batch, *args: object) -> None:
+        original(self, *args)  # type: ignore[arg-type]
+        self.stops = frozenset()
+
+    monkeypatch.setattr(laws.Batch, "__init__", init)
+    with pytest.raises(AssertionError):
+        laws.test_law_5_a_stop_token_inside_the_accepted_span_ends_the_row(rule)
