@@ -35,9 +35,8 @@ def check_same_tokenizer(target_folder: str | Path, drafter_folder: str | Path) 
     target, drafter = load_tokenizer(target_folder), load_tokenizer(drafter_folder)
     target_tokens = {i: token for token, i in target.get_vocab().items()}
     drafter_tokens = {i: token for token, i in drafter.get_vocab().items()}
-    differing = [
-        i for i in sorted(target_tokens.keys() | drafter_tokens.keys()) if target_tokens.get(i) != drafter_tokens.get(i)
-    ]
+    ids = sorted(target_tokens.keys() | drafter_tokens.keys())
+    differing = [i for i in ids if target_tokens.get(i) != drafter_tokens.get(i)]
     where = f"{drafter_folder} cannot draft for {target_folder}: their tokenizers differ"
     if differing:
         shown = "; ".join(
@@ -45,7 +44,7 @@ def check_same_tokenizer(target_folder: str | Path, drafter_folder: str | Path) 
             for i in differing[:SHOWN]
         )
         raise UserError(
-            f"{where} in {len(differing)} of {len(target_tokens)} ids: {shown}. "
+            f"{where} in {len(differing)} of {len(ids)} ids: {shown}. "
             "Take a drafter that was made with the target's tokenizer."
         )
     for role in ("bos_token_id", "eos_token_id"):

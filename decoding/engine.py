@@ -1,7 +1,7 @@
 """The public face: load a target with a drafter, generate text, stream it.
 
 from decoding import load, generate
-engine = load("assets/target", "runs/quickstart/drafter")
+engine = load("assets/target", "runs/quickstart/distill.train/drafter")
 print(generate(engine, "def add(a, b):", max_new_tokens=64).text)
 """
 
@@ -62,6 +62,8 @@ def load(
     if drafter == "prompt_lookup":
         drafter = PromptLookup()
     elif isinstance(drafter, str | Path):
+        if not Path(drafter).exists():
+            raise UserError(f"drafter '{drafter}' is neither a folder (looked in {Path.cwd()}) nor \"prompt_lookup\".")
         read_config(drafter)
         check_same_tokenizer(target, drafter)
         drafter = ChainDrafter(drafter, dtype=dtype, device=device)

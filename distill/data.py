@@ -1,5 +1,6 @@
 """The samples of a job: chats and texts from files, or from the standard library of this Python."""
 
+from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
@@ -22,8 +23,14 @@ def packed_data(samples: list[Sample], data: DataConfig, loop: LoopConfig, seed:
     return PackedData(samples, data.max_length, rows_per_step, seed)
 
 
-def read_samples(tokenizer: Any, data: DataConfig, split: corpus.Split) -> list[Sample]:
-    """Samples of the `train` or `held_out` split, and a printed account of what was used and what was not."""
+def data_files(data: DataConfig) -> list[Path]:
+    """Files and folders that a job reads of both splits, for its manifest; `embedded:stdlib` is this Python's own, whose version is noted."""
+    named = [*data.chats, *data.texts, *data.held_out_chats, *data.held_out_texts]
+    return [resolve(path) for path in named if path != "embedded:stdlib"]
+
+
+def read_samples(tokenizer: Any, data: DataConfig, split: corpus.Split, show: bool = True) -> list[Sample]:
+    """Samples of the `train` or `held_out` split and, with `show`, a printed account of what was used and what was not."""
     chat_paths = data.chats if split == "train" else data.held_out_chats
     text_paths = data.texts if split == "train" else data.held_out_texts
     samples: list[Sample] = []
@@ -45,7 +52,7 @@ def read_samples(tokenizer: Any, data: DataConfig, split: corpus.Split) -> list[
         "texts": text_samples(tokenizer, documents[:limit], data.max_length),
         "chats": chat_samples(tokenizer, chats[:limit], data.template, data.max_length, data.train_on, data.max_bad),
     }.items():
-        if account.read:
+        if account.read and show:
             print(f"{split} {account.line(what)}")
         samples += new
     if not samples:

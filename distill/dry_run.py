@@ -13,6 +13,7 @@ from distill.config import TrainConfig
 from distill.drafter_folder import write_card, write_untrained
 from distill.student import build_student
 from training.attention import PACKED
+from training.config import LoopConfig
 from training.models import dtype_of
 
 
@@ -22,7 +23,7 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path) -> Path:
     with torch.device("meta"):
         teacher = AutoModelForCausalLM.from_config(target_config, attn_implementation=PACKED)
         student = build_student(config.drafter, teacher, dtype_of(config.loop.dtype))
-    _print_cost(config, student, teacher)
+    print_cost(config.loop, student, teacher)
     if folder.exists():
         print(f"kept: {folder} is there already")
         return folder
@@ -41,19 +42,22 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path) -> Path:
     return folder
 
 
-def _print_cost(config: TrainConfig, student: Any, teacher: Any) -> None:
-    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (student, teacher)]
-    flops = 6 * counts[0] + 2 * counts[1]
-    width = torch.finfo(dtype_of(config.loop.dtype)).bits // 8
+def print_cost(loop: LoopConfig, student: Any, teacher: Any = None) -> None:
+    """Say what training `student`, and running a frozen `teacher` beside it, takes: operations a token and in all, and memory."""
+    own, frozen = (
+        sum(parameter.numel() for parameter in model.parameters()) if model else 0 for model in (student, teacher)
+    )
+    flops = 6 * own + 2 * frozen
+    width = torch.finfo(dtype_of(loop.dtype)).bits // 8
     bytes_a_parameter = 16 if width == 4 else 2 * width + 12  # weights, gradient; float32 master and two moments
-    print(f"student: {counts[0] / 1e6:.1f} M parameters; teacher: {counts[1] / 1e6:.1f} M")
-    print(f"cost: {flops / 1e6:,.0f} MFLOP a token (6 x student + 2 x teacher)")
-    if config.loop.max_steps:
-        tokens = config.loop.max_steps * config.loop.tokens_per_step
-        print(f"plan: {tokens:,} tokens in {config.loop.max_steps:,} steps, {flops * tokens / 1e12:,.1f} TFLOP")
+    print(f"student: {own / 1e6:.1f} M parameters" + (f"; teacher: {frozen / 1e6:.1f} M" if frozen else ""))
+    print(f"cost: {flops / 1e6:,.0f} MFLOP a token (6 x student{' + 2 x teacher' if frozen else ''})")
+    if loop.max_steps:
+        tokens = loop.max_steps * loop.tokens_per_step
+        print(f"plan: {tokens:,} tokens in {loop.max_steps:,} steps, {flops * tokens / 1e12:,.1f} TFLOP")
     else:
         print(
-            f"plan: {config.loop.max_epochs:g} epochs; their tokens are known when the data is read (or give loop.max_steps)"
+            f"plan: {loop.max_epochs:g} epochs; their tokens are known when the data is read (or give loop.max_steps)"
         )
-    memory = [counts[0] * bytes_a_parameter / 1e6, counts[1] * width / 1e6]
-    print(f"memory: {memory[0]:,.0f} MB for student, gradients and optimizer, {memory[1]:,.0f} MB for the teacher")
+    beside = f", {frozen * width / 1e6:,.0f} MB for the teacher" if frozen else ""
+    print(f"memory: {own * bytes_a_parameter / 1e6:,.0f} MB for student, gradients and optimizer{beside}")

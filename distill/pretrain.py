@@ -12,8 +12,9 @@ from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS
 from distill.config import PretrainConfig
-from distill.data import packed_data, read_samples
+from distill.data import data_files, packed_data, read_samples
 from distill.drafter_folder import write_model
+from distill.dry_run import print_cost
 from training.job import job_main
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import fit, total_steps
@@ -34,35 +35,38 @@ def run(config: PretrainConfig) -> Path:
     if run_folder.finished(folder / "config.json", folder / WEIGHTS):
         print(f"finished before: {folder}")
         return folder
-    processes = processes_wanted(config.parallel)
-    if processes > 1 and not is_worker() and not config.dry_run:
-        launch(config.job, run_folder.path / "config.yaml", processes)
-        return folder
-    torch.manual_seed(config.seed)
     tokenizer_folder = resolve(config.tokenizer)
     tokenizer = load_tokenizer(tokenizer_folder, of_model=False)
-    model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
-    if config.init_from and not config.dry_run:
-        model.load_state_dict(load_causal_lm(resolve(config.init_from), model.dtype).state_dict())
-    data = packed_data(read_samples(tokenizer, config.data, "train"), config.data, config.loop, config.seed)
-    steps = total_steps(config.loop, data)
-    size = count_parameters(model.parameters()) / 1e6
-    print(f"model: {size:.1f} M parameters, {config.model.num_hidden_layers} layers")
-    print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full")
-    print(f"plan: {steps:,} steps, {steps / data.steps_per_epoch:.2f} epochs")
-    if not config.dry_run:
-        train(config, run_folder, model, data, tokenizer_folder, tokenizer)
+    if config.dry_run:
+        with torch.device("meta"):
+            print_cost(config.loop, build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config)))
+        return folder
+    processes = processes_wanted(config.parallel)
+    if processes > 1 and not is_worker():
+        launch(config.job, run_folder.path / "config.yaml", processes)
+        return folder
+    train(config, run_folder, tokenizer_folder, tokenizer)
     return folder
 
 
-def train(
-    config: PretrainConfig, run_folder: RunFolder, model: Any, data: PackedData, tokenizer_folder: Path, tokenizer: Any
-) -> None:
+def train(config: PretrainConfig, run_folder: RunFolder, tokenizer_folder: Path, tokenizer: Any) -> None:
     """The work of one rank."""
+    torch.manual_seed(config.seed)
     parallel = Parallel(config.parallel)
-    held_out = read_samples(tokenizer, config.data, "held_out")
+    model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
+    if config.init_from:
+        model.load_state_dict(load_causal_lm(resolve(config.init_from), model.dtype).state_dict())
+    train_samples = read_samples(tokenizer, config.data, "train", parallel.is_main)
+    data = packed_data(train_samples, config.data, config.loop, config.seed)
+    held_out = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
+    if parallel.is_main:
+        steps = total_steps(config.loop, data)
+        size = count_parameters(model.parameters()) / 1e6
+        print(f"model: {size:.1f} M parameters, {config.model.num_hidden_layers} layers")
+        print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full")
+        print(f"plan: {steps:,} steps, {steps / data.steps_per_epoch:.2f} epochs")
     objective = LanguageModelling(model)
-    inputs = [tokenizer_folder, *([resolve(config.init_from)] if config.init_from else [])]
+    inputs = [tokenizer_folder, *([resolve(config.init_from)] if config.init_from else []), *data_files(config.data)]
     with Recording(run_folder, config, inputs, parallel.is_main) as tracker:
 
         def evaluate() -> dict[str, float]:

@@ -11,7 +11,7 @@ from decoding.errors import UserError
 from decoding.folder import WEIGHTS, read_config, weight_files
 from distill.acceptance import HeldOutAcceptance, target_answers
 from distill.config import TrainConfig
-from distill.data import packed_data, read_samples
+from distill.data import data_files, packed_data, read_samples
 from distill.drafter_folder import write_card, write_model
 from distill.dry_run import dry_run
 from distill.student import build_student
@@ -53,8 +53,7 @@ def run(config: TrainConfig) -> Path:
 
 def input_paths(config: TrainConfig, target_folder: Path) -> list[Path]:
     """Files and folders that the job reads, for the manifest."""
-    sources = [*config.data.chats, *config.data.texts, config.held_out.prompts]
-    return [target_folder, *(resolve(path) for path in sources if path != "embedded:stdlib")]
+    return list(dict.fromkeys([target_folder, *data_files(config.data), resolve(config.held_out.prompts)]))
 
 
 def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folder: Path, inputs: list[Path]) -> None:
@@ -65,7 +64,9 @@ def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folde
     dtype = dtype_of(config.loop.dtype)
     teacher = freeze(load_causal_lm(target_folder, dtype)).to(parallel.device)
     student = build_student(config.drafter, teacher, dtype)
-    data = packed_data(read_samples(tokenizer, config.data, "train"), config.data, config.loop, config.seed)
+    data = packed_data(
+        read_samples(tokenizer, config.data, "train", parallel.is_main), config.data, config.loop, config.seed
+    )
     if parallel.is_main:
         describe(config, student, teacher, data)
     objective = make_objective(config, student, teacher)

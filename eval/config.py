@@ -35,11 +35,9 @@ class EvalConfig(JobConfig):
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
     verify: str = "token"  # token | block | coupled: the rule where temperature > 0
-    stopping: str = (
-        "fixed"  # when to end a draft early, a name of decoding.stopping; a drafter's mapping may have its own
-    )
+    stopping: str = "fixed"  # when to end a draft early: a policy of decoding.stopping; a drafter's mapping may say
     stopping_threshold: float | None = None  # of the policies that have one; null: the policy's own
-    schedule: str = "serial"  # serial, or one of decoding.pearl; a drafter's mapping may have its own
+    schedule: str = "serial"  # serial, or one of decoding.pearl; a drafter's mapping may say
     num_draft_tokens: list[int] = field(default_factory=list)  # gammas; empty: each drafter's best of the sweep
     sweep: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])  # gammas tried on the sweep's prompts
     sweep_prompts: int = 8  # first prompts, used for the sweep alone, so that the best gamma is not chosen on its test

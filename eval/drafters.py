@@ -104,7 +104,7 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     elif Path(use).exists():
         mapping = {"_target_": "decoding.chain.ChainDrafter", "folder": use, **given}
     else:
-        names = ", ".join(sorted(path.stem for path in CONF.glob("*.yaml")))
+        names = ", ".join(sorted(path.stem for path in CONF.glob("*.yaml") if "_target_" in path.read_text()))
         raise UserError(
             f"drafters: {use!r} is neither a folder (looked in {Path.cwd()}) nor one of conf/drafter ({names})."
         )

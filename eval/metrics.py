@@ -199,7 +199,14 @@ def verdict(alpha_D: Sequence[float | None], costs: Costs) -> Verdict:
     """No gamma can help when max over gamma of the predicted speedup <= 1; else the best gamma; and why, in words."""
     gamma, speedup = best_gamma(alpha_D, costs)
     tokens, cost = mean_round(alpha_D, gamma, costs)
-    rest = f"the rest {costs.overhead:.2f}" + (", noise of the clock" if costs.overhead < 0 else "")
+    doubt = (
+        ""
+        if costs.overhead >= 0
+        else ", noise of the clock"
+        if costs.overhead > -0.05
+        else ", so the parts were timed on a slower machine"
+    )
+    rest = f"the rest {costs.overhead:.2f}{doubt}"
     together = ", at the same time" if costs.overlapped else ""
     bill = (
         f"a round at gamma={gamma} yields {tokens:.2f} tokens and costs {cost:.2f} target steps "

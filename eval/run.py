@@ -35,6 +35,8 @@ def run(cfg: EvalConfig) -> Path:
     Raises UserError for input that does not fit, and for an output that is not the target's own (after the report).
     """
     check(cfg)
+    if not cfg.drafters:
+        print("no drafters= given: prompt lookup, the control, is all that is measured beside autoregressive decoding")
     if cfg.dry_run:
         _say_plan(cfg, load(cfg))
         return Path(cfg.output_dir)

@@ -6,6 +6,8 @@ from eval.schema import LOOPING_BELOW, Row
 
 # Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
 UNDISTURBED = 0.9
+# Predicted and measured speedups that differ by more are said not to agree.
+AGREEMENT = 0.1
 
 DEFINITIONS: dict[str, str] = {
     "speedup": "tokens per second with the drafter over those of our own decoding without one: same prompts, machine, "
@@ -118,6 +120,11 @@ def verdict_line(row: Row) -> tuple[str, str, str]:
     predicted = f"{row.verdict[0].upper()}{row.verdict[1:]}."
     if row.part == "main" and row.best_gamma != row.num_draft_tokens:
         predicted += f" It ran at gamma={row.num_draft_tokens} ({times(row.predicted_speedup)} predicted)."
+    if row.predicted_speedup is not None and abs(row.predicted_speedup / row.speedup - 1) > AGREEMENT:
+        predicted += (
+            f" That does not agree with what was measured ({times(row.speedup)}): the parts do not explain it, or the machine's "
+            "speed changed in between. Trust the measured one."
+        )
     return f"{row.drafter}, {condition_label(row)}", measured, predicted
 
 

@@ -72,8 +72,10 @@ class DataConfig:
     texts: list[str] = field(
         default_factory=list
     )  # plain text files or folders; `embedded:stdlib` is this Python's standard library
-    held_out_chats: list[str] = field(default_factory=list)  # ShareGPT files that are never trained on
-    held_out_texts: list[str] = field(default_factory=list)  # plain text that is never trained on
+    held_out_chats: list[str] = field(
+        default_factory=list
+    )  # ShareGPT files that are never trained on; distill.train uses held_out.prompts
+    held_out_texts: list[str] = field(default_factory=list)  # plain text that is never trained on (distill.pretrain)
     template: str = "auto"  # chat template: auto (the tokenizer's own) or the name of one of ours
     max_length: int = 512  # tokens a packed row holds
     max_bad: float = 0.01  # share of bad records that is skipped and counted; more is an error
@@ -153,7 +155,7 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
 def valid_keys(schema: type[Any], prefix: str = "") -> list[str]:
     """All dotted keys of `schema`, inner nodes included."""
     keys = []
-    for name, kind in _fields(schema).items():
+    for name, kind in fields_of(schema).items():
         keys.append(prefix + name)
         if dataclasses.is_dataclass(kind):
             keys += valid_keys(typing.cast(type[Any], kind), prefix + name + ".")
@@ -177,13 +179,14 @@ def plain(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def _fields(schema: type[Any]) -> dict[str, Any]:
+def fields_of(schema: type[Any]) -> dict[str, Any]:
+    """Names and types of a dataclass's fields, in order."""
     hints = typing.get_type_hints(schema)
     return {entry.name: hints[entry.name] for entry in dataclasses.fields(schema)}
 
 
 def _check_keys(node: Any, schema: type[Any], prefix: str) -> None:
-    kinds = _fields(schema)
+    kinds = fields_of(schema)
     for key, value in node.items():
         if key not in kinds:
             raise unknown_key(prefix + str(key), [prefix + name for name in valid_keys(schema)])

@@ -7,9 +7,8 @@ datasets). A bad record is skipped, counted and named in a warning; above a limi
 """
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,18 +16,16 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from training.chat import Rendered, render_chat
+from training.counts import Counts
 from training.tables import TABLE_SUFFIXES, is_saved_dataset, table_records
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 MAX_BAD = 0.01
-SHOWN_PLACES = 5
 CHAT_SUFFIXES = (".json", ".jsonl", *TABLE_SUFFIXES)
 TEXT_SUFFIXES = (".jsonl", ".txt", ".py", ".md", *TABLE_SUFFIXES)
 
 Paths = str | Path | Sequence[str | Path]
 Read = TypeVar("Read")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,39 +44,6 @@ class Prompt:
     id: str
     category: str
     turns: list[str]
-
-
-@dataclass
-class Counts:
-    """What became of the records: read = used + skipped; `bad` maps a reason to the places ("file:line") it was met."""
-
-    read: int = 0
-    used: int = 0
-    bad: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def skipped(self) -> int:
-        return sum(len(places) for places in self.bad.values())
-
-    def skip(self, reason: str, place: str) -> None:
-        self.bad.setdefault(reason, []).append(place)
-
-    def line(self, what: str) -> str:
-        """Return one line for the terminal: how many were used, and where and why the others were not."""
-        return f"{what}: {self.used:,} of {self.read:,} used" + "".join(
-            f"; {len(places):,} skipped: {reason} ({', '.join(places[:SHOWN_PLACES])}{', ...' if len(places) > SHOWN_PLACES else ''})"
-            for reason, places in self.bad.items()
-        )
-
-    def check(self, what: str, expected: str, max_bad: float) -> None:
-        """Warn of skipped records; raise UserError when they are more than the share `max_bad` of those read."""
-        if self.skipped > max_bad * self.read:
-            raise UserError(
-                f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad "
-                "(data.max_bad raises that limit): mend or remove these lines"
-            )
-        if self.skipped:
-            logger.warning(self.line(what))
 
 
 class _BadRecordError(Exception):

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from decoding.errors import UserError
 from training.checkpoint import disk_error
 from training.config import JobConfig, typed, unknown_key, valid_keys
+from training.help import print_help
 from training.launch import INTERRUPTED
 from training.loop import Interrupted
 from training.memory import keep_memory
@@ -51,6 +52,9 @@ def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) 
         return
     _guarded(lambda: check_arguments(arguments, job, schema))
     register(job, schema)
+    if {"--help", "-h"} & {*arguments}:
+        print_help(job, schema, CONF, _overrides(arguments))
+        return
     failed: list[str] = []
 
     def task(composed: DictConfig) -> None:
@@ -110,6 +114,8 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
             continue
         key = match.group(2)
         if key == "experiment":
+            if not match.group(1):
+                raise UserError(f"an experiment is added with a plus: +{argument}")
             _check_experiment(argument.split("=", 1)[1], job)
         elif key not in groups and not key.startswith("hydra.") and not _known(key, keys, schema):
             raise unknown_key(key, keys + sorted(groups))

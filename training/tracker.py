@@ -103,6 +103,11 @@ def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config:
 
 
 def _start_tensorboard(folder: Path, purge_step: int | None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f'tracker.tensorboard needs a package that is not installed ({error.name}): pip install -e ".[train]", or take tracker=none'
+        ) from error
 
     return SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge_step)

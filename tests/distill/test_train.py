@@ -15,8 +15,9 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import distill.pretrain
 from decoding.errors import UserError
-from distill.config import TrainConfig
+from distill.config import PretrainConfig, TrainConfig
 from distill.train import run
 from training import checkpoint
 from training.config import typed
@@ -143,6 +144,23 @@ def test_dry_run_writes_an_untrained_folder_that_loads(
     assert {n: t.shape for n, t in load_file(tmp_path / "drafter" / "model.safetensors").items()} == trained
     assert not (tmp_path / "checkpoints").exists()
     assert json.loads((tmp_path / "manifest.json").read_text())["finished"] is False
+
+
+def test_a_dry_run_of_pretraining_says_its_cost_and_reads_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    register("distill.pretrain", PretrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        given = [
+            "+experiment=quickstart_target",
+            "data.texts=[/nowhere]",
+            "loop.max_steps=100",
+            f"output_dir={tmp_path}",
+        ]
+        distill.pretrain.run(typed(compose("distill_pretrain", [*given, "dry_run=true"]), PretrainConfig))
+    said = capsys.readouterr().out
+    assert "M parameters" in said
+    assert "TFLOP" in said
+    assert "teacher" not in said
+    assert not (tmp_path / "model").exists()
 
 
 def test_the_zeros_of_a_dry_run_take_no_room(tiny_target: Path, tmp_path: Path):

@@ -68,6 +68,13 @@ def test_prediction_and_measurement_agree_when_the_model_holds(rows):
             assert row.predicted_speedup == pytest.approx(row.speedup, rel=0.05)
 
 
+def test_a_prediction_that_fails_is_told_so(rows):
+    good = pick(rows, "simulated-good")
+    assert "does not agree" not in words.verdict_line(good)[2]
+    off = dataclasses.replace(good, predicted_speedup=1.3 * good.speedup)
+    assert f"does not agree with what was measured ({good.speedup:.2f}x)" in words.verdict_line(off)[2]
+
+
 def test_a_drafter_that_loses_is_told_so(rows):
     slow = pick(rows, "simulated-slow")
     assert not slow.helps

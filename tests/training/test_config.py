@@ -8,9 +8,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
-from distill.config import PretrainConfig, TrainConfig
+from distill.config import PretrainConfig, QualityConfig, TrainConfig
 from eval.config import EvalConfig
-from training.config import JobConfig, plain, typed
+from training.config import JobConfig, plain, typed, valid_keys
+from training.help import field_docs, print_help
 from training.job import CONF, _guarded, check_arguments, register, run_typed
 from training.run_folder import RunFolder
 
@@ -156,3 +157,26 @@ def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):
         config = typed(composed("distill.train", "+experiment=smoke", f"output_dir={folder}"), TrainConfig)
         with pytest.raises(UserError, match="is no folder: .*taken.* is a file. Give another output_dir="):
             RunFolder(config)
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, PretrainConfig, QualityConfig, EvalConfig])
+def test_every_setting_has_a_line_in_the_help(schema: type[JobConfig]):
+    docs = field_docs(schema)
+    assert not [key for key, text in docs.items() if not text]
+    inner = {key for key in valid_keys(schema) if not any(other.startswith(f"{key}.") for other in valid_keys(schema))}
+    assert docs.keys() == inner
+
+
+def test_help_shows_the_values_of_its_command_line(capsys: pytest.CaptureFixture[str]):
+    register("distill.train", TrainConfig)
+    print_help("distill.train", TrainConfig, CONF, ["+experiment=smoke", "seed=7"])
+    text = capsys.readouterr().out
+    assert "seed=7" in text
+    assert "experiment=smoke" in text
+    assert "the depth that sets" in text
+    assert "benchmark=" not in text, "that group is another job's"
+
+
+def test_an_experiment_without_its_plus_is_named():
+    with pytest.raises(UserError, match=r"added with a plus: \+experiment=smoke"):
+        check_arguments(["experiment=smoke"], "distill.train", TrainConfig)

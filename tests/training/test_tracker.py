@@ -1,6 +1,7 @@
 """metrics.jsonl is the truth; the mirrors hold the same numbers, offline too."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -69,3 +70,9 @@ def test_wandb_offline_holds_the_numbers(tmp_path: Path):
 def test_an_unknown_mode_is_named(tmp_path: Path):
     with pytest.raises(UserError, match="tracker.wandb is 'on'; expected online, offline or disabled"):
         Tracker(tmp_path, TrackerConfig(wandb="on"), "a run", {})
+
+
+def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match=r"tensorboard needs a package that is not installed .*\[train\].*tracker=none"):
+        Tracker(tmp_path, TrackerConfig(tensorboard=True), "a run", {})

@@ -1,0 +1,45 @@
+"""What became of the records of a file: used, or skipped with a reason and a place."""
+
+import logging
+from dataclasses import dataclass, field
+
+from decoding.errors import UserError
+
+SHOWN_PLACES = 5
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Counts:
+    """What became of the records: read = used + skipped; `bad` maps a reason to the places ("file:line") it was met."""
+
+    read: int = 0
+    used: int = 0
+    bad: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def skipped(self) -> int:
+        return sum(len(places) for places in self.bad.values())
+
+    def skip(self, reason: str, place: str) -> None:
+        self.bad.setdefault(reason, []).append(place)
+
+    def line(self, what: str) -> str:
+        """Return one line for the terminal: how many were used, and where and why the others were not."""
+        return f"{what}: {self.used:,} of {self.read:,} used" + "".join(
+            f"; {len(places):,} skipped: {reason} ({', '.join(places[:SHOWN_PLACES])}{', ...' if len(places) > SHOWN_PLACES else ''})"
+            for reason, places in self.bad.items()
+        )
+
+    def check(self, what: str, expected: str, max_bad: float) -> None:
+        """Warn of skipped records; raise UserError when they are more than the share `max_bad` of those read."""
+        if self.skipped > max_bad * self.read:
+            remedy = (
+                "" if what == "prompts" else " (data.max_bad raises that limit)"
+            )  # jobs that measure have no such key
+            raise UserError(
+                f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad{remedy}: mend or remove these lines"
+            )
+        if self.skipped:
+            logger.warning(self.line(what))

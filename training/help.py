@@ -1,0 +1,104 @@
+"""`--help` of every job: what it is, how it is called, and each setting with its present value and what it means.
+
+Values are those of the command line that asks, so `+experiment=smoke --help` shows what that experiment sets. The words are the comments
+beside the fields in the code, so there is one place to write them.
+"""
+
+import ast
+import dataclasses
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from training.config import fields_of
+
+
+def field_docs(schema: type[Any], prefix: str = "") -> dict[str, str]:
+    """Dotted key -> the comment beside its field, for all fields of a dataclass and of those inside it, in order."""
+    comments = {
+        name: text
+        for owner in reversed(schema.__mro__)
+        if dataclasses.is_dataclass(owner)
+        for name, text in _comments(owner).items()
+    }
+    docs: dict[str, str] = {}
+    for name, kind in fields_of(schema).items():
+        if dataclasses.is_dataclass(kind):
+            docs |= field_docs(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            docs[prefix + name] = comments.get(name, "")
+    return docs
+
+
+def print_help(job: str, schema: type[Any], conf: Path, overrides: list[str]) -> None:
+    """Print the help of `job` with the values that `overrides` give."""
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        composed = compose(job.replace(".", "_"), overrides)
+    console = Console(highlight=False, markup=False)
+    about = " ".join((schema.__doc__ or "").split())
+    console.print(
+        f"{about}\n\nUsage: python -m {job} [+experiment=NAME] [KEY=VALUE ...] [GROUP=NAME ...]", soft_wrap=True
+    )
+    console.print(
+        "  -m with several values (KEY=1,2,4) runs one after another; dry_run=true says what a run would cost",
+        soft_wrap=True,
+    )
+    console.print("\nGroups (conf/):", style="bold")
+    groups = Table.grid(padding=(0, 2))
+    for called, names in _groups(job, schema, conf):
+        groups.add_row(f"  {called}", ", ".join(names))
+    console.print(groups)
+    console.print("\nKeys, their values here and what they mean:", style="bold")
+    keys = Table.grid(padding=(0, 2))
+    for key, doc in field_docs(schema).items():
+        value = OmegaConf.select(composed, key, throw_on_missing=False)
+        shown = "(to be given)" if value is None and OmegaConf.is_missing(composed, key) else _short(value)
+        keys.add_row(f"  {key}={shown}", doc)
+    console.print(keys)
+
+
+def _groups(job: str, schema: type[Any], conf: Path) -> Iterator[tuple[str, list[str]]]:
+    """The groups that the job takes and how they are called, with the names in each."""
+    fields = fields_of(schema)
+    for folder in sorted(path for path in conf.iterdir() if path.is_dir()):
+        texts = {file.stem: file.read_text() for file in sorted(folder.glob("*.yaml"))}
+        if folder.name == "experiment":
+            yield "+experiment=", [name for name, text in texts.items() if f"job: {job}\n" in text]
+        elif (
+            folder.name == "drafter" and "drafters" in fields
+        ):  # a list, of what decodes; the others are shapes to train
+            yield "drafters=[NAME]", [name for name, text in texts.items() if "_target_" in text]
+        elif folder.name in fields:
+            yield f"{folder.name}=", [name for name, text in texts.items() if "_target_" not in text]
+
+
+def _short(value: Any) -> str:
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value, resolve=False)
+    if value is None:
+        return "null"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 30 else text[:27] + "..."
+
+
+def _comments(owner: type[Any]) -> dict[str, str]:
+    """Field name -> the comment on the line that ends its definition."""
+    source = textwrap.dedent(inspect.getsource(owner))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    by_line = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    definition = ast.parse(source).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for node in definition.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = by_line.get(node.end_lineno or 0, "")
+    return found
