@@ -16,7 +16,7 @@ from torch import Tensor
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.folder import read_config
-from decoding.stopping import Sign, Stopping
+from decoding.stopping import RoundCosts, Sign, Stopping
 from decoding.target import Target, load_target, prefill
 from decoding.verify import at_nodes
 from decoding.weights import FAMILIES
@@ -58,6 +58,9 @@ class ChainDrafter:
     def width(self, gamma: int) -> int:
         """A chain of gamma tokens."""
         return gamma
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """It needs neither."""
 
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Read all prompt tokens but the last."""

@@ -92,6 +92,19 @@ class Chooser:
             left_RV.scatter_(1, drawn[-1][:, None], 0.0)
         return torch.stack(drawn, 1).view(B, P, count), probs_BPV
 
+    def log_scores(self, logits_BPV: Tensor, depth: int) -> Tensor:
+        """Log probabilities (B, P, V) by which a drafter ranks the next tokens of P nodes at this depth: how likely each is to pass.
+
+        The warped distribution where tokens are drawn, the model's own where decoding is greedy; under the shared noise, the shares of
+        the race.
+        """
+        if self.rule == "greedy":
+            return logits_BPV.to(torch.promote_types(logits_BPV.dtype, torch.float32)).log_softmax(-1)
+        if self.rule == "coupled":
+            race_BPV = self.race_scores(logits_BPV, torch.full(logits_BPV.shape[:2], depth, device=self.device))
+            return (race_BPV / race_BPV.sum(-1, keepdim=True)).log()
+        return self.warper.probs(logits_BPV).log()
+
     def race_scores(self, logits_BNV: Tensor, depths_BN: Tensor) -> Tensor:
         """p / E over the vocabulary under the shared noise of these depths; its largest entry is the target's choice."""
         assert self._scaled_V is not None

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from decoding.chooser import Chooser
-from decoding.stopping import Stopping
+from decoding.stopping import RoundCosts, Stopping
+from decoding.target import Target
 
 if TYPE_CHECKING:
     from decoding.verify import Outcome
@@ -28,6 +29,7 @@ class Caps:
     needs_hidden: bool = False  # wants the target's hidden states
     needs_partial: bool = False  # runs the target's own layers
     can_overlap: bool = False  # can draft while the target verifies
+    needs_costs: bool = False  # weighs its proposal by the measured costs of a round
     steps: str = "token"  # what t_draft times: one drafted "token", or a whole "round" (trees, one-pass drafters)
 
 
@@ -64,6 +66,10 @@ class Drafter(Protocol):
 
     def width(self, gamma: int) -> int:
         """The most tokens of a round's proposal at draft length (of a tree: depth) `gamma`."""
+        ...
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """The target that will verify and the measured costs of a round, if the settings have any; told before `open`."""
         ...
 
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:

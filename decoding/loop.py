@@ -47,7 +47,7 @@ class Settings:
     stopping: str = "fixed"  # a name of decoding.stopping.NAMES: when to end a draft before num_draft_tokens
     stopping_threshold: float | None = None  # of the policies that have one; None takes the policy's own
     schedule: str = "serial"  # or decoding.pearl.SCHEDULES: draft and verify at the same time
-    costs: RoundCosts | None = None  # measured, for stopping="cost_ratio"
+    costs: RoundCosts | None = None  # measured, for stopping="cost_ratio" and drafters that weigh their proposals
     ignore_eos: bool = False  # go on to max_new_tokens past stop tokens, for timing
 
     def __post_init__(self) -> None:
@@ -227,6 +227,10 @@ def start(
             )
         limit = min(len(prompt) + settings.max_new_tokens, target.max_length)
         rows.append(Row(index, keys[index], list(prompt), limit, Generation(), stopping[index]))
+    if drafter is not None:
+        if drafter.caps.needs_costs and settings.costs is None:
+            raise UserError(f"drafter '{drafter.name}' needs measured costs: Settings(costs=time_parts(...).costs).")
+        drafter.prepare(target, settings.costs)
     batch = _batch_type(settings, drafter, len(rows))(target, drafter, rows, settings, on_tokens)
     if rows:
         batch.open()

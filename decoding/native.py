@@ -9,6 +9,7 @@ F feed-forward size, T cache slots, L layers.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +22,30 @@ from decoding.rope import inverse_frequencies, rope_tables
 from decoding.weights import Layer, NativeConfig, Weights
 
 
+@dataclass(frozen=True)
+class Skips:
+    """Sub-layers that are left out, by layer from 0."""
+
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.attention) + len(self.mlp)
+
+
 class NativeTarget:
     """A `Target` (decoding/target.py) over `Weights`. Made by `load_target`, or from a state dict with `from_state`."""
 
     backend = "native"
 
-    def __init__(
-        self, weights: Weights, name: str, max_length: int | None = None, layers: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, weights: Weights, name: str, max_length: int | None = None, skips: Skips | None = None) -> None:
         config = weights.config
         self.weights, self.config, self.name = weights, config, name
-        self.layer_ids = tuple(range(config.num_layers)) if layers is None else tuple(layers)
+        skips = skips or Skips()
+        # (layer, whether its attention runs, whether its MLP runs); layers without either are left out.
+        self._plan = [(i, i not in skips.attention, i not in skips.mlp) for i in range(config.num_layers)]
+        self._plan = [step for step in self._plan if step[1] or step[2]]
+        self.layer_ids = tuple(step[0] for step in self._plan)
         self.vocab_size, self.hidden_size, self.num_layers = config.vocab_size, config.hidden_size, len(self.layer_ids)
         self.max_length = max_length or config.max_positions
         self.dtype, self.device = str(weights.dtype).removeprefix("torch."), weights.device
@@ -39,7 +53,7 @@ class NativeTarget:
         self.taps: tuple[int, ...] = ()
         self.tapped: dict[int, Tensor] = {}
         self.slots = Slots(weights.dtype, weights.device)
-        self._layers = [weights.layers[i] for i in self.layer_ids]
+        self._layers = [(weights.layers[i], attends, feeds) for i, attends, feeds in self._plan]
         self._cache_L2BHTD: Tensor | None = None
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -119,12 +133,14 @@ class NativeTarget:
         x_BNC = F.embedding(tokens_BN, weights.embedding_VC)
         if self.taps:
             self.tapped = {}
-        for index, layer in enumerate(self._layers):
-            x_BNC = x_BNC + self._attention(
-                index, layer, self._norm(x_BNC, layer.attention_norm_C, eps), plan, cos, sin, mask
-            )
-            gate, up = layer.gate_up(self._norm(x_BNC, layer.mlp_norm_C, eps)).chunk(2, -1)
-            x_BNC = x_BNC + layer.down(F.silu(gate).mul_(up))
+        for index, (layer, attends, feeds) in enumerate(self._layers):
+            if attends:
+                x_BNC = x_BNC + self._attention(
+                    index, layer, self._norm(x_BNC, layer.attention_norm_C, eps), plan, cos, sin, mask
+                )
+            if feeds:
+                gate, up = layer.gate_up(self._norm(x_BNC, layer.mlp_norm_C, eps)).chunk(2, -1)
+                x_BNC = x_BNC + layer.down(F.silu(gate).mul_(up))
             if index in self.taps:
                 self.tapped[index] = x_BNC
         return self._norm(x_BNC, weights.norm_C, eps)
@@ -212,13 +228,13 @@ class NativeTarget:
         """Logits (..., V) of hidden states after the final norm."""
         return self.weights.head(hidden)
 
-    def partial(self, layers: Sequence[int]) -> "NativeTarget":
-        """A view that runs only `layers`, sharing weights and the keys and values that this target committed.
+    def partial(self, skips: Skips) -> "NativeTarget":
+        """A view that leaves out the sub-layers in `skips`, sharing weights and the keys and values that this target committed.
 
         The view keeps its own lengths and writes beyond the committed tokens only, where this target's next forward
         overwrites it. Open this target first; follow its commits with `follow`.
         """
-        view = NativeTarget(self.weights, f"{self.name}[{len(layers)} layers]", self.max_length, layers)
+        view = NativeTarget(self.weights, f"{self.name} without {len(skips)} sub-layers", self.max_length, skips)
         view._cache_L2BHTD, view._rope = self._cache_L2BHTD, self._rope
         view.slots.open(len(self.lengths_B), self.slots.capacity)
         view._view_rows(len(self.lengths_B))

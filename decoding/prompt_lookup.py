@@ -15,8 +15,9 @@ from torch import Tensor
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.errors import UserError
-from decoding.stopping import Stopping, cut
+from decoding.stopping import RoundCosts, Stopping, cut
 from decoding.suffix_automaton import SuffixAutomaton
+from decoding.target import Target
 
 
 class NgramIndex:
@@ -80,6 +81,9 @@ class Lookup:
     def width(self, gamma: int) -> int:
         """A chain of gamma tokens."""
         return gamma
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """It needs neither."""
 
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Index the prompts."""

@@ -62,6 +62,7 @@ def time_parts(
     target.open(batch_size, capacity)
     prefill(target, [filled[:-1]] * batch_size)
     if drafter is not None:
+        drafter.prepare(target, None)
         drafter.open([filled] * batch_size, None, capacity)
     inputs = {n: torch.full((batch_size, n), filled[-1], device=target.device) for n in sizes}
     seconds: dict[int, list[float]] = {n: [] for n in [0, *sizes]}

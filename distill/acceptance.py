@@ -8,7 +8,7 @@ Shapes: N answer tokens, V vocabulary, C tokens of a chunk.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from decoding.target import load_target
-from distill.config import TrainConfig
+from distill.config import HeldOutConfig
 from training.chat import render_prompt
+from training.config import DataConfig, TargetConfig
 from training.data import read_prompts
 from training.objectives import hidden_states
 from training.packing import Sample, best_fit, collate
@@ -30,7 +31,16 @@ _CHUNK = 1024
 _BATCH = 16
 
 
-def target_answers(target_folder: Path, tokenizer: Any, config: TrainConfig) -> list[Sample]:
+class Asks(Protocol):
+    """A job that has the target answer held-out prompts."""
+
+    target: TargetConfig
+    data: DataConfig
+    held_out: HeldOutConfig
+    seed: int
+
+
+def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sample]:
     """The target's answers to the held-out prompts as samples whose answer tokens are supervised; prompts that do not fit are left out."""
     chosen = config.held_out
     room = config.data.max_length - chosen.max_new_tokens

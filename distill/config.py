@@ -43,6 +43,17 @@ class QualityConfig(JobConfig):
 
 
 @dataclass
+class SkipSearchConfig(JobConfig):
+    """`python -m distill.skip_search`: which of the target's sub-layers to skip when it drafts for itself."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
+    max_skips: int = 0  # sub-layers skipped at most; 0: all but two
+    candidates: int = 12  # sub-layers tried in a step: those that did best in the step before
+
+
+@dataclass
 class PretrainConfig(JobConfig):
     """`python -m distill.pretrain`: a LLaMA from scratch; also the control of every pruning experiment."""
 

@@ -62,13 +62,13 @@ def time_slice(
 
 
 def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: Sequence[int], path: Path) -> None:
-    """Fill bench.costs for the policies that weigh costs: from the run folder, or measured and written there first.
+    """Fill bench.costs for the policies and drafters that weigh costs: from the run folder, or measured and written there first.
 
     So a run that is taken up again decides as it did before.
     """
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for name, use in bench.uses.items():
-        if use.stopping != "cost_ratio":
+        if use.stopping != "cost_ratio" and not bench.drafters[name].caps.needs_costs:
             continue
         key = f"{name}, batch {batch_size}"
         if key not in known:

@@ -44,7 +44,8 @@ class Session:
         bench, cfg = self.loaded.bench, self.cfg
         for batch_size in cfg.batch_sizes:
             deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
-            frozen_costs(bench, batch_size, self._prompt, range(1, deepest + 2), self._costs_file)
+            weighing = [drafter.width(deepest) for drafter in bench.drafters.values() if drafter.caps.needs_costs]
+            frozen_costs(bench, batch_size, self._prompt, range(1, max([deepest, *weighing]) + 2), self._costs_file)
         warm_up(self.loaded, self.cfg)
         with ProgressBar("eval", generations(self.cfg, self.loaded)) as bar:
             progress = _Progress(bar)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
-from decoding.stopping import Stopping
+from decoding.stopping import RoundCosts, Stopping
+from decoding.target import Target
 
 
 class Oracle:
@@ -18,6 +19,8 @@ class Oracle:
 
     def __init__(self, answers: Sequence[Sequence[int]], vocab_size: int, wrong: bool = False) -> None:
         self.answers, self.vocab_size, self.wrong = answers, vocab_size, wrong
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None: ...
 
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         self.truths = [[*prompt, *answer] for prompt, answer in zip(prompts_B, self.answers, strict=True)]

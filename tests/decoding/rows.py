@@ -12,9 +12,13 @@ import torch
 from decoding.chain import ChainDrafter
 from decoding.chain_with_lookup import ChainWithLookup
 from decoding.drafter import Drafter
+from decoding.graph import GraphDrafter
 from decoding.multi_candidate import MultiCandidate
 from decoding.prompt_lookup import PromptLookup, SuffixLookup
+from decoding.self_speculation import SelfSpeculation
+from decoding.stopping import RoundCosts
 from decoding.target import Target
+from decoding.trees import RankedTree, StaticTree
 
 from .oracles import Oracle, OracleTree
 from .tiny import TableTarget
@@ -36,6 +40,7 @@ class DrafterRow:
     make: Callable[[Kit], Drafter]
     rules: tuple[str, ...]
     perfect: Callable[[Kit], Drafter] | None = None  # q = p, or the truth itself
+    perfect_rules: tuple[str, ...] | None = None  # under which it is never rejected; None: all of `rules`
     adversarial: Callable[[Kit], Drafter] | None = None  # never right
     table: Callable[[], Drafter] | None = None
 
@@ -44,6 +49,8 @@ def draft_table() -> TableTarget:
     """A drafter for the 5-symbol target, unlike it."""
     return TableTarget(torch.randn(5, 5, 5, generator=torch.Generator().manual_seed(7)) * 1.5)
 
+
+COSTS = RoundCosts(0.2, (1.0, 1.05, 1.1, 1.15, 1.2))  # for the rows that weigh costs
 
 ROWS = [
     DrafterRow(
@@ -59,6 +66,41 @@ ROWS = [
         rules=("greedy", "token", "coupled"),
         perfect=lambda kit: MultiCandidate(model=kit.twin, branching=(2, 2)),
         table=lambda: MultiCandidate(model=draft_table(), branching=(3, 2)),
+    ),
+    DrafterRow(
+        "static_tree",
+        make=lambda kit: StaticTree(model=kit.draft_model),
+        rules=("greedy", "token", "coupled"),
+        perfect=lambda kit: StaticTree(model=kit.twin),
+        perfect_rules=("greedy", "coupled"),
+        table=lambda: StaticTree(model=draft_table()),
+    ),
+    DrafterRow(
+        "ranked_tree",
+        make=lambda kit: RankedTree(model=kit.draft_model, frontier=3, max_nodes=10),
+        rules=("greedy", "token", "coupled"),
+        perfect=lambda kit: RankedTree(model=kit.twin, frontier=1),
+        perfect_rules=("greedy", "coupled"),
+        table=lambda: RankedTree(model=draft_table(), frontier=3, max_nodes=10),
+    ),
+    DrafterRow(
+        "budget_tree",
+        make=lambda kit: RankedTree(model=kit.draft_model, frontier=3, by_cost=True),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: RankedTree(model=draft_table(), frontier=3, by_cost=True),
+    ),
+    DrafterRow(
+        "graph",
+        make=lambda kit: GraphDrafter(model=kit.draft_model, frontier=3),
+        rules=("greedy", "token", "coupled"),
+        perfect=lambda kit: GraphDrafter(model=kit.twin, frontier=1, match=1000, leaf_threshold=0.0),
+        perfect_rules=("greedy", "coupled"),
+        table=lambda: GraphDrafter(model=draft_table(), frontier=3, match=0),
+    ),
+    DrafterRow(
+        "self_speculation",
+        make=lambda kit: SelfSpeculation(attention=(1,), mlp=(0,)),
+        rules=("greedy", "token", "block", "coupled"),
     ),
     DrafterRow(
         "chain_with_lookup",

@@ -18,9 +18,9 @@ from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Drafter, Proposal
 from decoding.loop import Settings, decode
-from decoding.stopping import NAMES, RoundCosts
+from decoding.stopping import NAMES
 
-from .rows import ROWS, draft_table
+from .rows import COSTS, ROWS, draft_table
 from .tiny import TableTarget
 
 P_LIMIT = 1e-6
@@ -34,7 +34,6 @@ WARPERS = {
 SAMPLED = [(row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"]
 CASES = [(row.name, rule, warper) for row, rule in SAMPLED if rule != "coupled" for warper in WARPERS]
 CASES += [(row.name, "coupled", "hot_top_p") for row, rule in SAMPLED if rule == "coupled"]
-COSTS = RoundCosts(0.2, (1.0, 1.05, 1.1, 1.15, 1.2))
 CASES += [("autoregressive", "token", "cold_top_k"), ("autoregressive", "coupled", "plain")]
 LONG_CASES = [(row.name, "token", "hot_top_p") for row, rule in SAMPLED if rule == "token"]  # two minutes each
 LONG_CASES += [("chain", "block", "hot_top_p"), ("chain", "token", "plain"), ("autoregressive", "coupled", "plain")]
@@ -92,7 +91,15 @@ def p_value(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float
 def law_holds(drafter: Drafter | None, rule: str, warper: str, draws: int, seed: int = 0, **more: object) -> float:
     """The p-value of `draws` independent requests under this drafter and rule."""
     target = target_table()
-    fields = {"max_new_tokens": 5, "num_draft_tokens": 4, "verify": rule, "seed": seed, **WARPERS[warper], **more}
+    fields = {
+        "max_new_tokens": 5,
+        "num_draft_tokens": 4,
+        "verify": rule,
+        "seed": seed,
+        "costs": COSTS,
+        **WARPERS[warper],
+        **more,
+    }
     settings = Settings(**fields)  # type: ignore[arg-type]
     counts: dict[tuple[int, ...], int] = {}
     block = 20_000

@@ -5,18 +5,20 @@ The law of the sampled distribution (law 3) has a file of its own, test_law_of_d
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import pytest
 import torch
 
 from decoding.drafter import Drafter
-from decoding.loop import Batch, Generation, Settings, decode
+from decoding.loop import Batch, Generation, decode
+from decoding.loop import Settings as AnySettings
 from decoding.native import NativeTarget
 
-from .rows import ROWS, DrafterRow, Kit
+from .rows import COSTS, ROWS, DrafterRow, Kit
 from .tiny import VOCABULARY, hf_model, native_of, random_prompts
 
+Settings = partial(AnySettings, costs=COSTS)
 DISTURBANCE = 0.03  # of the drafter's weights: some tokens agree with the target's, some do not
 WARPERS = {
     "temperature": {"temperature": 1.0},
@@ -25,6 +27,9 @@ WARPERS = {
     "all": {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.02},
 }
 PAIRS = [(row, rule) for row in ROWS for rule in row.rules]
+PERFECT = [
+    pair for pair in PAIRS if pair[0].perfect is not None and pair[1] in (pair[0].perfect_rules or pair[0].rules)
+]
 by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
@@ -32,7 +37,7 @@ def name(value: DrafterRow | str) -> str:
     return value if isinstance(value, str) else value.name
 
 
-def with_rule(rule: str, **fields: object) -> Settings:
+def with_rule(rule: str, **fields: object) -> AnySettings:
     """Settings under which `rule` verifies."""
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
     return Settings(**{"num_draft_tokens": 3, "seed": 5, **sampled, **fields})  # type: ignore[arg-type]
@@ -46,7 +51,7 @@ def models() -> tuple[NativeTarget, NativeTarget, NativeTarget]:
 
 
 def run(
-    row: DrafterRow, prompts: Sequence[Sequence[int]], settings: Settings
+    row: DrafterRow, prompts: Sequence[Sequence[int]], settings: AnySettings
 ) -> tuple[list[Generation], list[Generation]]:
     """(autoregressive, with the row's drafter)."""
     target, twin, draft_model = models()
@@ -74,7 +79,7 @@ def test_law_2_coupled_output_is_the_targets_own_sample(row: DrafterRow, warper:
     assert [g.tokens for g in other] != [g.tokens for g in plain], "the seed has no effect"
 
 
-@pytest.mark.parametrize(("row", "rule"), [pair for pair in PAIRS if pair[0].perfect is not None], ids=name)
+@pytest.mark.parametrize(("row", "rule"), PERFECT, ids=name)
 def test_law_4_a_perfect_drafter_gains_its_closed_form(row: DrafterRow, rule: str) -> None:
     assert row.perfect is not None
     gamma, rounds = 4, 6

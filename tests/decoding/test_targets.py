@@ -12,7 +12,7 @@ from torch import Tensor
 from decoding.cache import ancestors
 from decoding.hf import HFTarget
 from decoding.linear import PackedLinear, PlainLinear, can_pack
-from decoding.native import NativeTarget
+from decoding.native import NativeTarget, Skips
 from decoding.target import Target, load_target, prefill
 
 from .tiny import SHAPES, VOCABULARY, hf_model, native_of
@@ -176,7 +176,7 @@ def test_a_partial_view_runs_chosen_layers_on_the_targets_own_cache() -> None:
         first_layer.open(1, 16)
         target.forward(tokens[:, :5])
         target.commit(None, [5])
-        view = target.partial([0])
+        view = target.partial(Skips(attention=(1,), mlp=(1,)))
         drafted_BNV, _ = view.forward(tokens[:, 5:8])  # sees the five tokens that the whole target committed
         expected_BNV, _ = first_layer.forward(tokens)
         close(drafted_BNV, expected_BNV[:, 5:])

@@ -1,0 +1,257 @@
+"""Draft trees of a model's likeliest continuations: static ones, and ones that grow where the model is unsure.
+
+`StaticTree` has the same shape every round, as Medusa's (Cai et al. 2024, arXiv 2401.10774, section 2.3.3): a node is a path of ranks.
+`RankedTree` expands the likeliest nodes of each level and has the likeliest of all that it saw tested (EAGLE-2, Li et al. 2024,
+arXiv 2406.16858). With measured costs the number of nodes and levels is the one that promises the most tokens a millisecond: a node's
+path probability estimates its chance to be accepted, so their sum estimates the accepted tokens (OPT-Tree, Wang et al. 2024, arXiv
+2406.17276), and V(n) says what testing them costs.
+
+Children are the model's best tokens, not draws: verification takes them for point masses, siblings one after another. The model runs over its
+whole tree again at each level, as a shallow model does so at next to no cost, and no cache row moves before the target has spoken.
+
+Shapes: B rows, P nodes of the deepest level, K children of a node, M nodes seen, N nodes proposed, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decoding.chain import ChainDrafter
+from decoding.chooser import Chooser
+from decoding.drafter import Caps, Proposal
+from decoding.errors import UserError
+from decoding.stopping import RoundCosts, Stopping
+from decoding.target import Target
+
+NONE = float("-inf")
+
+
+class StaticTree(ChainDrafter):
+    """A tree of fixed shape. Hydra: `_target_: decoding.trees.StaticTree`.
+
+    choices: nodes as paths of ranks, such as [0], [0, 0], [1]: the best token, the best one after it, the second best token. A path's
+    beginnings are added where they are missing. The draft length cuts the depth. The other arguments are ChainDrafter's.
+    """
+
+    caps = Caps(shape="tree")
+    DEFAULT = ((0, 0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 2), (1, 1), (2, 0), (3,))
+
+    def __init__(self, *arguments: Any, choices: Sequence[Sequence[int]] = DEFAULT, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        paths = {tuple(path[:end]) for path in choices for end in range(1, len(path) + 1)}
+        if not paths or min(min(path) for path in paths) < 0:
+            raise UserError(f"choices is {list(choices)}, expected paths of ranks from 0 up, such as [[0, 0], [1]].")
+        self.paths = sorted(paths, key=lambda path: (len(path), path))
+        self._index = {path: n for n, path in enumerate(self.paths)}
+        self._width = 1
+
+    def width(self, gamma: int) -> int:
+        """Nodes of depth at most gamma."""
+        return sum(len(path) <= gamma for path in self.paths)
+
+    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+        """As a chain drafter; the tree needs no more room than its proposal."""
+        super().open(prompts_B, prefill_hidden_BNC, capacity + 1)
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """The tree of each row, as deep as its budget; rows beyond this model's own context get none."""
+        depths_B = self._within_context(sequences_B, budgets_B)
+        depth = min(max(depths_B), len(self.paths[-1]))
+        if depth == 0:
+            return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), [0] * len(depths_B))
+        logits_BPV = self._fit(self._catch_up(sequences_B, depths_B), chooser)[:, None]
+        level: list[tuple[int, ...]] = [()]
+        tokens: list[Tensor] = []
+        for d in range(depth):
+            nodes = [path for path in self.paths if len(path) == d + 1]
+            ranks = max(path[-1] for path in nodes) + 1
+            best_BPK = chooser.log_scores(logits_BPV, d).topk(min(ranks, logits_BPV.shape[-1]), dim=-1).indices
+            places = {path: p for p, path in enumerate(level)}
+            flat = [places[path[:-1]] * best_BPK.shape[2] + min(path[-1], best_BPK.shape[2] - 1) for path in nodes]
+            tokens.append(best_BPK.flatten(1)[:, flat])
+            if d + 1 < depth:
+                # Leaves run along: they are few, and the tree stays one block.
+                logits_BNV, _ = self.model.forward(torch.cat(tokens, 1), self._parents(d + 1, len(depths_B)))
+                logits_BPV = self._fit(logits_BNV[:, -len(nodes) :], chooser)
+            level = nodes
+        self._width = self.width(depth)
+        counts_B = [self.width(own) for own in depths_B]
+        return Proposal(torch.cat(tokens, 1), counts_B, self._parents(depth, len(depths_B)))
+
+    def _parents(self, depth: int, rows: int) -> Tensor:
+        parents = [self._index.get(path[:-1], -1) for path in self.paths if len(path) <= depth]
+        return torch.tensor(parents, device=self.model.device).expand(rows, -1)
+
+    def time_step(self) -> None:
+        """One forward over the nodes that a level's turn runs over on average; nothing is committed."""
+        self.model.forward(
+            torch.zeros(len(self.model.lengths_B), max(1, self._width // 2), dtype=torch.long, device=self.model.device)
+        )
+
+
+@dataclass
+class Seen:
+    """All nodes that a growing tree has seen, level after level. Scores are log path probabilities."""
+
+    tokens_BM: Tensor
+    parents_BM: Tensor  # index among the nodes seen, -1 for the tip
+    scores_BM: Tensor
+    depths_BM: Tensor  # 1 for the tip's children
+
+    def add(self, tokens_BP: Tensor, parents_BP: Tensor, scores_BP: Tensor, depths_BP: Tensor) -> None:
+        """Append nodes."""
+        self.tokens_BM = torch.cat((self.tokens_BM, tokens_BP), 1)
+        self.parents_BM = torch.cat((self.parents_BM, parents_BP), 1)
+        self.scores_BM = torch.cat((self.scores_BM, scores_BP), 1)
+        self.depths_BM = torch.cat((self.depths_BM, depths_BP), 1)
+
+    @staticmethod
+    def none(rows: int, device: torch.device, dtype: torch.dtype) -> "Seen":
+        """No nodes yet."""
+        whole = torch.empty(rows, 0, dtype=torch.long, device=device)
+        return Seen(whole, whole, torch.empty(rows, 0, dtype=dtype, device=device), whole)
+
+
+class RankedTree(ChainDrafter):
+    """A tree that grows where it is worth it. Hydra: `_target_: decoding.trees.RankedTree`.
+
+    frontier: nodes of a level that are expanded, and children that each gets. max_nodes: nodes proposed at most. by_cost: take the
+    number of nodes and levels from measured costs, within max_nodes and the draft length. The other arguments are ChainDrafter's.
+    """
+
+    caps = Caps(shape="tree")
+
+    def __init__(
+        self, *arguments: Any, frontier: int = 4, max_nodes: int = 16, by_cost: bool = False, **named: Any
+    ) -> None:
+        super().__init__(*arguments, **named)
+        if frontier < 1 or max_nodes < 1:
+            raise UserError(f"frontier is {frontier} and max_nodes {max_nodes}, expected numbers from 1 up.")
+        self.frontier, self.max_nodes = frontier, max_nodes
+        self.caps = Caps(shape="tree", needs_costs=by_cost)
+        self.costs: RoundCosts | None = None
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """What nodes and levels are weighed by, where `by_cost` is set."""
+        self.costs = costs if self.caps.needs_costs else None
+
+    def width(self, gamma: int) -> int:
+        """Nodes proposed at most: those asked for, or all that a tree of depth gamma sees."""
+        return min(self.max_nodes, self.frontier + (gamma - 1) * self.frontier**2)
+
+    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+        """As a chain drafter, with room for the nodes that are expanded and not proposed."""
+        super().open(prompts_B, prefill_hidden_BNC, capacity + self.max_nodes * self.frontier)
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """The tree of each row, at most as deep as its budget; rows beyond this model's own context get none."""
+        depths_B = self._within_context(sequences_B, budgets_B)
+        if max(depths_B) == 0:
+            return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
+        logits_BV = self._fit(self._catch_up(sequences_B, depths_B), chooser)
+        return self._pick(*self._grow(logits_BV, depths_B, chooser))
+
+    def _grow(self, logits_BV: Tensor, depths_B: list[int], chooser: Chooser) -> tuple[Seen, list[int]]:
+        """All nodes seen, and the depth at which each row's growth ended."""
+        B, K, device = len(depths_B), self.frontier, logits_BV.device
+        depths_B = list(depths_B)
+        logits_BPV = logits_BV[:, None]
+        seen = Seen.none(B, device, logits_BV.dtype)
+        above_BP = torch.zeros(B, 1, dtype=logits_BV.dtype, device=device)
+        in_seen_BP = in_model_BP = torch.full((B, 1), -1, device=device)
+        fed_BN, fed_parents_BN = in_seen_BP[:, :0], in_model_BP[:, :0]
+        mass_B = [1.0] * B
+        for d in range(max(depths_B)):
+            best = chooser.log_scores(logits_BPV, d).topk(min(K, logits_BPV.shape[-1]), dim=-1)
+            k = best.indices.shape[2]
+            tokens_BP, scores_BP = best.indices.flatten(1), self._kept(best.values, above_BP).flatten(1)
+            first = seen.tokens_BM.shape[1]
+            seen.add(tokens_BP, in_seen_BP.repeat_interleave(k, 1), scores_BP, torch.full_like(tokens_BP, d + 1))
+            top = self._expandable(seen, first, best.values).topk(min(K, scores_BP.shape[1]), dim=-1)
+            mass_B = self._stop_rows(seen, top.values, mass_B, depths_B, d + 1)
+            if d + 1 >= max(depths_B):
+                break
+            above_BP, in_seen_BP = top.values, first + top.indices
+            fed_parents_BN = torch.cat((fed_parents_BN, in_model_BP.repeat_interleave(k, 1).gather(1, top.indices)), 1)
+            in_model_BP = torch.arange(top.indices.shape[1], device=device).expand(B, -1) + fed_BN.shape[1]
+            fed_BN = torch.cat((fed_BN, tokens_BP.gather(1, top.indices)), 1)
+            known_BN = fed_BN.clamp(max=self.model.vocab_size - 1).to(self.model.device)
+            logits_BNV, _ = self.model.forward(known_BN, fed_parents_BN.to(self.model.device))
+            logits_BPV = self._fit(logits_BNV[:, -top.indices.shape[1] :], chooser)
+        return seen, depths_B
+
+    def _kept(self, scores_BPK: Tensor, above_BP: Tensor) -> Tensor:
+        """Path scores of the children; -inf for those that are not to be tested."""
+        return scores_BPK + above_BP[:, :, None]
+
+    def _expandable(self, seen: Seen, first: int, scores_BPK: Tensor) -> Tensor:
+        """Path scores of the nodes from `first` on; -inf for those that are not to be expanded."""
+        return seen.scores_BM[:, first:]
+
+    def _stop_rows(
+        self, seen: Seen, frontier_BK: Tensor, before_B: list[float], depths_B: list[int], depth: int
+    ) -> list[float]:
+        """With costs, end rows (in `depths_B`) where another level promises less than it costs. Returns the frontier's mass by row."""
+        mass_B = frontier_BK.exp().sum(1).tolist()
+        if self.costs is None:
+            return mass_B
+        for b, (mass, before) in enumerate(zip(mass_B, before_B)):
+            if depths_B[b] <= depth:
+                continue
+            gain = mass * min(1.0, mass / max(before, 1e-9))  # the next level's mass, if it shrinks as this one did
+            if gain <= self._best(seen.scores_BM[b], depth)[1] * self.costs.t_draft_ms:
+                depths_B[b] = depth
+        return mass_B
+
+    def _best(self, scores_M: Tensor, levels: int) -> tuple[int, float]:
+        """(nodes, tokens a millisecond) of the best number of nodes after so many levels."""
+        assert self.costs is not None
+        gained = scores_M.exp().sort(descending=True).values[: self.max_nodes].cumsum(0).tolist()
+        spent = levels * self.costs.t_draft_ms + self.costs.overhead_ms
+        rates = [(1 + tokens) / (spent + self.costs.target_ms(n + 2)) for n, tokens in enumerate(gained)]
+        best = max(range(len(rates)), key=rates.__getitem__)
+        return best + 1, rates[best]
+
+    def _pick(self, seen: Seen, depths_B: list[int]) -> Proposal:
+        """The likeliest nodes of each row. A parent is never less likely than its child and comes before it, so paths stay whole."""
+        device = seen.scores_BM.device
+        B, M = seen.scores_BM.shape
+        scores_BM = seen.scores_BM.masked_fill(seen.depths_BM > torch.tensor(depths_B, device=device)[:, None], NONE)
+        order = scores_BM.sort(descending=True, stable=True)
+        counts_B = [min(self.max_nodes, count) for count in (order.values > NONE).sum(1).tolist()]
+        if self.costs is not None:
+            counts_B = [
+                min(count, self._best(scores_M, depth)[0]) if count else 0
+                for scores_M, depth, count in zip(scores_BM, depths_B, counts_B)
+            ]
+        rank_BM = torch.empty_like(order.indices).scatter_(
+            1, order.indices, torch.arange(M, device=device).expand(B, -1)
+        )
+        keep_BM = rank_BM < torch.tensor(counts_B, device=device)[:, None]
+        place_BM = keep_BM.cumsum(1) - 1
+        kept_BN = keep_BM.long().sort(descending=True, stable=True).indices[:, : max(counts_B)]
+        parents_BN = seen.parents_BM.gather(1, kept_BN)
+        placed_BN = place_BM.gather(1, parents_BN.clamp(min=0)).where(parents_BN >= 0, parents_BN)
+        real_BN = keep_BM.gather(1, kept_BN)
+        return Proposal(seen.tokens_BM.gather(1, kept_BN) * real_BN, counts_B, placed_BN.masked_fill(~real_BN, -1))
+
+    def time_step(self) -> None:
+        """One forward over two levels of expanded nodes, the mean of a tree three deep; nothing is committed."""
+        self.model.forward(
+            torch.zeros(len(self.model.lengths_B), 2 * self.frontier, dtype=torch.long, device=self.model.device)
+        )

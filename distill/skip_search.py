@@ -1,0 +1,209 @@
+"""`python -m distill.skip_search`: which of the target's own sub-layers to leave out when it drafts for itself.
+
+For `decoding.self_speculation` (Draft & Verify, Zhang et al. 2024, arXiv 2309.08168). The paper searches by Bayesian optimisation of measured tokens
+a second, a thousand generations long. Here a set is judged by one forward over the target's own answers: the acceptance that it would have,
+times its measured cost, is its predicted speedup. The set grows greedily, by the sub-layer whose loss costs least, all the way down; the best
+one on that path is kept. Sub-layers that did badly in a step are not tried in the next, so a search is a few hundred forwards.
+
+Shapes: B answers, T tokens of the longest, N answer tokens, V vocabulary, C hidden size.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decoding.compatible import load_tokenizer
+from decoding.errors import UserError
+from decoding.native import NativeTarget, Skips
+from decoding.self_speculation import FILE, write_skips
+from decoding.target import load_target
+from decoding.timing import time_parts
+from distill.acceptance import target_answers
+from distill.config import SkipSearchConfig
+from training.checkpoint import write_text
+from training.job import job_main
+from training.packing import Sample
+from training.paths import resolve
+from training.progress import ProgressBar
+from training.run_folder import RunFolder
+
+_LONGEST_DRAFT = 8
+_CHUNK = 1024
+SubLayer = tuple[str, int]  # ("attention" or "mlp", layer)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured milliseconds of the target on this machine."""
+
+    t_target_ms: dict[int, float]  # by new tokens
+    attention_ms: float  # of one sub-layer at one new token
+    mlp_ms: float
+
+    def draft_ms(self, skips: Skips) -> float:
+        """One draft step without these sub-layers."""
+        return self.t_target_ms[1] - len(skips.attention) * self.attention_ms - len(skips.mlp) * self.mlp_ms
+
+    def speedup(self, acceptance: float, skips: Skips) -> tuple[float, int]:
+        """(speedup, draft length) of the best length: E(gamma) t(1) / (gamma t_draft + t(gamma + 1)), overhead left out."""
+        found = []
+        for gamma in range(1, _LONGEST_DRAFT + 1):
+            tokens = sum(acceptance**k for k in range(gamma + 1))
+            spent = gamma * self.draft_ms(skips) + self.t_target_ms[gamma + 1]
+            found.append((tokens * self.t_target_ms[1] / spent, gamma))
+        return max(found)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the search: the sub-layer that was left out, and what the set with it promises."""
+
+    kind: str
+    layer: int
+    acceptance: float
+    speedup: float
+    gamma: int
+
+
+def run(config: SkipSearchConfig) -> Path:
+    """Search, and write output_dir/skips.json. Returns it. Takes up an interrupted search where it stopped."""
+    folder = RunFolder(config)
+    artefact = folder.path / FILE
+    if folder.finished(artefact):
+        print(f"finished before: {artefact}")
+        return artefact
+    target_folder = resolve(config.target.path)
+    inputs = [target_folder, resolve(config.held_out.prompts)]
+    target = load_target(
+        target_folder,
+        backend="native",
+        dtype=config.target.dtype,
+        device=config.target.device,
+        max_length=config.data.max_length,
+    )
+    assert isinstance(target, NativeTarget)
+    steps = min(config.max_skips or 2 * target.num_layers - 2, 2 * target.num_layers - 2)
+    print(f"target: {target.num_layers} layers; at most {steps} of {2 * target.num_layers} sub-layers are left out")
+    if config.dry_run:
+        print(
+            f"cost: about {_forwards(steps, 2 * target.num_layers, config.candidates):,} forwards over the target's answers"
+        )
+        return artefact
+    folder.write_manifest(inputs, {}, finished=False)
+    answers = Answers(
+        target, target_answers(target_folder, load_tokenizer(target_folder), config), config.held_out.temperature
+    )
+    costs = measured_costs(target, answers.samples[0].ids.tolist(), folder.path / "costs.json")
+    path = search(target, answers, costs, steps, config.candidates, folder.path / "search.jsonl")
+    best = max(range(len(path)), key=lambda number: path[number].speedup)
+    skips = skips_of([(step.kind, step.layer) for step in path[: best + 1]])
+    about = {"target": config.target.path, **asdict(path[best]), "temperature": config.held_out.temperature}
+    write_skips(artefact, skips, {key: value for key, value in about.items() if key not in ("kind", "layer")})
+    folder.write_manifest(
+        inputs, {"acceptance": path[best].acceptance, "predicted_speedup": path[best].speedup}, finished=True
+    )
+    print(
+        f"skips {len(skips.attention)} attention and {len(skips.mlp)} MLP sub-layers: acceptance {path[best].acceptance:.3f}, "
+        f"{path[best].speedup:.2f}x predicted at gamma={path[best].gamma}: {artefact}"
+    )
+    if path[best].speedup <= 1:
+        print("no set pays on this machine: a target so small or so evenly used needs a drafter of its own")
+    return artefact
+
+
+def search(
+    target: NativeTarget, answers: "Answers", costs: Costs, steps: int, candidates: int, file: Path
+) -> list[Step]:
+    """The greedy path of `steps` sub-layers; `file` keeps every step, and what it holds is not searched again."""
+    path = [Step(**json.loads(line)) for line in file.read_text().splitlines()] if file.is_file() else []
+    left = [(kind, layer) for kind in ("attention", "mlp") for layer in range(target.num_layers)]
+    ranked = left = [one for one in left if one not in [(step.kind, step.layer) for step in path]]
+    with ProgressBar("skips", steps, len(path)) as bar:
+        while len(path) < steps:
+            gone = [(step.kind, step.layer) for step in path]
+            tried = []
+            for kind, layer in ranked[:candidates] if path else ranked:
+                skips = skips_of([*gone, (kind, layer)])
+                acceptance = answers.acceptance(skips)
+                tried.append(Step(kind, layer, acceptance, *costs.speedup(acceptance, skips)))
+            tried.sort(key=lambda step: -step.speedup)
+            path.append(tried[0])
+            write_text(file, "".join(json.dumps(asdict(step)) + "\n" for step in path))
+            order = [(step.kind, step.layer) for step in tried[1:]]
+            left = [one for one in left if one != (tried[0].kind, tried[0].layer)]
+            ranked = order + [one for one in left if one not in order]
+            bar.update(len(path), f"acceptance {tried[0].acceptance:.3f}  {tried[0].speedup:.2f}x")
+    return path
+
+
+def skips_of(sub_layers: Sequence[SubLayer]) -> Skips:
+    """The sub-layers as a set."""
+    named = {kind: tuple(sorted(layer for own, layer in sub_layers if own == kind)) for kind in ("attention", "mlp")}
+    return Skips(**named)
+
+
+def measured_costs(target: NativeTarget, prompt: list[int], file: Path) -> Costs:
+    """Time the target whole, without attention and without MLPs; `file` keeps the figures, so that a search goes on with the same."""
+    if file.is_file():
+        known = json.loads(file.read_text())
+        return Costs({int(n): ms for n, ms in known.pop("t_target_ms").items()}, **known)
+    whole = time_parts(target, None, prompt, widths=range(1, _LONGEST_DRAFT + 2)).t_target_ms
+    layers = tuple(range(target.num_layers))
+    without = []
+    for skips in (Skips(attention=layers[1:]), Skips(mlp=layers[1:])):
+        target.open(1, len(prompt) + 2)
+        without.append(time_parts(target.partial(skips), None, prompt, widths=[1]).t_target_ms[1])
+    rest = max(1, target.num_layers - 1)
+    costs = Costs(whole, *(max(0.0, (whole[1] - ms) / rest) for ms in without))
+    write_text(file, json.dumps(asdict(costs), indent=1))
+    return costs
+
+
+class Answers:
+    """The target's answers, and how much of them a cut-down target would have drafted right."""
+
+    def __init__(self, target: NativeTarget, samples: list[Sample], temperature: float) -> None:
+        self.samples, self.target, self.temperature = samples, target, temperature
+        length = max(len(sample.ids) for sample in samples)
+        self._ids_BT = torch.zeros(len(samples), length, dtype=torch.long, device=target.device)
+        predicts_BT = torch.zeros(len(samples), length, dtype=torch.bool, device=target.device)
+        for row, sample in enumerate(samples):
+            self._ids_BT[row, : len(sample.ids)] = torch.from_numpy(sample.ids.astype("int64"))
+            predicts_BT[row, : len(sample.ids) - 1] = torch.from_numpy(sample.mask[1:])
+        if not predicts_BT.any():
+            raise UserError("the target answers every held-out prompt with nothing: give others in held_out.prompts")
+        self._predicts_BT = predicts_BT
+        self._whole_NC = self._hidden(Skips())
+
+    @torch.inference_mode()
+    def _hidden(self, skips: Skips) -> Tensor:
+        """Hidden states at the places whose next token is an answer's; nothing is committed."""
+        self.target.open(*self._ids_BT.shape)
+        return self.target.partial(skips).features(self._ids_BT)[self._predicts_BT]
+
+    @torch.inference_mode()
+    def acceptance(self, skips: Skips) -> float:
+        """Mean of sum min(p, q) at the temperature, or of equal argmaxes at temperature 0."""
+        own_NC, total = self._hidden(skips), 0.0
+        for start in range(0, len(own_NC), _CHUNK):
+            q_NV = self.target.lm_head(own_NC[start : start + _CHUNK]).float()
+            p_NV = self.target.lm_head(self._whole_NC[start : start + _CHUNK]).float()
+            if self.temperature == 0:
+                total += float((p_NV.argmax(-1) == q_NV.argmax(-1)).sum())
+            else:
+                total += float(
+                    torch.minimum((p_NV / self.temperature).softmax(-1), (q_NV / self.temperature).softmax(-1)).sum()
+                )
+        return total / len(own_NC)
+
+
+def _forwards(steps: int, sub_layers: int, candidates: int) -> int:
+    return sub_layers + sum(min(candidates, sub_layers - step) for step in range(1, steps))
+
+
+if __name__ == "__main__":
+    job_main("distill.skip_search", SkipSearchConfig, run)

@@ -1,0 +1,117 @@
+"""The search finds sub-layers that do nothing, its predictions hold in real decoding, and it goes on where it stopped."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from decoding.errors import UserError
+from decoding.loop import Settings, decode
+from decoding.self_speculation import SelfSpeculation, read_skips
+from decoding.target import load_target
+from distill import skip_search
+from distill.config import SkipSearchConfig
+from distill.drafter_folder import write_model
+from training.config import StudentConfig, typed
+from training.job import CONF, register
+from training.models import build_llama
+
+IDLE = {("attention", 1), ("mlp", 1), ("mlp", 2)}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory, embedded_target: Path) -> Path:
+    """Four layers, of which three sub-layers add nothing to the residual stream."""
+    shape = StudentConfig(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+    )
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    model = build_llama(
+        shape, torch.float32, vocab_size=2048, max_position_embeddings=512, initializer_range=0.3, **ends
+    )
+    with torch.no_grad():
+        for kind, layer in IDLE:
+            block = model.model.layers[layer]
+            (block.self_attn.o_proj if kind == "attention" else block.mlp.down_proj).weight.zero_()
+    folder = tmp_path_factory.mktemp("idle")
+    write_model(model, embedded_target, folder, torch.float32)
+    return folder
+
+
+def configured(target: Path, folder: Path, *more: str) -> SkipSearchConfig:
+    register("distill.skip_search", SkipSearchConfig)
+    small = ["held_out.max_prompts=4", "held_out.max_new_tokens=16", "max_skips=5"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        given = [f"target.path={target}", f"output_dir={folder}", *small, *more]
+        return typed(compose("distill_skip_search", given), SkipSearchConfig)
+
+
+@pytest.fixture(scope="module")
+def found(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("search")
+    skip_search.run(configured(target, folder))
+    return folder
+
+
+def test_what_does_nothing_goes_first_and_costs_no_acceptance(found: Path):
+    path = [json.loads(line) for line in (found / "search.jsonl").open()]
+    assert {(step["kind"], step["layer"]) for step in path[:3]} == IDLE
+    assert [step["acceptance"] for step in path[:3]] == pytest.approx([1.0] * 3, abs=1e-5)
+    assert max(step["acceptance"] for step in path[3:]) < 0.999
+
+
+def test_the_acceptance_found_is_that_of_real_decoding(found: Path, target: Path):
+    (found / "idle.json").write_text(json.dumps({"attention": [1], "mlp": [1, 2]}))
+    model = load_target(target, dtype="float64")
+    settings = Settings(max_new_tokens=24, temperature=1.0, num_draft_tokens=3, seed=3)
+    drafted = decode(model, SelfSpeculation(found / "idle.json"), [[1, 5, 9], [1, 7]], settings)
+    assert all(sum(g.accepted_by_depth) == sum(g.tested_by_depth) > 0 for g in drafted)
+
+
+def test_the_artefact_says_what_it_is_and_is_not_made_twice(
+    found: Path, target: Path, capsys: pytest.CaptureFixture[str]
+):
+    artefact = json.loads((found / "skips.json").read_text())
+    assert artefact.keys() == {"attention", "mlp", "target", "acceptance", "speedup", "gamma", "temperature"}
+    assert skip_search.run(configured(target, found)) == found / "skips.json"
+    assert "finished before" in capsys.readouterr().out
+
+
+def test_an_interrupted_search_takes_the_same_path(found: Path, target: Path, tmp_path: Path):
+    lines = (found / "search.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "search.jsonl").write_text("".join(lines[:2]))
+    (tmp_path / "costs.json").write_text((found / "costs.json").read_text())
+    skip_search.run(configured(target, tmp_path))
+    again = [json.loads(line) for line in (tmp_path / "search.jsonl").open()]
+    assert [(step["kind"], step["layer"]) for step in again] == [
+        (step["kind"], step["layer"]) for step in map(json.loads, lines)
+    ]
+
+
+def test_a_dry_run_says_what_it_costs(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    skip_search.run(configured(target, tmp_path, "dry_run=true"))
+    assert "8 sub-layers" in (said := capsys.readouterr().out)
+    assert "forwards over the target's answers" in said
+    assert not (tmp_path / "skips.json").exists()
+
+
+def test_bad_skips_are_named(target: Path, tmp_path: Path):
+    with pytest.raises(UserError, match="holds no skip set"):
+        read_skips(tmp_path)
+    model = load_target(target)
+    for drafter, words in (
+        (SelfSpeculation(attention=[4]), "skips layer 4, but .* has layers 0 to 3"),
+        (SelfSpeculation(), "skips nothing"),
+    ):
+        with pytest.raises(UserError, match=words):
+            decode(model, drafter, [[1, 2]], Settings())
+    with pytest.raises(UserError, match="take target.backend=native"):
+        decode(load_target(target, backend="hf"), SelfSpeculation(attention=[1]), [[1, 2]], Settings())
