@@ -54,6 +54,11 @@ class Chooser:
             self._keys_BW = torch.tensor(keys, device=self.device)
             self._race_BWV = None
 
+    @property
+    def depths(self) -> int:
+        """Depths of this round that have shared noise."""
+        return self._keys_BW.shape[1]
+
     def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
         """The uniform of (seed, request, round, position, purpose), and of the node where a position has several."""
         state = noise.extend(noise.extend(self._round_keys_B[row], self._positions_B[row] + depth), purpose)

@@ -38,9 +38,20 @@ class Proposal:
     """The tokens put forward in one round."""
 
     tokens_BN: Tensor  # rows with fewer than N are padded on the right
-    counts_B: list[int]  # drafted tokens of each row
+    counts_B: list[int]  # drafted tokens of each row; what a tree has behind them is not verified
     parents_BN: Tensor | None = None  # None: a chain; else the parent's index, -1 for the tip, parents first
     q_BNV: Tensor | None = None  # probabilities that each token was drawn from; None: none (greedy, coupled, n-gram)
+
+    def counted(self) -> "Proposal | None":
+        """Without the nodes that no row counts: they ride along in the forward and are not verified. None if no row counts any."""
+        N = max(self.counts_B)
+        if self.tokens_BN.shape[1] == N:
+            return self
+        if N == 0:
+            return None
+        parents_BN = None if self.parents_BN is None else self.parents_BN[:, :N]
+        q_BNV = None if self.q_BNV is None else self.q_BNV[:, :N]
+        return Proposal(self.tokens_BN[:, :N], self.counts_B, parents_BN, q_BNV)
 
 
 @dataclass(slots=True)

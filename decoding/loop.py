@@ -118,7 +118,9 @@ class Batch:
         proposal = self._propose()
         drafted_at = perf_counter()
         logits_BNV, hidden_BNC = self._forward(proposal)
-        outcome = self.rule(logits_BNV, proposal, self.chooser)
+        counted = None if proposal is None else proposal.counted()
+        width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
+        outcome = self.rule(logits_BNV[:, :width], counted, self.chooser)
         drafted_B = [0] * len(rows) if proposal is None else proposal.counts_B
         keep = self._emit(outcome.tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
         self._commit(outcome, proposal, logits_BNV, hidden_BNC)
@@ -142,7 +144,7 @@ class Batch:
             return None
         stopping_B = [row.stopping for row in self.rows]
         proposal = self.drafter.propose([row.sequence for row in self.rows], budgets_B, stopping_B, self.chooser)
-        return proposal if max(proposal.counts_B) else None
+        return proposal if proposal.tokens_BN.shape[1] else None
 
     def _forward(self, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
         """Logits and hidden states of the tip and the drafted tokens."""

@@ -45,6 +45,7 @@ def coupled(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> 
     depths_BN = None
     if proposal is not None and proposal.parents_BN is not None:
         depths_BN = torch.nn.functional.pad(ancestors(proposal.parents_BN).sum(-1), (1, 0))
+        depths_BN.clamp_(max=chooser.depths - 1)  # what lies deeper rides along and is not verified
     return follow(chooser.race(logits_BNV, 0, depths_BN), proposal)
 
 

@@ -13,6 +13,7 @@ from decoding.chain import ChainDrafter
 from decoding.chain_with_lookup import ChainWithLookup
 from decoding.drafter import Drafter
 from decoding.graph import GraphDrafter
+from decoding.lookahead import Lookahead
 from decoding.multi_candidate import MultiCandidate
 from decoding.prompt_lookup import PromptLookup, SuffixLookup
 from decoding.self_speculation import SelfSpeculation
@@ -96,6 +97,12 @@ ROWS = [
         perfect=lambda kit: GraphDrafter(model=kit.twin, frontier=1, match=1000, leaf_threshold=0.0),
         perfect_rules=("greedy", "coupled"),
         table=lambda: GraphDrafter(model=draft_table(), frontier=3, match=0),
+    ),
+    DrafterRow(
+        "lookahead",
+        make=lambda kit: Lookahead(),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: Lookahead(ngram=3, columns=3, candidates=3),
     ),
     DrafterRow(
         "self_speculation",
