@@ -163,5 +163,5 @@ def test_every_id_of_two_tokenizers_is_compared(folder: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"2 of 4 ids: id 2 is 'red' in the target and 'green' in the drafter; id 3"):
         check_same_tokenizer(target, swapped)
     longer = write(tmp_path / "longer", ["<unk>", "</s>", "red", "green", "blue"])
-    with pytest.raises(UserError, match="1 of 4 ids: id 4 is None in the target and 'blue' in the drafter"):
+    with pytest.raises(UserError, match="1 of 5 ids: id 4 is None in the target and 'blue' in the drafter"):
         check_same_tokenizer(target, longer)

@@ -32,7 +32,14 @@ WARPERS = {
     "min_p": {"temperature": 1.2, "min_p": 0.15},
 }
 SAMPLED = [(row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"]
-CASES = [(row.name, rule, warper) for row, rule in SAMPLED if rule != "coupled" for warper in WARPERS]
+# Every warper where a rule is at stake, one where a row only brings other drafts to it.
+RULE_ROWS = ("chain", "multi_candidate", "prompt_lookup")
+CASES = [
+    (row.name, rule, warper)
+    for row, rule in SAMPLED
+    for warper in (WARPERS if row.name in RULE_ROWS else ["hot_top_p"])
+    if rule != "coupled"
+]
 CASES += [(row.name, "coupled", "hot_top_p") for row, rule in SAMPLED if rule == "coupled"]
 CASES += [("autoregressive", "token", "cold_top_k"), ("autoregressive", "coupled", "plain")]
 # A million draws where a rule is proven, fewer where a row only brings other drafts to it.
