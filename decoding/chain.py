@@ -93,7 +93,7 @@ class ChainDrafter:
                 break
             logits_BV = self.model.forward(tokens_B[:, None])[0][:, -1]
             self.model.commit(None, [int(count > len(tokens)) for count in counts_B])
-        return Proposal(torch.stack(tokens, 1), counts_B, None, torch.stack(rows_q, 1) if rows_q else None)
+        return Proposal(torch.stack(tokens, 1), counts_B, None, torch.stack(rows_q, 1) if rows_q else None, len(tokens))
 
     def _within_context(self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int]) -> list[int]:
         return [max(0, min(b, self.model.max_length + 1 - len(s))) for s, b in zip(sequences_B, budgets_B, strict=True)]

@@ -73,7 +73,7 @@ def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
     tokens_BN = torch.where(is_copied_B1, sides_BN[1], sides_BN[0])
     counts_B = [a or b for a, b in zip(drafted.counts_B, copied.counts_B, strict=True)]
     if drafted.q_BNV is None:
-        return Proposal(tokens_BN, counts_B)
+        return Proposal(tokens_BN, counts_B, steps=drafted.steps)
     q_BNV = F.pad(drafted.q_BNV, (0, 0, 0, width - drafted.q_BNV.shape[1]))
     masses_BNV = torch.zeros_like(q_BNV).scatter_(-1, tokens_BN[:, :, None], 1.0)
-    return Proposal(tokens_BN, counts_B, None, torch.where(is_copied_B1[:, :, None], masses_BNV, q_BNV))
+    return Proposal(tokens_BN, counts_B, None, torch.where(is_copied_B1[:, :, None], masses_BNV, q_BNV), drafted.steps)

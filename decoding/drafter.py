@@ -41,6 +41,7 @@ class Proposal:
     counts_B: list[int]  # drafted tokens of each row; what a tree has behind them is not verified
     parents_BN: Tensor | None = None  # None: a chain; else the parent's index, -1 for the tip, parents first
     q_BNV: Tensor | None = None  # probabilities that each token was drawn from; None: none (greedy, coupled, n-gram)
+    steps: int = 0  # the model's forwards that made it
 
     def counted(self) -> "Proposal | None":
         """Without the nodes that no row counts: they ride along in the forward and are not verified. None if no row counts any."""
@@ -51,7 +52,7 @@ class Proposal:
             return None
         parents_BN = None if self.parents_BN is None else self.parents_BN[:, :N]
         q_BNV = None if self.q_BNV is None else self.q_BNV[:, :N]
-        return Proposal(self.tokens_BN[:, :N], self.counts_B, parents_BN, q_BNV)
+        return Proposal(self.tokens_BN[:, :N], self.counts_B, parents_BN, q_BNV, self.steps)
 
 
 @dataclass(slots=True)

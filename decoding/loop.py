@@ -128,6 +128,9 @@ class Batch:
         for row in rows:
             row.generation.decode_seconds += ended - began
             row.generation.draft_seconds += drafted_at - began
+            if proposal is not None:
+                row.generation.draft_steps += proposal.steps
+                row.generation.verified += proposal.tokens_BN.shape[1]
             if row.generation.rounds == 1:
                 row.generation.first_token_seconds = row.generation.prefill_seconds + ended - began
         if len(keep) < len(rows):

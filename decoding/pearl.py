@@ -54,12 +54,12 @@ class Pearl(Batch):
         """Both lanes, one after the other; then the verdict, and the longer lane on the clock."""
         began = perf_counter()
         chunk = self._draft()
-        drafted_at = perf_counter()
+        steps, drafted_at = chunk.steps if chunk is not None else 0, perf_counter()
         forward = self._verify_lane(chunk)
         verified_at = perf_counter()
         if forward is None:
             self._assume_whole(chunk)
-            self._charge(drafted_at - began, 0.0, perf_counter() - verified_at)
+            self._charge(steps, drafted_at - began, 0.0, perf_counter() - verified_at)
             return
         logits_BNV, hidden_BNC = forward
         window, firsts = self._window(chunk)
@@ -68,7 +68,7 @@ class Pearl(Batch):
         assert self.drafter is not None
         self.drafter.observe(Observation(outcome, logits_BNV, hidden_BNC))
         self.drafter.rollback([self._kept(row.sequence, lane) for row, lane in zip(rows, self.lanes, strict=True)])
-        self._charge(drafted_at - began, verified_at - drafted_at, perf_counter() - verified_at)
+        self._charge(steps, drafted_at - began, verified_at - drafted_at, perf_counter() - verified_at)
         if len(keep) < len(rows):
             self.lanes = [self.lanes[b] for b in keep]
             self._select(keep)
@@ -170,13 +170,14 @@ class Pearl(Batch):
             lane.q_AV = None if chunk.q_BNV is None else chunk.q_BNV[b, : len(tokens)]
             row.generation.drafted += len(tokens)
 
-    def _charge(self, draft_seconds: float, target_seconds: float, rest_seconds: float) -> None:
+    def _charge(self, steps: int, draft_seconds: float, target_seconds: float, rest_seconds: float) -> None:
         """Put a round on the virtual clock: the lanes at the same time, then the rest."""
         for row in self.rows:
             generation = row.generation
             generation.decode_seconds += max(draft_seconds, target_seconds) + rest_seconds
             generation.lanes_seconds += max(draft_seconds, target_seconds)
             generation.draft_seconds += draft_seconds
+            generation.draft_steps += steps
             if generation.rounds == 1:
                 generation.first_token_seconds = generation.prefill_seconds + generation.decode_seconds
 

@@ -15,14 +15,14 @@ class Generation:
     finish: str = "length"  # or "stop"
     rounds: int = 0
     drafted: int = 0
+    draft_steps: int = 0  # the drafter's model's forwards, of the whole batch
+    verified: int = 0  # nodes that the target's forwards ran over besides the tip, padding included
     tested_by_depth: list[int] = field(default_factory=list)  # tests at depth 1, 2, ...; those before had passed
     accepted_by_depth: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0  # part of decode_seconds spent in the drafter
-    lanes_seconds: float = (
-        0.0  # part of decode_seconds that an overlapped schedule spent in the longer lane of each round
-    )
+    lanes_seconds: float = 0.0  # part of decode_seconds: the longer lane of each round of an overlapped schedule
     first_token_seconds: float = 0.0  # from the start of the prefill to the end of the first round
 
     @property

@@ -85,7 +85,7 @@ class StaticTree(ChainDrafter):
             level = nodes
         self._width = self.width(depth)
         counts_B = [self.width(own) for own in depths_B]
-        return Proposal(torch.cat(tokens, 1), counts_B, self._parents(depth, len(depths_B)))
+        return Proposal(torch.cat(tokens, 1), counts_B, self._parents(depth, len(depths_B)), None, depth)
 
     def _parents(self, depth: int, rows: int) -> Tensor:
         parents = [self._index.get(path[:-1], -1) for path in self.paths if len(path) <= depth]
@@ -106,6 +106,7 @@ class Seen:
     parents_BM: Tensor  # index among the nodes seen, -1 for the tip
     scores_BM: Tensor
     depths_BM: Tensor  # 1 for the tip's children
+    levels: int = 0  # that the model has run for
 
     def add(self, tokens_BP: Tensor, parents_BP: Tensor, scores_BP: Tensor, depths_BP: Tensor) -> None:
         """Append nodes."""
@@ -180,7 +181,7 @@ class RankedTree(ChainDrafter):
             best = chooser.log_scores(logits_BPV, d).topk(min(K, logits_BPV.shape[-1]), dim=-1)
             k = best.indices.shape[2]
             tokens_BP, scores_BP = best.indices.flatten(1), self._kept(best.values, above_BP).flatten(1)
-            first = seen.tokens_BM.shape[1]
+            first, seen.levels = seen.tokens_BM.shape[1], d + 1
             seen.add(tokens_BP, in_seen_BP.repeat_interleave(k, 1), scores_BP, torch.full_like(tokens_BP, d + 1))
             top = self._expandable(seen, first, best.values).topk(min(K, scores_BP.shape[1]), dim=-1)
             mass_B = self._stop_rows(seen, top.values, mass_B, depths_B, d + 1)
@@ -248,7 +249,8 @@ class RankedTree(ChainDrafter):
         parents_BN = seen.parents_BM.gather(1, kept_BN)
         placed_BN = place_BM.gather(1, parents_BN.clamp(min=0)).where(parents_BN >= 0, parents_BN)
         real_BN = keep_BM.gather(1, kept_BN)
-        return Proposal(seen.tokens_BM.gather(1, kept_BN) * real_BN, counts_B, placed_BN.masked_fill(~real_BN, -1))
+        tokens_BN = seen.tokens_BM.gather(1, kept_BN) * real_BN
+        return Proposal(tokens_BN, counts_B, placed_BN.masked_fill(~real_BN, -1), None, seen.levels)
 
     def time_step(self) -> None:
         """One forward over two levels of expanded nodes, the mean of a tree three deep; nothing is committed."""

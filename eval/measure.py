@@ -163,6 +163,8 @@ def _records(
                     tested_by_depth=list(row.tested_by_depth),
                     accepted_by_depth=list(row.accepted_by_depth),
                     drafted=row.drafted,
+                    draft_steps=row.draft_steps,
+                    verified=row.verified,
                     prefill_seconds=row.prefill_seconds,
                     decode_seconds=row.decode_seconds,
                     draft_seconds=row.draft_seconds,

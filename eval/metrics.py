@@ -107,7 +107,8 @@ class Costs:
     overhead: float = 0.0  # o
     baseline_overhead: float = 0.0  # o_1
     one_pass: bool = False  # the proposal costs c whatever gamma is
-    fill: float = 1.0  # tokens proposed / gamma: below 1 where a drafter may have nothing to say, above 1 for trees
+    fill: float = 1.0  # tokens verified / gamma: below 1 where a drafter may have nothing to say, above 1 for trees
+    draft_fill: float = 1.0  # draft steps / gamma: below 1 where the model need not run for every token
     overlapped: bool = False  # PEARL's schedule: the lanes run at the same time
     deepest: int | None = None  # longest draft (of trees: depth) to consider; None: all whose verification was timed
 
@@ -120,7 +121,7 @@ class Costs:
 
     def draft(self, gamma: float) -> float:
         """Cost of proposing gamma tokens."""
-        return self.cost_ratio if self.one_pass else self.fill * gamma * self.cost_ratio
+        return self.cost_ratio if self.one_pass else self.draft_fill * gamma * self.cost_ratio
 
     def verify(self, gamma: float) -> float:
         """Cost of the target forward over the proposal and the token before it."""

@@ -60,6 +60,8 @@ class Record:
     tested_by_depth: list[int]
     accepted_by_depth: list[int]
     drafted: int
+    draft_steps: int  # the drafter's model's forwards, of the batch
+    verified: int  # nodes of the target's forwards besides the tips, of one row, padding included
     prefill_seconds: float  # of the batch
     decode_seconds: float  # wall time from the end of the prefill to this row's last token, of the whole batch
     draft_seconds: float  # the drafter's part of it

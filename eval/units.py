@@ -34,7 +34,8 @@ class Unit:
     base_seconds: float = 0.0
     base_prefill_seconds: float = 0.0
     cpu_seconds: float = 0.0  # both sides
-    drafted: int = 0
+    draft_steps: int = 0
+    verified: int = 0
     lanes_seconds: float = 0.0  # of overlapped schedules: the longer lane of every round
     tested: list[list[int]] = field(default_factory=list)
     accepted: list[list[int]] = field(default_factory=list)
@@ -57,7 +58,8 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
         unit.batch_rounds += max(row.rounds for row in rows)
         unit.seconds += max(row.decode_seconds for row in rows)
         unit.prefill_seconds += rows[0].prefill_seconds
-        unit.drafted += sum(row.drafted for row in rows)
+        unit.draft_steps += max(row.draft_steps for row in rows)
+        unit.verified += max(row.verified for row in rows)
         unit.lanes_seconds += max(row.lanes_seconds for row in rows)
         unit.tested += [row.tested_by_depth for row in rows]
         unit.accepted += [row.accepted_by_depth for row in rows]
@@ -107,17 +109,19 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
     units = [unit for group in judged.values() for unit in group]
     tested, accepted = tested_counts(units)
     reached = _reached(judged)
-    passes, fill = metrics.usable_alpha(tested, accepted), 1.0
-    offered = sum(gamma * unit.rounds for gamma, group in judged.items() for unit in group)
-    share = sum(unit.drafted for unit in units) / offered if offered else 1.0
+    passes, fill, draft_fill = metrics.usable_alpha(tested, accepted), 1.0, 1.0
+    offered = sum(gamma * unit.batch_rounds for gamma, group in judged.items() for unit in group)
+    share, draft_share = (
+        total / offered for total in (sum(u.verified for u in units), sum(u.draft_steps for u in units))
+    )
     # The last round of a generation may have no room for a full proposal; any other short one is the drafter's choice.
     if sum(reached) - sum(tested) > sum(len(unit.tested) for unit in units):
         passes = [have / before if before else None for have, before in zip(accepted, reached, strict=False)]
-        fill = share
+        fill, draft_fill = share, draft_share
     fill = max(fill, share)  # a tree proposes several tokens for each of its depths
     overlapped = facts.schedule != "serial"
     if overlapped:  # a window begins anywhere in a chunk, so depth means nothing
-        passes, fill = [metrics.alpha(tested, accepted)], 1.0
+        passes, fill, draft_fill = [metrics.alpha(tested, accepted)], 1.0, 1.0
     if not passes or passes[0] is None:  # not one token was offered, so none passes
         passes = [0.0]
     overhead, baseline_overhead = _overheads(timed, facts, parts)
@@ -128,6 +132,7 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
         baseline_overhead=baseline_overhead,
         one_pass=facts.one_pass,
         fill=fill,
+        draft_fill=draft_fill,
         overlapped=overlapped,
         deepest=max(*judged, *timed),
     )
@@ -160,13 +165,17 @@ def mean_round_ms(units: Sequence[Unit]) -> float:
 
 def mean_draft_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
     """Drafting in a mean round, from the timed step."""
-    return parts.t_draft_ms if facts.one_pass else parts.t_draft_ms * _drafted_per_round(units)
+    return (
+        parts.t_draft_ms
+        if facts.one_pass
+        else parts.t_draft_ms * _per_round(units, [unit.draft_steps for unit in units])
+    )
 
 
 def mean_target_ms(units: Sequence[Unit], parts: PartTimes) -> float:
     """Verifying in a mean round: t_target at the mean width, linear between timed widths."""
     widths = sorted(parts.t_target_ms)
-    width = 1 + _drafted_per_round(units)
+    width = 1 + _per_round(units, [unit.verified for unit in units])
     return float(np.interp(width, widths, [parts.t_target_ms[n] for n in widths]))
 
 
@@ -177,5 +186,5 @@ def busy_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> flo
     return mean_draft_ms(units, facts, parts) + mean_target_ms(units, parts)
 
 
-def _drafted_per_round(units: Sequence[Unit]) -> float:
-    return sum(unit.drafted for unit in units) / sum(unit.rounds for unit in units)
+def _per_round(units: Sequence[Unit], counts: Sequence[int]) -> float:
+    return sum(counts) / sum(unit.batch_rounds for unit in units)

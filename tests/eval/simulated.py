@@ -91,6 +91,8 @@ def generation(
         tested_by_depth=tested,
         accepted_by_depth=accepted,
         drafted=drafted,
+        draft_steps=drafted,
+        verified=drafted,
         prefill_seconds=0.01 * pace,
         decode_seconds=seconds,
         draft_seconds=draft_ms / 1000,

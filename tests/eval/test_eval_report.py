@@ -104,7 +104,15 @@ def test_a_drafter_that_is_often_silent_is_predicted_from_its_offers(rows):
 
 def test_a_drafter_that_never_offers_a_token_is_no_error(records):
     silent = [
-        dataclasses.replace(record, tested_by_depth=[], accepted_by_depth=[], drafted=0, rounds=len(record.tokens))
+        dataclasses.replace(
+            record,
+            tested_by_depth=[],
+            accepted_by_depth=[],
+            drafted=0,
+            draft_steps=0,
+            verified=0,
+            rounds=len(record.tokens),
+        )
         if record.drafter == "prompt_lookup"
         else record
         for record in records
