@@ -33,6 +33,8 @@ class Chooser:
         self.rule = "greedy" if warper.greedy else verify
         self.vocab_size, self.device = vocab_size, device
         self._scaled_V = noise.scaled_ids(torch.arange(vocab_size, device=device)) if self.rule == "coupled" else None
+        self.spec = (warper, verify, seed, vocab_size)  # all that an equal chooser elsewhere needs, with `begun`
+        self.begun: tuple[Sequence[int], Sequence[int], Sequence[int], int] = ((), (), (), 0)
         self._round_keys_B: list[int] = []
         self._positions_B: Sequence[int] = ()
         self._keys_BW = torch.empty(0)
@@ -44,6 +46,7 @@ class Chooser:
         """Start a round. request_keys_B: `noise.key(seed, request)`; positions_B: index in its sequence of the first
         token that the round emits; depths: tokens that a row can gain at most."""
         self._positions_B = positions_B
+        self.begun = (request_keys_B, rounds_B, positions_B, depths)
         if self.rule in FRESH:
             self._round_keys_B = [noise.extend(key, number) for key, number in zip(request_keys_B, rounds_B)]
         if self.rule == "coupled":

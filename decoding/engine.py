@@ -124,13 +124,16 @@ def _stream(engine: Engine, prompt: list[int], settings: Settings) -> Iterator[s
     with torch.inference_mode():
         batch = start(engine.target, engine.drafter, [prompt], settings, on_tokens=lambda _, new: tokens.extend(new))
     first = shown = 0  # text is decoded from token `first` on, and shown up to token `shown`
-    while batch.rows:
-        with torch.inference_mode():
-            batch.round()
-        old = text_of(engine, tokens[first:shown])
-        new = text_of(engine, tokens[first:])
-        if batch.rows and new.endswith("\ufffd"):
-            continue
-        first, shown = shown, len(tokens)
-        if len(new) > len(old):
-            yield new[len(old) :]
+    try:
+        while batch.rows:
+            with torch.inference_mode():
+                batch.round()
+            old = text_of(engine, tokens[first:shown])
+            new = text_of(engine, tokens[first:])
+            if batch.rows and new.endswith("\ufffd"):
+                continue
+            first, shown = shown, len(tokens)
+            if len(new) > len(old):
+                yield new[len(old) :]
+    finally:
+        batch.close()

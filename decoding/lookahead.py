@@ -164,7 +164,7 @@ class Lookahead:
             for phrase in self.pools[row].newest(sequence[-1], self.candidates) if budget else []:
                 tree.add(phrase[:budget])
             counts_B.append(len(tree.tokens))
-            self._ends[row] = self._windows[row].hang(tree)
+            self._ends[row] = self._windows[row].hang(tree) if budget else []
             trees.append(tree)
         return packed(trees, counts_B, chooser.device)
 

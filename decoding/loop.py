@@ -46,7 +46,7 @@ class Settings:
     stop_token_ids: tuple[int, ...] = ()
     stopping: str = "fixed"  # a name of decoding.stopping.NAMES: when to end a draft before num_draft_tokens
     stopping_threshold: float | None = None  # of the policies that have one; None takes the policy's own
-    schedule: str = "serial"  # or decoding.pearl.SCHEDULES: draft and verify at the same time
+    schedule: str = "serial"  # or decoding.schedules.SCHEDULES: draft and verify at the same time
     costs: RoundCosts | None = None  # measured, for stopping="cost_ratio" and drafters that weigh their proposals
     ignore_eos: bool = False  # go on to max_new_tokens past stop tokens, for timing
 
@@ -107,6 +107,9 @@ class Batch:
             self.drafter.open(prompts_B, hidden_BNC, capacity)
         for row in self.rows:
             row.generation.prefill_seconds = perf_counter() - began
+
+    def close(self) -> None:
+        """Give back what `open` took of the process."""
 
     def round(self) -> None:
         """Propose, verify, commit, emit; then drop the rows that are done."""
@@ -212,7 +215,7 @@ def start(
     request_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Batch:
-    """A batch of all prompts after its prefill. Call `round` under torch.inference_mode while it has `rows`.
+    """A batch of all prompts after its prefill. Call `round` under torch.inference_mode while it has `rows`, then `close`.
 
     Raises UserError for an empty prompt, or one that fills the target's context.
     """
@@ -243,22 +246,11 @@ def start(
 
 
 def _batch_type(settings: Settings, drafter: Drafter | None, num_rows: int) -> "type[Batch]":
-    from decoding.pearl import SCHEDULES  # it builds on Batch
-
-    schedule = settings.schedule
-    if schedule == "serial" or drafter is None:
+    if settings.schedule == "serial" or drafter is None:
         return Batch
-    if schedule not in SCHEDULES:
-        raise UserError(f"schedule '{schedule}' is unknown, expected one of serial, {', '.join(SCHEDULES)}.")
-    if not drafter.caps.can_overlap:
-        raise UserError(
-            f"schedule '{schedule}' needs a drafter that can overlap; '{drafter.name}' cannot: take serial."
-        )
-    if settings.verify == "block":
-        raise UserError(f"schedule '{schedule}' tests chunks that go on; take verify=token or coupled, not block.")
-    if num_rows > 1 and not SCHEDULES[schedule].pre_verify:
-        raise UserError(f"schedule '{schedule}' runs one prompt at a time, found {num_rows}.")
-    return SCHEDULES[schedule]
+    from decoding.schedules import batch_type  # they build on Batch
+
+    return batch_type(settings.schedule, drafter, settings.verify, num_rows)
 
 
 @torch.inference_mode()
@@ -278,6 +270,9 @@ def decode(
     """
     batch = start(target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens)
     generations = [row.generation for row in batch.rows]
-    while batch.rows:
-        batch.round()
+    try:
+        while batch.rows:
+            batch.round()
+    finally:
+        batch.close()
     return generations

@@ -21,8 +21,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from decoding.chooser import Chooser
 from decoding.drafter import Observation, Proposal
-from decoding.loop import Batch
+from decoding.loop import Batch, Row
+from decoding.stopping import Stopping
 from decoding.verify import Outcome
 
 
@@ -52,14 +54,12 @@ class Pearl(Batch):
 
     def round(self) -> None:
         """Both lanes, one after the other; then the verdict, and the longer lane on the clock."""
-        began = perf_counter()
-        chunk = self._draft()
-        steps, drafted_at = chunk.steps if chunk is not None else 0, perf_counter()
-        forward = self._verify_lane(chunk)
-        verified_at = perf_counter()
+        chunk, forward = self._both_lanes()
+        settled = perf_counter()
+        self._steps = chunk.steps if chunk is not None else 0
         if forward is None:
             self._assume_whole(chunk)
-            self._charge(steps, drafted_at - began, 0.0, perf_counter() - verified_at)
+            self._charge(self.rows, perf_counter() - settled)
             return
         logits_BNV, hidden_BNC = forward
         window, firsts = self._window(chunk)
@@ -68,19 +68,30 @@ class Pearl(Batch):
         assert self.drafter is not None
         self.drafter.observe(Observation(outcome, logits_BNV, hidden_BNC))
         self.drafter.rollback([self._kept(row.sequence, lane) for row, lane in zip(rows, self.lanes, strict=True)])
-        self._charge(steps, drafted_at - began, verified_at - drafted_at, perf_counter() - verified_at)
+        self._charge(rows, perf_counter() - settled)
         if len(keep) < len(rows):
             self.lanes = [self.lanes[b] for b in keep]
             self._select(keep)
+
+    def _both_lanes(self) -> tuple[Proposal | None, tuple[Tensor, Tensor] | None]:
+        """The next chunk and the target's forward, and what each lane took: here one after the other, charged as if at the same time."""
+        began = perf_counter()
+        request = self._request()
+        assert self.drafter is not None
+        chunk = self.drafter.propose(*request) if request is not None else None
+        drafted_at = perf_counter()
+        forward = self._verify_lane(fresh=request is not None)
+        self._draft_seconds, self._target_seconds = drafted_at - began, perf_counter() - drafted_at
+        self._lanes_seconds = max(self._draft_seconds, self._target_seconds)
+        return chunk if chunk is not None and max(chunk.counts_B) else None, forward
 
     @staticmethod
     def _kept(sequence: list[int], lane: Lane) -> int:
         """Tokens that the drafter may keep: all but the last of what it will be asked to go on from."""
         return len(sequence) + len(lane.tokens) - 1
 
-    def _draft(self) -> Proposal | None:
-        """The next chunk of every row, behind what it assumes; None where no row drafts."""
-        assert self.drafter is not None
+    def _request(self) -> tuple[list[list[int]], list[int], list[Stopping], Chooser] | None:
+        """What to ask of the drafter: the next chunk of every row, behind what it assumes; None where no row drafts."""
         contexts_B = [row.sequence + lane.tokens for row, lane in zip(self.rows, self.lanes, strict=True)]
         turns_B = [lane.turns for lane in self.lanes]
         for lane in self.lanes:
@@ -93,12 +104,11 @@ class Pearl(Batch):
         if max(budgets_B) == 0:
             return None
         self.chooser.begin([row.key for row in self.rows], turns_B, [len(c) for c in contexts_B], self.gamma)
-        chunk = self.drafter.propose(contexts_B, budgets_B, [row.stopping for row in self.rows], self.chooser)
-        return chunk if max(chunk.counts_B) else None
+        return contexts_B, budgets_B, [row.stopping for row in self.rows], self.chooser
 
-    def _verify_lane(self, chunk: Proposal | None) -> tuple[Tensor, Tensor] | None:
-        """The target over every row's tip and assumed tokens; None where, without pre-verify, the row's chunk is fresh."""
-        if not self.pre_verify and chunk is not None and not self.lanes[0].tokens:
+    def _verify_lane(self, fresh: bool) -> tuple[Tensor, Tensor] | None:
+        """The target over every row's tip and assumed tokens; None where, without pre-verify, a chunk is fresh."""
+        if not self.pre_verify and fresh and not self.lanes[0].tokens:
             return None
         fed_B = [[row.sequence[-1], *lane.tokens] for row, lane in zip(self.rows, self.lanes, strict=True)]
         width = max(len(fed) for fed in fed_B)
@@ -170,14 +180,15 @@ class Pearl(Batch):
             lane.q_AV = None if chunk.q_BNV is None else chunk.q_BNV[b, : len(tokens)]
             row.generation.drafted += len(tokens)
 
-    def _charge(self, steps: int, draft_seconds: float, target_seconds: float, rest_seconds: float) -> None:
-        """Put a round on the virtual clock: the lanes at the same time, then the rest."""
-        for row in self.rows:
+    def _charge(self, rows: list[Row], rest_seconds: float) -> None:
+        """Put a round on the clock: the longer lane, then what cannot overlap."""
+        for row in rows:
             generation = row.generation
-            generation.decode_seconds += max(draft_seconds, target_seconds) + rest_seconds
-            generation.lanes_seconds += max(draft_seconds, target_seconds)
-            generation.draft_seconds += draft_seconds
-            generation.draft_steps += steps
+            generation.decode_seconds += self._lanes_seconds + rest_seconds
+            generation.lanes_seconds += self._lanes_seconds
+            generation.draft_seconds += self._draft_seconds
+            generation.target_seconds += self._target_seconds
+            generation.draft_steps += self._steps
             if generation.rounds == 1:
                 generation.first_token_seconds = generation.prefill_seconds + generation.decode_seconds
 
@@ -197,10 +208,3 @@ class PearlWithoutPost(Pearl):
 def _rows_of(chunk: Proposal) -> list[list[int]]:
     """A chunk's tokens by row, without the padding."""
     return [tokens[:count] for tokens, count in zip(chunk.tokens_BN.tolist(), chunk.counts_B, strict=True)]
-
-
-SCHEDULES: dict[str, type[Pearl]] = {
-    "pearl_virtual": Pearl,
-    "pearl_virtual_wo_pre": PearlWithoutPre,
-    "pearl_virtual_wo_post": PearlWithoutPost,
-}

@@ -22,6 +22,7 @@ class Generation:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0  # part of decode_seconds spent in the drafter
+    target_seconds: float = 0.0  # of an overlapped schedule: the target's lane
     lanes_seconds: float = 0.0  # part of decode_seconds: the longer lane of each round of an overlapped schedule
     first_token_seconds: float = 0.0  # from the start of the prefill to the end of the first round
 

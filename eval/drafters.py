@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from decoding.compatible import check_same_tokenizer
 from decoding.errors import UserError
-from decoding.pearl import SCHEDULES
+from decoding.schedules import SCHEDULES, WALL
 from decoding.stopping import NAMES
 from eval.records import CONTROL
 from training.config import TargetConfig
@@ -39,6 +39,7 @@ class Use:
 
 
 USE = tuple(one.name for one in fields(Use))
+CHAIN = "decoding.chain.ChainDrafter"
 CONF = Path(__file__).resolve().parent.parent / "conf" / "drafter"
 
 
@@ -72,14 +73,20 @@ def uses(mappings: dict[str, dict[str, Any]], default: Use) -> dict[str, Use]:
     }
 
 
-def build(mappings: dict[str, dict[str, Any]], target_folder: Path) -> dict[str, Any]:
-    """Make the drafters. Those with a model folder must share every token id with the target (UserError)."""
+def build(mappings: dict[str, dict[str, Any]], uses: dict[str, Use], target_folder: Path) -> dict[str, Any]:
+    """Make the drafters, in a worker process where the schedule needs that.
+
+    Those with a model folder must share every token id with the target (UserError).
+    """
     drafters = {}
     for name, mapping in mappings.items():
         if "folder" in mapping:
             check_same_tokenizer(target_folder, Path(mapping["folder"]))
         try:
-            drafters[name] = instantiate({key: value for key, value in mapping.items() if key not in USE})
+            made = {key: value for key, value in mapping.items() if key not in USE}
+            if uses[name].schedule in WALL and made["_target_"] == CHAIN:
+                made["_target_"] = "decoding.worker.RemoteChain"
+            drafters[name] = instantiate(made)
         except InstantiationException as error:
             if isinstance(error.__cause__, UserError):  # Hydra wraps what the drafter itself had to say
                 raise error.__cause__ from None
@@ -102,7 +109,7 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     if file.is_file():
         mapping = _load(file, given)
     elif Path(use).exists():
-        mapping = {"_target_": "decoding.chain.ChainDrafter", "folder": use, **given}
+        mapping = {"_target_": CHAIN, "folder": use, **given}
     else:
         names = ", ".join(sorted(path.stem for path in CONF.glob("*.yaml") if "_target_" in path.read_text()))
         raise UserError(

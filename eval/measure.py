@@ -169,6 +169,7 @@ def _records(
                     decode_seconds=row.decode_seconds,
                     draft_seconds=row.draft_seconds,
                     lanes_seconds=row.lanes_seconds,
+                    target_seconds=row.target_seconds,
                     cpu_seconds=busy[arm],
                     differs_at=differs_at,
                     gap=gap,

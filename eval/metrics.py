@@ -108,7 +108,7 @@ class Costs:
     baseline_overhead: float = 0.0  # o_1
     one_pass: bool = False  # the proposal costs c whatever gamma is
     fill: float = 1.0  # tokens verified / gamma: below 1 where a drafter may have nothing to say, above 1 for trees
-    draft_fill: float = 1.0  # draft steps / gamma: below 1 where the model need not run for every token
+    steps_a_token: float = 1.0  # draft steps / tokens verified: below 1 where the model need not run for every token
     overlapped: bool = False  # PEARL's schedule: the lanes run at the same time
     deepest: int | None = None  # longest draft (of trees: depth) to consider; None: all whose verification was timed
 
@@ -121,7 +121,7 @@ class Costs:
 
     def draft(self, gamma: float) -> float:
         """Cost of proposing gamma tokens."""
-        return self.cost_ratio if self.one_pass else self.draft_fill * gamma * self.cost_ratio
+        return self.cost_ratio if self.one_pass else self.steps_a_token * self.fill * gamma * self.cost_ratio
 
     def verify(self, gamma: float) -> float:
         """Cost of the target forward over the proposal and the token before it."""
@@ -235,6 +235,11 @@ def overhead(round_seconds: float, busy_seconds: float) -> float:
     A small negative value is noise of the clock: the parts were timed apart from the round.
     """
     return 1.0 - busy_seconds / round_seconds
+
+
+def overlap(draft_seconds: float, target_seconds: float, both_seconds: float) -> float:
+    """(t_D + t_T - t_both) / min(t_D, t_T): the share of the shorter lane that ran while the longer one did. 1 hides it whole."""
+    return (draft_seconds + target_seconds - both_seconds) / min(draft_seconds, target_seconds)
 
 
 def cost_table(t_target_ms: Mapping[int, float]) -> dict[int, float]:

@@ -69,6 +69,7 @@ class Record:
     differs_at: int | None  # first token that is not the baseline's; None: equal, or not comparable
     gap: float | None  # there, the target's best score minus its second best
     lanes_seconds: float = 0.0  # under an overlapped schedule: the longer lane of every round, part of decode_seconds
+    target_seconds: float = 0.0  # there, the target's lane
     attempt: int = 1  # times its unit was measured, stalls of the machine included
 
     @property

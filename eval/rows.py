@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from decoding.schedules import WALL
 from eval import metrics
 from eval.lossless import judge
 from eval.parts import Slice, median_parts
@@ -97,7 +98,7 @@ def build_row(
         best_gamma=judged.gamma,
         best_gamma_speedup=judged.speedup,
         helps=judged.helps,
-        verdict=judged.text,
+        verdict=f"if the lanes do not slow each other, {judged.text}" if facts.schedule in WALL else judged.text,
         categories=_categories(units, run),
     )
 
@@ -131,10 +132,17 @@ def _costs(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> dict
         "target_ms_per_round": target_ms,
         "round_ms": round_ms,
         "overhead": metrics.overhead(round_ms, busy_ms(units, facts, parts)),
+        "overlap": None if facts.schedule == "serial" else _overlap(units),
         "baseline_round_ms": 1000 * base_seconds / sum(unit.base_batch_rounds for unit in units),
         "prefill_ms": 1000 * sum(unit.prefill_seconds for unit in units) / len(units),
         "baseline_prefill_ms": 1000 * sum(unit.base_prefill_seconds for unit in units) / len(units),
     }
+
+
+def _overlap(units: Sequence[Unit]) -> float:
+    return metrics.overlap(
+        *(sum(lane) for lane in zip(*((u.draft_seconds, u.target_seconds, u.lanes_seconds) for u in units)))
+    )
 
 
 def _speed(units: Sequence[Unit], run: RunFacts) -> dict[str, Any]:

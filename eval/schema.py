@@ -109,6 +109,9 @@ class Row:
     target_ms_per_round: float
     round_ms: float
     overhead: float
+    overlap: (
+        float | None
+    )  # of an overlapped schedule's lanes: share of the shorter one that the longer one hides; virtual: 1 by definition
     baseline_round_ms: float
     prefill_ms: float  # mean of a batch, drafter's prefill included
     baseline_prefill_ms: float

@@ -81,7 +81,9 @@ def load(cfg: EvalConfig) -> Loaded:
         cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
     )
     uses = drafter_list.uses(mappings, drafter_list.Use(cfg.stopping, cfg.stopping_threshold, cfg.schedule))
-    drafters = drafter_list.build(mappings, folder)
+    drafters = drafter_list.build(mappings, uses, folder)
+    for drafter in drafters.values():
+        drafter.prepare(target, None)  # what does not fit the target is told now, not after an hour
     tokenizer = load_tokenizer(folder)
     prompt_file = resolve(cfg.benchmark.path)
     benchmark = load_benchmark(

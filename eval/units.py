@@ -37,6 +37,8 @@ class Unit:
     draft_steps: int = 0
     verified: int = 0
     lanes_seconds: float = 0.0  # of overlapped schedules: the longer lane of every round
+    draft_seconds: float = 0.0  # the drafter's lane
+    target_seconds: float = 0.0  # the target's
     tested: list[list[int]] = field(default_factory=list)
     accepted: list[list[int]] = field(default_factory=list)
 
@@ -61,6 +63,8 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
         unit.draft_steps += max(row.draft_steps for row in rows)
         unit.verified += max(row.verified for row in rows)
         unit.lanes_seconds += max(row.lanes_seconds for row in rows)
+        unit.draft_seconds += max(row.draft_seconds for row in rows)
+        unit.target_seconds += max(row.target_seconds for row in rows)
         unit.tested += [row.tested_by_depth for row in rows]
         unit.accepted += [row.accepted_by_depth for row in rows]
         unit.base_tokens += sum(len(row.tokens) for row in base)
@@ -109,19 +113,18 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
     units = [unit for group in judged.values() for unit in group]
     tested, accepted = tested_counts(units)
     reached = _reached(judged)
-    passes, fill, draft_fill = metrics.usable_alpha(tested, accepted), 1.0, 1.0
+    passes, fill = metrics.usable_alpha(tested, accepted), 1.0
     offered = sum(gamma * unit.batch_rounds for gamma, group in judged.items() for unit in group)
-    share, draft_share = (
-        total / offered for total in (sum(u.verified for u in units), sum(u.draft_steps for u in units))
-    )
+    verified, steps = sum(unit.verified for unit in units), sum(unit.draft_steps for unit in units)
+    share = verified / offered if offered else 1.0
     # The last round of a generation may have no room for a full proposal; any other short one is the drafter's choice.
     if sum(reached) - sum(tested) > sum(len(unit.tested) for unit in units):
         passes = [have / before if before else None for have, before in zip(accepted, reached, strict=False)]
-        fill, draft_fill = share, draft_share
+        fill = share
     fill = max(fill, share)  # a tree proposes several tokens for each of its depths
     overlapped = facts.schedule != "serial"
     if overlapped:  # a window begins anywhere in a chunk, so depth means nothing
-        passes, fill, draft_fill = [metrics.alpha(tested, accepted)], 1.0, 1.0
+        passes, fill = [metrics.alpha(tested, accepted)], 1.0
     if not passes or passes[0] is None:  # not one token was offered, so none passes
         passes = [0.0]
     overhead, baseline_overhead = _overheads(timed, facts, parts)
@@ -132,7 +135,7 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
         baseline_overhead=baseline_overhead,
         one_pass=facts.one_pass,
         fill=fill,
-        draft_fill=draft_fill,
+        steps_a_token=steps / verified if verified and not overlapped else 1.0,
         overlapped=overlapped,
         deepest=max(*judged, *timed),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decoding.schedules import WALL
 from eval.schema import LOOPING_BELOW, Row
 
 # Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
@@ -34,7 +35,7 @@ def drafter_label(row: Row) -> str:
     used = [vars(row)[key] for key, usual in plain.items() if vars(row)[key] != usual]
     name = row.drafter + "".join(f"+{word}" for word in used if word not in row.drafter)
     if row.drafter_parameters == 0:
-        return f"{name} (no model)"
+        return f"{name} ({row.drafter_layers} of the target's layers)" if row.drafter_layers else f"{name} (no model)"
     layers = "1 layer" if row.drafter_layers == 1 else f"{row.drafter_layers} layers"
     return f"{name} ({layers}, {millions(row.drafter_parameters)})"
 
@@ -120,6 +121,9 @@ def verdict_line(row: Row) -> tuple[str, str, str]:
     predicted = f"{row.verdict[0].upper()}{row.verdict[1:]}."
     if row.part == "main" and row.best_gamma != row.num_draft_tokens:
         predicted += f" It ran at gamma={row.num_draft_tokens} ({times(row.predicted_speedup)} predicted)."
+    if row.overlap is not None:
+        why = "two workers, measured" if row.schedule in WALL else "virtual clock, by definition"
+        predicted += f" The lanes hid {100 * row.overlap:.0f} % of the shorter one ({why})."
     if row.predicted_speedup is not None and abs(row.predicted_speedup / row.speedup - 1) > AGREEMENT:
         predicted += (
             f" That does not agree with what was measured ({times(row.speedup)}): the parts do not explain it, or the machine's "

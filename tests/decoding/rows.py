@@ -15,6 +15,7 @@ from decoding.drafter import Drafter
 from decoding.graph import GraphDrafter
 from decoding.lookahead import Lookahead
 from decoding.multi_candidate import MultiCandidate
+from decoding.ouroboros import Ouroboros
 from decoding.prompt_lookup import PromptLookup, SuffixLookup
 from decoding.self_speculation import SelfSpeculation
 from decoding.stopping import RoundCosts
@@ -103,6 +104,12 @@ ROWS = [
         make=lambda kit: Lookahead(),
         rules=("greedy", "token", "coupled"),
         table=lambda: Lookahead(ngram=3, columns=3, candidates=3),
+    ),
+    DrafterRow(
+        "ouroboros",
+        make=lambda kit: Ouroboros(model=kit.draft_model),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: Ouroboros(model=draft_table(), ngram=3, columns=3),
     ),
     DrafterRow(
         "self_speculation",

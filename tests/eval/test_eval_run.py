@@ -222,10 +222,12 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
     shutil.copytree(home / "shallow", home / "cut")
     weights = home / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
+    mappings = describe([str(home / "cut")], target, False)
     with pytest.raises(UserError, match="model.safetensors: has .* bytes, but its header promises"):
-        build(describe([str(home / "cut")], target, False), home / "target")
+        build(mappings, uses(mappings, Use()), home / "target")
+    mappings = describe([{"use": str(home / "shallow"), "depth": 3}], target, False)
     with pytest.raises(UserError, match="shallow could not be made from .*unexpected keyword argument 'depth'"):
-        build(describe([{"use": str(home / "shallow"), "depth": 3}], target, False), home / "target")
+        build(mappings, uses(mappings, Use()), home / "target")
     tree = describe([{"use": "multi_candidate", "folder": str(home / "shallow"), "branching": [2]}], target, False)
     assert tree["multi_candidate"]["branching"] == [2]
     assert tree["multi_candidate"]["dtype"] == "bfloat16"

@@ -1,0 +1,60 @@
+"""PEARL on two workers: the drafter's process drafts while this one verifies, and the clock is the wall's.
+
+The same schedule as decoding/pearl.py, token for token. What the lanes take from each other (memory bandwidth, cores, the way between
+them) is in the time, and how much they really overlap is in the counts: `draft_seconds` of the worker, `target_seconds` here and
+`lanes_seconds` of both together give the overlap (t_D + t_T - t_both) / min(t_D, t_T).
+
+Shapes: as in decoding/pearl.py.
+"""
+
+from contextlib import ExitStack
+from time import perf_counter
+
+import torch
+
+from decoding.drafter import Proposal
+from decoding.pearl import Pearl
+from decoding.worker import RemoteChain, lanes
+
+
+class PearlWall(Pearl):
+    """The rows of a batch under PEARL's schedule, with a drafter in a worker."""
+
+    def open(self) -> None:
+        """As on the virtual clock, bound to this process's own cores until `close`."""
+        assert isinstance(self.drafter, RemoteChain)
+        self._bound = ExitStack()
+        self._bound.enter_context(lanes(self.drafter))
+        super().open()
+
+    def close(self) -> None:
+        """Give the cores back."""
+        self._bound.close()
+
+    def _both_lanes(self) -> "tuple[Proposal | None, tuple[torch.Tensor, torch.Tensor] | None]":
+        """Ask for the chunk, verify, then wait for the chunk."""
+        assert isinstance(self.drafter, RemoteChain)
+        began = perf_counter()
+        request = self._request()
+        if request is not None:
+            self.drafter.begin(*request)
+        forward = self._verify_lane(fresh=request is not None)
+        if forward is not None and self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        self._target_seconds = perf_counter() - began if forward is not None else 0.0
+        chunk = self.drafter.finish() if request is not None else None
+        self._draft_seconds = self.drafter.worker_seconds if request is not None else 0.0
+        self._lanes_seconds = perf_counter() - began
+        return chunk if chunk is not None and max(chunk.counts_B) else None, forward
+
+
+class PearlWallWithoutPre(PearlWall):
+    """The first ablation: a fresh chunk is assumed whole."""
+
+    pre_verify = False
+
+
+class PearlWallWithoutPost(PearlWall):
+    """The second ablation: nothing is drafted while assumed tokens are tested."""
+
+    post_verify = False

@@ -1,0 +1,39 @@
+"""The overlapped schedules by name. `serial`, the loop's own, is none of them."""
+
+from decoding.drafter import Drafter
+from decoding.errors import UserError
+from decoding.loop import Batch
+from decoding.pearl import Pearl, PearlWithoutPost, PearlWithoutPre
+from decoding.pearl_wall import PearlWall, PearlWallWithoutPost, PearlWallWithoutPre
+from decoding.worker import RemoteChain
+
+VIRTUAL: dict[str, type[Pearl]] = {
+    "pearl_virtual": Pearl,
+    "pearl_virtual_wo_pre": PearlWithoutPre,
+    "pearl_virtual_wo_post": PearlWithoutPost,
+}
+WALL: dict[str, type[Pearl]] = {
+    "pearl_wall": PearlWall,
+    "pearl_wall_wo_pre": PearlWallWithoutPre,
+    "pearl_wall_wo_post": PearlWallWithoutPost,
+}
+SCHEDULES = VIRTUAL | WALL
+
+
+def batch_type(schedule: str, drafter: Drafter, verify: str, num_rows: int) -> type[Batch]:
+    """The batch that runs a schedule. Raises UserError where drafter, rule or rows do not fit it."""
+    if schedule not in SCHEDULES:
+        raise UserError(f"schedule '{schedule}' is unknown, expected one of serial, {', '.join(SCHEDULES)}.")
+    if not drafter.caps.can_overlap:
+        raise UserError(
+            f"schedule '{schedule}' needs a drafter that can overlap; '{drafter.name}' cannot: take serial."
+        )
+    if schedule in WALL and not isinstance(drafter, RemoteChain):
+        raise UserError(
+            f"schedule '{schedule}' needs a drafter in a process of its own: make it with decoding.worker.RemoteChain(folder)."
+        )
+    if verify == "block":
+        raise UserError(f"schedule '{schedule}' tests chunks that go on; take verify=token or coupled, not block.")
+    if num_rows > 1 and not SCHEDULES[schedule].pre_verify:
+        raise UserError(f"schedule '{schedule}' runs one prompt at a time, found {num_rows}.")
+    return SCHEDULES[schedule]

@@ -1,0 +1,237 @@
+"""A chain drafter in a process of its own, so that it can draft while the target verifies.
+
+The worker holds the model and answers over a socket pair; tokens and counts travel as lists, and where the rule tests them the drafted rows
+of q as bytes. No random number travels: all noise is a function of its key, and the key is sent. With `cores` the worker is bound to its own
+processor cores and the target's process to the others (`lanes`), one thread a core: without that, two processes that each use every core
+only get in each other's way.
+
+Shapes: B rows, N drafted tokens, V vocabulary.
+"""
+
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoding.chooser import Chooser
+from decoding.drafter import Caps, Observation, Proposal
+from decoding.errors import UserError
+from decoding.stopping import Fixed, RoundCosts, Stopping, make_stopping
+from decoding.target import Target
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class RemoteChain:
+    """A ChainDrafter in a worker process. Hydra: `_target_: decoding.worker.RemoteChain`.
+
+    draft_cores: processor cores of the worker (the last ones of this process's); 0 binds nothing. The other arguments are ChainDrafter's.
+    The worker ends with this object, or with this process.
+    """
+
+    caps = Caps(shape="chain", has_q=True, can_overlap=True)
+
+    def __init__(self, folder: str | Path, *, draft_cores: int = 1, name: str | None = None, **named: Any) -> None:
+        available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        if draft_cores and len(available) <= draft_cores:
+            raise UserError(
+                f"a worker with {draft_cores} cores of its own leaves none of this process's {len(available)} to the target: "
+                "give draft_cores=0 (they share), or run on more cores."
+            )
+        self.own_cores = available[:-draft_cores] if draft_cores else []
+        worker_cores = available[-draft_cores:] if draft_cores else []
+        self._pipe, theirs = Pipe()
+        command = [sys.executable, "-m", "decoding.worker", str(theirs.fileno())]
+        # Ctrl-C is this process's to handle.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        if draft_cores:
+            environment["OMP_NUM_THREADS"] = str(draft_cores)
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True)
+        theirs.close()
+        self._end = weakref.finalize(self, _end, self._pipe, self._process)
+        self._pipe.send((str(folder), named, worker_cores))
+        about = self._receive()
+        self.name = name or about["name"]
+        self.num_layers, self.num_parameters = about["num_layers"], about["num_parameters"]
+        self.worker_seconds = 0.0  # that the last proposal took in the worker
+
+    def width(self, gamma: int) -> int:
+        """A chain of gamma tokens."""
+        return gamma
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """It needs neither."""
+
+    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+        """Have the worker read all prompt tokens but the last."""
+        self._call("open", [list(prompt) for prompt in prompts_B], capacity)
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """Draft a chain for each row and wait for it."""
+        self.begin(sequences_B, budgets_B, stopping_B, chooser)
+        return self.finish()
+
+    def begin(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> None:
+        """Ask for a chain for each row; `finish` waits for it. Raises UserError for policies that look at tokens as they are drawn."""
+        if not all(isinstance(policy, Fixed) and policy.reads == "nothing" for policy in stopping_B):
+            raise UserError(
+                f"drafter '{self.name}' runs in a worker, which cannot ask a stopping policy: take stopping=fixed."
+            )
+        self._pipe.send(("propose", ([list(s) for s in sequences_B], list(budgets_B), chooser.spec, chooser.begun)))
+        self._device = chooser.device
+
+    def finish(self) -> Proposal:
+        """The chains that `begin` asked for."""
+        tokens, counts_B, steps, q_bytes, dtype, self.worker_seconds = self._receive()
+        tokens_BN = torch.tensor(tokens, dtype=torch.long, device=self._device).view(len(counts_B), -1)
+        if q_bytes is None:
+            return Proposal(tokens_BN, counts_B, steps=steps)
+        q_BNV = torch.from_numpy(np.frombuffer(bytearray(q_bytes), dtype=dtype)).view(*tokens_BN.shape, -1)
+        return Proposal(tokens_BN, counts_B, None, q_BNV.to(self._device), steps)
+
+    def observe(self, observation: Observation) -> None:
+        """A chain drafter learns nothing."""
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Keep what the target kept."""
+        self._pipe.send(("rollback", (list(lengths_B),)))  # nothing to wait for
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self._pipe.send(("select", (list(rows),)))
+
+    def time_step(self) -> None:
+        """One forward in the worker over one token a row, there and back."""
+        self._call("time_step")
+
+    def close(self) -> None:
+        """End the worker."""
+        self._end()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self._pipe.send((name, arguments))
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            kind, value = self._pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise UserError(
+                f"the drafter's worker ended with status {self._process.wait()}; its last words stand above"
+            ) from error
+        if kind == "error":
+            raise UserError(value)
+        return value
+
+
+@contextmanager
+def lanes(drafter: RemoteChain) -> Iterator[None]:
+    """Bind this process to the cores that the worker does not use, one thread a core, while the block runs."""
+    if not drafter.own_cores:
+        yield
+        return
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, drafter.own_cores)
+    torch.set_num_threads(len(drafter.own_cores))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        os.sched_setaffinity(0, cores)
+
+
+def _end(pipe: Connection, process: "subprocess.Popen[bytes]") -> None:
+    pipe.close()  # the worker reads the end of its requests, and ends
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+class _Worker:
+    """What answers in the worker process."""
+
+    def __init__(self, folder: str, named: dict[str, Any]) -> None:
+        from decoding.chain import ChainDrafter
+
+        self.drafter = ChainDrafter(folder, **named)
+        self._choosers: dict[Any, Chooser] = {}
+
+    def about(self) -> dict[str, Any]:
+        drafter = self.drafter
+        return {"name": drafter.name, "num_layers": drafter.num_layers, "num_parameters": drafter.num_parameters}
+
+    def open(self, prompts_B: list[list[int]], capacity: int) -> None:
+        self.drafter.open(prompts_B, None, capacity)
+
+    def propose(self, sequences_B: list[list[int]], budgets_B: list[int], spec: Any, begun: Any) -> Any:
+        began = perf_counter()
+        if spec not in self._choosers:
+            warper, rule, seed, vocab_size = spec
+            self._choosers = {spec: Chooser(warper, rule, seed, vocab_size, torch.device("cpu"))}
+        chooser = self._choosers[spec]
+        chooser.begin(*begun)
+        chunk = self.drafter.propose(sequences_B, budgets_B, make_stopping("fixed", budgets_B, None, None), chooser)
+        q = None if chunk.q_BNV is None else chunk.q_BNV.cpu().numpy()
+        q_bytes, dtype = (None, "") if q is None else (q.tobytes(), q.dtype.str)
+        return chunk.tokens_BN.tolist(), chunk.counts_B, chunk.steps, q_bytes, dtype, perf_counter() - began
+
+
+@torch.inference_mode()
+def serve(pipe: Connection) -> None:
+    """Answer requests until the other end closes."""
+    folder, named, cores = pipe.recv()
+    if cores:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+    try:
+        worker = _Worker(folder, named)
+    except UserError as error:
+        pipe.send(("error", str(error)))
+        return
+    pipe.send(("value", worker.about()))
+    silent: dict[str, Callable[..., Any]] = {"rollback": worker.drafter.rollback, "select": worker.drafter.select}
+    answers: dict[str, Callable[..., Any]] = {
+        "open": worker.open,
+        "propose": worker.propose,
+        "time_step": worker.drafter.time_step,
+    }
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        if name in silent:
+            silent[name](*arguments)
+            continue
+        try:
+            pipe.send(("value", answers[name](*arguments)))
+        except UserError as error:
+            pipe.send(("error", str(error)))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,103 @@
+"""PEARL with the drafter in a worker process: the same tokens as on the virtual clock, and real lanes."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from decoding.chain import ChainDrafter
+from decoding.errors import UserError
+from decoding.loop import Settings, decode
+from decoding.schedules import WALL
+from decoding.worker import RemoteChain, lanes
+
+from .test_laws import models, with_rule
+from .tiny import hf_model, random_prompts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model on disk: the target's weights, disturbed."""
+    model = hf_model("llama", layers=2)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    path = tmp_path_factory.mktemp("draft")
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def remote(folder: Path) -> Iterator[RemoteChain]:
+    drafter = RemoteChain(folder, dtype="float64", draft_cores=0)
+    yield drafter
+    drafter.close()
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
+@pytest.mark.parametrize("schedule", WALL)
+def test_the_wall_decodes_what_the_virtual_clock_decodes(
+    schedule: str, rule: str, remote: RemoteChain, folder: Path
+) -> None:
+    """So laws 1 to 5, which hold there, hold here."""
+    target, _, _ = models()
+    local = ChainDrafter(folder, dtype="float64")
+    settings = with_rule(rule, max_new_tokens=40, stop_token_ids=(3,), num_draft_tokens=3)
+    groups = [random_prompts(6)] if schedule == "pearl_wall" else [[prompt] for prompt in random_prompts(4)]
+    accepted = 0
+    for prompts in groups:
+        virtual = decode(target, local, prompts, replace(settings, schedule=schedule.replace("wall", "virtual")))
+        wall = decode(target, remote, prompts, replace(settings, schedule=schedule))
+        counts = [(g.tokens, g.rounds, g.drafted, g.tested_by_depth, g.accepted_by_depth, g.finish) for g in wall]
+        assert counts == [
+            (g.tokens, g.rounds, g.drafted, g.tested_by_depth, g.accepted_by_depth, g.finish) for g in virtual
+        ]
+        accepted += sum(g.accepted for g in wall)
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])
+def test_a_worker_serves_the_serial_schedule_too(rule: str, remote: RemoteChain, folder: Path) -> None:
+    target, _, _ = models()
+    settings = with_rule(rule, max_new_tokens=30)
+    here = decode(target, ChainDrafter(folder, dtype="float64"), random_prompts(4), settings)
+    there = decode(target, remote, random_prompts(4), settings)
+    assert [(g.tokens, g.accepted_by_depth) for g in there] == [(g.tokens, g.accepted_by_depth) for g in here]
+
+
+def test_the_clock_is_the_walls(remote: RemoteChain) -> None:
+    target, _, _ = models()
+    (done,) = decode(target, remote, random_prompts(1), Settings(max_new_tokens=40, schedule="pearl_wall"))
+    assert done.decode_seconds >= done.lanes_seconds >= max(done.target_seconds, 0.9 * done.draft_seconds) > 0
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processor cores")
+def test_each_lane_has_its_own_cores_while_it_decodes(folder: Path) -> None:
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    drafter = RemoteChain(folder, dtype="float64")
+    worker_cores = os.sched_getaffinity(drafter._process.pid)
+    with lanes(drafter):
+        assert os.sched_getaffinity(0) == cores - worker_cores
+        assert len(worker_cores) == 1
+    target, _, _ = models()
+    decode(target, drafter, [[4]], Settings(max_new_tokens=4, schedule="pearl_wall"))
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cores, threads)
+    drafter.close()
+
+
+def test_errors_of_the_worker_reach_the_caller(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such model folder"):
+        RemoteChain(tmp_path / "nothing", draft_cores=0)
+    with pytest.raises(UserError, match="leaves none of this process's"):
+        RemoteChain(folder, draft_cores=10_000)
+    drafter = RemoteChain(folder, dtype="float64", draft_cores=0)
+    target, _, _ = models()
+    with pytest.raises(UserError, match="take stopping=fixed"):
+        decode(target, drafter, [[4]], Settings(stopping="confidence"))
+    drafter._process.send_signal(signal.SIGKILL)
+    with pytest.raises(UserError, match="the drafter's worker ended with status -9"):
+        decode(target, drafter, [[4]], Settings())
