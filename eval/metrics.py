@@ -18,7 +18,7 @@ Legend: D depths of a chain, P prompts (or groups of prompts that are decoded to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -107,8 +107,13 @@ class Costs:
     overhead: float = 0.0  # o
     baseline_overhead: float = 0.0  # o_1
     one_pass: bool = False  # the proposal costs c whatever gamma is
-    fill: float = 1.0  # tokens verified / gamma: below 1 where a drafter may have nothing to say, above 1 for trees
-    steps_a_token: float = 1.0  # draft steps / tokens verified: below 1 where the model need not run for every token
+    # Per round, by draft length, as measured. Empty: gamma of each, as a chain that always drafts has.
+    nodes: Mapping[int, float] = field(
+        default_factory=dict
+    )  # verified: fewer where nothing was offered, more for trees
+    steps: Mapping[int, float] = field(
+        default_factory=dict
+    )  # of the drafter: fewer where the model need not run for every token
     overlapped: bool = False  # PEARL's schedule: the lanes run at the same time
     deepest: int | None = None  # longest draft (of trees: depth) to consider; None: all whose verification was timed
 
@@ -121,11 +126,11 @@ class Costs:
 
     def draft(self, gamma: float) -> float:
         """Cost of proposing gamma tokens."""
-        return self.cost_ratio if self.one_pass else self.steps_a_token * self.fill * gamma * self.cost_ratio
+        return self.cost_ratio if self.one_pass else _between(self.steps, gamma) * self.cost_ratio
 
     def verify(self, gamma: float) -> float:
         """Cost of the target forward over the proposal and the token before it."""
-        return self.V_at(1 + self.fill * gamma)
+        return self.V_at(1 + _between(self.nodes, gamma))
 
     def round(self, gamma: float) -> float:
         """gamma c + V(gamma + 1) + o."""
@@ -134,8 +139,21 @@ class Costs:
     @property
     def gammas(self) -> range:
         """The draft lengths whose verification was timed."""
-        timed = int((max(self.V) - 1) / max(self.fill, 1.0))
-        return range(1, min(timed, self.deepest or timed) + 1)
+        longest = self.deepest or int(max(self.V)) - 1
+        return range(
+            1, max(g for g in range(1, longest + 1) if g == 1 or 1 + _between(self.nodes, g) <= max(self.V)) + 1
+        )
+
+
+def _between(by_gamma: Mapping[int, float], gamma: float) -> float:
+    """The value at gamma: linear from (0, 0) through the measured ones, and on in proportion; gamma itself where none was measured."""
+    if not by_gamma:
+        return gamma
+    last = max(by_gamma)
+    if gamma > last:
+        return by_gamma[last] * gamma / last
+    lengths = sorted(by_gamma)
+    return float(np.interp(gamma, [0, *lengths], [0.0, *(by_gamma[length] for length in lengths)]))
 
 
 def pearl_round(alpha_all: float, gamma: int, costs: Costs) -> tuple[float, float]:

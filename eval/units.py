@@ -113,18 +113,16 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
     units = [unit for group in judged.values() for unit in group]
     tested, accepted = tested_counts(units)
     reached = _reached(judged)
-    passes, fill = metrics.usable_alpha(tested, accepted), 1.0
-    offered = sum(gamma * unit.batch_rounds for gamma, group in judged.items() for unit in group)
-    verified, steps = sum(unit.verified for unit in units), sum(unit.draft_steps for unit in units)
-    share = verified / offered if offered else 1.0
-    # The last round of a generation may have no room for a full proposal; any other short one is the drafter's choice.
-    if sum(reached) - sum(tested) > sum(len(unit.tested) for unit in units):
-        passes = [have / before if before else None for have, before in zip(accepted, reached, strict=False)]
-        fill = share
-    fill = max(fill, share)  # a tree proposes several tokens for each of its depths
+    passes, nodes = metrics.usable_alpha(tested, accepted), _by_length(judged, timed)
     overlapped = facts.schedule != "serial"
+    # The last round of a generation may have no room for a full proposal; any other short one is the drafter's choice.
+    short = sum(reached) - sum(tested) > sum(len(unit.tested) for unit in units)
+    if short:
+        passes = [have / before if before else None for have, before in zip(accepted, reached, strict=False)]
+    elif all(count <= gamma for gamma, (count, _) in nodes.items()):  # no tree
+        nodes = {gamma: (float(gamma), steps) for gamma, (_, steps) in nodes.items()}
     if overlapped:  # a window begins anywhere in a chunk, so depth means nothing
-        passes, fill = [metrics.alpha(tested, accepted)], 1.0
+        passes, nodes = [metrics.alpha(tested, accepted)], {}
     if not passes or passes[0] is None:  # not one token was offered, so none passes
         passes = [0.0]
     overhead, baseline_overhead = _overheads(timed, facts, parts)
@@ -134,12 +132,21 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
         overhead=overhead,
         baseline_overhead=baseline_overhead,
         one_pass=facts.one_pass,
-        fill=fill,
-        steps_a_token=steps / verified if verified and not overlapped else 1.0,
+        nodes={gamma: count for gamma, (count, _) in nodes.items()},
+        steps={gamma: count * steps for gamma, (count, steps) in nodes.items()},
         overlapped=overlapped,
         deepest=max(*judged, *timed),
     )
     return Pool(passes, costs)
+
+
+def _by_length(*groups: ByGamma) -> dict[int, tuple[float, float]]:
+    """Draft length -> (nodes verified in a mean round, draft steps a node), the first group's figures where several have a length."""
+    found: dict[int, tuple[float, float]] = {}
+    for gamma, units in (pair for group in reversed(groups) for pair in group.items()):
+        verified, steps = sum(unit.verified for unit in units), sum(unit.draft_steps for unit in units)
+        found[gamma] = (verified / sum(unit.batch_rounds for unit in units), steps / verified if verified else 0.0)
+    return found
 
 
 def _overheads(timed: ByGamma, facts: DrafterFacts, parts: PartTimes) -> tuple[float, float]:

@@ -115,7 +115,7 @@ def test_a_steep_verification_moves_the_best_gamma_down():
 def test_a_one_pass_drafter_pays_once_and_a_silent_one_pays_less():
     assert Costs(0.3, FLAT, one_pass=True).round(8) == pytest.approx(1.3)
     assert Costs(0.3, FLAT).round(8) == pytest.approx(3.4)
-    assert Costs(0.3, STEEP, one_pass=True, fill=0.5).round(4) == pytest.approx(0.3 + 1.6)
+    assert Costs(0.3, STEEP, one_pass=True, nodes={4: 2.0}).round(4) == pytest.approx(0.3 + 1.6)
 
 
 def test_costs_are_not_extrapolated():
