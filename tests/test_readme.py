@@ -16,9 +16,10 @@ from hydra import compose, initialize_config_dir
 
 import distill.pretrain
 import distill.quality
+import distill.skip_search
 import distill.train
 import eval.run
-from distill.config import PretrainConfig, QualityConfig, TrainConfig
+from distill.config import PretrainConfig, QualityConfig, SkipSearchConfig, TrainConfig
 from eval.config import EvalConfig
 from training.config import JobConfig, typed
 from training.job import CONF, check_arguments, register
@@ -28,12 +29,14 @@ README = (ROOT / "README.md").read_text()
 SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.pretrain": PretrainConfig,
     "distill.quality": QualityConfig,
+    "distill.skip_search": SkipSearchConfig,
     "distill.train": TrainConfig,
     "eval.run": EvalConfig,
 }
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "distill.pretrain": distill.pretrain.run,
     "distill.quality": distill.quality.run,
+    "distill.skip_search": distill.skip_search.run,
     "distill.train": distill.train.run,
     "eval.run": eval.run.run,
 }
@@ -42,6 +45,7 @@ TOY_LOOP = "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=51
 TOY = {
     "distill.pretrain": f"{TOY_LOOP} stages=[]",
     "distill.quality": "functions=1 max_new_tokens=4",
+    "distill.skip_search": "held_out.max_prompts=2 held_out.max_new_tokens=4 max_skips=2",
     "distill.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4",
     "eval.run": "max_prompts=4 sweep=[1,2] sweep_prompts=2 max_new_tokens=8 bootstrap_resamples=50 timing_repeats=2",
 }
