@@ -84,6 +84,9 @@ class ChainDrafter:
         rows_q: list[Tensor] = []
         while True:
             fitted_BV = self._fit(logits_BV, chooser)
+            if chooser.processors is not None:
+                texts_B = [[*s, *row] for s, row in zip(sequences_B, _by_row(tokens, len(counts_B)))]
+                fitted_BV = chooser.processors(fitted_BV[:, None], texts_B)[:, 0]
             tokens_B, q_BV = chooser.draft(fitted_BV, len(tokens))
             tokens.append(tokens_B)
             if q_BV is not None:
@@ -140,6 +143,11 @@ class ChainDrafter:
     def time_step(self) -> None:
         """One forward over one token a row; nothing is committed."""
         self.model.forward(torch.zeros(len(self.model.lengths_B), 1, dtype=torch.long, device=self.model.device))
+
+
+def _by_row(tokens: Sequence[Tensor], rows: int) -> list[list[int]]:
+    """Tokens drawn so far, one tensor a depth, as a list for each row."""
+    return torch.stack(list(tokens), 1).tolist() if tokens else [[] for _ in range(rows)]
 
 
 def _counts_after(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decoding import noise
 from decoding.errors import UserError
+from decoding.processors import Processors
 from decoding.sampling import Warper, draw
 
 RULES = ("greedy", "token", "block", "coupled")
@@ -35,6 +36,7 @@ class Chooser:
         self._scaled_V = noise.scaled_ids(torch.arange(vocab_size, device=device)) if self.rule == "coupled" else None
         self.spec = (warper, verify, seed, vocab_size)  # all that an equal chooser elsewhere needs, with `begun`
         self.begun: tuple[Sequence[int], Sequence[int], Sequence[int], int] = ((), (), (), 0)
+        self.processors: Processors | None = None
         self._round_keys_B: list[int] = []
         self._positions_B: Sequence[int] = ()
         self._keys_BW = torch.empty(0)

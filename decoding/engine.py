@@ -108,9 +108,10 @@ def generate(
 ) -> Reply | Iterator[str]:
     """Continue a text or answer a chat. settings: the fields of `decoding.loop.Settings`.
 
-    stream=True returns an iterator over pieces of text, each as soon as its round ends.
+    A stop string ends the text, which holds it. stream=True returns an iterator over pieces of text, each as soon as its round ends.
     """
-    chosen = Settings(**{"stop_token_ids": engine.stop_token_ids, **settings})
+    fixed = {"stop_token_ids": engine.stop_token_ids, "text_of": lambda ids: text_of(engine, ids)}
+    chosen = Settings(**{**fixed, **settings})
     prompt = encode(engine, text_or_messages)
     if stream:
         return _stream(engine, prompt, chosen)

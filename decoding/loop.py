@@ -19,6 +19,7 @@ from decoding import noise
 from decoding.chooser import Chooser
 from decoding.drafter import Drafter, Observation, Proposal
 from decoding.errors import UserError
+from decoding.processors import Allowed, make_processors
 from decoding.sampling import Warper
 from decoding.stats import Generation
 from decoding.stopping import RoundCosts, Stopping, make_stopping
@@ -48,6 +49,12 @@ class Settings:
     stopping_threshold: float | None = None  # of the policies that have one; None takes the policy's own
     schedule: str = "serial"  # or decoding.schedules.SCHEDULES: draft and verify at the same time
     costs: RoundCosts | None = None  # measured, for stopping="cost_ratio" and drafters that weigh their proposals
+    repetition_penalty: float = (
+        1.0  # divides positive and multiplies negative logits of tokens that the text holds; 1 is off
+    )
+    allowed: Allowed | None = None  # text so far, as ids -> ids that may follow; None: all of them
+    stop_strings: tuple[str, ...] = ()  # a row ends with the token that completes one of them
+    text_of: Callable[[Sequence[int]], str] | None = None  # ids -> text, for stop_strings
     ignore_eos: bool = False  # go on to max_new_tokens past stop tokens, for timing
 
     def __post_init__(self) -> None:
@@ -55,6 +62,12 @@ class Settings:
             raise UserError(f"max_new_tokens is {self.max_new_tokens}, expected 1 or more.")
         if self.num_draft_tokens < 0:
             raise UserError(f"num_draft_tokens is {self.num_draft_tokens}, expected 0 (no drafting) or more.")
+        if self.stop_strings and self.text_of is None:
+            raise UserError(
+                "stop_strings needs text_of, the function from token ids to text (decoding.generate has it)."
+            )
+        if "" in self.stop_strings:
+            raise UserError("stop_strings holds an empty text, which every text ends with: leave it out.")
 
     @property
     def warper(self) -> Warper:
@@ -89,7 +102,9 @@ class Batch:
         self.gamma = settings.num_draft_tokens if drafter is not None else 0
         self.stops = frozenset() if settings.ignore_eos else frozenset(settings.stop_token_ids)
         self.chooser = Chooser(settings.warper, settings.verify, settings.seed, target.vocab_size, target.device)
+        self.chooser.processors = make_processors(settings.repetition_penalty, settings.allowed)
         self.rule = RULES[self.chooser.rule]
+        self.stop_strings, self.text_of = settings.stop_strings, settings.text_of
 
     def width(self) -> int:
         """The most tokens that a round puts behind the tip."""
@@ -156,12 +171,21 @@ class Batch:
         """Logits and hidden states of the tip and the drafted tokens."""
         tips_B1 = torch.tensor([row.sequence[-1:] for row in self.rows], device=self.target.device)
         if proposal is None:
-            return self.target.forward(tips_B1)
+            return self._processed(*self.target.forward(tips_B1))
         tokens_BN = torch.cat((tips_B1, proposal.tokens_BN), 1)
         if proposal.parents_BN is None:
-            return self.target.forward(tokens_BN)
+            return self._processed(*self.target.forward(tokens_BN), proposal.tokens_BN)
         parents_BN = torch.cat((torch.full_like(tips_B1, -1), proposal.parents_BN + 1), 1)
-        return self.target.forward(tokens_BN, parents_BN)
+        return self._processed(*self.target.forward(tokens_BN, parents_BN), proposal.tokens_BN, proposal.parents_BN)
+
+    def _processed(
+        self, logits_BNV: Tensor, hidden_BNC: Tensor, tokens_BN: Tensor | None = None, parents_BN: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A forward's output with the processors' changes, each node's by its own text."""
+        if self.chooser.processors is not None:
+            sequences_B = [row.sequence for row in self.rows]
+            logits_BNV = self.chooser.processors(logits_BNV, sequences_B, tokens_BN, parents_BN)
+        return logits_BNV, hidden_BNC
 
     def _emit(
         self, tokens_B: list[list[int]], drafted_B: list[int], tested_B: list[int], accepted_B: list[int]
@@ -172,6 +196,8 @@ class Batch:
             tokens, tested, accepted = tokens_B[b], tested_B[b], accepted_B[b]
             generation = row.generation
             stop = next((i for i, token in enumerate(tokens) if token in self.stops), None) if self.stops else None
+            if self.stop_strings:
+                stop = self._stop_string(generation.tokens, tokens if stop is None else tokens[:stop], stop)
             end = min(row.limit - len(row.sequence), len(tokens) if stop is None else stop + 1)
             if end < len(tokens):
                 tokens, tested, accepted = tokens[:end], min(tested, end), min(accepted, end)
@@ -187,6 +213,18 @@ class Batch:
             if self.on_tokens is not None:
                 self.on_tokens(row.index, tokens)
         return keep
+
+    def _stop_string(self, before: list[int], new: list[int], otherwise: int | None) -> int | None:
+        """Index in `new` of the token that completes a stop string; `otherwise` if none does."""
+        assert self.text_of is not None
+        reach = max(len(text) for text in self.stop_strings)  # a token adds at least a character, or completes one
+        recent = before[-4 * reach :]
+        for end in range(len(new)):
+            text = self.text_of([*recent, *new[: end + 1]])
+            old = len(self.text_of(recent)) - reach
+            if any(stop in text[max(old, 0) :] for stop in self.stop_strings):
+                return end
+        return otherwise
 
     def _commit(self, outcome: Outcome, proposal: Proposal | None, logits_BNV: Tensor, hidden_BNC: Tensor) -> None:
         """Keep the tip and the accepted tokens in the caches."""

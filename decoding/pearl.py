@@ -113,7 +113,8 @@ class Pearl(Batch):
         fed_B = [[row.sequence[-1], *lane.tokens] for row, lane in zip(self.rows, self.lanes, strict=True)]
         width = max(len(fed) for fed in fed_B)
         padded = [fed + [0] * (width - len(fed)) for fed in fed_B]
-        return self.target.forward(torch.tensor(padded, device=self.target.device))
+        fed_BN = torch.tensor(padded, device=self.target.device)
+        return self._processed(*self.target.forward(fed_BN), fed_BN[:, 1:])
 
     def _window(self, chunk: Proposal | None) -> tuple[Proposal, list[bool]]:
         """What this round's forward tests, as a proposal, and for each row whether it ends with a new chunk's first token."""

@@ -34,6 +34,8 @@ class EvalConfig(JobConfig):
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # of tokens that the prompt or the answer holds already; 1: off
+    stop_strings: list[str] = field(default_factory=list)  # texts that end an answer, besides stop tokens
     verify: str = "token"  # token | block | coupled: the rule where temperature > 0
     stopping: str = "fixed"  # when to end a draft early: a policy of decoding.stopping; a drafter's mapping may say
     stopping_threshold: float | None = None  # of the policies that have one; null: the policy's own

@@ -17,6 +17,7 @@ import torch
 from decoding import noise
 from decoding.drafter import Drafter
 from decoding.loop import Generation, Settings, decode
+from decoding.processors import make_processors
 from decoding.stopping import RoundCosts
 from decoding.target import Target
 from eval.benchmarks import Benchmark, render_turns
@@ -186,6 +187,9 @@ def choice_scores(target: Target, ids: Sequence[int], settings: Settings, reques
     """
     target.open(1, len(ids) + 1)
     logits_V = target.lm_head(target.features(torch.tensor([list(ids)], device=target.device))[:, -1])[0].double()
+    processors = make_processors(settings.repetition_penalty, settings.allowed)
+    if processors is not None:
+        logits_V = processors(logits_V[None, None], [ids])[0, 0]
     if settings.temperature == 0:
         return logits_V
     position = torch.tensor(noise.signed(noise.extend(noise.key(settings.seed, request), len(ids))))

@@ -46,6 +46,7 @@ class RunFacts:
     top_k: int
     top_p: float
     min_p: float
+    repetition_penalty: float
     max_new_tokens: int
     backend: str
     dtype: str
@@ -89,6 +90,7 @@ class Row:
     top_k: int
     top_p: float
     min_p: float
+    repetition_penalty: float
     max_new_tokens: int
     num_draft_tokens: int
     schedule: str

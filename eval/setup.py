@@ -95,18 +95,21 @@ def load(cfg: EvalConfig) -> Loaded:
     )
     facts = {name: facts_of(name, drafter, uses[name]) for name, drafter in drafters.items()}
     inputs = [folder, prompt_file, *(Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping)]
-    settings = settings_of(cfg, stop_tokens(folder, tokenizer))
+    settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
     bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses)
     return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs)
 
 
-def settings_of(cfg: EvalConfig, stop_token_ids: tuple[int, ...]) -> Settings:
+def settings_of(cfg: EvalConfig, stop_token_ids: tuple[int, ...], tokenizer: Any) -> Settings:
     """The decoding settings that all conditions share."""
     return Settings(
         max_new_tokens=cfg.max_new_tokens,
         top_k=cfg.top_k,
         top_p=cfg.top_p,
         min_p=cfg.min_p,
+        repetition_penalty=cfg.repetition_penalty,
+        stop_strings=tuple(cfg.stop_strings),
+        text_of=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
         seed=cfg.seed,
         stop_token_ids=stop_token_ids if cfg.stop_at_eos else (),
     )
@@ -124,6 +127,7 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
         top_k=cfg.top_k,
         top_p=cfg.top_p,
         min_p=cfg.min_p,
+        repetition_penalty=cfg.repetition_penalty,
         max_new_tokens=cfg.max_new_tokens,
         backend=cfg.target.backend,
         dtype=cfg.target.dtype,
