@@ -8,16 +8,13 @@ Shapes: B rows, N drafted tokens, V vocabulary, C hidden size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from decoding.chooser import Chooser
 from decoding.stopping import RoundCosts, Stopping
 from decoding.target import Target
-
-if TYPE_CHECKING:
-    from decoding.verify import Outcome
 
 
 @dataclass(frozen=True)
@@ -56,10 +53,20 @@ class Proposal:
 
 
 @dataclass(slots=True)
+class Outcome:
+    """What became of one round's proposal."""
+
+    tokens_B: list[list[int]]  # tokens gained by each row: the accepted ones and the target's own next one
+    paths_B: list[list[int]] | None  # accepted nodes of the proposal; None: the first ones of the chain
+    accepted_B: list[int]  # accepted tokens
+    tested_B: list[int]  # tested tokens along the path: the accepted ones and the one that failed
+
+
+@dataclass(slots=True)
 class Observation:
     """What a drafter may learn from after a round."""
 
-    outcome: "Outcome"
+    outcome: Outcome
     logits_BNV: Tensor  # of the tip and the drafted tokens
     hidden_BNC: Tensor
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from decoding.cache import ancestors
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
-from decoding.drafter import Caps, Observation, Proposal
+from decoding.drafter import Caps, Observation, Outcome, Proposal
 from decoding.errors import UserError
 from decoding.lookahead import Branches, Lookahead, packed
 from decoding.stopping import Stopping
-from decoding.verify import Outcome, follow
+from decoding.verify import follow
 
 
 @dataclass(slots=True)

@@ -21,11 +21,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from decoding.batch import Batch, Row
 from decoding.chooser import Chooser
-from decoding.drafter import Observation, Proposal
-from decoding.loop import Batch, Row
+from decoding.drafter import Observation, Outcome, Proposal
 from decoding.stopping import Stopping
-from decoding.verify import Outcome
 
 
 @dataclass(slots=True)

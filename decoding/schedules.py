@@ -1,8 +1,8 @@
 """The overlapped schedules by name. `serial`, the loop's own, is none of them."""
 
+from decoding.batch import Batch
 from decoding.drafter import Drafter
 from decoding.errors import UserError
-from decoding.loop import Batch
 from decoding.pearl import Pearl, PearlWithoutPost, PearlWithoutPre
 from decoding.pearl_wall import PearlWall, PearlWallWithoutPost, PearlWallWithoutPre
 from decoding.worker import RemoteChain

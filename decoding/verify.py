@@ -10,7 +10,6 @@ Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,19 +17,8 @@ from torch import Tensor
 from decoding import noise
 from decoding.cache import ancestors
 from decoding.chooser import Chooser
-from decoding.drafter import Proposal
+from decoding.drafter import Outcome, Proposal
 from decoding.sampling import draw
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of one round's proposal."""
-
-    tokens_B: list[list[int]]  # tokens gained by each row: the accepted ones and the target's own next one
-    paths_B: list[list[int]] | None  # accepted nodes of the proposal; None: the first ones of the chain
-    accepted_B: list[int]  # accepted tokens
-    tested_B: list[int]  # tested tokens along the path: the accepted ones and the one that failed
-
 
 Rule = Callable[[Tensor, Proposal | None, Chooser], Outcome]
 

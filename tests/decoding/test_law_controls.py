@@ -10,7 +10,7 @@ from torch import Tensor
 from decoding import noise, verify
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
-from decoding.drafter import Proposal
+from decoding.drafter import Outcome, Proposal
 from decoding.native import NativeTarget
 
 from . import test_laws as laws
@@ -25,7 +25,7 @@ Breaker = Callable[[pytest.MonkeyPatch], None]
 def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafted token passes when it is among the target's two best, under the shared noise where there is any."""
 
-    def lenient(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> verify.Outcome:
+    def lenient(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
         scores_BNV = logits_BNV
         if chooser.rule == "coupled":
             scores_BNV = chooser.race_scores(logits_BNV, torch.arange(logits_BNV.shape[1]).expand(len(logits_BNV), -1))
@@ -43,7 +43,7 @@ def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
 def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every drafted token passes."""
 
-    def blind(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> verify.Outcome:
+    def blind(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
         choices_BN = logits_BNV.argmax(-1)
         if proposal is not None:
             choices_BN[:, :-1] = proposal.tokens_BN

@@ -10,8 +10,9 @@ from functools import lru_cache, partial
 import pytest
 import torch
 
+from decoding.batch import Batch
 from decoding.drafter import Drafter
-from decoding.loop import Batch, Generation, decode
+from decoding.loop import Generation, decode
 from decoding.loop import Settings as AnySettings
 from decoding.native import NativeTarget
 

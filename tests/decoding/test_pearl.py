@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from decoding.batch import Batch
 from decoding.chain import ChainDrafter
 from decoding.chain_with_lookup import ChainWithLookup
 from decoding.errors import UserError
-from decoding.loop import Batch, Generation, Settings, decode
+from decoding.loop import Generation, Settings, decode
 from decoding.pearl import Pearl
 from decoding.schedules import VIRTUAL
 
