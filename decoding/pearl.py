@@ -41,6 +41,8 @@ class Pearl(Batch):
 
     pre_verify = True
     post_verify = True
+    one_row = False  # whether the schedule runs one prompt at a time
+    chunk: int | None = None  # tokens of the next chunk; None: gamma
 
     def width(self) -> int:
         """Assumed tokens, and a whole chunk behind them in the drafter."""
@@ -96,7 +98,9 @@ class Pearl(Batch):
         for lane in self.lanes:
             lane.turns += 1
         budgets_B = [
-            max(0, min(self.gamma, row.limit - len(context))) if self.post_verify or not lane.tokens else 0
+            max(0, min(self.chunk or self.gamma, row.limit - len(context)))
+            if self.post_verify or not lane.tokens
+            else 0
             for row, lane, context in zip(self.rows, self.lanes, contexts_B)
         ]
         budgets_B = [row.stopping.limit(budget) for row, budget in zip(self.rows, budgets_B)]
@@ -197,6 +201,7 @@ class PearlWithoutPre(Pearl):
     """The first ablation: a fresh chunk is assumed whole."""
 
     pre_verify = False
+    one_row = True
 
 
 class PearlWithoutPost(Pearl):

@@ -52,6 +52,7 @@ class PearlWallWithoutPre(PearlWall):
     """The first ablation: a fresh chunk is assumed whole."""
 
     pre_verify = False
+    one_row = True
 
 
 class PearlWallWithoutPost(PearlWall):

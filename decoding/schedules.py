@@ -4,24 +4,28 @@ from decoding.batch import Batch
 from decoding.drafter import Drafter
 from decoding.errors import UserError
 from decoding.pearl import Pearl, PearlWithoutPost, PearlWithoutPre
+from decoding.pearl_plus import PearlPlus, PearlPlusWall
 from decoding.pearl_wall import PearlWall, PearlWallWithoutPost, PearlWallWithoutPre
+from decoding.stopping import RoundCosts
 from decoding.worker import RemoteChain
 
 VIRTUAL: dict[str, type[Pearl]] = {
     "pearl_virtual": Pearl,
+    "pearl_plus_virtual": PearlPlus,
     "pearl_virtual_wo_pre": PearlWithoutPre,
     "pearl_virtual_wo_post": PearlWithoutPost,
 }
 WALL: dict[str, type[Pearl]] = {
     "pearl_wall": PearlWall,
+    "pearl_plus_wall": PearlPlusWall,
     "pearl_wall_wo_pre": PearlWallWithoutPre,
     "pearl_wall_wo_post": PearlWallWithoutPost,
 }
 SCHEDULES = VIRTUAL | WALL
 
 
-def batch_type(schedule: str, drafter: Drafter, verify: str, num_rows: int) -> type[Batch]:
-    """The batch that runs a schedule. Raises UserError where drafter, rule or rows do not fit it."""
+def batch_type(schedule: str, drafter: Drafter, verify: str, costs: RoundCosts | None, num_rows: int) -> type[Batch]:
+    """The batch that runs a schedule. Raises UserError where drafter, rule, costs or rows do not fit it."""
     if schedule not in SCHEDULES:
         raise UserError(f"schedule '{schedule}' is unknown, expected one of serial, {', '.join(SCHEDULES)}.")
     if not drafter.caps.can_overlap:
@@ -34,6 +38,8 @@ def batch_type(schedule: str, drafter: Drafter, verify: str, num_rows: int) -> t
         )
     if verify == "block":
         raise UserError(f"schedule '{schedule}' tests chunks that go on; take verify=token or coupled, not block.")
-    if num_rows > 1 and not SCHEDULES[schedule].pre_verify:
+    if issubclass(SCHEDULES[schedule], PearlPlus) and costs is None:
+        raise UserError(f"schedule '{schedule}' needs measured costs: Settings(costs=time_parts(...).costs).")
+    if num_rows > 1 and SCHEDULES[schedule].one_row:
         raise UserError(f"schedule '{schedule}' runs one prompt at a time, found {num_rows}.")
     return SCHEDULES[schedule]

@@ -257,7 +257,8 @@ def overhead(round_seconds: float, busy_seconds: float) -> float:
 
 def overlap(draft_seconds: float, target_seconds: float, both_seconds: float) -> float:
     """(t_D + t_T - t_both) / min(t_D, t_T): the share of the shorter lane that ran while the longer one did. 1 hides it whole."""
-    return (draft_seconds + target_seconds - both_seconds) / min(draft_seconds, target_seconds)
+    shorter = min(draft_seconds, target_seconds)
+    return (draft_seconds + target_seconds - both_seconds) / shorter if shorter else 0.0
 
 
 def cost_table(t_target_ms: Mapping[int, float]) -> dict[int, float]:

@@ -11,12 +11,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from decoding.loop import time_parts
+from decoding.schedules import WALL
 from decoding.stopping import RoundCosts
+from decoding.worker import RemoteChain, lanes
 from eval.measure import Bench
 from eval.records import Condition
 from eval.schema import PartTimes
@@ -68,18 +71,21 @@ def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: S
     """
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for name, use in bench.uses.items():
-        if use.stopping != "cost_ratio" and not bench.drafters[name].caps.needs_costs:
+        drafter = bench.drafters[name]
+        if use.stopping != "cost_ratio" and "plus" not in use.schedule and not drafter.caps.needs_costs:
             continue
         key = f"{name}, batch {batch_size}"
         if key not in known:
-            times = time_parts(
-                bench.target,
-                bench.drafters[name],
-                prompt,
-                widths=widths,
-                context=len(prompt) + bench.settings.max_new_tokens // 2,
-                batch_size=batch_size,
-            )
+            # A drafter with cores of its own is weighed against a target on the others.
+            with lanes(drafter) if use.schedule in WALL and isinstance(drafter, RemoteChain) else nullcontext():
+                times = time_parts(
+                    bench.target,
+                    drafter,
+                    prompt,
+                    widths=widths,
+                    context=len(prompt) + bench.settings.max_new_tokens // 2,
+                    batch_size=batch_size,
+                )
             known[key] = dataclasses.asdict(times.costs)
             write_text(path, json.dumps(known, indent=1))
         entry = known[key]

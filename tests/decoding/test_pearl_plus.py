@@ -1,0 +1,151 @@
+"""PEARL+ under the laws, its closed forms against a simulation of the state machine, and what it chooses."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from decoding.chain import ChainDrafter
+from decoding.errors import UserError
+from decoding.loop import Settings, decode, start
+from decoding.pearl_plus import PearlPlus, choose, eager_rate, pearl_rate, serial_rate
+from decoding.stopping import RoundCosts
+
+from .test_law_of_distribution import P_LIMIT, PROMPT, WARPERS, drafter_of, exact_joint, p_value, target_table
+from .test_laws import models, with_rule
+from .tiny import random_prompts
+
+FLAT = (1.0, 1.02, 1.04, 1.06, 1.08, 1.1)
+REGIMES = {
+    "serial": RoundCosts(0.01, FLAT, 0.05),
+    "pearl": RoundCosts(0.9, FLAT),
+    "eager": RoundCosts(0.08, FLAT),
+}
+
+
+def run(
+    prompts: Sequence[Sequence[int]], settings: Settings, drafter: ChainDrafter
+) -> tuple[list[list[int]], set[str]]:
+    """(outputs, the schedules chosen), one prompt at a time."""
+    tokens, modes = [], set()
+    for number, prompt in enumerate(prompts):
+        batch = start(models()[0], drafter, [prompt], settings, request_ids=[number])
+        assert isinstance(batch, PearlPlus)
+        generation = batch.rows[0].generation
+        while batch.rows:
+            batch.round()
+        tokens.append(generation.tokens)
+        modes |= {choice.mode for choice in batch.chosen}
+    return tokens, modes
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_laws_1_and_2(regime: str, rule: str) -> None:
+    settings = with_rule(
+        rule, max_new_tokens=64, num_draft_tokens=5, costs=REGIMES[regime], schedule="pearl_plus_virtual"
+    )
+    target, _, draft_model = models()
+    prompts = random_prompts(12)
+    plain = [g.tokens for g in decode(target, None, prompts, settings)]
+    tokens, modes = run(prompts, settings, ChainDrafter(model=draft_model))
+    assert tokens == plain
+    assert regime in modes
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_law_3(regime: str) -> None:
+    """A choice hangs on what was verified, never on what is being drafted, so the distribution stays."""
+    target, drafter, counts = target_table(), drafter_of("chain"), {}
+    settings = Settings(
+        max_new_tokens=5, num_draft_tokens=4, temperature=1.0, costs=REGIMES[regime], schedule="pearl_plus_virtual"
+    )
+    for request in range(4_000):
+        (generation,) = decode(target, drafter, [PROMPT], settings, request_ids=[request])
+        triple = tuple(generation.tokens[:3])
+        counts[triple] = counts.get(triple, 0) + 1
+    assert p_value(counts, exact_joint(target, WARPERS["plain"]), 4_000) > P_LIMIT
+
+
+def simulate(mode: str, alpha: float, gamma: int, costs: RoundCosts, overlap: float, tokens: int = 200_000) -> float:
+    """Tokens a millisecond of the state machine with independent tests."""
+    dice = random.Random(1)
+
+    def passes() -> bool:
+        return dice.random() < alpha
+
+    def lanes(drafted: int, width: int) -> float:
+        draft_ms, target_ms = drafted * costs.t_draft_ms, costs.target_ms(width)
+        return draft_ms + target_ms - overlap * min(draft_ms, target_ms) + costs.overhead_ms
+
+    gained, spent, assumed = 0, 0.0, 0
+    while gained < tokens:
+        if assumed:  # post-verify: the assumed tokens and the next chunk's first
+            window = assumed + 1
+            spent += lanes(gamma, assumed + 1)
+        elif mode == "pearl":
+            window = 1
+            spent += lanes(gamma, 1)
+        else:
+            spent += gamma * costs.t_draft_ms
+            if mode == "serial":
+                accepted = next((n for n in range(gamma) if not passes()), gamma)
+                gained, spent = gained + accepted + 1, spent + costs.target_ms(gamma + 1) + costs.overhead_ms
+            else:
+                assumed = gamma
+            continue
+        accepted = next((n for n in range(window) if not passes()), window)
+        gained += accepted if accepted == window else accepted + 1
+        assumed = gamma - 1 if accepted == window else 0
+        if gamma == 1 and accepted == window:  # nothing is assumed behind a chunk of one token, but the cycle goes on
+            assumed = 0
+    return gained / spent
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("gamma", [2, 4])
+def test_the_closed_forms_are_those_of_the_state_machine(gamma: int, alpha: float) -> None:
+    costs = RoundCosts(0.25, FLAT, 0.1)
+    assert serial_rate(alpha, gamma, costs) == pytest.approx(simulate("serial", alpha, gamma, costs, 0.0), rel=0.01)
+    for overlap in (0.0, 0.8, 1.0):
+        for mode, rate in (("pearl", pearl_rate), ("eager", eager_rate)):
+            expected = simulate(mode, alpha, gamma, costs, overlap)
+            assert rate(alpha, gamma, costs, overlap) == pytest.approx(expected, rel=0.02), (mode, overlap)
+
+
+def test_what_is_chosen_follows_the_costs() -> None:
+    flat = RoundCosts(0.2, FLAT)
+    assert choose(0.5, 6, RoundCosts(0.01, FLAT), 0.0).mode == "serial", "without overlap PEARL never pays"
+    assert choose(0.9, 6, flat, 1.0).mode != "serial", "an accurate drafter is worth running on"
+    assert choose(0.95, 8, flat, 1.0).gamma >= choose(0.5, 8, flat, 1.0).gamma
+    for alpha in (0.2, 0.5, 0.8, 0.99):
+        best = choose(alpha, 6, flat, 1.0).rate
+        assert best >= max(serial_rate(alpha, g, flat) for g in range(1, 7))
+        assert best >= max(pearl_rate(alpha, g, flat, 1.0) for g in range(1, 7))
+
+
+def test_a_longer_draft_is_chosen_where_more_is_accepted() -> None:
+    """The choice is the request's own: a perfect drafter's and a poor one's differ."""
+    target, twin, draft_model = models()
+    settings = Settings(max_new_tokens=64, num_draft_tokens=5, costs=REGIMES["eager"], schedule="pearl_plus_virtual")
+    lengths = []
+    for model in (twin, draft_model):
+        batch = start(target, ChainDrafter(model=model), [[4, 5]], settings)
+        while batch.rows:
+            batch.round()
+        assert isinstance(batch, PearlPlus)
+        lengths.append(batch._passed / batch._tested)
+    assert lengths[0] > lengths[1]
+
+
+def test_what_it_needs_is_named() -> None:
+    target, twin, _ = models()
+    with pytest.raises(UserError, match="needs measured costs"):
+        decode(target, ChainDrafter(model=twin), [[4]], Settings(schedule="pearl_plus_virtual"))
+    with pytest.raises(UserError, match="one prompt at a time, found 2"):
+        decode(
+            target,
+            ChainDrafter(model=twin),
+            [[4], [5]],
+            Settings(schedule="pearl_plus_virtual", costs=REGIMES["pearl"]),
+        )
