@@ -110,11 +110,13 @@ def test_every_command_runs_at_toy_size(command: str, tiny_target: Path, tmp_pat
 @pytest.mark.long
 @pytest.mark.parametrize("script", re.findall(r"`(?:python )?(scripts/bench/\w+\.py)`", README))
 def test_every_benchmark_runs_at_toy_size(script: str, tiny_target: Path, tmp_path: Path):
-    options = f"target={tiny_target} rounds=1 threads=1 name={tmp_path / 'figures'} "
-    if script.endswith("decoding.py"):
-        options += f"drafter={tiny_target} max_prompts=1 max_new_tokens=8 dtypes=[float32]"
+    options = f"rounds=1 threads=1 name={tmp_path / 'figures'} "
+    if script.endswith("bandwidth.py"):
+        options += "layers=1 hidden_size=64 intermediate_size=64 heads=2 kv_heads=1 vocab_size=8192 forwards=1"
+    elif script.endswith("decoding.py"):
+        options += f"target={tiny_target} drafter={tiny_target} max_prompts=1 max_new_tokens=8 dtypes=[float32]"
     else:
-        options += "steps=1"
+        options += f"target={tiny_target} steps=1"
     done = subprocess.run([sys.executable, script, *options.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "figures.json").read_text())["figures"]

@@ -19,6 +19,7 @@ done
 
 "$python" scripts/bench/decoding.py "device=$device" drafter=$drafter num_draft_tokens=3 name=decoding_gpu
 "$python" scripts/bench/distillation.py "device=$device" steps=20 name=distillation_gpu
+"$python" scripts/bench/bandwidth.py "device=$device" layers=32 hidden_size=4096 intermediate_size=11008 heads=32 kv_heads=32 dtypes=[bfloat16] name=bandwidth_gpu
 "$python" -m pytest -q tests/decoding/test_sampling.py
 
 if [ -n "${OUT:-}" ]; then

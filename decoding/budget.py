@@ -1,0 +1,46 @@
+"""The two budgets that bound a target's forward: the bytes that must be read, and the floating-point operations.
+
+Batch-1 decoding reads every weight once a forward and the keys and values of the committed tokens once a row; what a forward computes grows
+with its width. Which of the two binds says what V(n) can be: where bytes bind, more tokens cost nothing.
+
+Shapes: V vocabulary, C hidden size, Q query heads, H key/value heads, D head size, L layers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from decoding.weights import NativeConfig
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of one forward."""
+
+    weight_bytes: int  # all matrices; of the embedding table only the rows that are looked up
+    cache_bytes: int  # keys and values read
+    operations: int  # a multiplication and an addition are two
+
+    @property
+    def bytes_read(self) -> int:
+        return self.weight_bytes + self.cache_bytes
+
+    def seconds(self, bytes_a_second: float, operations_a_second: float) -> float:
+        """The least time that the two budgets allow: the longer of them, as they run at the same time."""
+        return max(self.bytes_read / bytes_a_second, self.operations / operations_a_second)
+
+
+def forward_budget(
+    config: NativeConfig, dtype: torch.dtype, new_tokens: int, context: int, batch_size: int = 1
+) -> Budget:
+    """What a forward over `new_tokens` a row needs, after `context` committed tokens a row."""
+    C, D = config.hidden_size, config.head_dim
+    queries, keys = config.num_heads * D, config.num_kv_heads * D
+    matrices = config.num_layers * (C * (queries + 2 * keys) + queries * C + 3 * C * config.intermediate_size)
+    matrices += C * config.vocab_size  # the head, tied to the embedding or not
+    tokens = batch_size * new_tokens
+    cache = 2 * config.num_layers * keys * context * batch_size
+    attention = 4 * config.num_layers * queries * (context + new_tokens / 2) * tokens
+    return Budget(
+        (matrices + tokens * C) * dtype.itemsize, cache * dtype.itemsize, int(2 * matrices * tokens + attention)
+    )

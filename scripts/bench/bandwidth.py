@@ -1,0 +1,154 @@
+"""How near our decoding comes to what the machine can read: a random-weight LLaMA of a gigabyte and more, batch 1, in turn with plain reading.
+
+    python scripts/bench/bandwidth.py
+    python scripts/bench/bandwidth.py device=cuda layers=32 hidden_size=4096 intermediate_size=11008 kv_heads=32
+
+A forward over one token has to read every weight once. Its bytes over its time are set against the best of three plain readers of the same
+size (a sum, a matrix-vector product in the same dtype, and on a GPU a copy), measured in the same rounds. Both budgets of decoding/budget.py,
+bytes and operations, are printed with the share reached; and V(n), which stays near 1 for as long as bytes bind.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from decoding.budget import forward_budget
+from decoding.native import NativeTarget
+from scripts.bench.common import options, save, take_turns
+from training.models import dtype_of
+
+
+@dataclass
+class Options:
+    layers: int = 12  # decoder layers
+    hidden_size: int = 2048  # width
+    intermediate_size: int = 5632  # of the MLP
+    heads: int = 16  # query heads
+    kv_heads: int = 4  # key/value heads
+    vocab_size: int = 32000  # rows of the head
+    context: int = 256  # committed tokens
+    widths: list[int] = field(default_factory=lambda: [1, 2, 4, 8])  # new tokens a forward
+    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])  # each in turn
+    forwards: int = 8  # a round
+    rounds: int = 5  # rounds that count
+    threads: int = 2  # CPU threads
+    device: str = "cpu"  # cpu | cuda | cuda:N
+    name: str = "bandwidth"  # of the results file
+
+
+def random_target(chosen: Options, dtype: torch.dtype) -> NativeTarget:
+    """A LLaMA of this shape whose weights nobody trained; speed does not hang on them."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": chosen.vocab_size,
+        "hidden_size": chosen.hidden_size,
+        "intermediate_size": chosen.intermediate_size,
+        "num_hidden_layers": chosen.layers,
+        "num_attention_heads": chosen.heads,
+        "num_key_value_heads": chosen.kv_heads,
+        "max_position_embeddings": chosen.context + max(chosen.widths) + 1,
+    }
+    C, F, keys = chosen.hidden_size, chosen.intermediate_size, chosen.hidden_size // chosen.heads * chosen.kv_heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (chosen.vocab_size, C),
+        "lm_head": (chosen.vocab_size, C),
+        "model.norm": (C,),
+    }
+    for layer in range(chosen.layers):
+        before = f"model.layers.{layer}."
+        shapes |= {f"{before}input_layernorm": (C,), f"{before}post_attention_layernorm": (C,)}
+        shapes |= {f"{before}self_attn.{name}_proj": (C, C) for name in "qo"}
+        shapes |= {f"{before}self_attn.{name}_proj": (keys, C) for name in "kv"}
+        shapes |= {f"{before}mlp.gate_proj": (F, C), f"{before}mlp.up_proj": (F, C), f"{before}mlp.down_proj": (C, F)}
+    generator = torch.Generator(chosen.device).manual_seed(0)
+    state = {
+        f"{name}.weight": torch.empty(shape, dtype=dtype, device=chosen.device).normal_(0, 0.02, generator=generator)
+        if len(shape) == 2
+        else torch.ones(shape, dtype=dtype)
+        for name, shape in shapes.items()
+    }
+    return NativeTarget.from_state(config, state, dtype=dtype, device=chosen.device, name="random-weights")
+
+
+def readers(chosen: Options, dtype: torch.dtype, size_bytes: int) -> dict[str, tuple[Callable[[], Any], int]]:
+    """Name -> (what reads, bytes that it moves): a matrix of the model's size."""
+    columns = 4096
+    matrix = torch.ones(size_bytes // dtype.itemsize // columns, columns, dtype=dtype, device=chosen.device)
+    vector = torch.ones(columns, dtype=dtype, device=chosen.device)
+    held = matrix.numel() * dtype.itemsize
+    found: dict[str, tuple[Callable[[], Any], int]] = {
+        "sum": (matrix.sum, held),
+        "matrix-vector product": (lambda: matrix @ vector, held),
+    }
+    if chosen.device.startswith("cuda"):
+        other = torch.empty_like(matrix)
+        found["copy"] = (lambda: other.copy_(matrix), 2 * held)
+    return found
+
+
+def bench(chosen: Options, dtype_name: str) -> dict[str, Any]:
+    """Figures of one dtype."""
+    dtype = dtype_of(dtype_name)
+    target = random_target(chosen, dtype)
+    budget = forward_budget(target.config, dtype, 1, chosen.context)
+    inputs = {n: torch.ones(1, n, dtype=torch.long, device=chosen.device) for n in chosen.widths}
+    target.open(1, chosen.context + max(chosen.widths) + 1)
+    target.slots.lengths_B = [chosen.context]  # what the cache holds does not matter to the clock
+    plain = readers(chosen, dtype, budget.weight_bytes)
+    sides = {
+        f"forward {n}": _per_second(chosen, partial(target.forward, inputs[n]), chosen.forwards) for n in chosen.widths
+    }
+    sides |= {name: _per_second(chosen, reader, 2) for name, (reader, _) in plain.items()}
+    with torch.inference_mode():
+        figures = take_turns(sides, chosen.rounds)
+    median = {name: statistics.median(values) for name, values in figures.items()}
+    reading = {name: median[name] * size for name, (_, size) in plain.items()}
+    best = max(reading, key=reading.__getitem__)
+    reached = median["forward 1"] * budget.bytes_read
+    return {
+        "parameters": target.num_parameters,
+        "gigabytes_a_forward": budget.bytes_read / 1e9,
+        "gigaflop_a_forward": budget.operations / 1e9,
+        "tokens_per_second": median["forward 1"],
+        "gigabytes_per_second": reached / 1e9,
+        "gigaflop_per_second": median["forward 1"] * budget.operations / 1e9,
+        "plain_reading_gigabytes_per_second": {name: value / 1e9 for name, value in reading.items()},
+        "best_reader": best,
+        "share_of_bandwidth": reached / reading[best],
+        "V": {n: median["forward 1"] / median[f"forward {n}"] for n in chosen.widths},
+    }
+
+
+def _per_second(chosen: Options, action: Callable[[], Any], times: int) -> Callable[[], float]:
+    def measure() -> float:
+        _wait(chosen)
+        began = time.perf_counter()
+        for _ in range(times):
+            action()
+        _wait(chosen)
+        return times / (time.perf_counter() - began)
+
+    return measure
+
+
+def _wait(chosen: Options) -> None:
+    if chosen.device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    chosen = options(Options)
+    save(chosen.name, chosen, {dtype: bench(chosen, dtype) for dtype in chosen.dtypes})
+
+
+if __name__ == "__main__":
+    main()

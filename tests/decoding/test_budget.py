@@ -1,0 +1,49 @@
+"""The budgets count what the model has: its parameters, its cache, its products."""
+
+import torch
+
+from decoding.budget import forward_budget
+from decoding.native import NativeTarget
+
+from .tiny import VOCABULARY, hf_model, native_of
+
+
+def test_weights_are_the_matrices_and_the_rows_that_are_looked_up() -> None:
+    target = native_of(hf_model("llama", layers=2))
+    assert isinstance(target, NativeTarget)
+    vectors = 32 * (2 * 2 + 1)  # norms
+    table = VOCABULARY * 32
+    budget = forward_budget(target.config, torch.float64, 1, 0)
+    assert budget.weight_bytes == 8 * (target.num_parameters - vectors - table + 32)
+    assert budget.cache_bytes == 0
+
+
+def test_the_cache_grows_with_context_and_batch_and_the_weights_do_not() -> None:
+    config = native_of(hf_model("llama", layers=2)).config
+    one, long, batch = (forward_budget(config, torch.float32, 1, *more) for more in ((10,), (30,), (10, 4)))
+    assert long.cache_bytes == 3 * one.cache_bytes
+    assert batch.cache_bytes == 4 * one.cache_bytes
+    # keys and values of both layers, two heads of eight, in float32
+    assert one.cache_bytes == 2 * 2 * 2 * 8 * 10 * 4
+    assert long.weight_bytes == one.weight_bytes
+
+
+def test_operations_are_those_that_torch_counts() -> None:
+    """torch's own counter over a model of plain products, without a cache."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = hf_model("llama_mha", layers=2)
+    model.set_attn_implementation("eager")  # the counter does not know the CPU's fused kernel
+    config = native_of(model).config
+    with FlopCounterMode(display=False) as counter:
+        model(torch.ones(1, 8, dtype=torch.long))
+    ours = forward_budget(config, torch.float64, 8, 0).operations
+    # The counter takes attention over all pairs of positions, and ours the causal half.
+    attention = 4 * 2 * config.num_heads * config.head_dim * 8 * 8
+    assert counter.get_total_flops() - attention == ours - attention // 2
+
+
+def test_the_longer_budget_binds() -> None:
+    budget = forward_budget(native_of(hf_model("llama", layers=2)).config, torch.float32, 1, 100)
+    assert budget.seconds(1.0, 1e30) == budget.bytes_read
+    assert budget.seconds(1e30, 1.0) == budget.operations
