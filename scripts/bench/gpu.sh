@@ -19,7 +19,10 @@ done
 
 "$python" scripts/bench/decoding.py "device=$device" drafter=$drafter num_draft_tokens=3 name=decoding_gpu
 "$python" scripts/bench/distillation.py "device=$device" steps=20 name=distillation_gpu
-"$python" scripts/bench/bandwidth.py "device=$device" layers=32 hidden_size=4096 intermediate_size=11008 heads=32 kv_heads=32 dtypes=[bfloat16] name=bandwidth_gpu
+shape="layers=32 hidden_size=4096 intermediate_size=11008 heads=32 kv_heads=32 dtypes=[bfloat16]" # LLaMA-7B's
+if [ "$device" = cpu ]; then shape="dtypes=[bfloat16]"; fi
+# shellcheck disable=SC2086  # words are options
+"$python" scripts/bench/bandwidth.py "device=$device" $shape name=bandwidth_gpu
 "$python" -m pytest -q tests/decoding/test_sampling.py
 
 if [ -n "${OUT:-}" ]; then
