@@ -94,6 +94,9 @@ class Session:
         slices = [one for one in self.slices if one.part == "sweep"]
         arms = []
         for name in facts:
+            if "plus" in facts[name].schedule:  # it chooses the length itself, up to the longest
+                arms.append(Arm(name, max(cfg.sweep)))
+                continue
             parts = median_parts(slices, name, condition)
             pool = pool_of(name, condition, "sweep", facts[name], parts, self.records)
             speedups = {gamma: predicted_speedup(pool.pass_rates, gamma, pool.costs) for gamma in cfg.sweep}
