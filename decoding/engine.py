@@ -6,7 +6,8 @@ print(generate(engine, "def add(a, b):", max_new_tokens=64).text)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -86,6 +87,8 @@ def encode(engine: Engine, text_or_messages: str | Messages) -> list[int]:
     if not engine.tokenizer.chat_template:
         raise UserError(f"the tokenizer of '{engine.target.name}' has no chat template: pass a text, not messages.")
     messages = [dict(message) for message in text_or_messages]
+    if not messages:
+        raise UserError("the chat has no messages, expected at least one such as {'role': 'user', 'content': '...'}.")
     rendered = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return list(engine.tokenizer(str(rendered), add_special_tokens=False)["input_ids"])
 
@@ -110,6 +113,13 @@ def generate(
 
     A stop string ends the text, which holds it. stream=True returns an iterator over pieces of text, each as soon as its round ends.
     """
+    known = [one.name for one in fields(Settings)]
+    for name in settings:
+        if name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise UserError(
+                f"generate() knows no setting '{name}'; the nearest is '{near}' (decoding.loop.Settings has all)."
+            )
     fixed = {"stop_token_ids": engine.stop_token_ids, "text_of": lambda ids: text_of(engine, ids)}
     chosen = Settings(**{**fixed, **settings})
     prompt = encode(engine, text_or_messages)

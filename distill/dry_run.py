@@ -3,6 +3,7 @@
 Nothing of the target's weights or of the data is read, and the zeros take no room: the weights file is sparse.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,18 @@ from training.config import LoopConfig
 from training.models import dtype_of
 
 
-def dry_run(config: TrainConfig, target_folder: Path, folder: Path) -> Path:
-    """Print shapes and cost and write the untrained drafter to `folder`, unless one is there. Returns `folder`."""
+def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: bool) -> Path:
+    """Print shapes and cost and write the untrained drafter to `folder`, unless a trained one is there. Returns `folder`.
+
+    was_dry: what is there was written by a dry run, and is replaced.
+    """
     target_config = AutoConfig.from_pretrained(target_folder)
     with torch.device("meta"):
         teacher = AutoModelForCausalLM.from_config(target_config, attn_implementation=PACKED)
         student = build_student(config.drafter, teacher, dtype_of(config.loop.dtype))
     print_cost(config.loop, student, teacher)
+    if was_dry:
+        shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         print(f"kept: {folder} is there already")
         return folder

@@ -15,6 +15,7 @@ from distill.config import PretrainConfig
 from distill.data import data_files, packed_data, read_samples
 from distill.drafter_folder import write_model
 from distill.dry_run import print_cost
+from training.config import check_values
 from training.job import job_main
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import fit, total_steps
@@ -30,6 +31,7 @@ from training.tracker import Recording
 
 def run(config: PretrainConfig) -> Path:
     """Train, and write a complete model folder to output_dir/model. Returns it."""
+    check_values(config, {})
     run_folder = RunFolder(config)
     folder = run_folder.path / "model"
     if run_folder.finished(folder / "config.json", folder / WEIGHTS):

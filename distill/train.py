@@ -9,13 +9,14 @@ from transformers import AutoConfig
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS, read_config, weight_files
+from decoding.target import BACKENDS
 from distill.acceptance import HeldOutAcceptance, target_answers
 from distill.config import TrainConfig
 from distill.data import data_files, packed_data, read_samples
 from distill.drafter_folder import write_card, write_model
 from distill.dry_run import dry_run
 from distill.student import build_student
-from training.config import plain
+from training.config import check_values, plain
 from training.job import job_main
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit, total_steps
@@ -27,11 +28,14 @@ from training.paths import resolve
 from training.run_folder import RunFolder
 from training.tracker import Recording
 
+LOSSES = ("forward_kl", "cross_entropy")
+
 
 def run(config: TrainConfig) -> Path:
     """Distil, and write the drafter to output_dir/drafter. Returns that folder."""
     target_folder = resolve(config.target.path)
     read_config(target_folder)
+    check(config)
     run_folder = RunFolder(config)
     folder = run_folder.path / "drafter"
     if run_folder.finished(folder / "config.json", folder / WEIGHTS):
@@ -40,7 +44,7 @@ def run(config: TrainConfig) -> Path:
     inputs = input_paths(config, target_folder)
     if config.dry_run:
         run_folder.write_manifest(inputs, {}, finished=False)
-        return dry_run(config, target_folder, folder)
+        return dry_run(config, target_folder, folder, run_folder.was_dry)
     weight_files(target_folder)
     check_context(config, target_folder)
     processes = processes_wanted(config.parallel)
@@ -49,6 +53,24 @@ def run(config: TrainConfig) -> Path:
         return folder
     train(config, run_folder, target_folder, folder, inputs)
     return folder
+
+
+def check(config: TrainConfig) -> None:
+    """Raise UserError for values that would fail, or mislead, only after the models are loaded."""
+    dtype_of(config.target.dtype)
+    if config.target.backend not in BACKENDS:
+        raise UserError(f"target.backend is '{config.target.backend}'; expected one of {', '.join(BACKENDS)}")
+    if config.loss.name not in LOSSES:
+        raise UserError(f"loss.name is '{config.loss.name}'; expected {' or '.join(LOSSES)}")
+    check_values(
+        config,
+        {
+            "loss.temperature": (config.loss.temperature > 0, "more than 0"),
+            "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
+            "held_out.max_new_tokens": (config.held_out.max_new_tokens > 0, "1 or more"),
+            "held_out.temperature": (config.held_out.temperature >= 0, "0 (greedy) or more"),
+        },
+    )
 
 
 def input_paths(config: TrainConfig, target_folder: Path) -> list[Path]:
@@ -96,7 +118,7 @@ def make_objective(config: TrainConfig, student: Any, teacher: Any) -> Distillat
         return Distillation(student, teacher, config.loss.temperature, config.loss.cache_mb * 10**6)
     if config.loss.name == "cross_entropy":
         return LanguageModelling(student)
-    raise UserError(f"loss.name is '{config.loss.name}'; expected forward_kl or cross_entropy")
+    raise AssertionError(config.loss.name)
 
 
 def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) -> None:

@@ -14,6 +14,8 @@ from decoding.drafter import Drafter
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
+from decoding.processors import make_processors
+from decoding.sampling import Warper
 from decoding.target import Target, device_of, load_target
 from eval import drafters as drafter_list
 from eval.benchmarks import load_benchmark, render_turns
@@ -46,6 +48,8 @@ def check(cfg: EvalConfig) -> None:
     ):
         if not fine:
             raise UserError(f"{key}={found} cannot be measured. Expected {expected}.")
+    Warper(0.0, cfg.top_k, cfg.top_p, cfg.min_p)  # says what is wrong with them
+    make_processors(cfg.repetition_penalty, None)
     if not cfg.num_draft_tokens and not (cfg.sweep and cfg.sweep_prompts):
         raise UserError(
             "num_draft_tokens is empty, and so is the sweep that would choose it. "

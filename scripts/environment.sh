@@ -21,10 +21,10 @@ install_torch() {
   fi
   local index="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" torch="${TORCH:-torch==2.13.0}"
   say "Installing torch for the CPU"
-  if [ -n "$index" ] && "$VENV/bin/pip" install --quiet --retries 0 --timeout 20 --index-url "$index" "$torch" 2>/dev/null; then
+  if [ -n "$index" ] && "$VENV/bin/pip" install --quiet --retries 0 --timeout 20 --index-url "$index" "$torch"; then
     return
   fi
-  [ -z "$index" ] || say "That index has no $torch for this machine, or cannot be reached; asking pip's own index"
+  [ -z "$index" ] || say "That index did not give $torch (why stands above); asking pip's own, which may bring CUDA packages. Ctrl-C and TORCH_INDEX=... to try another"
   "$VENV/bin/pip" install --quiet "$torch"
 }
 

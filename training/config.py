@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import typing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -116,7 +116,7 @@ class ParallelConfig:
     """How many processes train, and how they split the work."""
 
     kind: str = "single"  # single | ddp
-    processes: int = 0  # ranks on this machine; 0: one a visible GPU (one on a CPU)
+    processes: int = 0  # ranks on this machine; 0: one a visible GPU; on a CPU ddp wants a number
     timeout_seconds: int = 600  # a collective that waits longer ends the job
 
 
@@ -150,6 +150,34 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "?"
         raise UserError(f"configuration key '{key}': {str(error).splitlines()[0]}") from error
+
+
+class Trains(Protocol):
+    """A job's configuration with data and a loop."""
+
+    data: DataConfig
+    loop: LoopConfig
+
+
+def check_values(config: Trains, more: dict[str, tuple[bool, str]]) -> None:
+    """Raise UserError for a number that no training can go by. more: further keys -> (whether its value is fine, what is expected)."""
+    loop, data = config.loop, config.data
+    rules = {
+        "loop.optimizer.lr": (loop.optimizer.lr > 0, "more than 0"),
+        "loop.optimizer.weight_decay": (loop.optimizer.weight_decay >= 0, "0 or more"),
+        "loop.optimizer.warmup_steps": (loop.optimizer.warmup_steps >= 0, "0 or more"),
+        "loop.max_epochs": (loop.max_steps > 0 or loop.max_epochs > 0, "more than 0 where loop.max_steps is 0"),
+        "loop.log_every": (loop.log_every >= 1, "1 or more"),
+        "data.max_bad": (0 <= data.max_bad <= 1, "a share from 0 to 1"),
+        "data.max_length": (data.max_length >= 2, "2 or more"),
+        **more,
+    }
+    for key, (fine, expected) in rules.items():
+        if not fine:
+            value: Any = config
+            for name in key.split("."):
+                value = vars(value)[name]
+            raise UserError(f"{key} is {value}, expected {expected}")
 
 
 def valid_keys(schema: type[Any], prefix: str = "") -> list[str]:

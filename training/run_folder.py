@@ -42,6 +42,7 @@ class RunFolder:
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.output_dir)
         self.config = plain(config)
+        self.was_dry = False  # whether all that the folder holds is of a dry run
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
@@ -108,6 +109,11 @@ class RunFolder:
         if not path.is_file() or not (self.path / "manifest.json").is_file():
             return  # without a manifest nothing was begun: a start that failed does not hold the folder
         before = OmegaConf.to_container(OmegaConf.load(path))
+        assert isinstance(before, dict)
+        begun = self.manifest.get("finished") or (self.path / "checkpoints").exists()
+        self.was_dry = bool(before.get("dry_run")) and not begun
+        if self.was_dry:
+            return  # a dry run is a question: the next one may differ
         differing = [key for key in _differences(before, self.config) if re.split(r"[. ]", key)[0] not in _FREE_KEYS]
         if differing:
             raise UserError(

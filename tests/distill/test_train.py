@@ -275,3 +275,35 @@ def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Pat
     for layers in (1, 2):
         folder = tmp_path / "sweep" / f"drafter.num_hidden_layers={layers}" / "drafter"
         assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == layers
+
+
+@pytest.mark.parametrize("dry", [True, False])
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("loop.optimizer.lr=-1", "loop.optimizer.lr is -1.0, expected more than 0"),
+        ("loop.log_every=0", "loop.log_every is 0, expected 1 or more"),
+        ("loss.temperature=0", "loss.temperature is 0.0, expected more than 0"),
+        ("held_out.max_prompts=0", "held_out.max_prompts is 0, expected 1 or more"),
+        ("data.max_bad=-1", "data.max_bad is -1.0, expected a share from 0 to 1"),
+        ("loss.name=reverse_kl", "loss.name is 'reverse_kl'; expected forward_kl or cross_entropy"),
+        ("target.backend=fast", "target.backend is 'fast'; expected one of native, hf"),
+    ],
+)
+def test_values_are_checked_before_anything_is_loaded(
+    tiny_target: Path, tmp_path: Path, override: str, words: str, dry: bool
+):
+    with pytest.raises(UserError, match=words):
+        run(configured(tiny_target, tmp_path, override, f"dry_run={str(dry).lower()}"))
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_dry_run_does_not_hold_its_folder(tiny_target: Path, tmp_path: Path):
+    for layers in (1, 2):
+        run(configured(tiny_target, tmp_path, "dry_run=true", f"drafter.num_hidden_layers={layers}"))
+        assert json.loads((tmp_path / "drafter" / "config.json").read_text())["num_hidden_layers"] == layers
+    run(configured(tiny_target, tmp_path, "loop.max_steps=2"))
+    trained = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert all(tensor.any() for tensor in trained.values())
+    with pytest.raises(UserError, match="belongs to another configuration"):
+        run(configured(tiny_target, tmp_path, "dry_run=true", "drafter.num_hidden_layers=2"))
