@@ -18,10 +18,11 @@ from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Drafter, Proposal
 from decoding.loop import Settings, decode
+from decoding.self_speculation import SelfSpeculation
 from decoding.stopping import NAMES
 
 from .rows import COSTS, ROWS, draft_table
-from .tiny import TableTarget
+from .tiny import TableTarget, hf_model, native_of
 
 P_LIMIT = 1e-6
 PROMPT = [3, 1, 4, 2, 4]
@@ -224,3 +225,29 @@ def test_block_verification_accepts_more_than_token_verification() -> None:
 def test_law_3_rejects_siblings_without_residual_update(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_after_failure", lambda p_V, q_V, token: (p_V, q_V))
     assert law_holds(drafter_of("multi_candidate"), "token", "plain", 20_000) < P_LIMIT
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_law_3_of_a_target_that_drafts_for_itself(rule: str) -> None:
+    """It wants real layers, so the exact law comes from forwards over every beginning of two tokens; top-k keeps these few."""
+    target = native_of(hf_model("llama", layers=2))
+    fields = {"temperature": 1.0, "top_k": 3}
+    settings = Settings(max_new_tokens=4, num_draft_tokens=3, verify=rule, **fields)  # type: ignore[arg-type]
+
+    def next_row(text: list[int]) -> list[float]:
+        target.open(1, 16)
+        return exact_row(target.forward(torch.tensor([text]))[0][0, -1].tolist(), **fields)
+
+    law, prompt = {}, [7, 9, 5]
+    for first, p_1 in enumerate(next_row(prompt)):
+        for second, p_2 in enumerate(next_row([*prompt, first]) if p_1 else []):
+            for third, p_3 in enumerate(next_row([*prompt, first, second]) if p_2 else []):
+                if p_3:
+                    law[first, second, third] = p_1 * p_2 * p_3
+    counts: dict[tuple[int, ...], int] = {}
+    drafter = SelfSpeculation(attention=(1,), mlp=(0,))
+    for generation in decode(target, drafter, [prompt] * 20_000, settings):
+        triple = tuple(generation.tokens[:3])
+        counts[triple] = counts.get(triple, 0) + 1
+    assert set(counts) <= set(law)
+    assert p_value(counts, law, 20_000) > P_LIMIT
