@@ -29,7 +29,7 @@ from training.data import read_chats
 from training.loop import fit
 from training.models import dtype_of, load_causal_lm
 from training.objectives import Distillation, freeze
-from training.packing import PackedData, Sample
+from training.packing import PackedData, Sample, collate
 from training.parallel import Parallel
 from training.paths import resolve
 from training.samples import chat_samples
@@ -48,6 +48,9 @@ class Options:
     threads: int = 2  # CPU threads
     device: str = "cpu"  # cpu | cuda
     name: str = "distillation"  # of the results file
+
+
+SAME_LOSS = 0.02  # share by which the sides' losses may differ: their bfloat16 products are summed in another order
 
 
 class _Clock(TrainerCallback):
@@ -72,16 +75,20 @@ class PaddedDistillation(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        mask_BT = inputs["supervised"]
         PaddedDistillation.useful += int(inputs["attention_mask"].sum())
-        common = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
-        with torch.no_grad():
-            teacher_BTV = self.teacher(**common).logits[:, :-1]
-        student_BTV = model(**common).logits[:, :-1]
-        keep = mask_BT[:, 1:]
-        log_q_NV = torch.log_softmax(student_BTV[keep].float(), dim=-1)
-        log_p_NV = torch.log_softmax(teacher_BTV[keep].float(), dim=-1)
-        return torch.nn.functional.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True) / keep.sum()
+        return padded_loss(model, self.teacher, inputs)
+
+
+def padded_loss(student: Any, teacher: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """Forward KL in nats a supervised token, from whole logits."""
+    common = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+    with torch.no_grad():
+        teacher_BTV = teacher(**common).logits[:, :-1]
+    student_BTV = student(**common).logits[:, :-1]
+    keep = inputs["supervised"][:, 1:]
+    log_q_NV = torch.log_softmax(student_BTV[keep].float(), dim=-1)
+    log_p_NV = torch.log_softmax(teacher_BTV[keep].float(), dim=-1)
+    return torch.nn.functional.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True) / keep.sum()
 
 
 def padded(rows: list[Sample]) -> dict[str, torch.Tensor]:
@@ -175,6 +182,26 @@ def our_side(chosen: Options, samples: list[Sample], folder: Path) -> Any:
     return side
 
 
+@torch.no_grad()
+def losses(chosen: Options, samples: list[Sample]) -> dict[str, float]:
+    """Both sides' loss on the same chats and weights. Ends the benchmark where they differ: it would compare two things."""
+    dtype = dtype_of(chosen.dtype)
+    teacher: Any = freeze(load_causal_lm(resolve(chosen.target), dtype)).to(chosen.device)
+    student = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype).to(chosen.device)
+    data = PackedData(samples[:8], chosen.max_length, 1, 0)
+    batch = collate(data.samples, data.rows, chosen.max_length, teacher.device)
+    ours = float(Distillation(student, teacher)(batch)[0]) / data.supervised
+    for model in (student, teacher):
+        model.set_attn_implementation("sdpa")
+    inputs = {name: tensor.to(chosen.device) for name, tensor in padded(samples[:8]).items()}
+    theirs = float(padded_loss(student, teacher, inputs))
+    if abs(ours / theirs - 1) > SAME_LOSS:
+        sys.exit(
+            f"error: the two sides' losses on the same chats are {ours:.4f} and {theirs:.4f}: they do not compute the same"
+        )
+    return {"ours": ours, "trainer": theirs}
+
+
 class _Records:
     """Stands in for the tracker: keeps tokens a second of every step."""
 
@@ -197,6 +224,7 @@ def main() -> None:
     samples, account = chat_samples(tokenizer, chats, "auto", chosen.max_length, "answers")
     print(account.line("chats"), file=sys.stderr)
     per_step = max(1, round(chosen.tokens_per_step / (account.tokens / len(samples))))
+    same = losses(chosen, samples)
     with tempfile.TemporaryDirectory() as folder:
         sides = {
             "ours": our_side(chosen, samples, Path(folder)),
@@ -211,6 +239,7 @@ def main() -> None:
             "useful_tokens_per_second": medians,
             "ours_over_trainer": ratio(figures, "ours", "trainer"),
             "chats_per_trainer_step": per_step,
+            "loss_on_the_same_chats": same,
         },
     )
 
