@@ -186,8 +186,9 @@ def our_side(chosen: Options, samples: list[Sample], folder: Path) -> Any:
 def losses(chosen: Options, samples: list[Sample]) -> dict[str, float]:
     """Both sides' loss on the same chats and weights. Ends the benchmark where they differ: it would compare two things."""
     dtype = dtype_of(chosen.dtype)
-    teacher: Any = freeze(load_causal_lm(resolve(chosen.target), dtype)).to(chosen.device)
-    student = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype).to(chosen.device)
+    teacher = freeze(load_causal_lm(resolve(chosen.target), dtype)).to(chosen.device)
+    student: Any = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype)
+    student.to(chosen.device)
     data = PackedData(samples[:8], chosen.max_length, 1, 0)
     batch = collate(data.samples, data.rows, chosen.max_length, teacher.device)
     ours = float(Distillation(student, teacher)(batch)[0]) / data.supervised
