@@ -132,10 +132,20 @@ def launch(job: str, config_file: Path, processes: int) -> None:
     if failed and (children.signalled or states[failed[0]] == INTERRUPTED):
         raise Interrupted(f"the {processes} ranks were stopped by a signal. Run the same command to go on")
     if failed:
+        # A rank that a signal ended takes the others' connections with it, so it is the one to name.
+        first = min(failed, key=lambda rank: (states[rank] or 0) > 0)
         raise UserError(
-            f"rank {failed[0]} of {processes} ended with status {states[failed[0]]}; the other ranks were stopped. "
+            f"rank {first} of {processes} {_end(states[first] or 0)}; the other ranks were stopped. "
             "Its last words stand above; run the same command to resume from the last checkpoint"
         )
+
+
+def _end(status: int) -> str:
+    """An exit status in words: `subprocess` gives a process that signal N ended the status -N."""
+    if status >= 0:
+        return f"ended with status {status}"
+    hint = " (often the machine's memory was full)" if -status == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-status).name}{hint}"
 
 
 def _free_port() -> int:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -205,12 +206,36 @@ def test_two_worker_processes_make_the_same_drafter(finished: Path, tiny_target:
 
 
 def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Path):
-    given = command(tiny_target, tmp_path, "parallel=ddp", "parallel.processes=2", "loss.name=mse")
-    done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 2
-    assert "rank " in done.stderr
-    assert "ended with status 2; the other ranks were stopped" in done.stderr
-    assert "loss.name is 'mse'; expected forward_kl or cross_entropy" in done.stderr
+    """The second rank is killed in the middle of training: the job ends at once, names it, and resumes."""
+    given = command(
+        tiny_target, tmp_path, "parallel=ddp", "parallel.processes=2", "loop.max_steps=4000", "loop.eval_every=0"
+    )
+    process = subprocess.Popen(
+        given,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while (
+        not (metrics.is_file() and metrics.read_text().count("\n") > 1)
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    children = psutil.Process(process.pid).children()
+    second = [child for child in children if child.environ().get("RANK") == "1"]
+    assert len(second) == 1, f"{len(children)} children"
+    second[0].kill()
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "rank 1 of 2 was ended by SIGKILL" in words
+    assert "the other ranks were stopped" in words
+    assert "run the same command to resume" in words
+    assert not (tmp_path / "drafter").exists()
 
 
 def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, tmp_path: Path):
