@@ -37,7 +37,9 @@ class EvalConfig(JobConfig):
     repetition_penalty: float = 1.0  # of tokens that the prompt or the answer holds already; 1: off
     stop_strings: list[str] = field(default_factory=list)  # texts that end an answer, besides stop tokens
     verify: str = "token"  # token | block | coupled: the rule where temperature > 0
-    stopping: str = "fixed"  # when to end a draft early: a policy of decoding.stopping; a drafter's mapping may say
+    stopping: str | None = (
+        None  # when to end a draft: a policy of decoding.stopping; null: cost_ratio for a model's chains, else fixed; a mapping may say
+    )
     stopping_threshold: float | None = None  # of the policies that have one; null: the policy's own
     schedule: str = "serial"  # serial, or one of decoding.pearl; a drafter's mapping may say
     num_draft_tokens: list[int] = field(default_factory=list)  # gammas; empty: each drafter's best of the sweep

@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decoding.compatible import check_same_tokenizer
+from decoding.drafter import Caps
 from decoding.errors import UserError
-from decoding.schedules import SCHEDULES, WALL
+from decoding.schedules import SCHEDULES, WALL, usual_stopping
 from decoding.stopping import NAMES
 from eval.records import CONTROL
 from training.config import TargetConfig
@@ -25,7 +26,7 @@ from training.paths import resolve
 class Use:
     """How the loop uses a drafter: keys of its mapping that say nothing of how it is made."""
 
-    stopping: str = "fixed"
+    stopping: str | None = None  # None: the drafter's usual one
     stopping_threshold: float | None = None
     schedule: str = "serial"
 
@@ -34,8 +35,12 @@ class Use:
             ("stopping", self.stopping, NAMES),
             ("schedule", self.schedule, ("serial", *SCHEDULES)),
         ):
-            if found not in known:
+            if found is not None and found not in known:
                 raise UserError(f"{key} '{found}' is unknown, expected one of {', '.join(known)}.")
+
+    def settled(self, caps: Caps) -> Use:
+        """With the usual policy of such a drafter where none is named."""
+        return self if self.stopping else replace(self, stopping=usual_stopping(caps, self.schedule))
 
 
 USE = tuple(one.name for one in fields(Use))

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from decoding.loop import time_parts
-from decoding.schedules import WALL
+from decoding.schedules import WALL, weighs_costs
 from decoding.stopping import RoundCosts
 from decoding.worker import RemoteChain, lanes
 from eval.measure import Bench
@@ -72,7 +72,7 @@ def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: S
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for name, use in bench.uses.items():
         drafter = bench.drafters[name]
-        if use.stopping != "cost_ratio" and "plus" not in use.schedule and not drafter.caps.needs_costs:
+        if not weighs_costs(drafter.caps, use.schedule, use.stopping):
             continue
         key = f"{name}, batch {batch_size}"
         if key not in known:

@@ -86,6 +86,7 @@ def load(cfg: EvalConfig) -> Loaded:
     )
     uses = drafter_list.uses(mappings, drafter_list.Use(cfg.stopping, cfg.stopping_threshold, cfg.schedule))
     drafters = drafter_list.build(mappings, uses, folder)
+    uses = {name: use.settled(drafters[name].caps) for name, use in uses.items()}
     for drafter in drafters.values():
         drafter.prepare(target, None)  # what does not fit the target is told now, not after an hour
     tokenizer = load_tokenizer(folder)
@@ -150,7 +151,7 @@ def facts_of(name: str, drafter: Any, use: drafter_list.Use) -> DrafterFacts:
         layers=drafter.num_layers,
         parameters=drafter.num_parameters,
         one_pass=drafter.caps.steps == "round",
-        stopping=use.stopping,
+        stopping=use.stopping or "fixed",
         schedule=use.schedule,
     )
 

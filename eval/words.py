@@ -31,8 +31,8 @@ DEFINITIONS: dict[str, str] = {
 
 def drafter_label(row: Row) -> str:
     """Name with its size: `mine (1 layer, 3.1 M)`."""
-    plain = {"schedule": "serial", "stopping": "fixed"}
-    used = [vars(row)[key] for key, usual in plain.items() if vars(row)[key] != usual]
+    usual = ("serial", "fixed", "cost_ratio")  # a name that was given a policy says so itself
+    used = [word for word in (row.schedule, row.stopping) if word not in usual]
     name = row.drafter + "".join(f"+{word}" for word in used if word not in row.drafter)
     if row.drafter_parameters == 0:
         return f"{name} ({row.drafter_layers} of the target's layers)" if row.drafter_layers else f"{name} (no model)"

@@ -273,12 +273,13 @@ def _one_thread():
 
 def test_schedules_and_policies_are_rows_of_one_run(home, tmp_path):
     shallow = str(home / "shallow")
-    ways = [{"use": shallow}, {"use": shallow, "schedule": "pearl_virtual"}, {"use": shallow, "stopping": "cost_ratio"}]
+    ways = [{"use": shallow}, {"use": shallow, "schedule": "pearl_virtual"}, {"use": shallow, "stopping": "fixed"}]
     folder = run(config(home, "ways", drafters=ways, temperatures=[0.0, 1.0], verify="coupled"))
     rows = read_rows(folder / "results.jsonl")
-    names = {"shallow", "shallow+pearl_virtual", "shallow+cost_ratio", "prompt_lookup"}
+    names = {"shallow", "shallow+pearl_virtual", "shallow+fixed", "prompt_lookup"}
     assert {row.drafter for row in rows} == names
     assert {row.schedule for row in rows if row.drafter == "shallow+pearl_virtual"} == {"pearl_virtual"}
     assert all(row.lossless in ("equal", "ties") for row in rows)
     assert all(0 <= row.overhead < 1 for row in rows if row.schedule == "pearl_virtual")
-    assert set(json.loads((folder / "costs.json").read_text())) == {"shallow+cost_ratio, batch 1"}
+    assert set(json.loads((folder / "costs.json").read_text())) == {"shallow, batch 1"}
+    assert {row.drafter: row.stopping for row in rows} == {**dict.fromkeys(names, "fixed"), "shallow": "cost_ratio"}
