@@ -202,7 +202,7 @@ class Batch:
                 generation.finish = "stop"
             else:
                 stop = None
-            generation.count(drafted_B[b], tested, accepted)
+            generation.count(drafted_B[b], tested, accepted, len(tokens))
             row.sequence += tokens
             generation.tokens += tokens
             if stop is None and len(row.sequence) < row.limit:
