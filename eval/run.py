@@ -17,10 +17,10 @@ from eval.records import Record
 from eval.report import Provenance, write_report
 from eval.rows import build_rows
 from eval.schema import Row, read_rows, write_rows
-from eval.session import Session, generations, prompts_by_part
+from eval.session import Session, drafting, generations, prompts_by_part
 from eval.setup import Loaded, check, conditions, load
 from eval.table import print_table
-from eval.texts import texts_of
+from eval.texts import Text, texts_of
 from eval.words import condition_label, main_rows
 from training.job import job_main
 from training.run_folder import RunFolder
@@ -121,8 +121,14 @@ def _provenance(
         prompt_file=loaded.prompt_file.name,
         revision=manifest["git_revision"],
         unmeasured=missing,
-        texts=texts_of(records, loaded.bench.settings.text_of, cfg.show_texts) if loaded.bench.settings.text_of else [],
+        texts=_texts(cfg, loaded, records),
     )
+
+
+def _texts(cfg: EvalConfig, loaded: Loaded, records: Sequence[Record]) -> list[Text]:
+    text_of = loaded.bench.settings.text_of
+    assert text_of is not None, "eval.setup gives it"
+    return texts_of(records, drafting(loaded), text_of, cfg.show_texts)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from eval.records import AUTOREGRESSIVE, Record
+from eval.records import Record
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,11 @@ class Text:
     pieces: list[tuple[str, str]]  # (text, mark): see decoding.stats.Generation.trace
 
 
-def texts_of(records: Sequence[Record], text_of: Callable[[Sequence[int]], str], prompts: int) -> list[Text]:
-    """The texts of the first `prompts` prompts of the main part, under its first condition, by every drafter."""
-    main = [record for record in records if record.part == "main" and record.drafter != AUTOREGRESSIVE]
+def texts_of(
+    records: Sequence[Record], drafters: Sequence[str], text_of: Callable[[Sequence[int]], str], prompts: int
+) -> list[Text]:
+    """The texts of the first `prompts` prompts of the main part, under its first condition, with each of `drafters`."""
+    main = [record for record in records if record.part == "main" and record.drafter in drafters]
     main = [one for one in main if one.condition == main[0].condition and (one.sample, one.turn) == (0, 0)]
     ids = list(dict.fromkeys(record.prompt_id for record in main))[:prompts]
     chosen = sorted((one for one in main if one.prompt_id in ids), key=lambda one: ids.index(one.prompt_id))

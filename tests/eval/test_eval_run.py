@@ -309,7 +309,7 @@ def test_the_drafter_alone_is_the_other_end_of_the_scale(home):
     assert row.predicted_speedup is None
     page = (folder / "report.html").read_text()
     assert "Who wrote what" in page
-    assert 'class="corrected"' in page
+    assert 'class="drafted"' in page
     with pytest.raises(UserError, match="schedule=alone, but a PromptLookup cannot write a text"):
         run(config(home, "lookup", drafters=[{"use": "prompt_lookup", "schedule": "alone", "name": "x"}]))
 
