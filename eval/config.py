@@ -33,6 +33,9 @@ class EvalConfig(JobConfig):
     drafters: list[Any] = field(default_factory=list)  # model folders, names in conf/drafter, or mappings with _target_
     draft_model: str = ""  # a model folder that an experiment's drafters name as ${draft_model}
     benchmark_folder: str = ""  # where an experiment's stages find their prompt files, as ${benchmark_folder}
+    search_prompts: str = (
+        "embedded:chats"  # what an experiment's skip search runs on, as ${search_prompts}; not the benchmark
+    )
     prompt_lookup_control: bool = True  # adds the prompt-lookup row where the list does not name it
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # 0 is greedy
     top_k: int = 0  # 0: off
