@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from decoding.drafter import Drafter
-from decoding.loop import time_parts
+from decoding.loop import Parts, time_parts
 from decoding.schedules import WALL, weighs_costs
 from decoding.stopping import RoundCosts
 from decoding.worker import RemoteChain, lanes
@@ -29,6 +29,8 @@ from training.checkpoint import write_text
 
 UNITS_A_SLICE = 4  # about a tenth of a run goes into timing
 WARM_UP = 1
+MOST_REPEATS = 4  # times the usual, of a target that many drafters share
+COST_REPEATS = 20
 
 
 @dataclass(frozen=True)
@@ -48,26 +50,44 @@ class Slice:
 def time_slice(
     bench: Bench, condition: Condition, part: str, prompt: Sequence[int], widths: Iterable[int], repeats: int
 ) -> list[Slice]:
-    """Time every drafter's step, and the target at every width, after half of max_new_tokens; `repeats` each."""
-    slices = []
-    for name, drafter in bench.drafters.items():
-        use = bench.uses[name]
-        with _own_cores(drafter, use):
-            times = time_parts(
-                bench.target,
-                drafter,
-                prompt,
-                widths=widths,
-                context=len(prompt) + bench.settings.max_new_tokens // 2,
-                batch_size=condition.batch_size,
-                repeats=repeats,
-                warmup=WARM_UP,
-            )
+    """Time every drafter's step, and the target at every width, after half of max_new_tokens; `repeats` each.
+
+    The target is timed at all widths once for all drafters that share it, with more repeats where they are several.
+    """
+    slices: list[Slice] = []
+    sharing = sum(use.schedule not in WALL for use in bench.uses.values())
+    for name in bench.drafters:
+        shared = bench.uses[name].schedule not in WALL
+        first = not shared or not any(one.shared for one in slices)
+        often = repeats * min(sharing, MOST_REPEATS) if first and shared else repeats
+        times = _time(bench, name, condition.batch_size, prompt, widths if first else (1,), often, WARM_UP)
         assert times.t_draft_ms is not None, "a drafter was timed"
         place = (part, condition.temperature, condition.batch_size, name)
-        shared = use.schedule not in WALL
         slices.append(Slice(*place, times.t_draft_ms, times.t_target_ms, times.context, shared))
     return slices
+
+
+def _time(
+    bench: Bench,
+    name: str,
+    batch_size: int,
+    prompt: Sequence[int],
+    widths: Iterable[int],
+    repeats: int,
+    warmup: int,
+) -> Parts:
+    drafter = bench.drafters[name]
+    with _own_cores(drafter, bench.uses[name]):
+        return time_parts(
+            bench.target,
+            drafter,
+            prompt,
+            widths=widths,
+            context=len(prompt) + bench.settings.max_new_tokens // 2,
+            batch_size=batch_size,
+            repeats=repeats,
+            warmup=warmup,
+        )
 
 
 def _own_cores(drafter: Drafter, use: Use) -> AbstractContextManager[None]:
@@ -81,22 +101,19 @@ def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: S
     So a run that is taken up again decides as it did before.
     """
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    of_shared: tuple[float, ...] = ()
     for name, use in bench.uses.items():
-        drafter = bench.drafters[name]
-        if not weighs_costs(drafter.caps, use.schedule, use.stopping):
+        if not weighs_costs(bench.drafters[name].caps, use.schedule, use.stopping):
             continue
         key = f"{name}, batch {batch_size}"
         if key not in known:
-            with _own_cores(drafter, use):
-                times = time_parts(
-                    bench.target,
-                    drafter,
-                    prompt,
-                    widths=widths,
-                    context=len(prompt) + bench.settings.max_new_tokens // 2,
-                    batch_size=batch_size,
-                )
-            known[key] = dataclasses.asdict(times.costs)
+            shared = use.schedule not in WALL
+            first = not shared or not of_shared
+            costs = _time(bench, name, batch_size, prompt, widths if first else (1,), COST_REPEATS, 3).costs
+            if not first:
+                costs = dataclasses.replace(costs, t_target_ms=of_shared)
+            of_shared = costs.t_target_ms if shared else of_shared
+            known[key] = dataclasses.asdict(costs)
             write_text(path, json.dumps(known, indent=1))
         entry = known[key]
         bench.costs[name, batch_size] = RoundCosts(
@@ -114,7 +131,8 @@ def median_parts(slices: Sequence[Slice], drafter: str, condition: Condition) ->
     if not own:
         raise ValueError(f"{drafter} was not timed at {condition.label}")
     target = [s.t_target_ms for s in here if s.shared] if own[0].shared else [s.t_target_ms for s in own]
-    t_target_ms = {n: median(times[n] for times in target) for n in target[0]}
+    widths = sorted({n for times in target for n in times})
+    t_target_ms = {n: median(times[n] for times in target if n in times) for n in widths}
     return PartTimes(median(s.t_draft_ms for s in own), t_target_ms, own[0].context)
 
 
