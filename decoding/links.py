@@ -123,14 +123,16 @@ class Collectives:
         """meeting_file: a path, new and the same for all ranks, through which they find each other."""
         store = dist.FileStore(meeting_file, size)
         limit = timedelta(seconds=TIMEOUT_SECONDS)
-        self._group: Any
+        groups: Any = dist  # a build of torch has those that it was made with
         if kind == "nccl":
-            self._group = dist.ProcessGroupNCCL(store, rank, size, limit)
-        else:
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options = groups.ProcessGroupNCCL.Options()
             options._timeout = limit
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            self._group = groups.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            options = groups.ProcessGroupGloo._Options()
+            options._devices = [groups.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = limit
+            self._group = groups.ProcessGroupGloo(store, rank, size, options)
 
     def reduce(self, x: Tensor) -> Tensor:
         """See `Link`."""

@@ -2,7 +2,7 @@
 
 No arithmetic is written twice. In tp a rank is a `NativeTarget` with fewer heads whose two output products sum over the ranks; in layers
 it is one with fewer layers that takes its input from the rank before and hands on what comes out. Rank 0 is the caller's own process
-(decoding/parallel.py); it tells the others which method to call, and sums and hidden states are the only tensors that travel.
+(decoding/parallel.py, decoding/ranks.py); it tells the others which method to call, and sums and hidden states are the only tensors that travel.
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, I input size, O output size.
 """
@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,8 +41,8 @@ class Setup:
     max_length: int | None
     threads: int
     link: str  # see decoding/links.py
-    meeting_file: str  # of gloo and nccl
-    sockets: dict[int, int]  # of `sockets`: file descriptor by rank
+    meeting_file: str = ""  # of gloo and nccl
+    sockets: dict[int, int] = field(default_factory=dict)  # of `sockets`: file descriptor by rank
 
 
 class Summed:
@@ -191,5 +191,6 @@ def serve(pipe: Connection) -> None:
         link.close()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The rank's process; its argument is the file descriptor of its pipe."""
     serve(Connection(int(sys.argv[1])))

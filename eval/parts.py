@@ -77,7 +77,11 @@ def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: S
         key = f"{name}, batch {batch_size}"
         if key not in known:
             # A drafter with cores of its own is weighed against a target on the others.
-            with lanes(drafter) if use.schedule in WALL and isinstance(drafter, RemoteChain) else nullcontext():
+            with (
+                lanes(drafter, bench.target)
+                if use.schedule in WALL and isinstance(drafter, RemoteChain)
+                else nullcontext()
+            ):
                 times = time_parts(
                     bench.target,
                     drafter,
