@@ -118,7 +118,7 @@ def load_state(folder: str | Path, cut: Cut | None = None) -> dict[str, torch.Te
                     part = tensors.get_slice(name)
                     index = cut(name, part.get_shape())
                     if index is not None:
-                        state[name] = part[index]
+                        state[name] = part[index].contiguous()  # a view would keep the whole tensor
         except SafetensorError as error:
             raise UserError(f"{file}: cannot be read as safetensors ({error}). Copy it again.") from error
     return state

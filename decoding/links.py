@@ -54,6 +54,7 @@ class Sockets:
         """peers: the connected socket to each other rank."""
         self.rank, self.peers = rank, peers
         for peer in peers.values():
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * CHUNK_BYTES)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", TIMEOUT_SECONDS, 0))
 
     def reduce(self, x: Tensor) -> Tensor:
