@@ -1,7 +1,7 @@
 """How the ranks of a parallel target pass tensors to each other.
 
 `Sockets` is for CPU: a mesh of socket pairs, and a reader that looks for its bytes a moment before it sleeps. One sum over two ranks
-takes about 10 microseconds there, where gloo's took 240 on the same two cores, and a decoding step has two sums a layer. `Collectives`
+took 10 to 40 microseconds there, where gloo's took 240 to 550 on the same two cores, and a decoding step has two sums a layer. `Collectives`
 is torch.distributed: nccl between GPUs, and gloo, the plain twin of `Sockets` that the tests hold it against. Its group is an object
 of its own, so training may have the default one.
 
