@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LINKS = ("sockets", "gloo", "nccl")
 TIMEOUT_SECONDS = 300  # that a rank waits for another one within a forward
 SPIN_SECONDS = 2e-4  # of looking before sleeping: more than a small product takes, less than anyone would miss
 CHUNK_BYTES = (

@@ -63,7 +63,7 @@ class ParallelTarget:
         max_length: int | None = None,
         link: str | None = None,
     ) -> None:
-        """kind: tp or layers. link: one of decoding.links.LINKS; None takes sockets on a CPU and nccl on GPUs.
+        """kind: tp or layers. link: sockets, gloo or nccl (decoding/links.py); None takes sockets on a CPU and nccl on GPUs.
 
         Raises UserError for a model that cannot be split so, a damaged folder, and a rank that cannot start.
         """

@@ -114,6 +114,11 @@ class Ranks:
         finally:
             torch.set_num_threads(threads)
 
+    @property
+    def running(self) -> bool:
+        """False once they were closed, or ended after a failure."""
+        return not self._fault
+
     def bind(self, cores: Sequence[int]) -> list[int]:
         """Give each rank its own share of these processor cores, one thread a core. Returns rank 0's, which its caller binds it to.
 

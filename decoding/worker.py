@@ -167,7 +167,7 @@ def lanes(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         os.sched_setaffinity(0, cores)
-        if ranks is not None:
+        if ranks is not None and ranks.running:
             ranks.unbind(sorted(cores))
 
 
