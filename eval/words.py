@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decoding.schedules import WALL
+from decoding.target import BACKENDS
 from eval.schema import LOOPING_BELOW, Row
 
 # Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
@@ -136,6 +137,8 @@ def disturbance(rows: list[Row]) -> str:
     """A warning where other processes took the processor while decoding; empty where nothing says so."""
     share = min(row.cpu_share for row in rows)
     if rows[0].device != "cpu" or share >= UNDISTURBED:
+        return ""
+    if rows[0].backend not in BACKENDS:  # a target in several processes: this one waits for the others, as it should
         return ""
     remedy = "" if rows[0].threads == 1 else ", or with threads=1"
     return (
