@@ -58,13 +58,25 @@ def load(
     dtype: str = "float32",
     device: str = "cpu",
     max_length: int | None = None,
+    parallel: str = "none",
+    processes: int = 0,
 ) -> Engine:
     """A target folder, with a drafter folder, "prompt_lookup", a `Drafter`, or None (autoregressive decoding).
+
+    parallel, processes: spread the target over several processes (see `load_target`).
 
     Raises UserError for folders that cannot be used, and for a drafter whose tokenizer differs from the target's.
     """
     tokenizer = load_tokenizer(target)
-    model = load_target(target, backend=backend, dtype=dtype, device=device, max_length=max_length)
+    model = load_target(
+        target,
+        backend=backend,
+        dtype=dtype,
+        device=device,
+        max_length=max_length,
+        parallel=parallel,
+        processes=processes,
+    )
     if drafter == "prompt_lookup":
         drafter = PromptLookup()
     elif isinstance(drafter, str | Path):

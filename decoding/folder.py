@@ -6,6 +6,7 @@ model.safetensors or as shards listed in model.safetensors.index.json. Pickled w
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from decoding.errors import UserError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+Cut = Callable[[str, list[int]], tuple[slice, ...] | None]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -100,14 +102,23 @@ def _check_complete(file: Path) -> None:
         raise UserError(f"{file}: has {size} bytes, but its header promises {expected}. It is damaged: copy it again.")
 
 
-def load_state(folder: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a model folder by name, in the dtype of the file, memory-mapped. Raises UserError if damaged."""
+def load_state(folder: str | Path, cut: Cut | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of a model folder by name, in the dtype of the file, memory-mapped. Raises UserError if damaged.
+
+    cut: called with each name and shape; its index is what is read of the tensor, and None leaves it out.
+    """
     state: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
-                    state[name] = tensors.get_tensor(name)
+                    if cut is None:
+                        state[name] = tensors.get_tensor(name)
+                        continue
+                    part = tensors.get_slice(name)
+                    index = cut(name, part.get_shape())
+                    if index is not None:
+                        state[name] = part[index].contiguous()  # a view would keep the whole tensor
         except SafetensorError as error:
             raise UserError(f"{file}: cannot be read as safetensors ({error}). Copy it again.") from error
     return state

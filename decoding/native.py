@@ -126,11 +126,15 @@ class NativeTarget:
 
     def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
         """The hidden states of `forward` without the product with the vocabulary."""
-        weights, eps = self.weights, self.config.norm_eps
-        plan = self.slots.plan(tokens_BN.shape[1], parents_BN)
-        cos, sin = self._rope_rows(plan, tokens_BN.shape[1])
+        x_BNC = self.through_layers(F.embedding(tokens_BN, self.weights.embedding_VC), parents_BN)
+        return self._norm(x_BNC, self.weights.norm_C, self.config.norm_eps)
+
+    def through_layers(self, x_BNC: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+        """The layers alone, from embedded tokens to what the final norm takes."""
+        eps = self.config.norm_eps
+        plan = self.slots.plan(x_BNC.shape[1], parents_BN)
+        cos, sin = self._rope_rows(plan, x_BNC.shape[1])
         mask = self._grouped_mask(plan)
-        x_BNC = F.embedding(tokens_BN, weights.embedding_VC)
         if self.taps:
             self.tapped = {}
         for index, (layer, attends, feeds) in enumerate(self._layers):
@@ -143,7 +147,7 @@ class NativeTarget:
                 x_BNC = x_BNC + layer.down(F.silu(gate).mul_(up))
             if index in self.taps:
                 self.tapped[index] = x_BNC
-        return self._norm(x_BNC, weights.norm_C, eps)
+        return x_BNC
 
     def _norm(self, x_BNC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
         if x_BNC.dtype == torch.bfloat16:  # the fused op with a weight takes three times as long in bfloat16

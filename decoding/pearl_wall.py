@@ -24,7 +24,7 @@ class PearlWall(Pearl):
         """As on the virtual clock, bound to this process's own cores until `close`."""
         assert isinstance(self.drafter, RemoteChain)
         self._bound = ExitStack()
-        self._bound.enter_context(lanes(self.drafter))
+        self._bound.enter_context(lanes(self.drafter, self.target))
         super().open()
 
     def close(self) -> None:

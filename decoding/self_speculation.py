@@ -51,7 +51,7 @@ class SelfSpeculation(ChainDrafter):
         if not isinstance(target, NativeTarget):
             raise UserError(
                 f"drafter '{self.name}' runs the target's own layers, which the {target.backend} backend does not offer: "
-                "take target.backend=native."
+                "take target.backend=native and target.parallel=none."
             )
         last = max([-1, *self.skips.attention, *self.skips.mlp])
         if last >= target.num_layers:

@@ -14,6 +14,7 @@ from decoding.errors import UserError
 from decoding.folder import load_state, read_config
 from decoding.hf import HFTarget
 from decoding.native import NativeTarget
+from decoding.parallel import ParallelTarget, processes_of
 from decoding.weights import FAMILIES
 
 DTYPES = {
@@ -110,6 +111,8 @@ def load_target(
     max_length: int | None = None,
     batch_size: int | None = None,
     trust_remote_code: bool = False,
+    parallel: str = "none",
+    processes: int = 0,
 ) -> Target:
     """The model in a Hugging Face folder as a target.
 
@@ -118,6 +121,8 @@ def load_target(
     device: cpu, cuda, cuda:N, or auto (a GPU where there is one).
     batch_size: cache rows of max_length tokens to reserve now, so that a lack of memory shows at once; by default the
     cache grows with what is decoded.
+    parallel: 'none', or over several processes 'tp' (every layer cut) or 'layers' (some layers each); native alone.
+    processes: how many, this one included; 0 is one a visible GPU.
     Raises UserError if the folder is missing, empty, damaged, holds only pickled weights, or its kind is unsupported.
     """
     config = read_config(folder)
@@ -126,11 +131,12 @@ def load_target(
         raise UserError(f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}.")
     if backend not in BACKENDS:
         raise UserError(f"backend '{backend}' is unknown, expected one of {', '.join(BACKENDS)}.")
+    count = processes_of(parallel, processes, backend, device)
     context = config.get("max_position_embeddings") or config.get("n_positions")
     if max_length is not None and context is not None and max_length > context:
         raise UserError(f"{folder}: max_length {max_length} is more than the model's context of {context} tokens.")
     name = Path(folder).resolve().name
-    target: NativeTarget | HFTarget
+    target: NativeTarget | HFTarget | ParallelTarget
     if backend == "hf":
         target = HFTarget.from_folder(folder, name, DTYPES[dtype], device, max_length, trust_remote_code)
     else:
@@ -140,9 +146,14 @@ def load_target(
                 f"({', '.join(FAMILIES)}). Use backend=hf for other decoder-only full-attention models."
             )
         try:
-            target = NativeTarget.from_state(
-                config, load_state(folder), name=name, dtype=DTYPES[dtype], device=device, max_length=max_length
-            )
+            if count > 1:
+                target = ParallelTarget(
+                    folder, kind=parallel, processes=count, dtype=DTYPES[dtype], device=device, max_length=max_length
+                )
+            else:
+                target = NativeTarget.from_state(
+                    config, load_state(folder), name=name, dtype=DTYPES[dtype], device=device, max_length=max_length
+                )
         except UserError as error:
             raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from error
     if batch_size is not None:

@@ -79,16 +79,26 @@ class Weights:
     """All weights of a model on one device in one dtype; shared by a target and its partial views."""
 
     def __init__(
-        self, config: NativeConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, packed: bool
+        self,
+        config: NativeConfig,
+        state: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        packed: bool,
+        has_ends: bool = True,
     ) -> None:
+        """has_ends: False for layers from the middle of a model, which have no embedding, final norm or head."""
         self.config, self.dtype, self.device, self.packed = config, dtype, device, packed
         self._state = state
         self.num_parameters = 0  # of the tensors taken, a tied embedding once
-        self.embedding_VC = self._take("model.embed_tokens.weight")
+        self.embedding_VC = self.norm_C = torch.empty(0)
+        self.head = make_linear(self.embedding_VC, None, False)
+        if has_ends:
+            self.embedding_VC = self._take("model.embed_tokens.weight")
+            self.norm_C = self._take("model.norm.weight")
+            head_VC = self.embedding_VC if config.tied else self._take("lm_head.weight")
+            self.head = make_linear(head_VC, None, packed)
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
-        self.norm_C = self._take("model.norm.weight")
-        head_VC = self.embedding_VC if config.tied else self._take("lm_head.weight")
-        self.head = make_linear(head_VC, None, packed)
         self._state = {}
 
     def _take(self, *names: str) -> Tensor:

@@ -27,6 +27,7 @@ from torch import Tensor
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.errors import UserError
+from decoding.parallel import ParallelTarget
 from decoding.stopping import RoundCosts, Stopping
 from decoding.target import Target
 
@@ -147,19 +148,26 @@ class RemoteChain:
 
 
 @contextmanager
-def lanes(drafter: RemoteChain) -> Iterator[None]:
-    """Bind this process to the cores that the worker does not use, one thread a core, while the block runs."""
+def lanes(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
+    """Bind this process to the cores that the worker does not use, one thread a core, while the block runs.
+
+    The processes of a parallel target share them. Raises UserError if there are fewer than it has processes.
+    """
     if not drafter.own_cores:
         yield
         return
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    os.sched_setaffinity(0, drafter.own_cores)
-    torch.set_num_threads(len(drafter.own_cores))
+    ranks = target.ranks if isinstance(target, ParallelTarget) else None
+    own_cores = drafter.own_cores if ranks is None else ranks.bind(drafter.own_cores)
+    os.sched_setaffinity(0, own_cores)
+    torch.set_num_threads(len(own_cores))
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         os.sched_setaffinity(0, cores)
+        if ranks is not None and ranks.running:
+            ranks.unbind(sorted(cores))
 
 
 def _end(pipe: Connection, process: "subprocess.Popen[bytes]") -> None:

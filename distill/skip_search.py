@@ -25,6 +25,7 @@ from decoding.timing import time_parts
 from distill.acceptance import target_answers
 from distill.config import SkipSearchConfig
 from training.checkpoint import write_text
+from training.config import refuse_parallel
 from training.job import job_main
 from training.packing import Sample
 from training.paths import resolve
@@ -71,6 +72,7 @@ class Step:
 
 def run(config: SkipSearchConfig) -> Path:
     """Search, and write output_dir/skips.json. Returns it. Takes up an interrupted search where it stopped."""
+    refuse_parallel(config.target)
     folder = RunFolder(config)
     artefact = folder.path / FILE
     if folder.finished(artefact):

@@ -16,7 +16,7 @@ from distill.data import data_files, packed_data, read_samples
 from distill.drafter_folder import write_card, write_model
 from distill.dry_run import dry_run
 from distill.student import build_student
-from training.config import check_values, plain
+from training.config import check_values, plain, refuse_parallel
 from training.job import job_main
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit, total_steps
@@ -60,6 +60,7 @@ def check(config: TrainConfig) -> None:
     dtype_of(config.target.dtype)
     if config.target.backend not in BACKENDS:
         raise UserError(f"target.backend is '{config.target.backend}'; expected one of {', '.join(BACKENDS)}")
+    refuse_parallel(config.target)
     if config.loss.name not in LOSSES:
         raise UserError(f"loss.name is '{config.loss.name}'; expected {' or '.join(LOSSES)}")
     check_values(

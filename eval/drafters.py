@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -79,10 +79,16 @@ def uses(mappings: dict[str, dict[str, Any]], default: Use) -> dict[str, Use]:
     }
 
 
-def build(mappings: dict[str, dict[str, Any]], uses: dict[str, Use], target_folder: Path) -> dict[str, Any]:
+def build(
+    mappings: dict[str, dict[str, Any]],
+    uses: dict[str, Use],
+    target_folder: Path,
+    beside: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Make the drafters, in a worker process where the schedule needs that.
 
-    Those with a model folder must share every token id with the target (UserError).
+    Those with a model folder must share every token id with the target (UserError). beside: the target's device -> the one for a
+    drafter that works at the same time; one whose mapping names RemoteChain or another device stays where that says.
     """
     drafters = {}
     for name, mapping in mappings.items():
@@ -92,6 +98,8 @@ def build(mappings: dict[str, dict[str, Any]], uses: dict[str, Use], target_fold
             made = {key: value for key, value in mapping.items() if key not in USE}
             if uses[name].schedule in WALL and made["_target_"] == CHAIN:
                 made["_target_"] = "decoding.worker.RemoteChain"
+                if beside and made.get("device") in beside:
+                    made["device"] = beside[made["device"]]
             drafters[name] = instantiate(made)
             if uses[name].schedule == ALONE and not isinstance(drafters[name], ChainDrafter):
                 raise UserError(

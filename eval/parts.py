@@ -20,6 +20,7 @@ from decoding.drafter import Drafter
 from decoding.loop import Parts, time_parts
 from decoding.schedules import WALL, weighs_costs
 from decoding.stopping import RoundCosts
+from decoding.target import Target
 from decoding.worker import RemoteChain, lanes
 from eval.drafters import Use
 from eval.measure import Bench
@@ -77,7 +78,7 @@ def _time(
     warmup: int,
 ) -> Parts:
     drafter = bench.drafters[name]
-    with _own_cores(drafter, bench.uses[name]):
+    with _own_cores(bench.target, drafter, bench.uses[name]):
         return time_parts(
             bench.target,
             drafter,
@@ -90,9 +91,9 @@ def _time(
         )
 
 
-def _own_cores(drafter: Drafter, use: Use) -> AbstractContextManager[None]:
+def _own_cores(target: Target, drafter: Drafter, use: Use) -> AbstractContextManager[None]:
     """A drafter with cores of its own is timed, and weighed, against a target on the others."""
-    return lanes(drafter) if use.schedule in WALL and isinstance(drafter, RemoteChain) else nullcontext()
+    return lanes(drafter, target) if use.schedule in WALL and isinstance(drafter, RemoteChain) else nullcontext()
 
 
 def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: Sequence[int], path: Path) -> None:

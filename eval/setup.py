@@ -14,8 +14,10 @@ from decoding.drafter import Drafter
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings
+from decoding.parallel import device_beside, processes_of
 from decoding.processors import make_processors
 from decoding.sampling import Warper
+from decoding.schedules import WALL
 from decoding.target import Target, device_of, load_target
 from eval import drafters as drafter_list
 from eval.benchmarks import load_benchmark, render_turns
@@ -49,6 +51,7 @@ def check(cfg: EvalConfig) -> None:
     ):
         if not fine:
             raise UserError(f"{key}={found} cannot be measured. Expected {expected}.")
+    processes_of(cfg.target.parallel, cfg.target.processes, cfg.target.backend, device_of(cfg.target.device))
     Warper(0.0, cfg.top_k, cfg.top_p, cfg.min_p)  # says what is wrong with them
     make_processors(cfg.repetition_penalty, None)
     if not cfg.num_draft_tokens and not (cfg.sweep and cfg.sweep_prompts):
@@ -81,12 +84,14 @@ def load(cfg: EvalConfig) -> Loaded:
         device=device,
         max_length=cfg.target.max_length or None,
         batch_size=largest,
+        parallel=cfg.target.parallel,
+        processes=cfg.target.processes,
     )
     mappings = drafter_list.describe(
         cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
     )
     uses = drafter_list.uses(mappings, drafter_list.Use(cfg.stopping, cfg.stopping_threshold, cfg.schedule))
-    drafters = drafter_list.build(mappings, uses, folder)
+    drafters = drafter_list.build(mappings, uses, folder, {device: _worker_device(target, uses.values())})
     uses = {name: use.settled(drafters[name].caps) for name, use in uses.items()}
     for drafter in drafters.values():
         drafter.prepare(target, None)  # what does not fit the target is told now, not after an hour
@@ -104,6 +109,15 @@ def load(cfg: EvalConfig) -> Loaded:
     settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
     bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples)
     return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs)
+
+
+def _worker_device(target: Target, uses: Iterable[drafter_list.Use]) -> str:
+    """Where drafters work while the target does; says so where that is the target's own card."""
+    device = device_beside(target)
+    overlapping = any(use.schedule in WALL for use in uses)
+    if overlapping and target.device.type == "cuda" and torch.device(device) == target.device:
+        print(f"note: no card is free beside the target's, so drafters in workers share {device} with it")
+    return device
 
 
 def settings_of(cfg: EvalConfig, stop_token_ids: tuple[int, ...], tokenizer: Any) -> Settings:
@@ -135,7 +149,7 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
         min_p=cfg.min_p,
         repetition_penalty=cfg.repetition_penalty,
         max_new_tokens=cfg.max_new_tokens,
-        backend=cfg.target.backend,
+        backend=target.backend,
         dtype=cfg.target.dtype,
         device=device,
         threads=torch.get_num_threads(),

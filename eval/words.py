@@ -142,6 +142,10 @@ def disturbance(rows: list[Row]) -> str:
     share = min(row.cpu_share for row in rows)
     if rows[0].device != "cpu" or share >= UNDISTURBED:
         return ""
+    if rows[0].backend.endswith(
+        "processes)"
+    ):  # a target in several processes: this one waits for the others, as it should
+        return ""
     remedy = "" if rows[0].threads == 1 else ", or with threads=1"
     return (
         f"Other processes used this machine: decoding had a processor for only {100 * share:.0f} % of the time. Times "

@@ -43,6 +43,8 @@ class TargetConfig:
     dtype: str = "float32"  # float32 | bfloat16 | float16 | float64
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     max_length: int = 0  # context in tokens; 0 takes the model's own
+    parallel: str = "none"  # none | tp (cut every layer) | layers (some each): how processes share it, in eval.run
+    processes: int = 0  # that share a parallel target; 0: one a visible GPU; on a CPU it wants a number
 
 
 @dataclass
@@ -178,6 +180,15 @@ def check_values(config: Trains, more: dict[str, tuple[bool, str]]) -> None:
             for name in key.split("."):
                 value = vars(value)[name]
             raise UserError(f"{key} is {value}, expected {expected}")
+
+
+def refuse_parallel(target: TargetConfig) -> None:
+    """Raise UserError for a job that has no use for a target in several processes."""
+    if target.parallel != "none" or target.processes > 1:
+        raise UserError(
+            f"target.parallel is {target.parallel} with target.processes={target.processes}, expected none and 0: this job loads the "
+            "target in one piece; eval.run is the one that splits it"
+        )
 
 
 def valid_keys(schema: type[Any], prefix: str = "") -> list[str]:

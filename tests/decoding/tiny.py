@@ -41,10 +41,10 @@ SHAPES: dict[str, dict] = {
 
 
 def hf_model(
-    shape: str = "llama", layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float64
+    shape: str = "llama", layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object
 ) -> PreTrainedModel:
     """A random `transformers` model; large enough weights that its next tokens differ from each other."""
-    fields = dict(SHAPES[shape])
+    fields = {**SHAPES[shape], **changes}
     config = AutoConfig.for_model(
         fields.pop("model_type"),
         vocab_size=VOCABULARY,

@@ -96,6 +96,12 @@ def test_an_interrupted_search_takes_the_same_path(found: Path, target: Path, tm
     ]
 
 
+def test_a_parallel_target_is_refused(target: Path, tmp_path: Path):
+    with pytest.raises(UserError, match="target.parallel is layers .*eval.run is the one that splits it"):
+        skip_search.run(configured(target, tmp_path, "target.parallel=layers", "target.processes=2"))
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_dry_run_says_what_it_costs(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     skip_search.run(configured(target, tmp_path, "dry_run=true"))
     assert "8 sub-layers" in (said := capsys.readouterr().out)

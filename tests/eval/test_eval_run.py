@@ -95,6 +95,39 @@ def test_a_finished_run_is_not_measured_again(home, finished, capsys):
     assert (finished / "records.jsonl").read_bytes() == before
 
 
+def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
+    """Drafters in this process and in a worker of their own; the tokens are those of the target in one process."""
+    target = TargetConfig(path=str(home / "target"), dtype="float64", device="cpu", parallel="tp", processes=2)
+    wall = {"use": str(home / "shallow"), "schedule": "pearl_wall", "draft_cores": 0}
+    changes = {"temperatures": [0.0], "num_draft_tokens": [3], "drafters": [str(home / "shallow"), wall]}
+    folder = run(config(home, "split", target=target, **changes))
+    main = [row for row in read_rows(folder / "results.jsonl") if row.part == "main"]
+    assert [row.drafter for row in main] == ["shallow", "shallow+pearl_wall", "prompt_lookup"]
+    for row in main:
+        assert row.lossless == "equal"
+        assert row.backend == "native (tp over 2 processes)"
+    report = (folder / "report.html").read_text()
+    assert "native (tp over 2 processes) backend" in report
+    assert "Other processes used this machine" not in report  # waiting for the other rank is no sign of that
+    own = {r.prompt_id: r.tokens for r in read_records(finished / "records.jsonl") if r.temperature == 0}
+    assert all(record.tokens == own[record.prompt_id] for record in read_records(folder / "records.jsonl"))
+
+
+def test_a_drafter_that_works_beside_the_target_gets_another_card(home, monkeypatch):
+    import eval.drafters as drafter_list
+
+    monkeypatch.setattr(drafter_list, "instantiate", lambda made: made)
+    target = TargetConfig(path=str(home / "target"), device="cuda")
+    entries = [
+        str(home / "shallow"),
+        {"use": str(home / "shallow"), "schedule": "pearl_wall"},
+        {"use": str(home / "shallow"), "schedule": "pearl_wall", "device": "cpu", "name": "where it says"},
+    ]
+    mappings = describe(entries, target, False)
+    made = build(mappings, uses(mappings, Use()), home / "target", {"cuda": "cuda:2"})
+    assert [one["device"] for one in made.values()] == ["cuda", "cuda:2", "cpu"]
+
+
 def test_an_interrupted_run_goes_on_and_measures_nothing_twice(home, monkeypatch):
     cfg = config(home, "interrupted", temperatures=[0.0], num_draft_tokens=[2])
     whole = run(cfg)
@@ -184,6 +217,12 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
         ({"sweep": []}, "num_draft_tokens is empty"),
         ({"sweep_prompts": 5}, "prompts are too few"),
         ({"drafters": ["/nowhere/at/all"]}, "neither a folder"),
+        ({"target": TargetConfig(path="/nowhere", parallel="rows")}, "parallel 'rows' is unknown"),
+        (
+            {"target": TargetConfig(path="/nowhere", parallel="tp", processes=2, backend="hf")},
+            "native backend, not of hf",
+        ),
+        ({"target": TargetConfig(path="/nowhere", device="cpu", parallel="tp")}, "needs processes=N"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_a_reason(home, changes, message):

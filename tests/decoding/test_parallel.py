@@ -1,0 +1,467 @@
+"""A target in several processes: the logits and the laws of the one in a single process, and what happens when a rank fails.
+
+Most shapes run with a thread a rank, over the same sockets; the laws and all failures with real processes.
+
+Shapes: B rows, N nodes, V vocabulary, C hidden size.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding import load
+from decoding.chain import ChainDrafter
+from decoding.errors import UserError
+from decoding.linear import can_pack
+from decoding.links import Collectives, Link, Sockets, socket_mesh
+from decoding.loop import Settings, decode
+from decoding.native import NativeTarget
+from decoding.parallel import ParallelTarget, device_beside, processes_of
+from decoding.parallel_rank import Setup, Stage, Summed, join, load_part
+from decoding.self_speculation import SelfSpeculation
+from decoding.shards import Shard, check_divisible, layer_span, read_shard
+from decoding.target import Target, load_target, prefill
+from decoding.worker import RemoteChain, lanes
+
+from .test_laws import models, with_rule
+from .test_targets import ids
+from .tiny import hf_model, native_of, random_prompts
+
+FAMILIES = {
+    "grouped_heads": {"shape": "llama"},
+    "all_heads_tied": {"shape": "llama_mha"},
+    "output_bias": {"shape": "llama_bias", "num_key_value_heads": 2},
+    "qwen2": {"shape": "qwen2"},
+    "qwen3": {"shape": "qwen3"},
+}
+LAYERS = 3
+Script = list[Tensor]
+
+
+def exercise(target: Target) -> Script:
+    """Everything that a target is asked for; what it answered."""
+    seen: Script = []
+    with torch.inference_mode():
+        target.open(4, 40)
+        seen.append(prefill(target, [[5, 6, 7], [9], [], [4, 4, 3, 8, 11]], keep_hidden=True))  # type: ignore[arg-type]
+        seen += target.forward(ids(4, 3))  # a chain behind rows of own lengths
+        target.commit(None, [3, 0, 1, 2])
+        seen += target.forward(ids(4, 6, seed=1), torch.tensor([[-1, 0, 0, 1, 1, 4], [-1, 0, 1, 0, 3, 3]] * 2))
+        target.commit([[0, 1, 4, 5], [0, 3], [0, 2], [0, 1]], [4, 2, 2, 1])
+        seen += target.forward(ids(4, 1, seed=2))
+        target.truncate([6, 9, 1, 5])
+        target.select([0, 2, 3])
+        target.select([2, 0])
+        seen += target.forward(ids(2, 2, seed=3))
+        target.open(1, 200)
+        seen += target.forward(ids(1, 150, seed=4))  # more than a chunk of a socket
+        seen.append(target.lm_head(seen[-1][:, -1]))
+        seen.append(target.embed(ids(2, 2)))
+    return seen
+
+
+def close(found: Script, expected: Script) -> None:
+    assert len(found) == len(expected)
+    for left, right in zip(found, expected):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-10)
+
+
+def differ(found: Script, expected: Script) -> bool:
+    return any((left - right).abs().max() > 1e-3 for left, right in zip(found, expected))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The model folder of a family, written once."""
+    home = tmp_path_factory.mktemp("families")
+
+    def folder(family: str) -> Path:
+        if not (home / family).exists():
+            hf_model(layers=LAYERS, **FAMILIES[family]).save_pretrained(home / family)  # type: ignore[arg-type]
+        return home / family
+
+    return folder
+
+
+class Threads:
+    """Ranks as threads, driven in step: what a method returns on rank 0."""
+
+    def __init__(self, folder: Path, kind: str, size: int, gloo: bool = False) -> None:
+        mesh = socket_mesh(size)
+        self.ranks: list[NativeTarget] = [None] * size  # type: ignore[list-item]
+        self.is_tp = kind == "tp"
+
+        def make(rank: int) -> None:
+            setup = Setup(str(folder), Shard(kind, rank, size), torch.float64, "cpu", None, 1, "")
+            link: Link = Collectives("gloo", rank, size, str(folder / "meeting")) if gloo else Sockets(rank, mesh[rank])
+            self.ranks[rank] = join(load_part(setup)[0], setup, "threads", link)
+
+        self._all(make)
+        self.device, self.max_length = self.ranks[0].device, self.ranks[0].max_length
+
+    def _all(self, work: Callable[[int], object]) -> object:
+        answers: dict[int, object] = {}
+
+        def run(rank: int) -> None:
+            with torch.inference_mode():
+                answers[rank] = work(rank)
+
+        others = [threading.Thread(target=run, args=(rank,)) for rank in range(len(self.ranks))]
+        for thread in others:
+            thread.start()
+        for thread in others:
+            thread.join()
+        return answers[0]
+
+    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        hidden_BNC = self.features(tokens_BN, parents_BN)
+        return self.lm_head(hidden_BNC), hidden_BNC
+
+    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+        def work(rank: int) -> Tensor:
+            target = self.ranks[rank]
+            if rank and isinstance(target, Stage):
+                room = torch.empty(*tokens_BN.shape, target.hidden_size, dtype=torch.float64)
+                return target.through_layers(room, parents_BN)
+            return target.features(tokens_BN, parents_BN)
+
+        return self._all(work)  # type: ignore[return-value]
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        if not self.is_tp:
+            return self.ranks[0].lm_head(hidden)
+        return self._all(lambda rank: self.ranks[rank].lm_head(hidden))  # type: ignore[return-value]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.ranks[0].embed(ids)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def every(*arguments: object) -> None:
+            for rank in self.ranks:
+                getattr(rank, name)(*arguments)
+
+        return every
+
+
+@pytest.mark.parametrize(("kind", "size"), [("tp", 2), ("layers", 2), ("layers", 3)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_logits_of_one_process(
+    family: str, kind: str, size: int, folders: Callable[[str], Path]
+) -> None:
+    whole = native_of(hf_model(layers=LAYERS, **FAMILIES[family]))  # type: ignore[arg-type]
+    close(exercise(Threads(folders(family), kind, size)), exercise(whole))
+
+
+def test_four_ranks_with_a_head_each(folders: Callable[[str], Path]) -> None:
+    whole = native_of(hf_model("llama_mha", layers=LAYERS))
+    close(exercise(Threads(folders("all_heads_tied"), "tp", 4)), exercise(whole))
+
+
+@pytest.mark.parametrize("kind", ["tp", "layers"])
+def test_sockets_and_gloo_carry_the_same(kind: str, folders: Callable[[str], Path]) -> None:
+    """The fast way between ranks and its plain twin, which is also how GPUs are reached."""
+    folder = folders("grouped_heads")
+    close(exercise(Threads(folder, kind, 2)), exercise(Threads(folder, kind, 2, gloo=True)))
+    (folder / "meeting").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("family", ["grouped_heads", "output_bias"])
+def test_controls_that_must_fail(family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that is left out, and a bias that every rank adds, are seen by the comparison."""
+    expected = exercise(native_of(hf_model(layers=LAYERS, **FAMILIES[family])))  # type: ignore[arg-type]
+    if family == "grouped_heads":
+        monkeypatch.setattr(Summed, "__call__", lambda self, x_NI: self.inner(x_NI))
+    else:
+        import decoding.shards
+
+        monkeypatch.setattr(decoding.shards, "_ONCE", decoding.shards.re.compile("nothing"))
+    assert differ(exercise(Threads(folders(family), "tp", 2)), expected)
+
+
+# ---------------------------------------------------------------------------------------------- real processes
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of the law tests on disk."""
+    path = tmp_path_factory.mktemp("target")
+    hf_model("llama", layers=2).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def targets(folder: Path) -> Iterator[Callable[[str], ParallelTarget]]:
+    """The target of a kind over two processes, started once."""
+    made: dict[str, ParallelTarget] = {}
+
+    def target(kind: str) -> ParallelTarget:
+        if kind not in made:
+            made[kind] = start(folder, kind)
+        return made[kind]
+
+    yield target
+    for one in made.values():
+        one.close()
+
+
+def start(folder: Path, kind: str = "tp") -> ParallelTarget:
+    target = load_target(folder, dtype="float64", parallel=kind, processes=2)
+    assert isinstance(target, ParallelTarget)
+    return target
+
+
+by_kind = pytest.mark.parametrize("kind", ["tp", "layers"])
+
+
+@by_kind
+def test_two_processes_give_the_logits_of_one(kind: str, targets: Callable[[str], ParallelTarget]) -> None:
+    whole, target = models()[0], targets(kind)
+    close(exercise(target), exercise(whole))
+    for name in ("vocab_size", "hidden_size", "num_layers", "num_parameters", "max_length", "dtype", "device"):
+        assert getattr(target, name) == getattr(whole, name), name
+    assert target.backend == f"native ({kind} over 2 processes)"
+
+
+@by_kind
+def test_laws_1_and_2_on_a_parallel_target(kind: str, targets: Callable[[str], ParallelTarget]) -> None:
+    whole, _, draft_model = models()
+    for rule in ("greedy", "coupled"):
+        settings = with_rule(rule, max_new_tokens=32, stop_token_ids=(3,))
+        plain = decode(whole, None, random_prompts(12), settings)
+        for drafter in (None, ChainDrafter(model=draft_model)):
+            found = decode(targets(kind), drafter, random_prompts(12), settings)
+            assert [g.tokens for g in found] == [g.tokens for g in plain]
+    assert sum(g.accepted for g in found) > 0
+
+
+def test_pearl_drafts_in_a_worker_beside_the_ranks(targets: Callable[[str], ParallelTarget], folder: Path) -> None:
+    target, settings = targets("tp"), with_rule("greedy", max_new_tokens=24, schedule="pearl_wall")
+    drafter = RemoteChain(folder, dtype="float64", draft_cores=0)
+    found = decode(target, drafter, random_prompts(3), settings)
+    drafter.close()
+    plain = decode(models()[0], None, random_prompts(3), replace(settings, schedule="serial"))
+    assert [g.tokens for g in found] == [g.tokens for g in plain]
+    assert sum(g.accepted for g in found) > 0
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processor cores")
+def test_ranks_share_the_cores_that_the_drafters_worker_leaves(targets: Callable[[str], ParallelTarget]) -> None:
+    target, before = targets("tp"), os.sched_getaffinity(0)
+    cores = sorted(before)[:2]
+    (process,) = target.ranks.processes
+    with lanes(SimpleNamespace(own_cores=cores), target):  # type: ignore[arg-type]
+        target.open(1, 4)  # waits for the rank, and so for the binding
+        assert os.sched_getaffinity(0) == {cores[0]}
+        assert os.sched_getaffinity(process.pid) == {cores[1]}
+    target.open(1, 4)
+    assert os.sched_getaffinity(0) == os.sched_getaffinity(process.pid) == before
+    too_few = lanes(SimpleNamespace(own_cores=cores[:1]), target)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="2 processes, but the drafter's worker leaves them 1 .*draft_cores=0"), too_few:
+        pass
+    assert os.sched_getaffinity(0) == before
+
+
+def test_what_needs_the_targets_own_layers_is_refused(targets: Callable[[str], ParallelTarget]) -> None:
+    with pytest.raises(UserError, match=r"native \(tp over 2 processes\) backend does not offer.*target.parallel=none"):
+        decode(targets("tp"), SelfSpeculation(attention=[1]), [[1, 2]], Settings())
+
+
+def test_a_forward_beyond_the_cache_is_refused_before_any_rank_begins(
+    targets: Callable[[str], ParallelTarget],
+) -> None:
+    target = targets("tp")
+    target.open(1, 4)
+    with pytest.raises(ValueError, match="5 slots are needed, but the cache was opened for 4"):
+        target.forward(ids(1, 5))
+    assert target.forward(ids(1, 4))[0].shape == (1, 4, target.vocab_size)
+
+
+@pytest.mark.parametrize("link", ["sockets", "gloo"])
+def test_a_killed_rank_is_named_at_once(link: str, folder: Path) -> None:
+    target = ParallelTarget(folder, kind="tp", processes=2, dtype=torch.float64, link=link)
+    target.open(1, 8)
+    target.forward(ids(1, 2))
+    (process,) = target.ranks.processes
+    process.send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    for _ in range(2):  # the second time it says so without trying
+        with pytest.raises(UserError, match="rank 1 of the 2 processes of .* was ended by SIGKILL"):
+            target.forward(ids(1, 2))
+    assert time.monotonic() - began < 5
+
+
+def test_an_interrupt_within_a_forward_ends_the_ranks_for_good(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be out of step: the next forward would meet the sums of this one."""
+    target = start(folder)
+    target.open(1, 8)
+
+    def interrupted(*_: object) -> Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target._target, "features", interrupted)
+    before = os.sched_getaffinity(0)
+    bound = lanes(SimpleNamespace(own_cores=sorted(before)[:2] if len(before) > 1 else []), target)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt), bound:  # not replaced by what the ranks that are gone would have to say
+        target.forward(ids(1, 2))
+    assert os.sched_getaffinity(0) == before
+    assert all(process.poll() is not None for process in target.ranks.processes)
+    with pytest.raises(UserError, match="Load the target again"):
+        target.forward(ids(1, 2))
+
+
+def test_no_rank_outlives_its_parent(folder: Path) -> None:
+    """However it ends: after its last line, or killed in the midst of it."""
+    script = (
+        "import sys; from decoding.target import load_target\n"
+        f"target = load_target({str(folder)!r}, parallel='tp', processes=2)\n"
+        "print(target.ranks.processes[0].pid, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script]
+    parents = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    for kill, parent in zip((False, True), parents):
+        assert parent.stdout is not None and parent.stdin is not None
+        rank = int(parent.stdout.readline())
+        assert alive(rank)
+        if kill:
+            parent.kill()
+        parent.stdin.close()
+        assert parent.wait(timeout=60) == (-signal.SIGKILL if kill else 0)
+        deadline = time.monotonic() + 30
+        while alive(rank) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not alive(rank)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------- what is read, and refused
+def test_a_rank_reads_its_part_and_no_other(folders: Callable[[str], Path]) -> None:
+    folder = folders("grouped_heads")
+    whole = native_of(hf_model(layers=LAYERS))
+    config = whole.config
+    for kind in ("tp", "layers"):
+        parts = [read_shard(folder, config, Shard(kind, rank, 2)) for rank in range(2)]
+        assert all(count == whole.num_parameters for _, count in parts)
+        sizes = [sum(tensor.numel() for tensor in state.values()) for state, _ in parts]
+        norms = (2 * LAYERS + 1) * config.hidden_size
+        embedding = config.vocab_size * config.hidden_size
+        assert sum(sizes) == whole.num_parameters + (norms + embedding if kind == "tp" else 0)
+        assert max(sizes) < 0.75 * whole.num_parameters
+        assert all(tensor.is_contiguous() for state, _ in parts for tensor in state.values())
+
+
+def test_layers_are_shared_by_their_weight() -> None:
+    config = replace(native_of(hf_model(layers=1)).config, num_layers=12)
+
+    def spans(vocab_size: int, size: int) -> list[int]:
+        counted = replace(config, vocab_size=vocab_size)
+        return [len(layer_span(counted, Shard("layers", rank, size))) for rank in range(size)]
+
+    assert spans(1, 2) == [6, 6]
+    assert spans(1, 5) == [2, 2, 3, 2, 3]
+    assert spans(100_000, 4)[0] == 1  # embedding and head outweigh the layers
+    assert sum(spans(100_000, 4)) == 12
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"parallel": "rows"}, "parallel 'rows' is unknown, expected one of none, tp, layers"),
+        ({"processes": 2}, "processes is 2 with parallel=none"),
+        ({"parallel": "tp", "processes": 2, "backend": "hf"}, "native backend, not of hf"),
+        ({"parallel": "tp", "processes": 1}, "needs processes=N, 2 or more; processes is 1"),
+        ({"parallel": "layers"}, "needs processes=N, 2 or more; 0 GPUs are free from cpu on"),
+        (
+            {"parallel": "tp", "processes": 4},
+            "2 key/value heads cannot be split .* take 2 processes, or parallel=layers",
+        ),
+        ({"parallel": "tp", "processes": 3}, "4 attention heads cannot be split evenly over 3 processes"),
+        ({"parallel": "layers", "processes": 3}, "has 2 layers, too few for 3 processes"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], message: str, folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        load_target(folder, **settings)  # type: ignore[arg-type]
+
+
+def test_one_head_for_all_leaves_layers_only() -> None:
+    config = native_of(hf_model("llama_bias")).config
+    with pytest.raises(UserError, match="1 key/value heads .* take parallel=layers"):
+        check_divisible(config, "tp", 2, "folder")
+
+
+def test_cards_are_counted_from_the_targets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert processes_of("tp", 0, "native", "cuda") == 4
+    assert processes_of("tp", 0, "native", "cuda:1") == 3
+    assert processes_of("layers", 2, "native", "cuda:2") == 2
+    with pytest.raises(UserError, match="over 3 processes needs as many GPUs from cuda:2 on; found 2"):
+        processes_of("tp", 3, "native", "cuda:2")
+
+
+def test_a_drafter_gets_the_card_after_the_targets_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    split = ParallelTarget.__new__(ParallelTarget)
+    for devices, expected in (
+        (["cuda:0", "cuda:1"], "cuda:2"),
+        (["cuda:1", "cuda:2"], "cuda:1"),
+        (["cpu", "cpu"], "cpu"),
+    ):
+        split.devices = devices
+        assert device_beside(split) == expected
+    assert device_beside(SimpleNamespace(device=torch.device("cuda"))) == "cuda:1"
+
+
+def test_the_front_door_opens_a_parallel_target(tiny_target: Path) -> None:
+    engine = load(tiny_target, "prompt_lookup", parallel="layers", processes=2)
+    assert isinstance(engine.target, ParallelTarget)
+    whole = load(tiny_target)
+    settings = Settings(max_new_tokens=8)
+    prompts: Sequence[Sequence[int]] = [[5, 6, 7, 5, 6]]
+    assert [g.tokens for g in decode(engine.target, engine.drafter, prompts, settings)] == [
+        g.tokens for g in decode(whole.target, None, prompts, settings)
+    ]
+    engine.target.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_products_and_small_dtypes_travel_too(dtype: torch.dtype, folder: Path) -> None:
+    if not can_pack(torch.device("cpu"), dtype):
+        pytest.skip(f"this processor has no packed {dtype} products")
+    results = []
+    for size in (1, 2):
+        mesh = socket_mesh(size)
+        ranks = [Setup(str(folder), Shard("tp", rank, size), dtype, "cpu", None, 1, "") for rank in range(size)]
+        results.append(_logits(ranks, mesh))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-3 if dtype == torch.float32 else 0.5)
+
+
+def _logits(setups: list[Setup], mesh: list) -> Tensor:
+    answers: dict[int, Tensor] = {}
+
+    def run(rank: int) -> None:
+        with torch.inference_mode():
+            target = join(load_part(setups[rank])[0], setups[rank], "rank", Sockets(rank, mesh[rank]))
+            target.open(1, 8)
+            answers[rank] = target.forward(ids(1, 4))[0]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(setups))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers[0].float()
