@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decoding import cuda
+
 BAND_ROWS = 64  # widest chain forward whose mask is a view of one table instead of a fresh tensor
 
 
@@ -43,15 +45,20 @@ class Slots:
         self.lengths_B = [0] * batch_size
         self.capacity = capacity
 
+    def end(self, num_tokens: int) -> int:
+        """Slots that the longest row fills with `num_tokens` more. Raises ValueError if the cache has fewer."""
+        end = max(self.lengths_B) + num_tokens
+        if end > self.capacity:
+            raise ValueError(f"{end} slots are needed, but the cache was opened for {self.capacity}")
+        return end
+
     def plan(self, num_tokens: int, parents_BN: Tensor | None) -> Plan:
         """The plan of a forward over `num_tokens` new tokens a row, a chain unless `parents_BN` is given.
 
         parents_BN: index of each node's parent among the new tokens, -1 for the committed tip; parents come first.
         """
         lengths_B, N = self.lengths_B, num_tokens
-        end = max(lengths_B) + N
-        if end > self.capacity:
-            raise ValueError(f"{end} slots are needed, but the cache was opened for {self.capacity}")
+        end = self.end(N)
         start = lengths_B[0] if min(lengths_B) == max(lengths_B) else None
         if parents_BN is not None:
             return self._tree_plan(parents_BN, start, end)
@@ -62,7 +69,7 @@ class Slots:
                 return Plan(end, 0, None, None, None, True)
             if N <= BAND_ROWS:
                 return Plan(end, start, None, None, self._band_mask(start, N), False)
-        lengths = torch.tensor(lengths_B, device=self.device)
+        lengths = cuda.tensor(lengths_B, self.device)
         slots_BN = lengths[:, None] + torch.arange(N, device=self.device)
         visible_BNT = torch.arange(end, device=self.device) <= slots_BN[:, :, None]
         if start is not None:
@@ -71,7 +78,7 @@ class Slots:
 
     def _tree_plan(self, parents_BN: Tensor, start: int | None, end: int) -> Plan:
         B, N = parents_BN.shape
-        lengths_B = torch.tensor(self.lengths_B, device=self.device)
+        lengths_B = cuda.tensor(self.lengths_B, self.device)
         slots_BN = lengths_B[:, None] + torch.arange(N, device=self.device)
         ancestors_BNN = ancestors(parents_BN)
         visible_BNT = (torch.arange(end, device=self.device) < lengths_B[:, None, None]).repeat(1, N, 1)
@@ -110,9 +117,9 @@ class Slots:
                 list(path[:count]) + list(range(count, width)) for path, count in zip(paths_BL, counts_B, strict=True)
             ]
             if any(path != list(range(width)) for path in moved):
-                lengths_B1 = torch.tensor(self.lengths_B, device=self.device)[:, None]
+                lengths_B1 = cuda.tensor(self.lengths_B, self.device)[:, None]
                 dst_BL = lengths_B1 + torch.arange(width, device=self.device)
-                move(lengths_B1 + torch.tensor(moved, device=self.device), dst_BL)
+                move(lengths_B1 + cuda.tensor(moved, self.device), dst_BL)
         self.lengths_B = [length + count for length, count in zip(self.lengths_B, counts_B, strict=True)]
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
