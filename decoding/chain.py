@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.folder import read_config
@@ -117,7 +118,7 @@ class ChainDrafter:
         width = max(len(tokens) for tokens in tokens_B)
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in tokens_B]
         # The target may have more output rows than this model; one of its unused ids can cost acceptance, no more.
-        tokens_BK = torch.tensor(padded, device=self.model.device).clamp_(max=self.model.vocab_size - 1)
+        tokens_BK = cuda.tensor(padded, self.model.device).clamp_(max=self.model.vocab_size - 1)
         logits_BKV, _ = self.model.forward(tokens_BK)
         self.model.commit(None, [len(tokens) for tokens in tokens_B])
         return logits_BKV

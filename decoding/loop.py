@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from decoding import noise
+from decoding import cuda, noise
 from decoding.batch import Batch, OnTokens, Row, Settings
 from decoding.drafter import Drafter
 from decoding.errors import UserError
@@ -38,7 +38,8 @@ def start(
     if len(ids) != len(prompts):
         raise ValueError(f"{len(ids)} request ids for {len(prompts)} prompts")
     keys = [noise.key(settings.seed, request) for request in ids]
-    stopping = make_stopping(settings.stopping, keys, settings.stopping_threshold, settings.costs)
+    per_token = not cuda.runs_ahead(target.device)
+    stopping = make_stopping(settings.stopping, keys, settings.stopping_threshold, settings.costs, per_token)
     rows = []
     for index, prompt in enumerate(prompts):
         if not prompt:

@@ -25,7 +25,6 @@ from decoding.rope import inverse_frequencies, rope_tables
 from decoding.static import WIDEST, StaticForward, bucket
 from decoding.weights import Layer, NativeConfig, Weights
 
-
 EXECUTIONS = ("eager", "graph", "compiled")  # one by one; recorded; recorded with fused layers
 
 
