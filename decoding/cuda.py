@@ -45,8 +45,9 @@ def tensor(data: Any, device: torch.device, dtype: torch.dtype | None = None) ->
 
 
 def fill(buffer: Tensor, data: Any) -> None:
-    """Overwrite a static buffer with host numbers, without waiting for the device."""
-    buffer.copy_(torch.tensor(data, dtype=buffer.dtype, pin_memory=buffer.is_cuda), non_blocking=True)
+    """Overwrite a static buffer with host numbers, without waiting for the device (whose queue keeps the order)."""
+    host = torch.tensor(data, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
+    buffer.copy_(host, non_blocking=True)
 
 
 def read(*tensors: Tensor) -> list[Any]:

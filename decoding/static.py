@@ -2,7 +2,7 @@
 
 The eager twin is `NativeTarget.features`. There, the host knows the rows' lengths and cuts the cache and the mask to them; here lengths are a
 tensor, the keys of a whole *bucket* of the cache are read, and a mask made on the device hides what lies past each row's length. Buckets
-double, so that short contexts do not pay for long ones. One step is recorded for every (rows, tokens, chain or tree, bucket) on first use
+grow by a quarter or less, so that short contexts do not pay for long ones. One step is recorded for every (rows, tokens, chain or tree, bucket) on first use
 and replayed from then on. On a CPU the same body runs unrecorded, which is how the tests compare it with its twin.
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q / H, D head size, T slots of a bucket,
@@ -22,7 +22,7 @@ from decoding.cache import ancestors
 from decoding.linear import rms_norm
 from decoding.weights import Layer, NativeConfig, Weights
 
-SMALLEST_BUCKET = 512  # slots; the next ones are twice as large each
+SMALLEST_BUCKET = 512  # slots; then four buckets to each doubling: 640, 768, 896, 1024, 1280 ...
 WIDEST = 64  # new tokens of a recorded step; wider forwards are prefill, where launches do not matter
 
 
@@ -30,7 +30,7 @@ def bucket(slots: int, most: int) -> int:
     """The smallest bucket of at least `slots`, and no more than `most` slots of the cache."""
     size = SMALLEST_BUCKET
     while size < slots:
-        size *= 2
+        size += (1 << size.bit_length() - 1) // 4
     return min(size, most)
 
 

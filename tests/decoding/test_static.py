@@ -91,7 +91,7 @@ def test_one_step_is_made_for_each_shape_and_bucket() -> None:
             target.forward(ids(1, 3))
             target.commit(None, [3])
     assert target._static is not None
-    assert sorted(key[:3] for key in target._static._steps) == [(1, 3, 16), (1, 3, 32)]
+    assert sorted(key[:3] for key in target._static._steps) == [(1, 3, slots) for slots in (16, 20, 24, 28, 32)]
     assert target._cache_L2BHTD is not None and target._cache_L2BHTD.shape[4] == 64
 
 
