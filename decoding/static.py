@@ -1,9 +1,9 @@
 """A forward of the native target that a CUDA graph can hold: fixed shapes, fixed buffers, nothing asked of the host.
 
-The eager twin is `NativeTarget.features`. There, the host knows the rows' lengths and cuts the cache and the mask to them; here lengths are a
-tensor, the keys of a whole *bucket* of the cache are read, and a mask made on the device hides what lies past each row's length. Buckets
-grow by a quarter or less, so that short contexts do not pay for long ones. One step is recorded for every (rows, tokens, chain or tree, bucket) on first use
-and replayed from then on. On a CPU the same body runs unrecorded, which is how the tests compare it with its twin.
+The eager twin is `NativeTarget.features`. There, the host knows the rows' lengths and cuts the cache and the mask to them; here lengths are
+a tensor, the keys of a whole *bucket* of the cache are read, and a mask made on the device hides what lies past each row's length.
+Buckets grow by a quarter or less, so that short contexts do not pay for long ones. One step is recorded for every (rows, tokens, chain or
+tree, bucket) on first use and replayed from then on. On a CPU the same body runs unrecorded: so the tests compare it with its twin.
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q / H, D head size, T slots of a bucket,
 S slots of the cache, L layers.

@@ -179,7 +179,9 @@ def test_cost_ratio_by_the_round() -> None:
 
 def test_reading_packs_whatever_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
-    assert cuda.read(torch.tensor([[1, 2], [3, 31999]]), torch.tensor([0.1], dtype=torch.float64), torch.zeros(2, 0)) == [
+    assert cuda.read(
+        torch.tensor([[1, 2], [3, 31999]]), torch.tensor([0.1], dtype=torch.float64), torch.zeros(2, 0)
+    ) == [
         [[1, 2], [3, 31999]],
         [0.1],
         [[], []],
