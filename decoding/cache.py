@@ -45,8 +45,8 @@ class Slots:
         self.lengths_B = [0] * batch_size
         self.capacity = capacity
 
-    def end(self, num_tokens: int) -> int:
-        """Slots that the longest row fills with `num_tokens` more. Raises ValueError if the cache has fewer."""
+    def end_of(self, num_tokens: int) -> int:
+        """Slots that a forward over `num_tokens` reads. Raises ValueError if the cache has fewer."""
         end = max(self.lengths_B) + num_tokens
         if end > self.capacity:
             raise ValueError(f"{end} slots are needed, but the cache was opened for {self.capacity}")
@@ -58,7 +58,7 @@ class Slots:
         parents_BN: index of each node's parent among the new tokens, -1 for the committed tip; parents come first.
         """
         lengths_B, N = self.lengths_B, num_tokens
-        end = self.end(N)
+        end = self.end_of(num_tokens)
         start = lengths_B[0] if min(lengths_B) == max(lengths_B) else None
         if parents_BN is not None:
             return self._tree_plan(parents_BN, start, end)

@@ -38,10 +38,11 @@ class ChainDrafter:
         name: str | None = None,
         model: Target | None = None,
         trust_remote_code: bool = False,
+        execution: str | None = None,
     ) -> None:
         """From a model folder, or from a `model` in memory.
 
-        backend: None takes native for its families and hf for the others.
+        backend: None takes native for its families and hf for the others. execution: of a native one, see `load_target`.
         """
         if model is None:
             if folder is None:
@@ -49,7 +50,12 @@ class ChainDrafter:
             if backend is None:
                 backend = "native" if read_config(folder)["model_type"] in FAMILIES else "hf"
             model = load_target(
-                folder, backend=backend, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+                folder,
+                backend=backend,
+                dtype=dtype,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                execution=execution,
             )
         self.model = model
         self.name = name or model.name

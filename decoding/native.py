@@ -158,7 +158,7 @@ class NativeTarget:
         parents_BN: a tree (see `Slots.plan`); None is a chain. Rows with fewer tokens are padded on the right.
         """
         if self._static is not None and tokens_BN.shape[1] <= WIDEST:
-            self.slots.end(tokens_BN.shape[1])
+            self.slots.end_of(tokens_BN.shape[1])
             out = self._static(tokens_BN, parents_BN, self.slots.lengths_B, self.taps)
             self.tapped = out.tapped
             return out.logits_BNV, out.hidden_BNC

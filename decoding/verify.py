@@ -4,7 +4,8 @@ Each rule is one function (target logits, proposal, chooser) -> Outcome, batched
 `greedy` and `coupled` let the target choose a token at every node and follow the children that equal it; `token` tests
 drawn tokens one by one by p/q (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1), `block` all of them together (Sun et al.
 2025, arXiv 2403.10444); both take q for a point mass where the proposal has none. All keep the target's distribution;
-`coupled` also keeps its very tokens.
+`coupled` also keeps its very tokens. On a GPU a round waits once for what they decided (chains: decoding/verify_device.py), but for
+`token` on trees, which asks at every node and is eager there.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip comes first.
 """
@@ -43,7 +44,8 @@ def follow(choices_BN: Tensor, proposal: Proposal | None) -> Outcome:
         (choices,) = cuda.read(choices_BN)
         return Outcome(choices, None, [0] * len(choices), [0] * len(choices))
     if proposal.parents_BN is not None:
-        return _follow_tree(*cuda.read(choices_BN, proposal.tokens_BN, proposal.parents_BN), proposal.counts_B)
+        choices, drafted, parents = cuda.read(choices_BN, proposal.tokens_BN, proposal.parents_BN)
+        return _follow_tree(choices, drafted, parents, proposal.counts_B)
     choices, drafted = cuda.read(choices_BN, proposal.tokens_BN)
     accepted_B = [
         next((n for n in range(count) if row[n] != wanted[n]), count)

@@ -14,6 +14,7 @@ from decoding.drafter import Drafter
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
+from decoding.native import EXECUTIONS
 from decoding.processors import make_processors
 from decoding.sampling import Warper
 from decoding.target import Target, device_of, load_target
@@ -45,6 +46,7 @@ def check(cfg: EvalConfig) -> None:
         ("sweep", cfg.sweep, min(cfg.sweep, default=1) >= 1, "numbers from 1 up, or [] for no sweep"),
         ("max_new_tokens", cfg.max_new_tokens, cfg.max_new_tokens >= 2, "2 or more: one token leaves nothing to draft"),
         ("verify", cfg.verify, cfg.verify in SAMPLING_RULES, " or ".join(SAMPLING_RULES)),
+        ("target.execution", cfg.target.execution, cfg.target.execution in ("", *EXECUTIONS), " or ".join(EXECUTIONS)),
     ):
         if not fine:
             raise UserError(f"{key}={found} cannot be measured. Expected {expected}.")
@@ -76,6 +78,7 @@ def load(cfg: EvalConfig) -> Loaded:
     target = load_target(
         folder,
         backend=cfg.target.backend,
+        execution=cfg.target.execution or None,
         dtype=cfg.target.dtype,
         device=device,
         max_length=cfg.target.max_length or None,
@@ -133,7 +136,7 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
         min_p=cfg.min_p,
         repetition_penalty=cfg.repetition_penalty,
         max_new_tokens=cfg.max_new_tokens,
-        backend=cfg.target.backend,
+        backend=target.backend,
         dtype=cfg.target.dtype,
         device=device,
         threads=torch.get_num_threads(),
