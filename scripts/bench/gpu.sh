@@ -40,6 +40,6 @@ for name in $(if [ "${1:-all}" = all ]; then echo exact decode train recurrent; 
 done
 if [ -n "${OUT:-}" ]; then
   mkdir -p "$OUT"
-  cp scripts/bench/results/*gpu*.json "$OUT/"
+  find scripts/bench/results -name "*gpu*.json" -exec cp {} "$OUT/" \;
 fi
 exit $status
