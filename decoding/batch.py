@@ -41,10 +41,12 @@ class Settings:
     verify: str = "token"  # "token", "block" or "coupled"; at temperature 0 verification is greedy whatever this says
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    stopping: str = "fixed"  # a name of decoding.stopping.NAMES: when to end a draft before num_draft_tokens
+    # A name of decoding.stopping.NAMES: when to end a draft before num_draft_tokens. None: with `costs`, what decoding.schedules.usual_stopping
+    # says of the drafter; without, "fixed".
+    stopping: str | None = None
     stopping_threshold: float | None = None  # of the policies that have one; None takes the policy's own
     schedule: str = "serial"  # or decoding.schedules.SCHEDULES: draft and verify at the same time
-    costs: RoundCosts | None = None  # measured, for stopping="cost_ratio" and drafters that weigh their proposals
+    costs: RoundCosts | None = None  # measured, for stopping="cost_ratio" and for what weighs its proposals or chunks
     repetition_penalty: float = (
         1.0  # divides positive and multiplies negative logits of tokens that the text holds; 1 is off
     )
@@ -201,7 +203,7 @@ class Batch:
                 generation.finish = "stop"
             else:
                 stop = None
-            generation.count(drafted_B[b], tested, accepted)
+            generation.count(drafted_B[b], tested, accepted, len(tokens))
             row.sequence += tokens
             generation.tokens += tokens
             if stop is None and len(row.sequence) < row.limit:

@@ -6,7 +6,7 @@ print(generate(engine, "def add(a, b):", max_new_tokens=64).text)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -19,11 +19,14 @@ from decoding.compatible import check_same_tokenizer, load_tokenizer
 from decoding.drafter import Drafter
 from decoding.errors import UserError
 from decoding.folder import read_config, read_json
-from decoding.loop import Generation, Settings, decode, start
+from decoding.loop import Generation, Settings, decode, start, time_parts
 from decoding.prompt_lookup import PromptLookup
+from decoding.schedules import weighs_costs
+from decoding.stopping import RoundCosts
 from decoding.target import Target, load_target
 
 Messages = Sequence[Mapping[str, str]]
+COST_REPEATS = 3  # times that the parts of a round are timed before the first draft
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Engine:
     drafter: Drafter | None
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
+    # Measured by the first `generate` that drafts, for batch 1; a RoundCosts put here before is taken as it is.
+    costs: list[RoundCosts] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ def generate(
     """Continue a text or answer a chat. settings: the fields of `decoding.loop.Settings`.
 
     A stop string ends the text, which holds it. stream=True returns an iterator over pieces of text, each as soon as its round ends.
+    The first call with a drafter times a round's parts, and drafts are then as long as pays here (`stopping="cost_ratio"`). So the same
+    seed gives the same text for as long as the engine lives; with verify="coupled", stopping="fixed" or costs= of yours, always.
     """
     known = [one.name for one in fields(Settings)]
     for name in settings:
@@ -120,13 +127,24 @@ def generate(
             raise UserError(
                 f"generate() knows no setting '{name}'; the nearest is '{near}' (decoding.loop.Settings has all)."
             )
-    fixed = {"stop_token_ids": engine.stop_token_ids, "text_of": lambda ids: text_of(engine, ids)}
-    chosen = Settings(**{**fixed, **settings})
+    fixed: dict[str, Any] = {"stop_token_ids": engine.stop_token_ids, "text_of": lambda ids: text_of(engine, ids)}
     prompt = encode(engine, text_or_messages)
+    chosen = Settings(**{**fixed, **settings})
+    weighs = engine.drafter and weighs_costs(engine.drafter.caps, chosen.schedule, chosen.stopping)
+    if weighs and chosen.costs is None:
+        chosen = replace(chosen, costs=_costs(engine, prompt))
     if stream:
         return _stream(engine, prompt, chosen)
     (result,) = decode(engine.target, engine.drafter, [prompt], chosen)
     return Reply(text_of(engine, result.tokens), result.tokens, result)
+
+
+def _costs(engine: Engine, prompt: Sequence[int]) -> RoundCosts:
+    """The engine's measured costs; some thirty forwards, once."""
+    if not engine.costs:
+        times = time_parts(engine.target, engine.drafter, prompt or [0], repeats=COST_REPEATS, warmup=1)
+        engine.costs.append(times.costs)
+    return engine.costs[0]
 
 
 def _stream(engine: Engine, prompt: list[int], settings: Settings) -> Iterator[str]:

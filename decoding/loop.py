@@ -12,7 +12,7 @@ from decoding import cuda, noise
 from decoding.batch import Batch, OnTokens, Row, Settings
 from decoding.drafter import Drafter
 from decoding.errors import UserError
-from decoding.schedules import batch_type
+from decoding.schedules import batch_type, usual_stopping
 from decoding.stats import Generation
 from decoding.stopping import make_stopping
 from decoding.target import Target
@@ -38,8 +38,11 @@ def start(
     if len(ids) != len(prompts):
         raise ValueError(f"{len(ids)} request ids for {len(prompts)} prompts")
     keys = [noise.key(settings.seed, request) for request in ids]
+    policy = settings.stopping or "fixed"
+    if settings.stopping is None and settings.costs is not None and drafter is not None:
+        policy = usual_stopping(drafter.caps, settings.schedule)
     per_token = not cuda.runs_ahead(target.device)
-    stopping = make_stopping(settings.stopping, keys, settings.stopping_threshold, settings.costs, per_token)
+    stopping = make_stopping(policy, keys, settings.stopping_threshold, settings.costs, per_token)
     rows = []
     for index, prompt in enumerate(prompts):
         if not prompt:

@@ -64,6 +64,8 @@ class Pearl(Batch):
             self._charge(self.rows, perf_counter() - settled)
             return
         logits_BNV, hidden_BNC = forward
+        for row in self.rows:
+            row.generation.verified += logits_BNV.shape[1] - 1
         window, firsts = self._window(chunk)
         outcome = self._test(logits_BNV, window)
         rows, keep = self.rows, self._settle(outcome, chunk, window, firsts)

@@ -13,6 +13,7 @@ hangs on verified tokens alone, so all rules keep their laws.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 from decoding.batch import OnTokens, Row, Settings
 from decoding.drafter import Drafter
@@ -60,8 +61,9 @@ def eager_rate(alpha: float, gamma: int, costs: RoundCosts, overlap: float) -> f
     return tokens / (spent + (1 + later) * costs.overhead_ms)
 
 
+@cache
 def choose(alpha: float, longest: int, costs: RoundCosts, overlap: float) -> Choice:
-    """The best schedule and draft length at this acceptance."""
+    """The best schedule and draft length at this acceptance; remembered, so ask in round numbers."""
     alpha = min(max(alpha, 0.01), HIGHEST)
     found = []
     for gamma in range(1, longest + 1):
@@ -96,7 +98,8 @@ class PearlPlus(Pearl):
     def round(self) -> None:
         """At the start of a cycle choose; then a round as PEARL's, its states switched on and off."""
         if not self.lanes[0].tokens:
-            choice = choose(self._passed / self._tested, self.gamma, self._costs, self._measured_overlap())
+            alpha, overlap = round(self._passed / self._tested, 2), round(self._measured_overlap(), 2)
+            choice = choose(alpha, self.gamma, self._costs, overlap)
             self.chosen.append(choice)
             self.pre_verify, self.post_verify = choice.mode == "pearl", choice.mode != "serial"
             self.chunk = choice.gamma

@@ -1,7 +1,7 @@
 """The overlapped schedules by name. `serial`, the loop's own, is none of them."""
 
 from decoding.batch import Batch
-from decoding.drafter import Drafter
+from decoding.drafter import Caps, Drafter
 from decoding.errors import UserError
 from decoding.pearl import Pearl, PearlWithoutPost, PearlWithoutPre
 from decoding.pearl_plus import PearlPlus, PearlPlusWall
@@ -22,6 +22,21 @@ WALL: dict[str, type[Pearl]] = {
     "pearl_wall_wo_post": PearlWallWithoutPost,
 }
 SCHEDULES = VIRTUAL | WALL
+
+
+def usual_stopping(caps: Caps, schedule: str) -> str:
+    """The policy where none is named: `cost_ratio` for tokens drawn one after the other from a distribution that can be read.
+
+    Trees and lookups come whole, and the length of an overlapped chunk is its schedule's to choose: `fixed`.
+    """
+    one_by_one = caps.shape == "chain" and caps.has_q and caps.steps == "token"
+    return "cost_ratio" if one_by_one and schedule == "serial" else "fixed"
+
+
+def weighs_costs(caps: Caps, schedule: str, stopping: str | None) -> bool:
+    """Whether such a drafter, used so, decides by measured costs (stopping: None is the usual one)."""
+    policy = stopping or usual_stopping(caps, schedule)
+    return policy == "cost_ratio" or caps.needs_costs or "plus" in schedule
 
 
 def batch_type(schedule: str, drafter: Drafter, verify: str, costs: RoundCosts | None, num_rows: int) -> type[Batch]:

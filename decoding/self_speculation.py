@@ -9,6 +9,7 @@ Shapes: B rows.
 
 import json
 from collections.abc import Sequence
+from os.path import normpath
 from pathlib import Path
 
 from torch import Tensor
@@ -96,7 +97,8 @@ class SelfSpeculation(ChainDrafter):
 
 def read_skips(path: str | Path) -> Skips:
     """The sub-layers named in a skips.json. Raises UserError for a file that is none."""
-    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    place = Path(normpath(path))  # a stage names its neighbour's folder by way of its own, which may not be there yet
+    file = place / FILE if place.is_dir() else place
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         return Skips(tuple(int(i) for i in found["attention"]), tuple(int(i) for i in found["mlp"]))

@@ -19,6 +19,8 @@ class Generation:
     verified: int = 0  # nodes that the target's forwards ran over besides the tip, padding included
     tested_by_depth: list[int] = field(default_factory=list)  # tests at depth 1, 2, ...; those before had passed
     accepted_by_depth: list[int] = field(default_factory=list)
+    # A character a token: "1" a draft that passed, "0" the target's in place of one that failed, "." where none was tested.
+    trace: str = ""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0  # part of decode_seconds spent in the drafter
@@ -46,9 +48,10 @@ class Generation:
         """tau: tokens a target forward, the bonus token included, prefill excluded."""
         return len(self.tokens) / self.rounds if self.rounds else 0.0
 
-    def count(self, drafted: int, tested: int, accepted: int) -> None:
+    def count(self, drafted: int, tested: int, accepted: int, emitted: int) -> None:
         """Add one round."""
         self.rounds += 1
+        self.trace += "1" * accepted + "0" * (tested - accepted) + "." * (emitted - tested)
         self.drafted += drafted
         missing = tested - len(self.tested_by_depth)
         if missing > 0:

@@ -27,7 +27,7 @@ from torch import Tensor
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.errors import UserError
-from decoding.stopping import Fixed, RoundCosts, Stopping, make_stopping
+from decoding.stopping import RoundCosts, Stopping
 from decoding.target import Target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,17 +95,16 @@ class RemoteChain:
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> None:
-        """Ask for a chain for each row; `finish` waits for it. Raises UserError for policies that look at tokens as they are drawn."""
-        if not all(isinstance(policy, Fixed) and policy.reads == "nothing" for policy in stopping_B):
-            raise UserError(
-                f"drafter '{self.name}' runs in a worker, which cannot ask a stopping policy: take stopping=fixed."
-            )
-        self._pipe.send(("propose", ([list(s) for s in sequences_B], list(budgets_B), chooser.spec, chooser.begun)))
-        self._device = chooser.device
+        """Ask for a chain for each row; `finish` waits for it. The policies travel there and come back with what they saw."""
+        sequences_B = [list(sequence) for sequence in sequences_B]
+        self._pipe.send(("propose", (sequences_B, list(budgets_B), list(stopping_B), chooser.spec, chooser.begun)))
+        self._device, self._asked_B = chooser.device, stopping_B
 
     def finish(self) -> Proposal:
         """The chains that `begin` asked for."""
-        tokens, counts_B, steps, q_bytes, dtype, self.worker_seconds = self._receive()
+        tokens, counts_B, steps, q_bytes, dtype, policies_B, self.worker_seconds = self._receive()
+        for policy, returned in zip(self._asked_B, policies_B, strict=True):
+            vars(policy).update(vars(returned))
         tokens_BN = torch.tensor(tokens, dtype=torch.long, device=self._device).view(len(counts_B), -1)
         if q_bytes is None:
             return Proposal(tokens_BN, counts_B, steps=steps)
@@ -187,17 +186,20 @@ class _Worker:
     def open(self, prompts_B: list[list[int]], capacity: int) -> None:
         self.drafter.open(prompts_B, None, capacity)
 
-    def propose(self, sequences_B: list[list[int]], budgets_B: list[int], spec: Any, begun: Any) -> Any:
+    def propose(
+        self, sequences_B: list[list[int]], budgets_B: list[int], stopping_B: list[Stopping], spec: Any, begun: Any
+    ) -> Any:
         began = perf_counter()
         if spec not in self._choosers:
             warper, rule, seed, vocab_size = spec
             self._choosers = {spec: Chooser(warper, rule, seed, vocab_size, torch.device("cpu"))}
         chooser = self._choosers[spec]
         chooser.begin(*begun)
-        chunk = self.drafter.propose(sequences_B, budgets_B, make_stopping("fixed", budgets_B, None, None), chooser)
+        chunk = self.drafter.propose(sequences_B, budgets_B, stopping_B, chooser)
         q = None if chunk.q_BNV is None else chunk.q_BNV.cpu().numpy()
         q_bytes, dtype = (None, "") if q is None else (q.tobytes(), q.dtype.str)
-        return chunk.tokens_BN.tolist(), chunk.counts_B, chunk.steps, q_bytes, dtype, perf_counter() - began
+        seconds = perf_counter() - began
+        return chunk.tokens_BN.tolist(), chunk.counts_B, chunk.steps, q_bytes, dtype, stopping_B, seconds
 
 
 @torch.inference_mode()

@@ -6,7 +6,8 @@ that all drafters face the same text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from decoding.errors import UserError
 from eval.config import BenchmarkConfig
 from training.chat import render_prompt
 from training.data import Prompt, read_prompts
+
+TURN = "{turn}"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,12 @@ def load_benchmark(
     everything = read_prompts(cfg.path)
     if cfg.turns == "first":
         everything = [Prompt(prompt.id, prompt.category, prompt.turns[:1]) for prompt in everything]
+    if cfg.ids:
+        everything = _picked(everything, cfg)
+    if cfg.render == "text" and cfg.template != TURN:
+        everything = [
+            replace(prompt, turns=[cfg.template.replace(TURN, t) for t in prompt.turns]) for prompt in everything
+        ]
     chosen = [prompt for prompt in everything if cfg.category in ("", prompt.category)]
     if not chosen:
         categories = ", ".join(sorted({prompt.category for prompt in everything}))
@@ -76,6 +85,28 @@ def load_benchmark(
     return Benchmark(cfg.name or Path(cfg.path).stem, kept, cfg.render, counts)
 
 
+def _picked(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:
+    """The prompts that benchmark.ids names, in its order."""
+    try:
+        listed = json.loads(Path(cfg.ids).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"benchmark.ids={cfg.ids} cannot be read ({error}). Expected a JSON list of prompt ids."
+        ) from error
+    ids = listed.get("ids") if isinstance(listed, dict) else listed
+    if not isinstance(ids, list) or not ids:
+        raise UserError(
+            f'{cfg.ids}: expected a JSON list of prompt ids, or an object with "ids"; found {type(ids).__name__}.'
+        )
+    by_id = {prompt.id: prompt for prompt in prompts}
+    missing = [one for one in ids if one not in by_id]
+    if missing:
+        raise UserError(
+            f"{cfg.ids}: {len(missing)} of {len(ids)} ids are not in {cfg.path}; the first is {missing[0]!r}."
+        )
+    return [by_id[one] for one in ids]
+
+
 def render_turns(turns: list[str], answers: list[str], tokenizer: Any, render: str) -> list[int]:
     """Token ids of the last of `turns`, after the turns before it and their answers, ready for the target to answer.
 
@@ -102,3 +133,11 @@ def _check_options(cfg: BenchmarkConfig) -> None:
     ):
         if found not in allowed:
             raise UserError(f"benchmark.{key}={found!r} is not known. Expected one of: {', '.join(allowed)}.")
+    if TURN not in cfg.template:
+        raise UserError(
+            f"benchmark.template={cfg.template!r} has no place for the turn. Expected a text with {TURN} in it."
+        )
+    if cfg.template != TURN and cfg.render != "text":
+        raise UserError(
+            "benchmark.template needs benchmark.render=text; a chat is rendered by the target's own template."
+        )

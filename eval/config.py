@@ -17,7 +17,9 @@ class BenchmarkConfig:
     name: str = ""  # the name in the tables; empty: the file's name
     path: str = MISSING  # JSONL of {"id", "category", "turns"}, or a ShareGPT file (its human turns)
     category: str = ""  # keep the prompts of this category alone; empty: all
+    ids: str = ""  # JSON file of prompt ids to keep, in this order: a list, or {"ids": [...]}; empty: all
     render: str = "chat"  # chat: the target's chat template; text: the turn as it stands
+    template: str = "{turn}"  # with render=text: what stands around a turn, such as "Q: {turn}\nA:"
     turns: str = "first"  # first | all; with all, the target's own answer stands between the turns
     too_long: str = "error"  # error | skip (counted): a prompt that leaves no room for max_new_tokens
 
@@ -29,6 +31,11 @@ class EvalConfig(JobConfig):
     target: TargetConfig = field(default_factory=TargetConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     drafters: list[Any] = field(default_factory=list)  # model folders, names in conf/drafter, or mappings with _target_
+    draft_model: str = ""  # a model folder that an experiment's drafters name as ${draft_model}
+    benchmark_folder: str = ""  # where an experiment's stages find their prompt files, as ${benchmark_folder}
+    search_prompts: str = (
+        "embedded:chats"  # what an experiment's skip search runs on, as ${search_prompts}; not the benchmark
+    )
     prompt_lookup_control: bool = True  # adds the prompt-lookup row where the list does not name it
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # 0 is greedy
     top_k: int = 0  # 0: off
@@ -37,16 +44,20 @@ class EvalConfig(JobConfig):
     repetition_penalty: float = 1.0  # of tokens that the prompt or the answer holds already; 1: off
     stop_strings: list[str] = field(default_factory=list)  # texts that end an answer, besides stop tokens
     verify: str = "token"  # token | block | coupled: the rule where temperature > 0
-    stopping: str = "fixed"  # when to end a draft early: a policy of decoding.stopping; a drafter's mapping may say
+    stopping: str | None = (
+        None  # when to end a draft: a policy of decoding.stopping; null: cost_ratio for a model's chains, else fixed; a mapping may say
+    )
     stopping_threshold: float | None = None  # of the policies that have one; null: the policy's own
-    schedule: str = "serial"  # serial, or one of decoding.pearl; a drafter's mapping may say
+    schedule: str = "serial"  # serial, one of decoding.schedules, or alone (the drafter's own text); a mapping may say
     num_draft_tokens: list[int] = field(default_factory=list)  # gammas; empty: each drafter's best of the sweep
     sweep: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])  # gammas tried on the sweep's prompts
     sweep_prompts: int = 8  # first prompts, used for the sweep alone, so that the best gamma is not chosen on its test
     batch_sizes: list[int] = field(default_factory=lambda: [1])  # prompts decoded together
     max_prompts: int = 64  # prompts taken from the benchmark, the sweep's included; 0: all
+    samples: int = 1  # generations of every prompt where temperature > 0, each with noise of its own
     max_new_tokens: int = 128  # a generation ends here or at a stop token
     stop_at_eos: bool = True  # false: always max_new_tokens, for timing alone
     timing_repeats: int = 3  # times that each part is timed in a slice, between units all through the run
+    show_texts: int = 0  # prompts whose texts the report shows, token by token: drafted, or the target's own
     bootstrap_resamples: int = 2000  # of the 95 % interval of the speedup
     require_lossless: bool = True  # ends with an error, after the report, when an output differs from the target's

@@ -12,11 +12,13 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from decoding.chain import ChainDrafter
 from decoding.compatible import check_same_tokenizer
+from decoding.drafter import Caps
 from decoding.errors import UserError
-from decoding.schedules import SCHEDULES, WALL
+from decoding.schedules import SCHEDULES, WALL, usual_stopping
 from decoding.stopping import NAMES
-from eval.records import CONTROL
+from eval.records import ALONE, CONTROL
 from training.config import TargetConfig
 from training.paths import resolve
 
@@ -25,17 +27,21 @@ from training.paths import resolve
 class Use:
     """How the loop uses a drafter: keys of its mapping that say nothing of how it is made."""
 
-    stopping: str = "fixed"
+    stopping: str | None = None  # None: the drafter's usual one
     stopping_threshold: float | None = None
     schedule: str = "serial"
 
     def __post_init__(self) -> None:
         for key, found, known in (
             ("stopping", self.stopping, NAMES),
-            ("schedule", self.schedule, ("serial", *SCHEDULES)),
+            ("schedule", self.schedule, ("serial", *SCHEDULES, ALONE)),
         ):
-            if found not in known:
+            if found is not None and found not in known:
                 raise UserError(f"{key} '{found}' is unknown, expected one of {', '.join(known)}.")
+
+    def settled(self, caps: Caps) -> Use:
+        """With the usual policy of such a drafter where none is named."""
+        return self if self.stopping else replace(self, stopping=usual_stopping(caps, self.schedule))
 
 
 USE = tuple(one.name for one in fields(Use))
@@ -87,6 +93,11 @@ def build(mappings: dict[str, dict[str, Any]], uses: dict[str, Use], target_fold
             if uses[name].schedule in WALL and made["_target_"] == CHAIN:
                 made["_target_"] = "decoding.worker.RemoteChain"
             drafters[name] = instantiate(made)
+            if uses[name].schedule == ALONE and not isinstance(drafters[name], ChainDrafter):
+                raise UserError(
+                    f"drafters: {name} has schedule={ALONE}, but a {type(drafters[name]).__name__} cannot write a text of its own: "
+                    "give the folder of a model."
+                )
         except InstantiationException as error:
             if isinstance(error.__cause__, UserError):  # Hydra wraps what the drafter itself had to say
                 raise error.__cause__ from None

@@ -17,11 +17,12 @@ TIE_GAP = 1e-4  # a difference at a smaller gap between the target's two best to
 TOKENS_PER_TIE = 10_000  # more ties than one in so many tokens are not accepted as chance
 
 EQUAL, TIES, BY_RULE, HALF, DIFFERS = "equal", "ties", "by rule", "half precision", "differs"
+OTHER = "another model"  # of a row that is not the target at all
 
 
 @dataclass(frozen=True)
 class Equality:
-    """One of the five words above, and a sentence with the counts."""
+    """One of the words above, and a sentence with the counts."""
 
     word: str
     detail: str

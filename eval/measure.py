@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from decoding import noise
+from decoding.chain import ChainDrafter
 from decoding.drafter import Drafter
 from decoding.loop import Generation, Settings, decode
 from decoding.processors import make_processors
@@ -24,7 +25,7 @@ from eval.benchmarks import Benchmark, render_turns
 from eval.drafters import Use
 from eval.lossless import is_compared
 from eval.metrics import first_difference
-from eval.records import AUTOREGRESSIVE, BASELINE, Arm, Condition, Record
+from eval.records import ALONE, BASELINE, Arm, Condition, Record
 from training.data import Prompt
 
 
@@ -39,6 +40,7 @@ class Bench:
     settings: Settings
     verify: str  # the rule where temperature > 0
     uses: dict[str, Use]  # how the loop uses each drafter
+    samples: int = 1  # generations of a prompt where temperature > 0
     costs: dict[tuple[str, int], RoundCosts] = field(default_factory=dict)  # of (drafter, batch size), frozen first
 
     def settings_at(self, condition: Condition, arm: Arm) -> Settings:
@@ -51,6 +53,20 @@ class Bench:
             **dataclasses.asdict(self.uses.get(arm.drafter, Use())),
             costs=self.costs.get((arm.drafter, condition.batch_size)),
         )
+
+    def decode(
+        self, condition: Condition, arm: Arm, prompts_ids: Sequence[list[int]], request_ids: Sequence[int] | None = None
+    ) -> list[Generation]:
+        """Decode some prompts with one arm."""
+        target, drafter = self.target, self.drafters.get(arm.drafter)
+        if self.is_alone(arm):
+            assert isinstance(drafter, ChainDrafter), "eval.drafters makes sure of it"
+            target, drafter = drafter.model, None
+        return decode(target, drafter, prompts_ids, self.settings_at(condition, arm), request_ids=request_ids)
+
+    def is_alone(self, arm: Arm) -> bool:
+        """Whether the arm is another model than the target."""
+        return self.uses.get(arm.drafter, Use()).schedule == ALONE
 
 
 def units_of(prompts: Sequence[Prompt], batch_size: int, first: int) -> list[tuple[int, list[Prompt]]]:
@@ -79,6 +95,27 @@ def measure_unit(
     In later turns the history holds the baseline's answers, the same for all arms.
     done(arm, tokens, seconds) is called after every generation, between the clocks.
     """
+    records: list[Record] = []
+    for sample in range(samples_at(bench, condition)):
+        records += _measure_sample(bench, condition, part, unit, sample, prompts, arms, done)
+    return records
+
+
+def samples_at(bench: Bench, condition: Condition) -> int:
+    """Generations of a prompt: greedy ones would all be alike."""
+    return bench.samples if condition.temperature > 0 else 1
+
+
+def _measure_sample(
+    bench: Bench,
+    condition: Condition,
+    part: str,
+    unit: int,
+    sample: int,
+    prompts: Sequence[Prompt],
+    arms: Sequence[Arm],
+    done: Callable[[Arm, int, float], None],
+) -> list[Record]:
     answers: dict[str, list[str]] = {prompt.id: [] for prompt in prompts}
     records: list[Record] = []
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
@@ -87,24 +124,22 @@ def measure_unit(
             break
         outputs: dict[Arm, list[Generation]] = {}
         busy: dict[Arm, float] = {}
-        for arm in rotate([BASELINE, *arms], unit + turn):
-            drafter = bench.drafters[arm.drafter] if arm.drafter != AUTOREGRESSIVE else None
-            settings = bench.settings_at(condition, arm)
-            requests = [_request(unit, turn, row) for row in range(len(present))]
+        requests = [_request(sample, unit, turn, row) for row in range(len(present))]
+        for arm in rotate([BASELINE, *arms], unit + turn + sample):
             began = thread_time()
-            outputs[arm] = decode(bench.target, drafter, prompts_ids, settings, request_ids=requests)
+            outputs[arm] = bench.decode(condition, arm, prompts_ids, requests)
             busy[arm] = thread_time() - began
             generated = sum(len(row.tokens) for row in outputs[arm])
             done(arm, generated, outputs[arm][0].prefill_seconds + max(row.decode_seconds for row in outputs[arm]))
-        records += _records(bench, condition, part, unit, turn, present, prompts_ids, outputs, busy)
+        records += _records(bench, condition, part, unit, sample, turn, present, prompts_ids, outputs, busy)
         for prompt, row in zip(present, outputs[BASELINE], strict=True):
             answers[prompt.id].append(bench.tokenizer.decode(row.tokens, skip_special_tokens=True))
     return records
 
 
-def _request(unit: int, turn: int, row: int) -> int:
+def _request(sample: int, unit: int, turn: int, row: int) -> int:
     """A number of its own for every generation of a run: it keys the noise, the same for all arms."""
-    return (unit * 1_000 + turn) * 1_000 + row
+    return ((sample * 1_000_000 + unit) * 1_000 + turn) * 1_000 + row
 
 
 def _turn(
@@ -128,6 +163,7 @@ def _records(
     condition: Condition,
     part: str,
     unit: int,
+    sample: int,
     turn: int,
     present: Sequence[Prompt],
     prompts_ids: Sequence[list[int]],
@@ -140,10 +176,11 @@ def _records(
         for number, (row, base, prompt, ids) in enumerate(
             zip(rows, outputs[BASELINE], present, prompts_ids, strict=True)
         ):
-            differs_at = first_difference(row.tokens, base.tokens) if compared else None
+            comparable = compared and not bench.is_alone(arm)
+            differs_at = first_difference(row.tokens, base.tokens) if comparable else None
             gap = None
             if differs_at is not None:
-                settings, request = bench.settings_at(condition, arm), _request(unit, turn, number)
+                settings, request = bench.settings_at(condition, arm), _request(sample, unit, turn, number)
                 before = [*ids, *base.tokens[:differs_at]]
                 gap = top_two_gap(choice_scores(bench.target, before, settings, request))
             records.append(
@@ -171,6 +208,8 @@ def _records(
                     draft_seconds=row.draft_seconds,
                     lanes_seconds=row.lanes_seconds,
                     target_seconds=row.target_seconds,
+                    sample=sample,
+                    trace=row.trace,
                     cpu_seconds=busy[arm],
                     differs_at=differs_at,
                     gap=gap,

@@ -11,15 +11,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from decoding.drafter import Drafter
 from decoding.loop import time_parts
-from decoding.schedules import WALL
+from decoding.schedules import WALL, weighs_costs
 from decoding.stopping import RoundCosts
 from decoding.worker import RemoteChain, lanes
+from eval.drafters import Use
 from eval.measure import Bench
 from eval.records import Condition
 from eval.schema import PartTimes
@@ -40,6 +42,7 @@ class Slice:
     t_draft_ms: float
     t_target_ms: dict[int, float]
     context: int
+    shared: bool = True  # the target ran as it does without this drafter; not where the two have cores of their own
 
 
 def time_slice(
@@ -48,20 +51,28 @@ def time_slice(
     """Time every drafter's step, and the target at every width, after half of max_new_tokens; `repeats` each."""
     slices = []
     for name, drafter in bench.drafters.items():
-        times = time_parts(
-            bench.target,
-            drafter,
-            prompt,
-            widths=widths,
-            context=len(prompt) + bench.settings.max_new_tokens // 2,
-            batch_size=condition.batch_size,
-            repeats=repeats,
-            warmup=WARM_UP,
-        )
+        use = bench.uses[name]
+        with _own_cores(drafter, use):
+            times = time_parts(
+                bench.target,
+                drafter,
+                prompt,
+                widths=widths,
+                context=len(prompt) + bench.settings.max_new_tokens // 2,
+                batch_size=condition.batch_size,
+                repeats=repeats,
+                warmup=WARM_UP,
+            )
         assert times.t_draft_ms is not None, "a drafter was timed"
         place = (part, condition.temperature, condition.batch_size, name)
-        slices.append(Slice(*place, times.t_draft_ms, times.t_target_ms, times.context))
+        shared = use.schedule not in WALL
+        slices.append(Slice(*place, times.t_draft_ms, times.t_target_ms, times.context, shared))
     return slices
+
+
+def _own_cores(drafter: Drafter, use: Use) -> AbstractContextManager[None]:
+    """A drafter with cores of its own is timed, and weighed, against a target on the others."""
+    return lanes(drafter) if use.schedule in WALL and isinstance(drafter, RemoteChain) else nullcontext()
 
 
 def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: Sequence[int], path: Path) -> None:
@@ -72,12 +83,11 @@ def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: S
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for name, use in bench.uses.items():
         drafter = bench.drafters[name]
-        if use.stopping != "cost_ratio" and "plus" not in use.schedule and not drafter.caps.needs_costs:
+        if not weighs_costs(drafter.caps, use.schedule, use.stopping):
             continue
         key = f"{name}, batch {batch_size}"
         if key not in known:
-            # A drafter with cores of its own is weighed against a target on the others.
-            with lanes(drafter) if use.schedule in WALL and isinstance(drafter, RemoteChain) else nullcontext():
+            with _own_cores(drafter, use):
                 times = time_parts(
                     bench.target,
                     drafter,
@@ -95,16 +105,17 @@ def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: S
 
 
 def median_parts(slices: Sequence[Slice], drafter: str, condition: Condition) -> PartTimes:
-    """Medians over slices: of the drafter's own for its step, of all drafters' for the target, which they share.
+    """Medians over slices: of the drafter's own for its step, for the target of all drafters' that share it.
 
     Raises ValueError without a slice of this drafter under this condition.
     """
     here = [s for s in slices if (s.temperature, s.batch_size) == (condition.temperature, condition.batch_size)]
-    own = [s.t_draft_ms for s in here if s.drafter == drafter]
+    own = [s for s in here if s.drafter == drafter]
     if not own:
         raise ValueError(f"{drafter} was not timed at {condition.label}")
-    t_target_ms = {n: median(s.t_target_ms[n] for s in here) for n in here[0].t_target_ms}
-    return PartTimes(median(own), t_target_ms, here[0].context)
+    target = [s.t_target_ms for s in here if s.shared] if own[0].shared else [s.t_target_ms for s in own]
+    t_target_ms = {n: median(times[n] for times in target) for n in target[0]}
+    return PartTimes(median(s.t_draft_ms for s in own), t_target_ms, own[0].context)
 
 
 def append_slices(path: Path, slices: Iterable[Slice]) -> None:

@@ -13,6 +13,7 @@ from decoding.errors import UserError
 
 STALL = 3.0
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
+ALONE = "alone"  # the schedule of a drafter that writes its own text, without the target: the end of the scale
 AUTOREGRESSIVE = "autoregressive"  # the baseline's name where a drafter's would stand
 
 
@@ -70,6 +71,8 @@ class Record:
     gap: float | None  # there, the target's best score minus its second best
     lanes_seconds: float = 0.0  # under an overlapped schedule: the longer lane of every round, part of decode_seconds
     target_seconds: float = 0.0  # there, the target's lane
+    sample: int = 0  # of several generations of one prompt
+    trace: str = ""  # a character a token: 1 a draft that passed, 0 in place of one that failed, . none tested
     attempt: int = 1  # times its unit was measured, stalls of the machine included
 
     @property

@@ -7,14 +7,15 @@ records in the run folder and nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
 from eval import plots, words
-from eval.records import CONTROL, STALL, Record
+from eval.records import ALONE, CONTROL, STALL, Record
 from eval.rows import units_at
 from eval.schema import LOOPING_BELOW, Row
+from eval.texts import Text, page_part
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Provenance:
     prompt_file: str
     revision: str
     unmeasured: list[str]  # sentences
+    texts: list[Text] = field(default_factory=list)  # shown token by token
 
 
 def write_report(path: Path, rows: list[Row], records: Sequence[Record], provenance: Provenance) -> None:
@@ -51,6 +53,7 @@ def page(rows: list[Row], records: Sequence[Record], provenance: Provenance) -> 
         _section("Where it wins and where it loses", _verdicts(shown)),
         _section("Plots", _plots(rows, shown, records)),
         _section("By category", _categories(shown)),
+        _section("Who wrote what", page_part(provenance.texts)),
         _section("What the words mean", _definitions()),
         _section("How it was measured", _provenance(shown, provenance, records)),
         _section("What was not measured", _bullets(provenance.unmeasured)),
@@ -79,7 +82,7 @@ def _lead(shown: Sequence[Row]) -> str:
 
 def _headlines(shown: Sequence[Row]) -> str:
     """Under each condition the drafter that does best, of those that are models; the control stands beside it."""
-    models = [row for row in shown if row.drafter_parameters] or list(shown)
+    models = [row for row in shown if row.drafter_parameters and row.schedule != ALONE] or list(shown)
     cards = []
     for label in dict.fromkeys(words.condition_label(row) for row in models):
         rivals = [row for row in models if words.condition_label(row) == label]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from decoding.schedules import WALL
+from decoding.schedules import SCHEDULES, WALL
 from eval import metrics
-from eval.lossless import judge
+from eval.lossless import OTHER, Equality, judge
 from eval.parts import Slice, median_parts
-from eval.records import AUTOREGRESSIVE, Arm, Condition, Record
+from eval.records import ALONE, AUTOREGRESSIVE, Arm, Condition, Record
+from eval.replay import replayed_speedup
 from eval.schema import LOOPING_BELOW, Category, DrafterFacts, PartTimes, Row, RunFacts
 from eval.units import (
     Pool,
@@ -24,6 +26,7 @@ from eval.units import (
     mean_target_ms,
     pair_units,
     pool_counts,
+    replayable,
     tested_counts,
 )
 
@@ -67,12 +70,19 @@ def _tau(units: Sequence[Unit]) -> float | None:
 
 
 def build_row(
-    run: RunFacts, facts: DrafterFacts, parts: PartTimes, records: Sequence[Record], units: Sequence[Unit], pool: Pool
+    run: RunFacts,
+    facts: DrafterFacts,
+    parts: PartTimes,
+    records: Sequence[Record],
+    units: Sequence[Unit],
+    pool: Pool,
+    swept: bool,
 ) -> Row:
-    """One row from the records of one drafter at one draft length under one condition."""
+    """One row from the records of one drafter at one draft length under one condition. swept: the pool's overhead is that of other prompts."""
     first = records[0]
-    equality = judge(records, verify=run.verify, dtype=run.dtype)
-    judged = metrics.verdict(pool.pass_rates, pool.costs)
+    equality = Equality(OTHER, "the drafter's own text") if facts.schedule == ALONE else None
+    equality = equality or judge(records, verify=run.verify, dtype=run.dtype)
+    judged = _verdict(facts, pool)
     shared = dataclasses.asdict(run)
     del shared["bootstrap_resamples"]
     return Row(
@@ -93,13 +103,26 @@ def build_row(
         **_speed(units, run),
         **_headline(units, run),
         predicted_speedup=metrics.predicted_speedup(pool.pass_rates, first.num_draft_tokens, pool.costs)
-        if facts.schedule in ("serial", "pearl_virtual")
+        if facts.schedule in ("serial", "pearl_virtual", "pearl_wall")
         else None,
+        replayed_speedup=_replayed(run, facts, first, units, pool) if swept else None,
         best_gamma=judged.gamma,
         best_gamma_speedup=judged.speedup,
         helps=judged.helps,
-        verdict=f"if the lanes do not slow each other, {judged.text}" if facts.schedule in WALL else judged.text,
+        verdict=judged.text,
         categories=_categories(units, run),
+    )
+
+
+def _verdict(facts: DrafterFacts, pool: Pool) -> metrics.Verdict:
+    if facts.schedule == ALONE:
+        text = "this is another model's text; no schedule that drafts with it can be faster"
+        return metrics.Verdict(False, 0, 1.0, text)
+    judged = metrics.verdict(pool.pass_rates, pool.costs)
+    return (
+        replace(judged, text=f"if the lanes do not slow each other, {judged.text}")
+        if facts.schedule in WALL
+        else judged
     )
 
 
@@ -119,7 +142,7 @@ def _acceptance(units: Sequence[Unit]) -> dict[str, Any]:
 
 
 def _costs(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> dict[str, Any]:
-    draft_ms, target_ms = mean_draft_ms(units, facts, parts), mean_target_ms(units, parts)
+    draft_ms, target_ms = mean_draft_ms(units, facts, parts), mean_target_ms(units, facts, parts)
     round_ms = mean_round_ms(units)
     base_seconds = sum(unit.base_seconds for unit in units)
     return {
@@ -132,11 +155,19 @@ def _costs(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> dict
         "target_ms_per_round": target_ms,
         "round_ms": round_ms,
         "overhead": metrics.overhead(round_ms, busy_ms(units, facts, parts)),
-        "overlap": None if facts.schedule == "serial" else _overlap(units),
+        "overlap": _overlap(units) if facts.schedule in SCHEDULES else None,
         "baseline_round_ms": 1000 * base_seconds / sum(unit.base_batch_rounds for unit in units),
         "prefill_ms": 1000 * sum(unit.prefill_seconds for unit in units) / len(units),
         "baseline_prefill_ms": 1000 * sum(unit.base_prefill_seconds for unit in units) / len(units),
     }
+
+
+def _replayed(run: RunFacts, facts: DrafterFacts, first: Record, units: Sequence[Unit], pool: Pool) -> float | None:
+    """The speedup that an overlapped schedule should have by its own traces and other prompts' overhead."""
+    if not replayable(facts, units):
+        return None
+    traces = [trace for unit in units for trace in unit.traces]
+    return replayed_speedup(traces, first.num_draft_tokens, run.max_new_tokens, facts.schedule, pool.costs)
 
 
 def _overlap(units: Sequence[Unit]) -> float:
@@ -186,24 +217,34 @@ def build_rows(
     rows = []
     for condition, part in dict.fromkeys((record.condition, record.part) for record in records):
         for name in facts:
+            by_gamma = _by_gamma(name, condition, part, records)
+            if not by_gamma:  # a model that is run alone has no draft length to sweep
+                continue
             parts = median_parts(slices, name, condition)
-            pool = pool_of(name, condition, part, facts[name], parts, records)
-            for mine, units in _by_gamma(name, condition, part, records).values():
-                rows.append(build_row(run, facts[name], parts, mine, units, pool))
+            pool = pool_of(name, condition, part, facts[name], parts, records, run.max_new_tokens)
+            for mine, units in by_gamma.values():
+                swept = part == "main" and any(record.part == "sweep" for record in records)
+                rows.append(build_row(run, facts[name], parts, mine, units, pool, swept))
     return rows
 
 
 def pool_of(
-    name: str, condition: Condition, part: str, facts: DrafterFacts, parts: PartTimes, records: Sequence[Record]
+    name: str,
+    condition: Condition,
+    part: str,
+    facts: DrafterFacts,
+    parts: PartTimes,
+    records: Sequence[Record],
+    limit: int,
 ) -> Pool:
-    """What predicts a drafter's speedup under one condition.
+    """What predicts a drafter's speedup under one condition, in texts of at most `limit` tokens.
 
     Acceptance is that of the part's own prompts. The overhead is that of the sweep where there was one, over all its
     draft lengths: so the main part's prediction does not contain its own time, and agreement means something.
     """
     judged = {gamma: units for gamma, (_, units) in _by_gamma(name, condition, part, records).items()}
     timed = {gamma: units for gamma, (_, units) in _by_gamma(name, condition, "sweep", records).items()}
-    return pool_counts(judged, timed or judged, facts, parts)
+    return pool_counts(judged, timed or judged, facts, parts, limit)
 
 
 def _by_gamma(

@@ -13,12 +13,14 @@ from typing import Any
 
 from decoding.errors import UserError
 from eval.config import EvalConfig
+from eval.records import Record
 from eval.report import Provenance, write_report
 from eval.rows import build_rows
 from eval.schema import Row, read_rows, write_rows
-from eval.session import Session, generations, prompts_by_part
+from eval.session import Session, drafting, generations, prompts_by_part
 from eval.setup import Loaded, check, conditions, load
 from eval.table import print_table
+from eval.texts import Text, texts_of
 from eval.words import condition_label, main_rows
 from training.job import job_main
 from training.run_folder import RunFolder
@@ -55,7 +57,7 @@ def run(cfg: EvalConfig) -> Path:
         session.measure()
         rows = build_rows(loaded.run, loaded.facts, session.slices, session.records)
         write_rows(results, rows)
-        write_report(report, rows, session.records, _provenance(cfg, folder, loaded, rows))
+        write_report(report, rows, session.records, _provenance(cfg, folder, loaded, rows, session.records))
         folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)
     print_table(rows)
     print(f"\nrows: {results}\nreport: {report}")
@@ -94,7 +96,9 @@ def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:
     return {"speedup": speedups, "prompts": loaded.bench.benchmark.counts}
 
 
-def _provenance(cfg: EvalConfig, folder: RunFolder, loaded: Loaded, rows: Sequence[Row]) -> Provenance:
+def _provenance(
+    cfg: EvalConfig, folder: RunFolder, loaded: Loaded, rows: Sequence[Row], records: Sequence[Record]
+) -> Provenance:
     manifest = folder.manifest
     versions = {name: version for name, version in manifest["versions"].items() if version != "absent"}
     missing = list(NOT_MEASURED)
@@ -117,7 +121,14 @@ def _provenance(cfg: EvalConfig, folder: RunFolder, loaded: Loaded, rows: Sequen
         prompt_file=loaded.prompt_file.name,
         revision=manifest["git_revision"],
         unmeasured=missing,
+        texts=_texts(cfg, loaded, records),
     )
+
+
+def _texts(cfg: EvalConfig, loaded: Loaded, records: Sequence[Record]) -> list[Text]:
+    text_of = loaded.bench.settings.text_of
+    assert text_of is not None, "eval.setup gives it"
+    return texts_of(records, drafting(loaded), text_of, cfg.show_texts)
 
 
 if __name__ == "__main__":

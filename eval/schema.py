@@ -124,6 +124,7 @@ class Row:
     speedup_high: float | None
     speedup_with_prefill: float
     predicted_speedup: float | None  # None: no closed form for this schedule
+    replayed_speedup: float | None  # of overlapped schedules, one prompt at a time: see eval.replay
     headline_prompts: int  # prompts that do not loop: distinct-4 of the target's text >= 0.5
     headline_alpha: float | None
     headline_tau: float | None

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from decoding.errors import UserError
 from eval.config import EvalConfig
-from eval.measure import measure_unit, units_of
+from eval.measure import measure_unit, samples_at, units_of
 from eval.metrics import predicted_speedup
 from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, median_parts, read_slices, time_slice
-from eval.records import BASELINE, Arm, Condition, Record, append_records, read_records, stalled, write_records
+from eval.records import ALONE, BASELINE, Arm, Condition, Record, append_records, read_records, stalled, write_records
 from eval.rows import pool_of
 from eval.setup import Loaded, conditions, middle_prompt, warm_up, widths
 from training.data import Prompt
@@ -51,7 +51,7 @@ class Session:
             progress = _Progress(bar)
             for condition in conditions(self.cfg):
                 sweep, main = split(self.cfg, self.loaded, condition)
-                arms = [Arm(name, gamma) for name in self.loaded.facts for gamma in self.cfg.sweep]
+                arms = [Arm(name, gamma) for name in drafting(self.loaded) for gamma in self.cfg.sweep]
                 self._measure_units(condition, "sweep", sweep, arms, progress)
                 self._measure_units(condition, "main", main, self._chosen_arms(condition), progress)
 
@@ -62,7 +62,7 @@ class Session:
             place = (condition, part, unit)
             have = [record for record in self.records if (record.condition, record.part, record.unit) == place]
             if _complete(have, arms):
-                progress.skip(len(arms) + 1)
+                progress.skip(samples_at(self.loaded.bench, condition) * (len(arms) + 1))
                 continue
             # A unit that a killed run wrote in part is measured again as a whole: its pairs must be neighbours in time.
             if have:
@@ -76,7 +76,7 @@ class Session:
                 new = [dataclasses.replace(record, attempt=attempt) for record in new]
                 if attempt == ATTEMPTS or not stalled(new, before):
                     break
-                progress.skip(-len(arms) - 1)
+                progress.skip(-samples_at(self.loaded.bench, condition) * (len(arms) + 1))
             self.records += new
             append_records(self.records_file, new)
 
@@ -89,16 +89,17 @@ class Session:
     def _chosen_arms(self, condition: Condition) -> list[Arm]:
         """The arms of the main part: the draft lengths asked for, else each drafter's best by prediction."""
         cfg, facts = self.cfg, self.loaded.facts
+        names = drafting(self.loaded)
+        arms = [Arm(name, 0) for name in facts if name not in names]
         if cfg.num_draft_tokens:
-            return [Arm(name, gamma) for name in facts for gamma in cfg.num_draft_tokens]
+            return arms + [Arm(name, gamma) for name in names for gamma in cfg.num_draft_tokens]
         slices = [one for one in self.slices if one.part == "sweep"]
-        arms = []
-        for name in facts:
+        for name in names:
             if "plus" in facts[name].schedule:  # it chooses the length itself, up to the longest
                 arms.append(Arm(name, max(cfg.sweep)))
                 continue
             parts = median_parts(slices, name, condition)
-            pool = pool_of(name, condition, "sweep", facts[name], parts, self.records)
+            pool = pool_of(name, condition, "sweep", facts[name], parts, self.records, cfg.max_new_tokens)
             speedups = {gamma: predicted_speedup(pool.pass_rates, gamma, pool.costs) for gamma in cfg.sweep}
             arms.append(Arm(name, max(speedups, key=lambda gamma: speedups[gamma])))
         return arms
@@ -107,6 +108,11 @@ class Session:
 def _complete(have: Sequence[Record], arms: Sequence[Arm]) -> bool:
     counts = {arm: sum(record.arm == arm for record in have) for arm in (BASELINE, *arms)}
     return min(counts.values()) > 0 and len(set(counts.values())) == 1
+
+
+def drafting(loaded: Loaded) -> list[str]:
+    """The drafters that draft: all but those that are run as models of their own."""
+    return [name for name, facts in loaded.facts.items() if facts.schedule != ALONE]
 
 
 def prompts_by_part(cfg: EvalConfig, loaded: Loaded) -> tuple[list[Prompt], list[Prompt]]:
@@ -135,8 +141,10 @@ def generations(cfg: EvalConfig, loaded: Loaded) -> int:
     total = 0
     for condition in conditions(cfg):
         sweep, main = split(cfg, loaded, condition)
-        drafters, lengths = len(loaded.facts), max(len(cfg.num_draft_tokens), 1)
-        total += len(sweep) * (1 + drafters * len(cfg.sweep)) + len(main) * (1 + drafters * lengths)
+        drafters, lengths = len(drafting(loaded)), max(len(cfg.num_draft_tokens), 1)
+        alone = len(loaded.facts) - drafters
+        arms = len(sweep) * (1 + drafters * len(cfg.sweep)) + len(main) * (1 + alone + drafters * lengths)
+        total += samples_at(loaded.bench, condition) * arms
     return total
 
 

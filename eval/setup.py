@@ -13,7 +13,7 @@ from decoding.compatible import load_tokenizer
 from decoding.drafter import Drafter
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.loop import Settings
 from decoding.native import EXECUTIONS
 from decoding.processors import make_processors
 from decoding.sampling import Warper
@@ -44,6 +44,7 @@ def check(cfg: EvalConfig) -> None:
         ("batch_sizes", cfg.batch_sizes, min(cfg.batch_sizes, default=0) >= 1, "one or more whole numbers from 1 up"),
         ("num_draft_tokens", cfg.num_draft_tokens, min(cfg.num_draft_tokens, default=1) >= 1, "numbers from 1 up"),
         ("sweep", cfg.sweep, min(cfg.sweep, default=1) >= 1, "numbers from 1 up, or [] for no sweep"),
+        ("samples", cfg.samples, cfg.samples >= 1, "1 or more"),
         ("max_new_tokens", cfg.max_new_tokens, cfg.max_new_tokens >= 2, "2 or more: one token leaves nothing to draft"),
         ("verify", cfg.verify, cfg.verify in SAMPLING_RULES, " or ".join(SAMPLING_RULES)),
         ("target.execution", cfg.target.execution, cfg.target.execution in ("", *EXECUTIONS), " or ".join(EXECUTIONS)),
@@ -89,6 +90,7 @@ def load(cfg: EvalConfig) -> Loaded:
     )
     uses = drafter_list.uses(mappings, drafter_list.Use(cfg.stopping, cfg.stopping_threshold, cfg.schedule))
     drafters = drafter_list.build(mappings, uses, folder)
+    uses = {name: use.settled(drafters[name].caps) for name, use in uses.items()}
     for drafter in drafters.values():
         drafter.prepare(target, None)  # what does not fit the target is told now, not after an hour
     tokenizer = load_tokenizer(folder)
@@ -103,7 +105,7 @@ def load(cfg: EvalConfig) -> Loaded:
     facts = {name: facts_of(name, drafter, uses[name]) for name, drafter in drafters.items()}
     inputs = [folder, prompt_file, *(Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping)]
     settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
-    bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses)
+    bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples)
     return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs)
 
 
@@ -153,7 +155,7 @@ def facts_of(name: str, drafter: Any, use: drafter_list.Use) -> DrafterFacts:
         layers=drafter.num_layers,
         parameters=drafter.num_parameters,
         one_pass=drafter.caps.steps == "round",
-        stopping=use.stopping,
+        stopping=use.stopping or "fixed",
         schedule=use.schedule,
     )
 
@@ -181,11 +183,9 @@ def middle_prompt(bench: Bench) -> list[int]:
 def warm_up(loaded: Loaded, cfg: EvalConfig) -> None:
     """Run every arm once, so that no measured generation is the first of its shape."""
     ids = middle_prompt(loaded.bench)
+    brief = dataclasses.replace(loaded.bench.settings, max_new_tokens=min(WARM_UP_TOKENS, cfg.max_new_tokens))
+    short = dataclasses.replace(loaded.bench, settings=brief)
     for condition in conditions(cfg):
         arms = [Arm(name, gamma) for name in loaded.bench.drafters for gamma in {*cfg.sweep, *cfg.num_draft_tokens}]
         for arm in [BASELINE, *arms]:
-            drafter = None if arm == BASELINE else loaded.bench.drafters[arm.drafter]
-            settings = dataclasses.replace(
-                loaded.bench.settings_at(condition, arm), max_new_tokens=min(WARM_UP_TOKENS, cfg.max_new_tokens)
-            )
-            decode(loaded.bench.target, drafter, [ids] * condition.batch_size, settings)
+            short.decode(condition, arm, [ids] * condition.batch_size)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from decoding.schedules import SCHEDULES
 from eval import metrics
-from eval.records import Record
+from eval.records import ALONE, Record
+from eval.replay import can_replay, mean_lanes
 from eval.schema import DrafterFacts, PartTimes
 
 
@@ -22,6 +24,7 @@ class Unit:
     """The two sides of one comparison, summed over the turns of the prompts decoded together."""
 
     ids: list[str] = field(default_factory=list)
+    turns: int = 0  # decode calls
     categories: list[str] = field(default_factory=list)
     distinct_4: list[float] = field(default_factory=list)  # of the baseline's text
     tokens: int = 0  # emitted; the prefill emits none
@@ -39,6 +42,7 @@ class Unit:
     lanes_seconds: float = 0.0  # of overlapped schedules: the longer lane of every round
     draft_seconds: float = 0.0  # the drafter's lane
     target_seconds: float = 0.0  # the target's
+    traces: list[str] = field(default_factory=list)  # accept/reject, a character a token
     tested: list[list[int]] = field(default_factory=list)
     accepted: list[list[int]] = field(default_factory=list)
 
@@ -55,6 +59,7 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
     units: dict[int, Unit] = defaultdict(Unit)
     for key, rows in sides[0].items():
         unit, base = units[key[0]], sides[1][key]
+        unit.turns += 1
         unit.tokens += sum(len(row.tokens) for row in rows)
         unit.rounds += sum(row.rounds for row in rows)
         unit.batch_rounds += max(row.rounds for row in rows)
@@ -65,6 +70,7 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
         unit.lanes_seconds += max(row.lanes_seconds for row in rows)
         unit.draft_seconds += max(row.draft_seconds for row in rows)
         unit.target_seconds += max(row.target_seconds for row in rows)
+        unit.traces += [row.trace for row in rows]
         unit.tested += [row.tested_by_depth for row in rows]
         unit.accepted += [row.accepted_by_depth for row in rows]
         unit.base_tokens += sum(len(row.tokens) for row in base)
@@ -73,16 +79,17 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
         unit.base_prefill_seconds += base[0].prefill_seconds
         unit.cpu_seconds += rows[0].cpu_seconds + base[0].cpu_seconds
         unit.distinct_4 += [metrics.distinct_n(row.tokens) for row in base]
-        unit.ids += [row.prompt_id for row in rows if row.turn == 0]
-        unit.categories += [row.category for row in rows if row.turn == 0]
+        first = [row for row in rows if (row.sample, row.turn) == (0, 0)]
+        unit.ids += [row.prompt_id for row in first]
+        unit.categories += [row.category for row in first]
     return [unit for _, unit in sorted(units.items())]
 
 
-def _by_batch(records: Iterable[Record]) -> dict[tuple[int, int], list[Record]]:
-    """(unit, turn) -> the rows that were decoded together."""
-    batches: dict[tuple[int, int], list[Record]] = defaultdict(list)
+def _by_batch(records: Iterable[Record]) -> dict[tuple[int, int, int], list[Record]]:
+    """(unit, sample, turn) -> the rows that were decoded together."""
+    batches: dict[tuple[int, int, int], list[Record]] = defaultdict(list)
     for record in records:
-        batches[record.unit, record.turn].append(record)
+        batches[record.unit, record.sample, record.turn].append(record)
     return batches
 
 
@@ -104,8 +111,8 @@ class Pool:
 ByGamma = dict[int, list[Unit]]  # draft length -> the units run at it
 
 
-def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: PartTimes) -> Pool:
-    """What predicts the speedup of `judged`: its own acceptance, and the overhead of the runs `timed`.
+def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: PartTimes, limit: int) -> Pool:
+    """What predicts the speedup of `judged`: its own acceptance, and the overhead of the runs `timed`. limit: tokens a text may have.
 
     For a drafter that always proposes gamma tokens pass_k is alpha_k. One that proposes fewer, or none, misses the
     rounds without an offer too: pass_k = accepted_k / accepted_(k-1), with the rounds as accepted_0.
@@ -114,7 +121,7 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
     tested, accepted = tested_counts(units)
     reached = _reached(judged)
     passes, nodes = metrics.usable_alpha(tested, accepted), _by_length(judged, timed)
-    overlapped = facts.schedule != "serial"
+    overlapped = facts.schedule in SCHEDULES
     # The last round of a generation may have no room for a full proposal; any other short one is the drafter's choice.
     short = sum(reached) - sum(tested) > sum(len(unit.tested) for unit in units)
     if short:
@@ -125,19 +132,17 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
         passes, nodes = [metrics.alpha(tested, accepted)], {}
     if not passes or passes[0] is None:  # not one token was offered, so none passes
         passes = [0.0]
-    overhead, baseline_overhead = _overheads(timed, facts, parts)
     costs = metrics.Costs(
         cost_ratio=parts.t_draft_ms / parts.t_target_ms[1],
         V=metrics.cost_table(parts.t_target_ms),
-        overhead=overhead,
-        baseline_overhead=baseline_overhead,
         one_pass=facts.one_pass,
         nodes={gamma: count for gamma, (count, _) in nodes.items()},
         steps={gamma: count * steps for gamma, (count, steps) in nodes.items()},
         overlapped=overlapped,
         deepest=max(*judged, *timed),
     )
-    return Pool(passes, costs)
+    overhead, baseline_overhead = _overheads(timed, facts, parts, costs, limit)
+    return Pool(passes, replace(costs, overhead=overhead, baseline_overhead=baseline_overhead))
 
 
 def _by_length(*groups: ByGamma) -> dict[int, tuple[float, float]]:
@@ -149,13 +154,29 @@ def _by_length(*groups: ByGamma) -> dict[int, tuple[float, float]]:
     return found
 
 
-def _overheads(timed: ByGamma, facts: DrafterFacts, parts: PartTimes) -> tuple[float, float]:
-    """(o, o_1): what rounds took beyond their parts, over t_target(1), as the mean over draft lengths."""
+def _overheads(
+    timed: ByGamma, facts: DrafterFacts, parts: PartTimes, costs: metrics.Costs, limit: int
+) -> tuple[float, float]:
+    """(o, o_1): what rounds took beyond their parts, over t_target(1), as the mean over draft lengths.
+
+    The parts of an overlapped round are its lanes as timed alone, which its trace puts together.
+    """
     units = [unit for group in timed.values() for unit in group]
     t_1 = parts.t_target_ms[1]
-    extra_ms = [mean_round_ms(group) - busy_ms(group, facts, parts) for group in timed.values()]
+    extra_ms = []
+    for gamma, group in timed.items():
+        busy = busy_ms(group, facts, parts)
+        if replayable(facts, group):
+            traces = [trace for unit in group for trace in unit.traces]
+            busy = t_1 * mean_lanes(traces, gamma, limit, facts.schedule, costs)
+        extra_ms.append(mean_round_ms(group) - busy)
     base_ms = 1000 * sum(unit.base_seconds for unit in units) / sum(unit.base_batch_rounds for unit in units)
     return float(np.mean(extra_ms)) / t_1, base_ms / t_1 - 1.0
+
+
+def replayable(facts: DrafterFacts, units: Sequence[Unit]) -> bool:
+    """Whether traces say what an overlapped schedule does: one row at a time, and nothing but the trace decides."""
+    return can_replay(facts.schedule) and all(len(unit.traces) == unit.turns for unit in units)
 
 
 def _reached(units_by_gamma: ByGamma) -> list[int]:
@@ -175,6 +196,8 @@ def mean_round_ms(units: Sequence[Unit]) -> float:
 
 def mean_draft_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
     """Drafting in a mean round, from the timed step."""
+    if facts.schedule == ALONE:
+        return parts.t_draft_ms
     return (
         parts.t_draft_ms
         if facts.one_pass
@@ -182,8 +205,10 @@ def mean_draft_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) 
     )
 
 
-def mean_target_ms(units: Sequence[Unit], parts: PartTimes) -> float:
+def mean_target_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
     """Verifying in a mean round: t_target at the mean width, linear between timed widths."""
+    if facts.schedule == ALONE:
+        return 0.0
     widths = sorted(parts.t_target_ms)
     width = 1 + _per_round(units, [unit.verified for unit in units])
     return float(np.interp(width, widths, [parts.t_target_ms[n] for n in widths]))
@@ -191,9 +216,9 @@ def mean_target_ms(units: Sequence[Unit], parts: PartTimes) -> float:
 
 def busy_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
     """What the models take of a mean round: drafting and verifying as timed, or the longer lanes of an overlapped schedule."""
-    if facts.schedule != "serial":
+    if facts.schedule in SCHEDULES:
         return 1000 * sum(unit.lanes_seconds for unit in units) / sum(unit.batch_rounds for unit in units)
-    return mean_draft_ms(units, facts, parts) + mean_target_ms(units, parts)
+    return mean_draft_ms(units, facts, parts) + mean_target_ms(units, facts, parts)
 
 
 def _per_round(units: Sequence[Unit], counts: Sequence[int]) -> float:

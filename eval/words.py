@@ -25,15 +25,15 @@ DEFINITIONS: dict[str, str] = {
     f"{LOOPING_BELOW}). Loops are easy to guess, so headlines leave them out.",
     "distinct-4": "share of different 4-token sequences in the target's text: 1 never repeats, near 0 loops.",
     "output": "equal: token by token what the target says alone. by rule: drawn from the target's distribution by "
-    "a rule that is proven to keep it, so single texts differ.",
+    "a rule that is proven to keep it, so single texts differ. another model: the drafter alone.",
 }
 
 
 def drafter_label(row: Row) -> str:
     """Name with its size: `mine (1 layer, 3.1 M)`."""
-    plain = {"schedule": "serial", "stopping": "fixed"}
-    used = [vars(row)[key] for key, usual in plain.items() if vars(row)[key] != usual]
-    name = row.drafter + "".join(f"+{word}" for word in used if word not in row.drafter)
+    usual = ("serial", "fixed", "cost_ratio")  # a name that was given a policy says so itself
+    used = [word for word in (row.schedule, row.stopping) if word not in usual]
+    name = ", ".join([row.drafter, *(word for word in used if word not in row.drafter)])
     if row.drafter_parameters == 0:
         return f"{name} ({row.drafter_layers} of the target's layers)" if row.drafter_layers else f"{name} (no model)"
     layers = "1 layer" if row.drafter_layers == 1 else f"{row.drafter_layers} layers"
@@ -72,7 +72,7 @@ def cells(row: Row) -> dict[str, str]:
         "speedup [95 %]": with_interval(row.speedup, row.speedup_low, row.speedup_high),
         "not looping": f"{times(row.headline_speedup)} ({row.headline_prompts})",
         "tokens/s": number(row.tokens_per_second, 1),
-        "gamma": str(row.num_draft_tokens),
+        "gamma": str(row.num_draft_tokens or "–"),
         "alpha": number(row.alpha),
         "tau": number(row.tau),
         "c": number(row.cost_ratio, 3),
@@ -124,6 +124,11 @@ def verdict_line(row: Row) -> tuple[str, str, str]:
     if row.overlap is not None:
         why = "two workers, measured" if row.schedule in WALL else "virtual clock, by definition"
         predicted += f" The lanes hid {100 * row.overlap:.0f} % of the shorter one ({why})."
+    if row.replayed_speedup is not None:
+        predicted += (
+            f" Replayed over its own accept/reject trace: {times(row.replayed_speedup)} ({row.speedup / row.replayed_speedup - 1:+.0%} "
+            "measured)."
+        )
     if row.predicted_speedup is not None and abs(row.predicted_speedup / row.speedup - 1) > AGREEMENT:
         predicted += (
             f" That does not agree with what was measured ({times(row.speedup)}): the parts do not explain it, or the machine's "

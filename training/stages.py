@@ -1,13 +1,15 @@
 """Experiments that span several jobs: each stage is `python -m <stage>` in a process of its own, folder to folder.
 
-Stages talk only through folders. The stage that is the called job itself runs on the composed configuration, so overrides and sweeps reach
-it; the others are given by their own overrides. A finished stage passes over its work by itself (its manifest says so).
+Stages talk only through folders. A stage that is the called job itself runs on the composed configuration, so overrides and sweeps reach
+it, with its own values (`key=value`, no groups) put in; the others are given by their own Hydra overrides. A finished stage passes over its
+work by itself (its manifest says so).
 """
 
 import os
 import sys
 import tempfile
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
@@ -20,21 +22,23 @@ ON_FILE = "--config-file"
 def run_stages(config: JobConfig, composed: DictConfig) -> None:
     """Run `config.stages` in order; a stage is a job, or `job:label` where a job comes twice.
 
-    `stage_overrides[stage]` are a stage's Hydra overrides; `{output_dir}` in them is this run's folder. Raises UserError naming the stage
-    that failed.
+    `stage_overrides[stage]` are a stage's overrides; `{output_dir}` in them is this run's folder. Raises UserError naming the stage that
+    failed.
     """
     for number, stage in enumerate(config.stages, start=1):
         print(f"[{number}/{len(config.stages)}] {stage}", flush=True)
-        if stage == config.job:
+        job, _, label = stage.partition(":")
+        overrides = [text.replace("{output_dir}", config.output_dir) for text in config.stage_overrides.get(stage, [])]
+        if job == config.job:
             own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-            own.stages, own.stage_overrides, own.output_dir = [], {}, os.path.join(config.output_dir, stage)
-            status = run_on_file(own, stage)
+            own.stages, own.stage_overrides, own.output_dir = [], {}, os.path.join(config.output_dir, label or stage)
+            for text in overrides:
+                key, _, value = text.partition("=")
+                OmegaConf.update(own, key, yaml.safe_load(value))
+            status = run_on_file(own, job)
         else:
             shared = [f"seed={config.seed}", f"threads={config.threads}", f"dry_run={str(config.dry_run).lower()}"]
-            overrides = [
-                text.replace("{output_dir}", config.output_dir) for text in config.stage_overrides.get(stage, [])
-            ]
-            command = [sys.executable, "-m", stage.split(":")[0], *overrides, *shared]
+            command = [sys.executable, "-m", job, *overrides, *shared]
             status = run_child(command, stage)
         if status != 0:
             raise UserError(

@@ -66,6 +66,8 @@ def test_law_1_greedy_output_is_the_targets_own(row: DrafterRow) -> None:
     plain, drafted = run(row, random_prompts(64), Settings(max_new_tokens=128, num_draft_tokens=4))
     assert all(len(g.tokens) == 128 for g in plain)
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert all(len(g.trace) == 128 and g.trace.count("1") == g.accepted for g in drafted)
+    assert all(g.trace.count("0") == g.tested - g.accepted for g in drafted)
     assert len({token for g in plain for token in g.tokens}) > 10, "a target that loops proves nothing"
     assert sum(g.rounds for g in drafted) < sum(g.rounds for g in plain), "no draft was ever accepted"
 

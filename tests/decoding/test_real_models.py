@@ -108,11 +108,18 @@ def test_generate_and_stream(stories260k: Path) -> None:
     plain = generate(load(stories260k), "Once upon a time", max_new_tokens=40)
     for drafter in ("prompt_lookup", stories260k):
         engine = load(stories260k, drafter)
-        reply = generate(engine, "Once upon a time", max_new_tokens=40)
+        reply = generate(engine, "Once upon a time", max_new_tokens=40, stopping="fixed")
         assert reply.text == plain.text
-        assert "".join(generate(engine, "Once upon a time", stream=True, max_new_tokens=40)) == reply.text
+        assert (
+            "".join(generate(engine, "Once upon a time", stream=True, max_new_tokens=40, stopping="fixed"))
+            == reply.text
+        )
     assert reply.stats.block_efficiency == 5, "a model that drafts for itself is always right"
     assert 2 in engine.stop_token_ids
+    assert not engine.costs, "nothing was weighed so far"
+    weighed = generate(engine, "Once upon a time", max_new_tokens=40)
+    assert weighed.text == plain.text
+    assert weighed.stats.draft_steps < reply.stats.draft_steps, "a drafter as dear as its target hardly pays"
 
 
 def test_chats_need_a_template(stories260k: Path) -> None:

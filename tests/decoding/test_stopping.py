@@ -4,14 +4,18 @@ Law 3 under every policy is in test_law_of_distribution.py.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from decoding.chain import ChainDrafter
+from decoding.drafter import Drafter
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from decoding.prompt_lookup import PromptLookup
+from decoding.schedules import usual_stopping
 from decoding.stopping import NAMES, Assisted, Confidence, CostRatio, Entropy, RoundCosts, Sign, Thompson, make_stopping
+from decoding.trees import RankedTree
 
 from .test_laws import models
 from .tiny import random_prompts
@@ -123,6 +127,26 @@ def test_cost_ratio_learns_that_a_drafter_is_useless_and_tries_again_later() -> 
     for _ in range(300):
         policy.update(0, 0)
     assert policy.limit(8) > 0
+
+
+def test_measured_costs_make_cost_ratio_the_usual_policy() -> None:
+    """Of tokens drawn one by one, on the serial schedule; without costs, and for what comes whole, drafts have fixed length."""
+    target, _, draft_model = models()
+    prompts, settings = random_prompts(8), Settings(max_new_tokens=48, num_draft_tokens=8)
+
+    def drafted(drafter: Drafter, **given: Any) -> list[int]:
+        return [g.drafted for g in decode(target, drafter, prompts, replace(settings, **given))]
+
+    chain = ChainDrafter(model=draft_model)
+    fixed, weighed = (drafted(chain, stopping=name, costs=FAIR) for name in ("fixed", "cost_ratio"))
+    assert fixed != weighed
+    assert drafted(chain) == fixed
+    assert drafted(chain, costs=FAIR) == weighed
+    assert drafted(chain, costs=FAIR, schedule="pearl_virtual") == drafted(
+        chain, costs=FAIR, schedule="pearl_virtual", stopping="fixed"
+    )
+    assert usual_stopping(PromptLookup.caps, "serial") == "fixed"
+    assert usual_stopping(RankedTree.caps, "serial") == "fixed"
 
 
 def test_costs_beyond_the_timed_widths_lie_on_the_last_line() -> None:

@@ -84,3 +84,33 @@ def test_a_sharegpt_file_is_a_benchmark_too(tmp_path):
     chat = {"id": "c1", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
     path.write_text(json.dumps([chat]))
     assert [prompt.turns for prompt in load(path).prompts] == [["Hi"]]
+
+
+def test_a_template_stands_around_every_turn(tmp_path):
+    path = tiny.prompts(tmp_path / "two.jsonl", turns=2)
+    plain, framed = (
+        load(path, turns="all", render="text"),
+        load(path, turns="all", render="text", template="Q: {turn}\nA:"),
+    )
+    assert [[f"Q: {turn}\nA:" for turn in prompt.turns] for prompt in plain.prompts] == [
+        p.turns for p in framed.prompts
+    ]
+    with pytest.raises(UserError, match="has no place for the turn"):
+        load(path, render="text", template="Q:")
+    with pytest.raises(UserError, match="needs benchmark.render=text"):
+        load(path, template="Q: {turn}")
+
+
+def test_ids_pick_prompts_in_their_order(tmp_path):
+    path = tiny.prompts(tmp_path / "mine.jsonl", count=9)
+    listed = tmp_path / "ids.json"
+    listed.write_text('{"ids": ["p7", "p2"]}')
+    assert [prompt.id for prompt in load(path, ids=str(listed)).prompts] == ["p7", "p2"]
+    listed.write_text('["p7", "q1"]')
+    with pytest.raises(UserError, match="1 of 2 ids are not in .*; the first is 'q1'"):
+        load(path, ids=str(listed))
+    listed.write_text("{}")
+    with pytest.raises(UserError, match="expected a JSON list of prompt ids"):
+        load(path, ids=str(listed))
+    with pytest.raises(UserError, match="cannot be read"):
+        load(path, ids=str(tmp_path / "nothing.json"))

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ import torch
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from decoding.target import load_target
-from eval.benchmarks import load_benchmark
+from eval.benchmarks import load_benchmark, render_turns
 from eval.config import BenchmarkConfig, EvalConfig
 from eval.drafters import Use, build, describe, uses
 from eval.measure import choice_scores, rotate, top_two_gap
@@ -21,6 +24,7 @@ from training.config import TargetConfig
 from . import tiny
 
 GAMMAS = [1, 3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -283,12 +287,95 @@ def _one_thread():
 
 def test_schedules_and_policies_are_rows_of_one_run(home, tmp_path):
     shallow = str(home / "shallow")
-    ways = [{"use": shallow}, {"use": shallow, "schedule": "pearl_virtual"}, {"use": shallow, "stopping": "cost_ratio"}]
+    ways = [{"use": shallow}, {"use": shallow, "schedule": "pearl_virtual"}, {"use": shallow, "stopping": "fixed"}]
     folder = run(config(home, "ways", drafters=ways, temperatures=[0.0, 1.0], verify="coupled"))
     rows = read_rows(folder / "results.jsonl")
-    names = {"shallow", "shallow+pearl_virtual", "shallow+cost_ratio", "prompt_lookup"}
+    names = {"shallow", "shallow+pearl_virtual", "shallow+fixed", "prompt_lookup"}
     assert {row.drafter for row in rows} == names
     assert {row.schedule for row in rows if row.drafter == "shallow+pearl_virtual"} == {"pearl_virtual"}
     assert all(row.lossless in ("equal", "ties") for row in rows)
     assert all(0 <= row.overhead < 1 for row in rows if row.schedule == "pearl_virtual")
-    assert set(json.loads((folder / "costs.json").read_text())) == {"shallow+cost_ratio, batch 1"}
+    assert set(json.loads((folder / "costs.json").read_text())) == {"shallow, batch 1"}
+    assert {row.drafter: row.stopping for row in rows} == {**dict.fromkeys(names, "fixed"), "shallow": "cost_ratio"}
+
+
+def test_the_drafter_alone_is_the_other_end_of_the_scale(home):
+    """Its text is its own model's, and no row is asked to equal the target's by it."""
+    shallow = str(home / "shallow")
+    ways = [{"use": shallow, "stopping": "fixed"}, {"use": shallow, "schedule": "alone", "name": "small"}]
+    folder = run(config(home, "alone", drafters=ways, prompt_lookup_control=False, temperatures=[0.0], show_texts=1))
+    records = read_records(folder / "records.jsonl")
+    model, target = load_target(home / "shallow", dtype="float64"), load_target(home / "target", dtype="float64")
+    bench = load_benchmark(
+        BenchmarkConfig(path=str(home / "prompts.jsonl")), tiny.tokenizer(), max_length=200, max_new_tokens=12, limit=0
+    )
+    prompt = next(p for p in bench.prompts if p.id == records[-1].prompt_id)
+    ids = render_turns(prompt.turns, [], tiny.tokenizer(), "chat")
+    for name, alone in (("small", model), ("autoregressive", target)):
+        (own,) = decode(alone, None, [ids], Settings(max_new_tokens=12))
+        assert [r.tokens for r in records if (r.drafter, r.prompt_id) == (name, prompt.id)] == [own.tokens]
+    (row,) = [row for row in read_rows(folder / "results.jsonl") if row.drafter == "small"]
+    assert (row.lossless, row.part, row.num_draft_tokens, row.tau) == ("another model", "main", 0, 1.0)
+    assert row.predicted_speedup is None
+    page = (folder / "report.html").read_text()
+    assert "Who wrote what" in page
+    assert 'class="drafted"' in page
+    with pytest.raises(UserError, match="schedule=alone, but a PromptLookup cannot write a text"):
+        run(config(home, "lookup", drafters=[{"use": "prompt_lookup", "schedule": "alone", "name": "x"}]))
+
+
+def test_samples_of_a_prompt_differ_and_count_as_one_prompt(home):
+    folder = run(config(home, "samples", samples=3, temperatures=[0.0, 1.0], verify="coupled"))
+    records = [record for record in read_records(folder / "records.jsonl") if record.part == "main"]
+    drafted = [record for record in records if record.drafter == "shallow"]
+    greedy, sampled = ([r for r in drafted if r.temperature == t] for t in (0.0, 1.0))
+    assert {r.sample for r in greedy} == {0}
+    assert {r.sample for r in sampled} == {0, 1, 2}
+    one = [tuple(r.tokens) for r in sampled if r.prompt_id == sampled[0].prompt_id]
+    assert len(set(one)) == len(one) == 3, "each sample has noise of its own"
+    for row in read_rows(folder / "results.jsonl"):
+        assert row.lossless == "equal"
+        if row.part == "main":
+            assert row.prompts == 3
+            assert row.tokens == 12 * 3 * (3 if row.temperature else 1)
+
+
+def test_overlapped_rows_are_replayed(home):
+    shallow = str(home / "shallow")
+    names = ["pearl_virtual", "pearl_virtual_wo_pre", "pearl_virtual_wo_post", "pearl_plus_virtual"]
+    ways = [{"use": shallow, "schedule": name, "name": name} for name in names]
+    folder = run(config(home, "replayed", drafters=ways, temperatures=[0.0], sweep=[3]))
+    rows = {row.drafter: row for row in read_rows(folder / "results.jsonl") if row.part == "main"}
+    assert all(rows[name].replayed_speedup > 0 for name in names[:3])
+    assert rows["pearl_plus_virtual"].replayed_speedup is None, "costs decide there, not the trace alone"
+    assert rows["prompt_lookup"].replayed_speedup is None
+
+
+def test_pearls_suite_runs_every_benchmark_on_any_pair_of_models(home, tmp_path):
+    """Stages that are the called job itself take its overrides, and their own values."""
+    for name in ("humaneval", "gsm8k_test"):
+        tiny.prompts(tmp_path / f"{name}.jsonl", count=3)
+    given = [
+        *(
+            "+experiment=pearl_comparison",
+            f"target.path={home / 'target'}",
+            "target.dtype=float64",
+            "target.device=cpu",
+        ),
+        *(
+            f"draft_model={home / 'shallow'}",
+            f"benchmark_folder={tmp_path}",
+            "stages=['eval.run:humaneval','eval.run:gsm8k']",
+        ),
+        *("sweep=[]", "num_draft_tokens=[2]", "max_prompts=2", "sweep_prompts=0", "max_new_tokens=4", "samples=2"),
+        *("timing_repeats=1", "bootstrap_resamples=50", f"output_dir={tmp_path / 'out'}", "threads=1"),
+        "drafters=[{use: ${draft_model}, schedule: alone, name: small}, {use: ${draft_model}, schedule: pearl_virtual}]",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "eval.run", *given], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {name: read_rows(tmp_path / "out" / name / "results.jsonl") for name in ("humaneval", "gsm8k")}
+    assert [found[0].benchmark for found in rows.values()] == ["HumanEval", "GSM8K"]
+    lengths = [read_records(tmp_path / "out" / name / "records.jsonl")[0].prompt_tokens for name in rows]
+    assert lengths[1] == lengths[0] + len("Q: \nA:"), "only GSM8K's prompts stand in a frame"
