@@ -17,11 +17,11 @@ from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Drafter, Proposal
 from decoding.loop import Settings, decode, start
-from decoding.multi_candidate import MultiCandidate
 from decoding.sampling import Warper
 from decoding.stopping import CostRatio, RoundCosts
 from decoding.target import Target
 
+from .rows import COSTS, ROWS, DrafterRow, Kit
 from .tiny import hf_model, native_of, random_prompts
 
 READERS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
@@ -111,20 +111,34 @@ def test_a_round_waits_once(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
     assert waits.meant == rounds
 
 
+CHAINS = ("chain", "self_speculation", "chain_with_lookup", "prompt_lookup", "suffix_lookup")
+TREES = ("multi_candidate", "static_tree")  # under `token` each node is asked; the other trees ask while they grow
+
+
 @pytest.mark.usefixtures("ahead")
-def test_a_tree_waits_once_where_the_target_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        (row, rule)
+        for row in ROWS
+        for rule in row.rules
+        if row.name in CHAINS or (row.name in TREES and rule != "token")
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_rows_that_wait_once(monkeypatch: pytest.MonkeyPatch, row: DrafterRow, rule: str) -> None:
     target, draft_model = models()
-    drafter = MultiCandidate(model=draft_model, branching=(3, 2))
-    for way in ({"temperature": 0.0}, {"temperature": 1.0, "verify": "coupled"}):
-        settings = Settings(max_new_tokens=24, num_draft_tokens=2, **way)  # type: ignore[arg-type]
-        with torch.inference_mode():
-            running = start(target, drafter, random_prompts(2), settings)
-            rounds, waits = 0, Waits()
-            with waits.counting(monkeypatch):
-                while running.rows:
-                    running.round()
-                    rounds += 1
-        assert (waits.stray, waits.meant) == ([], rounds)
+    sampled: dict[str, Any] = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
+    settings = Settings(max_new_tokens=16, num_draft_tokens=3, stopping="fixed", costs=COSTS, **sampled)
+    drafter = row.make(Kit(target, models()[0], draft_model, ()))
+    with torch.inference_mode():
+        running = start(target, drafter, random_prompts(2), settings)
+        rounds, waits = 0, Waits()
+        with waits.counting(monkeypatch):
+            while running.rows:
+                running.round()
+                rounds += 1
+    assert (waits.stray, waits.meant) == ([], rounds)
 
 
 @pytest.mark.parametrize("way", WAYS[:-1], ids=lambda way: str(way.get("verify", "greedy")))
