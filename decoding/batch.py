@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Drafter, Observation, Outcome, Proposal
 from decoding.errors import UserError
@@ -166,7 +167,7 @@ class Batch:
 
     def _forward(self, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
         """Logits and hidden states of the tip and the drafted tokens."""
-        tips_B1 = torch.tensor([row.sequence[-1:] for row in self.rows], device=self.target.device)
+        tips_B1 = cuda.tensor([row.sequence[-1:] for row in self.rows], self.target.device)
         if proposal is None:
             return self._processed(*self.target.forward(tips_B1))
         tokens_BN = torch.cat((tips_B1, proposal.tokens_BN), 1)

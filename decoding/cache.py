@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decoding import cuda
+
 BAND_ROWS = 64  # widest chain forward whose mask is a view of one table instead of a fresh tensor
 
 
@@ -67,7 +69,7 @@ class Slots:
                 return Plan(end, 0, None, None, None, True)
             if N <= BAND_ROWS:
                 return Plan(end, start, None, None, self._band_mask(start, N), False)
-        lengths = torch.tensor(lengths_B, device=self.device)
+        lengths = cuda.tensor(lengths_B, self.device)
         slots_BN = lengths[:, None] + torch.arange(N, device=self.device)
         visible_BNT = torch.arange(end, device=self.device) <= slots_BN[:, :, None]
         if start is not None:
@@ -76,7 +78,7 @@ class Slots:
 
     def _tree_plan(self, parents_BN: Tensor, start: int | None, end: int) -> Plan:
         B, N = parents_BN.shape
-        lengths_B = torch.tensor(self.lengths_B, device=self.device)
+        lengths_B = cuda.tensor(self.lengths_B, self.device)
         slots_BN = lengths_B[:, None] + torch.arange(N, device=self.device)
         ancestors_BNN = ancestors(parents_BN)
         visible_BNT = (torch.arange(end, device=self.device) < lengths_B[:, None, None]).repeat(1, N, 1)
@@ -115,9 +117,9 @@ class Slots:
                 list(path[:count]) + list(range(count, width)) for path, count in zip(paths_BL, counts_B, strict=True)
             ]
             if any(path != list(range(width)) for path in moved):
-                lengths_B1 = torch.tensor(self.lengths_B, device=self.device)[:, None]
+                lengths_B1 = cuda.tensor(self.lengths_B, self.device)[:, None]
                 dst_BL = lengths_B1 + torch.arange(width, device=self.device)
-                move(lengths_B1 + torch.tensor(moved, device=self.device), dst_BL)
+                move(lengths_B1 + cuda.tensor(moved, self.device), dst_BL)
         self.lengths_B = [length + count for length, count in zip(self.lengths_B, counts_B, strict=True)]
 
     def truncate(self, lengths_B: Sequence[int]) -> None:

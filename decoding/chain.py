@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.folder import read_config
@@ -37,10 +38,11 @@ class ChainDrafter:
         name: str | None = None,
         model: Target | None = None,
         trust_remote_code: bool = False,
+        execution: str | None = None,
     ) -> None:
         """From a model folder, or from a `model` in memory.
 
-        backend: None takes native for its families and hf for the others.
+        backend: None takes native for its families and hf for the others. execution: of a native one, see `load_target`.
         """
         if model is None:
             if folder is None:
@@ -48,7 +50,12 @@ class ChainDrafter:
             if backend is None:
                 backend = "native" if read_config(folder)["model_type"] in FAMILIES else "hf"
             model = load_target(
-                folder, backend=backend, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+                folder,
+                backend=backend,
+                dtype=dtype,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                execution=execution,
             )
         self.model = model
         self.name = name or model.name
@@ -117,7 +124,7 @@ class ChainDrafter:
         width = max(len(tokens) for tokens in tokens_B)
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in tokens_B]
         # The target may have more output rows than this model; one of its unused ids can cost acceptance, no more.
-        tokens_BK = torch.tensor(padded, device=self.model.device).clamp_(max=self.model.vocab_size - 1)
+        tokens_BK = cuda.tensor(padded, self.model.device).clamp_(max=self.model.vocab_size - 1)
         logits_BKV, _ = self.model.forward(tokens_BK)
         self.model.commit(None, [len(tokens) for tokens in tokens_B])
         return logits_BKV

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding import cuda
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Proposal
@@ -69,7 +70,7 @@ def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
     """One proposal of both; of a row at most one has tokens. A copied token is drawn from a point mass."""
     width = max(drafted.tokens_BN.shape[1], copied.tokens_BN.shape[1])
     sides_BN = [F.pad(side.tokens_BN, (0, width - side.tokens_BN.shape[1])) for side in (drafted, copied)]
-    is_copied_B1 = torch.tensor(copied.counts_B, device=chooser.device)[:, None] > 0
+    is_copied_B1 = cuda.tensor(copied.counts_B, chooser.device)[:, None] > 0
     tokens_BN = torch.where(is_copied_B1, sides_BN[1], sides_BN[0])
     counts_B = [a or b for a, b in zip(drafted.counts_B, copied.counts_B, strict=True)]
     if drafted.q_BNV is None:

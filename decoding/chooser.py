@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decoding import noise
+from decoding import cuda, noise
 from decoding.errors import UserError
 from decoding.processors import Processors
 from decoding.sampling import Warper, draw
@@ -56,7 +56,7 @@ class Chooser:
                 [noise.signed(noise.extend(request, position + depth)) for depth in range(depths)]
                 for request, position in zip(request_keys_B, positions_B, strict=True)
             ]
-            self._keys_BW = torch.tensor(keys, device=self.device)
+            self._keys_BW = cuda.tensor(keys, self.device)
             self._race_BWV = None
 
     @property

@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Proposal
 from decoding.errors import UserError
@@ -84,7 +84,7 @@ class GraphDrafter(RankedTree):
                 if twin != node and twin not in path:
                     self._merged[b][node] = twin
                     closed_P[node - first] = True
-        return seen.scores_BM[:, first:].masked_fill(torch.tensor(closed_BP, device=seen.scores_BM.device), NONE)
+        return seen.scores_BM[:, first:].masked_fill(cuda.tensor(closed_BP, seen.scores_BM.device), NONE)
 
     def _pick(self, seen: Seen, depths_B: list[int]) -> Proposal:
         added = [self._unrolled(seen, b, depth) for b, depth in enumerate(depths_B)]
@@ -94,8 +94,8 @@ class GraphDrafter(RankedTree):
             padded = [nodes + [(0, -1, NONE, 0)] * (width - len(nodes)) for nodes in added]
             device, dtype = seen.scores_BM.device, seen.scores_BM.dtype
             tokens, parents, scores, depths = ([[node[i] for node in row] for row in padded] for i in range(4))
-            whole = [torch.tensor(column, device=device) for column in (tokens, parents, depths)]
-            seen.add(whole[0], whole[1], torch.tensor(scores, device=device, dtype=dtype), whole[2])
+            whole = [cuda.tensor(column, device) for column in (tokens, parents, depths)]
+            seen.add(whole[0], whole[1], cuda.tensor(scores, device, dtype), whole[2])
         return super()._pick(seen, depths_B)
 
     def _unrolled(self, seen: Seen, row: int, depth: int) -> list[tuple[int, int, float, int]]:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.errors import UserError
@@ -200,7 +201,7 @@ def packed(trees: Sequence[Branches], counts_B: list[int], device: torch.device)
     parents = [tree.parents + [-1] * (width - len(tree.parents)) for tree in trees]
     shape = (len(trees), width)
     return Proposal(
-        torch.tensor(tokens, dtype=torch.long, device=device).view(shape),
+        cuda.tensor(tokens, device, torch.long).view(shape),
         counts_B,
-        torch.tensor(parents, dtype=torch.long, device=device).view(shape),
+        cuda.tensor(parents, device, torch.long).view(shape),
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from decoding import noise
+from decoding import cuda, noise
 from decoding.batch import Batch, OnTokens, Row, Settings
 from decoding.drafter import Drafter
 from decoding.errors import UserError
@@ -41,7 +41,8 @@ def start(
     policy = settings.stopping or "fixed"
     if settings.stopping is None and settings.costs is not None and drafter is not None:
         policy = usual_stopping(drafter.caps, settings.schedule)
-    stopping = make_stopping(policy, keys, settings.stopping_threshold, settings.costs)
+    per_token = not cuda.runs_ahead(target.device)
+    stopping = make_stopping(policy, keys, settings.stopping_threshold, settings.costs, per_token)
     rows = []
     for index, prompt in enumerate(prompts):
         if not prompt:

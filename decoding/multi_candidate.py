@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decoding import cuda
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Proposal
@@ -86,7 +87,7 @@ class MultiCandidate(ChainDrafter):
         return Proposal(torch.cat(tokens, 1), counts_B, self._parents(parents, B), q_BNV, depth)
 
     def _parents(self, parents: list[int], rows: int) -> Tensor:
-        return torch.tensor(parents, device=self.model.device).expand(rows, -1)
+        return cuda.tensor(parents, self.model.device).expand(rows, -1)
 
     def time_step(self) -> None:
         """The forwards of one proposal at the depth of the last one; nothing is committed."""

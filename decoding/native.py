@@ -2,7 +2,8 @@
 
 Fused qkv and gate/up products, one cache tensor for all layers, rope in three operations, one mask a forward. At the
 sizes that fit a laptop, batch-1 decoding on a CPU is a matter of operation count, not of bytes; every line here was
-weighed with that in mind. The logits are tested against the hf backend.
+weighed with that in mind. The logits are tested against the hf backend. On a GPU the same layers run as recorded steps
+(decoding/static.py); `execution` chooses.
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q / H, D head size,
 F feed-forward size, T cache slots, L layers.
@@ -16,10 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding import cuda
 from decoding.cache import Plan, Slots
-from decoding.linear import can_pack
+from decoding.errors import UserError
+from decoding.linear import can_pack, rms_norm
 from decoding.rope import inverse_frequencies, rope_tables
+from decoding.static import WIDEST, StaticForward, bucket
 from decoding.weights import Layer, NativeConfig, Weights
+
+EXECUTIONS = ("eager", "graph", "compiled")  # one by one; recorded; recorded with fused layers
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,21 @@ class Skips:
 class NativeTarget:
     """A `Target` (decoding/target.py) over `Weights`. Made by `load_target`, or from a state dict with `from_state`."""
 
-    backend = "native"
-
-    def __init__(self, weights: Weights, name: str, max_length: int | None = None, skips: Skips | None = None) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        max_length: int | None = None,
+        skips: Skips | None = None,
+        execution: str | None = None,
+    ) -> None:
+        """execution: one of EXECUTIONS; None takes graph on a GPU and eager on a CPU. Raises UserError for another word."""
+        if execution is None:
+            execution = "graph" if cuda.runs_ahead(weights.device) else "eager"
+        if execution not in EXECUTIONS:
+            raise UserError(f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}.")
         config = weights.config
-        self.weights, self.config, self.name = weights, config, name
+        self.weights, self.config, self.name, self.execution = weights, config, name, execution
         skips = skips or Skips()
         # (layer, whether its attention runs, whether its MLP runs); layers without either are left out.
         self._plan = [(i, i not in skips.attention, i not in skips.mlp) for i in range(config.num_layers)]
@@ -54,6 +70,10 @@ class NativeTarget:
         self.tapped: dict[int, Tensor] = {}
         self.slots = Slots(weights.dtype, weights.device)
         self._layers = [(weights.layers[i], attends, feeds) for i, attends, feeds in self._plan]
+        self._static: StaticForward | None = None
+        if execution != "eager":
+            steps = [(i, weights.layers[i], attends, feeds) for i, attends, feeds in self._plan]
+            self._static = StaticForward(weights, steps, compiled=execution == "compiled")
         self._cache_L2BHTD: Tensor | None = None
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -71,15 +91,25 @@ class NativeTarget:
         device: str = "cpu",
         max_length: int | None = None,
         packed: bool | None = None,
+        execution: str | None = None,
     ) -> "NativeTarget":
         """From config.json's fields and the tensors of a Hugging Face state dict.
 
         packed: True or False chooses oneDNN's packed products or the plain ones; None takes packed where they exist.
+        execution: see `__init__`.
         """
         place = torch.device(device)
         if packed is None:
             packed = can_pack(place, dtype)
-        return cls(Weights(NativeConfig.from_dict(config), state, dtype, place, packed), name, max_length)
+        return cls(
+            Weights(NativeConfig.from_dict(config), state, dtype, place, packed), name, max_length, None, execution
+        )
+
+    @property
+    def backend(self) -> str:
+        """`native`, with the execution where it is not the CPU's plain one."""
+        plain = self.execution == "eager" and not cuda.runs_ahead(self.device)
+        return "native" if plain else f"native {self.execution}"
 
     @property
     def lengths_B(self) -> list[int]:
@@ -100,6 +130,10 @@ class NativeTarget:
         held = (0, 0) if self._cache_L2BHTD is None else (self._cache_L2BHTD.shape[2], self._cache_L2BHTD.shape[4])
         if held[0] < batch_size or held[1] < capacity:
             rows, slots = max(held[0], batch_size), max(held[1], capacity)
+            if (
+                self._static is not None
+            ):  # a whole bucket, or the context: masked attention wants an even number of slots
+                slots = bucket(slots, -(-max(slots, self.max_length) // WIDEST) * WIDEST)
             config = self.config
             shape = (config.num_layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
             self._cache_L2BHTD = None  # give the old one back first
@@ -108,6 +142,8 @@ class NativeTarget:
                 self._cache_L2BHTD = torch.zeros(shape, dtype=self.weights.dtype, device=self.device)
                 tables = rope_tables(self._frequencies, slots, self.weights.dtype)
                 self._rope = (tables[0].to(self.device), tables[1].to(self.device))
+            if self._static is not None:
+                self._static.bind(self._cache_L2BHTD, self._rope)
         self._view_rows(batch_size)
         self.slots.open(batch_size, capacity)
 
@@ -121,13 +157,18 @@ class NativeTarget:
 
         parents_BN: a tree (see `Slots.plan`); None is a chain. Rows with fewer tokens are padded on the right.
         """
+        if self._static is not None and tokens_BN.shape[1] <= WIDEST:
+            self.slots.end_of(tokens_BN.shape[1])
+            out = self._static(tokens_BN, parents_BN, self.slots.lengths_B, self.taps)
+            self.tapped = out.tapped
+            return out.logits_BNV, out.hidden_BNC
         hidden_BNC = self.features(tokens_BN, parents_BN)
         return self.weights.head(hidden_BNC), hidden_BNC
 
     def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
-        """The hidden states of `forward` without the product with the vocabulary."""
+        """The hidden states of `forward` without the product with the vocabulary; always operation by operation."""
         x_BNC = self.through_layers(F.embedding(tokens_BN, self.weights.embedding_VC), parents_BN)
-        return self._norm(x_BNC, self.weights.norm_C, self.config.norm_eps)
+        return rms_norm(x_BNC, self.weights.norm_C, self.config.norm_eps)
 
     def through_layers(self, x_BNC: Tensor, parents_BN: Tensor | None = None) -> Tensor:
         """The layers alone, from embedded tokens to what the final norm takes."""
@@ -140,19 +181,14 @@ class NativeTarget:
         for index, (layer, attends, feeds) in enumerate(self._layers):
             if attends:
                 x_BNC = x_BNC + self._attention(
-                    index, layer, self._norm(x_BNC, layer.attention_norm_C, eps), plan, cos, sin, mask
+                    index, layer, rms_norm(x_BNC, layer.attention_norm_C, eps), plan, cos, sin, mask
                 )
             if feeds:
-                gate, up = layer.gate_up(self._norm(x_BNC, layer.mlp_norm_C, eps)).chunk(2, -1)
+                gate, up = layer.gate_up(rms_norm(x_BNC, layer.mlp_norm_C, eps)).chunk(2, -1)
                 x_BNC = x_BNC + layer.down(F.silu(gate).mul_(up))
             if index in self.taps:
                 self.tapped[index] = x_BNC
         return x_BNC
-
-    def _norm(self, x_BNC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-        if x_BNC.dtype == torch.bfloat16:  # the fused op with a weight takes three times as long in bfloat16
-            return F.rms_norm(x_BNC, weight_C.shape, None, eps).mul_(weight_C)
-        return F.rms_norm(x_BNC, weight_C.shape, weight_C, eps)
 
     def _rope_rows(self, plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:
         """cos and sin for this forward's positions, (1 or B, N, 1, D)."""
@@ -220,7 +256,7 @@ class NativeTarget:
         moves = self.slots.select(rows)
         if moves:
             assert self._cache_L2BHTD is not None
-            src, dst = [m[0] for m in moves], [m[1] for m in moves]
+            src, dst = (cuda.tensor(list(ends), self.device) for ends in zip(*moves))
             self._cache_L2BHTD[:, :, dst] = self._cache_L2BHTD[:, :, src]
         self._view_rows(len(rows))
 
@@ -238,8 +274,12 @@ class NativeTarget:
         The view keeps its own lengths and writes beyond the committed tokens only, where this target's next forward
         overwrites it. Open this target first; follow its commits with `follow`.
         """
-        view = NativeTarget(self.weights, f"{self.name} without {len(skips)} sub-layers", self.max_length, skips)
+        view = NativeTarget(
+            self.weights, f"{self.name} without {len(skips)} sub-layers", self.max_length, skips, self.execution
+        )
         view._cache_L2BHTD, view._rope = self._cache_L2BHTD, self._rope
+        if view._static is not None and self._cache_L2BHTD is not None and self._rope is not None:
+            view._static.bind(self._cache_L2BHTD, self._rope)
         view.slots.open(len(self.lengths_B), self.slots.capacity)
         view._view_rows(len(self.lengths_B))
         view.follow(self)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decoding import cuda
 from decoding.cache import ancestors
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
@@ -121,13 +122,13 @@ class Ouroboros(ChainDrafter):
         proposal = self.inner.propose(contexts_B, left_B, (), chooser)
         assert proposal.parents_BN is not None
         device = self.model.device
-        tips_B1 = torch.tensor([context[-1:] for context in contexts_B], device=device)
+        tips_B1 = cuda.tensor([context[-1:] for context in contexts_B], device)
         known_BN = torch.cat((tips_B1, proposal.tokens_BN.to(device)), 1).clamp_(max=self.model.vocab_size - 1)
         below_BN = torch.cat((torch.full_like(tips_B1, -1), proposal.parents_BN.to(device) + 1), 1)
         logits_BNV = self._fit(self.model.forward(known_BN, below_BN)[0], chooser)
         counted = proposal.counted()
         width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
-        depths_BN = ancestors(below_BN[:, :width]).sum(-1) - 1 + torch.tensor(done_B, device=device)[:, None]
+        depths_BN = ancestors(below_BN[:, :width]).sum(-1) - 1 + cuda.tensor(done_B, device)[:, None]
         outcome = follow(self._choose(logits_BNV[:, :width], depths_BN, chooser), counted)
         kept_B = [min(accepted + 1, left) for accepted, left in zip(outcome.accepted_B, left_B)]
         paths_BL = None if outcome.paths_B is None else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]

@@ -78,7 +78,7 @@ class Stage(NativeTarget):
     """Some of the layers; what enters the first one on rank 0 leaves there too, after the last one on the last rank."""
 
     def __init__(self, weights: Weights, name: str, max_length: int | None, link: Link, shard: Shard) -> None:
-        super().__init__(weights, name, max_length)
+        super().__init__(weights, name, max_length, execution="eager")
         self.link, self.shard = link, shard
 
     def through_layers(self, x_BNC: Tensor, parents_BN: Tensor | None = None) -> Tensor:
@@ -116,7 +116,7 @@ def join(weights: Weights, setup: Setup, name: str, link: Link) -> NativeTarget:
     for layer in weights.layers:
         layer.out, layer.down = Summed(layer.out, link), Summed(layer.down, link)
     weights.head = Gathered(weights.head, link, setup.shard, weights.config.vocab_size)
-    return NativeTarget(weights, name, setup.max_length)
+    return NativeTarget(weights, name, setup.max_length, execution="eager")
 
 
 class _Rank:

@@ -21,6 +21,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from decoding import cuda
 from decoding.batch import Batch, Row
 from decoding.chooser import Chooser
 from decoding.drafter import Observation, Outcome, Proposal
@@ -118,7 +119,7 @@ class Pearl(Batch):
         fed_B = [[row.sequence[-1], *lane.tokens] for row, lane in zip(self.rows, self.lanes, strict=True)]
         width = max(len(fed) for fed in fed_B)
         padded = [fed + [0] * (width - len(fed)) for fed in fed_B]
-        fed_BN = torch.tensor(padded, device=self.target.device)
+        fed_BN = cuda.tensor(padded, self.target.device)
         return self._processed(*self.target.forward(fed_BN), fed_BN[:, 1:])
 
     def _window(self, chunk: Proposal | None) -> tuple[Proposal, list[bool]]:
@@ -129,7 +130,7 @@ class Pearl(Batch):
         counts_B = [len(tokens) for tokens in tokens_B]
         width = max(counts_B)
         padded = [tokens + [0] * (width - len(tokens)) for tokens in tokens_B]
-        tokens_BN = torch.tensor(padded, dtype=torch.long, device=self.target.device).view(len(padded), width)
+        tokens_BN = cuda.tensor(padded, self.target.device, torch.long).view(len(padded), width)
         return Proposal(tokens_BN, counts_B, None, self._window_q(chunk, firsts, width)), firsts
 
     def _window_q(self, chunk: Proposal | None, firsts: list[bool], width: int) -> Tensor | None:

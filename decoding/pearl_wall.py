@@ -12,6 +12,7 @@ from time import perf_counter
 
 import torch
 
+from decoding import cuda
 from decoding.drafter import Proposal
 from decoding.pearl import Pearl
 from decoding.worker import RemoteChain, lanes
@@ -39,8 +40,8 @@ class PearlWall(Pearl):
         if request is not None:
             self.drafter.begin(*request)
         forward = self._verify_lane(fresh=request is not None)
-        if forward is not None and self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
+        if forward is not None:
+            cuda.synchronize(self.target.device)
         self._target_seconds = perf_counter() - began if forward is not None else 0.0
         chunk = self.drafter.finish() if request is not None else None
         self._draft_seconds = self.drafter.worker_seconds if request is not None else 0.0

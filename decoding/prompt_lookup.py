@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.errors import UserError
@@ -62,7 +63,7 @@ def point_masses(drafted_B: Sequence[list[int]], chooser: Chooser) -> Proposal:
     counts_B = [len(drafted) for drafted in drafted_B]
     width = max(counts_B)
     padded = [drafted + [0] * (width - len(drafted)) for drafted in drafted_B]
-    return Proposal(torch.tensor(padded, dtype=torch.long, device=chooser.device), counts_B)
+    return Proposal(cuda.tensor(padded, chooser.device, torch.long), counts_B)
 
 
 class Lookup:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decoding import cuda
 from decoding.errors import UserError
 
 GUESSES = (128, 1024)  # survivors that partial sorts allow for, tried in turn before a full sort (40x the cost of 128)
@@ -63,7 +64,8 @@ class Warper:
         V = logits_RV.shape[-1]
         for guess in GUESSES:
             guess = max(guess, self.top_k + 1)
-            if guess < V and not logits_RV.is_cuda:  # on a GPU a full sort costs less than asking whether it was needed
+            # On a GPU a full sort costs less than asking whether it was needed.
+            if guess < V and not cuda.runs_ahead(logits_RV.device):
                 found = self._beginning(logits_RV, *logits_RV.topk(guess, dim=-1))
                 if found is not None:
                     return found
@@ -90,13 +92,14 @@ class Warper:
             counts_R1 = torch.minimum(counts_R1, reached_R1)
         if self.min_p > 0:
             counts_R1 = torch.minimum(counts_R1, (probs_RK >= self.min_p * probs_RK[..., :1]).sum(-1, keepdim=True))
-        longest = int(counts_R1.max())
+        ahead = cuda.runs_ahead(ids_RK.device)  # then rows of zeros cost less than asking how long the longest is
+        longest = probs_RK.shape[-1] if ahead else int(counts_R1.max())
         if partial and longest >= K:
             return None
         if partial and bool((sorted_RK.gather(-1, counts_R1) == sorted_RK.gather(-1, counts_R1 - 1)).any()):
             return None
         probs_RK = probs_RK[..., :longest]
-        if counts_R1.numel() > 1:
+        if counts_R1.numel() > 1 or ahead:
             probs_RK = probs_RK * (torch.arange(longest, device=ids_RK.device) < counts_R1)
         return probs_RK / probs_RK.sum(-1, keepdim=True), ids_RK[..., :longest]
 
@@ -107,6 +110,11 @@ def draw(weights_RV: Tensor, uniforms_R: list[float]) -> Tensor:
     uniforms_R: numbers in [2^-53, 1 - 2^-53]. In float64 their product with the total stays below the total, so the
     first sum above it belongs to a token of positive weight.
     """
+    return draw_at(weights_RV, cuda.tensor(uniforms_R, weights_RV.device, torch.float64)[:, None])
+
+
+def draw_at(weights_RV: Tensor, uniforms_R1: Tensor) -> Tensor:
+    """`draw` with float64 uniforms that are on the device already."""
     cumulative_RV = weights_RV.cumsum(-1, dtype=torch.float64)
-    points_R1 = torch.tensor(uniforms_R, dtype=torch.float64, device=weights_RV.device)[:, None] * cumulative_RV[:, -1:]
+    points_R1 = uniforms_R1 * cumulative_RV[:, -1:]
     return torch.searchsorted(cumulative_RV, points_R1, right=True).squeeze(-1)

@@ -198,15 +198,18 @@ class CostRatio(Fixed):
     P(survive) when that exceeds rho (t_draft + t_target(k + 1) - t_target(k)). P(survive) is the product of acceptance
     estimates: of a drawn token by its confidence (a Beta count in each tenth, which starts from `prior`), of the next one by the
     running acceptance. rho is that of this request: emitted tokens over the modelled milliseconds of its rounds.
+
+    per_token=False is for devices that the host runs ahead of, where a confidence costs a wait: nothing is read, and each round takes the
+    draft length with the most expected tokens a millisecond at the running acceptance.
     """
 
-    reads = "confidence"
     BINS = 10  # of confidence, and one more count for all tokens
     WEIGHT = 4.0  # tests that a count's prior stands for
     DISCOUNT = 0.99  # of what was seen, every round: a row that gave up drafting tries again some day
 
-    def __init__(self, costs: RoundCosts) -> None:
-        self.costs = costs
+    def __init__(self, costs: RoundCosts, per_token: bool = True) -> None:
+        self.costs, self.per_token = costs, per_token
+        self.reads = "confidence" if per_token else "nothing"
         confidences = [*((i + 0.5) / self.BINS for i in range(self.BINS)), 0.5]
         self._prior = [self.WEIGHT * self.prior(confidence) for confidence in confidences]
         self._passed, self._tested = list(self._prior), [self.WEIGHT] * len(confidences)
@@ -226,10 +229,20 @@ class CostRatio(Fixed):
         return self._passed[-1] / self._tested[-1]
 
     def limit(self, budget: int) -> int:
+        if not self.per_token:
+            return max(range(budget + 1), key=self._rate)
         self._round, self._survival = [], 1.0
         return budget if self._worth(0) else 0
 
+    def _rate(self, length: int) -> float:
+        """Expected tokens a millisecond of a round with this draft length."""
+        costs = self.costs
+        tokens = sum(self.acceptance**depth for depth in range(length + 1))
+        return tokens / (length * costs.t_draft_ms + costs.target_ms(length + 1) + costs.overhead_ms)
+
     def more(self, depth: int, sign: Sign | None) -> bool:
+        if not self.per_token:
+            return True
         assert sign is not None
         bin_ = min(int(sign.confidence * self.BINS), self.BINS - 1)
         self._round.append(bin_)
@@ -249,6 +262,9 @@ class CostRatio(Fixed):
             for count in (bin_, -1) if depth < drafted else ():
                 self._tested[count] += 1
                 self._passed[count] += depth < accepted
+        if not self.per_token:
+            self._tested[-1] += min(accepted + 1, drafted)
+            self._passed[-1] += accepted
         costs = self.costs
         self._tokens += accepted + 1
         self._ms += drafted * costs.t_draft_ms + costs.target_ms(drafted + 1) + costs.overhead_ms
@@ -258,9 +274,10 @@ NAMES = ("fixed", "confidence", "assisted", "adaptive_confidence", "entropy", "t
 
 
 def make_stopping(
-    name: str, keys_B: Sequence[int], threshold: float | None, costs: RoundCosts | None
+    name: str, keys_B: Sequence[int], threshold: float | None, costs: RoundCosts | None, per_token: bool = True
 ) -> list[Stopping]:
-    """A policy for each row. keys_B: of (seed, request), for those that draw numbers; threshold: None takes the policy's own.
+    """A policy for each row. keys_B: of (seed, request), for those that draw numbers; threshold: None takes the policy's own;
+    per_token: whether `cost_ratio` looks at every drawn token (see there).
 
     Raises UserError for an unknown name, and for `cost_ratio` without measured costs.
     """
@@ -277,5 +294,5 @@ def make_stopping(
     if name == "cost_ratio":
         if costs is None:
             raise UserError("stopping 'cost_ratio' needs measured costs: Settings(costs=time_parts(...).costs).")
-        return [CostRatio(costs) for _ in keys_B]
+        return [CostRatio(costs, per_token) for _ in keys_B]
     raise UserError(f"stopping '{name}' is unknown, expected one of {', '.join(NAMES)}.")

@@ -10,10 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from decoding import cuda
+from decoding.cuda import device_of
 from decoding.errors import UserError
 from decoding.folder import load_state, read_config
 from decoding.hf import HFTarget
-from decoding.native import NativeTarget
+from decoding.native import EXECUTIONS, NativeTarget
 from decoding.parallel import ParallelTarget, processes_of
 from decoding.weights import FAMILIES
 
@@ -93,15 +95,6 @@ class Target(Protocol):
         ...
 
 
-def device_of(name: str) -> str:
-    """`auto` is a GPU where there is one. Raises UserError for a GPU that is not there."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device '{name}': PyTorch sees no CUDA card here. Use cpu or auto.")
-    return name
-
-
 def load_target(
     folder: str | Path,
     *,
@@ -113,6 +106,7 @@ def load_target(
     trust_remote_code: bool = False,
     parallel: str = "none",
     processes: int = 0,
+    execution: str | None = None,
 ) -> Target:
     """The model in a Hugging Face folder as a target.
 
@@ -123,6 +117,8 @@ def load_target(
     cache grows with what is decoded.
     parallel: 'none', or over several processes 'tp' (every layer cut) or 'layers' (some layers each); native alone.
     processes: how many, this one included; 0 is one a visible GPU.
+    execution: of the native backend: 'eager', 'graph' (steps recorded as CUDA graphs) or 'compiled' (recorded with fused layers); None is
+    graph on a GPU and eager on a CPU, where the others run unrecorded and serve tests.
     Raises UserError if the folder is missing, empty, damaged, holds only pickled weights, or its kind is unsupported.
     """
     config = read_config(folder)
@@ -132,6 +128,12 @@ def load_target(
     if backend not in BACKENDS:
         raise UserError(f"backend '{backend}' is unknown, expected one of {', '.join(BACKENDS)}.")
     count = processes_of(parallel, processes, backend, device)
+    if execution is not None and (backend != "native" or execution not in EXECUTIONS):
+        raise UserError(f"execution '{execution}': expected one of {', '.join(EXECUTIONS)}, with backend=native.")
+    if count > 1 and execution not in (None, "eager"):
+        raise UserError(
+            f"execution '{execution}': a target over several processes runs eager; its sums are not recorded."
+        )
     context = config.get("max_position_embeddings") or config.get("n_positions")
     if max_length is not None and context is not None and max_length > context:
         raise UserError(f"{folder}: max_length {max_length} is more than the model's context of {context} tokens.")
@@ -152,7 +154,13 @@ def load_target(
                 )
             else:
                 target = NativeTarget.from_state(
-                    config, load_state(folder), name=name, dtype=DTYPES[dtype], device=device, max_length=max_length
+                    config,
+                    load_state(folder),
+                    name=name,
+                    dtype=DTYPES[dtype],
+                    device=device,
+                    max_length=max_length,
+                    execution=execution,
                 )
         except UserError as error:
             raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from error
@@ -171,7 +179,7 @@ def prefill(target: Target, prompts_B: Sequence[Sequence[int]], keep_hidden: boo
     for start in range(0, longest, PREFILL_CHUNK):
         parts = [list(prompt[start : start + PREFILL_CHUNK]) for prompt in prompts_B]
         width = max(len(part) for part in parts)
-        tokens_BN = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=target.device)
+        tokens_BN = cuda.tensor([part + [0] * (width - len(part)) for part in parts], target.device)
         hidden_BNC = target.features(tokens_BN)
         target.commit(None, [len(part) for part in parts])
         if keep_hidden:

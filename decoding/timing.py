@@ -10,6 +10,7 @@ from time import perf_counter
 
 import torch
 
+from decoding import cuda
 from decoding.drafter import Drafter
 from decoding.stopping import RoundCosts
 from decoding.target import Target, prefill
@@ -70,20 +71,15 @@ def time_parts(
         for n in [0, *sizes]:
             if n == 0 and drafter is None:
                 continue
-            _wait(target.device)
+            cuda.synchronize(target.device)
             began = perf_counter()
             if n == 0:
                 assert drafter is not None
                 drafter.time_step()
             else:
                 target.forward(inputs[n])
-            _wait(target.device)
+            cuda.synchronize(target.device)
             if turn >= warmup:
                 seconds[n].append(perf_counter() - began)
     t_draft_ms = median(seconds[0]) * 1e3 if drafter is not None else None
     return Parts(t_draft_ms, {n: median(seconds[n]) * 1e3 for n in sizes}, length, batch_size)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

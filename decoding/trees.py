@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decoding import cuda
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Proposal
@@ -89,7 +90,7 @@ class StaticTree(ChainDrafter):
 
     def _parents(self, depth: int, rows: int) -> Tensor:
         parents = [self._index.get(path[:-1], -1) for path in self.paths if len(path) <= depth]
-        return torch.tensor(parents, device=self.model.device).expand(rows, -1)
+        return cuda.tensor(parents, self.model.device).expand(rows, -1)
 
     def time_step(self) -> None:
         """One forward over the nodes that a level's turn runs over on average; nothing is committed."""
@@ -232,7 +233,7 @@ class RankedTree(ChainDrafter):
         """The likeliest nodes of each row. A parent is never less likely than its child and comes before it, so paths stay whole."""
         device = seen.scores_BM.device
         B, M = seen.scores_BM.shape
-        scores_BM = seen.scores_BM.masked_fill(seen.depths_BM > torch.tensor(depths_B, device=device)[:, None], NONE)
+        scores_BM = seen.scores_BM.masked_fill(seen.depths_BM > cuda.tensor(depths_B, device)[:, None], NONE)
         order = scores_BM.sort(descending=True, stable=True)
         counts_B = [min(self.max_nodes, count) for count in (order.values > NONE).sum(1).tolist()]
         if self.costs is not None:
@@ -243,7 +244,7 @@ class RankedTree(ChainDrafter):
         rank_BM = torch.empty_like(order.indices).scatter_(
             1, order.indices, torch.arange(M, device=device).expand(B, -1)
         )
-        keep_BM = rank_BM < torch.tensor(counts_B, device=device)[:, None]
+        keep_BM = rank_BM < cuda.tensor(counts_B, device)[:, None]
         place_BM = keep_BM.cumsum(1) - 1
         kept_BN = keep_BM.long().sort(descending=True, stable=True).indices[:, : max(counts_B)]
         parents_BN = seen.parents_BM.gather(1, kept_BN)

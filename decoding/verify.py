@@ -4,7 +4,8 @@ Each rule is one function (target logits, proposal, chooser) -> Outcome, batched
 `greedy` and `coupled` let the target choose a token at every node and follow the children that equal it; `token` tests
 drawn tokens one by one by p/q (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1), `block` all of them together (Sun et al.
 2025, arXiv 2403.10444); both take q for a point mass where the proposal has none. All keep the target's distribution;
-`coupled` also keeps its very tokens.
+`coupled` also keeps its very tokens. On a GPU a round waits once for what they decided (chains: decoding/verify_device.py), but for
+`token` on trees, which asks at every node and is eager there.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip comes first.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from decoding import noise
+from decoding import cuda, noise, verify_device
 from decoding.cache import ancestors
 from decoding.chooser import Chooser
 from decoding.drafter import Outcome, Proposal
@@ -39,12 +40,13 @@ def coupled(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> 
 
 def follow(choices_BN: Tensor, proposal: Proposal | None) -> Outcome:
     """Walk from the tip to the child that equals the target's choice, as long as there is one."""
-    choices = choices_BN.tolist()
     if proposal is None:
+        (choices,) = cuda.read(choices_BN)
         return Outcome(choices, None, [0] * len(choices), [0] * len(choices))
-    drafted = proposal.tokens_BN.tolist()
     if proposal.parents_BN is not None:
-        return _follow_tree(choices, drafted, proposal.parents_BN.tolist(), proposal.counts_B)
+        choices, drafted, parents = cuda.read(choices_BN, proposal.tokens_BN, proposal.parents_BN)
+        return _follow_tree(choices, drafted, parents, proposal.counts_B)
+    choices, drafted = cuda.read(choices_BN, proposal.tokens_BN)
     accepted_B = [
         next((n for n in range(count) if row[n] != wanted[n]), count)
         for row, wanted, count in zip(drafted, choices, proposal.counts_B, strict=True)
@@ -86,10 +88,12 @@ def token(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Ou
     probs_BNV = chooser.warper.probs(logits_BNV)
     B = len(probs_BNV)
     if proposal is None:
-        next_B = draw(probs_BNV[:, 0], [chooser.uniform(b, 0, noise.BONUS) for b in range(B)]).tolist()
+        (next_B,) = cuda.read(draw(probs_BNV[:, 0], [chooser.uniform(b, 0, noise.BONUS) for b in range(B)]))
         return Outcome([[token] for token in next_B], None, [0] * B, [0] * B)
     if proposal.parents_BN is not None:
         return _recursive(probs_BNV, proposal, proposal.parents_BN.tolist(), chooser)
+    if cuda.runs_ahead(probs_BNV.device):
+        return verify_device.token(probs_BNV, proposal, chooser)
     counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
     p_BN, q_BN = _probabilities(probs_BNV, proposal)
     accepted_B = []
@@ -158,6 +162,8 @@ def block(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Ou
         raise ValueError("verify=block tests chains; a tree needs a rule that updates the residual between siblings")
     probs_BNV = chooser.warper.probs(logits_BNV)
     q_BNV = _dense(proposal, probs_BNV)
+    if cuda.runs_ahead(probs_BNV.device):
+        return verify_device.block(probs_BNV, q_BNV, proposal, chooser)
     counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
     w_BN = [_running_ratios(*pair) for pair in zip(*_probabilities(probs_BNV, proposal))]  # w_0 .. w_N
     weights_BN1 = torch.tensor(w_BN, dtype=probs_BNV.dtype, device=probs_BNV.device)[:, :-1, None]
@@ -246,7 +252,7 @@ def at_nodes(values_BN: Tensor, nodes_B: list[int]) -> Tensor:
     """values_BN[b, nodes_B[b]] for each row; a view for one row."""
     if len(nodes_B) == 1:
         return values_BN[:, nodes_B[0]]
-    index_B = torch.tensor(nodes_B, device=values_BN.device)
+    index_B = cuda.tensor(nodes_B, values_BN.device)
     return values_BN[torch.arange(len(nodes_B), device=values_BN.device), index_B]
 
 

@@ -138,6 +138,8 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         # Beside a native target a drafter of another family runs on the hf backend: None lets it choose.
         backend = "hf" if target.backend == "hf" else None
         shared = {"backend": backend, "dtype": target.dtype, "device": target.device}
+        if target.execution:
+            shared["execution"] = target.execution
         mapping = {**shared, **mapping, "folder": str(resolve(mapping["folder"]))}
     return mapping
 

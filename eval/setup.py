@@ -14,6 +14,7 @@ from decoding.drafter import Drafter
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings
+from decoding.native import EXECUTIONS
 from decoding.parallel import device_beside, processes_of
 from decoding.processors import make_processors
 from decoding.sampling import Warper
@@ -48,6 +49,7 @@ def check(cfg: EvalConfig) -> None:
         ("samples", cfg.samples, cfg.samples >= 1, "1 or more"),
         ("max_new_tokens", cfg.max_new_tokens, cfg.max_new_tokens >= 2, "2 or more: one token leaves nothing to draft"),
         ("verify", cfg.verify, cfg.verify in SAMPLING_RULES, " or ".join(SAMPLING_RULES)),
+        ("target.execution", cfg.target.execution, cfg.target.execution in ("", *EXECUTIONS), " or ".join(EXECUTIONS)),
     ):
         if not fine:
             raise UserError(f"{key}={found} cannot be measured. Expected {expected}.")
@@ -80,6 +82,7 @@ def load(cfg: EvalConfig) -> Loaded:
     target = load_target(
         folder,
         backend=cfg.target.backend,
+        execution=cfg.target.execution or None,
         dtype=cfg.target.dtype,
         device=device,
         max_length=cfg.target.max_length or None,

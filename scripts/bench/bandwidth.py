@@ -21,9 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from decoding import cuda
 from decoding.budget import forward_budget
 from decoding.native import NativeTarget
+from scripts.bench import random_models
 from scripts.bench.common import options, save, take_turns
+from scripts.bench.random_models import Shape
 from training.models import dtype_of
 
 
@@ -46,37 +49,17 @@ class Options:
 
 
 def random_target(chosen: Options, dtype: torch.dtype) -> NativeTarget:
-    """A LLaMA of this shape whose weights nobody trained; speed does not hang on them."""
-    config = {
-        "model_type": "llama",
-        "vocab_size": chosen.vocab_size,
-        "hidden_size": chosen.hidden_size,
-        "intermediate_size": chosen.intermediate_size,
-        "num_hidden_layers": chosen.layers,
-        "num_attention_heads": chosen.heads,
-        "num_key_value_heads": chosen.kv_heads,
-        "max_position_embeddings": chosen.context + max(chosen.widths) + 1,
-    }
-    C, F, keys = chosen.hidden_size, chosen.intermediate_size, chosen.hidden_size // chosen.heads * chosen.kv_heads
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens": (chosen.vocab_size, C),
-        "lm_head": (chosen.vocab_size, C),
-        "model.norm": (C,),
-    }
-    for layer in range(chosen.layers):
-        before = f"model.layers.{layer}."
-        shapes |= {f"{before}input_layernorm": (C,), f"{before}post_attention_layernorm": (C,)}
-        shapes |= {f"{before}self_attn.{name}_proj": (C, C) for name in "qo"}
-        shapes |= {f"{before}self_attn.{name}_proj": (keys, C) for name in "kv"}
-        shapes |= {f"{before}mlp.gate_proj": (F, C), f"{before}mlp.up_proj": (F, C), f"{before}mlp.down_proj": (C, F)}
-    generator = torch.Generator(chosen.device).manual_seed(0)
-    state = {
-        f"{name}.weight": torch.empty(shape, dtype=dtype, device=chosen.device).normal_(0, 0.02, generator=generator)
-        if len(shape) == 2
-        else torch.ones(shape, dtype=dtype)
-        for name, shape in shapes.items()
-    }
-    return NativeTarget.from_state(config, state, dtype=dtype, device=chosen.device, name="random-weights")
+    """The LLaMA of the options."""
+    shape = Shape(
+        chosen.layers,
+        chosen.hidden_size,
+        chosen.heads,
+        chosen.intermediate_size,
+        chosen.kv_heads,
+        chosen.hidden_size // chosen.heads,
+        chosen.vocab_size,
+    )
+    return random_models.random_target(shape, dtype, chosen.device, chosen.context + max(chosen.widths) + 1)
 
 
 def readers(chosen: Options, dtype: torch.dtype, size_bytes: int) -> dict[str, tuple[Callable[[], Any], int]]:
@@ -130,19 +113,14 @@ def bench(chosen: Options, dtype_name: str) -> dict[str, Any]:
 
 def _per_second(chosen: Options, action: Callable[[], Any], times: int) -> Callable[[], float]:
     def measure() -> float:
-        _wait(chosen)
+        cuda.synchronize(torch.device(chosen.device))
         began = time.perf_counter()
         for _ in range(times):
             action()
-        _wait(chosen)
+        cuda.synchronize(torch.device(chosen.device))
         return times / (time.perf_counter() - began)
 
     return measure
-
-
-def _wait(chosen: Options) -> None:
-    if chosen.device.startswith("cuda"):
-        torch.cuda.synchronize()
 
 
 def main() -> None:

@@ -1,35 +1,45 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in one command: a drafter made there, exactness in three dtypes, and the benchmarks beside Hugging Face.
-# Needs the project's packages in the present Python (PYTHON names another). Figures: scripts/bench/results/*_gpu.json and runs/gpu/.
+# What wants a GPU, in parts of under eight minutes each: gpu.sh exact|decode|train|recurrent|all
 #
-#   DEVICE   cuda (default), cuda:N, or cpu to try the script itself
-#   OUT      a folder that gets a copy of the figures and reports
+#   exact      drafted text is autoregressive text on the card, eager and as graphs; the noise is the CPU's; a round waits for nothing else
+#   decode     LLaMA-7B and drafters of 1 to 12 layers against the card's bandwidth, whole rounds, V(n) at contexts of 1k, 8k and 32k
+#   train      a drafter made there, decoding and distillation beside Hugging Face; needs the whole project installed
+#   recurrent  not there yet
+#
+# exact and decode import torch, transformers, accelerate, safetensors and numpy alone. Figures: scripts/bench/results/.
+#   DEVICE   cuda (default), cuda:N, or cpu to try the script itself (TOY=true for seconds instead of hours)
+#   PYTHON   the Python to use
+#   OUT      a folder that gets a copy of the figures
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-device="${DEVICE:-cuda}" python="${PYTHON:-python}"
-drafter=runs/gpu/quickstart/distill.train/drafter
+device="${DEVICE:-cuda}" python="${PYTHON:-python}" toy="${TOY:-false}"
 
-"$python" -m distill.train +experiment=quickstart output_dir=runs/gpu/quickstart "target.device=$device"
+train() {
+  if ! "$python" -c "import hydra, datasets, matplotlib, rich" 2>/dev/null; then
+    echo "train: needs the project's packages (pip install -e .); this Python lacks hydra, datasets, matplotlib or rich" >&2
+    return
+  fi
+  local drafter=runs/gpu/quickstart/distill.train/drafter
+  "$python" -m distill.train +experiment=quickstart output_dir=runs/gpu/quickstart "target.device=$device"
+  "$python" scripts/bench/decoding.py "device=$device" drafter=$drafter num_draft_tokens=3 name=decoding_gpu
+  "$python" scripts/bench/distillation.py "device=$device" steps=20 name=distillation_gpu
+}
 
-# Coupled and greedy decoding against our own without a drafter: token by token in float64, and counted with the gaps below that.
-for dtype in float64 float32 bfloat16; do
-  "$python" -m eval.run "drafters=[$drafter]" verify=coupled "target.device=$device" target.dtype=$dtype \
-    num_draft_tokens=[4] sweep=[] max_prompts=64 max_new_tokens=128 output_dir=runs/gpu/exact_$dtype
+part() {
+  case "$1" in
+    exact | decode) "$python" scripts/bench/gpu.py "part=$1" "device=$device" "toy=$toy" ;;
+    train) train ;;
+    recurrent) echo "recurrent: this part comes with the recurrent drafter and is not there yet" >&2 ;;
+    *) echo "error: part '$1' is unknown, expected exact, decode, train, recurrent or all" >&2; exit 2 ;;
+  esac
+}
+
+status=0
+for name in $(if [ "${1:-all}" = all ]; then echo exact decode train recurrent; else echo "$1"; fi); do
+  part "$name" || status=$?
 done
-
-"$python" scripts/bench/decoding.py "device=$device" drafter=$drafter num_draft_tokens=3 name=decoding_gpu
-"$python" scripts/bench/distillation.py "device=$device" steps=20 name=distillation_gpu
-shape="layers=32 hidden_size=4096 intermediate_size=11008 heads=32 kv_heads=32 dtypes=[bfloat16]" # LLaMA-7B's
-if [ "$device" = cpu ]; then shape="dtypes=[bfloat16]"; fi
-# shellcheck disable=SC2086  # words are options
-"$python" scripts/bench/bandwidth.py "device=$device" $shape name=bandwidth_gpu
-"$python" -m pytest -q tests/decoding/test_sampling.py
-
 if [ -n "${OUT:-}" ]; then
   mkdir -p "$OUT"
-  cp scripts/bench/results/*_gpu.json "$OUT/"
-  for run in runs/gpu/*/; do
-    mkdir -p "$OUT/$(basename "$run")"
-    cp "$run"/results.jsonl "$run"/report.html "$run"/manifest.json "$OUT/$(basename "$run")/"
-  done
+  find scripts/bench/results -name "*gpu*.json" -exec cp {} "$OUT/" \;
 fi
+exit $status

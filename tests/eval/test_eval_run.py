@@ -213,6 +213,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
         ({"batch_sizes": [0]}, "batch_sizes"),
         ({"num_draft_tokens": [0]}, "num_draft_tokens"),
         ({"verify": "typical"}, "token or block or coupled"),
+        ({"target": TargetConfig(path="nowhere", execution="fast")}, "eager or graph or compiled"),
         ({"max_new_tokens": 1}, "max_new_tokens"),
         ({"sweep": []}, "num_draft_tokens is empty"),
         ({"sweep_prompts": 5}, "prompts are too few"),
@@ -228,6 +229,15 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
 def test_what_cannot_be_measured_is_refused_with_a_reason(home, changes, message):
     with pytest.raises(UserError, match=message):
         run(config(home, "refused", dry_run=True, **changes))
+
+
+def test_recorded_steps_give_the_same_rows(home, finished):
+    target = TargetConfig(path=str(home / "target"), dtype="float64", device="cpu", execution="graph")
+    rows = read_rows(run(config(home, "graph", target=target)) / "results.jsonl")
+    plain = read_rows(finished / "results.jsonl")
+    assert {row.backend for row in rows} == {"native graph"} and {row.backend for row in plain} == {"native"}
+    assert all(row.lossless for row in rows)
+    assert [(row.drafter, row.alpha, row.tau) for row in rows] == [(row.drafter, row.alpha, row.tau) for row in plain]
 
 
 def test_a_drafter_of_another_tokenizer_is_refused(home, stories260k):

@@ -1,0 +1,141 @@
+"""What wants a GPU, in parts of under eight minutes: `exact` (are the tokens right there?) and `decode` (how fast, against what the card can read).
+
+    python scripts/bench/gpu.py part=decode device=cuda
+    python scripts/bench/gpu.py part=exact device=cpu toy=true     # every line but those that it lists, in seconds
+
+Imports torch, transformers, accelerate, safetensors and numpy alone, downloads nothing and needs nothing outside the repository. A figure is
+written the moment it is there, so a part that is cut short loses none. `scripts/bench/gpu.sh` calls it.
+"""
+
+import ast
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from decoding import cuda
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST_START_S = 400.0  # no further figure is begun after that, so that a part stays under eight minutes
+
+
+@dataclass
+class Options:
+    part: str = "exact"  # exact | decode
+    device: str = "cuda"  # cpu | cuda | cuda:N
+    toy: bool = False  # small shapes, to try the script itself
+    out: str = "scripts/bench/results"  # folder of gpu_<part>.json
+
+
+class Figures:
+    """The part's results: a JSON file that is whole after every figure."""
+
+    def __init__(self, options: Options) -> None:
+        device = torch.device(options.device)
+        self.path = ROOT / options.out / f"gpu_{options.part}.json"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.began = time.perf_counter()
+        self.failed: list[str] = []
+        self.record: dict[str, Any] = {
+            "benchmark": f"gpu_{options.part}",
+            "options": asdict(options),
+            "date": time.strftime("%Y-%m-%d"),
+            "card": cuda.card(device),
+            "memory_bytes": cuda.memory_bytes(device),
+            "torch": torch.__version__,
+            "figures": {},
+        }
+        self.write()
+
+    def add(self, name: str, value: Any) -> None:
+        """Keep, write and print a figure."""
+        self.record["figures"][name] = value
+        self.record["seconds"] = round(time.perf_counter() - self.began, 1)
+        self.write()
+        print(f"[{self.record['seconds']:6.1f} s] {name}: {json.dumps(value)}", flush=True)
+
+    def in_time(self, name: str) -> bool:
+        """Whether there is time for another figure; else it is recorded as left out."""
+        if time.perf_counter() - self.began < LAST_START_S:
+            return True
+        self.add(name, "left out: the part's time was up")
+        return False
+
+    def expect(self, name: str, holds: bool) -> None:
+        """Remember a promise that was broken; the part goes on, and ends with status 1."""
+        if not holds:
+            self.failed.append(name)
+            self.record["failed"] = self.failed
+
+    def write(self) -> None:
+        """The file, replaced at once."""
+        half = self.path.with_suffix(".part")
+        half.write_text(json.dumps(self.record, indent=1) + "\n")
+        half.replace(self.path)
+
+
+def untested_lines() -> list[str]:
+    """`file:line` of what a CPU cannot run: in decoding/cuda.py, what a test for the device keeps from it."""
+    path = ROOT / "decoding" / "cuda.py"
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
+            for index, statement in enumerate(block if isinstance(block, list) else []):
+                guarded: list[ast.stmt] = []
+                if isinstance(statement, ast.If) and _tests_for(statement, ast.Eq):
+                    guarded = statement.body
+                if isinstance(statement, ast.If) and _tests_for(statement, ast.NotEq):
+                    assert isinstance(block, list)
+                    guarded = block[index + 1 :]
+                for inner in guarded:
+                    lines |= {each.lineno for each in ast.walk(inner) if isinstance(each, ast.stmt)}
+    return [f"decoding/cuda.py:{line}" for line in sorted(lines)]
+
+
+def _tests_for(statement: ast.If, comparison: type[ast.cmpop]) -> bool:
+    """Whether it is `if device.type == "cuda"`, or `!=`."""
+    test = statement.test
+    return isinstance(test, ast.Compare) and isinstance(test.ops[0], comparison) and "'cuda'" in ast.unparse(test)
+
+
+def parse(words: list[str]) -> Options:
+    """`key=value` words as Options; ends with a message for anything else."""
+    kinds = {field.name: field.type for field in fields(Options)}
+    given: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in kinds:
+            sys.exit(f"error: '{word}' is no option; expected {', '.join(f'{name}=' for name in kinds)}")
+        given[key] = value.lower() == "true" if kinds[key] is bool else value
+    options = Options(**given)
+    if options.part not in ("exact", "decode"):
+        sys.exit(f"error: part '{options.part}' is unknown, expected exact or decode")
+    options.device = cuda.device_of(options.device)
+    return options
+
+
+def main(words: list[str]) -> int:
+    """Run a part; 1 if a promise was broken."""
+    from scripts.bench import gpu_decode, gpu_exact
+
+    options = parse(words)
+    untested = untested_lines()
+    print(f"{len(untested)} lines that only a GPU runs: {' '.join(untested)}", flush=True)
+    figures = Figures(options)
+    figures.record["untested_lines"] = untested
+    with torch.inference_mode():
+        {"exact": gpu_exact.run, "decode": gpu_decode.run}[options.part](options.device, options.toy, figures)
+    figures.add("done", not figures.failed)
+    for name in figures.failed:
+        print(f"FAILED: {name}", file=sys.stderr)
+    return 1 if figures.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,215 @@
+"""Part `decode`: tokens a second against what the card can read, drafters of one to twelve layers, whole rounds, and V(n) at long contexts.
+
+Weights are random: the clock does not see what they are. Nothing of a drafter's acceptance follows from that (it is about zero, and said
+so); what follows is what each shape costs, eager, as recorded graphs and with compiled layers. The limit is the card's own copy of device
+memory, bytes read and written both counted; a plain sum, which only reads, stands beside it.
+
+Shapes: V vocabulary.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from decoding import cuda
+from decoding.budget import forward_budget
+from decoding.chain import ChainDrafter
+from decoding.loop import Generation, Settings, decode, start
+from decoding.native import NativeTarget
+from decoding.weights import Weights
+from scripts.bench.random_models import Shape, random_weights
+
+GOALS = {"target": 0.80, "drafter": 0.60, "overhead": 0.05}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured."""
+
+    target: Shape
+    drafters: dict[str, Shape]
+    dtype: torch.dtype
+    copy_bytes: int
+    prompt: int  # tokens
+    tokens: int  # new ones of a timed run
+    gamma: int
+    contexts: tuple[int, ...]  # of V(n)
+    widths: tuple[int, ...]
+    repeats: int
+
+    @property
+    def max_length(self) -> int:
+        """Positions that the target needs."""
+        return max(self.contexts) + max(self.widths) + 64
+
+
+REAL = Sizes(
+    target=Shape(32, 4096, 32, 11008),  # LLaMA-7B
+    drafters={  # the released shallow, wide drafters of Decoding Speculative Decoding (arXiv 2402.01528), and its deeper one
+        "1 layer": Shape(1, 2560, 32, 11008),
+        "3 layers": Shape(3, 2560, 32, 11008),
+        "5 layers": Shape(5, 2560, 32, 11008),
+        "12 layers": Shape(12, 2560, 20, 9280),
+    },
+    dtype=torch.bfloat16,
+    copy_bytes=4 << 30,
+    prompt=64,
+    tokens=128,
+    gamma=4,
+    contexts=(1024, 8192, 32768),
+    widths=(*range(1, 17), 32, 64),
+    repeats=5,
+)
+TOY = Sizes(
+    target=Shape(2, 32, 4, 48, 2, 8, 64),
+    drafters={"1 layer": Shape(1, 32, 4, 48, 4, 8, 64)},
+    dtype=torch.float32,
+    copy_bytes=1 << 16,
+    prompt=8,
+    tokens=12,
+    gamma=2,
+    contexts=(16, 40),
+    widths=(1, 2, 4),
+    repeats=2,
+)
+
+
+def seconds(action: Callable[[], Any], device: torch.device, times: int, rounds: int = 5) -> float:
+    """Median seconds of one call, `times` of them queued before the device is waited for."""
+    measured = []
+    for _ in range(rounds + 1):
+        cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(times):
+            action()
+        cuda.synchronize(device)
+        measured.append((time.perf_counter() - began) / times)
+    return median(measured[1:])
+
+
+def bandwidth(sizes: Sizes, device: torch.device) -> dict[str, float]:
+    """Bytes a second of a copy inside the device's memory, and of a sum over it."""
+    source = torch.ones(sizes.copy_bytes // 4, device=device)
+    other = torch.empty_like(source)
+    copied = 2 * sizes.copy_bytes / seconds(lambda: other.copy_(source), device, sizes.repeats)
+    summed = sizes.copy_bytes / seconds(source.sum, device, sizes.repeats)
+    return {"copy": copied, "sum": summed}
+
+
+def step_seconds(model: NativeTarget, width: int, context: int, repeats: int) -> float:
+    """Of a forward over `width` tokens a row after `context` committed ones, queued as in a draft."""
+    tokens_BN = torch.ones(1, width, dtype=torch.long, device=model.device)
+    model.slots.lengths_B = [context]  # what the cache holds does not matter to the clock
+    model.forward(tokens_BN)
+    return seconds(lambda: model.forward(tokens_BN), model.device, repeats)
+
+
+def autoregressive(model: NativeTarget, sizes: Sizes, limit: float) -> dict[str, float]:
+    """Tokens a second of the decode loop and of queued forwards, and the share of the limit that each reaches."""
+    settings = Settings(max_new_tokens=sizes.tokens, ignore_eos=True)
+    prompts = [[3] * sizes.prompt]
+    decode(model, None, prompts, settings)  # warms up, and records every bucket
+    runs = [decode(model, None, prompts, settings)[0] for _ in range(3)]
+    in_loop = median(run.rounds / run.decode_seconds for run in runs)
+    context = sizes.prompt + sizes.tokens // 2
+    queued = 1 / step_seconds(model, 1, context, sizes.tokens // 2)
+    budget = forward_budget(model.config, model.weights.dtype, 1, context)
+    return {
+        "tokens_per_second": in_loop,
+        "share_of_limit": in_loop * budget.bytes_read / limit,
+        "queued_forwards_per_second": queued,
+        "queued_share_of_limit": queued * budget.bytes_read / limit,
+        "megabytes_read": budget.bytes_read / 1e6,
+    }
+
+
+def rounds(target: NativeTarget, draft_model: NativeTarget, sizes: Sizes) -> dict[str, Any]:
+    """Whole rounds of a chain: their milliseconds, the parts' on their own, and the share that no part accounts for."""
+    gamma, context = sizes.gamma, sizes.prompt + sizes.tokens // 2
+    runs, parts = [], []
+    for turn in range(4):  # rounds and parts in turn, so that a drift hits both; the first turn warms up and records
+        run = full_rounds(target, ChainDrafter(model=draft_model), sizes)
+        t_draft = step_seconds(draft_model, 1, context, gamma)
+        part = (t_draft, step_seconds(target, gamma + 1, context, 5), step_seconds(target, 1, context, 5))
+        if turn:
+            runs.append(run)
+            parts.append(part)
+    round_s = median(run.decode_seconds / run.rounds for run in runs)
+    draft_s, verify_s, one_s = (median(column) for column in zip(*parts))
+    steps = median(run.draft_steps / run.rounds for run in runs)
+    return {
+        "round_ms": 1e3 * round_s,
+        "draft_steps": steps,
+        "t_draft_ms": 1e3 * draft_s,
+        "t_target_ms": {1: 1e3 * one_s, gamma + 1: 1e3 * verify_s},
+        "cost_ratio": draft_s / one_s,
+        "overhead": 1 - (steps * draft_s + verify_s) / round_s,
+        "tau": median(len(run.tokens) / run.rounds for run in runs),
+        "acceptance": "that of random weights: it says nothing about a trained drafter",
+        "tau_that_pays": round_s / one_s,  # the block efficiency from which a round beats autoregressive decoding
+    }
+
+
+def full_rounds(target: NativeTarget, drafter: ChainDrafter, sizes: Sizes) -> Generation:
+    """Rounds of the whole draft length alone, so that no other width is recorded or compiled."""
+    settings = Settings(max_new_tokens=sizes.tokens, num_draft_tokens=sizes.gamma, ignore_eos=True)
+    running = start(target, drafter, [[3] * sizes.prompt], settings)
+    (row,) = running.rows
+    while row.limit - len(row.sequence) > 2 * sizes.gamma + 1:
+        running.round()
+    running.close()
+    return row.generation
+
+
+def widths(target: NativeTarget, sizes: Sizes, context: int) -> dict[str, Any]:
+    """t_target(n) and V(n) after `context` tokens."""
+    taken = {n: step_seconds(target, n, context, sizes.repeats) for n in sizes.widths}
+    return {
+        "t_target_ms": {n: 1e3 * s for n, s in taken.items()},
+        "V": {n: s / taken[sizes.widths[0]] for n, s in taken.items()},
+    }
+
+
+def one_execution(weights: Weights, execution: str, sizes: Sizes, limit: float, figures: Any) -> None:
+    """The target and each drafter alone, and rounds of both."""
+    device, capacity = str(weights.device), sizes.prompt + sizes.tokens + 2 * sizes.gamma + 2
+    target = NativeTarget(weights, "target", None, None, execution)
+    target.open(1, capacity)  # every later call fits into this cache, so layers are compiled once
+    found = autoregressive(target, sizes, limit)
+    figures.add(f"autoregressive, target, {execution}", {**found, "goal": GOALS["target"]})
+    for name, shape in sizes.drafters.items():
+        if not figures.in_time(f"{name}, {execution}"):
+            continue
+        model = NativeTarget(random_weights(shape, sizes.dtype, device, 2048), name, None, None, execution)
+        model.open(1, capacity)
+        found = autoregressive(model, sizes, limit)
+        found |= {"goal": GOALS["drafter"], "parameters": model.num_parameters}
+        figures.add(f"autoregressive, {name}, {execution}", found)
+        figures.add(f"rounds, {name}, {execution}", {**rounds(target, model, sizes), "goal": GOALS["overhead"]})
+        del model
+        cuda.release(weights.device)
+
+
+def run(device: str, toy: bool, figures: Any) -> None:
+    """All of it."""
+    sizes, place = TOY if toy else REAL, torch.device(device)
+    found = bandwidth(sizes, place)
+    figures.add("bandwidth", {**found, "limit": "copy"})
+    weights = random_weights(sizes.target, sizes.dtype, device, sizes.max_length)
+    cuda.release(place)
+    for execution in ("graph", "eager"):
+        one_execution(weights, execution, sizes, found["copy"], figures)
+    for execution in ("graph", "eager"):
+        target = NativeTarget(weights, "target", None, None, execution)
+        target.open(1, sizes.max_length)
+        for context in sizes.contexts:
+            if figures.in_time(f"V at {context}, {execution}"):
+                figures.add(f"V at {context}, {execution}", widths(target, sizes, context))
+        del target
+        cuda.release(place)
+    if figures.in_time("compiled"):  # last: it is what a missing compiler would end
+        one_execution(weights, "compiled", sizes, found["copy"], figures)

@@ -1,0 +1,184 @@
+"""Part `exact`: on this device, drafted text is autoregressive text, the noise is the CPU's, and a round waits for nothing but its `read`.
+
+The target is the embedded one, the drafter its own first layers, so nothing has to be trained. In float64 no token may differ; below that
+differences are counted, with the gap between the target's two best tokens where the first one stands.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from decoding import cuda, noise
+from decoding.chain import ChainDrafter
+from decoding.drafter import Drafter
+from decoding.folder import load_state, read_config
+from decoding.loop import Settings, decode, start
+from decoding.multi_candidate import MultiCandidate
+from decoding.native import NativeTarget
+from decoding.target import DTYPES
+from decoding.weights import NativeConfig, Weights
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = ROOT / "assets" / "target"
+DRAFT_LAYERS = 4
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "coupled": {"temperature": 1.0, "verify": "coupled"},
+    "coupled, top-p": {"temperature": 0.8, "top_p": 0.9, "verify": "coupled"},
+}
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "token": {"temperature": 1.0, "verify": "token"},
+    "token, top-k": {"temperature": 1.0, "top_k": 20, "verify": "token"},
+    "block": {"temperature": 1.0, "verify": "block"},
+    "coupled": {"temperature": 1.0, "verify": "coupled"},
+}
+
+
+class Models:
+    """The target and its first layers in one dtype; weights are shared by the executions."""
+
+    def __init__(self, dtype: str, device: str) -> None:
+        config, state = read_config(TARGET), load_state(TARGET)
+        place = torch.device(device)
+        self.weights = [
+            Weights(NativeConfig.from_dict({**config, "num_hidden_layers": layers}), state, DTYPES[dtype], place, False)
+            for layers in (config["num_hidden_layers"], DRAFT_LAYERS)
+        ]
+
+    def make(self, execution: str, kind: str) -> tuple[NativeTarget, Drafter]:
+        """A target and a drafter of this kind."""
+        whole, first = (NativeTarget(w, "embedded", None, None, execution) for w in self.weights)
+        return whole, ChainDrafter(model=first) if kind == "chain" else MultiCandidate(model=first, branching=(3, 2, 1))
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Held-out prompts of the embedded target."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    rows = [json.loads(line) for line in (ROOT / "assets" / "prompts.jsonl").read_text().splitlines()[:count]]
+    return [tokenizer(row["turns"][0])["input_ids"][:128] for row in rows]
+
+
+def gap(target: NativeTarget, ids: Sequence[int], settings: Settings, request: int) -> float:
+    """The best score minus the second best where the target chooses a token after `ids`, its noise included."""
+    target.open(1, len(ids) + 1)
+    logits_V = target.lm_head(target.features(cuda.tensor([list(ids)], target.device))[:, -1])[0].double()
+    if settings.temperature > 0:
+        key = cuda.tensor(noise.signed(noise.extend(noise.key(settings.seed, request), len(ids))), target.device)
+        race_V = noise.exponentials(key, noise.scaled_ids(torch.arange(len(logits_V), device=target.device)))
+        logits_V = settings.warper.probs(logits_V).log() - race_V.double().log()
+    best, second = logits_V.topk(2).values.tolist()
+    return best - second
+
+
+def texts(
+    target: NativeTarget, drafter: Drafter | None, prompts_B: list[list[int]], settings: Settings, batch: int
+) -> tuple[list[list[int]], float]:
+    """The tokens of every prompt, and the block efficiency."""
+    made = [
+        row
+        for first in range(0, len(prompts_B), batch)
+        for row in decode(
+            target,
+            drafter,
+            prompts_B[first : first + batch],
+            settings,
+            request_ids=range(first, min(first + batch, len(prompts_B))),
+        )
+    ]
+    return [row.tokens for row in made], sum(len(row.tokens) for row in made) / sum(row.rounds for row in made)
+
+
+def equality(
+    models: Models,
+    execution: str,
+    prompts_B: list[list[int]],
+    tokens: int,
+    batch: int,
+    kinds: Sequence[str] = ("chain", "tree"),
+) -> dict[str, Any]:
+    """For every way of choosing: drafted text against autoregressive text."""
+    found: dict[str, Any] = {}
+    for way, named in WAYS.items():
+        settings = Settings(max_new_tokens=tokens, num_draft_tokens=3, ignore_eos=True, seed=7, **named)
+        for kind in kinds:
+            target, drafter = models.make(execution, kind)
+            plain, _ = texts(target, None, prompts_B, settings, batch)
+            drafted, tau = texts(target, drafter, prompts_B, settings, batch)
+            gaps = []
+            for request, (ours, own) in enumerate(zip(drafted, plain)):
+                at = next((i for i, pair in enumerate(zip(ours, own)) if pair[0] != pair[1]), None)
+                if at is not None:
+                    gaps.append(gap(target, prompts_B[request] + own[:at], settings, request))
+            found[f"{way}, {kind}"] = {
+                "tokens": sum(map(len, plain)),
+                "texts": len(plain),
+                "texts_that_differ": len(gaps),
+                "largest_gap_there": max(gaps, default=None),
+                "tau": round(tau, 3),
+            }
+    return found
+
+
+def same_noise(device: str) -> dict[str, Any]:
+    """The hash's integers and the exponentials made from them, here and on the CPU."""
+    keys = torch.tensor([[noise.signed(noise.key(3, position))] for position in range(64)])
+    ids = torch.arange(32000)
+    bits = [noise.mix_tensor(noise.scaled_ids(ids.to(d)) + keys.to(d)).cpu() for d in ("cpu", device)]
+    drawn = [noise.exponentials(keys.to(d), noise.scaled_ids(ids.to(d))).cpu() for d in ("cpu", device)]
+    return {
+        "numbers": bits[0].numel(),
+        "equal_hashes": bool(torch.equal(*bits)),
+        "equal_exponentials": int((drawn[0] == drawn[1]).sum()),
+        "largest_relative_difference": float(((drawn[0] - drawn[1]) / drawn[0]).abs().max()),
+    }
+
+
+def waiting(models: Models, execution: str, prompts_B: list[list[int]], tokens: int) -> dict[str, str]:
+    """Rounds in CUDA's sync debug mode: 'none', or what waited. The first pass makes every shape."""
+    found = {}
+    for way, named in SAMPLED.items():
+        settings = Settings(max_new_tokens=tokens, num_draft_tokens=3, ignore_eos=True, **named)
+        target, drafter = models.make(execution, "chain")
+        decode(target, drafter, prompts_B, settings)
+        running = start(target, drafter, prompts_B, settings)
+        found[way] = "none"
+        try:
+            with cuda.no_waiting(target.device):
+                while running.rows:
+                    running.round()
+        except RuntimeError as error:  # what the debug mode raises; the other ways are still worth knowing
+            found[way] = str(error)
+    return found
+
+
+def run(device: str, toy: bool, figures: Any) -> None:
+    """All of it."""
+    found = same_noise(device)
+    figures.add("noise", found)
+    figures.expect("the noise hash equals the CPU's", found["equal_hashes"])
+    models = Models("float32", device)
+    for execution in ("graph",) if toy else ("eager", "graph"):
+        waits = waiting(models, execution, prompts(2), 4 if toy else 64)
+        figures.add(f"waits inside rounds, {execution}", waits)
+        figures.expect(f"no wait inside a round, {execution}", set(waits.values()) == {"none"})
+    # In float64 the law's own size; below it, enough to see how often rounding decides.
+    for dtype, count, tokens in (
+        (("float64", 2, 4),) if toy else (("float64", 64, 128), ("float32", 32, 64), ("bfloat16", 32, 64))
+    ):
+        models = Models(dtype, device)
+        for execution in ("graph",) if toy else ("eager", "graph"):
+            if figures.in_time(f"equality, {dtype}, {execution}"):
+                equal = equality(models, execution, prompts(count), tokens, batch=min(16, count))
+                figures.add(f"equality, {dtype}, {execution}", equal)
+                exact = all(row["texts_that_differ"] == 0 for row in equal.values())
+                figures.expect(f"equality, {dtype}, {execution}", exact or dtype != "float64")
+    if figures.in_time(
+        "equality, float32, compiled"
+    ):  # layers take seconds a shape, so one row at a time and few of them
+        equal = equality(Models("float32", device), "compiled", prompts(2), 4 if toy else 64, 1, ["chain"])
+        figures.add("equality, float32, compiled", equal)

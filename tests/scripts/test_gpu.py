@@ -1,0 +1,134 @@
+"""The GPU benchmark at toy size on a CPU, in a process that has the promised packages alone and notes which lines ran."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import CodeType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = (
+    "decoding/cuda.py",
+    "scripts/bench/gpu.py",
+    "scripts/bench/gpu_exact.py",
+    "scripts/bench/gpu_decode.py",
+    "scripts/bench/random_models.py",
+)
+MOST_UNTESTED = 40
+
+RUN = """
+import importlib.machinery, json, os, sys
+root, out = sys.argv[1:]
+sys.path.insert(0, root)
+
+class Without(importlib.machinery.PathFinder):
+    # as if these were not installed: what the project needs elsewhere, and its packages but decoding
+    names = "hydra omegaconf datasets wandb rich matplotlib deepspeed sentencepiece training distill eval recurrent_drafting".split()
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in cls.names else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
+FILES = set(json.loads(os.environ["FILES"]))
+ran = {name: set() for name in FILES}
+
+def trace(frame, event, arg):
+    file = frame.f_code.co_filename
+    name = file[len(root) + 1:] if file and file.startswith(root) else ""
+    if name not in FILES:
+        return None
+    def line(frame, event, arg):
+        ran[name].add(frame.f_lineno)
+        return line
+    return line(frame, event, arg)
+
+sys.settrace(trace)
+import torch
+from decoding import cuda
+from scripts.bench import gpu, gpu_exact, gpu_decode, random_models
+
+def run(part, *words):
+    return gpu.main([f"part={part}", "device=cpu", "toy=true", f"out={out}", *words])
+
+for part in ("exact", "decode"):
+    assert run(part) == 0, part
+
+real = cuda.runs_ahead
+cuda.runs_ahead = lambda device: real(device) or True  # once more as the host behaves beside a GPU
+waits = cuda.no_waiting
+class Broken:
+    __init__ = lambda self, device: None
+    def __enter__(self): raise RuntimeError("called a synchronizing CUDA operation")
+    def __exit__(self, *given): return False
+gpu_exact.WAYS = dict(list(gpu_exact.WAYS.items())[:1])
+cuda.no_waiting = Broken
+assert run("exact") == 1, "a wait is a broken promise"
+cuda.no_waiting = waits
+gpu.LAST_START_S = 0.0
+assert run("decode") == 0
+settings = gpu_exact.Settings(temperature=1.0, verify="coupled")
+target, _ = gpu_exact.Models("float32", "cpu").make("eager", "chain")
+with torch.inference_mode():
+    assert gpu_exact.gap(target, [3, 4], settings, 0) > 0
+    answers = iter([([[5, 2]], 1.0), ([[5, 3]], 1.0)])
+    gpu_exact.texts = lambda *given: next(answers)
+    found = gpu_exact.equality(gpu_exact.Models("float32", "cpu"), "eager", [[3]], 2, 1, ["chain"])
+    assert found["greedy, chain"]["texts_that_differ"] == 1, found
+toy = random_models.random_target(gpu_decode.TOY.target, torch.float32, "cpu", 16)
+assert toy.num_parameters == gpu_decode.TOY.target.parameters + 5 * 32, "matrices, and five norms of width 32"
+for words in (["speed=9"], ["part=all"]):
+    try:
+        gpu.parse(words)
+        raise AssertionError(words)
+    except SystemExit as error:
+        assert "error:" in str(error)
+for name in ("auto", "cuda"):
+    try:
+        cuda.device_of(name)
+    except ValueError as error:
+        assert "sees no CUDA card" in str(error)
+sys.settrace(None)
+print("RAN " + json.dumps({name: sorted(lines) for name, lines in ran.items()}))
+"""
+
+
+def statements(path: Path) -> set[int]:
+    """Lines of functions that carry code."""
+
+    def lines(code: CodeType, inside: bool) -> set[int]:
+        own = {line for _, _, line in code.co_lines() if line and line > code.co_firstlineno} if inside else set()
+        return own.union(*(lines(each, True) for each in code.co_consts if isinstance(each, CodeType)))
+
+    return lines(compile(path.read_text(), str(path), "exec"), False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU other lines are the untested ones")
+def test_every_line_but_the_listed_ones_runs_on_a_cpu(tmp_path: Path) -> None:
+    environment = {**os.environ, "FILES": json.dumps(FILES), "OMP_NUM_THREADS": "1"}
+    made = subprocess.run(
+        [sys.executable, "-c", RUN, str(ROOT), str(tmp_path)], capture_output=True, text=True, env=environment
+    )
+    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-4000:]
+    ran = json.loads(next(line for line in made.stdout.splitlines() if line.startswith("RAN "))[4:])
+    missing = {f"{name}:{line}" for name in FILES for line in statements(ROOT / name) - set(ran[name])}
+    record = json.loads((tmp_path / "gpu_decode.json").read_text())
+    listed = set(record["untested_lines"])
+    assert missing <= listed, f"neither run nor listed: {sorted(missing - listed)}"
+    assert len(listed) <= MOST_UNTESTED
+    assert record["figures"]["done"] is True and record["figures"]["1 layer, graph"].startswith("left out")
+    assert {"noise", "equality, float64, graph"} <= set(
+        json.loads((tmp_path / "gpu_exact.json").read_text())["figures"]
+    )
+
+
+def test_the_shapes_are_the_published_ones() -> None:
+    sys.path.insert(0, str(ROOT))
+    from scripts.bench.gpu_decode import REAL
+
+    assert round(REAL.target.parameters / 1e6) == 6738
+    sizes = [round(shape.parameters / 1e6) for shape in REAL.drafters.values()]
+    assert sizes == [290, 543, 796, 1334]
