@@ -33,9 +33,7 @@ class EvalConfig(JobConfig):
     drafters: list[Any] = field(default_factory=list)  # model folders, names in conf/drafter, or mappings with _target_
     draft_model: str = ""  # a model folder that an experiment's drafters name as ${draft_model}
     benchmark_folder: str = ""  # where an experiment's stages find their prompt files, as ${benchmark_folder}
-    search_prompts: str = (
-        "embedded:chats"  # what an experiment's skip search runs on, as ${search_prompts}; not the benchmark
-    )
+    search_prompts: str = "embedded:chats"  # what an experiment's skip search runs on; none of the benchmark
     prompt_lookup_control: bool = True  # adds the prompt-lookup row where the list does not name it
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # 0 is greedy
     top_k: int = 0  # 0: off
@@ -44,9 +42,7 @@ class EvalConfig(JobConfig):
     repetition_penalty: float = 1.0  # of tokens that the prompt or the answer holds already; 1: off
     stop_strings: list[str] = field(default_factory=list)  # texts that end an answer, besides stop tokens
     verify: str = "token"  # token | block | coupled: the rule where temperature > 0
-    stopping: str | None = (
-        None  # when to end a draft: a policy of decoding.stopping; null: cost_ratio for a model's chains, else fixed; a mapping may say
-    )
+    stopping: str | None = None  # ends a draft; null: cost_ratio for a model's chains, else fixed; a mapping may say
     stopping_threshold: float | None = None  # of the policies that have one; null: the policy's own
     schedule: str = "serial"  # serial, one of decoding.schedules, or alone (the drafter's own text); a mapping may say
     num_draft_tokens: list[int] = field(default_factory=list)  # gammas; empty: each drafter's best of the sweep

@@ -40,9 +40,7 @@ class TargetConfig:
 
     path: str = MISSING  # model folder in Hugging Face form
     backend: str = "native"  # native | hf
-    execution: str = (
-        ""  # eager | graph | compiled, of the native backend and its drafters; empty: graph on a GPU, eager on a CPU
-    )
+    execution: str = ""  # eager | graph | compiled, of the native backend; empty: graph on a GPU, eager on a CPU
     dtype: str = "float32"  # float32 | bfloat16 | float16 | float64
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     max_length: int = 0  # context in tokens; 0 takes the model's own

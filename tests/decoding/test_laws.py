@@ -19,7 +19,7 @@ from decoding.native import NativeTarget
 from .rows import COSTS, ROWS, DrafterRow, Kit
 from .tiny import VOCABULARY, hf_model, native_of, random_prompts
 
-Settings = partial(AnySettings, costs=COSTS)
+Settings = partial(AnySettings, costs=COSTS, stopping="fixed")
 DISTURBANCE = 0.03  # of the drafter's weights: some tokens agree with the target's, some do not
 WARPERS = {
     "temperature": {"temperature": 1.0},

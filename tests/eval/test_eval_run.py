@@ -49,6 +49,7 @@ def config(home, name, **changes):
         "timing_repeats": 2,
         "bootstrap_resamples": 50,
         "stop_at_eos": False,
+        "stopping": "fixed",  # so that counts do not hang on the clock
     }
     return EvalConfig(**{**values, **changes})
 
@@ -237,7 +238,8 @@ def test_recorded_steps_give_the_same_rows(home, finished):
     plain = read_rows(finished / "results.jsonl")
     assert {row.backend for row in rows} == {"native graph"} and {row.backend for row in plain} == {"native"}
     assert all(row.lossless for row in rows)
-    assert [(row.drafter, row.alpha, row.tau) for row in rows] == [(row.drafter, row.alpha, row.tau) for row in plain]
+    swept = [[(row.drafter, row.alpha, row.tau) for row in found if row.part == "sweep"] for found in (rows, plain)]
+    assert swept[0] == swept[1] != []
 
 
 def test_a_drafter_of_another_tokenizer_is_refused(home, stories260k):
@@ -327,7 +329,7 @@ def _one_thread():
 def test_schedules_and_policies_are_rows_of_one_run(home, tmp_path):
     shallow = str(home / "shallow")
     ways = [{"use": shallow}, {"use": shallow, "schedule": "pearl_virtual"}, {"use": shallow, "stopping": "fixed"}]
-    folder = run(config(home, "ways", drafters=ways, temperatures=[0.0, 1.0], verify="coupled"))
+    folder = run(config(home, "ways", drafters=ways, stopping=None, temperatures=[0.0, 1.0], verify="coupled"))
     rows = read_rows(folder / "results.jsonl")
     names = {"shallow", "shallow+pearl_virtual", "shallow+fixed", "prompt_lookup"}
     assert {row.drafter for row in rows} == names
