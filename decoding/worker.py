@@ -12,12 +12,11 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -53,7 +52,7 @@ class RemoteChain:
         self.own_cores = available[:-draft_cores] if draft_cores else []
         worker_cores = available[-draft_cores:] if draft_cores else []
         self._pipe, theirs = Pipe()
-        command = [sys.executable, "-m", "decoding.worker", str(theirs.fileno())]
+        command = [sys.executable, "-m", "decoding.worker_process", str(theirs.fileno())]
         # Ctrl-C is this process's to handle.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         if draft_cores:
@@ -176,72 +175,3 @@ def _end(pipe: Connection, process: "subprocess.Popen[bytes]") -> None:
         process.wait(timeout=5)
     except subprocess.TimeoutExpired:
         process.kill()
-
-
-class _Worker:
-    """What answers in the worker process."""
-
-    def __init__(self, folder: str, named: dict[str, Any]) -> None:
-        from decoding.chain import ChainDrafter
-
-        self.drafter = ChainDrafter(folder, **named)
-        self._choosers: dict[Any, Chooser] = {}
-
-    def about(self) -> dict[str, Any]:
-        drafter = self.drafter
-        return {"name": drafter.name, "num_layers": drafter.num_layers, "num_parameters": drafter.num_parameters}
-
-    def open(self, prompts_B: list[list[int]], capacity: int) -> None:
-        self.drafter.open(prompts_B, None, capacity)
-
-    def propose(
-        self, sequences_B: list[list[int]], budgets_B: list[int], stopping_B: list[Stopping], spec: Any, begun: Any
-    ) -> Any:
-        began = perf_counter()
-        if spec not in self._choosers:
-            warper, rule, seed, vocab_size = spec
-            self._choosers = {spec: Chooser(warper, rule, seed, vocab_size, torch.device("cpu"))}
-        chooser = self._choosers[spec]
-        chooser.begin(*begun)
-        chunk = self.drafter.propose(sequences_B, budgets_B, stopping_B, chooser)
-        q = None if chunk.q_BNV is None else chunk.q_BNV.cpu().numpy()
-        q_bytes, dtype = (None, "") if q is None else (q.tobytes(), q.dtype.str)
-        seconds = perf_counter() - began
-        return chunk.tokens_BN.tolist(), chunk.counts_B, chunk.steps, q_bytes, dtype, stopping_B, seconds
-
-
-@torch.inference_mode()
-def serve(pipe: Connection) -> None:
-    """Answer requests until the other end closes."""
-    folder, named, cores = pipe.recv()
-    if cores:
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
-    try:
-        worker = _Worker(folder, named)
-    except UserError as error:
-        pipe.send(("error", str(error)))
-        return
-    pipe.send(("value", worker.about()))
-    silent: dict[str, Callable[..., Any]] = {"rollback": worker.drafter.rollback, "select": worker.drafter.select}
-    answers: dict[str, Callable[..., Any]] = {
-        "open": worker.open,
-        "propose": worker.propose,
-        "time_step": worker.drafter.time_step,
-    }
-    while True:
-        try:
-            name, arguments = pipe.recv()
-        except EOFError:
-            return
-        if name in silent:
-            silent[name](*arguments)
-            continue
-        try:
-            pipe.send(("value", answers[name](*arguments)))
-        except UserError as error:
-            pipe.send(("error", str(error)))
-
-
-if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
