@@ -15,6 +15,8 @@ from decoding.drafter import Drafter
 from decoding.stopping import RoundCosts
 from decoding.target import Target, prefill
 
+STEP_ROOM = 64  # slots that a draft step may take behind the committed ones (a tree's level, a lookahead's window)
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -59,7 +61,7 @@ def time_parts(
     sizes = sorted({1, *widths})
     length = min(context or len(prompt), target.max_length - 1)
     filled = [prompt[i % len(prompt)] for i in range(length + 1)]
-    capacity = length + sizes[-1] + 2
+    capacity = length + max(sizes[-1], STEP_ROOM) + 2
     target.open(batch_size, capacity)
     prefill(target, [filled[:-1]] * batch_size)
     if drafter is not None:
