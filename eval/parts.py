@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from decoding.drafter import Drafter
-from decoding.loop import Parts, time_parts
+from decoding.loop import Parts, decode, time_parts
 from decoding.schedules import WALL, weighs_costs
 from decoding.stopping import RoundCosts
 from decoding.target import Target
@@ -32,6 +32,7 @@ UNITS_A_SLICE = 4  # about a tenth of a run goes into timing
 WARM_UP = 1
 MOST_REPEATS = 4  # times the usual, of a target that many drafters share
 COST_REPEATS = 20
+OVERHEAD_RUNS, OVERHEAD_TOKENS = 5, 32
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: S
             if not first:
                 costs = dataclasses.replace(costs, t_target_ms=of_shared)
             of_shared = costs.t_target_ms if shared else of_shared
+            costs = dataclasses.replace(costs, overhead_ms=_overhead_ms(bench, name, batch_size, prompt, costs))
             known[key] = dataclasses.asdict(costs)
             write_text(path, json.dumps(known, indent=1))
         entry = known[key]
@@ -122,12 +124,34 @@ def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: S
         )
 
 
-def median_parts(slices: Sequence[Slice], drafter: str, condition: Condition) -> PartTimes:
-    """Medians over slices: of the drafter's own for its step, for the target of all drafters' that share it.
+def _overhead_ms(bench: Bench, name: str, batch_size: int, prompt: Sequence[int], costs: RoundCosts) -> float:
+    """What a serial round of this drafter takes beyond its parts: the median of a few short generations at fixed length."""
+    drafter = bench.drafters[name]
+    settings = dataclasses.replace(
+        bench.settings,
+        max_new_tokens=min(OVERHEAD_TOKENS, bench.settings.max_new_tokens),
+        stopping="fixed",
+        costs=costs,
+        ignore_eos=True,
+    )
+    rest_ms = []
+    with _own_cores(bench.target, drafter, bench.uses[name]):
+        for _ in range(OVERHEAD_RUNS):
+            done = decode(bench.target, drafter, [list(prompt)] * batch_size, settings)[0]
+            parts_ms = done.draft_steps * costs.t_draft_ms
+            parts_ms += done.rounds * costs.target_ms(1 + round(done.verified / done.rounds))
+            rest_ms.append((1000 * done.decode_seconds - parts_ms) / done.rounds)
+    return max(0.0, median(rest_ms))
 
-    Raises ValueError without a slice of this drafter under this condition.
+
+def median_parts(slices: Sequence[Slice], drafter: str, condition: Condition, part: str) -> PartTimes:
+    """Medians over the slices of a part of the run: of the drafter's own for its step, for the target of all drafters' that share it.
+
+    A machine's pace changes, so what is explained by parts is explained by those timed beside it. Raises ValueError without a slice of this
+    drafter under this condition.
     """
-    here = [s for s in slices if (s.temperature, s.batch_size) == (condition.temperature, condition.batch_size)]
+    place = (part, condition.temperature, condition.batch_size)
+    here = [s for s in slices if (s.part, s.temperature, s.batch_size) == place]
     own = [s for s in here if s.drafter == drafter]
     if not own:
         raise ValueError(f"{drafter} was not timed at {condition.label}")

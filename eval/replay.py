@@ -1,8 +1,8 @@
 """PEARL's state machine run over logged accept/reject traces: what an overlapped schedule should take, round by round.
 
 The closed form (eval.metrics.pearl_round) takes acceptance as equal everywhere; real acceptance comes in bursts, of which a trace keeps
-every one. The lanes are priced as they were timed alone, and overlap whole; what a round takes beyond that comes from other prompts (the
-sweep's). So where measurement and replay agree, the schedule does what it should, and where they differ, the lanes get in each other's way.
+every one. Each turn is priced by its longer lane, at what a drafted token and a forward took on average in that run, so the machine's pace
+drops out. Where measurement and replay agree, the schedule does what it should; where they differ, the lanes did not overlap.
 
 A trace has a character for each emitted token: `1` a draft that passed, `0` the target's own in place of one that failed, `.` the target's
 own where nothing was drafted.
@@ -10,7 +10,7 @@ own where nothing was drafted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from decoding.schedules import SCHEDULES
@@ -74,8 +74,7 @@ def mean_lanes(traces: Iterable[str], gamma: int, limit: int, schedule: str, cos
     return sum(lanes(turn, costs) for turn in taken) / sum(turn.width > 0 for turn in taken)
 
 
-def replayed_speedup(traces: Iterable[str], gamma: int, limit: int, schedule: str, costs: Costs) -> float:
+def replayed_speedup(taken: Sequence[Turn], costs: Costs) -> float:
     """Tokens a second over the baseline's: every turn costs its longer lane, and each of the target's forwards the rest (costs.overhead)."""
-    taken = [turn for trace in traces for turn in turns(trace, gamma, limit, schedule)]
     spent = sum(lanes(turn, costs) + costs.overhead * (turn.width > 0) for turn in taken)
     return sum(turn.gained for turn in taken) * (1.0 + costs.baseline_overhead) / spent

@@ -15,12 +15,13 @@ from eval import metrics
 from eval.lossless import OTHER, Equality, judge
 from eval.parts import Slice, median_parts
 from eval.records import ALONE, AUTOREGRESSIVE, Arm, Condition, Record
-from eval.replay import replayed_speedup
+from eval.replay import replayed_speedup, turns
 from eval.schema import LOOPING_BELOW, Category, DrafterFacts, PartTimes, Row, RunFacts
 from eval.units import (
     Pool,
     Unit,
     busy_ms,
+    lane_costs,
     mean_draft_ms,
     mean_round_ms,
     mean_target_ms,
@@ -76,9 +77,8 @@ def build_row(
     records: Sequence[Record],
     units: Sequence[Unit],
     pool: Pool,
-    swept: bool,
 ) -> Row:
-    """One row from the records of one drafter at one draft length under one condition. swept: the pool's overhead is that of other prompts."""
+    """One row from the records of one drafter at one draft length under one condition."""
     first = records[0]
     equality = Equality(OTHER, "the drafter's own text") if facts.schedule == ALONE else None
     equality = equality or judge(records, verify=run.verify, dtype=run.dtype)
@@ -105,7 +105,7 @@ def build_row(
         predicted_speedup=metrics.predicted_speedup(pool.pass_rates, first.num_draft_tokens, pool.costs)
         if facts.schedule in ("serial", "pearl_virtual", "pearl_wall")
         else None,
-        replayed_speedup=_replayed(run, facts, first, units, pool) if swept else None,
+        replayed_speedup=_replayed(run, facts, first, units, pool),
         best_gamma=judged.gamma,
         best_gamma_speedup=judged.speedup,
         helps=judged.helps,
@@ -163,11 +163,12 @@ def _costs(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> dict
 
 
 def _replayed(run: RunFacts, facts: DrafterFacts, first: Record, units: Sequence[Unit], pool: Pool) -> float | None:
-    """The speedup that an overlapped schedule should have by its own traces and other prompts' overhead."""
+    """The speedup that an overlapped schedule should have by its own traces, from what each of its lanes took."""
     if not replayable(facts, units):
         return None
-    traces = [trace for unit in units for trace in unit.traces]
-    return replayed_speedup(traces, first.num_draft_tokens, run.max_new_tokens, facts.schedule, pool.costs)
+    traces, gamma = [trace for unit in units for trace in unit.traces], first.num_draft_tokens
+    taken = [turn for trace in traces for turn in turns(trace, gamma, run.max_new_tokens, facts.schedule)]
+    return replayed_speedup(taken, lane_costs(units, taken, pool.costs.V))
 
 
 def _overlap(units: Sequence[Unit]) -> float:
@@ -220,11 +221,10 @@ def build_rows(
             by_gamma = _by_gamma(name, condition, part, records)
             if not by_gamma:  # a model that is run alone has no draft length to sweep
                 continue
-            parts = median_parts(slices, name, condition)
-            pool = pool_of(name, condition, part, facts[name], parts, records, run.max_new_tokens)
+            parts = median_parts(slices, name, condition, part)
+            pool = pool_of(name, condition, part, facts[name], slices, records, run.max_new_tokens)
             for mine, units in by_gamma.values():
-                swept = part == "main" and any(record.part == "sweep" for record in records)
-                rows.append(build_row(run, facts[name], parts, mine, units, pool, swept))
+                rows.append(build_row(run, facts[name], parts, mine, units, pool))
     return rows
 
 
@@ -233,18 +233,20 @@ def pool_of(
     condition: Condition,
     part: str,
     facts: DrafterFacts,
-    parts: PartTimes,
+    slices: Sequence[Slice],
     records: Sequence[Record],
     limit: int,
 ) -> Pool:
     """What predicts a drafter's speedup under one condition, in texts of at most `limit` tokens.
 
-    Acceptance is that of the part's own prompts. The overhead is that of the sweep where there was one, over all its
+    Acceptance and parts are those of the part's own prompts. The overhead is that of the sweep where there was one, over all its
     draft lengths: so the main part's prediction does not contain its own time, and agreement means something.
     """
     judged = {gamma: units for gamma, (_, units) in _by_gamma(name, condition, part, records).items()}
     timed = {gamma: units for gamma, (_, units) in _by_gamma(name, condition, "sweep", records).items()}
-    return pool_counts(judged, timed or judged, facts, parts, limit)
+    parts = median_parts(slices, name, condition, part)
+    parts_then = median_parts(slices, name, condition, "sweep" if timed else part)
+    return pool_counts(judged, timed or judged, facts, parts, parts_then, limit)
 
 
 def _by_gamma(

@@ -13,7 +13,7 @@ from decoding.errors import UserError
 from eval.config import EvalConfig
 from eval.measure import measure_unit, samples_at, units_of
 from eval.metrics import predicted_speedup
-from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, median_parts, read_slices, time_slice
+from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, read_slices, time_slice
 from eval.records import ALONE, BASELINE, Arm, Condition, Record, append_records, read_records, stalled, write_records
 from eval.rows import pool_of
 from eval.setup import Loaded, conditions, middle_prompt, warm_up, widths
@@ -93,13 +93,11 @@ class Session:
         arms = [Arm(name, 0) for name in facts if name not in names]
         if cfg.num_draft_tokens:
             return arms + [Arm(name, gamma) for name in names for gamma in cfg.num_draft_tokens]
-        slices = [one for one in self.slices if one.part == "sweep"]
         for name in names:
             if "plus" in facts[name].schedule:  # it chooses the length itself, up to the longest
                 arms.append(Arm(name, max(cfg.sweep)))
                 continue
-            parts = median_parts(slices, name, condition)
-            pool = pool_of(name, condition, "sweep", facts[name], parts, self.records, cfg.max_new_tokens)
+            pool = pool_of(name, condition, "sweep", facts[name], self.slices, self.records, cfg.max_new_tokens)
             speedups = {gamma: predicted_speedup(pool.pass_rates, gamma, pool.costs) for gamma in cfg.sweep}
             arms.append(Arm(name, max(speedups, key=lambda gamma: speedups[gamma])))
         return arms

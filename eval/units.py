@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from decoding.schedules import SCHEDULES
 from eval import metrics
 from eval.records import ALONE, Record
-from eval.replay import can_replay, mean_lanes
+from eval.replay import Turn, can_replay, mean_lanes
 from eval.schema import DrafterFacts, PartTimes
 
 
@@ -111,8 +112,12 @@ class Pool:
 ByGamma = dict[int, list[Unit]]  # draft length -> the units run at it
 
 
-def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: PartTimes, limit: int) -> Pool:
-    """What predicts the speedup of `judged`: its own acceptance, and the overhead of the runs `timed`. limit: tokens a text may have.
+def pool_counts(
+    judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: PartTimes, parts_then: PartTimes, limit: int
+) -> Pool:
+    """What predicts the speedup of `judged`: its own acceptance and parts, and the overhead of the runs `timed`.
+
+    parts_then: those timed between these runs, as a machine's pace changes. limit: tokens that a text may have.
 
     For a drafter that always proposes gamma tokens pass_k is alpha_k. One that proposes fewer, or none, misses the
     rounds without an offer too: pass_k = accepted_k / accepted_(k-1), with the rounds as accepted_0.
@@ -133,16 +138,22 @@ def pool_counts(judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: Par
     if not passes or passes[0] is None:  # not one token was offered, so none passes
         passes = [0.0]
     costs = metrics.Costs(
-        cost_ratio=parts.t_draft_ms / parts.t_target_ms[1],
-        V=metrics.cost_table(parts.t_target_ms),
+        **_ratios(parts),
         one_pass=facts.one_pass,
         nodes={gamma: count for gamma, (count, _) in nodes.items()},
         steps={gamma: count * steps for gamma, (count, steps) in nodes.items()},
         overlapped=overlapped,
         deepest=max(*judged, *timed),
     )
-    overhead, baseline_overhead = _overheads(timed, facts, parts, costs, limit)
+    overhead, baseline_overhead = _overheads(timed, facts, parts_then, replace(costs, **_ratios(parts_then)), limit)
     return Pool(passes, replace(costs, overhead=overhead, baseline_overhead=baseline_overhead))
+
+
+def _ratios(parts: PartTimes) -> dict[str, Any]:
+    return {
+        "cost_ratio": parts.t_draft_ms / parts.t_target_ms[1],
+        "V": metrics.cost_table(parts.t_target_ms),
+    }
 
 
 def _by_length(*groups: ByGamma) -> dict[int, tuple[float, float]]:
@@ -177,6 +188,17 @@ def _overheads(
 def replayable(facts: DrafterFacts, units: Sequence[Unit]) -> bool:
     """Whether traces say what an overlapped schedule does: one row at a time, and nothing but the trace decides."""
     return can_replay(facts.schedule) and all(len(unit.traces) == unit.turns for unit in units)
+
+
+def lane_costs(units: Sequence[Unit], taken: Sequence[Turn], V: Mapping[int, float]) -> metrics.Costs:
+    """What the lanes of an overlapped run took themselves, in forwards over one token: a drafted token, a forward of each width, the rest."""
+    shape = metrics.Costs(0.0, V)
+    forwards = [shape.V_at(turn.width) for turn in taken if turn.width]
+    t_1 = sum(unit.target_seconds for unit in units) / sum(forwards)
+    rest = sum(unit.seconds - unit.lanes_seconds for unit in units) / len(forwards)
+    base = sum(unit.base_seconds for unit in units) / sum(unit.base_batch_rounds for unit in units)
+    draft = sum(unit.draft_seconds for unit in units) / max(1, sum(turn.drafted for turn in taken))
+    return metrics.Costs(draft / t_1, V, overhead=rest / t_1, baseline_overhead=base / t_1 - 1.0)
 
 
 def _reached(units_by_gamma: ByGamma) -> list[int]:

@@ -44,7 +44,8 @@ def run_facts(**changes: object) -> RunFacts:
 
 def slices() -> list[Slice]:
     return [
-        Slice("main", temperature, 1, name, t_draft, T_TARGET_MS, 160)
+        Slice(part, temperature, 1, name, t_draft, T_TARGET_MS, 160)
+        for part in ("sweep", "main")
         for temperature in (0.0, 1.0)
         for name, (_, _, t_draft) in DRAFTERS.items()
     ]

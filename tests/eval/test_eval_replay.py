@@ -60,7 +60,7 @@ def test_many_coins_give_the_closed_form() -> None:
     trace = "".join("1" if coin.random() < 0.7 else "0" for _ in range(200_000))
     costs = Costs(0.3, {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 5: 1.4}, overhead=0.2, baseline_overhead=0.1)
     tokens, cost = pearl_round(0.7, 4, costs)
-    replayed = replayed_speedup([trace], 4, len(trace) + 100, "pearl_virtual", costs)
+    replayed = replayed_speedup(list(turns(trace, 4, len(trace) + 100, "pearl_virtual")), costs)
     assert replayed == pytest.approx(tokens * 1.1 / cost, rel=0.01)
 
 
@@ -68,7 +68,7 @@ def test_bursts_are_what_the_closed_form_misses() -> None:
     """The same acceptance rate, once evenly and once in long runs: only the replay tells them apart."""
     costs = Costs(0.25, {1: 1.0, 5: 1.0})
     even, bursts = "10" * 500, ("1" * 50 + "0" * 50) * 10
-    speeds = [replayed_speedup([trace], 4, 2_000, "pearl_virtual", costs) for trace in (even, bursts)]
+    speeds = [replayed_speedup(list(turns(trace, 4, 2_000, "pearl_virtual")), costs) for trace in (even, bursts)]
     assert speeds[1] > 1.3 * speeds[0]
 
 
