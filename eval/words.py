@@ -33,7 +33,8 @@ def drafter_label(row: Row) -> str:
     """Name with its size: `mine (1 layer, 3.1 M)`."""
     usual = ("serial", "fixed", "cost_ratio")  # a name that was given a policy says so itself
     used = [word for word in (row.schedule, row.stopping) if word not in usual]
-    name = ", ".join([row.drafter, *(word for word in used if word not in row.drafter)])
+    said = row.drafter.lower().replace(" ", "_")
+    name = ", ".join([row.drafter, *(word for word in used if word not in said)])
     if row.drafter_parameters == 0:
         return f"{name} ({row.drafter_layers} of the target's layers)" if row.drafter_layers else f"{name} (no model)"
     layers = "1 layer" if row.drafter_layers == 1 else f"{row.drafter_layers} layers"
