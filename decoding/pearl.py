@@ -193,6 +193,7 @@ class Pearl(Batch):
             generation = row.generation
             generation.decode_seconds += self._lanes_seconds + rest_seconds
             generation.lanes_seconds += self._lanes_seconds
+            generation.shorter_seconds += min(self._draft_seconds, self._target_seconds)
             generation.draft_seconds += self._draft_seconds
             generation.target_seconds += self._target_seconds
             generation.draft_steps += self._steps

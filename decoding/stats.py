@@ -25,6 +25,7 @@ class Generation:
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0  # part of decode_seconds spent in the drafter
     target_seconds: float = 0.0  # of an overlapped schedule: the target's lane
+    shorter_seconds: float = 0.0  # of an overlapped schedule: the shorter lane of each round, what overlap can hide
     lanes_seconds: float = 0.0  # part of decode_seconds: the longer lane of each round of an overlapped schedule
     first_token_seconds: float = 0.0  # from the start of the prefill to the end of the first round
 
@@ -37,11 +38,6 @@ class Generation:
     def accepted(self) -> int:
         """Accepted draft tokens."""
         return sum(self.accepted_by_depth)
-
-    @property
-    def acceptance_rate(self) -> float:
-        """alpha: accepted / tested draft tokens; 0 without tests."""
-        return self.accepted / self.tested if self.tested else 0.0
 
     @property
     def block_efficiency(self) -> float:

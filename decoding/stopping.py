@@ -56,6 +56,7 @@ class RoundCosts:
 class Stopping(Protocol):
     """A policy that ends the drafting of its row before the budget is spent."""
 
+    # Policies that read are *eager* on a GPU: each drafted token waits for the device.
     reads: str  # "nothing", "confidence" or "entropy": what `more` looks at; anything but nothing waits for the device
 
     def limit(self, budget: int) -> int:

@@ -27,10 +27,6 @@ class Parts:
     context: int  # committed tokens while timing
     batch_size: int
 
-    def relative(self) -> dict[int, float]:
-        """V(n) = t_target(n) / t_target(1)."""
-        return {n: ms / self.t_target_ms[1] for n, ms in self.t_target_ms.items()}
-
     @property
     def costs(self) -> RoundCosts:
         """What `stopping="cost_ratio"` weighs; the widths timed are to be 1, 2, ... without a gap."""

@@ -159,7 +159,7 @@ def lanes(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
     ranks = target.ranks if isinstance(target, ParallelTarget) else None
     own_cores = drafter.own_cores if ranks is None else ranks.bind(drafter.own_cores)
     os.sched_setaffinity(0, own_cores)
-    torch.set_num_threads(len(own_cores))
+    torch.set_num_threads(min(threads, len(own_cores)))
     try:
         yield
     finally:

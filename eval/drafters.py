@@ -124,6 +124,10 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
             f"drafters: {entry!r} is a {type(entry).__name__} without `use` or `_target_`; expected a folder, a name in conf/drafter, "
             "or a mapping with `use` (one of these) or `_target_` (the class to make, such as decoding.chain.ChainDrafter)."
         )
+    if not use or given.get("folder") == "":
+        raise UserError(
+            f"drafters: {entry!r} names no model. Give draft_model=FOLDER to an experiment whose drafters share one."
+        )
     file = CONF / f"{use}.yaml"
     if file.is_file():
         mapping = _load(file, given)

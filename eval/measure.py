@@ -208,6 +208,7 @@ def _records(
                     draft_seconds=row.draft_seconds,
                     lanes_seconds=row.lanes_seconds,
                     target_seconds=row.target_seconds,
+                    shorter_seconds=row.shorter_seconds,
                     sample=sample,
                     trace=row.trace,
                     cpu_seconds=busy[arm],

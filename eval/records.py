@@ -71,6 +71,7 @@ class Record:
     gap: float | None  # there, the target's best score minus its second best
     lanes_seconds: float = 0.0  # under an overlapped schedule: the longer lane of every round, part of decode_seconds
     target_seconds: float = 0.0  # there, the target's lane
+    shorter_seconds: float = 0.0  # there, the shorter lane of every round
     sample: int = 0  # of several generations of one prompt
     trace: str = ""  # a character a token: 1 a draft that passed, 0 in place of one that failed, . none tested
     attempt: int = 1  # times its unit was measured, stalls of the machine included

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from decoding.schedules import VIRTUAL
 from eval import plots, words
 from eval.records import ALONE, CONTROL, STALL, Record
 from eval.rows import units_at
@@ -81,8 +82,8 @@ def _lead(shown: Sequence[Row]) -> str:
 
 
 def _headlines(shown: Sequence[Row]) -> str:
-    """Under each condition the drafter that does best, of those that are models; the control stands beside it."""
-    models = [row for row in shown if row.drafter_parameters and row.schedule != ALONE] or list(shown)
+    """Under each condition the drafter that does best, of those that are models and ran on the wall's clock; the control stands beside it."""
+    models = [row for row in shown if row.drafter_parameters and row.schedule not in (ALONE, *VIRTUAL)] or list(shown)
     cards = []
     for label in dict.fromkeys(words.condition_label(row) for row in models):
         rivals = [row for row in models if words.condition_label(row) == label]

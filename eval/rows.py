@@ -119,6 +119,9 @@ def _verdict(facts: DrafterFacts, pool: Pool) -> metrics.Verdict:
         text = "this is another model's text; no schedule that drafts with it can be faster"
         return metrics.Verdict(False, 0, 1.0, text)
     judged = metrics.verdict(pool.pass_rates, pool.costs)
+    if "plus" in facts.schedule:
+        text = f"it chooses schedule and length itself; PEARL at its best fixed length has {judged.speedup:.2f}x by the closed form"
+        return replace(judged, text=text)
     return (
         replace(judged, text=f"if the lanes do not slow each other, {judged.text}")
         if facts.schedule in WALL
@@ -171,9 +174,12 @@ def _replayed(run: RunFacts, facts: DrafterFacts, first: Record, units: Sequence
     return replayed_speedup(taken, lane_costs(units, taken, pool.costs.V))
 
 
-def _overlap(units: Sequence[Unit]) -> float:
+def _overlap(units: Sequence[Unit]) -> float | None:
     return metrics.overlap(
-        *(sum(lane) for lane in zip(*((u.draft_seconds, u.target_seconds, u.lanes_seconds) for u in units)))
+        *(
+            sum(lane)
+            for lane in zip(*((u.draft_seconds, u.target_seconds, u.lanes_seconds, u.shorter_seconds) for u in units))
+        )
     )
 
 

@@ -43,6 +43,7 @@ class Unit:
     lanes_seconds: float = 0.0  # of overlapped schedules: the longer lane of every round
     draft_seconds: float = 0.0  # the drafter's lane
     target_seconds: float = 0.0  # the target's
+    shorter_seconds: float = 0.0  # the shorter lane of every round
     traces: list[str] = field(default_factory=list)  # accept/reject, a character a token
     tested: list[list[int]] = field(default_factory=list)
     accepted: list[list[int]] = field(default_factory=list)
@@ -71,6 +72,7 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
         unit.lanes_seconds += max(row.lanes_seconds for row in rows)
         unit.draft_seconds += max(row.draft_seconds for row in rows)
         unit.target_seconds += max(row.target_seconds for row in rows)
+        unit.shorter_seconds += max(row.shorter_seconds for row in rows)
         unit.traces += [row.trace for row in rows]
         unit.tested += [row.tested_by_depth for row in rows]
         unit.accepted += [row.accepted_by_depth for row in rows]

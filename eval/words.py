@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decoding.schedules import WALL
+from decoding.schedules import VIRTUAL, WALL
 from eval.schema import LOOPING_BELOW, Row
 
 # Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
@@ -72,7 +72,7 @@ def cells(row: Row) -> dict[str, str]:
         "drafter": drafter_label(row),
         "speedup [95 %]": with_interval(row.speedup, row.speedup_low, row.speedup_high),
         "not looping": f"{times(row.headline_speedup)} ({row.headline_prompts})",
-        "tokens/s": number(row.tokens_per_second, 1),
+        "tokens/s": number(row.tokens_per_second, 1) + (" virtual" if row.schedule in VIRTUAL else ""),
         "gamma": str(row.num_draft_tokens or "–"),
         "alpha": number(row.alpha),
         "tau": number(row.tau),
@@ -120,7 +120,7 @@ def verdict_line(row: Row) -> tuple[str, str, str]:
     """What a newcomer should take away of one row: (which row, what was measured, what the parts predict)."""
     measured = f"{outcome(row)}; {losses(row)}."
     predicted = f"{row.verdict[0].upper()}{row.verdict[1:]}."
-    if row.part == "main" and row.best_gamma != row.num_draft_tokens:
+    if row.part == "main" and row.best_gamma != row.num_draft_tokens and row.predicted_speedup is not None:
         predicted += f" It ran at gamma={row.num_draft_tokens} ({times(row.predicted_speedup)} predicted)."
     if row.overlap is not None:
         why = "two workers, measured" if row.schedule in WALL else "virtual clock, by definition"
@@ -135,7 +135,8 @@ def verdict_line(row: Row) -> tuple[str, str, str]:
             f" That does not agree with what was measured ({times(row.speedup)}): the parts do not explain it, or the machine's "
             "speed changed in between. Trust the measured one."
         )
-    return f"{row.drafter}, {condition_label(row)}", measured, predicted
+    clock = ", virtual clock" if row.schedule in VIRTUAL else ""
+    return f"{row.drafter}, {condition_label(row)}{clock}", measured, predicted
 
 
 def disturbance(rows: list[Row]) -> str:

@@ -10,7 +10,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decoding.errors import UserError
@@ -232,8 +232,3 @@ def _check_keys(node: Any, schema: type[Any], prefix: str) -> None:
             raise unknown_key(prefix + str(key), [prefix + name for name in valid_keys(schema)])
         if dataclasses.is_dataclass(kinds[key]) and isinstance(value, dict | DictConfig):
             _check_keys(value, typing.cast(type[Any], kinds[key]), f"{prefix}{key}.")
-
-
-def is_list(value: Any) -> bool:
-    """True for YAML lists in either of the forms in which OmegaConf hands them out."""
-    return isinstance(value, list | ListConfig)

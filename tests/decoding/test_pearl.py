@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from decoding.batch import Batch
 from decoding.chain import ChainDrafter
 from decoding.chain_with_lookup import ChainWithLookup
 from decoding.errors import UserError
@@ -189,4 +188,3 @@ def test_without_a_drafter_the_schedule_is_serial() -> None:
         decode(target, None, [[4]], settings)[0].tokens
         == decode(target, None, [[4]], replace(settings, schedule="serial"))[0].tokens
     )
-    assert Batch is not Pearl

@@ -256,3 +256,12 @@ def test_pearl_without_overlap_and_at_low_acceptance_loses_to_serial() -> None:
     pearl = metrics.predicted_speedup([0.6], 8, Costs(**slow, overlapped=True))
     serial = metrics.best_gamma([0.6], Costs(**slow))[1]
     assert pearl / serial == pytest.approx(0.98, abs=0.02)
+
+
+def test_overlap_is_what_was_hidden_of_each_rounds_shorter_lane():
+    """Two rounds, of which each lane is the longer once: hidden whole, though the lanes' sums are equal."""
+    draft, target = (3.0, 1.0), (1.0, 3.0)
+    shorter = sum(map(min, draft, target))
+    assert metrics.overlap(sum(draft), sum(target), sum(map(max, draft, target)), shorter) == 1.0
+    assert metrics.overlap(sum(draft), sum(target), sum(draft) + sum(target), shorter) == 0.0
+    assert metrics.overlap(2.0, 3.0, 5.0, 0.0) is None

@@ -237,7 +237,7 @@ def test_recorded_steps_give_the_same_rows(home, finished):
     rows = read_rows(run(config(home, "graph", target=target)) / "results.jsonl")
     plain = read_rows(finished / "results.jsonl")
     assert {row.backend for row in rows} == {"native graph"} and {row.backend for row in plain} == {"native"}
-    assert all(row.lossless for row in rows)
+    assert all(row.lossless == ("by rule" if row.temperature else "equal") for row in rows)
     swept = [[(row.drafter, row.alpha, row.tau) for row in found if row.part == "sweep"] for found in (rows, plain)]
     assert swept[0] == swept[1] != []
 
