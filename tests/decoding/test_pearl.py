@@ -12,7 +12,16 @@ from decoding.loop import Generation, Settings, decode
 from decoding.pearl import Pearl
 from decoding.schedules import VIRTUAL
 
-from .test_law_of_distribution import P_LIMIT, WARPERS, drafter_of, law_holds
+from .test_law_of_distribution import (
+    P_LIMIT,
+    PROMPT,
+    WARPERS,
+    drafter_of,
+    exact_joint,
+    law_holds,
+    p_value,
+    target_table,
+)
 from .test_laws import models, with_rule
 from .tiny import random_prompts
 
@@ -52,6 +61,18 @@ def test_law_2_coupled_output_is_the_targets_own_sample(schedule: str, warper: s
 @pytest.mark.parametrize("schedule", BATCHED)
 def test_law_3(schedule: str, gamma: int) -> None:
     assert law_holds(drafter_of("chain"), "token", "plain", 20_000, schedule=schedule, num_draft_tokens=gamma) > P_LIMIT
+
+
+def test_law_3_of_the_schedule_that_runs_one_prompt_at_a_time() -> None:
+    target, drafter, counts = target_table(), drafter_of("chain"), {}
+    settings = Settings(max_new_tokens=5, num_draft_tokens=3, temperature=1.0, schedule="pearl_virtual_wo_pre")
+    for request in range(4_000):
+        (generation,) = decode(target, drafter, [PROMPT], settings, request_ids=[request])
+        triple = tuple(generation.tokens[:3])
+        counts[triple] = counts.get(triple, 0) + 1
+    assert p_value(counts, exact_joint(target, WARPERS["plain"]), 4_000) > P_LIMIT
+    swapped = {(b, a, c): count for (a, b, c), count in counts.items()}
+    assert p_value(swapped, exact_joint(target, WARPERS["plain"]), 4_000) < P_LIMIT, "the test tells laws apart"
 
 
 @pytest.mark.long
