@@ -205,8 +205,17 @@ def test_two_worker_processes_make_the_same_drafter(finished: Path, tiny_target:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def until_it_trains(process: "subprocess.Popen[str]", folder: Path, lines: int) -> None:
+    """Wait until the run has written more than `lines` of metrics, or has ended."""
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.is_file() and metrics.read_text().count("\n") > lines:
+            return
+        time.sleep(0.01)
+
+
 def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Path):
-    """The second rank is killed in the middle of training: the job ends at once, names it, and resumes."""
+    """The second rank is killed in the middle of training: the job ends, names it and makes no drafter."""
     given = command(
         tiny_target, tmp_path, "parallel=ddp", "parallel.processes=2", "loop.max_steps=4000", "loop.eval_every=0"
     )
@@ -218,14 +227,7 @@ def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: P
         stderr=subprocess.PIPE,
         text=True,
     )
-    metrics = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while (
-        not (metrics.is_file() and metrics.read_text().count("\n") > 1)
-        and process.poll() is None
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
+    until_it_trains(process, tmp_path, lines=1)
     children = psutil.Process(process.pid).children()
     second = [child for child in children if child.environ().get("RANK") == "1"]
     assert len(second) == 1, f"{len(children)} children"
@@ -249,14 +251,7 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
         "threads=1",
     )
     process = subprocess.Popen(given, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while (
-        not (metrics.is_file() and metrics.read_text().count("\n") > 3)
-        and process.poll() is None
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
+    until_it_trains(process, tmp_path, lines=3)
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=60)
     assert process.returncode == 130, words
