@@ -8,12 +8,12 @@ the request's own acceptance so far and of the measured costs:
 - pearl: pre-verify and post-verify;
 - eager: draft a chunk at once in place of a pre-verify, then verify it while the next one is drafted.
 
-The draft length is part of the choice: where the lanes overlap, the best one has the drafter go on until the target is done. What is chosen
-hangs on verified tokens alone, so all rules keep their laws.
+The draft length is part of the choice: where the lanes overlap, the best one has the drafter go on until the target is done. It is chosen
+anew for every chunk, the schedule for every cycle. What is chosen hangs on verified tokens alone, so all rules keep their laws.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from decoding.batch import OnTokens, Row, Settings
 from decoding.drafter import Drafter
@@ -22,8 +22,18 @@ from decoding.pearl_wall import PearlWall
 from decoding.stopping import RoundCosts
 from decoding.target import Target
 
-PRIOR, WEIGHT, DISCOUNT = 0.6, 4.0, 0.97  # acceptance before anything was seen, the tests it stands for, memory a round
+PRIOR, WEIGHT = 0.7, 4.0  # acceptance before anything was seen, and the tests it stands for
+SPLIT = 16.0  # tests that the acceptance of all tokens stands for in each of the two kinds
+DISCOUNT = 0.95  # of what was seen, every round
 HIGHEST = 0.995  # acceptance in the closed forms, whose cycles never end at 1
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Chances of a drafted token to pass. Acceptance comes in runs, so one number for both promises too little of long chunks."""
+
+    first: float  # behind a token of the target's own
+    next: float  # behind one that passed
 
 
 @dataclass(frozen=True)
@@ -35,24 +45,24 @@ class Choice:
     rate: float  # tokens a millisecond
 
 
-def serial_rate(alpha: float, gamma: int, costs: RoundCosts) -> float:
+def serial_rate(chance: Acceptance, gamma: int, costs: RoundCosts) -> float:
     """Tokens a millisecond of draft-then-verify: E(gamma) / (gamma t_draft + t_target(gamma + 1))."""
-    tokens = (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    tokens = 1 + chance.first * (1 - chance.next**gamma) / (1 - chance.next)
     return tokens / (gamma * costs.t_draft_ms + costs.target_ms(gamma + 1) + costs.overhead_ms)
 
 
-def pearl_rate(alpha: float, gamma: int, costs: RoundCosts, overlap: float) -> float:
-    """Tokens a millisecond of PEARL's cycle: 1 / alpha pre-verify rounds of a token, then 1 / (1 - alpha^gamma) post-verify rounds."""
-    before, after = 1 / alpha, 1 / (1 - alpha**gamma)
-    tokens = before + after * (1 - alpha**gamma) / (1 - alpha)
+def pearl_rate(chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float) -> float:
+    """Tokens a millisecond of PEARL's cycle: 1 / first pre-verify rounds of a token, then 1 / (1 - next^gamma) post-verify rounds."""
+    before, after = 1 / chance.first, 1 / (1 - chance.next**gamma)
+    tokens = before + 1 / (1 - chance.next)
     spent = before * _lanes(gamma, 1, costs, overlap) + after * _lanes(gamma, gamma, costs, overlap)
     return tokens / (spent + (before + after) * costs.overhead_ms)
 
 
-def eager_rate(alpha: float, gamma: int, costs: RoundCosts, overlap: float) -> float:
+def eager_rate(chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float) -> float:
     """Tokens a millisecond of: a chunk drafted alone, a round that tests it and the next one's first token, then post-verify rounds."""
-    later = alpha ** (gamma + 1) / (1 - alpha**gamma)
-    tokens = (1 - alpha ** (gamma + 1)) / (1 - alpha) + later * (1 - alpha**gamma) / (1 - alpha)
+    later = chance.first * chance.next**gamma / (1 - chance.next**gamma)
+    tokens = 1 + chance.first / (1 - chance.next)
     spent = (
         gamma * costs.t_draft_ms
         + _lanes(gamma, gamma + 1, costs, overlap)
@@ -62,15 +72,33 @@ def eager_rate(alpha: float, gamma: int, costs: RoundCosts, overlap: float) -> f
 
 
 @cache
-def choose(alpha: float, longest: int, costs: RoundCosts, overlap: float) -> Choice:
-    """The best schedule and draft length at this acceptance; remembered, so ask in round numbers."""
-    alpha = min(max(alpha, 0.01), HIGHEST)
-    found = []
-    for gamma in range(1, longest + 1):
-        found.append(Choice("serial", gamma, serial_rate(alpha, gamma, costs)))
-        found.append(Choice("pearl", gamma, pearl_rate(alpha, gamma, costs, overlap)))
-        found.append(Choice("eager", gamma, eager_rate(alpha, gamma, costs, overlap)))
-    return max(found, key=lambda choice: choice.rate)
+def choose(first: float, next_: float, longest: int, costs: RoundCosts, overlap: float) -> dict[str, Choice]:
+    """The best draft length of each schedule at these chances; remembered, so ask in round numbers."""
+    chance = Acceptance(*(min(max(rate, 0.01), HIGHEST) for rate in (first, next_)))
+    best = {}
+    for mode, rate in (
+        ("serial", partial(serial_rate, chance, costs=costs)),
+        ("pearl", partial(pearl_rate, chance, costs=costs, overlap=overlap)),
+        ("eager", partial(eager_rate, chance, costs=costs, overlap=overlap)),
+    ):
+        best[mode] = max((Choice(mode, g, rate(g)) for g in range(1, longest + 1)), key=lambda choice: choice.rate)
+    return best
+
+
+class Count:
+    """A running acceptance that forgets."""
+
+    def __init__(self) -> None:
+        self.passed = self.tested = 0.0
+
+    def rate(self, prior: float, weight: float) -> float:
+        """Passed over tested, with a prior that stands for `weight` tests."""
+        return (self.passed + prior * weight) / (self.tested + weight)
+
+    def add(self, passed: int, tested: int) -> None:
+        """A round's tests."""
+        self.passed = self.passed * DISCOUNT + passed
+        self.tested = self.tested * DISCOUNT + tested
 
 
 def _lanes(drafted: int, width: int, costs: RoundCosts, overlap: float) -> float:
@@ -91,24 +119,36 @@ class PearlPlus(Pearl):
         super().__init__(target, drafter, rows, settings, on_tokens)
         assert settings.costs is not None, "decoding.schedules asks for them"
         self._costs = settings.costs
-        self._passed, self._tested = PRIOR * WEIGHT, WEIGHT
-        self._seen = (0, 0)
+        self.overall, self.first, self.next = Count(), Count(), Count()
         self.chosen: list[Choice] = []  # of all cycles
 
     def round(self) -> None:
         """At the start of a cycle choose; then a round as PEARL's, its states switched on and off."""
+        choices = self._choices()
         if not self.lanes[0].tokens:
-            alpha, overlap = round(self._passed / self._tested, 2), round(self._measured_overlap(), 2)
-            choice = choose(alpha, self.gamma, self._costs, overlap)
+            choice = max(choices.values(), key=lambda choice: choice.rate)
             self.chosen.append(choice)
             self.pre_verify, self.post_verify = choice.mode == "pearl", choice.mode != "serial"
-            self.chunk = choice.gamma
+            self._fresh = True
+        # A cycle keeps its schedule, but each chunk is as long as pays now: a run of accepted tokens lengthens them.
+        self.chunk = choices[self.chosen[-1].mode].gamma
         generation = self.rows[0].generation
+        passed, tested = generation.accepted, generation.tested
         super().round()
-        seen = (generation.accepted, generation.tested)
-        self._passed = PRIOR * WEIGHT + (self._passed - PRIOR * WEIGHT) * DISCOUNT + seen[0] - self._seen[0]
-        self._tested = WEIGHT + (self._tested - WEIGHT) * DISCOUNT + seen[1] - self._seen[1]
-        self._seen = seen
+        passed, tested = generation.accepted - passed, generation.tested - tested
+        firsts = int(self._fresh and tested > 0)
+        if tested:
+            self._fresh = False
+            # All forget: what a choice no longer tests goes back to where it began, and is tried again some day.
+            self.overall.add(passed, tested)
+            self.first.add(min(passed, firsts), firsts)
+            self.next.add(passed - min(passed, firsts), tested - firsts)
+
+    def _choices(self) -> dict[str, Choice]:
+        """What each schedule promises this request now."""
+        overall = self.overall.rate(PRIOR, WEIGHT)
+        first, next_ = (round(count.rate(overall, SPLIT), 2) for count in (self.first, self.next))
+        return choose(first, next_, self.gamma, self._costs, round(self._measured_overlap(), 2))
 
     def _measured_overlap(self) -> float:
         return self.overlap
@@ -120,19 +160,16 @@ class PearlPlusWall(PearlPlus, PearlWall):
     overlap = 0.9  # until it is measured
 
     def _measured_overlap(self) -> float:
-        drafting, verifying, both = self._both
-        if not both:
-            return self.overlap
-        return max(0.0, (drafting + verifying - both) / min(drafting, verifying))
+        return max(0.0, self._hidden / self._shorter) if self._shorter else self.overlap
 
     def open(self) -> None:
         """As PEARL on the wall."""
-        self._both = [0.0, 0.0, 0.0]  # seconds of the drafter's lane, the target's, and both, in rounds that had both
+        self._hidden = self._shorter = 0.0  # seconds of lanes that ran at the same time, and of the shorter lanes
         super().open()
 
     def round(self) -> None:
         """As PEARL+; rounds with two lanes teach the overlap."""
         super().round()
         if self._draft_seconds > 0 and self._target_seconds > 0:
-            for i, seconds in enumerate((self._draft_seconds, self._target_seconds, self._lanes_seconds)):
-                self._both[i] += seconds
+            self._hidden += self._draft_seconds + self._target_seconds - self._lanes_seconds
+            self._shorter += min(self._draft_seconds, self._target_seconds)

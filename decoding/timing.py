@@ -29,13 +29,30 @@ class Parts:
 
     @property
     def costs(self) -> RoundCosts:
-        """What `stopping="cost_ratio"` weighs; the widths timed are to be 1, 2, ... without a gap."""
-        return RoundCosts(self.t_draft_ms or 0.0, tuple(self.t_target_ms[n + 1] for n in range(len(self.t_target_ms))))
+        """What `stopping="cost_ratio"` weighs; the widths timed are to be 1, 2, ... without a gap.
+
+        A forward over more tokens takes no less, so where the clock says otherwise the neighbours' mean stands (isotonic regression):
+        a choice of lengths would follow the noise.
+        """
+        return RoundCosts(
+            self.t_draft_ms or 0.0, rising([self.t_target_ms[n + 1] for n in range(len(self.t_target_ms))])
+        )
 
     @property
     def cost_ratio(self) -> float | None:
         """c = t_draft / t_target(1)."""
         return None if self.t_draft_ms is None else self.t_draft_ms / self.t_target_ms[1]
+
+
+def rising(values: Sequence[float]) -> tuple[float, ...]:
+    """The rising sequence nearest to `values` in squares (pool adjacent violators; Ayer et al. 1955)."""
+    pools: list[tuple[float, int]] = []  # mean and how many
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (last, many), (before, few) = pools.pop(), pools.pop()
+            pools.append(((last * many + before * few) / (many + few), many + few))
+    return tuple(mean for mean, count in pools for _ in range(count))
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ import pytest
 from decoding.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.loop import Settings, decode, start
-from decoding.pearl_plus import PearlPlus, choose, eager_rate, pearl_rate, serial_rate
+from decoding.pearl_plus import Acceptance, Choice, PearlPlus, choose, eager_rate, pearl_rate, serial_rate
 from decoding.stopping import RoundCosts
 
 from .test_law_of_distribution import P_LIMIT, PROMPT, WARPERS, drafter_of, exact_joint, p_value, target_table
@@ -67,18 +67,21 @@ def test_law_3(regime: str) -> None:
     assert p_value(counts, exact_joint(target, WARPERS["plain"]), 4_000) > P_LIMIT
 
 
-def simulate(mode: str, alpha: float, gamma: int, costs: RoundCosts, overlap: float, tokens: int = 200_000) -> float:
-    """Tokens a millisecond of the state machine with independent tests."""
+def simulate(
+    mode: str, chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, tokens: int = 200_000
+) -> float:
+    """Tokens a millisecond of the state machine, with tests that hang on the one before alone."""
     dice = random.Random(1)
 
-    def passes() -> bool:
-        return dice.random() < alpha
+    def passing(tests: int, first: float) -> int:
+        chances = [first] + [chance.next] * (tests - 1)
+        return next((n for n, wanted in enumerate(chances) if dice.random() >= wanted), tests)
 
     def lanes(drafted: int, width: int) -> float:
         draft_ms, target_ms = drafted * costs.t_draft_ms, costs.target_ms(width)
         return draft_ms + target_ms - overlap * min(draft_ms, target_ms) + costs.overhead_ms
 
-    gained, spent, assumed = 0, 0.0, 0
+    gained, spent, assumed, fresh = 0, 0.0, 0, True
     while gained < tokens:
         if assumed:  # post-verify: the assumed tokens and the next chunk's first
             window = assumed + 1
@@ -89,53 +92,56 @@ def simulate(mode: str, alpha: float, gamma: int, costs: RoundCosts, overlap: fl
         else:
             spent += gamma * costs.t_draft_ms
             if mode == "serial":
-                accepted = next((n for n in range(gamma) if not passes()), gamma)
+                accepted = passing(gamma, chance.first)
                 gained, spent = gained + accepted + 1, spent + costs.target_ms(gamma + 1) + costs.overhead_ms
             else:
                 assumed = gamma
             continue
-        accepted = next((n for n in range(window) if not passes()), window)
+        accepted = passing(window, chance.first if fresh else chance.next)
         gained += accepted if accepted == window else accepted + 1
         assumed = gamma - 1 if accepted == window else 0
-        if gamma == 1 and accepted == window:  # nothing is assumed behind a chunk of one token, but the cycle goes on
-            assumed = 0
+        fresh = not assumed
     return gained / spent
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize(("first", "next_"), [(0.3, 0.3), (0.7, 0.7), (0.95, 0.95), (0.4, 0.8), (0.8, 0.5)])
 @pytest.mark.parametrize("gamma", [2, 4])
-def test_the_closed_forms_are_those_of_the_state_machine(gamma: int, alpha: float) -> None:
-    costs = RoundCosts(0.25, FLAT, 0.1)
-    assert serial_rate(alpha, gamma, costs) == pytest.approx(simulate("serial", alpha, gamma, costs, 0.0), rel=0.01)
+def test_the_closed_forms_are_those_of_the_state_machine(gamma: int, first: float, next_: float) -> None:
+    costs, chance = RoundCosts(0.25, FLAT, 0.1), Acceptance(first, next_)
+    assert serial_rate(chance, gamma, costs) == pytest.approx(simulate("serial", chance, gamma, costs, 0.0), rel=0.01)
     for overlap in (0.0, 0.8, 1.0):
         for mode, rate in (("pearl", pearl_rate), ("eager", eager_rate)):
-            expected = simulate(mode, alpha, gamma, costs, overlap)
-            assert rate(alpha, gamma, costs, overlap) == pytest.approx(expected, rel=0.02), (mode, overlap)
+            expected = simulate(mode, chance, gamma, costs, overlap)
+            assert rate(chance, gamma, costs, overlap) == pytest.approx(expected, rel=0.02), (mode, overlap)
+
+
+def best(alpha: float, next_: float, longest: int, costs: RoundCosts, overlap: float) -> Choice:
+    return max(choose(alpha, next_, longest, costs, overlap).values(), key=lambda choice: choice.rate)
 
 
 def test_what_is_chosen_follows_the_costs() -> None:
     flat = RoundCosts(0.2, FLAT)
-    assert choose(0.5, 6, RoundCosts(0.01, FLAT), 0.0).mode == "serial", "without overlap PEARL never pays"
-    assert choose(0.9, 6, flat, 1.0).mode != "serial", "an accurate drafter is worth running on"
-    assert choose(0.95, 8, flat, 1.0).gamma >= choose(0.5, 8, flat, 1.0).gamma
+    assert best(0.5, 0.5, 6, RoundCosts(0.01, FLAT), 0.0).mode == "serial", "without overlap PEARL never pays"
+    assert best(0.9, 0.9, 6, flat, 1.0).mode != "serial", "an accurate drafter is worth running on"
+    assert best(0.5, 0.95, 8, flat, 1.0).gamma >= best(0.5, 0.5, 8, flat, 1.0).gamma
     for alpha in (0.2, 0.5, 0.8, 0.99):
-        best = choose(alpha, 6, flat, 1.0).rate
-        assert best >= max(serial_rate(alpha, g, flat) for g in range(1, 7))
-        assert best >= max(pearl_rate(alpha, g, flat, 1.0) for g in range(1, 7))
+        rate, chance = best(alpha, alpha, 6, flat, 1.0).rate, Acceptance(alpha, alpha)
+        assert rate >= max(serial_rate(chance, g, flat) for g in range(1, 7))
+        assert rate >= max(pearl_rate(chance, g, flat, 1.0) for g in range(1, 7))
 
 
-def test_a_longer_draft_is_chosen_where_more_is_accepted() -> None:
+def test_what_is_known_of_acceptance_is_the_requests_own() -> None:
     """The choice is the request's own: a perfect drafter's and a poor one's differ."""
     target, twin, draft_model = models()
     settings = Settings(max_new_tokens=64, num_draft_tokens=5, costs=REGIMES["eager"], schedule="pearl_plus_virtual")
-    lengths = []
+    seen = []
     for model in (twin, draft_model):
         batch = start(target, ChainDrafter(model=model), [[4, 5]], settings)
         while batch.rows:
             batch.round()
         assert isinstance(batch, PearlPlus)
-        lengths.append(batch._passed / batch._tested)
-    assert lengths[0] > lengths[1]
+        seen.append(batch.overall.rate(0.5, 1.0))
+    assert seen[0] > seen[1]
 
 
 def test_what_it_needs_is_named() -> None:
