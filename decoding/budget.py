@@ -29,6 +29,25 @@ class Budget:
         """The least time that the two budgets allow: the longer of them, as they run at the same time."""
         return max(self.bytes_read / bytes_a_second, self.operations / operations_a_second)
 
+    def __add__(self, other: "Budget") -> "Budget":
+        """Of one after the other."""
+        return Budget(
+            self.weight_bytes + other.weight_bytes,
+            self.cache_bytes + other.cache_bytes,
+            self.operations + other.operations,
+        )
+
+
+def round_budget(
+    target: NativeConfig, drafter: NativeConfig | None, dtype: torch.dtype, gamma: int, context: int
+) -> Budget:
+    """What a round of a chain needs: `gamma` draft steps, and the target's forward over what they drew and the tip."""
+    budget = forward_budget(target, dtype, gamma + 1, context)
+    for step in range(gamma if drafter is not None else 0):
+        assert drafter is not None
+        budget += forward_budget(drafter, dtype, 1, context + step)
+    return budget
+
 
 def forward_budget(
     config: NativeConfig, dtype: torch.dtype, new_tokens: int, context: int, batch_size: int = 1

@@ -120,7 +120,7 @@ class Ranks:
         return not self._fault
 
     def bind(self, cores: Sequence[int]) -> list[int]:
-        """Give each rank its own share of these processor cores, one thread a core. Returns rank 0's, which its caller binds it to.
+        """Give each rank its own share of these processor cores, at most a thread a core. Returns rank 0's, which its caller binds it to.
 
         Raises UserError where there are fewer cores than ranks. `unbind` takes it back.
         """
@@ -130,7 +130,7 @@ class Ranks:
                 "give the drafter draft_cores=0 (all share all cores), or run on more cores."
             )
         shares = [list(cores)[Shard(self._kind, rank, self.size).span(len(cores))] for rank in range(self.size)]
-        self._bind(shares, min(map(len, shares)))
+        self._bind(shares, min(self._usual_threads, *map(len, shares)))
         return shares[0]
 
     def unbind(self, cores: Sequence[int]) -> None:

@@ -271,6 +271,8 @@ class CostRatio(Fixed):
         self._ms += drafted * costs.t_draft_ms + costs.target_ms(drafted + 1) + costs.overhead_ms
 
 
+# Policies that read what was drawn: on a GPU each drafted token waits for the device.
+EAGER = ("confidence", "assisted", "adaptive_confidence", "entropy")
 NAMES = ("fixed", "confidence", "assisted", "adaptive_confidence", "entropy", "thompson", "cost_ratio")
 
 
@@ -283,7 +285,7 @@ def make_stopping(
     Raises UserError for an unknown name, and for `cost_ratio` without measured costs.
     """
     given = {} if threshold is None else {"threshold": threshold}
-    if name in ("confidence", "assisted", "adaptive_confidence", "entropy"):
+    if name in EAGER:
         kind = {"confidence": Confidence, "assisted": Assisted, "entropy": Entropy}.get(name, AdaptiveConfidence)
         return [kind(**given) for _ in keys_B]
     if given:

@@ -95,9 +95,14 @@ class RemoteChain:
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> None:
-        """Ask for a chain for each row; `finish` waits for it. The policies travel there and come back with what they saw."""
+        """Ask for a chain for each row; `finish` waits for it. The policies travel there and come back with what they saw.
+
+        So does the repetition penalty; the caller's `allowed` stays here, and a token that it forbids is drafted in vain.
+        """
         sequences_B = [list(sequence) for sequence in sequences_B]
-        self._pipe.send(("propose", (sequences_B, list(budgets_B), list(stopping_B), chooser.spec, chooser.begun)))
+        penalty = chooser.processors.repetition_penalty if chooser.processors is not None else 1.0
+        asked = (sequences_B, list(budgets_B), list(stopping_B), chooser.spec, chooser.begun, penalty)
+        self._pipe.send(("propose", asked))
         self._device, self._asked_B = chooser.device, stopping_B
 
     def finish(self) -> Proposal:

@@ -15,6 +15,7 @@ import torch
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.errors import UserError
+from decoding.processors import make_processors
 from decoding.stopping import Stopping
 
 
@@ -33,13 +34,20 @@ class _Worker:
         self.drafter.open(prompts_B, None, capacity)
 
     def propose(
-        self, sequences_B: list[list[int]], budgets_B: list[int], stopping_B: list[Stopping], spec: Any, begun: Any
+        self,
+        sequences_B: list[list[int]],
+        budgets_B: list[int],
+        stopping_B: list[Stopping],
+        spec: Any,
+        begun: Any,
+        repetition_penalty: float,
     ) -> Any:
         began = perf_counter()
         if spec not in self._choosers:
             warper, rule, seed, vocab_size = spec
             self._choosers = {spec: Chooser(warper, rule, seed, vocab_size, torch.device("cpu"))}
         chooser = self._choosers[spec]
+        chooser.processors = make_processors(repetition_penalty, None)
         chooser.begin(*begun)
         chunk = self.drafter.propose(sequences_B, budgets_B, stopping_B, chooser)
         q = None if chunk.q_BNV is None else chunk.q_BNV.cpu().numpy()

@@ -40,11 +40,16 @@ class EvalConfig(JobConfig):
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
     repetition_penalty: float = 1.0  # of tokens that the prompt or the answer holds already; 1: off
+    allowed: str = ""  # function of the tokenizer, as package.module.name, that gives decoding.processors.Allowed; empty: any token
     stop_strings: list[str] = field(default_factory=list)  # texts that end an answer, besides stop tokens
     verify: str = "token"  # token | block | coupled: the rule where temperature > 0
-    stopping: str | None = None  # ends a draft; null: cost_ratio for a model's chains, else fixed; a mapping may say
+    # When a draft ends: fixed, confidence, assisted, adaptive_confidence, entropy, thompson or cost_ratio; null: cost_ratio for a
+    # model's chains, else fixed; a drafter's mapping may say.
+    stopping: str | None = None
     stopping_threshold: float | None = None  # of the policies that have one; null: the policy's own
-    schedule: str = "serial"  # serial, one of decoding.schedules, or alone (the drafter's own text); a mapping may say
+    # serial; pearl_virtual, pearl_wall (both _wo_pre, _wo_post too), pearl_plus_virtual or pearl_plus_wall: draft while the target verifies,
+    # on a virtual clock or in two workers; alone: the drafter's own text. A drafter's mapping may say.
+    schedule: str = "serial"
     num_draft_tokens: list[int] = field(default_factory=list)  # gammas; empty: each drafter's best of the sweep
     sweep: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])  # gammas tried on the sweep's prompts
     sweep_prompts: int = 8  # first prompts, used for the sweep alone, so that the best gamma is not chosen on its test

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -18,6 +20,7 @@ from decoding.drafter import Caps
 from decoding.errors import UserError
 from decoding.schedules import SCHEDULES, WALL, usual_stopping
 from decoding.stopping import NAMES
+from decoding.worker import RemoteChain
 from eval.records import ALONE, CONTROL
 from training.config import TargetConfig
 from training.paths import resolve
@@ -66,9 +69,45 @@ def describe(entries: Sequence[Any], target: TargetConfig, control: bool) -> dic
                 f"drafters=[{{_target_: {mapping['_target_']}, folder: ..., name: another}}]."
             )
         found[name] = {**mapping, "name": name}
+        _check_keys(name, found[name])
     if not found:
         raise UserError("drafters is empty and so is the control. Name at least one, such as drafters=[runs/mine].")
     return found
+
+
+def _check_keys(name: str, mapping: Mapping[str, Any]) -> None:
+    """Raise UserError for a class that is not there, and for a key that neither it nor the loop takes, with the nearest one."""
+    try:
+        kind = get_class(str(mapping["_target_"]))
+    except Exception as error:  # whatever the import of a user's module raises
+        raise UserError(
+            f"drafters: {name} wants the class {mapping['_target_']}, which cannot be had: {error}"
+        ) from error
+    taken = _arguments(kind)
+    if taken is None:
+        return
+    known = sorted({*taken, *USE} - {"model", "self"})
+    for key in mapping:
+        if key not in known and key != "_target_":
+            near = get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            raise UserError(
+                f"drafters: {name} has the key '{key}', which {kind.__name__} does not take; the nearest is '{near}' (of {', '.join(known)})."
+            )
+
+
+def _arguments(kind: type) -> set[str] | None:
+    """Names that a class can be made with, those it hands on to its bases among them; None: any."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = signature(vars(base)["__init__"]).parameters.values()
+        names |= {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            return names
+        if base is RemoteChain:  # what it does not take itself is its worker's
+            return names | (_arguments(ChainDrafter) or set())
+    return None
 
 
 def uses(mappings: dict[str, dict[str, Any]], default: Use) -> dict[str, Use]:

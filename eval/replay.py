@@ -1,6 +1,6 @@
 """PEARL's state machine run over logged accept/reject traces: what an overlapped schedule should take, round by round.
 
-The closed form (eval.metrics.pearl_round) takes acceptance as equal everywhere; real acceptance comes in bursts, of which a trace keeps
+The closed form (eval.prediction.pearl_round) takes acceptance as equal everywhere; real acceptance comes in bursts, of which a trace keeps
 every one. Each turn is priced by its longer lane, at what a drafted token and a forward took on average in that run, so the machine's pace
 drops out. Where measurement and replay agree, the schedule does what it should; where they differ, the lanes did not overlap.
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from decoding.schedules import SCHEDULES
-from eval.metrics import Costs
+from eval.prediction import Costs
 
 
 @dataclass(frozen=True)

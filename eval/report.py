@@ -13,6 +13,7 @@ from pathlib import Path
 
 from decoding.schedules import VIRTUAL
 from eval import plots, words
+from eval.duels import duels
 from eval.records import ALONE, CONTROL, STALL, Record
 from eval.rows import units_at
 from eval.schema import LOOPING_BELOW, Row
@@ -52,6 +53,7 @@ def page(rows: list[Row], records: Sequence[Record], provenance: Provenance) -> 
         _headlines(shown),
         _section("All drafters", _tables(shown)),
         _section("Where it wins and where it loses", _verdicts(shown)),
+        _section("Against each other", _duels(shown, records)),
         _section("Plots", _plots(rows, shown, records)),
         _section("By category", _categories(shown)),
         _section("Who wrote what", page_part(provenance.texts)),
@@ -76,7 +78,7 @@ def _lead(shown: Sequence[Row]) -> str:
     first = shown[0]
     return (
         f"{first.target_layers} layers, {words.millions(first.target_parameters)} parameters, {first.dtype}, on "
-        f"{first.hardware} with {first.threads} threads. {first.prompts} prompts ({first.benchmark}), up to "
+        f"{first.hardware} with {words.threads(first)}. {first.prompts} prompts ({first.benchmark}), up to "
         f"{first.max_new_tokens} new tokens each. Baseline: our own autoregressive decoding, interleaved with them."
     )
 
@@ -152,6 +154,20 @@ def _verdicts(shown: Sequence[Row]) -> str:
     if words.disturbance(list(shown)):
         broken.append(words.disturbance(list(shown)))
     return _bullets(broken) + f'<ul class="plain">{"".join(items)}</ul>'
+
+
+def _duels(shown: Sequence[Row], records: Sequence[Record]) -> str:
+    """A row a drafter and condition; empty where there is one drafter alone."""
+    body = []
+    for label in dict.fromkeys(words.condition_label(row) for row in shown):
+        for duel in duels([row for row in shown if words.condition_label(row) == label], records):
+            spread = words.with_interval(duel.ratio.value, duel.ratio.low, duel.ratio.high)
+            body.append(_tr([words.drafter_label(duel.row), words.drafter_label(duel.rival), label, spread]))
+    if not body:
+        return ""
+    names = ("drafter", "its best rival", "setting", "tokens/s over the rival's [95 %]")
+    note = '<p class="note">Paired over prompts: both sides of a prompt are resampled together. Output is the same text or the same law.</p>'
+    return _scroll("".join(f"<th>{name}</th>" for name in names), body) + note
 
 
 def _bullets(sentences: Sequence[str]) -> str:
@@ -249,7 +265,7 @@ def _provenance(shown: Sequence[Row], provenance: Provenance, records: Sequence[
             "command": provenance.command,
             "date": provenance.date,
             "code": provenance.revision,
-            "hardware": f"{first.hardware}; {first.device}, {first.threads} threads",
+            "hardware": f"{first.hardware}; {first.device}, {words.threads(first)}",
             "versions": ", ".join(f"{name} {version}" for name, version in provenance.versions.items()),
             "target": f"{first.target}, {first.backend} backend, {first.dtype}",
             "prompts": f"{provenance.prompt_file}: {left_out}",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from decoding.schedules import SCHEDULES, WALL
-from eval import metrics
+from eval import metrics, prediction
 from eval.lossless import OTHER, Equality, judge
 from eval.parts import Slice, median_parts
 from eval.records import ALONE, AUTOREGRESSIVE, Arm, Condition, Record
@@ -102,7 +102,7 @@ def build_row(
         **_costs(units, facts, parts),
         **_speed(units, run),
         **_headline(units, run),
-        predicted_speedup=metrics.predicted_speedup(pool.pass_rates, first.num_draft_tokens, pool.costs)
+        predicted_speedup=prediction.predicted_speedup(pool.pass_rates, first.num_draft_tokens, pool.costs)
         if facts.schedule in ("serial", "pearl_virtual", "pearl_wall")
         else None,
         replayed_speedup=_replayed(run, facts, first, units, pool),
@@ -114,11 +114,11 @@ def build_row(
     )
 
 
-def _verdict(facts: DrafterFacts, pool: Pool) -> metrics.Verdict:
+def _verdict(facts: DrafterFacts, pool: Pool) -> prediction.Verdict:
     if facts.schedule == ALONE:
         text = "this is another model's text; no schedule that drafts with it can be faster"
-        return metrics.Verdict(False, 0, 1.0, text)
-    judged = metrics.verdict(pool.pass_rates, pool.costs)
+        return prediction.Verdict(False, 0, 1.0, text)
+    judged = prediction.verdict(pool.pass_rates, pool.costs)
     if "plus" in facts.schedule:
         text = f"it chooses schedule and length itself; PEARL at its best fixed length has {judged.speedup:.2f}x by the closed form"
         return replace(judged, text=text)

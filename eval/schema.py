@@ -47,6 +47,7 @@ class RunFacts:
     top_p: float
     min_p: float
     repetition_penalty: float
+    allowed: str  # the function that says which tokens may follow; empty: all
     max_new_tokens: int
     backend: str
     dtype: str
@@ -91,6 +92,7 @@ class Row:
     top_p: float
     min_p: float
     repetition_penalty: float
+    allowed: str
     max_new_tokens: int
     num_draft_tokens: int
     schedule: str

@@ -12,8 +12,8 @@ from pathlib import Path
 from decoding.errors import UserError
 from eval.config import EvalConfig
 from eval.measure import measure_unit, samples_at, units_of
-from eval.metrics import predicted_speedup
 from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, read_slices, time_slice
+from eval.prediction import predicted_speedup
 from eval.records import ALONE, BASELINE, Arm, Condition, Record, append_records, read_records, stalled, write_records
 from eval.rows import pool_of
 from eval.setup import Loaded, conditions, middle_prompt, warm_up, widths

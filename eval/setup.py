@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import get_method
 
 from decoding.compatible import load_tokenizer
 from decoding.drafter import Drafter
@@ -16,7 +17,7 @@ from decoding.errors import UserError
 from decoding.loop import Settings
 from decoding.native import EXECUTIONS
 from decoding.parallel import device_beside, processes_of
-from decoding.processors import make_processors
+from decoding.processors import Allowed, make_processors
 from decoding.sampling import Warper
 from decoding.schedules import WALL
 from decoding.target import Target, device_of, load_target
@@ -39,6 +40,10 @@ def conditions(cfg: EvalConfig) -> list[Condition]:
     return [Condition(temperature, batch) for batch in cfg.batch_sizes for temperature in cfg.temperatures]
 
 
+def _one_of(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
 def check(cfg: EvalConfig) -> None:
     """Raise UserError for settings that cannot be measured, before any model is loaded."""
     for key, found, fine, expected in (
@@ -48,14 +53,16 @@ def check(cfg: EvalConfig) -> None:
         ("sweep", cfg.sweep, min(cfg.sweep, default=1) >= 1, "numbers from 1 up, or [] for no sweep"),
         ("samples", cfg.samples, cfg.samples >= 1, "1 or more"),
         ("max_new_tokens", cfg.max_new_tokens, cfg.max_new_tokens >= 2, "2 or more: one token leaves nothing to draft"),
-        ("verify", cfg.verify, cfg.verify in SAMPLING_RULES, " or ".join(SAMPLING_RULES)),
-        ("target.execution", cfg.target.execution, cfg.target.execution in ("", *EXECUTIONS), " or ".join(EXECUTIONS)),
+        ("verify", cfg.verify, cfg.verify in SAMPLING_RULES, _one_of(SAMPLING_RULES)),
+        ("target.execution", cfg.target.execution, cfg.target.execution in ("", *EXECUTIONS), _one_of(EXECUTIONS)),
     ):
         if not fine:
             raise UserError(f"{key}={found} cannot be measured. Expected {expected}.")
     processes_of(cfg.target.parallel, cfg.target.processes, cfg.target.backend, device_of(cfg.target.device))
     Warper(0.0, cfg.top_k, cfg.top_p, cfg.min_p)  # says what is wrong with them
     make_processors(cfg.repetition_penalty, None)
+    if cfg.allowed:
+        _allowed(cfg.allowed)
     if not cfg.num_draft_tokens and not (cfg.sweep and cfg.sweep_prompts):
         raise UserError(
             "num_draft_tokens is empty, and so is the sweep that would choose it. "
@@ -79,6 +86,10 @@ def load(cfg: EvalConfig) -> Loaded:
     folder = resolve(cfg.target.path)
     device = device_of(cfg.target.device)
     largest = max(cfg.batch_sizes)
+    mappings = drafter_list.describe(
+        cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
+    )
+    uses = drafter_list.uses(mappings, drafter_list.Use(cfg.stopping, cfg.stopping_threshold, cfg.schedule))
     target = load_target(
         folder,
         backend=cfg.target.backend,
@@ -90,10 +101,6 @@ def load(cfg: EvalConfig) -> Loaded:
         parallel=cfg.target.parallel,
         processes=cfg.target.processes,
     )
-    mappings = drafter_list.describe(
-        cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
-    )
-    uses = drafter_list.uses(mappings, drafter_list.Use(cfg.stopping, cfg.stopping_threshold, cfg.schedule))
     drafters = drafter_list.build(mappings, uses, folder, {device: _worker_device(target, uses.values())})
     uses = {name: use.settled(drafters[name].caps) for name, use in uses.items()}
     for drafter in drafters.values():
@@ -131,11 +138,23 @@ def settings_of(cfg: EvalConfig, stop_token_ids: tuple[int, ...], tokenizer: Any
         top_p=cfg.top_p,
         min_p=cfg.min_p,
         repetition_penalty=cfg.repetition_penalty,
+        allowed=_allowed(cfg.allowed)(tokenizer) if cfg.allowed else None,
         stop_strings=tuple(cfg.stop_strings),
         text_of=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
         seed=cfg.seed,
         stop_token_ids=stop_token_ids if cfg.stop_at_eos else (),
     )
+
+
+def _allowed(name: str) -> Callable[[Any], Allowed]:
+    """The caller's function of the tokenizer. Raises UserError where there is none of that name."""
+    try:
+        return get_method(name)
+    except Exception as error:  # whatever the import of a user's module raises
+        raise UserError(
+            f"allowed={name} cannot be had: {error}. Expected package.module.function, a function that takes the tokenizer and returns one from "
+            "a text's ids to the ids that may follow."
+        ) from error
 
 
 def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> RunFacts:
@@ -151,6 +170,7 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
         top_p=cfg.top_p,
         min_p=cfg.min_p,
         repetition_penalty=cfg.repetition_penalty,
+        allowed=cfg.allowed,
         max_new_tokens=cfg.max_new_tokens,
         backend=target.backend,
         dtype=cfg.target.dtype,

@@ -8,7 +8,16 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.schema import Row
-from eval.words import DEFINITIONS, baseline_cells, cells, condition_label, disturbance, main_rows, verdict_line
+from eval.words import (
+    DEFINITIONS,
+    baseline_cells,
+    cells,
+    condition_label,
+    disturbance,
+    main_rows,
+    threads,
+    verdict_line,
+)
 
 PLAIN_WIDTH = 160  # characters where there is no terminal to ask
 WIDE = 140  # terminals below this get the columns of NARROW
@@ -42,9 +51,7 @@ def print_table(rows: list[Row], console: Console | None = None) -> None:
 
 def _table(rows: list[Row], label: str, console: Console) -> Table:
     first = rows[0]
-    title = (
-        f"{first.target} on {first.benchmark}: {label}, {first.prompts} prompts, {first.dtype}, {first.threads} threads"
-    )
+    title = f"{first.target} on {first.benchmark}: {label}, {first.prompts} prompts, {first.dtype}, {threads(first)}"
     box_style = box.SIMPLE_HEAD if console.is_terminal else box.ASCII
     table = Table(title=title, box=box_style, title_justify="left", title_style="bold", pad_edge=False)
     names = list(cells(first)) if console.width >= WIDE else NARROW

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from decoding.schedules import SCHEDULES
-from eval import metrics
+from eval import metrics, prediction
 from eval.records import ALONE, Record
 from eval.replay import Turn, can_replay, mean_lanes
 from eval.schema import DrafterFacts, PartTimes
@@ -108,7 +108,7 @@ class Pool:
     """Counts of one drafter under one condition over all its draft lengths: what predictions are made from."""
 
     pass_rates: list[float | None]  # P(depth k is offered and passes | the depths before it passed)
-    costs: metrics.Costs
+    costs: prediction.Costs
 
 
 ByGamma = dict[int, list[Unit]]  # draft length -> the units run at it
@@ -139,7 +139,7 @@ def pool_counts(
         passes, nodes = [metrics.alpha(tested, accepted)], {}
     if not passes or passes[0] is None:  # not one token was offered, so none passes
         passes = [0.0]
-    costs = metrics.Costs(
+    costs = prediction.Costs(
         **_ratios(parts),
         one_pass=facts.one_pass,
         nodes={gamma: count for gamma, (count, _) in nodes.items()},
@@ -168,7 +168,7 @@ def _by_length(*groups: ByGamma) -> dict[int, tuple[float, float]]:
 
 
 def _overheads(
-    timed: ByGamma, facts: DrafterFacts, parts: PartTimes, costs: metrics.Costs, limit: int
+    timed: ByGamma, facts: DrafterFacts, parts: PartTimes, costs: prediction.Costs, limit: int
 ) -> tuple[float, float]:
     """(o, o_1): what rounds took beyond their parts, over t_target(1), as the mean over draft lengths.
 
@@ -192,15 +192,15 @@ def replayable(facts: DrafterFacts, units: Sequence[Unit]) -> bool:
     return can_replay(facts.schedule) and all(len(unit.traces) == unit.turns for unit in units)
 
 
-def lane_costs(units: Sequence[Unit], taken: Sequence[Turn], V: Mapping[int, float]) -> metrics.Costs:
+def lane_costs(units: Sequence[Unit], taken: Sequence[Turn], V: Mapping[int, float]) -> prediction.Costs:
     """What the lanes of an overlapped run took themselves, in forwards over one token: a drafted token, a forward of each width, the rest."""
-    shape = metrics.Costs(0.0, V)
+    shape = prediction.Costs(0.0, V)
     forwards = [shape.V_at(turn.width) for turn in taken if turn.width]
     t_1 = sum(unit.target_seconds for unit in units) / sum(forwards)
     rest = sum(unit.seconds - unit.lanes_seconds for unit in units) / len(forwards)
     base = sum(unit.base_seconds for unit in units) / sum(unit.base_batch_rounds for unit in units)
     draft = sum(unit.draft_seconds for unit in units) / max(1, sum(turn.drafted for turn in taken))
-    return metrics.Costs(draft / t_1, V, overhead=rest / t_1, baseline_overhead=base / t_1 - 1.0)
+    return prediction.Costs(draft / t_1, V, overhead=rest / t_1, baseline_overhead=base / t_1 - 1.0)
 
 
 def _reached(units_by_gamma: ByGamma) -> list[int]:

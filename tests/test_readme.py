@@ -47,7 +47,7 @@ TOY = {
     "distill.quality": "functions=1 max_new_tokens=4",
     "distill.skip_search": "held_out.max_prompts=2 held_out.max_new_tokens=4 max_skips=2",
     "distill.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4",
-    "eval.run": "max_prompts=4 sweep=[1,2] sweep_prompts=2 max_new_tokens=8 bootstrap_resamples=50 timing_repeats=2",
+    "eval.run": "max_prompts=8 sweep=[1,2] sweep_prompts=4 max_new_tokens=8 bootstrap_resamples=50 timing_repeats=2",
 }
 
 

@@ -91,14 +91,20 @@ def _short(value: Any) -> str:
 
 
 def _comments(owner: type[Any]) -> dict[str, str]:
-    """Field name -> the comment on the line that ends its definition."""
+    """Field name -> the comment on the line that ends its definition, or where there is none the lines of comment above it."""
     source = textwrap.dedent(inspect.getsource(owner))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     by_line = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
     definition = ast.parse(source).body[0]
     assert isinstance(definition, ast.ClassDef)
-    found = {}
+    found: dict[str, str] = {}
+    taken: set[int] = set()  # lines whose comment belongs to the field on them
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = by_line.get(node.end_lineno or 0, "")
+            first = node.lineno
+            while node.end_lineno not in by_line and first - 1 in by_line and first - 1 not in taken:
+                first -= 1
+            above = " ".join(by_line[line] for line in range(first, node.lineno))
+            found[node.target.id] = by_line.get(node.end_lineno or 0, above)
+            taken.add(node.end_lineno or 0)
     return found

@@ -6,6 +6,7 @@ work by itself (its manifest says so).
 """
 
 import os
+import re
 import sys
 import tempfile
 
@@ -25,6 +26,7 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
     `stage_overrides[stage]` are a stage's overrides; `{output_dir}` in them is this run's folder. Raises UserError naming the stage that
     failed.
     """
+    _check_given(composed)
     for number, stage in enumerate(config.stages, start=1):
         print(f"[{number}/{len(config.stages)}] {stage}", flush=True)
         job, _, label = stage.partition(":")
@@ -43,6 +45,16 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
         if status != 0:
             raise UserError(
                 f"stage {number} ({stage}) ended with status {status}; mend it and run the same command: finished stages are passed over"
+            )
+
+
+def _check_given(composed: DictConfig) -> None:
+    """Raise UserError for a setting that the experiment asks of its caller (`${key}`, empty by default) and that was not given."""
+    written = str(OmegaConf.to_container(composed, resolve=False))
+    for key in dict.fromkeys(re.findall(r"\$\{(\w+)\}", written)):
+        if key in composed and composed[key] == "":
+            raise UserError(
+                f"{key} is empty, but experiment '{composed.experiment}' builds on it: give {key}=... (its head in conf/experiment says what)."
             )
 
 

@@ -4,13 +4,13 @@
     python scripts/bench/bandwidth.py device=cuda layers=32 hidden_size=4096 intermediate_size=11008 kv_heads=32
 
 A forward over one token has to read every weight once. Its bytes over its time are set against the best of three plain readers of the same
-size (a sum, a matrix-vector product in the same dtype, and on a GPU a copy), measured in the same rounds. Both budgets of decoding/budget.py,
+size (a sum, a matrix-vector product in the same dtype, and on a GPU a copy), and its operations against those of a product of two square
+matrices, measured in the same rounds. Both budgets of decoding/budget.py,
 bytes and operations, are printed with the share reached; and V(n), which stays near 1 for as long as bytes bind.
 """
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from decoding import cuda
 from decoding.budget import forward_budget
 from decoding.native import NativeTarget
 from scripts.bench import random_models
-from scripts.bench.common import options, save, take_turns
+from scripts.bench.common import options, per_second, product, readers, save, take_turns
 from scripts.bench.random_models import Shape
 from training.models import dtype_of
 
@@ -43,6 +42,7 @@ class Options:
     dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])  # each in turn
     forwards: int = 8  # a round
     rounds: int = 5  # rounds that count
+    product_side: int = 1024  # rows of the square matrices whose product is the limit of operations
     threads: int = 2  # CPU threads
     device: str = "cpu"  # cpu | cuda | cuda:N
     name: str = "bandwidth"  # of the results file
@@ -62,22 +62,6 @@ def random_target(chosen: Options, dtype: torch.dtype) -> NativeTarget:
     return random_models.random_target(shape, dtype, chosen.device, chosen.context + max(chosen.widths) + 1)
 
 
-def readers(chosen: Options, dtype: torch.dtype, size_bytes: int) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Name -> (what reads, bytes that it moves): a matrix of the model's size."""
-    columns = 4096
-    matrix = torch.ones(size_bytes // dtype.itemsize // columns, columns, dtype=dtype, device=chosen.device)
-    vector = torch.ones(columns, dtype=dtype, device=chosen.device)
-    held = matrix.numel() * dtype.itemsize
-    found: dict[str, tuple[Callable[[], Any], int]] = {
-        "sum": (matrix.sum, held),
-        "matrix-vector product": (lambda: matrix @ vector, held),
-    }
-    if chosen.device.startswith("cuda"):
-        other = torch.empty_like(matrix)
-        found["copy"] = (lambda: other.copy_(matrix), 2 * held)
-    return found
-
-
 def bench(chosen: Options, dtype_name: str) -> dict[str, Any]:
     """Figures of one dtype."""
     dtype = dtype_of(dtype_name)
@@ -86,41 +70,34 @@ def bench(chosen: Options, dtype_name: str) -> dict[str, Any]:
     inputs = {n: torch.ones(1, n, dtype=torch.long, device=chosen.device) for n in chosen.widths}
     target.open(1, chosen.context + max(chosen.widths) + 1)
     target.slots.lengths_B = [chosen.context]  # what the cache holds does not matter to the clock
-    plain = readers(chosen, dtype, budget.weight_bytes)
-    sides = {
-        f"forward {n}": _per_second(chosen, partial(target.forward, inputs[n]), chosen.forwards) for n in chosen.widths
+    plain = readers(budget.weight_bytes, dtype, chosen.device)
+    multiply, operations = product(dtype, chosen.device, chosen.product_side)
+    actions: dict[str, tuple[Callable[[], Any], int]] = {
+        f"forward {n}": (partial(target.forward, inputs[n]), chosen.forwards) for n in chosen.widths
     }
-    sides |= {name: _per_second(chosen, reader, 2) for name, (reader, _) in plain.items()}
+    actions |= {name: (reader, 2) for name, (reader, _) in plain.items()} | {"product": (multiply, 2)}
+    sides = {name: partial(per_second, action, chosen.device, times) for name, (action, times) in actions.items()}
     with torch.inference_mode():
         figures = take_turns(sides, chosen.rounds)
     median = {name: statistics.median(values) for name, values in figures.items()}
     reading = {name: median[name] * size for name, (_, size) in plain.items()}
     best = max(reading, key=reading.__getitem__)
     reached = median["forward 1"] * budget.bytes_read
+    computed = median["forward 1"] * budget.operations
     return {
         "parameters": target.num_parameters,
         "gigabytes_a_forward": budget.bytes_read / 1e9,
         "gigaflop_a_forward": budget.operations / 1e9,
         "tokens_per_second": median["forward 1"],
         "gigabytes_per_second": reached / 1e9,
-        "gigaflop_per_second": median["forward 1"] * budget.operations / 1e9,
+        "gigaflop_per_second": computed / 1e9,
         "plain_reading_gigabytes_per_second": {name: value / 1e9 for name, value in reading.items()},
         "best_reader": best,
         "share_of_bandwidth": reached / reading[best],
+        "product_gigaflop_per_second": median["product"] * operations / 1e9,
+        "share_of_operations": computed / (median["product"] * operations),
         "V": {n: median["forward 1"] / median[f"forward {n}"] for n in chosen.widths},
     }
-
-
-def _per_second(chosen: Options, action: Callable[[], Any], times: int) -> Callable[[], float]:
-    def measure() -> float:
-        cuda.synchronize(torch.device(chosen.device))
-        began = time.perf_counter()
-        for _ in range(times):
-            action()
-        cuda.synchronize(torch.device(chosen.device))
-        return times / (time.perf_counter() - began)
-
-    return measure
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from decoding import cuda
 from decoding.errors import UserError
 from training.checkpoint import write_text
 from training.config import plain, typed
@@ -62,8 +63,40 @@ def timed(function: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def save(name: str, chosen: Any, figures: dict[str, Any]) -> None:
-    """Print the figures and write scripts/bench/results/<name>.json."""
+def readers(size_bytes: int, dtype: torch.dtype, device: str) -> dict[str, tuple[Callable[[], Any], int]]:
+    """Name -> (what only reads `size_bytes` of memory, bytes that it moves): the limit of whatever has to read as much."""
+    columns = 4096
+    matrix = torch.ones(max(1, size_bytes // dtype.itemsize // columns), columns, dtype=dtype, device=device)
+    vector = torch.ones(columns, dtype=dtype, device=device)
+    held = matrix.numel() * dtype.itemsize
+    found: dict[str, tuple[Callable[[], Any], int]] = {
+        "sum": (matrix.sum, held),
+        "matrix-vector product": (lambda: matrix @ vector, held),
+    }
+    if device.startswith("cuda"):
+        other = torch.empty_like(matrix)
+        found["copy"] = (lambda: other.copy_(matrix), 2 * held)
+    return found
+
+
+def product(dtype: torch.dtype, device: str, side: int) -> tuple[Callable[[], Any], int]:
+    """(A product of two square matrices, its operations): the limit of whatever computes."""
+    left, right = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    return lambda: left @ right, 2 * side**3
+
+
+def per_second(action: Callable[[], Any], device: str, times: int) -> float:
+    """Calls a second of `times` calls, waited for at the end."""
+    cuda.synchronize(torch.device(device))
+    began = time.perf_counter()
+    for _ in range(times):
+        action()
+    cuda.synchronize(torch.device(device))
+    return times / (time.perf_counter() - began)
+
+
+def save(name: str, chosen: Any, figures: dict[str, Any], show: bool = True) -> None:
+    """Write scripts/bench/results/<name>.json, and print the figures."""
     record = {
         "benchmark": name,
         "command": " ".join(["python", *sys.argv]),
@@ -78,4 +111,5 @@ def save(name: str, chosen: Any, figures: dict[str, Any]) -> None:
     text = json.dumps(record, indent=1)
     data = os.environ.get("SHALLOW_DRAFT_DATA")
     write_text(RESULTS / f"{name}.json", (text.replace(data, "$SHALLOW_DRAFT_DATA") if data else text) + "\n")
-    print(json.dumps(figures, indent=1))
+    if show:
+        print(json.dumps(figures, indent=1))

@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from decoding.budget import forward_budget, round_budget
 from decoding.chain import ChainDrafter
 from decoding.loop import Settings, decode, time_parts
 from decoding.target import load_target
-from scripts.bench.common import options, ratio, save, take_turns, timed
+from scripts.bench.common import options, per_second, product, ratio, readers, save, take_turns, timed
 from training.chat import render_prompt
 from training.data import read_prompts
 from training.models import dtype_of
@@ -136,7 +137,39 @@ def measure(sides: Sides, temperature: float) -> dict[str, Any]:
         result["speculative"] = ratio(figures, "ours_speculative", "hf_assisted")
         result["speedup_over_ours"] = ratio(figures, "ours_speculative", "ours")
         result["overhead"] = overhead(sides, temperature)
+    result["budgets"] = budgets(sides, medians)
     return result
+
+
+def budgets(sides: Sides, medians: dict[str, float]) -> dict[str, Any]:
+    """What an autoregressive step and a whole round must read and compute, and the shares reached of plain reading and of a plain product.
+
+    Of small models that lie in the cache neither binds: then the calls of single operations do.
+    """
+    chosen, dtype = sides.chosen, dtype_of(sides.dtype)
+    context = len(sides.prompts[0]) + chosen.max_new_tokens // 2
+    step = forward_budget(sides.ours.config, dtype, 1, context)
+    plain = readers(step.weight_bytes, dtype, chosen.device)
+    reading = max(size * per_second(action, chosen.device, 20) for action, size in plain.values())
+    multiply, operations = product(dtype, chosen.device, 1024)
+    computing = operations * per_second(multiply, chosen.device, 3)
+    found = {"plain_reading_gigabytes_per_second": reading / 1e9, "product_gigaflop_per_second": computing / 1e9}
+    shapes = {"autoregressive step": (step, medians["ours"])}
+    if sides.drafter is not None:
+        settings = Settings(
+            max_new_tokens=chosen.max_new_tokens, num_draft_tokens=chosen.num_draft_tokens, ignore_eos=True
+        )
+        (made,) = decode(sides.ours, sides.drafter, [sides.prompts[0]], settings)
+        rounds = round_budget(sides.ours.config, sides.drafter.model.config, dtype, chosen.num_draft_tokens, context)
+        shapes["round"] = (rounds, made.rounds / made.decode_seconds)
+    for name, (budget, rate) in shapes.items():
+        found |= {
+            f"{name}, megabytes": budget.bytes_read / 1e6,
+            f"{name}, megaflop": budget.operations / 1e6,
+            f"{name}, share_of_bandwidth": rate * budget.bytes_read / reading,
+            f"{name}, share_of_operations": rate * budget.operations / computing,
+        }
+    return found
 
 
 def overhead(sides: Sides, temperature: float) -> float:
@@ -177,6 +210,7 @@ def main() -> None:
         for temperature in chosen.temperatures:
             print(f"{dtype}, temperature {temperature:g}", file=sys.stderr)
             figures[f"{dtype}, temperature {temperature:g}"] = measure(sides, temperature)
+            save(chosen.name, chosen, figures, show=False)  # what is measured is not lost
     save(chosen.name, chosen, figures)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from decoding import cuda
-from decoding.budget import forward_budget
+from decoding.budget import forward_budget, round_budget
 from decoding.chain import ChainDrafter
 from decoding.loop import Generation, Settings, decode, start
 from decoding.native import NativeTarget
@@ -34,6 +34,7 @@ class Sizes:
     drafters: dict[str, Shape]
     dtype: torch.dtype
     copy_bytes: int
+    product_side: int
     prompt: int  # tokens
     tokens: int  # new ones of a timed run
     gamma: int
@@ -57,6 +58,7 @@ REAL = Sizes(
     },
     dtype=torch.bfloat16,
     copy_bytes=4 << 30,
+    product_side=8192,
     prompt=64,
     tokens=128,
     gamma=4,
@@ -69,6 +71,7 @@ TOY = Sizes(
     drafters={"1 layer": Shape(1, 32, 4, 48, 4, 8, 64)},
     dtype=torch.float32,
     copy_bytes=1 << 16,
+    product_side=64,
     prompt=8,
     tokens=12,
     gamma=2,
@@ -91,13 +94,16 @@ def seconds(action: Callable[[], Any], device: torch.device, times: int, rounds:
     return median(measured[1:])
 
 
-def bandwidth(sizes: Sizes, device: torch.device) -> dict[str, float]:
-    """Bytes a second of a copy inside the device's memory, and of a sum over it."""
+def limits(sizes: Sizes, device: torch.device) -> dict[str, float]:
+    """Bytes a second of a copy inside the device's memory and of a sum over it, and operations a second of a product of square matrices."""
     source = torch.ones(sizes.copy_bytes // 4, device=device)
     other = torch.empty_like(source)
+    side = sizes.product_side
+    left, right = (torch.ones(side, side, dtype=sizes.dtype, device=device) for _ in range(2))
+    multiplied = 2 * side**3 / seconds(lambda: left @ right, device, sizes.repeats)
     copied = 2 * sizes.copy_bytes / seconds(lambda: other.copy_(source), device, sizes.repeats)
     summed = sizes.copy_bytes / seconds(source.sum, device, sizes.repeats)
-    return {"copy": copied, "sum": summed}
+    return {"copy": copied, "sum": summed, "operations": multiplied}
 
 
 def step_seconds(model: NativeTarget, width: int, context: int, repeats: int) -> float:
@@ -108,8 +114,8 @@ def step_seconds(model: NativeTarget, width: int, context: int, repeats: int) ->
     return seconds(lambda: model.forward(tokens_BN), model.device, repeats)
 
 
-def autoregressive(model: NativeTarget, sizes: Sizes, limit: float) -> dict[str, float]:
-    """Tokens a second of the decode loop and of queued forwards, and the share of the limit that each reaches."""
+def autoregressive(model: NativeTarget, sizes: Sizes, limit: dict[str, float]) -> dict[str, float]:
+    """Tokens a second of the decode loop and of queued forwards, and the shares of the two limits that each reaches."""
     settings = Settings(max_new_tokens=sizes.tokens, ignore_eos=True)
     prompts = [[3] * sizes.prompt]
     decode(model, None, prompts, settings)  # warms up, and records every bucket
@@ -120,14 +126,16 @@ def autoregressive(model: NativeTarget, sizes: Sizes, limit: float) -> dict[str,
     budget = forward_budget(model.config, model.weights.dtype, 1, context)
     return {
         "tokens_per_second": in_loop,
-        "share_of_limit": in_loop * budget.bytes_read / limit,
+        "share_of_limit": in_loop * budget.bytes_read / limit["copy"],
+        "share_of_operations": in_loop * budget.operations / limit["operations"],
         "queued_forwards_per_second": queued,
-        "queued_share_of_limit": queued * budget.bytes_read / limit,
+        "queued_share_of_limit": queued * budget.bytes_read / limit["copy"],
         "megabytes_read": budget.bytes_read / 1e6,
+        "megaflop": budget.operations / 1e6,
     }
 
 
-def rounds(target: NativeTarget, draft_model: NativeTarget, sizes: Sizes) -> dict[str, Any]:
+def rounds(target: NativeTarget, draft_model: NativeTarget, sizes: Sizes, limit: dict[str, float]) -> dict[str, Any]:
     """Whole rounds of a chain: their milliseconds, the parts' on their own, and the share that no part accounts for."""
     gamma, context = sizes.gamma, sizes.prompt + sizes.tokens // 2
     runs, parts = [], []
@@ -141,7 +149,12 @@ def rounds(target: NativeTarget, draft_model: NativeTarget, sizes: Sizes) -> dic
     round_s = median(run.decode_seconds / run.rounds for run in runs)
     draft_s, verify_s, one_s = (median(column) for column in zip(*parts))
     steps = median(run.draft_steps / run.rounds for run in runs)
+    budget = round_budget(target.config, draft_model.config, target.weights.dtype, gamma, context)
     return {
+        "megabytes_read": budget.bytes_read / 1e6,
+        "megaflop": budget.operations / 1e6,
+        "share_of_limit": budget.bytes_read / limit["copy"] / round_s,
+        "share_of_operations": budget.operations / limit["operations"] / round_s,
         "round_ms": 1e3 * round_s,
         "draft_steps": steps,
         "t_draft_ms": 1e3 * draft_s,
@@ -165,16 +178,19 @@ def full_rounds(target: NativeTarget, drafter: ChainDrafter, sizes: Sizes) -> Ge
     return row.generation
 
 
-def widths(target: NativeTarget, sizes: Sizes, context: int) -> dict[str, Any]:
-    """t_target(n) and V(n) after `context` tokens."""
+def widths(target: NativeTarget, sizes: Sizes, context: int, limit: dict[str, float]) -> dict[str, Any]:
+    """t_target(n) and V(n) after `context` tokens, and the share of its time that the longer of the two budgets takes at the limits."""
+    budgets = {n: forward_budget(target.config, target.weights.dtype, n, context) for n in sizes.widths}
+    least = {n: budget.seconds(limit["copy"], limit["operations"]) for n, budget in budgets.items()}
     taken = {n: step_seconds(target, n, context, sizes.repeats) for n in sizes.widths}
     return {
         "t_target_ms": {n: 1e3 * s for n, s in taken.items()},
         "V": {n: s / taken[sizes.widths[0]] for n, s in taken.items()},
+        "share_of_limits": {n: least[n] / s for n, s in taken.items()},
     }
 
 
-def one_execution(weights: Weights, execution: str, sizes: Sizes, limit: float, figures: Any) -> None:
+def one_execution(weights: Weights, execution: str, sizes: Sizes, limit: dict[str, float], figures: Any) -> None:
     """The target and each drafter alone, and rounds of both."""
     device, capacity = str(weights.device), sizes.prompt + sizes.tokens + 2 * sizes.gamma + 2
     target = NativeTarget(weights, "target", None, None, execution)
@@ -189,7 +205,7 @@ def one_execution(weights: Weights, execution: str, sizes: Sizes, limit: float, 
         found = autoregressive(model, sizes, limit)
         found |= {"goal": GOALS["drafter"], "parameters": model.num_parameters}
         figures.add(f"autoregressive, {name}, {execution}", found)
-        figures.add(f"rounds, {name}, {execution}", {**rounds(target, model, sizes), "goal": GOALS["overhead"]})
+        figures.add(f"rounds, {name}, {execution}", {**rounds(target, model, sizes, limit), "goal": GOALS["overhead"]})
         del model
         cuda.release(weights.device)
 
@@ -197,19 +213,19 @@ def one_execution(weights: Weights, execution: str, sizes: Sizes, limit: float, 
 def run(device: str, toy: bool, figures: Any) -> None:
     """All of it."""
     sizes, place = TOY if toy else REAL, torch.device(device)
-    found = bandwidth(sizes, place)
-    figures.add("bandwidth", {**found, "limit": "copy"})
+    found = limits(sizes, place)
+    figures.add("limits", {**found, "of bytes": "copy"})
     weights = random_weights(sizes.target, sizes.dtype, device, sizes.max_length)
     cuda.release(place)
     for execution in ("graph", "eager"):
-        one_execution(weights, execution, sizes, found["copy"], figures)
+        one_execution(weights, execution, sizes, found, figures)
     for execution in ("graph", "eager"):
         target = NativeTarget(weights, "target", None, None, execution)
         target.open(1, sizes.max_length)
         for context in sizes.contexts:
             if figures.in_time(f"V at {context}, {execution}"):
-                figures.add(f"V at {context}, {execution}", widths(target, sizes, context))
+                figures.add(f"V at {context}, {execution}", widths(target, sizes, context, found))
         del target
         cuda.release(place)
     if figures.in_time("compiled"):  # last: it is what a missing compiler would end
-        one_execution(weights, "compiled", sizes, found["copy"], figures)
+        one_execution(weights, "compiled", sizes, found, figures)

@@ -1,17 +1,12 @@
-"""A target in several processes: the logits and the laws of the one in a single process, and what happens when a rank fails.
+"""A target in several parts: the logits of the one in a single process, what a rank reads, and what is refused.
 
-Most shapes run with a thread a rank, over the same sockets; the laws and all failures with real processes.
+A thread a rank, over the same sockets; with real processes: test_parallel_processes.py.
 
 Shapes: B rows, N nodes, V vocabulary, C hidden size.
 """
 
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,23 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding import load
-from decoding.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.linear import can_pack
 from decoding.links import Collectives, Link, Sockets, socket_mesh
-from decoding.loop import Settings, decode
 from decoding.native import NativeTarget
 from decoding.parallel import ParallelTarget, device_beside, processes_of
 from decoding.parallel_rank import Setup, Stage, Summed, join, load_part
-from decoding.self_speculation import SelfSpeculation
 from decoding.shards import Shard, check_divisible, layer_span, read_shard
 from decoding.target import Target, load_target, prefill
-from decoding.worker import RemoteChain, lanes
 
-from .test_laws import models, with_rule
 from .test_targets import ids
-from .tiny import hf_model, native_of, random_prompts
+from .tiny import hf_model, native_of
 
 FAMILIES = {
     "grouped_heads": {"shape": "llama"},
@@ -189,163 +178,12 @@ def test_controls_that_must_fail(family: str, folders: Callable[[str], Path], mo
     assert differ(exercise(Threads(folders(family), "tp", 2)), expected)
 
 
-# ---------------------------------------------------------------------------------------------- real processes
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of the law tests on disk."""
     path = tmp_path_factory.mktemp("target")
     hf_model("llama", layers=2).save_pretrained(path)
     return path
-
-
-@pytest.fixture(scope="module")
-def targets(folder: Path) -> Iterator[Callable[[str], ParallelTarget]]:
-    """The target of a kind over two processes, started once."""
-    made: dict[str, ParallelTarget] = {}
-
-    def target(kind: str) -> ParallelTarget:
-        if kind not in made:
-            made[kind] = start(folder, kind)
-        return made[kind]
-
-    yield target
-    for one in made.values():
-        one.close()
-
-
-def start(folder: Path, kind: str = "tp") -> ParallelTarget:
-    target = load_target(folder, dtype="float64", parallel=kind, processes=2)
-    assert isinstance(target, ParallelTarget)
-    return target
-
-
-by_kind = pytest.mark.parametrize("kind", ["tp", "layers"])
-
-
-@by_kind
-def test_two_processes_give_the_logits_of_one(kind: str, targets: Callable[[str], ParallelTarget]) -> None:
-    whole, target = models()[0], targets(kind)
-    close(exercise(target), exercise(whole))
-    for name in ("vocab_size", "hidden_size", "num_layers", "num_parameters", "max_length", "dtype", "device"):
-        assert getattr(target, name) == getattr(whole, name), name
-    assert target.backend == f"native ({kind} over 2 processes)"
-
-
-@by_kind
-def test_laws_1_and_2_on_a_parallel_target(kind: str, targets: Callable[[str], ParallelTarget]) -> None:
-    whole, _, draft_model = models()
-    for rule in ("greedy", "coupled"):
-        settings = with_rule(rule, max_new_tokens=32, stop_token_ids=(3,))
-        plain = decode(whole, None, random_prompts(12), settings)
-        for drafter in (None, ChainDrafter(model=draft_model)):
-            found = decode(targets(kind), drafter, random_prompts(12), settings)
-            assert [g.tokens for g in found] == [g.tokens for g in plain]
-    assert sum(g.accepted for g in found) > 0
-
-
-def test_pearl_drafts_in_a_worker_beside_the_ranks(targets: Callable[[str], ParallelTarget], folder: Path) -> None:
-    target, settings = targets("tp"), with_rule("greedy", max_new_tokens=24, schedule="pearl_wall")
-    drafter = RemoteChain(folder, dtype="float64", draft_cores=0)
-    found = decode(target, drafter, random_prompts(3), settings)
-    drafter.close()
-    plain = decode(models()[0], None, random_prompts(3), replace(settings, schedule="serial"))
-    assert [g.tokens for g in found] == [g.tokens for g in plain]
-    assert sum(g.accepted for g in found) > 0
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processor cores")
-def test_ranks_share_the_cores_that_the_drafters_worker_leaves(targets: Callable[[str], ParallelTarget]) -> None:
-    target, before = targets("tp"), os.sched_getaffinity(0)
-    cores = sorted(before)[:2]
-    (process,) = target.ranks.processes
-    with lanes(SimpleNamespace(own_cores=cores), target):  # type: ignore[arg-type]
-        target.open(1, 4)  # waits for the rank, and so for the binding
-        assert os.sched_getaffinity(0) == {cores[0]}
-        assert os.sched_getaffinity(process.pid) == {cores[1]}
-    target.open(1, 4)
-    assert os.sched_getaffinity(0) == os.sched_getaffinity(process.pid) == before
-    too_few = lanes(SimpleNamespace(own_cores=cores[:1]), target)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="2 processes, but the drafter's worker leaves them 1 .*draft_cores=0"), too_few:
-        pass
-    assert os.sched_getaffinity(0) == before
-
-
-def test_what_needs_the_targets_own_layers_is_refused(targets: Callable[[str], ParallelTarget]) -> None:
-    with pytest.raises(UserError, match=r"native \(tp over 2 processes\) backend does not offer.*target.parallel=none"):
-        decode(targets("tp"), SelfSpeculation(attention=[1]), [[1, 2]], Settings())
-
-
-def test_a_forward_beyond_the_cache_is_refused_before_any_rank_begins(
-    targets: Callable[[str], ParallelTarget],
-) -> None:
-    target = targets("tp")
-    target.open(1, 4)
-    with pytest.raises(ValueError, match="5 slots are needed, but the cache was opened for 4"):
-        target.forward(ids(1, 5))
-    assert target.forward(ids(1, 4))[0].shape == (1, 4, target.vocab_size)
-
-
-@pytest.mark.parametrize("link", ["sockets", "gloo"])
-def test_a_killed_rank_is_named_at_once(link: str, folder: Path) -> None:
-    target = ParallelTarget(folder, kind="tp", processes=2, dtype=torch.float64, link=link)
-    target.open(1, 8)
-    target.forward(ids(1, 2))
-    (process,) = target.ranks.processes
-    process.send_signal(signal.SIGKILL)
-    began = time.monotonic()
-    for _ in range(2):  # the second time it says so without trying
-        with pytest.raises(UserError, match="rank 1 of the 2 processes of .* was ended by SIGKILL"):
-            target.forward(ids(1, 2))
-    assert time.monotonic() - began < 5
-
-
-def test_an_interrupt_within_a_forward_ends_the_ranks_for_good(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would be out of step: the next forward would meet the sums of this one."""
-    target = start(folder)
-    target.open(1, 8)
-
-    def interrupted(*_: object) -> Tensor:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(target._target, "features", interrupted)
-    before = os.sched_getaffinity(0)
-    bound = lanes(SimpleNamespace(own_cores=sorted(before)[:2] if len(before) > 1 else []), target)  # type: ignore[arg-type]
-    with pytest.raises(KeyboardInterrupt), bound:  # not replaced by what the ranks that are gone would have to say
-        target.forward(ids(1, 2))
-    assert os.sched_getaffinity(0) == before
-    assert all(process.poll() is not None for process in target.ranks.processes)
-    with pytest.raises(UserError, match="Load the target again"):
-        target.forward(ids(1, 2))
-
-
-def test_no_rank_outlives_its_parent(folder: Path) -> None:
-    """However it ends: after its last line, or killed in the midst of it."""
-    script = (
-        "import sys; from decoding.target import load_target\n"
-        f"target = load_target({str(folder)!r}, parallel='tp', processes=2)\n"
-        "print(target.ranks.processes[0].pid, flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", script]
-    parents = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
-    for kill, parent in zip((False, True), parents):
-        assert parent.stdout is not None and parent.stdin is not None
-        rank = int(parent.stdout.readline())
-        assert alive(rank)
-        if kill:
-            parent.kill()
-        parent.stdin.close()
-        assert parent.wait(timeout=60) == (-signal.SIGKILL if kill else 0)
-        deadline = time.monotonic() + 30
-        while alive(rank) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not alive(rank)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 # ---------------------------------------------------------------------------------------------- what is read, and refused
@@ -424,18 +262,6 @@ def test_a_drafter_gets_the_card_after_the_targets_last(monkeypatch: pytest.Monk
         split.devices = devices
         assert device_beside(split) == expected
     assert device_beside(SimpleNamespace(device=torch.device("cuda"))) == "cuda:1"
-
-
-def test_the_front_door_opens_a_parallel_target(tiny_target: Path) -> None:
-    engine = load(tiny_target, "prompt_lookup", parallel="layers", processes=2)
-    assert isinstance(engine.target, ParallelTarget)
-    whole = load(tiny_target)
-    settings = Settings(max_new_tokens=8)
-    prompts: Sequence[Sequence[int]] = [[5, 6, 7, 5, 6]]
-    assert [g.tokens for g in decode(engine.target, engine.drafter, prompts, settings)] == [
-        g.tokens for g in decode(whole.target, None, prompts, settings)
-    ]
-    engine.target.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

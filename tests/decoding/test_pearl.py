@@ -12,6 +12,7 @@ from decoding.loop import Generation, Settings, decode
 from decoding.pearl import Pearl
 from decoding.schedules import VIRTUAL
 
+from .rows import COSTS
 from .test_law_of_distribution import (
     P_LIMIT,
     PROMPT,
@@ -130,8 +131,9 @@ def test_the_ablations_gain_their_closed_forms() -> None:
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
-def test_law_5_ragged_batches_equal_single_rows(rule: str) -> None:
-    settings = with_rule(rule, max_new_tokens=20, stop_token_ids=(3, 4), schedule="pearl_virtual")
+@pytest.mark.parametrize("schedule", BATCHED)
+def test_law_5_ragged_batches_equal_single_rows(schedule: str, rule: str) -> None:
+    settings = with_rule(rule, max_new_tokens=20, stop_token_ids=(3, 4), schedule=schedule)
     target, _, draft_model = models()
     prompts = random_prompts(10, seed=3)
     ids = [40 + i for i in range(len(prompts))]
@@ -148,7 +150,49 @@ def test_law_5_ragged_batches_equal_single_rows(rule: str) -> None:
     assert {g.finish for g in together} == {"stop", "length"}
 
 
-def test_law_5_cache_lengths_after_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("schedule", VIRTUAL)
+def test_law_5_a_stop_token_inside_the_assumed_span_ends_the_row(schedule: str, rule: str) -> None:
+    target, twin, _ = models()
+    free = with_rule(rule, max_new_tokens=30, costs=COSTS)
+    for number, prompt in enumerate(random_prompts(6)):
+        (plain,) = decode(target, None, [prompt], free, request_ids=[number])
+        stop = next(i for i, token in enumerate(plain.tokens) if i >= 6 and token not in plain.tokens[:i])
+        settings = replace(free, num_draft_tokens=4, stop_token_ids=(plain.tokens[stop],), schedule=schedule)
+        (done,) = decode(target, ChainDrafter(model=twin), [prompt], settings, request_ids=[number])
+        assert (done.tokens, done.finish) == (plain.tokens[: stop + 1], "stop")
+        assert done.accepted <= stop + 1, "tokens behind the stop were counted"
+        assert done.accepted > 0
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+def test_law_5_rejects_tokens_behind_a_stop(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Pearl.__init__
+
+    def init(self: Pearl, *args: object) -> None:
+        original(self, *args)  # type: ignore[arg-type]
+        self.stops = frozenset()
+
+    monkeypatch.setattr(Pearl, "__init__", init)
+    with pytest.raises(AssertionError):
+        test_law_5_a_stop_token_inside_the_assumed_span_ends_the_row("pearl_virtual", rule)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("schedule", VIRTUAL)
+def test_law_5_one_token_prompts_and_one_token_outputs(schedule: str, rule: str) -> None:
+    target, _, draft_model = models()
+    drafter = ChainDrafter(model=draft_model)
+    for length in (1, 2, 12):
+        settings = with_rule(rule, max_new_tokens=length, costs=COSTS, schedule=schedule)
+        for prompt in ([7], [9, 4]):
+            (plain,) = decode(target, None, [prompt], settings)
+            (done,) = decode(target, drafter, [prompt], settings)
+            assert (done.tokens, len(done.tokens)) == (plain.tokens, length)
+
+
+@pytest.mark.parametrize("schedule", VIRTUAL)
+def test_law_5_cache_lengths_after_every_round(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = 0
     original = Pearl._settle
 
@@ -158,10 +202,11 @@ def test_law_5_cache_lengths_after_every_round(monkeypatch: pytest.MonkeyPatch) 
         for b in keep:
             assert self.target.lengths_B[b] == len(self.rows[b].sequence) - 1
             seen += 1
+            assert len(self.rows[b].sequence) + len(self.lanes[b].tokens) <= self.rows[b].limit
         return keep
 
     monkeypatch.setattr(Pearl, "_settle", checked)
-    run(random_prompts(8), Settings(max_new_tokens=40, num_draft_tokens=3, schedule="pearl_virtual"))
+    run(random_prompts(8), Settings(max_new_tokens=40, num_draft_tokens=3, schedule=schedule, costs=COSTS))
     assert seen > 100
 
 

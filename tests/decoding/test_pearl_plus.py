@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from decoding.chain import ChainDrafter
+from decoding.drafter import Proposal
 from decoding.errors import UserError
 from decoding.loop import Settings, decode, start
 from decoding.pearl_plus import Acceptance, Choice, PearlPlus, choose, eager_rate, pearl_rate, serial_rate
@@ -53,9 +54,8 @@ def test_laws_1_and_2(regime: str, rule: str) -> None:
     assert regime in modes
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_law_3(regime: str) -> None:
-    """A choice hangs on what was verified, never on what is being drafted, so the distribution stays."""
+def law_of(regime: str) -> float:
+    """The p-value of PEARL+'s first three tokens."""
     target, drafter, counts = target_table(), drafter_of("chain"), {}
     settings = Settings(
         max_new_tokens=5, num_draft_tokens=4, temperature=1.0, costs=REGIMES[regime], schedule="pearl_plus_virtual"
@@ -64,7 +64,54 @@ def test_law_3(regime: str) -> None:
         (generation,) = decode(target, drafter, [PROMPT], settings, request_ids=[request])
         triple = tuple(generation.tokens[:3])
         counts[triple] = counts.get(triple, 0) + 1
-    assert p_value(counts, exact_joint(target, WARPERS["plain"]), 4_000) > P_LIMIT
+    return p_value(counts, exact_joint(target, WARPERS["plain"]), 4_000)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_law_3(regime: str) -> None:
+    """A choice hangs on what was verified, never on what is being drafted, so the distribution stays."""
+    assert law_of(regime) > P_LIMIT
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_law_3_rejects_a_choice_that_drops_what_was_drafted(regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk whose first token is the symbol 0 goes untested: the drafter saw it, so it must not be dropped."""
+    propose = ChainDrafter.propose
+
+    def choosy(self: ChainDrafter, *asked: object) -> Proposal:
+        chunk = propose(self, *asked)  # type: ignore[arg-type]
+        if chunk.tokens_BN.shape[1] and chunk.tokens_BN[0, 0] == 0:
+            return Proposal(chunk.tokens_BN[:, :0], [0], steps=chunk.steps)
+        return chunk
+
+    monkeypatch.setattr(ChainDrafter, "propose", choosy)
+    assert law_of(regime) < P_LIMIT
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
+def test_law_4_a_perfect_drafter_is_never_rejected(rule: str, regime: str) -> None:
+    """Every test passes, so that no cycle ends: gamma tokens a round, or gamma + 1 where all is serial."""
+    target, twin, _ = models()
+    for prompt in random_prompts(4):
+        settings = with_rule(
+            rule, max_new_tokens=64, num_draft_tokens=5, costs=REGIMES[regime], schedule="pearl_plus_virtual"
+        )
+        (done,) = decode(target, ChainDrafter(model=twin), [prompt], settings)
+        assert done.accepted == done.tested > 0
+        assert "0" not in done.trace
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_law_5_the_same_whatever_was_decoded_before(regime: str) -> None:
+    """What a request taught dies with it."""
+    target, _, draft_model = models()
+    settings = with_rule("token", max_new_tokens=40, costs=REGIMES[regime], schedule="pearl_plus_virtual")
+    drafter, (first, second) = ChainDrafter(model=draft_model), random_prompts(2)
+    alone = decode(target, ChainDrafter(model=draft_model), [second], settings, request_ids=[7])[0]
+    decode(target, drafter, [first], settings, request_ids=[3])
+    after = decode(target, drafter, [second], settings, request_ids=[7])[0]
+    assert (after.tokens, after.rounds, after.drafted) == (alone.tokens, alone.rounds, alone.drafted)
 
 
 def simulate(

@@ -17,7 +17,7 @@ from decoding.stopping import RoundCosts
 from decoding.worker import RemoteChain, lanes
 
 from .test_laws import models, with_rule
-from .tiny import hf_model, random_prompts
+from .tiny import VOCABULARY, hf_model, random_prompts
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,26 @@ def test_policies_travel_to_the_worker_and_come_back_wiser(stopping: str, remote
     ]
     fixed = decode(target, remote, random_prompts(4), replace(settings, stopping="fixed"))
     assert [g.drafted for g in there] != [g.drafted for g in fixed]
+
+
+def test_a_repetition_penalty_travels_to_the_worker(remote: RemoteChain, folder: Path) -> None:
+    """Drafts are those of one process, so nothing is accepted less for the distance."""
+    target, _, _ = models()
+    settings = Settings(max_new_tokens=40, num_draft_tokens=4, repetition_penalty=1.4)
+    here = decode(target, ChainDrafter(folder, dtype="float64"), random_prompts(6), settings)
+    there = decode(target, remote, random_prompts(6), settings)
+    assert [(g.tokens, g.accepted_by_depth) for g in there] == [(g.tokens, g.accepted_by_depth) for g in here]
+    without = decode(target, remote, random_prompts(6), replace(settings, repetition_penalty=1.0))
+    assert [g.tokens for g in without] != [g.tokens for g in there]
+
+
+def test_what_the_caller_allows_stays_with_the_caller(remote: RemoteChain) -> None:
+    target, _, _ = models()
+    settings = Settings(
+        max_new_tokens=24, allowed=lambda text: range(text[-1] % 2, VOCABULARY, 2), schedule="pearl_wall"
+    )
+    plain = decode(target, None, random_prompts(4), settings)
+    assert [g.tokens for g in decode(target, remote, random_prompts(4), settings)] == [g.tokens for g in plain]
 
 
 def test_the_clock_is_the_walls(remote: RemoteChain) -> None:

@@ -11,10 +11,11 @@ from decoding.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from decoding.processors import Processors
+from decoding.schedules import VIRTUAL
 
 from .rows import COSTS, ROWS, DrafterRow, Kit
 from .test_law_of_distribution import P_LIMIT, PROMPT, exact_row, p_value, target_table
-from .test_laws import models
+from .test_laws import models, with_rule
 from .tiny import VOCABULARY, hf_model, native_of, random_prompts
 
 CHOSEN = [
@@ -62,14 +63,17 @@ def test_laws_1_and_2(row: DrafterRow, change: str, rule: str) -> None:
             assert all(t in other_thirds([*prompt, *tokens[:i]]) for i, t in enumerate(tokens))
 
 
-@pytest.mark.parametrize("schedule", ["pearl_virtual", "pearl_virtual_wo_post"])
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("schedule", VIRTUAL)
 @pytest.mark.parametrize("change", CHANGES)
-def test_law_1_under_pearls_schedule(schedule: str, change: str) -> None:
+def test_laws_1_and_2_under_overlapped_schedules(schedule: str, change: str, rule: str) -> None:
     target, _, draft_model = models()
-    settings = Settings(max_new_tokens=40, schedule=schedule, **CHANGES[change])
-    plain = decode(target, None, random_prompts(16), settings)
-    drafted = decode(target, ChainDrafter(model=draft_model), random_prompts(16), settings)
-    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    settings = with_rule(rule, max_new_tokens=40, schedule=schedule, costs=COSTS, **CHANGES[change])
+    drafter = ChainDrafter(model=draft_model)
+    for number, prompt in enumerate(random_prompts(6)):
+        (plain,) = decode(target, None, [prompt], settings, request_ids=[number])
+        (drafted,) = decode(target, drafter, [prompt], settings, request_ids=[number])
+        assert drafted.tokens == plain.tokens
 
 
 @pytest.mark.parametrize("change", ["penalty", "allowed"])

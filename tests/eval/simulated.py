@@ -30,6 +30,7 @@ def run_facts(**changes: object) -> RunFacts:
         "top_p": 1.0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
+        "allowed": "",
         "max_new_tokens": 128,
         "backend": "native",
         "dtype": "float32",

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from eval import metrics
-from eval.metrics import Costs
+from eval import metrics, prediction
+from eval.prediction import Costs
 
 FLAT = dict.fromkeys(range(1, 14), 1.0)
 STEEP = {n: 1 + 0.3 * (n - 1) for n in range(1, 14)}
@@ -50,7 +50,7 @@ def test_a_simulated_chain_gives_back_its_alpha_and_its_tau():
     rates = metrics.alpha_by_depth(tested, accepted)
     assert rates == pytest.approx(truth, abs=0.015)
     emitted = rounds + sum(accepted)
-    assert metrics.tau(emitted, rounds) == pytest.approx(metrics.expected_tokens(rates, gamma), rel=1e-12)
+    assert metrics.tau(emitted, rounds) == pytest.approx(prediction.expected_tokens(rates, gamma), rel=1e-12)
 
 
 def test_depths_with_few_tests_do_not_predict():
@@ -62,22 +62,22 @@ def test_depths_with_few_tests_do_not_predict():
 @pytest.mark.parametrize("gamma", [1, 4, 9])
 def test_expected_tokens_has_the_closed_form_at_constant_alpha(alpha, gamma):
     series = sum(alpha**k for k in range(gamma + 1))
-    assert metrics.expected_tokens([alpha] * gamma, gamma) == pytest.approx(series)
-    assert metrics.expected_tokens_iid(alpha, gamma) == pytest.approx(series)
+    assert prediction.expected_tokens([alpha] * gamma, gamma) == pytest.approx(series)
+    assert prediction.expected_tokens_iid(alpha, gamma) == pytest.approx(series)
 
 
 def test_expected_tokens_is_bounded_and_grows_with_gamma_and_alpha():
     for alpha in np.linspace(0, 1, 11):
-        values = [metrics.expected_tokens([alpha], gamma) for gamma in range(1, 9)]
+        values = [prediction.expected_tokens([alpha], gamma) for gamma in range(1, 9)]
         assert values == sorted(values)
         assert all(1 <= value <= gamma + 1 for gamma, value in enumerate(values, start=1))
-    assert metrics.expected_tokens([0.5, 0.5], 2) < metrics.expected_tokens([0.5, 0.6], 2)
+    assert prediction.expected_tokens([0.5, 0.5], 2) < prediction.expected_tokens([0.5, 0.6], 2)
 
 
 def test_depths_beyond_the_measured_take_the_deepest_measured_alpha():
-    assert metrics.survival([0.8, 0.5, None], 4) == pytest.approx([0.8, 0.4, 0.2, 0.1])
+    assert prediction.survival([0.8, 0.5, None], 4) == pytest.approx([0.8, 0.4, 0.2, 0.1])
     with pytest.raises(ValueError, match="depth 1"):
-        metrics.survival([], 2)
+        prediction.survival([], 2)
 
 
 def test_known_best_speedups_of_the_literature():
@@ -88,7 +88,7 @@ def test_known_best_speedups_of_the_literature():
         (0.6, 0.2, 1.40, 2),
         (0.5, 0.1, 1.46, 2),
     ]:
-        best = metrics.best_gamma([alpha], Costs(c, FLAT))
+        best = prediction.best_gamma([alpha], Costs(c, FLAT))
         assert best[0] == gamma
         assert best[1] == pytest.approx(speedup, abs=0.006)
 
@@ -96,20 +96,20 @@ def test_known_best_speedups_of_the_literature():
 def test_some_gamma_helps_exactly_when_alpha_exceeds_c():
     """With V = 1 and no overhead (1 + alpha) / (1 + c) at gamma = 1 is over 1 iff alpha > c; below, no gamma wins."""
     for alpha in (0.1, 0.3, 0.6):
-        assert metrics.verdict([alpha], Costs(alpha - 0.02, FLAT)).helps
-        assert not metrics.verdict([alpha], Costs(alpha + 0.02, FLAT)).helps
+        assert prediction.verdict([alpha], Costs(alpha - 0.02, FLAT)).helps
+        assert not prediction.verdict([alpha], Costs(alpha + 0.02, FLAT)).helps
 
 
 def test_speedup_falls_with_every_cost():
-    base = metrics.predicted_speedup([0.7], 4, Costs(0.1, FLAT))
-    assert metrics.predicted_speedup([0.7], 4, Costs(0.2, FLAT)) < base
-    assert metrics.predicted_speedup([0.7], 4, Costs(0.1, STEEP)) < base
-    assert metrics.predicted_speedup([0.7], 4, Costs(0.1, FLAT, overhead=0.1)) < base
-    assert metrics.predicted_speedup([0.7], 4, Costs(0.1, FLAT, 0.1, baseline_overhead=0.1)) > base * 0.98
+    base = prediction.predicted_speedup([0.7], 4, Costs(0.1, FLAT))
+    assert prediction.predicted_speedup([0.7], 4, Costs(0.2, FLAT)) < base
+    assert prediction.predicted_speedup([0.7], 4, Costs(0.1, STEEP)) < base
+    assert prediction.predicted_speedup([0.7], 4, Costs(0.1, FLAT, overhead=0.1)) < base
+    assert prediction.predicted_speedup([0.7], 4, Costs(0.1, FLAT, 0.1, baseline_overhead=0.1)) > base * 0.98
 
 
 def test_a_steep_verification_moves_the_best_gamma_down():
-    assert metrics.best_gamma([0.8], Costs(0.05, STEEP))[0] < metrics.best_gamma([0.8], Costs(0.05, FLAT))[0]
+    assert prediction.best_gamma([0.8], Costs(0.05, STEEP))[0] < prediction.best_gamma([0.8], Costs(0.05, FLAT))[0]
 
 
 def test_a_one_pass_drafter_pays_once_and_a_silent_one_pays_less():
@@ -126,14 +126,14 @@ def test_costs_are_not_extrapolated():
 
 def test_breakeven_alpha_breaks_even():
     costs = Costs(0.3, STEEP, overhead=0.1, baseline_overhead=0.05)
-    need = metrics.breakeven_alpha(2, costs)
-    assert metrics.predicted_speedup([need], 2, costs) == pytest.approx(1.0)
-    assert metrics.breakeven_alpha(2, Costs(2.0, FLAT)) is None
+    need = prediction.breakeven_alpha(2, costs)
+    assert prediction.predicted_speedup([need], 2, costs) == pytest.approx(1.0)
+    assert prediction.breakeven_alpha(2, Costs(2.0, FLAT)) is None
 
 
 def test_the_verdict_says_which_way_and_why():
-    good, bad = metrics.verdict([0.8], Costs(0.05, FLAT)), metrics.verdict([0.2], Costs(0.6, STEEP))
-    hopeless = metrics.verdict([0.9], Costs(3.0, FLAT))
+    good, bad = prediction.verdict([0.8], Costs(0.05, FLAT)), prediction.verdict([0.2], Costs(0.6, STEEP))
+    hopeless = prediction.verdict([0.9], Costs(3.0, FLAT))
     assert good.helps
     assert good.text.startswith("gamma=8 is best")
     assert not bad.helps
@@ -247,14 +247,14 @@ def test_pearls_closed_form_is_the_mean_of_its_state_machine(alpha: float, gamma
         passed = int(np.argmin(np.append(draw.random(tests) < alpha, False)))
         tokens += passed + (passed < tests)
         post = passed == tests
-    assert metrics.pearl_round(alpha, gamma, costs) == pytest.approx((tokens / rounds, cost / rounds), rel=0.02)
-    assert metrics.pearl_round(1.0, gamma, costs)[0] == pytest.approx(gamma)
+    assert prediction.pearl_round(alpha, gamma, costs) == pytest.approx((tokens / rounds, cost / rounds), rel=0.02)
+    assert prediction.pearl_round(1.0, gamma, costs)[0] == pytest.approx(gamma)
 
 
 def test_pearl_without_overlap_and_at_low_acceptance_loses_to_serial() -> None:
     slow = {"cost_ratio": 0.125, "V": dict.fromkeys(range(1, 20), 1.0)}
-    pearl = metrics.predicted_speedup([0.6], 8, Costs(**slow, overlapped=True))
-    serial = metrics.best_gamma([0.6], Costs(**slow))[1]
+    pearl = prediction.predicted_speedup([0.6], 8, Costs(**slow, overlapped=True))
+    serial = prediction.best_gamma([0.6], Costs(**slow))[1]
     assert pearl / serial == pytest.approx(0.98, abs=0.02)
 
 

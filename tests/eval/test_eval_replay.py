@@ -7,7 +7,7 @@ import pytest
 
 from decoding.chain import ChainDrafter
 from decoding.loop import Generation, Settings, decode
-from eval.metrics import Costs, pearl_round
+from eval.prediction import Costs, pearl_round
 from eval.replay import can_replay, mean_lanes, replayed_speedup, turns
 from tests.decoding.test_laws import models
 from tests.decoding.tiny import random_prompts

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from eval import words
+from eval.duels import duels
 from eval.lossless import judge
 from eval.records import append_records, read_records, stalled
 from eval.report import Provenance, page
@@ -73,6 +74,24 @@ def test_a_prediction_that_fails_is_told_so(rows):
     assert "does not agree" not in words.verdict_line(good)[2]
     off = dataclasses.replace(good, predicted_speedup=1.3 * good.speedup)
     assert f"does not agree with what was measured ({good.speedup:.2f}x)" in words.verdict_line(off)[2]
+
+
+def test_duels_are_paired_by_prompt(rows, records):
+    """The simulation paces prompts alike for all, so a duel is surer than two speedups; the winner's own is the mirror of the second's."""
+    shown = [row for row in rows if row.part == "main" and row.temperature == 1.0]
+    fought = {duel.row.drafter: duel for duel in duels(shown, records)}
+    assert fought.keys() == {row.drafter for row in shown}
+    best = max(shown, key=lambda row: row.tokens_per_second).drafter
+    second = fought[best].rival.drafter
+    assert {duel.rival.drafter for name, duel in fought.items() if name != best} == {best}
+    assert fought[best].ratio.value == pytest.approx(1 / fought[second].ratio.value)
+    for row in shown:
+        duel = fought[row.drafter]
+        assert duel.ratio.value == pytest.approx(row.tokens_per_second / duel.rival.tokens_per_second)
+        assert duel.ratio.low < duel.ratio.value < duel.ratio.high
+    assert duels(shown[:1], records) == []
+    alone = dataclasses.replace(shown[0], schedule="alone")
+    assert duels([alone, shown[1]], records) == [], "a text of another model is no rival"
 
 
 def test_a_drafter_that_loses_is_told_so(rows):

@@ -9,11 +9,15 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from eval.config import BenchmarkConfig, EvalConfig
+from training.config import TargetConfig
+
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}<u>{{ message['content'] }}"
     "{% else %}<a>{% generation %}{{ message['content'] }}</s>{% endgeneration %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
+GAMMAS = (1, 3)
 SPECIAL = ["<unk>", "<s>", "</s>", "<u>", "<a>"]
 
 
@@ -72,3 +76,22 @@ def prompts(path: Path, count: int = 6, turns: int = 1) -> Path:
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
+
+
+def config(home: Path, name: str, **changes: object) -> EvalConfig:
+    """An evaluation of the drafter `shallow` in `home`, into its folder `name`."""
+    values = {
+        "job": "eval.run",
+        "output_dir": str(home / name),
+        "target": TargetConfig(path=str(home / "target"), dtype="float64", device="cpu"),
+        "benchmark": BenchmarkConfig(path=str(home / "prompts.jsonl")),
+        "drafters": [str(home / "shallow")],
+        "sweep": list(GAMMAS),
+        "sweep_prompts": 2,
+        "max_new_tokens": 12,
+        "timing_repeats": 2,
+        "bootstrap_resamples": 50,
+        "stop_at_eos": False,
+        "stopping": "fixed",  # so that counts do not hang on the clock
+    }
+    return EvalConfig(**{**values, **changes})  # type: ignore[arg-type]

@@ -132,3 +132,22 @@ def test_the_shapes_are_the_published_ones() -> None:
     assert round(REAL.target.parameters / 1e6) == 6738
     sizes = [round(shape.parameters / 1e6) for shape in REAL.drafters.values()]
     assert sizes == [290, 543, 796, 1334]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [("train", "needs the project's packages"), ("recurrent", "not there yet"), ("speed", "is unknown")],
+)
+def test_a_part_that_cannot_run_says_why_and_ends_with_an_error(part: str, words: str, tmp_path: Path) -> None:
+    bare = tmp_path / "python"  # a Python that has none of the packages
+    bare.write_text("#!/bin/sh\nexit 1\n")
+    bare.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "scripts/bench/gpu.sh", part],
+        cwd=ROOT,
+        env={**os.environ, "PYTHON": str(bare)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == (2 if part == "speed" else 3)
+    assert words in done.stderr

@@ -1,0 +1,49 @@
+"""Each drafter against the best of the others, prompt by prompt: what the intervals of two speedups cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eval.metrics import Interval, paired_bootstrap
+from eval.records import ALONE, Record
+from eval.schema import Row
+from eval.units import pair_units
+
+
+@dataclass(frozen=True)
+class Duel:
+    """A drafter's tokens a second over its best rival's on the same prompts."""
+
+    row: Row
+    rival: Row
+    ratio: Interval
+
+
+def duels(rows: Sequence[Row], records: Sequence[Record]) -> list[Duel]:
+    """Of rows under one condition: each against the fastest other one, both resampled together by prompt.
+
+    A drafter that writes alone is none of them: its text is not the target's. Fewer than two rows fight no duel.
+    """
+    rivals = sorted((row for row in rows if row.schedule != ALONE), key=lambda row: -row.tokens_per_second)
+    found = []
+    for row in rivals if len(rivals) > 1 else []:
+        rival = rivals[1] if row is rivals[0] else rivals[0]
+        units = pair_units(_of(row, records), _of(rival, records))
+        ratio = paired_bootstrap(
+            [unit.tokens for unit in units],
+            [unit.seconds for unit in units],
+            [unit.base_tokens for unit in units],
+            [unit.base_seconds for unit in units],
+        )
+        found.append(Duel(row, rival, ratio))
+    return found
+
+
+def _of(row: Row, records: Sequence[Record]) -> list[Record]:
+    return [
+        record
+        for record in records
+        if (record.part, record.temperature, record.batch_size, record.drafter, record.num_draft_tokens)
+        == (row.part, row.temperature, row.batch_size, row.drafter, row.num_draft_tokens)
+    ]
