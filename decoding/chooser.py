@@ -17,6 +17,7 @@ from decoding.processors import Processors
 from decoding.sampling import Warper, draw
 
 RULES = ("greedy", "token", "block", "coupled")
+AT_ONCE = 4  # depths whose shared noise is made in one go on a CPU, where eight operations a depth cost more than their arithmetic
 FRESH = ("token", "block")  # rules whose numbers are new in every round
 
 
@@ -40,6 +41,8 @@ class Chooser:
         self._round_keys_B: list[int] = []
         self._positions_B: Sequence[int] = ()
         self._keys_BW = torch.empty(0)
+        self._keys: list[list[int]] = []
+        self._known: dict[int, Tensor] = {}  # position's key -> its noise (vocabulary,), oldest first
         self._race_BWV: Tensor | None = None
 
     def begin(
@@ -52,12 +55,13 @@ class Chooser:
         if self.rule in FRESH:
             self._round_keys_B = [noise.extend(key, number) for key, number in zip(request_keys_B, rounds_B)]
         if self.rule == "coupled":
-            keys = [
+            self._keys = keys = [
                 [noise.signed(noise.extend(request, position + depth)) for depth in range(depths)]
                 for request, position in zip(request_keys_B, positions_B, strict=True)
             ]
             self._keys_BW = cuda.tensor(keys, self.device)
             self._race_BWV = None
+            self._forget(4 * len(keys) * depths)
 
     @property
     def depths(self) -> int:
@@ -138,7 +142,30 @@ class Chooser:
         if depths_BN is not None:
             race_BNV = noise.exponentials(keys_BN[:, :, None], self._scaled_V)
         else:
-            if self._race_BWV is None:  # for the whole round: the drafter's turns and the target's share it
-                self._race_BWV = noise.exponentials(self._keys_BW[:, :, None], self._scaled_V)
-            race_BNV = self._race_BWV[:, first_depth : first_depth + logits_BNV.shape[1]]
+            race_BNV = self._shared(first_depth, logits_BNV.shape[1])
         return (self.warper.probs(logits_BNV) / race_BNV).argmax(-1)
+
+    def _shared(self, first: int, count: int) -> Tensor:
+        """The noise (B, count, V) of a round's depths from `first` on.
+
+        Draft and target meet the same noise, and so does the next round wherever it comes to a position again (what was drafted behind a
+        failure; under an overlapped schedule every chunk): it is made once. A GPU makes a whole round's in one go.
+        """
+        assert self._scaled_V is not None
+        if cuda.runs_ahead(self.device):
+            if self._race_BWV is None:
+                self._race_BWV = noise.exponentials(self._keys_BW[:, :, None], self._scaled_V)
+            return self._race_BWV[:, first : first + count]
+        wanted = [key for row in self._keys for key in row[first : first + count]]
+        if any(key not in self._known for key in wanted):
+            ahead = max(count, AT_ONCE)
+            missing = [key for row in self._keys for key in row[first : first + ahead] if key not in self._known]
+            made_MV = noise.exponentials(torch.tensor(missing)[:, None], self._scaled_V)
+            self._known.update(zip(missing, made_MV))
+        return torch.stack([self._known[key] for key in wanted]).view(len(self._keys), count, -1)
+
+    def _forget(self, most: int) -> None:
+        """Drop the oldest half of the noise when there is more than two rounds can use."""
+        if len(self._known) > most:
+            for key in list(self._known)[: -most // 2]:
+                del self._known[key]

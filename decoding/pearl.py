@@ -59,7 +59,10 @@ class Pearl(Batch):
         chunk, forward = self._both_lanes()
         settled = perf_counter()
         self._steps = chunk.steps if chunk is not None else 0
+        if forward is None and chunk is None:  # a drafter that is at the end of its context has nothing to assume
+            forward = self._verify_lane(fresh=False)
         if forward is None:
+            assert chunk is not None
             self._assume_whole(chunk)
             self._charge(self.rows, perf_counter() - settled)
             return
@@ -109,7 +112,7 @@ class Pearl(Batch):
         budgets_B = [row.stopping.limit(budget) for row, budget in zip(self.rows, budgets_B)]
         if max(budgets_B) == 0:
             return None
-        self.chooser.begin([row.key for row in self.rows], turns_B, [len(c) for c in contexts_B], self.gamma)
+        self.chooser.begin([row.key for row in self.rows], turns_B, [len(c) for c in contexts_B], max(budgets_B))
         return contexts_B, budgets_B, [row.stopping for row in self.rows], self.chooser
 
     def _verify_lane(self, fresh: bool) -> tuple[Tensor, Tensor] | None:
@@ -179,9 +182,8 @@ class Pearl(Batch):
             row.stopping.update(drafted, min(accepted, drafted))
         return self._emit(tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
 
-    def _assume_whole(self, chunk: Proposal | None) -> None:
+    def _assume_whole(self, chunk: Proposal) -> None:
         """Without pre-verify: the row takes its chunk untested; the next round tests all of it."""
-        assert chunk is not None
         for b, (row, lane, tokens) in enumerate(zip(self.rows, self.lanes, _rows_of(chunk))):
             lane.tokens = tokens
             lane.q_AV = None if chunk.q_BNV is None else chunk.q_BNV[b, : len(tokens)]

@@ -24,7 +24,7 @@ from .test_law_of_distribution import (
     target_table,
 )
 from .test_laws import models, with_rule
-from .tiny import random_prompts
+from .tiny import hf_model, native_of, random_prompts
 
 BATCHED = ["pearl_virtual", "pearl_virtual_wo_post"]
 PUBLISHED = [name for name in VIRTUAL if "plus" not in name]
@@ -176,6 +176,17 @@ def test_law_5_rejects_tokens_behind_a_stop(rule: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(Pearl, "__init__", init)
     with pytest.raises(AssertionError):
         test_law_5_a_stop_token_inside_the_assumed_span_ends_the_row("pearl_virtual", rule)
+
+
+@pytest.mark.parametrize("schedule", VIRTUAL)
+def test_law_5_a_drafter_at_the_end_of_its_context_leaves_the_rest_to_the_target(schedule: str) -> None:
+    model = hf_model("llama", layers=2)
+    target, short = native_of(model), native_of(model, noise=0.03, max_length=14)
+    settings = Settings(max_new_tokens=24, num_draft_tokens=3, schedule=schedule, costs=COSTS)
+    for prompt in ([4, 9], [4] * 20):
+        (plain,) = decode(target, None, [prompt], settings)
+        (done,) = decode(target, ChainDrafter(model=short), [prompt], settings)
+        assert done.tokens == plain.tokens
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
