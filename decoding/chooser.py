@@ -18,6 +18,7 @@ from decoding.sampling import Warper, draw
 
 RULES = ("greedy", "token", "block", "coupled")
 AT_ONCE = 4  # depths whose shared noise is made in one go on a CPU, where eight operations a depth cost more than their arithmetic
+MOST_KEPT = 1 << 24  # numbers of shared noise that outlive their round (64 MiB)
 FRESH = ("token", "block")  # rules whose numbers are new in every round
 
 
@@ -61,7 +62,7 @@ class Chooser:
             ]
             self._keys_BW = cuda.tensor(keys, self.device)
             self._race_BWV = None
-            self._forget(4 * len(keys) * depths)
+            self._forget(min(4 * len(keys) * depths, MOST_KEPT // self.vocab_size))
 
     @property
     def depths(self) -> int:
@@ -165,7 +166,7 @@ class Chooser:
         return torch.stack([self._known[key] for key in wanted]).view(len(self._keys), count, -1)
 
     def _forget(self, most: int) -> None:
-        """Drop the oldest half of the noise when there is more than two rounds can use."""
+        """Drop the oldest half of the noise when there is more than a few rounds can use."""
         if len(self._known) > most:
             for key in list(self._known)[: -most // 2]:
                 del self._known[key]

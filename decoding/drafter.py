@@ -24,7 +24,6 @@ class Caps:
     shape: str = "chain"  # or "tree"
     has_q: bool = False  # proposals carry the probabilities that the tokens were drawn from
     needs_hidden: bool = False  # wants the target's hidden states
-    needs_partial: bool = False  # runs the target's own layers
     can_overlap: bool = False  # can draft while the target verifies
     needs_costs: bool = False  # weighs its proposal by the measured costs of a round
     steps: str = "token"  # what t_draft times: one drafted "token", or a whole "round" (trees, one-pass drafters)

@@ -16,17 +16,17 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.chain import ChainDrafter
 from decoding.compatible import check_same_tokenizer, load_tokenizer
+from decoding.costs import measure_costs
 from decoding.drafter import Drafter
 from decoding.errors import UserError
 from decoding.folder import read_config, read_json
-from decoding.loop import Generation, Settings, decode, start, time_parts
+from decoding.loop import Generation, Settings, decode, start
 from decoding.prompt_lookup import PromptLookup
 from decoding.schedules import weighs_costs
 from decoding.stopping import RoundCosts
 from decoding.target import Target, load_target
 
 Messages = Sequence[Mapping[str, str]]
-COST_REPEATS = 3  # times that the parts of a round are timed before the first draft
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ def generate(
 
     A stop string ends the text, which holds it. stream=True returns an iterator over pieces of text, each as soon as its round ends.
     The first call with a drafter times a round's parts, and drafts are then as long as pays here (`stopping="cost_ratio"`). So the same
-    seed gives the same text for as long as the engine lives; with verify="coupled", stopping="fixed" or costs= of yours, always.
+    seed gives the same text for as long as the engine lives; with verify="coupled", stopping="fixed" or costs= of yours, always
+    (schedule="pearl_plus_wall" decides by the clock: there the same text needs verify="coupled").
     """
     known = [one.name for one in fields(Settings)]
     for name in settings:
@@ -144,18 +145,18 @@ def generate(
     chosen = Settings(**{**fixed, **settings})
     weighs = engine.drafter and weighs_costs(engine.drafter.caps, chosen.schedule, chosen.stopping)
     if weighs and chosen.costs is None:
-        chosen = replace(chosen, costs=_costs(engine, prompt))
+        chosen = replace(chosen, costs=_costs(engine, prompt, chosen))
     if stream:
         return _stream(engine, prompt, chosen)
     (result,) = decode(engine.target, engine.drafter, [prompt], chosen)
     return Reply(text_of(engine, result.tokens), result.tokens, result)
 
 
-def _costs(engine: Engine, prompt: Sequence[int]) -> RoundCosts:
-    """The engine's measured costs; some thirty forwards, once."""
+def _costs(engine: Engine, prompt: Sequence[int], chosen: Settings) -> RoundCosts:
+    """The engine's measured costs; some sixty forwards, once."""
     if not engine.costs:
-        times = time_parts(engine.target, engine.drafter, prompt or [0], repeats=COST_REPEATS, warmup=1)
-        engine.costs.append(times.costs)
+        assert engine.drafter is not None
+        engine.costs.append(measure_costs(engine.target, engine.drafter, prompt or [0], chosen))
     return engine.costs[0]
 
 

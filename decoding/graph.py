@@ -49,7 +49,6 @@ class GraphDrafter(RankedTree):
         self._endings: list[tuple[int, ...]] = []
         self._known: list[dict[tuple[int, ...], int]] = []  # ending with a node's token -> the node
         self._merged: list[dict[int, int]] = []  # merged node -> the node that it is one with
-        self.merged_nodes = 0  # of all rounds, for those who want to know whether it pays
 
     def propose(
         self,
@@ -88,7 +87,6 @@ class GraphDrafter(RankedTree):
 
     def _pick(self, seen: Seen, depths_B: list[int]) -> Proposal:
         added = [self._unrolled(seen, b, depth) for b, depth in enumerate(depths_B)]
-        self.merged_nodes += sum(len(nodes) for nodes in added)
         width = max(len(nodes) for nodes in added)
         if width:
             padded = [nodes + [(0, -1, NONE, 0)] * (width - len(nodes)) for nodes in added]

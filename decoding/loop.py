@@ -60,7 +60,7 @@ def start(
         drafter.prepare(target, settings.costs)
     kind = Batch
     if drafter is not None and settings.schedule != "serial":
-        kind = batch_type(settings.schedule, drafter, settings.verify, settings.costs, len(rows))
+        kind = batch_type(settings.schedule, drafter, settings.verify, policy, settings.costs, len(rows))
     batch = kind(target, drafter, rows, settings, on_tokens)
     if rows:
         batch.open()

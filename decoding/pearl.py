@@ -61,6 +61,9 @@ class Pearl(Batch):
         self._steps = chunk.steps if chunk is not None else 0
         if forward is None and chunk is None:  # a drafter that is at the end of its context has nothing to assume
             forward = self._verify_lane(fresh=False)
+            self._target_seconds += perf_counter() - settled
+            self._lanes_seconds += perf_counter() - settled
+            settled = perf_counter()
         if forward is None:
             assert chunk is not None
             self._assume_whole(chunk)
@@ -178,8 +181,6 @@ class Pearl(Batch):
                 lane.q_AV = None if chunk.q_BNV is None else chunk.q_BNV[b, 1 : chunk.counts_B[b]]
         self.target.commit(None, kept_B)
         drafted_B = [0] * len(self.rows) if chunk is None else chunk.counts_B
-        for row, drafted, accepted in zip(self.rows, drafted_B, outcome.accepted_B):
-            row.stopping.update(drafted, min(accepted, drafted))
         return self._emit(tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
 
     def _assume_whole(self, chunk: Proposal) -> None:
@@ -199,7 +200,7 @@ class Pearl(Batch):
             generation.draft_seconds += self._draft_seconds
             generation.target_seconds += self._target_seconds
             generation.draft_steps += self._steps
-            if generation.rounds == 1:
+            if generation.rounds == 1 and not generation.first_token_seconds:
                 generation.first_token_seconds = generation.prefill_seconds + generation.decode_seconds
 
 

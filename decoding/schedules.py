@@ -22,6 +22,7 @@ WALL: dict[str, type[Pearl]] = {
     "pearl_wall_wo_post": PearlWallWithoutPost,
 }
 SCHEDULES = VIRTUAL | WALL
+UNTAUGHT = ("fixed", "confidence")  # policies that learn nothing from a round
 
 
 def usual_stopping(caps: Caps, schedule: str) -> str:
@@ -39,8 +40,10 @@ def weighs_costs(caps: Caps, schedule: str, stopping: str | None) -> bool:
     return policy == "cost_ratio" or caps.needs_costs or "plus" in schedule
 
 
-def batch_type(schedule: str, drafter: Drafter, verify: str, costs: RoundCosts | None, num_rows: int) -> type[Batch]:
-    """The batch that runs a schedule. Raises UserError where drafter, rule, costs or rows do not fit it."""
+def batch_type(
+    schedule: str, drafter: Drafter, verify: str, stopping: str, costs: RoundCosts | None, num_rows: int
+) -> type[Batch]:
+    """The batch that runs a schedule. Raises UserError where drafter, rule, policy, costs or rows do not fit it."""
     if schedule not in SCHEDULES:
         raise UserError(f"schedule '{schedule}' is unknown, expected one of serial, {', '.join(SCHEDULES)}.")
     if not drafter.caps.can_overlap:
@@ -53,6 +56,11 @@ def batch_type(schedule: str, drafter: Drafter, verify: str, costs: RoundCosts |
         )
     if verify == "block":
         raise UserError(f"schedule '{schedule}' tests chunks that go on; take verify=token or coupled, not block.")
+    if stopping not in UNTAUGHT:
+        raise UserError(
+            f"schedule '{schedule}' verifies a chunk while the next one is drafted, which stopping '{stopping}' cannot learn from; "
+            f"take {' or '.join(UNTAUGHT)}."
+        )
     if issubclass(SCHEDULES[schedule], PearlPlus) and costs is None:
         raise UserError(f"schedule '{schedule}' needs measured costs: Settings(costs=time_parts(...).costs).")
     if num_rows > 1 and SCHEDULES[schedule].one_row:

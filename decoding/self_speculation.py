@@ -31,7 +31,7 @@ class SelfSpeculation(ChainDrafter):
     skips: a skips.json, or the folder it lies in; or give `attention` and `mlp`, the layers (from 0) whose sub-layer is skipped.
     """
 
-    caps = Caps(shape="chain", has_q=True, needs_partial=True)
+    caps = Caps(shape="chain", has_q=True)
 
     def __init__(
         self,

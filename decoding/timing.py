@@ -38,11 +38,6 @@ class Parts:
             self.t_draft_ms or 0.0, rising([self.t_target_ms[n + 1] for n in range(len(self.t_target_ms))])
         )
 
-    @property
-    def cost_ratio(self) -> float | None:
-        """c = t_draft / t_target(1)."""
-        return None if self.t_draft_ms is None else self.t_draft_ms / self.t_target_ms[1]
-
 
 def rising(values: Sequence[float]) -> tuple[float, ...]:
     """The rising sequence nearest to `values` in squares (pool adjacent violators; Ayer et al. 1955)."""

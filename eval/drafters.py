@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.errors import InstantiationException
-from hydra.utils import get_class, instantiate
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -23,7 +23,7 @@ from decoding.stopping import NAMES
 from decoding.worker import RemoteChain
 from eval.records import ALONE, CONTROL
 from training.config import TargetConfig
-from training.paths import resolve
+from training.paths import imported, resolve
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,16 @@ def describe(entries: Sequence[Any], target: TargetConfig, control: bool) -> dic
 def _check_keys(name: str, mapping: Mapping[str, Any]) -> None:
     """Raise UserError for a class that is not there, and for a key that neither it nor the loop takes, with the nearest one."""
     try:
-        kind = get_class(str(mapping["_target_"]))
-    except Exception as error:  # whatever the import of a user's module raises
+        kind = imported(str(mapping["_target_"]))
+    except ImportError as error:
         raise UserError(
             f"drafters: {name} wants the class {mapping['_target_']}, which cannot be had: {error}"
         ) from error
     taken = _arguments(kind)
     if taken is None:
         return
+    if kind is ChainDrafter:  # some schedules move it into a worker
+        taken |= _arguments(RemoteChain) or set()
     known = sorted({*taken, *USE} - {"model", "self"})
     for key in mapping:
         if key not in known and key != "_target_":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eval.metrics import Interval, paired_bootstrap
-from eval.records import ALONE, Record
+from eval.records import ALONE, Arm, Condition, Record
 from eval.schema import Row
 from eval.units import pair_units
 
@@ -21,11 +21,12 @@ class Duel:
 
 
 def duels(rows: Sequence[Row], records: Sequence[Record]) -> list[Duel]:
-    """Of rows under one condition: each against the fastest other one, both resampled together by prompt.
+    """Of rows under one condition: each drafter, at its fastest, against the fastest other one, both resampled together by prompt.
 
-    A drafter that writes alone is none of them: its text is not the target's. Fewer than two rows fight no duel.
+    One that writes alone is none of them: its text is not the target's. Fewer than two drafters fight no duel.
     """
-    rivals = sorted((row for row in rows if row.schedule != ALONE), key=lambda row: -row.tokens_per_second)
+    ranked = sorted((row for row in rows if row.schedule != ALONE), key=lambda row: -row.tokens_per_second)
+    rivals = list({row.drafter: row for row in reversed(ranked)}.values())[::-1]
     found = []
     for row in rivals if len(rivals) > 1 else []:
         rival = rivals[1] if row is rivals[0] else rivals[0]
@@ -35,15 +36,12 @@ def duels(rows: Sequence[Row], records: Sequence[Record]) -> list[Duel]:
             [unit.seconds for unit in units],
             [unit.base_tokens for unit in units],
             [unit.base_seconds for unit in units],
+            seed=row.seed,
         )
         found.append(Duel(row, rival, ratio))
     return found
 
 
 def _of(row: Row, records: Sequence[Record]) -> list[Record]:
-    return [
-        record
-        for record in records
-        if (record.part, record.temperature, record.batch_size, record.drafter, record.num_draft_tokens)
-        == (row.part, row.temperature, row.batch_size, row.drafter, row.num_draft_tokens)
-    ]
+    mine = (row.part, Condition(row.temperature, row.batch_size), Arm(row.drafter, row.num_draft_tokens))
+    return [record for record in records if (record.part, record.condition, record.arm) == mine]

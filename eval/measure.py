@@ -41,7 +41,7 @@ class Bench:
     verify: str  # the rule where temperature > 0
     uses: dict[str, Use]  # how the loop uses each drafter
     samples: int = 1  # generations of a prompt where temperature > 0
-    costs: dict[tuple[str, int], RoundCosts] = field(default_factory=dict)  # of (drafter, batch size), frozen first
+    costs: dict[tuple[str, Condition], RoundCosts] = field(default_factory=dict)  # of a drafter, frozen first
 
     def settings_at(self, condition: Condition, arm: Arm) -> Settings:
         """The run's settings for one arm under one condition."""
@@ -51,7 +51,7 @@ class Bench:
             num_draft_tokens=arm.num_draft_tokens,
             verify=self.verify,
             **dataclasses.asdict(self.uses.get(arm.drafter, Use())),
-            costs=self.costs.get((arm.drafter, condition.batch_size)),
+            costs=self.costs.get((arm.drafter, condition)),
         )
 
     def decode(

@@ -11,20 +11,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from decoding.drafter import Drafter
-from decoding.loop import Parts, decode, time_parts
+from decoding.costs import own_cores, rest_of_a_round
+from decoding.loop import Parts, time_parts
 from decoding.schedules import WALL, weighs_costs
 from decoding.stopping import RoundCosts
-from decoding.target import Target
-from decoding.worker import RemoteChain, lanes
-from eval.drafters import Use
 from eval.measure import Bench
-from eval.records import Condition
+from eval.records import Arm, Condition
 from eval.schema import PartTimes
 from training.checkpoint import write_text
 
@@ -79,7 +75,7 @@ def _time(
     warmup: int,
 ) -> Parts:
     drafter = bench.drafters[name]
-    with _own_cores(bench.target, drafter, bench.uses[name]):
+    with own_cores(bench.target, drafter, bench.uses[name].schedule):
         return time_parts(
             bench.target,
             drafter,
@@ -92,56 +88,50 @@ def _time(
         )
 
 
-def _own_cores(target: Target, drafter: Drafter, use: Use) -> AbstractContextManager[None]:
-    """A drafter with cores of its own is timed, and weighed, against a target on the others."""
-    return lanes(drafter, target) if use.schedule in WALL and isinstance(drafter, RemoteChain) else nullcontext()
-
-
-def frozen_costs(bench: Bench, batch_size: int, prompt: Sequence[int], widths: Sequence[int], path: Path) -> None:
+def frozen_costs(
+    bench: Bench, conditions: Sequence[Condition], prompt: Sequence[int], widths: Sequence[int], path: Path
+) -> None:
     """Fill bench.costs for the policies and drafters that weigh costs: from the run folder, or measured and written there first.
 
-    So a run that is taken up again decides as it did before.
+    So a run that is taken up again decides as it did before. The parts are timed once a batch size, the rest of a round under each condition.
     """
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    of_shared: tuple[float, ...] = ()
-    for name, use in bench.uses.items():
-        if not weighs_costs(bench.drafters[name].caps, use.schedule, use.stopping):
-            continue
-        key = f"{name}, batch {batch_size}"
-        if key not in known:
-            shared = use.schedule not in WALL
-            first = not shared or not of_shared
-            costs = _time(bench, name, batch_size, prompt, widths if first else (1,), COST_REPEATS, 3).costs
-            if not first:
-                costs = dataclasses.replace(costs, t_target_ms=of_shared)
-            of_shared = costs.t_target_ms if shared else of_shared
-            costs = dataclasses.replace(costs, overhead_ms=_overhead_ms(bench, name, batch_size, prompt, costs))
-            known[key] = dataclasses.asdict(costs)
-            write_text(path, json.dumps(known, indent=1))
-        entry = known[key]
-        bench.costs[name, batch_size] = RoundCosts(
-            entry["t_draft_ms"], tuple(entry["t_target_ms"]), entry["overhead_ms"]
-        )
-
-
-def _overhead_ms(bench: Bench, name: str, batch_size: int, prompt: Sequence[int], costs: RoundCosts) -> float:
-    """What a serial round of this drafter takes beyond its parts: the median of a few short generations at fixed length."""
-    drafter = bench.drafters[name]
-    settings = dataclasses.replace(
-        bench.settings,
-        max_new_tokens=min(OVERHEAD_TOKENS, bench.settings.max_new_tokens),
-        stopping="fixed",
-        costs=costs,
-        ignore_eos=True,
-    )
-    rest_ms = []
-    with _own_cores(bench.target, drafter, bench.uses[name]):
-        for _ in range(OVERHEAD_RUNS):
-            done = decode(bench.target, drafter, [list(prompt)] * batch_size, settings)[0]
-            parts_ms = done.draft_steps * costs.t_draft_ms
-            parts_ms += done.rounds * costs.target_ms(1 + round(done.verified / done.rounds))
-            rest_ms.append((1000 * done.decode_seconds - parts_ms) / done.rounds)
-    return max(0.0, median(rest_ms))
+    of_shared: dict[int, tuple[float, ...]] = {}
+    timed: dict[tuple[str, int], RoundCosts] = {}
+    for condition in conditions:
+        for name, use in bench.uses.items():
+            drafter, batch_size = bench.drafters[name], condition.batch_size
+            if not weighs_costs(drafter.caps, use.schedule, use.stopping):
+                continue
+            key = f"{name}, {condition.label}"
+            if key not in known:
+                if (name, batch_size) not in timed:
+                    shared = use.schedule not in WALL
+                    first = not shared or batch_size not in of_shared
+                    costs = _time(bench, name, batch_size, prompt, widths if first else (1,), COST_REPEATS, 3).costs
+                    if not first:
+                        costs = dataclasses.replace(costs, t_target_ms=of_shared[batch_size])
+                    elif shared:
+                        of_shared[batch_size] = costs.t_target_ms
+                    timed[name, batch_size] = costs
+                costs = timed[name, batch_size]
+                settings = bench.settings_at(condition, Arm(name, bench.settings.num_draft_tokens))
+                rest_ms = rest_of_a_round(
+                    bench.target,
+                    drafter,
+                    prompt,
+                    settings,
+                    costs,
+                    batch_size=batch_size,
+                    runs=OVERHEAD_RUNS,
+                    tokens=OVERHEAD_TOKENS,
+                )
+                known[key] = dataclasses.asdict(dataclasses.replace(costs, overhead_ms=rest_ms))
+                write_text(path, json.dumps(known, indent=1))
+            entry = known[key]
+            bench.costs[name, condition] = RoundCosts(
+                entry["t_draft_ms"], tuple(entry["t_target_ms"]), entry["overhead_ms"]
+            )
 
 
 def median_parts(slices: Sequence[Slice], drafter: str, condition: Condition, part: str) -> PartTimes:

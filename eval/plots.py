@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from decoding.schedules import SCHEDULES
 from eval.metrics import MIN_TESTS, add_by_depth
 from eval.schema import LOOPING_BELOW, Row
 from eval.units import Unit
@@ -81,6 +82,11 @@ def colours(names: Sequence[str]) -> dict[str, str]:
     return {name: SERIES[index % len(SERIES)] for index, name in enumerate(names)}
 
 
+def _marker(index: int) -> str:
+    """Another one for drafters that share a colour."""
+    return MARKERS[(index + index // len(SERIES)) % len(MARKERS)]
+
+
 def _axes(height: float = 3.0) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(5.2, height))
     return figure, figure.subplots()
@@ -103,7 +109,7 @@ def speedup_by_gamma(rows: Sequence[Row], palette: dict[str, str]) -> str:
             predicted = [np.nan if row.predicted_speedup is None else row.predicted_speedup for row in mine]
             axes.plot(gammas, predicted, color=palette[name], linewidth=1, dashes=(3, 2))
             spread = np.array([speeds - low, high - speeds]).clip(min=0)
-            axes.errorbar(gammas, speeds, spread, color=palette[name], marker=MARKERS[index % 6], elinewidth=1)
+            axes.errorbar(gammas, speeds, spread, color=palette[name], marker=_marker(index), elinewidth=1)
         axes.set_xlabel("draft length gamma")
         axes.set_xticks(sorted({row.num_draft_tokens for row in rows}))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
@@ -125,7 +131,7 @@ def alpha_over_depth(rows: Sequence[Row], palette: dict[str, str]) -> str:
                 depths,
                 [accepted[k - 1] / tested[k - 1] for k in depths],
                 color=palette[name],
-                marker=MARKERS[index % 6],
+                marker=_marker(index),
             )
             deepest = max([deepest, *depths])
         axes.set_ylim(0, 1.02)
@@ -140,8 +146,11 @@ def time_per_token(rows: Sequence[Row]) -> str:
     bars = [("no drafter", 0.0, rows[0].t_target_ms[1], rows[0].baseline_round_ms - rows[0].t_target_ms[1])]
     for row in rows:
         tokens = row.tau or 1.0
-        rest = row.round_ms - row.draft_ms_per_round - row.target_ms_per_round
-        bars.append((row.drafter, row.draft_ms_per_round / tokens, row.target_ms_per_round / tokens, rest / tokens))
+        drafting, target = row.draft_ms_per_round, row.target_ms_per_round
+        if row.schedule in SCHEDULES:  # at the same time: what drafting adds to the target's lane
+            drafting = max(0.0, row.round_ms * (1 - row.overhead) - target)
+        rest = row.round_ms - drafting - target
+        bars.append((row.drafter, drafting / tokens, target / tokens, rest / tokens))
     with rc_context(_STYLE):
         figure, axes = _axes(0.75 + 0.36 * len(bars))
         left = np.zeros(len(bars))
@@ -174,7 +183,7 @@ def prompt_scatter(units_by_name: dict[str, list[Unit]], palette: dict[str, str]
             after = np.array([unit.tokens / unit.seconds for unit in units])
             looping = np.array([np.mean(unit.distinct_4) < LOOPING_BELOW for unit in units])
             style: dict[str, Any] = {
-                "marker": MARKERS[index % 6],
+                "marker": _marker(index),
                 "s": 16,
                 "linewidths": 0.9,
                 "edgecolors": palette[name],

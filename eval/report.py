@@ -85,7 +85,8 @@ def _lead(shown: Sequence[Row]) -> str:
 
 def _headlines(shown: Sequence[Row]) -> str:
     """Under each condition the drafter that does best, of those that are models and ran on the wall's clock; the control stands beside it."""
-    models = [row for row in shown if row.drafter_parameters and row.schedule not in (ALONE, *VIRTUAL)] or list(shown)
+    models = [row for row in shown if row.drafter_parameters and row.schedule not in (ALONE, *VIRTUAL)]
+    models = models or [row for row in shown if row.schedule not in (ALONE, *VIRTUAL)]
     cards = []
     for label in dict.fromkeys(words.condition_label(row) for row in models):
         rivals = [row for row in models if words.condition_label(row) == label]
@@ -166,7 +167,7 @@ def _duels(shown: Sequence[Row], records: Sequence[Record]) -> str:
     if not body:
         return ""
     names = ("drafter", "its best rival", "setting", "tokens/s over the rival's [95 %]")
-    note = '<p class="note">Paired over prompts: both sides of a prompt are resampled together. Output is the same text or the same law.</p>'
+    note = '<p class="note">Paired over prompts: both sides of a prompt are resampled together.</p>'
     return _scroll("".join(f"<th>{name}</th>" for name in names), body) + note
 
 

@@ -6,10 +6,12 @@ What the run folder holds already is not measured again, so a run that was inter
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from decoding.errors import UserError
+from decoding.schedules import SCHEDULES
 from eval.config import EvalConfig
 from eval.measure import measure_unit, samples_at, units_of
 from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, read_slices, time_slice
@@ -42,10 +44,10 @@ class Session:
     def measure(self) -> None:
         """Measure everything that is missing."""
         bench, cfg = self.loaded.bench, self.cfg
-        for batch_size in cfg.batch_sizes:
-            deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
-            weighing = [drafter.width(deepest) for drafter in bench.drafters.values() if drafter.caps.needs_costs]
-            frozen_costs(bench, batch_size, self._prompt, range(1, max([deepest, *weighing]) + 2), self._costs_file)
+        deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
+        weighing = [drafter.width(deepest) for drafter in bench.drafters.values() if drafter.caps.needs_costs]
+        weighed = range(1, max([deepest, *weighing]) + 2)
+        frozen_costs(bench, conditions(cfg), self._prompt, weighed, self._costs_file)
         warm_up(self.loaded, self.cfg)
         with ProgressBar("eval", generations(self.cfg, self.loaded)) as bar:
             progress = _Progress(bar)
@@ -87,7 +89,7 @@ class Session:
         append_slices(self.slices_file, new)
 
     def _chosen_arms(self, condition: Condition) -> list[Arm]:
-        """The arms of the main part: the draft lengths asked for, else each drafter's best by prediction."""
+        """The arms of the main part: the draft lengths asked for, else each drafter's best by prediction (overlapped: by the sweep)."""
         cfg, facts = self.cfg, self.loaded.facts
         names = drafting(self.loaded)
         arms = [Arm(name, 0) for name in facts if name not in names]
@@ -97,10 +99,25 @@ class Session:
             if "plus" in facts[name].schedule:  # it chooses the length itself, up to the longest
                 arms.append(Arm(name, max(cfg.sweep)))
                 continue
+            if (
+                facts[name].schedule in SCHEDULES
+            ):  # its closed form takes acceptance as even: the sweep itself knows better
+                arms.append(Arm(name, self._fastest(name, condition)))
+                continue
             pool = pool_of(name, condition, "sweep", facts[name], self.slices, self.records, cfg.max_new_tokens)
             speedups = {gamma: predicted_speedup(pool.pass_rates, gamma, pool.costs) for gamma in cfg.sweep}
             arms.append(Arm(name, max(speedups, key=lambda gamma: speedups[gamma])))
         return arms
+
+    def _fastest(self, name: str, condition: Condition) -> int:
+        """The draft length with the most tokens a second in the sweep."""
+        tokens: dict[int, int] = defaultdict(int)
+        seconds: dict[int, float] = defaultdict(float)
+        for record in self.records:
+            if (record.part, record.condition, record.drafter) == ("sweep", condition, name):
+                tokens[record.num_draft_tokens] += len(record.tokens)
+                seconds[record.num_draft_tokens] += record.decode_seconds
+        return max(tokens, key=lambda gamma: tokens[gamma] / seconds[gamma])
 
 
 def _complete(have: Sequence[Record], arms: Sequence[Arm]) -> bool:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import get_method
 
 from decoding.compatible import load_tokenizer
 from decoding.drafter import Drafter
@@ -27,7 +26,7 @@ from eval.config import EvalConfig
 from eval.measure import Bench
 from eval.records import BASELINE, Arm, Condition
 from eval.schema import DrafterFacts, RunFacts
-from training.paths import resolve
+from training.paths import imported, resolve
 from training.run_folder import hardware
 
 SAMPLING_RULES = ("token", "block", "coupled")
@@ -149,8 +148,8 @@ def settings_of(cfg: EvalConfig, stop_token_ids: tuple[int, ...], tokenizer: Any
 def _allowed(name: str) -> Callable[[Any], Allowed]:
     """The caller's function of the tokenizer. Raises UserError where there is none of that name."""
     try:
-        return get_method(name)
-    except Exception as error:  # whatever the import of a user's module raises
+        return imported(name)  # type: ignore[no-any-return]
+    except ImportError as error:
         raise UserError(
             f"allowed={name} cannot be had: {error}. Expected package.module.function, a function that takes the tokenizer and returns one from "
             "a text's ids to the ids that may follow."

@@ -21,7 +21,7 @@ DEFINITIONS: dict[str, str] = {
     "c": "cost ratio: time of one draft step over time of one target step.",
     "V": "time of the target forward that checks a whole proposal, over that of one token. It is not 1.",
     "overhead": "share of a round spent outside the models' forward passes. Those are timed by themselves between the generations, so that "
-    "the noise of the clock can bring it a little below zero.",
+    "the noise of the clock can bring it a little below zero; under an overlapped schedule the lanes are timed inside their rounds.",
     "predicted": "speedup that alpha, c, V and overhead give by the formula; where it agrees, they explain the whole.",
     "not looping": f"the speedup on prompts whose continuation does not repeat itself (distinct-4 of at least "
     f"{LOOPING_BELOW}). Loops are easy to guess, so headlines leave them out.",

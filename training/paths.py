@@ -1,6 +1,8 @@
 """Where the embedded default lies: `embedded:NAME` in a configuration is a file or folder of assets/."""
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 from decoding.errors import UserError
 
@@ -26,3 +28,12 @@ def resolve(name: str) -> Path:
             f"{path} does not exist (working folder: {Path.cwd()}); give a file or folder, or embedded:NAME"
         )
     return path
+
+
+def imported(dotted: str) -> Any:
+    """What `package.module.name` names. Raises ImportError in one line where it is not there."""
+    module, _, name = dotted.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the import of a user's module raises
+        raise ImportError(" ".join(f"{type(error).__name__}: {error}".split())) from error

@@ -5,7 +5,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ def options(schema: type[Options]) -> Options:
     return chosen
 
 
-def take_turns(sides: dict[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
     """Each side's figure in every round, the sides in rotated order, so that a drift of the machine hits all of them."""
     names = list(sides)
     figures: dict[str, list[float]] = {name: [] for name in names}

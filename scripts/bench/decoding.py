@@ -22,9 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from decoding.budget import forward_budget, round_budget
+from decoding.budget import Budget, forward_budget, round_budget
 from decoding.chain import ChainDrafter
+from decoding.drafter import Drafter
 from decoding.loop import Settings, decode, time_parts
+from decoding.native import NativeTarget
 from decoding.target import load_target
 from scripts.bench.common import options, per_second, product, ratio, readers, save, take_turns, timed
 from training.chat import render_prompt
@@ -137,32 +139,32 @@ def measure(sides: Sides, temperature: float) -> dict[str, Any]:
         result["speculative"] = ratio(figures, "ours_speculative", "hf_assisted")
         result["speedup_over_ours"] = ratio(figures, "ours_speculative", "ours")
         result["overhead"] = overhead(sides, temperature)
-    result["budgets"] = budgets(sides, medians)
     return result
 
 
-def budgets(sides: Sides, medians: dict[str, float]) -> dict[str, Any]:
+def budgets(sides: Sides) -> dict[str, Any]:
     """What an autoregressive step and a whole round must read and compute, and the shares reached of plain reading and of a plain product.
 
-    Of small models that lie in the cache neither binds: then the calls of single operations do.
+    Greedy, medians over the prompts. Of small models that lie in the cache neither budget binds: then the calls of single operations do.
     """
     chosen, dtype = sides.chosen, dtype_of(sides.dtype)
-    context = len(sides.prompts[0]) + chosen.max_new_tokens // 2
+    assert isinstance(sides.ours, NativeTarget), "the native backend is what is measured here"
+    settings = Settings(max_new_tokens=chosen.max_new_tokens, num_draft_tokens=chosen.num_draft_tokens, ignore_eos=True)
+    context = statistics.median_low([len(prompt) for prompt in sides.prompts]) + chosen.max_new_tokens // 2
     step = forward_budget(sides.ours.config, dtype, 1, context)
     plain = readers(step.weight_bytes, dtype, chosen.device)
     reading = max(size * per_second(action, chosen.device, 20) for action, size in plain.values())
     multiply, operations = product(dtype, chosen.device, 1024)
     computing = operations * per_second(multiply, chosen.device, 3)
     found = {"plain_reading_gigabytes_per_second": reading / 1e9, "product_gigaflop_per_second": computing / 1e9}
-    shapes = {"autoregressive step": (step, medians["ours"])}
+    shapes: dict[str, tuple[Budget, Drafter | None]] = {"autoregressive step": (step, None)}
     if sides.drafter is not None:
-        settings = Settings(
-            max_new_tokens=chosen.max_new_tokens, num_draft_tokens=chosen.num_draft_tokens, ignore_eos=True
-        )
-        (made,) = decode(sides.ours, sides.drafter, [sides.prompts[0]], settings)
-        rounds = round_budget(sides.ours.config, sides.drafter.model.config, dtype, chosen.num_draft_tokens, context)
-        shapes["round"] = (rounds, made.rounds / made.decode_seconds)
-    for name, (budget, rate) in shapes.items():
+        assert isinstance(sides.drafter.model, NativeTarget)
+        draft = sides.drafter.model.config
+        shapes["round"] = round_budget(sides.ours.config, draft, dtype, chosen.num_draft_tokens, context), sides.drafter
+    for name, (budget, drafter) in shapes.items():
+        made = [decode(sides.ours, drafter, [prompt], settings)[0] for prompt in sides.prompts]
+        rate = statistics.median(one.rounds / one.decode_seconds for one in made)
         found |= {
             f"{name}, megabytes": budget.bytes_read / 1e6,
             f"{name}, megaflop": budget.operations / 1e6,
@@ -204,13 +206,14 @@ def main() -> None:
         for p in read_prompts(resolve(chosen.prompts))
     ]
     prompts = [ids for ids in rendered if len(ids) <= 300][: chosen.max_prompts]
-    figures = {}
+    figures: dict[str, Any] = {}
     for dtype in chosen.dtypes:
         sides = Sides(chosen, dtype, prompts)
         for temperature in chosen.temperatures:
             print(f"{dtype}, temperature {temperature:g}", file=sys.stderr)
             figures[f"{dtype}, temperature {temperature:g}"] = measure(sides, temperature)
             save(chosen.name, chosen, figures, show=False)  # what is measured is not lost
+        figures[f"{dtype}, budgets"] = budgets(sides)
     save(chosen.name, chosen, figures)
 
 

@@ -7,14 +7,14 @@
 #   recurrent  not there yet, and no part of all
 #
 # exact and decode import torch, transformers, accelerate, safetensors and numpy alone. Figures: scripts/bench/results/.
-#   DEVICE   cuda (default), cuda:N, or cpu to try the script itself (TOY=true for seconds instead of hours)
+#   DEVICE   cuda (default), cuda:N, or cpu to try exact and decode (TOY=true for seconds instead of hours)
 #   PYTHON   the Python to use
 #   OUT      a folder that gets a copy of the figures
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 device="${DEVICE:-cuda}" python="${PYTHON:-python}" toy="${TOY:-false}"
 
-LIMIT_S=470 # of the part `train`; the others keep their own time
+LIMIT_S=440 # of the part `train`; the others keep their own time
 
 # timed COMMAND...: run it for as long as the part has time left; status 124 says that it had too little
 timed() {

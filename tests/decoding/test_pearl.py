@@ -1,7 +1,9 @@
 """PEARL's schedule under the laws: the same output as serial decoding, the closed forms, and its edges."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -58,10 +60,10 @@ def test_law_2_coupled_output_is_the_targets_own_sample(schedule: str, warper: s
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
 
 
-@pytest.mark.parametrize("gamma", [2, 4])
+@pytest.mark.parametrize(("gamma", "warper"), [(2, "plain"), (4, "plain"), (3, "hot_top_p"), (3, "cold_top_k")])
 @pytest.mark.parametrize("schedule", BATCHED)
-def test_law_3(schedule: str, gamma: int) -> None:
-    assert law_holds(drafter_of("chain"), "token", "plain", 20_000, schedule=schedule, num_draft_tokens=gamma) > P_LIMIT
+def test_law_3(schedule: str, gamma: int, warper: str) -> None:
+    assert law_holds(drafter_of("chain"), "token", warper, 20_000, schedule=schedule, num_draft_tokens=gamma) > P_LIMIT
 
 
 def test_law_3_of_the_schedule_that_runs_one_prompt_at_a_time() -> None:
@@ -78,7 +80,7 @@ def test_law_3_of_the_schedule_that_runs_one_prompt_at_a_time() -> None:
 
 @pytest.mark.long
 def test_law_3_with_many_draws() -> None:
-    assert law_holds(drafter_of("chain"), "token", "plain", 200_000, seed=1, schedule="pearl_virtual") > P_LIMIT
+    assert law_holds(drafter_of("chain"), "token", "plain", 1_000_000, seed=1, schedule="pearl_virtual") > P_LIMIT
 
 
 def test_law_3_rejects_the_uniform_that_the_published_code_uses_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +223,43 @@ def test_law_5_cache_lengths_after_every_round(schedule: str, monkeypatch: pytes
     assert seen > 100
 
 
-def test_the_virtual_clock_charges_the_longer_lane() -> None:
+@pytest.mark.parametrize(("draft_ms", "target_ms"), [(12, 3), (3, 12)])
+def test_the_virtual_clock_hides_the_shorter_lane(
+    draft_ms: int, target_ms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With lanes that sleep: each round costs the longer of them, and what was added up says so."""
+    target, twin, _ = models()
+    drafter = ChainDrafter(model=twin)
+    propose, forward = drafter.propose, target.forward
+
+    def slow(action: Callable[..., Any], milliseconds: int) -> Callable[..., Any]:
+        def act(*given: Any) -> Any:
+            time.sleep(milliseconds / 1000)
+            return action(*given)
+
+        return act
+
+    monkeypatch.setattr(drafter, "propose", slow(propose, draft_ms))
+    monkeypatch.setattr(target, "forward", slow(forward, target_ms))
+    settings = Settings(max_new_tokens=13, num_draft_tokens=4, schedule="pearl_virtual")
+    (done,) = decode(target, drafter, [[4, 5]], settings)
+    both = done.draft_seconds + done.target_seconds
+    assert done.lanes_seconds == pytest.approx(both - done.shorter_seconds)
+    assert done.shorter_seconds >= 0.003 * (done.rounds - 1)
+    assert done.lanes_seconds < both - 0.002 * (done.rounds - 1)
+    assert done.decode_seconds >= done.lanes_seconds >= 0.012 * (done.rounds - 1)
+
+
+@pytest.mark.parametrize("stopping", ["assisted", "cost_ratio"])
+def test_a_policy_that_would_learn_from_the_wrong_chunk_is_refused(stopping: str) -> None:
+    target, twin, _ = models()
+    settings = Settings(schedule="pearl_virtual", stopping=stopping, costs=COSTS)
+    with pytest.raises(UserError, match=f"stopping '{stopping}' cannot learn from; take fixed or confidence"):
+        decode(target, ChainDrafter(model=twin), [[4]], settings)
+    decode(target, ChainDrafter(model=twin), [[4]], replace(settings, stopping="confidence", max_new_tokens=4))
+
+
+def test_the_rest_of_a_round_is_charged_on_top_of_the_longer_lane() -> None:
     batch = object.__new__(Pearl)
     batch.rows = [type("Row", (), {"generation": Generation()})()]  # type: ignore[assignment]
     for draft, target in ((2.0, 3.0), (4.0, 1.0)):

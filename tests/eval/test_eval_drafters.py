@@ -74,7 +74,7 @@ def test_a_key_that_a_drafter_does_not_take_is_named_with_the_nearest_one(home):
         ({"use": shallow, "stoping": "fixed"}, "stoping", "ChainDrafter", "stopping"),
         ({"use": "graph", "folder": shallow, "frontiers": 3}, "frontiers", "GraphDrafter", "frontier"),
         ({"use": "ranked_tree", "folder": shallow, "dtipe": "float32"}, "dtipe", "RankedTree", "dtype"),
-        ({"use": "prompt_lookup", "ngram_max": 3}, "ngram_max", "PromptLookup", "max_ngram"),
+        ({"use": "prompt_lookup", "max_ngrams": 3}, "max_ngrams", "PromptLookup", "max_ngram"),
         (
             {"_target_": "decoding.worker.RemoteChain", "folder": shallow, "cores": 1},
             "cores",
@@ -134,7 +134,7 @@ def test_schedules_and_policies_are_rows_of_one_run(home, tmp_path):
     assert {row.schedule for row in rows if row.drafter == "shallow+pearl_virtual"} == {"pearl_virtual"}
     assert all(row.lossless in ("equal", "ties") for row in rows)
     assert all(0 <= row.overhead < 1 for row in rows if row.schedule == "pearl_virtual")
-    assert set(json.loads((folder / "costs.json").read_text())) == {"shallow, batch 1"}
+    assert set(json.loads((folder / "costs.json").read_text())) == {"shallow, T=0", "shallow, T=1"}
     assert {row.drafter: row.stopping for row in rows} == {**dict.fromkeys(names, "fixed"), "shallow": "cost_ratio"}
 
 
