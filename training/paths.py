@@ -1,4 +1,4 @@
-"""Where the embedded default lies: `embedded:NAME` in a configuration is a file or folder of assets/."""
+"""Things by name: `embedded:NAME` is a file or folder of assets/, `package.module.name` an object."""
 
 import importlib
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 import torch
 
-from decoding.budget import forward_budget
+from decoding.budget import forward_budget, round_budget
 from decoding.native import NativeTarget
 
 from .tiny import VOCABULARY, hf_model, native_of
@@ -47,3 +47,17 @@ def test_the_longer_budget_binds() -> None:
     budget = forward_budget(native_of(hf_model("llama", layers=2)).config, torch.float32, 1, 100)
     assert budget.seconds(1.0, 1e30) == budget.bytes_read
     assert budget.seconds(1e30, 1.0) == budget.operations
+
+
+def test_a_round_is_its_draft_steps_and_one_wide_forward() -> None:
+    target = native_of(hf_model("llama", layers=3)).config
+    drafter = native_of(hf_model("llama", layers=1)).config
+    whole = round_budget(target, drafter, torch.float32, 2, 20)
+    parts = [
+        forward_budget(target, torch.float32, 3, 20),
+        *(forward_budget(drafter, torch.float32, 1, n) for n in (20, 21)),
+    ]
+    for name in ("weight_bytes", "cache_bytes", "operations"):
+        assert getattr(whole, name) == sum(getattr(part, name) for part in parts)
+    assert round_budget(target, None, torch.float32, 0, 20) == forward_budget(target, torch.float32, 1, 20)
+    assert round_budget(target, None, torch.float32, 3, 20) == forward_budget(target, torch.float32, 4, 20)

@@ -190,31 +190,54 @@ def test_overlapped_rows_are_replayed(home):
     assert rows["prompt_lookup"].replayed_speedup is None
 
 
-def test_pearls_suite_runs_every_benchmark_on_any_pair_of_models(home, tmp_path):
+def suite(home, folder, *more):
+    """Run an experiment of PEARL's on the tiny pair of models, at toy size."""
+    given = [
+        f"target.path={home / 'target'}",
+        "target.dtype=float64",
+        "target.device=cpu",
+        f"draft_model={home / 'shallow'}",
+    ]
+    given += [f"benchmark_folder={folder}", "sweep=[]", "num_draft_tokens=[2]", "max_prompts=2", "sweep_prompts=0"]
+    given += [
+        "max_new_tokens=4",
+        "timing_repeats=1",
+        "bootstrap_resamples=50",
+        f"output_dir={folder / 'out'}",
+        "threads=1",
+    ]
+    command = [sys.executable, "-m", "eval.run", *given, *more]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_pearls_comparison_runs_every_benchmark_on_any_pair_of_models(home, tmp_path):
     """Stages that are the called job itself take its overrides, and their own values."""
     for name in ("humaneval", "gsm8k_test"):
         tiny.prompts(tmp_path / f"{name}.jsonl", count=3)
-    given = [
-        *(
-            "+experiment=pearl_comparison",
-            f"target.path={home / 'target'}",
-            "target.dtype=float64",
-            "target.device=cpu",
-        ),
-        *(
-            f"draft_model={home / 'shallow'}",
-            f"benchmark_folder={tmp_path}",
-            "stages=['eval.run:humaneval','eval.run:gsm8k']",
-        ),
-        *("sweep=[]", "num_draft_tokens=[2]", "max_prompts=2", "sweep_prompts=0", "max_new_tokens=4", "samples=2"),
-        *("timing_repeats=1", "bootstrap_resamples=50", f"output_dir={tmp_path / 'out'}", "threads=1"),
-        "drafters=[{use: ${draft_model}, schedule: alone, name: small}, {use: ${draft_model}, schedule: pearl_virtual}]",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "eval.run", *given], cwd=ROOT, capture_output=True, text=True, timeout=300
+    drafters = (
+        "drafters=[{use: ${draft_model}, schedule: alone, name: small}, {use: ${draft_model}, schedule: pearl_virtual}]"
     )
-    assert done.returncode == 0, done.stderr
+    stages = "stages=['eval.run:humaneval','eval.run:gsm8k']"
+    suite(home, tmp_path, "+experiment=pearl_comparison", stages, drafters, "samples=2")
     rows = {name: read_rows(tmp_path / "out" / name / "results.jsonl") for name in ("humaneval", "gsm8k")}
     assert [found[0].benchmark for found in rows.values()] == ["HumanEval", "GSM8K"]
     lengths = [read_records(tmp_path / "out" / name / "records.jsonl")[0].prompt_tokens for name in rows]
     assert lengths[1] == lengths[0] + len("Q: \nA:"), "only GSM8K's prompts stand in a frame"
+
+
+def test_pearls_ablation_has_both_on_both_clocks(home, tmp_path):
+    tiny.prompts(tmp_path / "humaneval.jsonl", count=3)
+    suite(home, tmp_path, "+experiment=pearl_ablation", "stages=['eval.run:humaneval']", "temperatures=[0.0]")
+    rows = read_rows(tmp_path / "out" / "humaneval" / "results.jsonl")
+    found = {row.schedule for row in rows}
+    assert {f"pearl_{clock}{part}" for clock in ("virtual", "wall") for part in ("", "_wo_pre", "_wo_post")} <= found
+    assert {row.lossless for row in rows} == {"equal"}
+
+
+def test_pearls_case_study_shows_who_wrote_what(home, tmp_path):
+    tiny.prompts(tmp_path / "mt_bench.jsonl", count=3)
+    suite(home, tmp_path, "+experiment=pearl_case_study")
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert "Who wrote what" in html
+    assert {row.drafter for row in read_rows(tmp_path / "out" / "results.jsonl")} >= {"sd", "pearl", "pearl+"}

@@ -76,6 +76,30 @@ def test_a_prediction_that_fails_is_told_so(rows):
     assert f"does not agree with what was measured ({good.speedup:.2f}x)" in words.verdict_line(off)[2]
 
 
+def test_a_formula_that_fails_where_the_replay_holds_is_told_apart(rows):
+    good = pick(rows, "simulated-good")
+    off = dataclasses.replace(good, predicted_speedup=1.3 * good.speedup, schedule="pearl_virtual")
+    explained = words.verdict_line(dataclasses.replace(off, replayed_speedup=1.02 * good.speedup))[2]
+    assert "explains what was measured" in explained and "does not agree" not in explained
+    assert "does not agree" in words.verdict_line(dataclasses.replace(off, replayed_speedup=1.4 * good.speedup))[2]
+
+
+def test_policies_that_wait_for_the_device_are_marked_on_a_gpu(rows):
+    good = pick(rows, "simulated-good")
+    on_card = dataclasses.replace(good, device="cuda:0", stopping="entropy")
+    assert words.drafter_label(on_card).startswith("simulated-good, entropy, eager (")
+    for other in (dataclasses.replace(on_card, device="cpu"), dataclasses.replace(on_card, stopping="cost_ratio")):
+        assert "eager" not in words.drafter_label(other)
+
+
+@pytest.mark.parametrize("schedule", ["pearl_virtual", "alone"])
+def test_neither_a_virtual_clock_nor_another_model_makes_a_headline(rows, records, schedule):
+    shown = [row for row in rows if row.drafter != "prompt_lookup"]
+    alone = [dataclasses.replace(row, schedule=schedule) for row in shown]
+    assert '<div class="big' in page(shown, records, PROVENANCE)
+    assert '<div class="big' not in page(alone, records, PROVENANCE)
+
+
 def test_duels_are_paired_by_prompt(rows, records):
     """The simulation paces prompts alike for all, so a duel is surer than two speedups; the winner's own is the mirror of the second's."""
     shown = [row for row in rows if row.part == "main" and row.temperature == 1.0]
@@ -89,6 +113,10 @@ def test_duels_are_paired_by_prompt(rows, records):
         duel = fought[row.drafter]
         assert duel.ratio.value == pytest.approx(row.tokens_per_second / duel.rival.tokens_per_second)
         assert duel.ratio.low < duel.ratio.value < duel.ratio.high
+    longer = dataclasses.replace(shown[0], num_draft_tokens=shown[0].num_draft_tokens + 1, tokens_per_second=1.0)
+    assert {d.row.drafter: d.rival.drafter for d in duels([*shown, longer], records)} == {
+        name: duel.rival.drafter for name, duel in fought.items()
+    }, "a drafter is no rival of itself at another length"
     assert duels(shown[:1], records) == []
     alone = dataclasses.replace(shown[0], schedule="alone")
     assert duels([alone, shown[1]], records) == [], "a text of another model is no rival"
