@@ -20,6 +20,7 @@ from decoding.drafter import Caps
 from decoding.errors import UserError
 from decoding.schedules import SCHEDULES, WALL, usual_stopping
 from decoding.stopping import NAMES
+from decoding.with_lookup import with_lookup
 from decoding.worker import RemoteChain
 from eval.records import ALONE, CONTROL
 from training.config import TargetConfig
@@ -33,6 +34,9 @@ class Use:
     stopping: str | None = None  # None: the drafter's usual one
     stopping_threshold: float | None = None
     schedule: str = "serial"
+    lookup: int | None = (
+        None  # tokens of a match in the row's own text that is copied before the model is asked; None: never
+    )
 
     def __post_init__(self) -> None:
         for key, found, known in (
@@ -41,6 +45,11 @@ class Use:
         ):
             if found is not None and found not in known:
                 raise UserError(f"{key} '{found}' is unknown, expected one of {', '.join(known)}.")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of decoding.loop.Settings among them."""
+        return {"stopping": self.stopping, "stopping_threshold": self.stopping_threshold, "schedule": self.schedule}
 
     def settled(self, caps: Caps) -> Use:
         """With the usual policy of such a drafter where none is named."""
@@ -63,6 +72,7 @@ def describe(entries: Sequence[Any], target: TargetConfig, control: bool) -> dic
         name = str(mapping.get("name") or Path(str(mapping.get("folder", mapping["_target_"]))).name)
         if "name" not in mapping:
             name += "".join(f"+{mapping[key]}" for key in ("schedule", "stopping") if key in mapping)
+            name += "+lookup" * ("lookup" in mapping)
         if name in found:
             raise UserError(
                 f"drafters: two entries are called {name!r}. Give one of them another name, as a mapping: "
@@ -141,6 +151,9 @@ def build(
                 made["_target_"] = "decoding.worker.RemoteChain"
                 if beside and made.get("device") in beside:
                     made["device"] = beside[made["device"]]
+            lookup = uses[name].lookup
+            if lookup is not None:
+                made |= {"_target_": with_lookup(imported(made["_target_"])), "min_match": lookup}
             drafters[name] = instantiate(made)
             if uses[name].schedule == ALONE and not isinstance(drafters[name], ChainDrafter):
                 raise UserError(

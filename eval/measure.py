@@ -50,7 +50,7 @@ class Bench:
             temperature=condition.temperature,
             num_draft_tokens=arm.num_draft_tokens,
             verify=self.verify,
-            **dataclasses.asdict(self.uses.get(arm.drafter, Use())),
+            **self.uses.get(arm.drafter, Use()).settings,
             costs=self.costs.get((arm.drafter, condition)),
         )
 

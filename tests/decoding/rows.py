@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from decoding.chain import ChainDrafter
-from decoding.chain_with_lookup import ChainWithLookup
 from decoding.drafter import Drafter
 from decoding.graph import GraphDrafter
 from decoding.lookahead import Lookahead
@@ -21,6 +20,7 @@ from decoding.self_speculation import SelfSpeculation
 from decoding.stopping import RoundCosts
 from decoding.target import Target
 from decoding.trees import RankedTree, StaticTree
+from decoding.with_lookup import ChainWithLookup, with_lookup
 
 from .oracles import Oracle, OracleTree
 from .tiny import TableTarget
@@ -122,6 +122,23 @@ ROWS = [
         rules=("greedy", "token", "block", "coupled"),
         perfect=lambda kit: ChainWithLookup(model=kit.twin, min_match=1000),
         table=lambda: ChainWithLookup(model=draft_table(), min_match=2),
+    ),
+    DrafterRow(
+        "multi_candidate_with_lookup",
+        make=lambda kit: with_lookup(MultiCandidate)(model=kit.draft_model, branching=(3, 2), min_match=2),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: with_lookup(MultiCandidate)(model=draft_table(), branching=(3, 2), min_match=2),
+    ),
+    DrafterRow(
+        "ranked_tree_with_lookup",
+        make=lambda kit: with_lookup(RankedTree)(model=kit.draft_model, frontier=3, max_nodes=10, min_match=2),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: with_lookup(RankedTree)(model=draft_table(), frontier=3, max_nodes=10, min_match=2),
+    ),
+    DrafterRow(
+        "self_speculation_with_lookup",
+        make=lambda kit: with_lookup(SelfSpeculation)(attention=(1,), mlp=(0,), min_match=2),
+        rules=("greedy", "token", "block", "coupled"),
     ),
     DrafterRow(
         "prompt_lookup",

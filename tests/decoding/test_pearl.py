@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from decoding.chain import ChainDrafter
-from decoding.chain_with_lookup import ChainWithLookup
 from decoding.errors import UserError
 from decoding.loop import Generation, Settings, decode
 from decoding.pearl import Pearl
 from decoding.schedules import VIRTUAL
+from decoding.with_lookup import ChainWithLookup
 
 from .rows import COSTS
 from .test_law_of_distribution import (

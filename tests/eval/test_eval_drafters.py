@@ -92,6 +92,28 @@ def test_a_key_that_a_drafter_does_not_take_is_named_with_the_nearest_one(home):
         describe([{"_target_": "decoding.chain.Chain"}], target, False)
 
 
+def test_lookup_goes_before_any_model_and_no_other(home):
+    target = TargetConfig(path=str(home / "target"), dtype="float64", device="cpu")
+    entries = [{"use": name, "folder": str(home / "shallow"), "lookup": 4} for name in ("graph", "static_tree")]
+    mappings = describe([{"use": str(home / "shallow"), "lookup": 3}, *entries], target, False)
+    made = build(mappings, uses(mappings, Use()), home / "target")
+    assert list(made) == ["shallow+lookup", "graph", "static_tree"]
+    assert {name: (type(one).__name__, one.min_match) for name, one in made.items()} == {
+        "shallow+lookup": ("ChainWithLookup", 3),
+        "graph": ("GraphDrafterWithLookup", 4),
+        "static_tree": ("StaticTreeWithLookup", 4),
+    }
+    for entry in (
+        {"use": "prompt_lookup", "lookup": 3},
+        {"use": "ouroboros", "folder": str(home / "shallow"), "lookup": 3},
+    ):
+        mappings = describe([entry], target, False)
+        with pytest.raises(UserError, match="lookup= goes before a model that drafts chains or trees"):
+            build(mappings, uses(mappings, Use()), home / "target")
+    rows = read_rows(run(config(home, "looked_up", drafters=entries, temperatures=[0.0], sweep=[3])) / "results.jsonl")
+    assert {row.lossless for row in rows} == {"equal"}
+
+
 def even_ids(tokenizer):
     """A function for `allowed`: tokens of even ids, or the end."""
     ids = [*range(0, len(tokenizer), 2), tokenizer.eos_token_id]
