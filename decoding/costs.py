@@ -49,7 +49,11 @@ def rest_of_a_round(
     runs: int,
     tokens: int,
 ) -> float:
-    """Milliseconds that a serial round of fixed length takes beyond its parts: the median over `runs` generations of `tokens` tokens."""
+    """Milliseconds that a serial round of fixed length takes beyond its parts: the median over `runs` generations of `tokens` tokens.
+
+    A machine changes pace from second to second, so each generation is held against parts timed right before it, and the share that it took
+    beyond them is put on the pace of `costs`.
+    """
     brief = replace(
         settings,
         max_new_tokens=min(tokens, settings.max_new_tokens),
@@ -61,9 +65,15 @@ def rest_of_a_round(
     )
     rest_ms = []
     with own_cores(target, drafter, settings.schedule):
+        done = decode(target, drafter, [list(prompt)] * batch_size, brief)[
+            0
+        ]  # warms up, and shows the width of a round
+        width = 1 + round(done.verified / done.rounds)
         for _ in range(runs):
+            now = time_parts(target, drafter, prompt, widths=(width,), batch_size=batch_size, repeats=5, warmup=1)
             done = decode(target, drafter, [list(prompt)] * batch_size, brief)[0]
-            parts_ms = done.draft_steps * costs.t_draft_ms
-            parts_ms += done.rounds * costs.target_ms(1 + round(done.verified / done.rounds))
-            rest_ms.append((1000 * done.decode_seconds - parts_ms) / done.rounds)
+            assert now.t_draft_ms is not None
+            drafted = done.draft_steps / done.rounds
+            share = 1000 * done.decode_seconds / done.rounds / (drafted * now.t_draft_ms + now.t_target_ms[width]) - 1
+            rest_ms.append(share * (drafted * costs.t_draft_ms + costs.target_ms(width)))
     return max(0.0, median(rest_ms))
