@@ -62,6 +62,9 @@ class LookupFirst(ChainDrafter):
             for index, sequence, budget, policy in zip(self._indices, sequences_B, budgets_B, stopping_B, strict=True)
         ]
         copied = point_masses(copied_B, chooser)
+        if self.caps.shape == "tree":  # whatever a row's neighbours draft: on trees every node has noise of its own
+            chain_N = torch.arange(-1, copied.tokens_BN.shape[1] - 1, device=chooser.device)
+            copied.parents_BN = chain_N.expand_as(copied.tokens_BN)
         left_B = [0 if tokens else budget for tokens, budget in zip(copied_B, budgets_B)]
         if max(left_B) == 0:
             return copied
@@ -105,8 +108,9 @@ def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
     )
     if drafted.parents_BN is not None:
         parents_BN = F.pad(drafted.parents_BN, (0, width - drafted.parents_BN.shape[1]), value=-1)
-        chain_N = torch.arange(-1, width - 1, device=chooser.device)
-        merged.parents_BN = torch.where(is_copied_B1, chain_N, parents_BN)
+        assert copied.parents_BN is not None
+        chain_BN = F.pad(copied.parents_BN, (0, width - copied.parents_BN.shape[1]), value=-1)
+        merged.parents_BN = torch.where(is_copied_B1, chain_BN, parents_BN)
     if drafted.q_BNV is not None:
         q_BNV = F.pad(drafted.q_BNV, (0, 0, 0, width - drafted.q_BNV.shape[1]))
         masses_BNV = torch.zeros_like(q_BNV).scatter_(-1, merged.tokens_BN[:, :, None], 1.0)

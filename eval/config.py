@@ -56,6 +56,7 @@ class EvalConfig(JobConfig):
     batch_sizes: list[int] = field(default_factory=lambda: [1])  # prompts decoded together
     max_prompts: int = 64  # prompts taken from the benchmark, the sweep's included; 0: all
     samples: int = 1  # generations of every prompt where temperature > 0, each with noise of its own
+    repeats: int = 1  # times that every generation is run; the fastest counts, for noisy machines
     max_new_tokens: int = 128  # a generation ends here or at a stop token
     stop_at_eos: bool = True  # false: always max_new_tokens, for timing alone
     timing_repeats: int = 3  # times that each part is timed in a slice, between units all through the run

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from decoding.chain import ChainDrafter
 from decoding.compatible import check_same_tokenizer
-from decoding.drafter import Caps
+from decoding.drafter import Caps, Drafter
 from decoding.errors import UserError
 from decoding.schedules import SCHEDULES, WALL, usual_stopping
 from decoding.stopping import NAMES
@@ -153,7 +153,7 @@ def build(
                     made["device"] = beside[made["device"]]
             lookup = uses[name].lookup
             if lookup is not None:
-                made |= {"_target_": with_lookup(imported(made["_target_"])), "min_match": lookup}
+                made |= {"_target_": "eval.drafters.looked_up", "kind": made["_target_"], "min_match": lookup}
             drafters[name] = instantiate(made)
             if uses[name].schedule == ALONE and not isinstance(drafters[name], ChainDrafter):
                 raise UserError(
@@ -165,6 +165,11 @@ def build(
                 raise error.__cause__ from None
             raise UserError(f"drafters: {name} could not be made from {mapping}: {error.__cause__ or error}") from error
     return drafters
+
+
+def looked_up(kind: str, **named: Any) -> Drafter:
+    """A drafter of this class with suffix lookup before it; named: what the two take."""
+    return with_lookup(imported(kind))(**named)
 
 
 def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:

@@ -26,7 +26,10 @@ def duels(rows: Sequence[Row], records: Sequence[Record]) -> list[Duel]:
     One that writes alone is none of them: its text is not the target's. Fewer than two drafters fight no duel.
     """
     ranked = sorted((row for row in rows if row.schedule != ALONE), key=lambda row: -row.tokens_per_second)
-    rivals = list({row.drafter: row for row in reversed(ranked)}.values())[::-1]
+    fastest: dict[str, Row] = {}
+    for row in ranked:
+        fastest.setdefault(row.drafter, row)
+    rivals = list(fastest.values())
     found = []
     for row in rivals if len(rivals) > 1 else []:
         rival = rivals[1] if row is rivals[0] else rivals[0]

@@ -31,6 +31,7 @@ class Provenance:
     prompt_file: str
     revision: str
     unmeasured: list[str]  # sentences
+    repeats: int = 1  # times that every generation was run
     texts: list[Text] = field(default_factory=list)  # shown token by token
 
 
@@ -273,7 +274,8 @@ def _provenance(shown: Sequence[Row], provenance: Provenance, records: Sequence[
             "stalls": f"{again} units were measured again, as a round of theirs took {STALL:g} times its usual"
             if again
             else "none",
-            "order": "baseline and drafters take every prompt one after the other, in an order that rotates",
+            "order": "baseline and drafters take every prompt one after the other, in an order that rotates"
+            + (f"; each {provenance.repeats} times, of which the fastest counts" if provenance.repeats > 1 else ""),
             "t_target in ms": f"{timed} (new tokens: milliseconds, at a context of {first.context} tokens)",
             "t_draft in ms": "; ".join(f"{row.drafter}: {row.t_draft_ms:.3f}" for row in shown if _same(row, first)),
             "distinct-4": ", ".join(f"{row.distinct_4:.2f} at T={row.temperature:g}" for row in _one_each(shown)),

@@ -121,6 +121,7 @@ def _provenance(
         prompt_file=loaded.prompt_file.name,
         revision=manifest["git_revision"],
         unmeasured=missing,
+        repeats=cfg.repeats,
         texts=_texts(cfg, loaded, records),
     )
 

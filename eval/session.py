@@ -13,7 +13,7 @@ from pathlib import Path
 from decoding.errors import UserError
 from decoding.schedules import SCHEDULES
 from eval.config import EvalConfig
-from eval.measure import measure_unit, samples_at, units_of
+from eval.measure import measure_unit, runs_at, units_of
 from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, read_slices, time_slice
 from eval.prediction import predicted_speedup
 from eval.records import ALONE, BASELINE, Arm, Condition, Record, append_records, read_records, stalled, write_records
@@ -64,7 +64,7 @@ class Session:
             place = (condition, part, unit)
             have = [record for record in self.records if (record.condition, record.part, record.unit) == place]
             if _complete(have, arms):
-                progress.skip(samples_at(self.loaded.bench, condition) * (len(arms) + 1))
+                progress.skip(runs_at(self.loaded.bench, condition) * (len(arms) + 1))
                 continue
             # A unit that a killed run wrote in part is measured again as a whole: its pairs must be neighbours in time.
             if have:
@@ -78,7 +78,7 @@ class Session:
                 new = [dataclasses.replace(record, attempt=attempt) for record in new]
                 if attempt == ATTEMPTS or not stalled(new, before):
                     break
-                progress.skip(-samples_at(self.loaded.bench, condition) * (len(arms) + 1))
+                progress.skip(-runs_at(self.loaded.bench, condition) * (len(arms) + 1))
             self.records += new
             append_records(self.records_file, new)
 
@@ -159,7 +159,7 @@ def generations(cfg: EvalConfig, loaded: Loaded) -> int:
         drafters, lengths = len(drafting(loaded)), max(len(cfg.num_draft_tokens), 1)
         alone = len(loaded.facts) - drafters
         arms = len(sweep) * (1 + drafters * len(cfg.sweep)) + len(main) * (1 + alone + drafters * lengths)
-        total += samples_at(loaded.bench, condition) * arms
+        total += runs_at(loaded.bench, condition) * arms
     return total
 
 

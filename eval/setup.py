@@ -51,6 +51,7 @@ def check(cfg: EvalConfig) -> None:
         ("num_draft_tokens", cfg.num_draft_tokens, min(cfg.num_draft_tokens, default=1) >= 1, "numbers from 1 up"),
         ("sweep", cfg.sweep, min(cfg.sweep, default=1) >= 1, "numbers from 1 up, or [] for no sweep"),
         ("samples", cfg.samples, cfg.samples >= 1, "1 or more"),
+        ("repeats", cfg.repeats, cfg.repeats >= 1, "1 or more"),
         ("max_new_tokens", cfg.max_new_tokens, cfg.max_new_tokens >= 2, "2 or more: one token leaves nothing to draft"),
         ("verify", cfg.verify, cfg.verify in SAMPLING_RULES, _one_of(SAMPLING_RULES)),
         ("target.execution", cfg.target.execution, cfg.target.execution in ("", *EXECUTIONS), _one_of(EXECUTIONS)),
@@ -116,7 +117,7 @@ def load(cfg: EvalConfig) -> Loaded:
     facts = {name: facts_of(name, drafter, uses[name]) for name, drafter in drafters.items()}
     inputs = [folder, prompt_file, *(Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping)]
     settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
-    bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples)
+    bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats)
     return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs)
 
 

@@ -10,7 +10,7 @@ from decoding.target import load_target
 from eval.benchmarks import load_benchmark
 from eval.config import BenchmarkConfig
 from eval.drafters import Use, build, describe, uses
-from eval.measure import choice_scores, rotate, top_two_gap
+from eval.measure import Bench, choice_scores, rotate, top_two_gap
 from eval.records import BASELINE, Arm, read_records
 from eval.run import run
 from eval.schema import read_rows
@@ -132,6 +132,29 @@ def test_a_wrong_output_ends_with_an_error_after_the_report(home, monkeypatch):
     assert row.lossless == "differs"
     assert "token 5" in row.lossless_detail
     assert "NOT LOSSLESS" in (home / "wrong" / "report.html").read_text()
+
+
+def test_of_repeated_generations_the_fastest_counts(home, monkeypatch):
+    """Whatever runs for the first time is slowed down, and not kept."""
+    real, calls = Bench.decode, []
+
+    def slow_at_first(self, condition, arm, prompts, requests):
+        rows = real(self, condition, arm, prompts, requests)
+        if (arm, requests) not in calls:
+            for row in rows:
+                row.decode_seconds += 5.0
+        calls.append((arm, requests))
+        return rows
+
+    monkeypatch.setattr("eval.session.ATTEMPTS", 1)
+    monkeypatch.setattr("eval.session.warm_up", lambda *_: None)
+    monkeypatch.setattr(Bench, "decode", slow_at_first)
+    folder = run(config(home, "repeated", repeats=2, temperatures=[0.0], drafters=[str(home / "shallow")]))
+    records = read_records(folder / "records.jsonl")
+    assert len(records) == 2 * 5 + 3 * 3  # units x arms, of the sweep and of the main part
+    assert len(calls) == 2 * len(records)
+    assert max(record.decode_seconds for record in records) < 5.0
+    assert "each 2 times, of which the fastest counts" in (folder / "report.html").read_text()
 
 
 def test_coupled_sampling_is_compared_token_by_token(home):
