@@ -5,7 +5,7 @@ Shapes: B rows, N new tokens (nodes), L tokens of an accepted path, V vocabulary
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -128,12 +128,7 @@ def load_target(
     if backend not in BACKENDS:
         raise UserError(f"backend '{backend}' is unknown, expected one of {', '.join(BACKENDS)}.")
     count = processes_of(parallel, processes, backend, device)
-    if execution is not None and (backend != "native" or execution not in EXECUTIONS):
-        raise UserError(f"execution '{execution}': expected one of {', '.join(EXECUTIONS)}, with backend=native.")
-    if count > 1 and execution not in (None, "eager"):
-        raise UserError(
-            f"execution '{execution}': a target over several processes runs eager; its sums are not recorded."
-        )
+    _check_execution(execution, backend, count)
     context = config.get("max_position_embeddings") or config.get("n_positions")
     if max_length is not None and context is not None and max_length > context:
         raise UserError(f"{folder}: max_length {max_length} is more than the model's context of {context} tokens.")
@@ -141,32 +136,32 @@ def load_target(
     target: NativeTarget | HFTarget | ParallelTarget
     if backend == "hf":
         target = HFTarget.from_folder(folder, name, DTYPES[dtype], device, max_length, trust_remote_code)
+    elif config["model_type"] not in FAMILIES:
+        raise UserError(
+            f"{folder}: model_type '{config['model_type']}' is not one of the native backend's "
+            f"({', '.join(FAMILIES)}). Use backend=hf for other decoder-only full-attention models."
+        )
     else:
-        if config["model_type"] not in FAMILIES:
-            raise UserError(
-                f"{folder}: model_type '{config['model_type']}' is not one of the native backend's "
-                f"({', '.join(FAMILIES)}). Use backend=hf for other decoder-only full-attention models."
-            )
+        place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device, "max_length": max_length}
         try:
             if count > 1:
-                target = ParallelTarget(
-                    folder, kind=parallel, processes=count, dtype=DTYPES[dtype], device=device, max_length=max_length
-                )
+                target = ParallelTarget(folder, kind=parallel, processes=count, **place)
             else:
-                target = NativeTarget.from_state(
-                    config,
-                    load_state(folder),
-                    name=name,
-                    dtype=DTYPES[dtype],
-                    device=device,
-                    max_length=max_length,
-                    execution=execution,
-                )
+                target = NativeTarget.from_state(config, load_state(folder), name=name, execution=execution, **place)
         except UserError as error:
             raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from error
     if batch_size is not None:
         target.open(batch_size)
     return target
+
+
+def _check_execution(execution: str | None, backend: str, processes: int) -> None:
+    if execution is not None and (backend != "native" or execution not in EXECUTIONS):
+        raise UserError(f"execution '{execution}': expected one of {', '.join(EXECUTIONS)}, with backend=native.")
+    if processes > 1 and execution not in (None, "eager"):
+        raise UserError(
+            f"execution '{execution}': a target over several processes runs eager; its sums are not recorded."
+        )
 
 
 PREFILL_CHUNK = 512  # tokens a row that a prefill forward takes at once, to bound memory
