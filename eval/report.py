@@ -164,7 +164,7 @@ def _duels(shown: Sequence[Row], records: Sequence[Record]) -> str:
     for label in dict.fromkeys(words.condition_label(row) for row in shown):
         for duel in duels([row for row in shown if words.condition_label(row) == label], records):
             spread = words.with_interval(duel.ratio.value, duel.ratio.low, duel.ratio.high)
-            body.append(_tr([words.drafter_label(duel.row), words.drafter_label(duel.rival), label, spread]))
+            body.append(_tr([duel.row.drafter, duel.rival.drafter, label, spread]))
     if not body:
         return ""
     names = ("drafter", "its best rival", "setting", "tokens/s over the rival's [95 %]")
