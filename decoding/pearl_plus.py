@@ -140,7 +140,7 @@ class PearlPlus(Pearl):
             self.pre_verify, self.post_verify = choice.mode == "pearl", choice.mode != "serial"
             self._fresh = True
         # A cycle keeps its schedule, but each chunk is as long as pays now: a run of accepted tokens lengthens them.
-        self.chunk = choices[self.chosen[-1].mode].gamma
+        self._ask_for(choices[self.chosen[-1].mode].gamma)
         generation = self.rows[0].generation
         passed, tested = generation.accepted, generation.tested
         super().round()
@@ -152,6 +152,10 @@ class PearlPlus(Pearl):
             self.overall.add(passed, tested)
             self.first.add(min(passed, firsts), firsts)
             self.next.add(passed - min(passed, firsts), tested - firsts)
+
+    def _ask_for(self, gamma: int) -> None:
+        """The next chunk."""
+        self.chunk = gamma
 
     def _choices(self) -> dict[str, Choice]:
         """What each schedule promises this request now."""
@@ -166,6 +170,10 @@ class PearlPlus(Pearl):
 class PearlPlusWall(PearlPlus, PearlWall):
     """The same with the drafter in a worker: the overlap is what this request has measured so far.
 
+    A chunk that is drafted while the target verifies goes on past the length that promises most, for as long as the target is not done: those
+    tokens are free. So chunks end by the clock, which greedy and coupled outputs do not see; token verification keeps the chosen length, and
+    with it the same text for the same seed and the same choices.
+
     Where worker and target have cores of their own, they keep them in serial cycles too: changing threads costs more than such a cycle gains.
     """
 
@@ -173,6 +181,12 @@ class PearlPlusWall(PearlPlus, PearlWall):
 
     def _measured_overlap(self) -> float:
         return max(0.0, self._hidden / self._shorter) if self._shorter else self.overlap
+
+    def _ask_for(self, gamma: int) -> None:
+        """At least gamma tokens, and more while the target is busy anyway."""
+        beside_target = self.pre_verify or bool(self.lanes[0].tokens)
+        goes_on = beside_target and self.post_verify and self.chooser.rule in ("greedy", "coupled")
+        self.chunk, self.least = (None, gamma) if goes_on else (gamma, None)
 
     def open(self) -> None:
         """As PEARL on the wall."""

@@ -21,6 +21,10 @@ from decoding.worker import RemoteChain, lanes
 class PearlWall(Pearl):
     """The rows of a batch under PEARL's schedule, with a drafter in a worker."""
 
+    least: int | None = (
+        None  # tokens after which the drafter goes on until the target is done; None: the chunk is as asked
+    )
+
     def open(self) -> None:
         """As on the virtual clock, bound to this process's own cores until `close`."""
         assert isinstance(self.drafter, RemoteChain)
@@ -38,10 +42,12 @@ class PearlWall(Pearl):
         began = perf_counter()
         request = self._request()
         if request is not None:
-            self.drafter.begin(*request)
+            self.drafter.begin(*request, least=self.least)
         forward = self._verify_lane(fresh=request is not None)
         if forward is not None:
             cuda.synchronize(self.target.device)
+        if request is not None and self.least is not None:
+            self.drafter.enough()
         self._target_seconds = perf_counter() - began if forward is not None else 0.0
         chunk = self.drafter.finish() if request is not None else None
         self._draft_seconds = self.drafter.worker_seconds if request is not None else 0.0

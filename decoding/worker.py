@@ -94,16 +94,23 @@ class RemoteChain:
         budgets_B: Sequence[int],
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
+        least: int | None = None,
     ) -> None:
         """Ask for a chain for each row; `finish` waits for it. The policies travel there and come back with what they saw.
+
+        least: in place of the policies, draft that many tokens and then go on, within the budgets, until `enough` is said; it must be, once.
 
         So does the repetition penalty; the caller's `allowed` stays here, and a token that it forbids is drafted in vain.
         """
         sequences_B = [list(sequence) for sequence in sequences_B]
         penalty = chooser.processors.repetition_penalty if chooser.processors is not None else 1.0
-        asked = (sequences_B, list(budgets_B), list(stopping_B), chooser.spec, chooser.begun, penalty)
+        asked = (sequences_B, list(budgets_B), list(stopping_B), chooser.spec, chooser.begun, penalty, least)
         self._pipe.send(("propose", asked))
         self._device, self._asked_B = chooser.device, stopping_B
+
+    def enough(self) -> None:
+        """Have the worker end the chain that it is drafting."""
+        self._pipe.send(("enough", ()))  # nothing to wait for
 
     def finish(self) -> Proposal:
         """The chains that `begin` asked for."""

@@ -16,14 +16,24 @@ from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.errors import UserError
 from decoding.processors import make_processors
-from decoding.stopping import Stopping
+from decoding.stopping import Fixed, Sign, Stopping
+
+
+class _UntilTold(Fixed):
+    """Some tokens, and then more for as long as the other end says nothing."""
+
+    def __init__(self, least: int, pipe: Connection) -> None:
+        self._least, self._pipe = least, pipe
+
+    def more(self, depth: int, sign: Sign | None) -> bool:
+        return depth < self._least or not self._pipe.poll()
 
 
 class _Worker:
     """What answers in the worker process."""
 
-    def __init__(self, folder: str, named: dict[str, Any]) -> None:
-        self.drafter = ChainDrafter(folder, **named)
+    def __init__(self, folder: str, named: dict[str, Any], pipe: Connection) -> None:
+        self.drafter, self._pipe = ChainDrafter(folder, **named), pipe
         self._choosers: dict[Any, Chooser] = {}
 
     def about(self) -> dict[str, Any]:
@@ -41,6 +51,7 @@ class _Worker:
         spec: Any,
         begun: Any,
         repetition_penalty: float,
+        least: int | None,
     ) -> Any:
         began = perf_counter()
         if spec not in self._choosers:
@@ -49,7 +60,8 @@ class _Worker:
         chooser = self._choosers[spec]
         chooser.processors = make_processors(repetition_penalty, None)
         chooser.begin(*begun)
-        chunk = self.drafter.propose(sequences_B, budgets_B, stopping_B, chooser)
+        ends_B = stopping_B if least is None else [_UntilTold(least, self._pipe)] * len(stopping_B)
+        chunk = self.drafter.propose(sequences_B, budgets_B, ends_B, chooser)
         q = None if chunk.q_BNV is None else chunk.q_BNV.cpu().numpy()
         q_bytes, dtype = (None, "") if q is None else (q.tobytes(), q.dtype.str)
         seconds = perf_counter() - began
@@ -64,12 +76,13 @@ def serve(pipe: Connection) -> None:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
     try:
-        worker = _Worker(folder, named)
+        worker = _Worker(folder, named, pipe)
     except UserError as error:
         pipe.send(("error", str(error)))
         return
     pipe.send(("value", worker.about()))
     silent: dict[str, Callable[..., Any]] = {"rollback": worker.drafter.rollback, "select": worker.drafter.select}
+    silent["enough"] = lambda: None  # the chain that it was meant for is answered already
     answers: dict[str, Callable[..., Any]] = {
         "open": worker.open,
         "propose": worker.propose,

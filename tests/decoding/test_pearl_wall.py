@@ -2,18 +2,22 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from decoding.chain import ChainDrafter
+from decoding.chooser import Chooser
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
+from decoding.sampling import Warper
 from decoding.schedules import WALL
-from decoding.stopping import RoundCosts
+from decoding.stopping import Fixed, RoundCosts
 from decoding.worker import RemoteChain, lanes
 
 from .test_laws import models, with_rule
@@ -136,6 +140,48 @@ def test_errors_of_the_worker_reach_the_caller(folder: Path, tmp_path: Path) -> 
     drafter._process.send_signal(signal.SIGKILL)
     with pytest.raises(UserError, match="the drafter's worker ended with status -9"):
         decode(target, drafter, [[4]], Settings())
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+def test_the_drafter_goes_on_until_the_target_is_done(
+    rule: str, remote: RemoteChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a target that takes its time chunks grow past the length that was chosen, and the text stays its own."""
+    target, _, _ = models()
+    settings = with_rule(rule, max_new_tokens=40, num_draft_tokens=12, costs=RoundCosts(0.9, (1.0, 1.1, 1.2, 1.3)))
+    settings = replace(settings, schedule="pearl_plus_wall")
+    plain = [decode(target, None, [p], settings, request_ids=[i])[0].tokens for i, p in enumerate(random_prompts(3))]
+    forward, lengths = target.forward, {}
+    for name, pause in (("quick", 0.0), ("slow", 0.03)):
+
+        def act(*given: Any, pause: float = pause) -> Any:
+            time.sleep(pause)
+            return forward(*given)
+
+        monkeypatch.setattr(target, "forward", act)
+        done = [decode(target, remote, [p], settings, request_ids=[i])[0] for i, p in enumerate(random_prompts(3))]
+        assert [generation.tokens for generation in done] == plain
+        lengths[name] = sum(g.drafted for g in done) / sum(g.rounds for g in done)
+    assert lengths["slow"] > lengths["quick"] + 2
+
+
+def test_a_chain_ends_when_it_is_told_to(remote: RemoteChain) -> None:
+    """At once where enough was said before, at its budget where nothing is said; what comes too late harms nothing."""
+    chooser = Chooser(Warper(), "greedy", 0, models()[0].vocab_size, torch.device("cpu"))
+    remote.open([[4, 5, 6]], None, 64)
+    for least, early, expected in ((2, True, 2), (5, True, 5), (2, False, 8)):
+        chooser.begin([0], [0], [3], 8)
+        remote.begin([[4, 5, 6]], [8], [Fixed()], chooser, least=least)
+        if early:
+            remote.enough()
+        else:
+            time.sleep(0.5)
+        drafted = remote.finish().counts_B[0]
+        if not early:
+            remote.enough()
+        assert least <= drafted <= 8
+        assert drafted == expected or early, "a chain that is not told to end has its whole budget"
+        remote.rollback([2])
 
 
 def test_pearl_plus_with_a_worker_keeps_the_targets_own_output(remote: RemoteChain) -> None:
