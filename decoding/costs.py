@@ -11,7 +11,7 @@ from decoding.loop import decode
 from decoding.schedules import WALL
 from decoding.stopping import RoundCosts
 from decoding.target import Target
-from decoding.timing import time_parts
+from decoding.timing import rising, time_parts
 from decoding.worker import RemoteChain, lanes
 
 
@@ -27,32 +27,17 @@ def measure_costs(
     settings: Settings,
     *,
     widths: Iterable[int] = range(1, 9),
+    context: int | None = None,
+    batch_size: int = 1,
+    windows: int = 3,
     repeats: int = 3,
-    runs: int = 2,
     tokens: int = 16,
 ) -> RoundCosts:
-    """The costs of one row's rounds under these settings. repeats: of each part; runs, tokens: see `rest_of_a_round`."""
-    with own_cores(target, drafter, settings.schedule):
-        costs = time_parts(target, drafter, prompt, widths=widths, repeats=repeats, warmup=1).costs
-    rest_ms = rest_of_a_round(target, drafter, prompt, settings, costs, runs=runs, tokens=tokens)
-    return replace(costs, overhead_ms=rest_ms)
+    """The costs of a round under these settings, from several windows of time.
 
-
-def rest_of_a_round(
-    target: Target,
-    drafter: Drafter,
-    prompt: Sequence[int],
-    settings: Settings,
-    costs: RoundCosts,
-    *,
-    batch_size: int = 1,
-    runs: int,
-    tokens: int,
-) -> float:
-    """Milliseconds that a serial round of fixed length takes beyond its parts: the median over `runs` generations of `tokens` tokens.
-
-    A machine changes pace from second to second, so each generation is held against parts timed right before it, and the share that it took
-    beyond them is put on the pace of `costs`.
+    A machine changes pace from second to second, and one bad window would decide all that follows. So each window times the parts (`repeats`
+    of each, in turn) and right behind them a serial generation of `tokens` tokens at fixed length, whose rounds take more than their parts by
+    the rest; `settled` puts the windows together.
     """
     brief = replace(
         settings,
@@ -60,20 +45,38 @@ def rest_of_a_round(
         schedule="serial",
         stopping="fixed",
         stopping_threshold=None,
-        costs=costs,
+        costs=RoundCosts(1.0, (1.0,)),  # what a drafter that weighs costs needs to draft at all
         ignore_eos=True,
     )
-    rest_ms = []
+    prompts, found = [list(prompt)] * batch_size, []
     with own_cores(target, drafter, settings.schedule):
-        done = decode(target, drafter, [list(prompt)] * batch_size, brief)[
-            0
-        ]  # warms up, and shows the width of a round
-        width = 1 + round(done.verified / done.rounds)
-        for _ in range(runs):
-            now = time_parts(target, drafter, prompt, widths=(width,), batch_size=batch_size, repeats=5, warmup=1)
-            done = decode(target, drafter, [list(prompt)] * batch_size, brief)[0]
-            assert now.t_draft_ms is not None
-            drafted = done.draft_steps / done.rounds
-            share = 1000 * done.decode_seconds / done.rounds / (drafted * now.t_draft_ms + now.t_target_ms[width]) - 1
-            rest_ms.append(share * (drafted * costs.t_draft_ms + costs.target_ms(width)))
-    return max(0.0, median(rest_ms))
+        decode(target, drafter, prompts, brief)  # warms up
+        for _ in range(windows):
+            parts = time_parts(
+                target,
+                drafter,
+                prompt,
+                widths=widths,
+                context=context,
+                batch_size=batch_size,
+                repeats=repeats,
+                warmup=1,
+            )
+            done = decode(target, drafter, prompts, brief)[0]
+            drafting_ms = done.draft_steps / done.rounds * parts.costs.t_draft_ms
+            round_ms = 1000 * done.decode_seconds / done.rounds
+            rest_ms = round_ms - drafting_ms - parts.costs.target_ms(1 + round(done.verified / done.rounds))
+            found.append(replace(parts.costs, overhead_ms=rest_ms))
+    return settled(found)
+
+
+def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
+    """The costs behind several windows of time: the medians of what does not hang on the machine's pace (c, V(n), the rest over t_target(1)), at
+    the median pace."""
+    pace_ms = median(window.t_target_ms[0] for window in windows)
+    ratios = [[part / window.t_target_ms[0] for part in window.t_target_ms] for window in windows]
+    return RoundCosts(
+        pace_ms * median(window.t_draft_ms / window.t_target_ms[0] for window in windows),
+        tuple(pace_ms * ratio for ratio in rising([median(column) for column in zip(*ratios, strict=True)])),
+        max(0.0, pace_ms * median(window.overhead_ms / window.t_target_ms[0] for window in windows)),
+    )

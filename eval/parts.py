@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from decoding.costs import own_cores, rest_of_a_round
+from decoding.costs import measure_costs, own_cores
 from decoding.loop import Parts, time_parts
 from decoding.schedules import WALL, weighs_costs
 from decoding.stopping import RoundCosts
@@ -27,8 +27,7 @@ from training.checkpoint import write_text
 UNITS_A_SLICE = 4  # about a tenth of a run goes into timing
 WARM_UP = 1
 MOST_REPEATS = 4  # times the usual, of a target that many drafters share
-COST_REPEATS = 20
-OVERHEAD_RUNS, OVERHEAD_TOKENS = 5, 32
+COST_WINDOWS, COST_REPEATS, COST_TOKENS = 7, 5, 32
 
 
 @dataclass(frozen=True)
@@ -93,40 +92,29 @@ def frozen_costs(
 ) -> None:
     """Fill bench.costs for the policies and drafters that weigh costs: from the run folder, or measured and written there first.
 
-    So a run that is taken up again decides as it did before. The parts are timed once a batch size, the rest of a round under each condition.
+    So a run that is taken up again decides as it did before.
     """
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    of_shared: dict[int, tuple[float, ...]] = {}
-    timed: dict[tuple[str, int], RoundCosts] = {}
     for condition in conditions:
         for name, use in bench.uses.items():
-            drafter, batch_size = bench.drafters[name], condition.batch_size
+            drafter = bench.drafters[name]
             if not weighs_costs(drafter.caps, use.schedule, use.stopping):
                 continue
             key = f"{name}, {condition.label}"
             if key not in known:
-                if (name, batch_size) not in timed:
-                    shared = use.schedule not in WALL
-                    first = not shared or batch_size not in of_shared
-                    costs = _time(bench, name, batch_size, prompt, widths if first else (1,), COST_REPEATS, 3).costs
-                    if not first:
-                        costs = dataclasses.replace(costs, t_target_ms=of_shared[batch_size])
-                    elif shared:
-                        of_shared[batch_size] = costs.t_target_ms
-                    timed[name, batch_size] = costs
-                costs = timed[name, batch_size]
-                settings = bench.settings_at(condition, Arm(name, bench.settings.num_draft_tokens))
-                rest_ms = rest_of_a_round(
+                costs = measure_costs(
                     bench.target,
                     drafter,
                     prompt,
-                    settings,
-                    costs,
-                    batch_size=batch_size,
-                    runs=OVERHEAD_RUNS,
-                    tokens=OVERHEAD_TOKENS,
+                    bench.settings_at(condition, Arm(name, bench.settings.num_draft_tokens)),
+                    widths=widths,
+                    context=len(prompt) + bench.settings.max_new_tokens // 2,
+                    batch_size=condition.batch_size,
+                    windows=COST_WINDOWS,
+                    repeats=COST_REPEATS,
+                    tokens=COST_TOKENS,
                 )
-                known[key] = dataclasses.asdict(dataclasses.replace(costs, overhead_ms=rest_ms))
+                known[key] = dataclasses.asdict(costs)
                 write_text(path, json.dumps(known, indent=1))
             entry = known[key]
             bench.costs[name, condition] = RoundCosts(

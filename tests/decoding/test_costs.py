@@ -4,15 +4,15 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from decoding.chain import ChainDrafter
-from decoding.costs import measure_costs, rest_of_a_round
-from decoding.loop import Settings, time_parts
+from decoding.costs import measure_costs, settled
+from decoding.loop import Settings
+from decoding.stopping import RoundCosts
 from decoding.timing import Parts, rising
 
 from .test_laws import models
@@ -44,10 +44,10 @@ def test_the_rest_of_a_round_is_what_neither_model_takes(temperature: float, mon
     from decoding import batch
 
     target, _, draft_model = models()
-    drafter, settings = ChainDrafter(model=draft_model), Settings(temperature=temperature, verify="coupled")
+    drafter = ChainDrafter(model=draft_model)
+    settings = Settings(temperature=temperature, verify="coupled", schedule="pearl_plus_virtual")
     with torch.inference_mode():
-        costs = time_parts(target, drafter, [4, 5, 6], widths=range(1, 6), repeats=20).costs
-    plain = rest_of_a_round(target, drafter, [4, 5, 6], settings, costs, runs=3, tokens=24)
+        plain = measure_costs(target, drafter, [4, 5, 6], settings)
 
     def slow(rule: Callable[..., Any]) -> Callable[..., Any]:
         def judge(*given: Any) -> Any:
@@ -58,7 +58,18 @@ def test_the_rest_of_a_round_is_what_neither_model_takes(temperature: float, mon
 
     for name, rule in list(batch.RULES.items()):
         monkeypatch.setitem(batch.RULES, name, slow(rule))
-    sleepy = rest_of_a_round(target, drafter, [4, 5, 6], settings, costs, runs=3, tokens=24)
-    assert sleepy > plain + 8
-    measured = measure_costs(target, drafter, [4, 5, 6], replace(settings, schedule="pearl_plus_virtual"))
-    assert measured.overhead_ms > 8 > measured.t_target_ms[0]
+    sleepy = measure_costs(target, drafter, [4, 5, 6], settings)
+    assert sleepy.overhead_ms > plain.overhead_ms + 5
+    assert sleepy.overhead_ms > 8 > sleepy.t_target_ms[0]
+
+
+def test_a_bad_window_decides_nothing() -> None:
+    """Nor does the pace of a window: its parts count by their ratios."""
+    good = RoundCosts(0.3, (1.0, 1.1, 1.2), 0.1)
+    slow = RoundCosts(0.6, (2.0, 2.2, 2.4), 0.2)
+    bad = RoundCosts(3.0, (1.5, 9.0, 1.0), -2.0)
+    costs = settled([good, bad, slow, slow, good])
+    assert costs.t_target_ms == pytest.approx((1.5, 1.65, 1.8))
+    assert (costs.t_draft_ms, costs.overhead_ms) == pytest.approx((0.45, 0.15))
+    assert settled([bad]).t_target_ms == pytest.approx((1.5, 5.0, 5.0)), "costs rise with the width"
+    assert settled([bad]).overhead_ms == 0.0
