@@ -90,6 +90,11 @@ def choose(first: float, next_: float, longest: int, costs: RoundCosts, overlap:
     return best
 
 
+def _coarse(share: float) -> float:
+    """In steps of 1/40: choices hardly differ between, and are then remembered rather than made again."""
+    return round(40 * share) / 40
+
+
 class Count:
     """A running acceptance that forgets."""
 
@@ -160,8 +165,8 @@ class PearlPlus(Pearl):
     def _choices(self) -> dict[str, Choice]:
         """What each schedule promises this request now."""
         overall = self.overall.rate(PRIOR, WEIGHT)
-        first, next_ = (round(count.rate(overall, SPLIT), 2) for count in (self.first, self.next))
-        return choose(first, next_, self.gamma, self._costs, round(self._measured_overlap(), 2))
+        first, next_ = (_coarse(count.rate(overall, SPLIT)) for count in (self.first, self.next))
+        return choose(first, next_, self.gamma, self._costs, _coarse(self._measured_overlap()))
 
     def _measured_overlap(self) -> float:
         return self.overlap
