@@ -37,8 +37,8 @@ class Engine:
     drafter: Drafter | None
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
-    # Measured by the first `generate` that drafts, for batch 1; a RoundCosts put here before is taken as it is.
-    costs: list[RoundCosts] = field(default_factory=list)
+    # Measured by the first `generate` that drafts so, for batch 1: by "schedule, rule".
+    costs: dict[str, RoundCosts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,16 @@ def generate(
 
 
 def _costs(engine: Engine, prompt: Sequence[int], chosen: Settings) -> RoundCosts:
-    """The engine's measured costs; some sixty forwards, once."""
-    if not engine.costs:
+    """The measured costs of drafting so; some sixty forwards of the target, once for each schedule and rule."""
+    rule = chosen.verify if chosen.temperature else "greedy"
+    use = f"{chosen.schedule}, {rule}"
+    if use not in engine.costs:
         assert engine.drafter is not None
-        engine.costs.append(measure_costs(engine.target, engine.drafter, prompt or [0], chosen))
-    return engine.costs[0]
+        widths = range(1, chosen.num_draft_tokens + 2)
+        engine.costs[use] = measure_costs(
+            engine.target, engine.drafter, prompt or [0], chosen, widths=widths, repeats=2, tokens=8
+        )
+    return engine.costs[use]
 
 
 def _stream(engine: Engine, prompt: list[int], settings: Settings) -> Iterator[str]:

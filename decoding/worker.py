@@ -60,7 +60,8 @@ class RemoteChain:
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True)
         theirs.close()
         self._end = weakref.finalize(self, _end, self._pipe, self._process)
-        self._pipe.send((str(folder), named, worker_cores))
+        self._answers_due = False  # whether a chain was asked for that nobody has read yet
+        self._send((str(folder), named, worker_cores))
         about = self._receive()
         self.name = name or about["name"]
         self.num_layers, self.num_parameters = about["num_layers"], about["num_parameters"]
@@ -75,6 +76,10 @@ class RemoteChain:
 
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Have the worker read all prompt tokens but the last."""
+        if self._answers_due:  # a decode that failed between asking and reading left it
+            self.enough()
+            self._answers_due = False
+            self._receive()
         self._call("open", [list(prompt) for prompt in prompts_B], capacity)
 
     def propose(
@@ -98,23 +103,26 @@ class RemoteChain:
     ) -> None:
         """Ask for a chain for each row; `finish` waits for it. The policies travel there and come back with what they saw.
 
-        least: in place of the policies, draft that many tokens and then go on, within the budgets, until `enough` is said; it must be, once.
-
         So does the repetition penalty; the caller's `allowed` stays here, and a token that it forbids is drafted in vain.
+
+        least: in place of the policies, draft that many tokens and then go on, within the budgets, until `enough` is said.
         """
         sequences_B = [list(sequence) for sequence in sequences_B]
         penalty = chooser.processors.repetition_penalty if chooser.processors is not None else 1.0
         asked = (sequences_B, list(budgets_B), list(stopping_B), chooser.spec, chooser.begun, penalty, least)
-        self._pipe.send(("propose", asked))
+        self._send(("propose", asked))
+        self._answers_due = True
         self._device, self._asked_B = chooser.device, stopping_B
 
     def enough(self) -> None:
         """Have the worker end the chain that it is drafting."""
-        self._pipe.send(("enough", ()))  # nothing to wait for
+        self._send(("enough", ()))  # nothing to wait for
 
     def finish(self) -> Proposal:
         """The chains that `begin` asked for."""
-        tokens, counts_B, steps, q_bytes, dtype, policies_B, self.worker_seconds = self._receive()
+        answer = self._receive()
+        self._answers_due = False
+        tokens, counts_B, steps, q_bytes, dtype, policies_B, self.worker_seconds = answer
         for policy, returned in zip(self._asked_B, policies_B, strict=True):
             vars(policy).update(vars(returned))
         tokens_BN = torch.tensor(tokens, dtype=torch.long, device=self._device).view(len(counts_B), -1)
@@ -128,11 +136,11 @@ class RemoteChain:
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
         """Keep what the target kept."""
-        self._pipe.send(("rollback", (list(lengths_B),)))  # nothing to wait for
+        self._send(("rollback", (list(lengths_B),)))  # nothing to wait for
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        self._pipe.send(("select", (list(rows),)))
+        self._send(("select", (list(rows),)))
 
     def time_step(self) -> None:
         """One forward in the worker over one token a row, there and back."""
@@ -143,16 +151,25 @@ class RemoteChain:
         self._end()
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        self._pipe.send((name, arguments))
+        self._send((name, arguments))
         return self._receive()
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._pipe.send(message)
+        except OSError as error:  # a broken pipe, or one that was closed here
+            raise self._ended() from error
+
+    def _ended(self) -> UserError:
+        return UserError(
+            f"the drafter's worker ended with status {self._process.wait()}; its last words stand above. Make the drafter again."
+        )
 
     def _receive(self) -> Any:
         try:
             kind, value = self._pipe.recv()
-        except (EOFError, ConnectionResetError) as error:
-            raise UserError(
-                f"the drafter's worker ended with status {self._process.wait()}; its last words stand above"
-            ) from error
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
         if kind == "error":
             raise UserError(value)
         return value

@@ -91,7 +91,7 @@ def serve(pipe: Connection) -> None:
     while True:
         try:
             name, arguments = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
         if name in silent:
             silent[name](*arguments)

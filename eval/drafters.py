@@ -18,7 +18,7 @@ from decoding.chain import ChainDrafter
 from decoding.compatible import check_same_tokenizer
 from decoding.drafter import Caps, Drafter
 from decoding.errors import UserError
-from decoding.schedules import SCHEDULES, WALL, usual_stopping
+from decoding.schedules import SCHEDULES, UNTAUGHT, WALL, usual_stopping
 from decoding.stopping import NAMES
 from decoding.with_lookup import with_lookup
 from decoding.worker import RemoteChain
@@ -45,6 +45,13 @@ class Use:
         ):
             if found is not None and found not in known:
                 raise UserError(f"{key} '{found}' is unknown, expected one of {', '.join(known)}.")
+        if self.schedule in SCHEDULES and self.stopping not in (None, *UNTAUGHT):
+            raise UserError(
+                f"schedule '{self.schedule}' with stopping '{self.stopping}': what a chunk became is known too late for a policy that learns; "
+                f"take {' or '.join(UNTAUGHT)}."
+            )
+        if self.lookup is not None and self.schedule != "serial":
+            raise UserError(f"lookup={self.lookup} goes with schedule=serial, found '{self.schedule}'.")
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -164,12 +164,13 @@ def _duels(shown: Sequence[Row], records: Sequence[Record]) -> str:
     for label in dict.fromkeys(words.condition_label(row) for row in shown):
         for duel in duels([row for row in shown if words.condition_label(row) == label], records):
             spread = words.with_interval(duel.ratio.value, duel.ratio.low, duel.ratio.high)
-            body.append(_tr([duel.row.drafter, duel.rival.drafter, label, spread]))
+            names = [row.drafter + " (virtual clock)" * (row.schedule in VIRTUAL) for row in (duel.row, duel.rival)]
+            body.append(_tr([*names, label, spread]))
     if not body:
         return ""
-    names = ("drafter", "its best rival", "setting", "tokens/s over the rival's [95 %]")
+    columns = ("drafter", "its best rival", "setting", "tokens/s over the rival's [95 %]")
     note = '<p class="note">Paired over prompts: both sides of a prompt are resampled together.</p>'
-    return _scroll("".join(f"<th>{name}</th>" for name in names), body) + note
+    return _scroll("".join(f"<th>{name}</th>" for name in columns), body) + note
 
 
 def _bullets(sentences: Sequence[str]) -> str:

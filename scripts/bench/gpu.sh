@@ -11,6 +11,10 @@
 #   PYTHON   the Python to use
 #   OUT      a folder that gets a copy of the figures
 set -euo pipefail
+if [[ "${1:-}" = -h || "${1:-}" = --help ]]; then
+  sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
+  exit
+fi
 cd "$(dirname "$0")/../.."
 device="${DEVICE:-cuda}" python="${PYTHON:-python}" toy="${TOY:-false}"
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
+from decoding.pearl_plus import PearlPlusWall
 from decoding.sampling import Warper
 from decoding.schedules import WALL
 from decoding.stopping import Fixed, RoundCosts
@@ -130,6 +131,43 @@ def test_each_lane_has_its_own_cores_while_it_decodes(folder: Path) -> None:
     drafter.close()
 
 
+def test_a_round_that_fails_leaves_the_worker_as_it_was(remote: RemoteChain) -> None:
+    """What was asked of it and never read is thrown away by the next decode."""
+    target, _, _ = models()
+    settings = Settings(max_new_tokens=16, schedule="pearl_wall", num_draft_tokens=3)
+    before = decode(target, remote, [[4, 5]], settings)[0].tokens
+    calls = []
+
+    def dries_up(text: Sequence[int]) -> list[int]:
+        calls.append(text)
+        return [] if len(calls) > 3 else list(range(VOCABULARY))
+
+    with pytest.raises(UserError, match="allows no token"):
+        decode(target, remote, [[4, 5]], replace(settings, allowed=dries_up))
+    assert decode(target, remote, [[4, 5]], settings)[0].tokens == before
+
+
+@pytest.mark.parametrize("regime", [(0.01, 0.05), (0.9, 0.0), (0.08, 0.0)])
+def test_pearl_plus_decodes_on_the_wall_what_it_decodes_on_the_virtual_clock(
+    regime: tuple[float, float], remote: RemoteChain, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under token verification, with the same overlap for both: so law 3, which holds there, holds here."""
+    monkeypatch.setattr(PearlPlusWall, "_measured_overlap", lambda self: 1.0)
+    target, _, _ = models()
+    costs = RoundCosts(regime[0], (1.0, 1.02, 1.04, 1.06), regime[1])
+    settings = with_rule("token", max_new_tokens=40, stop_token_ids=(3,), num_draft_tokens=4, costs=costs)
+    for number, prompt in enumerate(random_prompts(4)):
+        counts = [
+            (g.tokens, g.rounds, g.drafted, g.accepted_by_depth)
+            for schedule, drafter in (
+                ("pearl_plus_virtual", ChainDrafter(folder, dtype="float64")),
+                ("pearl_plus_wall", remote),
+            )
+            for g in decode(target, drafter, [prompt], replace(settings, schedule=schedule), request_ids=[number])
+        ]
+        assert counts[0] == counts[1]
+
+
 def test_errors_of_the_worker_reach_the_caller(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such model folder"):
         RemoteChain(tmp_path / "nothing", draft_cores=0)
@@ -138,8 +176,10 @@ def test_errors_of_the_worker_reach_the_caller(folder: Path, tmp_path: Path) -> 
     drafter = RemoteChain(folder, dtype="float64", draft_cores=0)
     target, _, _ = models()
     drafter._process.send_signal(signal.SIGKILL)
-    with pytest.raises(UserError, match="the drafter's worker ended with status -9"):
-        decode(target, drafter, [[4]], Settings())
+    for pause in (0.0, 1.0):  # whether the pipe is known to be broken or not
+        time.sleep(pause)
+        with pytest.raises(UserError, match="the drafter's worker ended with status -9"):
+            decode(target, drafter, [[4]], Settings())
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])

@@ -52,10 +52,10 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
         UserError, match=r"multi_candidate.yaml: Missing mandatory value: folder.*use: multi_candidate, folder"
     ):
         describe(["multi_candidate"], target, False)
-    given = describe([{"use": str(home / "shallow"), "stopping": "entropy"}], target, True)
-    assert list(given) == ["shallow+entropy", "prompt_lookup"]
+    given = describe([{"use": str(home / "shallow"), "stopping": "confidence"}], target, True)
+    assert list(given) == ["shallow+confidence", "prompt_lookup"]
     used = uses(given, Use(schedule="pearl_virtual"))
-    assert used == {"shallow+entropy": Use("entropy", None, "pearl_virtual"), "prompt_lookup": Use()}
+    assert used == {"shallow+confidence": Use("confidence", None, "pearl_virtual"), "prompt_lookup": Use()}
     with pytest.raises(UserError, match="stopping 'mood' is unknown, expected one of fixed"):
         uses(describe([{"use": str(home / "shallow"), "stopping": "mood"}], target, False), Use())
     with pytest.raises(UserError, match="schedule 'both' is unknown, expected one of serial, pearl_virtual"):
@@ -110,6 +110,12 @@ def test_lookup_goes_before_any_model_and_no_other(home):
         mappings = describe([entry], target, False)
         with pytest.raises(UserError, match="lookup= goes before a model that drafts chains or trees"):
             build(mappings, uses(mappings, Use()), home / "target")
+    for wrong, words in (
+        ({"lookup": 3, "schedule": "pearl_virtual"}, "goes with schedule=serial"),
+        ({"schedule": "pearl_virtual", "stopping": "entropy"}, "policy that learns; take fixed or confidence"),
+    ):
+        with pytest.raises(UserError, match=words):
+            uses(describe([{"use": str(home / "shallow"), **wrong}], target, False), Use())
     rows = read_rows(run(config(home, "looked_up", drafters=entries, temperatures=[0.0], sweep=[3])) / "results.jsonl")
     assert {row.lossless for row in rows} == {"equal"}
 

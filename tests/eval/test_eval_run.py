@@ -157,6 +157,24 @@ def test_of_repeated_generations_the_fastest_counts(home, monkeypatch):
     assert "each 2 times, of which the fastest counts" in (folder / "report.html").read_text()
 
 
+def test_a_repeat_that_differs_is_not_hidden_by_a_faster_one(home, monkeypatch):
+    real, seen = Bench.decode, []
+
+    def wrong_once(self, condition, arm, prompts, requests):
+        rows = real(self, condition, arm, prompts, requests)
+        if arm.drafter == "shallow" and (arm, requests) not in seen:
+            seen.append((arm, requests))
+            rows[0].tokens[-1] += 1
+            rows[0].decode_seconds += 5.0
+        return rows
+
+    monkeypatch.setattr("eval.session.ATTEMPTS", 1)
+    monkeypatch.setattr("eval.session.warm_up", lambda *_: None)
+    monkeypatch.setattr(Bench, "decode", wrong_once)
+    with pytest.raises(UserError, match="the output with shallow is not the target's own"):
+        run(config(home, "wrong_once", repeats=2, temperatures=[0.0], drafters=[str(home / "shallow")]))
+
+
 def test_coupled_sampling_is_compared_token_by_token(home):
     folder = run(config(home, "coupled", temperatures=[1.0], verify="coupled", num_draft_tokens=[3], sweep=[]))
     for row in read_rows(folder / "results.jsonl"):
