@@ -47,7 +47,7 @@ TOY = {
     "distill.quality": "functions=1 max_new_tokens=4",
     "distill.skip_search": "held_out.max_prompts=2 held_out.max_new_tokens=4 max_skips=2",
     "distill.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4",
-    "eval.run": "max_prompts=8 sweep=[1,2] sweep_prompts=4 max_new_tokens=8 bootstrap_resamples=50 timing_repeats=2",
+    "eval.run": "max_prompts=4 sweep=[1,2] sweep_prompts=2 max_new_tokens=8 bootstrap_resamples=50 timing_repeats=2",
 }
 
 
@@ -105,6 +105,8 @@ def test_every_command_runs_at_toy_size(command: str, tiny_target: Path, tmp_pat
     for name, path in real.items():
         arguments = [re.sub(rf"(?<=[=\[ ]){re.escape(name)}(?=[],}}]|$)", str(path), word) for word in arguments]
     arguments = [*TOY[job].split(), *arguments, f"output_dir={tmp_path / 'run'}"]
+    if any(word.startswith("batch_sizes=") for word in arguments):
+        arguments += ["max_prompts=8", "sweep_prompts=4"]  # a whole batch for each part
     own = composed(job, arguments)
     if "-m" in arguments or "parallel=ddp" in arguments or own.stages:  # those start processes of their own
         done = subprocess.run([sys.executable, "-m", job, *arguments], cwd=ROOT, capture_output=True, text=True)

@@ -80,7 +80,7 @@ def test_law_3_of_the_schedule_that_runs_one_prompt_at_a_time() -> None:
 
 @pytest.mark.long
 def test_law_3_with_many_draws() -> None:
-    assert law_holds(drafter_of("chain"), "token", "plain", 1_000_000, seed=1, schedule="pearl_virtual") > P_LIMIT
+    assert law_holds(drafter_of("chain"), "token", "plain", 200_000, seed=1, schedule="pearl_virtual") > P_LIMIT
 
 
 def test_law_3_rejects_the_uniform_that_the_published_code_uses_twice(monkeypatch: pytest.MonkeyPatch) -> None:
