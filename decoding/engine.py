@@ -26,6 +26,7 @@ from decoding.schedules import weighs_costs
 from decoding.stopping import RoundCosts
 from decoding.target import Target, load_target
 
+MOST_NODES = 7  # of a tree's round, in the timing before the first draft
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -158,7 +159,11 @@ def _costs(engine: Engine, prompt: Sequence[int], chosen: Settings) -> RoundCost
     use = f"{chosen.schedule}, {rule}"
     if use not in engine.costs:
         assert engine.drafter is not None
-        widths = range(1, chosen.num_draft_tokens + 2)
+        gamma = chosen.num_draft_tokens
+        widest = (
+            max(gamma, min(engine.drafter.width(gamma), MOST_NODES)) + 1
+        )  # wider forwards lie on the line through the last two
+        widths = range(1, widest + 1)
         engine.costs[use] = measure_costs(
             engine.target, engine.drafter, prompt or [0], chosen, widths=widths, repeats=2, tokens=8
         )

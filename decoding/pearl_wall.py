@@ -21,9 +21,8 @@ from decoding.worker import RemoteChain, lanes
 class PearlWall(Pearl):
     """The rows of a batch under PEARL's schedule, with a drafter in a worker."""
 
-    least: int | None = (
-        None  # tokens after which the drafter goes on until the target is done; None: the chunk is as asked
-    )
+    # Tokens after which the drafter goes on until the target is done; None: the chunk is as asked.
+    least: int | None = None
 
     def open(self) -> None:
         """As on the virtual clock, bound to this process's own cores until `close`."""

@@ -142,10 +142,8 @@ def _measure_sample(
                     outputs[arm], busy[arm] = rows, spent
                 elif _texts(rows) != _texts(outputs[arm]) and is_compared(condition.temperature, bench.verify):
                     differing[arm] = rows
-        for (
-            arm,
-            rows,
-        ) in differing.items():  # an arm that says two things is wrong in one of them: that one is kept, and told
+        # An arm that says two things is wrong in one of them: that one is kept, and told.
+        for arm, rows in differing.items():
             if _texts(outputs[arm]) == _texts(outputs[BASELINE]):
                 outputs[arm] = rows
         records += _records(bench, condition, part, unit, sample, turn, present, prompts_ids, outputs, busy)

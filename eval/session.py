@@ -99,9 +99,8 @@ class Session:
             if "plus" in facts[name].schedule:  # it chooses the length itself, up to the longest
                 arms.append(Arm(name, max(cfg.sweep)))
                 continue
-            if (
-                facts[name].schedule in SCHEDULES
-            ):  # its closed form takes acceptance as even: the sweep itself knows better
+            # An overlapped schedule's closed form takes acceptance as even: the sweep itself knows better.
+            if facts[name].schedule in SCHEDULES:
                 arms.append(Arm(name, self._fastest(name, condition)))
                 continue
             pool = pool_of(name, condition, "sweep", facts[name], self.slices, self.records, cfg.max_new_tokens)
