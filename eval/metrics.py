@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 # A depth that was tested fewer times than this is not used to predict (a 95 % interval of alpha wider than +-0.22).
 MIN_TESTS = 20
+# Of fewer prompts no interval is given: resampling them shows a spread that is far too small.
+MIN_PROMPTS = 5
 
 
 # ---------------------------------------------------------------------------------------------- acceptance
@@ -107,23 +110,38 @@ def paired_bootstrap(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """Percentile 95 % interval of `rate_ratio` over prompts, drafter and baseline resampled together.
+    """Percentile 95 % interval of `rate_ratio` over prompts, drafter and baseline resampled together; none for fewer than MIN_PROMPTS.
 
-    A prompt keeps its pair: slow prompts are slow on both sides, and that part of the noise cancels.
-    Source: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13.
+    A prompt keeps its pair: slow prompts are slow on both sides, and that part of the noise cancels. Few prompts vary less under resampling than
+    they would anew, so the percentiles are moved out to where Student's t has its own.
+    Sources: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13; Hesterberg (2015), "What Teachers Should Know About
+    the Bootstrap", section 5.2, the expanded percentile interval.
     """
     columns = [np.asarray(x, dtype=float) for x in (tokens_P, seconds_P, base_tokens_P, base_seconds_P)]
     prompts = len(columns[0])
     if any(len(column) != prompts for column in columns):
         raise ValueError(f"unpaired lengths {[len(column) for column in columns]}")
     value = rate_ratio(*columns)
-    if prompts < 2:
+    if prompts < MIN_PROMPTS:
         return Interval(value, None, None)
     draws_RP = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
     tokens_R, seconds_R, base_tokens_R, base_seconds_R = (draws_RP @ column for column in columns)
     ratio_R = tokens_R / seconds_R * base_seconds_R / base_tokens_R
-    low, high = np.percentile(ratio_R, [2.5, 97.5])
+    outside = 100 * NormalDist().cdf(-(_student_t(prompts - 1) * (prompts / (prompts - 1)) ** 0.5))
+    low, high = np.percentile(ratio_R, [outside, 100 - outside])
     return Interval(value, float(low), float(high))
+
+
+def _student_t(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t by its expansion in 1 / freedom, within 0.1 % from 4 degrees on (Abramowitz and Stegun, 26.7.5)."""
+    z = NormalDist().inv_cdf(0.975)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
 # ---------------------------------------------------------------------------------------------- text

@@ -165,21 +165,36 @@ def _paired_runs(rng: np.random.Generator, prompts: int, ratio: float) -> tuple[
     return base_tokens, seconds, base_tokens, base_seconds
 
 
-def _coverage(interval) -> float:
+def _coverage(interval, prompts: int = 40) -> float:
     rng = np.random.default_rng(1)
     hits = 0
     for trial in range(300):
-        low, high = interval(_paired_runs(rng, 40, 1.5), trial)
+        low, high = interval(_paired_runs(rng, prompts, 1.5), trial)
         hits += low <= 1.5 <= high
     return hits / 300
 
 
-def test_the_paired_interval_covers_the_true_ratio_19_times_in_20():
+@pytest.mark.parametrize("prompts", [6, 40])
+def test_the_paired_interval_covers_the_true_ratio_19_times_in_20(prompts):
     def paired(data, trial):
         found = metrics.paired_bootstrap(*data, resamples=400, seed=trial)
         return found.low, found.high
 
-    assert 0.89 <= _coverage(paired) <= 0.99
+    assert 0.89 <= _coverage(paired, prompts) <= 0.99
+
+
+def test_control_plain_percentiles_of_few_prompts_cover_too_little():
+    def plain(data, trial):
+        draws = np.random.default_rng(trial).multinomial(6, np.full(6, 1 / 6), size=400)
+        tokens, seconds, base_tokens, base_seconds = (draws @ column for column in data)
+        return np.percentile(tokens / seconds * base_seconds / base_tokens, [2.5, 97.5])
+
+    assert _coverage(plain, 6) < 0.89
+
+
+@pytest.mark.parametrize(("freedom", "published"), [(4, 2.776), (9, 2.262), (30, 2.042)])
+def test_the_quantile_of_students_t_is_that_of_the_tables(freedom, published):
+    assert metrics._student_t(freedom) == pytest.approx(published, abs=2e-3)
 
 
 def test_control_an_interval_that_ignores_the_spread_between_prompts_does_not_cover():
@@ -202,13 +217,15 @@ def test_pairing_removes_what_prompts_share():
     assert paired.high - paired.low < 0.5 * (unpaired.high - unpaired.low)
 
 
-def test_the_interval_is_repeatable_and_needs_two_prompts():
+def test_the_interval_is_repeatable_and_needs_five_prompts():
     data = _paired_runs(np.random.default_rng(4), 20, 1.2)
     assert metrics.paired_bootstrap(*data, seed=7) == metrics.paired_bootstrap(*data, seed=7)
     one = metrics.paired_bootstrap([10], [1.0], [10], [2.0])
     assert one.value == 2.0
     assert one.low is None
     assert one.high is None
+    assert metrics.paired_bootstrap(*(column[:4] for column in data)).low is None
+    assert metrics.paired_bootstrap(*(column[:5] for column in data)).low is not None
     with pytest.raises(ValueError, match="unpaired"):
         metrics.paired_bootstrap([1, 2], [1, 2], [1], [1])
 
