@@ -106,7 +106,7 @@ def outcome(row: Row) -> str:
     """One sentence: does it pay, and how sure is that?"""
     spread = with_interval(row.speedup, row.speedup_low, row.speedup_high)
     if row.speedup_low is None or row.speedup_high is None:
-        return f"{spread} on {row.prompts} prompt{"s" if row.prompts > 1 else ""}: too few to say more"
+        return f"{spread} on {row.prompts} prompt(s): too few to say more"
     if row.speedup_low > 1:
         return f"faster: {spread}"
     if row.speedup_high < 1:
