@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from decoding.errors import UserError
 from training import checkpoint
 from training.config import LoopConfig
-from training.optimizer import MasterAdamW, learning_rate
+from training.optimizer import MasterAdamW, Rate, learning_rate
 from training.packing import Batch, PackedData, collate, micro_batches
 from training.parallel import Parallel
 from training.progress import ProgressBar
@@ -30,9 +30,13 @@ class Objective(Protocol):
     """What a job trains: a module whose call on a batch gives sums over that batch's supervised tokens."""
 
     metric_name: str  # what the second value counts, such as accuracy or acceptance
+    rates: Mapping[str, Rate]  # of trained parameters that move otherwise than the rest
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(loss sum in nats, metric sum [1])."""
+
+    def begin(self, step: int, total: int) -> None:
+        """An optimizer step begins (from 0, of `total`): for what follows a schedule."""
 
 
 class Recorder(Protocol):
@@ -58,6 +62,7 @@ class Progress:
     best_step: int = -1
     best_score: float = -math.inf
     evaluations: list[dict[str, float]] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)  # what the data remembers (PackedData.state)
 
     @property
     def best(self) -> dict[str, float]:
@@ -88,9 +93,10 @@ def fit(
     """
     total = total_steps(config, data)
     wrapped = parallel.prepare(module)
-    optimizer = MasterAdamW(trained, config.optimizer)
+    optimizer = MasterAdamW(trained, config.optimizer, module.rates)
     root = folder / "checkpoints"
     progress = _resume(root, trained, optimizer, parallel)
+    data.load(progress.data)
     if tracker is not None:
         tracker.rewind(progress.step)
     signals = _Signals()
@@ -101,7 +107,7 @@ def fit(
             if tracker is not None and progress.step % config.log_every == 0:
                 tracker.log(progress.step, values)
             if _due(progress.step, config.eval_every, total):
-                _look(progress, parallel.broadcast(evaluate()), tracker, bar)
+                _look(progress, parallel.broadcast(evaluate()), data, tracker, bar)
             stop = parallel.any(signals.received)
             if _due(progress.step, config.checkpoint_every, total) or progress.best_step == progress.step or stop:
                 _save(root, progress, config, trained, optimizer, parallel)
@@ -133,6 +139,8 @@ def _step(
     """One optimizer step: moves `progress` on and returns its record. Raises UserError before the update when it is not finite."""
     began = time.monotonic()
     rows = data.step_rows(progress.step)
+    progress.data = data.state()
+    parallel.unwrap(module).begin(progress.step, total)
     loss, metric, tokens = _backward(module, rows, data, config, parallel, optimizer)
     norm = float(optimizer.clip())
     if not math.isfinite(loss) or not math.isfinite(norm):
@@ -184,13 +192,18 @@ def _due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
 
 
-def _look(progress: Progress, figures: dict[str, float], tracker: Recorder | None, bar: ProgressBar) -> None:
-    """Record held-out figures; every rank is given the same ones, as they decide what is saved."""
+def _look(
+    progress: Progress, figures: dict[str, float], data: PackedData, tracker: Recorder | None, bar: ProgressBar
+) -> None:
+    """Record held-out figures; every rank is given the same ones, as they decide what is saved and may shift the data."""
     progress.evaluations.append({"step": progress.step, **figures})
+    learned = data.look(figures)
+    progress.data = data.state()
     if figures["score"] > progress.best_score:
         progress.best_step, progress.best_score = progress.step, figures["score"]
     if tracker is not None:
-        tracker.log(progress.step, {f"held_out_{key}": value for key, value in figures.items() if key != "score"})
+        held_out = {f"held_out_{key}": value for key, value in figures.items() if key != "score"}
+        tracker.log(progress.step, held_out | learned)
     shown = "  ".join(f"{key} {value:.3f}" for key, value in figures.items() if key != "score")
     bar.say(f"  step {progress.step}: held-out {shown}")
 

@@ -3,6 +3,7 @@
 Shapes: R rows, T tokens, N supervised tokens, H and G widths of student and teacher.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from training.attention import document_mask
 from training.losses.chunked import chunked_cross_entropy, chunked_forward_kl
+from training.optimizer import Rate
 from training.packing import Batch
 
 
@@ -21,7 +23,16 @@ def hidden_states(model: Any, batch: Batch) -> Tensor:
     ).last_hidden_state
 
 
-class LanguageModelling(nn.Module):
+class Constant(nn.Module):
+    """An objective that is the same at every step, for weights that all move alike."""
+
+    rates: Mapping[str, Rate] = {}
+
+    def begin(self, step: int, total: int) -> None:
+        """Nothing changes from step to step."""
+
+
+class LanguageModelling(Constant):
     """Cross-entropy of the next token: the objective of `distill.pretrain`."""
 
     metric_name = "accuracy"
@@ -36,7 +47,7 @@ class LanguageModelling(nn.Module):
         return chunked_cross_entropy(hidden_NH, self.model.lm_head.weight, batch.next_RT[batch.supervised_RT])
 
 
-class Distillation(nn.Module):
+class Distillation(Constant):
     """Forward KL from a frozen teacher at the supervised positions."""
 
     metric_name = "acceptance"

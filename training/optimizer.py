@@ -5,7 +5,8 @@ and the rounded result is written back after every step. For float32 weights the
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,22 @@ from torch import Tensor, nn
 from training.config import OptimizerConfig
 
 
+@dataclass(frozen=True)
+class Rate:
+    """How a parameter moves beside the others."""
+
+    scale: float = 1.0  # of the schedule's learning rate
+    ascends: bool = False  # maximizes the loss, as Lagrange multipliers do
+
+
+PLAIN = Rate()
+
+
 class MasterAdamW:
     """AdamW (torch.optim.AdamW) over float32 masters of the trainable parameters of `model`."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(self, model: nn.Module, config: OptimizerConfig, rates: Mapping[str, Rate] | None = None) -> None:
+        """rates: of the parameters, by name, that move otherwise than the rest; they are never decayed."""
         self.config = config
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.names = [name for name, _ in named]
@@ -25,12 +38,19 @@ class MasterAdamW:
             p if p.dtype in (torch.float32, torch.float64) else p.detach().float().requires_grad_()
             for p in self.parameters
         ]
-        decayed = [master for master in self.masters if master.dim() >= 2]
-        others = [master for master in self.masters if master.dim() < 2]
-        beta1, beta2 = config.betas
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups: dict[tuple[float, float, bool], list[Tensor]] = {}
+        for name, master in zip(self.names, self.masters, strict=True):
+            kind = (rates or {}).get(name, PLAIN)
+            decay = config.weight_decay if master.dim() >= 2 and kind == PLAIN else 0.0
+            groups.setdefault((decay, kind.scale, kind.ascends), []).append(master)
         self.optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), fused=True
+            [
+                {"params": masters, "weight_decay": decay, "scale": scale, "maximize": ascends}
+                for (decay, scale, ascends), masters in groups.items()
+            ],
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            fused=True,
         )
 
     @property
@@ -51,7 +71,7 @@ class MasterAdamW:
     def step(self, lr: float) -> None:
         """One update at learning rate `lr`, with the gradients as `clip` left them."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["scale"]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.write_back()

@@ -10,6 +10,7 @@ import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -163,6 +164,17 @@ class PackedData:
         if self._order[0] != epoch:
             self._order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)))
         return self.rows[int(self._order[1][offset])]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to remember of the data, as JSON: nothing."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""
+
+    def look(self, figures: dict[str, float]) -> dict[str, float]:
+        """Learn from the held-out figures of an evaluation; returns what to log of it. Here every sample counts the same."""
+        return {}
 
     def supervised_in(self, rows: Sequence[Sequence[int]]) -> int:
         """Supervised tokens in `rows`: the global divisor of a step's loss, known to every rank without a message."""
