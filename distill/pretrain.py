@@ -41,7 +41,8 @@ def run(config: PretrainConfig) -> Path:
     tokenizer = load_tokenizer(tokenizer_folder, of_model=False)
     if config.dry_run:
         with torch.device("meta"):
-            print_cost(config.loop, build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config)))
+            model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
+        print_cost(config.loop, config.parallel, count_parameters(model.parameters()), 0, config.assumed_tflops)
         return folder
     processes = processes_wanted(config.parallel)
     if processes > 1 and not is_worker():
