@@ -23,6 +23,7 @@ from distill.dry_run import dry_prune
 from distill.masks import BETA, Masks
 from distill.prune_modes import MODES, Source, Workbench
 from distill.shapes import bytes_a_step, millions, odd_widths, parameter_counts, refuse_wider, student_config
+from distill.student import chosen_layers
 from training.checkpoint import write_text
 from training.config import check_values, refuse_parallel
 from training.job import job_main
@@ -110,6 +111,8 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
     if config.mode == "random":
         return shapes[-1:]
     refuse_wider(final, target)
+    if config.drafter.layers:
+        chosen_layers(config.drafter, (deeper[-2] if config.depths else target.num_hidden_layers))
     if config.mode == "l0":
         for before, after in zip([target, *shapes[:-1]], shapes, strict=True):
             with torch.device("meta"):
@@ -173,8 +176,8 @@ def stage(bench: Workbench, source: Source, shape: Any, place: Path, work: Path,
     bench.seconds.clear()
     bench.flops.clear()
     if parallel.is_main:
+        work.mkdir(parents=True, exist_ok=True)
         if cut is not None:
-            work.mkdir(parents=True, exist_ok=True)
             save_cut(cut, work / MASKS, target_hash, notes)
         write_model(student, source.folder, place, stored_dtype(config))
         write_text(done, json.dumps(notes, indent=1))

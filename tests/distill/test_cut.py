@@ -12,9 +12,10 @@ from decoding.target import prefill
 from distill.cut import Cut, cut_model, load_cut, refuse_other_shape, save_cut, whole
 from distill.l0 import masked
 from distill.shapes import odd_widths, parameter_counts, refuse_wider, student_config
-from .families import FAMILIES, family
 from training.attention import document_mask
 from training.config import StudentConfig
+
+from .families import FAMILIES, family
 
 SHAPE = StudentConfig(
     num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=2, intermediate_size=24

@@ -28,7 +28,7 @@ def test_the_share_of_zeros_is_the_formulas(beta: float, logit: float):
         masks.logit_WU.fill_(logit)
         z = masks.sample(torch.rand(1, 200_000, generator=torch.Generator().manual_seed(0)))
     assert float((z == 0).double().mean()) == pytest.approx(float(masks.sparsity_W()[0].detach()), abs=5e-3)
-    assert 0 <= float(z.min()) and float(z.max()) <= 1
+    assert float(z.min()) >= 0 and float(z.max()) <= 1
 
 
 def test_the_most_that_can_go_is_what_the_bound_allows():
