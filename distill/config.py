@@ -126,7 +126,10 @@ class PruneConfig(JobConfig):
     )
     depths: list[int] = field(
         default_factory=list
-    )  # layers left after each stage before the last, such as [12, 5]; widths are cut in the first
+    )  # layers left after each stage before the last, such as [12, 5]; widths are cut in the first. Empty: by largest_cut
+    largest_cut: float = (
+        1.0  # share of its layers that one stage may take; more goes in stages (0.625: 32 -> 12 -> 5 -> 3)
+    )
     assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
     masks: str = ""  # masks.safetensors of an earlier run on this target: cut by it, and choose nothing anew
     data: DataConfig = field(default_factory=DataConfig)

@@ -5,6 +5,7 @@ Severe cuts go in stages (`depths`), with a short distillation between; what a s
 
 import dataclasses
 import json
+import math
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -90,8 +91,9 @@ def check(config: PruneConfig) -> None:
                 config.mode != "l0" or config.loop.max_steps > 0,
                 "more than 0: masks follow a schedule",
             ),
+            "largest_cut": (0 < config.largest_cut <= 1, "a share above 0, up to 1"),
             "masks": (not config.masks or not config.depths, "empty where depths are given: a file holds one cut"),
-            "between.max_steps": (not config.depths or config.between.max_steps > 0, "more than 0"),
+            "between.max_steps": (config.between.max_steps > 0, "more than 0"),
         },
     )
 
@@ -99,7 +101,8 @@ def check(config: PruneConfig) -> None:
 def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
     """The configuration of the student after each stage, checked against the target and each other."""
     final = student_config(config.drafter, target)
-    deeper = [target.num_hidden_layers, *config.depths, final.num_hidden_layers]
+    depths = config.depths or between_depths(target.num_hidden_layers, final.num_hidden_layers, config.largest_cut)
+    deeper = [target.num_hidden_layers, *depths, final.num_hidden_layers]
     if config.depths and any(later >= before for before, later in pairwise(deeper)):
         raise UserError(
             f"depths is {config.depths}: expected falling numbers of layers between the target's {deeper[0]} and the student's {deeper[-1]}"
@@ -112,12 +115,20 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
         return shapes[-1:]
     refuse_wider(final, target)
     if config.drafter.layers:
-        chosen_layers(config.drafter, (deeper[-2] if config.depths else target.num_hidden_layers))
+        chosen_layers(config.drafter, deeper[-2])
     if config.mode == "l0":
         for before, after in zip([target, *shapes[:-1]], shapes, strict=True):
             with torch.device("meta"):
                 Masks(after, before, BETA[config.l0.beta], 0)  # refuses what it cannot reach
     return shapes
+
+
+def between_depths(layers: int, final: int, largest_cut: float) -> list[int]:
+    """Numbers of layers between, so that no stage takes a larger share than `largest_cut`, or one layer: 32, 3, 0.625 -> [12, 5]."""
+    depths = []
+    while (layers := min(layers - 1, math.ceil(layers * (1 - largest_cut)))) > final:
+        depths.append(layers)
+    return depths
 
 
 def prune(

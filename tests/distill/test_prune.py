@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import distill.masks
 from decoding.errors import UserError
 from distill.config import PruneConfig
-from distill.prune import run
+from distill.prune import between_depths, run
 from training.config import typed
 from training.job import CONF, register
 
@@ -186,6 +187,16 @@ def test_two_processes_prune_as_one(tiny_target: Path, tmp_path: Path, mode: tup
     assert {name: tensor.shape for name, tensor in one.items()} == {name: tensor.shape for name, tensor in two.items()}
     if mode == ("mode=importance",):
         assert same(one, two)
+
+
+def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
+    assert between_depths(32, 3, 0.625) == [12, 5]
+    assert between_depths(32, 5, 0.625) == [12]
+    assert between_depths(32, 1, 0.625) == [12, 5, 2]
+    assert between_depths(32, 1, 1.0) == between_depths(32, 12, 0.625) == []
+    for share in (0.3, 0.5, 0.9):
+        depths = [80, *between_depths(80, 2, share), 2]
+        assert all(before > after >= min(before - 1, before * (1 - share)) for before, after in pairwise(depths))
 
 
 @pytest.mark.parametrize(
