@@ -70,7 +70,9 @@ def panels_of(entries: Sequence[Entry], resamples: int, seed: int) -> list[Panel
         return settings.index(setting), work.benchmark, work.batch_size, work.temperature
 
     keys = sorted(groups, key=order)
-    differing = differing_fields(settings) + differing_fields([work for _, work in keys])
+    differing = _telling(settings, "target", "target_hash") + _telling(
+        [work for _, work in keys], "benchmark", "prompts_hash"
+    )
     return [
         Panel(*key, _label(key, differing, groups[key][0].row), _standings(groups[key], resamples, seed))
         for key in keys
@@ -84,12 +86,16 @@ def differing_fields(objects: Sequence[Any]) -> list[str]:
     ]
 
 
+def _telling(objects: Sequence[Any], name: str, hashed: str) -> list[str]:
+    """The fields to tell objects by: those that differ, the hash only where two have one name."""
+    enough = len({vars(one)[hashed] for one in objects}) <= len({vars(one)[name] for one in objects})
+    return [field for field in differing_fields(objects) if field != hashed or not enough]
+
+
 def _label(key: tuple[Setting, Workload], differing: Sequence[str], row: Row) -> str:
     """Temperature and rule, the batch, and whatever else tells this panel from the others."""
     values = {**vars(key[0]), **vars(key[1])}
     said = {"temperature", "batch_size", "verify"}
-    # A hash tells two targets or prompt files of one name apart; where the names differ it is not needed.
-    said |= {f"{name}_hash" for name, plain in (("target", "target"), ("prompts", "benchmark")) if plain in differing}
     more = [_said(name, values[name]) for name in differing if name not in said]
     return ", ".join([condition_label(row), *more])
 
