@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,11 @@ def _write(folder: RunFolder, panels: Sequence[Panel], evaluations: Sequence[Eva
     tracker.log(
         0, {f"speedup/{panel.label}/{entry.name}": _speed(entry) for panel in panels for entry in panel.fastest}
     )
-    tracker.show({"comparison": [_flat(record) for record in records]}, _charts(panels), images)
+    tracker.show(
+        {"comparison": [_flat(record) for record in records]},
+        _charts(panels),
+        {f"plots/{name}": file for name, file in images.items()},
+    )
 
 
 def record_of(panel: Panel, standing: Standing) -> dict[str, Any]:
@@ -170,9 +173,8 @@ def _plots(panel: Panel, look: dict[str, Look]) -> list[Plot]:
             "Pareto front over the tokens that drafters were distilled on; those whose cards do not say are left out.",
         )
     themes = paints()
-    place = re.sub(r"[^\w.]+", "_", panel.label)
     return [
-        Plot(f"{kind}_{place}", caption, draw(themes["light"]), draw(themes["dark"]))
+        Plot(f"{kind}_{panel.slug}", caption, draw(themes["light"]), draw(themes["dark"]))
         for kind, (draw, caption) in drawn.items()
     ]
 
@@ -195,20 +197,25 @@ def _charts(panels: Sequence[Panel]) -> list[Chart]:
         rows = [
             {
                 "drafter": entry.name,
-                "drafter layers": entry.row.drafter_layers,
+                "series": entry.series,
+                "layers": entry.row.drafter_layers,
                 "speedup": _speed(entry),
-                "cost ratio": entry.row.cost_ratio,
+                "cost_ratio": entry.row.cost_ratio,
+                "alpha": entry.alpha,
             }
-            | {"alpha": entry.alpha}
             for entry in panel.fastest
         ]
-        charts.append(
-            Chart(f"depth/{panel.label}", f"Depth against speedup: {panel.label}", rows, "drafter layers", "speedup")
-        )
         known = [row for row in rows if row["alpha"] is not None]
-        charts.append(
-            Chart(f"acceptance/{panel.label}", f"Acceptance against cost: {panel.label}", known, "cost ratio", "alpha")
-        )
+        charts += [
+            Chart(f"charts/depth_{panel.slug}", f"Depth against speedup: {panel.label}", rows, "layers", "speedup"),
+            Chart(
+                f"charts/acceptance_{panel.slug}",
+                f"Acceptance against cost: {panel.label}",
+                known,
+                "cost_ratio",
+                "alpha",
+            ),
+        ]
     return [chart for chart in charts if chart.rows]
 
 

@@ -13,8 +13,8 @@ from eval.compare_words import best_sentence, cautions, cells, kept_apart, losse
 from eval.comparison import Panel
 from eval.evaluations import Evaluation
 
-PLAIN_WIDTH = 200  # characters where there is no terminal to ask
-WIDE = 190  # terminals below this get the columns of NARROW
+PLAIN_WIDTH = 220  # characters where there is no terminal to ask
+WIDE = 210  # terminals below this get the columns of NARROW
 NARROW = ["drafter", "layers", "gamma", "alpha", "c", "speedup [95 %]", "over the best", "front"]
 
 
@@ -49,7 +49,12 @@ def _table(panel: Panel, console: Console) -> Table:
     rows = [cells(standing) for standing in panel.standings]
     names = list(rows[0]) if console.width >= WIDE else NARROW
     for name in names:
-        table.add_column(name, justify="left" if name in ("drafter", "output") else "right", no_wrap="95 %" in name)
+        table.add_column(
+            name,
+            justify="left" if name in ("drafter", "output") else "right",
+            no_wrap=name in ("speedup [95 %]", "over the best"),
+            overflow="fold",
+        )
     for row in rows:
         table.add_row(*(row[name] for name in names))
     return table

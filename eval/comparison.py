@@ -7,6 +7,7 @@ its own run, and only where target, machine, threads, dtype and backend (`Settin
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -47,6 +48,11 @@ class Panel:
     workload: Workload
     label: str
     standings: list[Standing]
+
+    @property
+    def slug(self) -> str:
+        """The label for names of files."""
+        return re.sub(r"[^\w.]+", "_", self.label)
 
     @property
     def entries(self) -> list[Entry]:
@@ -125,6 +131,8 @@ def _standings(entries: Sequence[Entry], resamples: int, seed: int) -> list[Stan
     found = [_against(entry, ranked, resamples, seed) for entry in entries]
     for cost, value_of in COSTS.items():
         weighed = [(entry, value_of(entry)) for entry in ranked]
+        if not any(value for _, value in weighed):  # that nothing costs nothing is no news
+            continue
         points = [(entry, value) for entry, value in weighed if value is not None]
         front = pareto_front([(value, _speed(entry)) for entry, value in points])
         marks = {id(entry): on_front for (entry, _), on_front in zip(points, front, strict=True)}
