@@ -154,14 +154,14 @@ def _plots(panel: Panel, look: dict[str, Look]) -> list[Plot]:
     drawn: dict[str, tuple[Callable[[Paint], bytes], str]] = {
         "depth": (
             lambda paint: depth(panel, look, paint),
-            "Drafter depth against speedup, with 95 % intervals; each drafter at its fastest draft length. Dashed: the control of every run.",
+            "Drafter depth against speedup, with 95 % intervals; each at its fastest draft length. Dashed: the control, in a band over the runs.",
         )
     }
     if any(entry.alpha is not None for entry in chains(panel)):
         drawn["acceptance"] = (
             lambda paint: acceptance(panel, look, paint),
             "Acceptance against cost. On a curve the closed form gives that speedup at the best gamma, with V and overheads as measured (medians); "
-            "the points are what was measured. Drafters without a model and overlapped schedules have no place here.",
+            "the points are what was measured. Drafters without a model, those that drafted nothing and overlapped schedules have no place here.",
         )
     drawn["pareto"] = (
         lambda paint: pareto(panel, "parameters", look, paint),

@@ -7,11 +7,13 @@ dark; figures are drawn for a column 380 px wide, as those of eval/plots.py.
 from __future__ import annotations
 
 import io
+import math
 import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,9 @@ from eval.records import CONTROL
 LEVELS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)  # speedups that get a curve
 LABEL_APART = 0.07  # of alpha, between the labels of two curves; those that come closer are left out
 DOTS_PER_INCH = 200
-AXES = {"parameters": "drafter parameters in millions", "training_tokens": "training tokens in millions"}
+THE_CONTROL = "prompt lookup, the control"
+LABELS_AT = 0.045  # of the width: where the curves are labelled
+NAMES = {"parameters": "drafter parameters", "training_tokens": "training tokens"}  # of the costs
 
 
 @dataclass(frozen=True)
@@ -62,19 +66,23 @@ def paints() -> dict[str, Paint]:
 
 
 def looks(entries: Sequence[Entry]) -> dict[str, Look]:
-    """Drafter -> its look: the drafters of a series share the colour."""
+    """Drafter -> its look: the drafters of a series share the colour, and those in one place of their series the marker."""
     groups: dict[str, list[str]] = {}
-    for entry in entries:
+    for entry in in_order(entries):
         if entry.row.drafter != CONTROL:
             names = groups.setdefault(entry.series or entry.name, [])
             names += [entry.name] * (entry.name not in names)
     found = {entry.name: Look(MUTED, "x") for entry in entries}
-    for number, names in enumerate(groups.values()):
+    for number, (group, names) in enumerate(groups.items()):
+        first = number + number // len(SERIES) if names == [group] else 0
         for place, name in enumerate(names):
-            found[name] = Look(
-                SERIES[number % len(SERIES)], MARKERS[(number + number // len(SERIES) + place) % len(MARKERS)]
-            )
+            found[name] = Look(SERIES[number % len(SERIES)], MARKERS[(first + place) % len(MARKERS)])
     return found
+
+
+def in_order(entries: Sequence[Entry]) -> list[Entry]:
+    """By series, then by depth: as keys name them."""
+    return sorted(entries, key=lambda entry: (entry.series, entry.row.drafter_layers))
 
 
 def png(figure: Figure, paint: Paint) -> bytes:
@@ -85,8 +93,6 @@ def png(figure: Figure, paint: Paint) -> bytes:
         format="png",
         dpi=DOTS_PER_INCH,
         facecolor=paint.page,
-        bbox_inches="tight",
-        pad_inches=0.06,
         metadata={"Software": None},
     )
     return buffer.getvalue()
@@ -97,33 +103,28 @@ def depth(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
     with _styled(paint):
         figure, axes = _axes(f"Depth against speedup: {panel.label}", paint)
         axes.axhline(1, color=paint[MUTED], linewidth=1)
-        drawn = [entry for entry in panel.fastest if entry.row.drafter != CONTROL]
+        drawn = [entry for entry in in_order(panel.fastest) if entry.row.drafter != CONTROL]
         _controls(axes, panel, paint)
         for name in dict.fromkeys(entry.series for entry in drawn if entry.series):
-            line = sorted(
-                (entry for entry in drawn if entry.series == name), key=lambda entry: entry.row.drafter_layers
-            )
-            axes.plot(
-                [_x(entry, drawn) for entry in line],
-                [_speed(entry) for entry in line],
-                color=paint[look[line[0].name].colour],
-            )
+            line = [entry for entry in drawn if entry.series == name]
+            at, speeds = [_x(entry, drawn) for entry in line], [_speed(entry) for entry in line]
+            axes.plot(at, speeds, color=paint[look[line[0].name].colour], label=short(name, 60))
         for entry in drawn:
-            _point(axes, _x(entry, drawn), entry, look[entry.name], paint, label=entry.series or entry.name)
+            _point(axes, _x(entry, drawn), entry, look[entry.name], paint, label="" if entry.series else entry.name)
         layers = sorted({entry.row.drafter_layers for entry in drawn})
         if layers:
             axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+            axes.set_xticks(layers)
         axes.grid(axis="x", visible=False)
         axes.set_xlabel("drafter layers")
         _speedup_axis(axes)
-        _key(axes)
+        _key(figure, axes)
         return png(figure, paint)
 
 
 def acceptance(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
     """alpha over the cost ratio, with the curves on which the closed form gives one speedup at the best gamma. See `chains` for whose points."""
-    points = [(entry, alpha) for entry in chains(panel) if (alpha := entry.alpha) is not None]
+    points = [(entry, alpha) for entry in in_order(chains(panel)) if (alpha := entry.alpha) is not None]
     drawn = [entry for entry, _ in points]
     with _styled(paint):
         figure, axes = _axes(f"Acceptance against cost: {panel.label}", paint)
@@ -133,9 +134,17 @@ def acceptance(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
                 c_A, alpha_A, color=paint[INK if level == 1 else MUTED], linewidth=1.2 if level == 1 else 0.8, zorder=1
             )
             box = {"facecolor": paint.page, "edgecolor": "none", "pad": 0.8}
-            here = float(np.interp(0.03 * widest, c_A, alpha_A))
+            here = float(np.interp(LABELS_AT * widest, c_A, alpha_A))
             axes.text(
-                0.03 * widest, here, f"{level:g}x", fontsize=8.5, color=paint[MUTED], va="center", ha="center", bbox=box
+                LABELS_AT * widest,
+                here,
+                f"{level:g}x",
+                fontsize=8.5,
+                color=paint[MUTED],
+                zorder=1.5,
+                va="center",
+                ha="center",
+                bbox=box,
             )
         for entry, alpha in points:
             mine = look[entry.name]
@@ -145,13 +154,14 @@ def acceptance(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
                 mine.marker,
                 color=paint[mine.colour],
                 markersize=7,
-                label=short(entry.name, 30),
+                label=short(entry.name, 29),
             )
         axes.set_xlim(0, widest)
         axes.set_ylim(0, 1.02)
+        axes.xaxis.set_major_locator(MaxNLocator(6, prune="lower"))  # its 0 would meet that of alpha
         axes.set_xlabel("cost ratio c: a draft step over a target step")
         axes.set_ylabel("acceptance rate alpha")
-        _key(axes)
+        _key(figure, axes)
         return png(figure, paint)
 
 
@@ -167,9 +177,9 @@ def iso_speedup_curves(entries: Sequence[Entry], widest: float) -> list[tuple[fl
     last = -LABEL_APART
     for level in LEVELS:
         c_A = np.array([iso_cost_ratio(level, alpha, costs) for alpha in alpha_A])
-        if c_A[-1] < 0.03 * widest:  # out of reach
+        if c_A[-1] < LABELS_AT * widest:  # out of reach
             break
-        start = float(np.interp(0.03 * widest, c_A, alpha_A))
+        start = float(np.interp(LABELS_AT * widest, c_A, alpha_A))
         if start - last >= LABEL_APART:
             curves.append((level, c_A, alpha_A))
             last = start
@@ -179,28 +189,34 @@ def iso_speedup_curves(entries: Sequence[Entry], widest: float) -> list[tuple[fl
 def pareto(panel: Panel, cost: str, look: dict[str, Look], paint: Paint) -> bytes:
     """Speedup over a cost of eval.comparison.COSTS; the stairs join the drafters that no other beats in both, the others are hollow."""
     with _styled(paint):
-        figure, axes = _axes(f"Pareto front: {panel.label}", paint)
+        figure, axes = _axes(f"Pareto, {NAMES[cost]}: {panel.label}", paint)
         axes.axhline(1, color=paint[MUTED], linewidth=1)
         places = {id(entry): value / 1e6 for entry in panel.fastest if (value := COSTS[cost](entry)) is not None}
         marks = {id(standing.entry): standing.on_front.get(cost, False) for standing in panel.standings}
-        drawn = [entry for entry in panel.fastest if id(entry) in places]
+        drawn = [entry for entry in in_order(panel.fastest) if id(entry) in places]
         front = sorted((entry for entry in drawn if marks[id(entry)]), key=lambda entry: places[id(entry)])
         axes.plot(
             [places[id(entry)] for entry in front],
             [_speed(entry) for entry in front],
-            color=paint[MUTED],
-            linewidth=1,
+            color=paint[INK],
+            linewidth=0.8,
             drawstyle="steps-post",
         )
         for entry in drawn:
             _point(
-                axes, places[id(entry)], entry, look[entry.name], paint, label=entry.name, hollow=not marks[id(entry)]
+                axes,
+                places[id(entry)],
+                entry,
+                look[entry.name],
+                paint,
+                label=THE_CONTROL if entry.row.drafter == CONTROL else entry.name,
+                hollow=not marks[id(entry)],
             )
         most = max([*places.values(), 1e-6])
         axes.set_xlim(-0.06 * most, 1.08 * most)
-        axes.set_xlabel(AXES[cost])
+        axes.set_xlabel(f"{NAMES[cost]} in millions")
         _speedup_axis(axes)
-        _key(axes)
+        _key(figure, axes)
         return png(figure, paint)
 
 
@@ -211,16 +227,20 @@ def _styled(paint: Paint) -> Any:
 
 
 def _axes(title: str, paint: Paint) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(5.2, 3.3))
+    figure = Figure(figsize=(5.2, 3.3), layout="constrained")
     axes = figure.subplots()
     axes.set_facecolor(paint.page)
-    axes.set_title(textwrap.fill(title, 64), loc="left", fontsize=10.5, color=paint[INK])
+    axes.set_title(textwrap.fill(title, 60), loc="left", fontsize=9.5, color=paint[INK])
     return figure, axes
 
 
 def _speed(entry: Entry) -> float:
     assert entry.speedup is not None, "of ranked entries alone"
     return entry.speedup.value
+
+
+def _name(entry: Entry) -> str:
+    return THE_CONTROL if entry.row.drafter == CONTROL else entry.name
 
 
 def _x(entry: Entry, drawn: Sequence[Entry]) -> float:
@@ -245,17 +265,16 @@ def _point(axes: Axes, x: float, entry: Entry, look: Look, paint: Paint, *, labe
         markerfacecolor=paint.page if hollow else None,
         elinewidth=1,
         linestyle="none",
-        label=short(label, 30),
+        label=short(label, 29),
     )
 
 
 def _controls(axes: Axes, panel: Panel, paint: Paint) -> None:
-    """A dashed line across for the control of every run: how far they lie apart shows how much of a difference is chance."""
-    for entry in panel.fastest:
-        if entry.row.drafter == CONTROL:
-            axes.axhline(
-                _speed(entry), color=paint[MUTED], linewidth=0.9, dashes=(3, 2), label="prompt lookup, the control"
-            )
+    """A dashed line across for the control, the median of all runs, in a band from its least to its greatest: how much of a difference is chance."""
+    speeds = [_speed(entry) for entry in panel.fastest if entry.row.drafter == CONTROL]
+    if speeds:
+        axes.axhspan(min(speeds), max(speeds), color=paint[MUTED], alpha=0.15, linewidth=0)
+        axes.axhline(median(speeds), color=paint[MUTED], linewidth=0.9, dashes=(3, 2), label=THE_CONTROL)
 
 
 def _speedup_axis(axes: Axes) -> None:
@@ -263,17 +282,11 @@ def _speedup_axis(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
 
 
-def _key(axes: Axes) -> None:
-    """The names under the axes, each once, in two columns where they are short."""
+def _key(figure: Figure, axes: Axes) -> None:
+    """The names under the axes, each once, in two columns where they are short; the figure grows by them."""
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    columns = 2 if max(len(name) for name in handles) <= 24 and len(handles) > 1 else 1
-    axes.legend(
-        handles.values(),
-        handles.keys(),
-        loc="upper left",
-        bbox_to_anchor=(-0.02, -0.17),
-        ncols=columns,
-        frameon=False,
-        fontsize=9.5,
-        borderaxespad=0,
+    columns = 2 if max(len(name) for name in handles) <= 29 and len(handles) > 1 else 1
+    figure.set_figheight(3.1 + 0.19 * math.ceil(len(handles) / columns))
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower left", ncols=columns, frameon=False, fontsize=8.5
     )

@@ -14,6 +14,7 @@ from eval.compare_words import (
     cautions,
     cells,
     drafter_label,
+    heading,
     headline_note,
     kept_apart,
     losses,
@@ -125,7 +126,7 @@ def _panel(panel: Panel, plots: Sequence[Plot]) -> str:
     drawings = "".join(figure("", _picture(plot), plot.caption) for plot in plots)
     note = f'<p class="note">{escape(headline_note(panel.entries[0]))}</p>' if plots else ""
     return section(
-        escape(panel.label[0].upper() + panel.label[1:]),
+        escape(heading(panel)),
         f"<p>{escape(_work(panel))}</p>{table(columns, body)}{_plots(drawings, note)}<h3>Where each loses</h3>{bullets(losses(panel))}",
     )
 

@@ -9,6 +9,7 @@ from eval import words
 from eval.comparison import Panel, Standing, differing_fields
 from eval.entries import ALL, Entry
 from eval.evaluations import Evaluation
+from eval.lossless import DIFFERS
 from eval.records import CONTROL
 from eval.schema import LOOPING_BELOW
 
@@ -44,17 +45,17 @@ def cells(standing: Standing) -> dict[str, str]:
     return {
         "drafter": entry.name + (f" [{entry.not_ranked}]" if entry.not_ranked else ""),
         "layers": str(row.drafter_layers) if row.drafter_layers else "–",
-        "parameters": words.millions(row.drafter_parameters) if row.drafter_parameters else "no model",
-        "bytes/step": _count(entry.bytes_per_step, "B"),
-        "trained on": _count(entry.training_tokens, "tokens"),
+        "speedup [95 %]": words.with_interval(row.speedup, row.speedup_low, row.speedup_high),
+        "not looping": f"{words.times(row.headline_speedup)} ({row.headline_prompts})",
+        "over the best": words.with_interval(ratio.value, ratio.low, ratio.high) if ratio else "–",
         "gamma": str(row.num_draft_tokens or "–"),
         "alpha": words.number(row.alpha),
         "tau": words.number(row.tau),
         "c": words.number(row.cost_ratio, 3),
         "t_draft": words.number(row.t_draft_ms, 3),
-        "speedup [95 %]": words.with_interval(row.speedup, row.speedup_low, row.speedup_high),
-        "not looping": f"{words.times(row.headline_speedup)} ({row.headline_prompts})",
-        "over the best": words.with_interval(ratio.value, ratio.low, ratio.high) if ratio else "–",
+        "parameters": words.millions(row.drafter_parameters) if row.drafter_parameters else "no model",
+        "bytes/step": _count(entry.bytes_per_step, "B"),
+        "trained on": _count(entry.training_tokens, "tokens"),
         "predicted": words.times(row.predicted_speedup),
         "tokens/s": words.number(row.tokens_per_second, 1),
         "alone": words.number(row.baseline_tokens_per_second, 1),
@@ -78,9 +79,14 @@ def _count(value: int | None, unit: str) -> str:
     return f"{value}{' B' if unit == 'B' else ''}"
 
 
+def heading(panel: Panel) -> str:
+    """The panel's label, as a sentence begins."""
+    return panel.label[0].upper() + panel.label[1:]
+
+
 def best_sentence(panel: Panel) -> str:
     """Who is best under one condition, over the second, and how sure that is."""
-    label = panel.label[0].upper() + panel.label[1:]
+    label = heading(panel)
     if not panel.fastest:
         return f"{label}: nothing to rank ({'; '.join(dict.fromkeys(entry.not_ranked for entry in panel.entries))})."
     best = panel.fastest[0]
@@ -164,7 +170,7 @@ def cautions(panels: Sequence[Panel], evaluations: Sequence[Evaluation]) -> list
         found += [
             f"NOT LOSSLESS: {one.name}: {one.row.lossless_detail}"
             for one in panel.entries
-            if one.row.lossless == "differs"
+            if one.row.lossless == DIFFERS
         ]
     return found
 
@@ -175,7 +181,7 @@ def _other_prompts(panel: Panel) -> list[str]:
         return []
     counts = ", ".join(f"{len(ids)} ({run})" for run, ids in prompts.items())
     return [
-        f"{panel.label}: the runs do not stand on the same prompts: {counts}. What is over the best counts those that two share."
+        f"{heading(panel)}: the runs do not stand on the same prompts: {counts}. What is over the best counts those that two share."
     ]
 
 
@@ -184,7 +190,9 @@ def _other_pace(panel: Panel) -> list[str]:
     if max(paces.values()) <= (1 + DRIFT) * min(paces.values()):
         return []
     said = ", ".join(f"{pace:.1f} ({run})" for run, pace in paces.items())
-    return [f"{panel.label}: the baseline's own tokens/s differ between runs: {said}. Only ratios to it are compared."]
+    return [
+        f"{heading(panel)}: the baseline's own tokens/s differ between runs: {said}. Only ratios to it are compared."
+    ]
 
 
 def headline_note(entry: Entry) -> str:

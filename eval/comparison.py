@@ -16,6 +16,7 @@ from typing import Any
 from eval.entries import Entry, Setting, Workload
 from eval.metrics import Interval, paired_speedups
 from eval.prediction import Costs
+from eval.records import CONTROL
 from eval.schema import Row
 from eval.units import Unit
 from eval.words import condition_label
@@ -145,7 +146,8 @@ def _standings(entries: Sequence[Entry], resamples: int, seed: int) -> list[Stan
 
 def _against(entry: Entry, ranked: Sequence[Entry], resamples: int, seed: int) -> Standing:
     """The entry against the fastest drafter that is not its own, the two paired by prompt."""
-    others = [other for other in ranked if other.name != entry.name]
+    controls = entry.row.drafter == CONTROL  # those of two runs are one drafter
+    others = [one for one in ranked if one.name != entry.name and not (controls and one.row.drafter == CONTROL)]
     if entry.not_ranked or not others:
         return Standing(entry)
     mine, theirs = entry.counted(), others[0].counted()

@@ -9,6 +9,7 @@ from typing import Any
 
 from decoding.schedules import VIRTUAL
 from eval.evaluations import Evaluation
+from eval.lossless import DIFFERS
 from eval.metrics import Interval
 from eval.records import ALONE
 from eval.rows import headline_units
@@ -88,6 +89,8 @@ class Entry:
             return "another model's text"
         if self.row.schedule in VIRTUAL:
             return "a virtual clock"
+        if self.row.lossless == DIFFERS:
+            return "not the target's own text"
         return "" if self.speedup is not None else "every text of the target loops"
 
     def counted(self) -> dict[tuple[str, ...], Unit]:

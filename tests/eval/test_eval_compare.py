@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from hydra import compose, initialize_config_dir
 from matplotlib.image import imread
 from rich.console import Console
 
@@ -28,7 +29,8 @@ from eval.prediction import Costs, best_gamma, expected_tokens_iid, iso_cost_rat
 from eval.schema import read_rows
 from eval.series import with_series
 from eval.words import main_rows
-from training.config import TrackerConfig
+from training.config import TrackerConfig, typed
+from training.job import CONF, check_arguments, register
 
 from . import simulated_runs, tiny
 
@@ -252,17 +254,26 @@ def test_headlines_leave_loops_out_and_all_prompts_can_be_asked_for(runs):
     assert len(entry.counted()) == entry.row.headline_prompts < len(other.counted()) == other.row.prompts
 
 
-def test_neither_a_virtual_clock_nor_another_model_is_ranked(runs):
+def test_neither_a_virtual_clock_nor_another_text_is_ranked(runs):
     evaluation = evaluations_of(three(runs)[0])[0]
-    for schedule, why in (("pearl_virtual", "a virtual clock"), ("alone", "another model's text")):
-        rows = [
-            dataclasses.replace(row, schedule=schedule) if row.drafter_parameters else row for row in evaluation.rows
-        ]
+    for changes, why in (
+        ({"schedule": "pearl_virtual"}, "a virtual clock"),
+        ({"schedule": "alone"}, "another model's text"),
+        ({"lossless": "differs"}, "not the target's own text"),
+    ):
+        rows = [dataclasses.replace(row, **changes) if row.drafter_parameters else row for row in evaluation.rows]
         for panel in panels_of(entries_of([dataclasses.replace(evaluation, rows=rows)], "headline"), 50, 0):
             (standing, control) = panel.standings
             assert standing.entry.not_ranked == why and standing.on_front == {}
             assert panel.fastest == [control.entry]
             assert "prompt lookup, the control, is" in best_sentence(panel)
+
+
+def test_the_control_of_one_run_is_no_rival_of_that_of_another(runs):
+    for panel in panels(*three(runs)):
+        rivals = [standing.rival for standing in panel.standings if standing.entry.row.drafter == "prompt_lookup"]
+        assert len(rivals) == 3
+        assert all(rival.row.drafter_parameters for rival in rivals)
 
 
 # ---------------------------------------------------------------------------------------------- words
@@ -569,6 +580,24 @@ def test_a_run_that_is_named_twice_is_read_once(runs):
 
 
 # ---------------------------------------------------------------------------------------------- real, tiny
+def test_a_stage_calls_it_by_overrides_alone():
+    register("eval.compare", CompareConfig)
+    overrides = [
+        'runs=["ladder/*/eval.run",other]',
+        "labels={one: wide,ladder/a/eval.run: deep}",
+        "tracker=wandb_offline",
+    ]
+    check_arguments(overrides, "eval.compare", CompareConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = typed(
+            compose("eval_compare", [*overrides, "group_by=[shape.hidden_size]", "tracker.group=ladder"]), CompareConfig
+        )
+    assert cfg.runs == ["ladder/*/eval.run", "other"]
+    assert cfg.labels == {"one": "wide", "ladder/a/eval.run": "deep"}
+    assert (cfg.tracker.wandb, cfg.tracker.group, cfg.group_by) == ("offline", "ladder", ["shape.hidden_size"])
+    assert cfg.output_dir == "runs/eval.compare/default"
+
+
 def test_real_evaluations_are_compared(home, monkeypatch):
     """Two drafters cut from a tiny random target, each measured by eval.run; the stage's overrides are all it takes."""
     monkeypatch.chdir(home)
