@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
 from distill.config import PretrainConfig, QualityConfig, TrainConfig
-from eval.config import EvalConfig
+from eval.config import CompareConfig, EvalConfig
 from training.config import JobConfig, plain, typed, valid_keys
 from training.help import field_docs, print_help
 from training.job import CONF, _guarded, check_arguments, register, run_typed
@@ -18,6 +18,7 @@ from training.run_folder import RunFolder
 SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.pretrain": PretrainConfig,
     "distill.train": TrainConfig,
+    "eval.compare": CompareConfig,
     "eval.run": EvalConfig,
 }
 
@@ -159,7 +160,7 @@ def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):
             RunFolder(config)
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, PretrainConfig, QualityConfig, EvalConfig])
+@pytest.mark.parametrize("schema", [TrainConfig, PretrainConfig, QualityConfig, EvalConfig, CompareConfig])
 def test_every_setting_has_a_line_in_the_help(schema: type[JobConfig]):
     docs = field_docs(schema)
     assert not [key for key, text in docs.items() if not text]
