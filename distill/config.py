@@ -79,6 +79,8 @@ class TrainConfig(JobConfig):
     drafter: StudentConfig = field(default_factory=StudentConfig)
     data: DataConfig = field(default_factory=DataConfig)
     assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
+    benchmark_prompts: str = ""  # evaluation prompts (JSONL) that an experiment's later stages decode; never trained on
+    ladder: str = ""  # numbers of layers that an experiment compares, such as "1,3,5" (depth_sweep)
     loss: LossConfig = field(default_factory=LossConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
