@@ -39,6 +39,9 @@ class TargetConfig:
     """The model that is kept exact, or the teacher that is frozen."""
 
     path: str = MISSING  # model folder in Hugging Face form
+    config: dict[str, Any] = field(
+        default_factory=dict
+    )  # its published config.json (conf/target); a dry run takes it where `path` is not there
     backend: str = "native"  # native | hf
     execution: str = ""  # eager | graph | compiled, of the native backend; empty: graph on a GPU, eager on a CPU
     dtype: str = "float32"  # float32 | bfloat16 | float16 | float64
