@@ -4,7 +4,6 @@ A single run happens in this process. The members of a sweep (`-m`) and the stag
 config.yaml, so that one cannot disturb another and every one can be run again by hand.
 """
 
-import dataclasses
 import errno
 import os
 import re
@@ -23,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
 from training.checkpoint import disk_error
-from training.config import JobConfig, typed, unknown_key, valid_keys
+from training.config import JobConfig, open_keys, typed, unknown_key, valid_keys
 from training.help import print_help
 from training.launch import INTERRUPTED
 from training.loop import Interrupted
@@ -125,8 +124,7 @@ def _known(key: str, keys: list[str], schema: type[Any]) -> bool:
     """True when `key` is a field, or lies inside a field that takes any mapping."""
     if key in keys:
         return True
-    free = {f"{entry.name}." for entry in dataclasses.fields(schema) if str(entry.type).startswith(("dict", "list"))}
-    return any(key.startswith(prefix) for prefix in free)
+    return any(key.startswith(f"{name}.") for name in open_keys(schema))
 
 
 def _check_experiment(name: str, job: str) -> None:
