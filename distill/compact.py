@@ -119,7 +119,10 @@ def kept_channels(folder: Path, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def compact_model(config: Any, state: Mapping[str, Tensor], kept_C: Tensor) -> Any:
-    """The LlamaForCausalLM over the kept channels in float32, from the stored configuration and weights. Raises UserError for a weight it does not know."""
+    """The LlamaForCausalLM over the kept channels in float32; `config` and `state` are the stored ones.
+
+    Raises UserError for a weight that a llama model of this configuration does not have, or lacks.
+    """
     ratio = config.hidden_size / len(kept_C)
     shape = {"hidden_size": len(kept_C), "head_dim": config.head_dim, "rms_norm_eps": config.rms_norm_eps * ratio}
     model: Any = LlamaForCausalLM(LlamaConfig.from_dict({**config.to_dict(), **shape}))
