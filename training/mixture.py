@@ -90,12 +90,8 @@ class MixedData(PackedData):
 
         Figures that are not finite say nothing of the mixture: the shares stay, and the loop says what is wrong.
         """
-        gaps = self._gaps(figures)
-        if gaps and all(map(math.isfinite, gaps.values())):
-            self.gaps = gaps
-            self.shares = updated(
-                self.shares, gaps, self.config.mixing_rate, self.config.uniform_share, self.config.floor_share
-            )
+        if self.config.mixing != "fixed":
+            self._move({name: figures[f"{self.config.mixing}/{name}"] for name in self.domains})
         shares = {f"share/{name}": share for name, share in self.shares.items()}
         return shares | {f"rows/{name}": float(rows) for name, rows in self.used.items()}
 
@@ -107,17 +103,20 @@ class MixedData(PackedData):
         )
         return f"mixture ({self.config.mixing}): {', '.join(parts)}"
 
-    def _gaps(self, figures: Mapping[str, float]) -> dict[str, float]:
+    def _move(self, measured: Mapping[str, float]) -> None:
+        """Move the shares by the held-out losses or acceptances `measured` of the domains; not by ones that are not finite."""
         config = self.config
+        if not all(map(math.isfinite, measured.values())):
+            return
         if config.mixing == "loss":
             references = {name: config.domains[name].reference for name in self.domains}
-            return loss_gaps({name: figures[f"loss/{name}"] for name in self.domains}, references, config.clip_gaps)
-        if config.mixing == "acceptance":
+            self.gaps = loss_gaps(measured, references, config.clip_gaps)
+        else:
             references = {name: config.domains[name].reference_acceptance for name in self.domains}
-            now = acceptance_gaps({name: figures[f"acceptance/{name}"] for name in self.domains}, references)
-            keep = config.mixing_smoothing if self.gaps else 0.0
-            return {name: keep * self.gaps.get(name, 0.0) + (1 - keep) * gap for name, gap in now.items()}
-        return {}
+            keep = config.mixing_smoothing if self.gaps else 0.0  # the first gap is taken as it is
+            now = acceptance_gaps(measured, references)
+            self.gaps = {name: keep * self.gaps.get(name, 0.0) + (1 - keep) * gap for name, gap in now.items()}
+        self.shares = updated(self.shares, self.gaps, config.mixing_rate, config.uniform_share, config.floor_share)
 
     def _drawn(self) -> list[str]:
         """The domain of each row of the next step."""

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from decoding.errors import UserError
@@ -74,7 +75,7 @@ def target_config(target: TargetConfig) -> PretrainedConfig:
     kind = values.pop("model_type", None)
     try:
         return AutoConfig.for_model(kind, **values)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(
             f"target.config is no configuration of a model: {' '.join(str(error).split())}. Expected the values of a config.json, "
             "model_type among them"

@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_dir
 
 from decoding.errors import UserError
 from distill.config import TrainConfig
+from distill.data import data_files
 from training import checkpoint
 from training.config import DataConfig, DomainConfig, LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig, typed
 from training.config import TrackerConfig as NoTracker
@@ -347,8 +348,8 @@ def test_the_published_mixtures_are_shipped():
         assert [data.domains[name].share for name in names] == [0.67, 0.045, 0.045, 0.02, 0.045, 0.025, 0.15]
         assert (data.mixing, data.mixing_rate, data.uniform_share, data.floor_share) == ("loss", 1.0, 1e-4, 0.0)
         check_mixture(data, ("loss",))
-    with pytest.raises(UserError, match="no value for data.root"):
-        composed("data=redpajama")
+    with pytest.raises(UserError, match=r"train/cc does not exist \(working folder: "):
+        data_files(composed("data=redpajama").data)
 
 
 def test_keys_of_domains_can_be_given_and_wrong_ones_are_named():
