@@ -106,19 +106,13 @@ class DataConfig:
         default_factory=dict
     )  # name -> chats, texts, held_out_chats, held_out_texts, share, reference: a mixture, instead of chats and texts
     root: str = ""  # folder that relative paths of domains start from; empty: the working folder
-    mixing: str = (
-        "fixed"  # shares of domains: fixed | loss (gap to reference losses) | acceptance (gap in held-out acceptance)
-    )
+    mixing: str = "fixed"  # shares: fixed | loss (by gaps to reference losses) | acceptance (by gaps in acceptance)
     mixing_rate: float = 1.0  # eta: an evaluation multiplies a share by exp(eta x gap)
     mixing_smoothing: float = 0.9  # share of the old gap in the moving average that mixing=acceptance goes by
-    clip_gaps: bool = (
-        True  # take a domain below its reference loss as on it, as the paper does; its code lets it shrink
-    )
+    clip_gaps: bool = True  # a domain below its reference loss counts as on it: the paper does, its code does not
     uniform_share: float = 1e-4  # share of equal parts that every update mixes in
     floor_share: float = 0.01  # no update leaves a domain less than this share of the rows
-    when_exhausted: str = (
-        "wrap"  # a domain whose rows are used up: wrap (go through it again) | stop (end the training)
-    )
+    when_exhausted: str = "wrap"  # a domain whose rows are used up: wrap (through it again) | stop (end the training)
     held_out_tokens: int = 16384  # held-out tokens of each domain that an evaluation reads, evenly drawn; 0: all
 
 

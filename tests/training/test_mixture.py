@@ -171,13 +171,14 @@ SHAPE = StudentConfig(
 
 
 def losses_of(module: LanguageModelling) -> dict[str, float]:
-    """Held-out loss of every domain, and the score."""
+    """Held-out loss of every domain, a stand-in for its acceptance (the likeliness of its text), and the score."""
     figures = {}
     with torch.no_grad():
         for name, held_out in HELD_OUT.items():
             batch = collate(held_out, best_fit([len(sample.ids) for sample in held_out], 64), 64)
-            figures[f"loss/{name}"] = float(module(batch)[0]) / batch.supervised
-    return figures | {"score": -sum(figures.values())}
+            loss = float(module(batch)[0]) / batch.supervised
+            figures |= {f"loss/{name}": loss, f"acceptance/{name}": math.exp(-loss)}
+    return figures | {"score": -sum(figures.values())} | {"score": -sum(figures.values())}
 
 
 def train(folder: Path, steps: int = 8, stop_after: int = 0, mixing: str = "loss", **changes: object) -> MixedData:
@@ -224,14 +225,15 @@ def records(folder: Path, key: str) -> list[float]:
     return [found[key] for found in map(json.loads, (folder / "metrics.jsonl").open()) if key in found]
 
 
+@pytest.mark.parametrize("mixing", ["loss", "acceptance"])
 @pytest.mark.parametrize("stop_after", [3, 4, 5])
-def test_stop_and_resume_equals_straight_bit_for_bit_across_an_evaluation(tmp_path: Path, stop_after: int):
+def test_stop_and_resume_equals_straight_bit_for_bit_across_an_evaluation(tmp_path: Path, stop_after: int, mixing: str):
     """Evaluations move the shares after steps 2, 4, 6 and 8: the stop comes before, at and after one."""
-    train(tmp_path / "straight")
+    train(tmp_path / "straight", mixing=mixing)
     with pytest.raises(Interrupted):
-        train(tmp_path / "stopped", stop_after=stop_after)
+        train(tmp_path / "stopped", stop_after=stop_after, mixing=mixing)
     assert newest(tmp_path / "stopped").state["step"] == stop_after
-    train(tmp_path / "stopped")
+    train(tmp_path / "stopped", mixing=mixing)
     straight, resumed = newest(tmp_path / "straight"), newest(tmp_path / "stopped")
     assert straight.state["data"] == resumed.state["data"]
     assert sum(straight.state["data"]["used"].values()) == 8 * 4
