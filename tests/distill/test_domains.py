@@ -1,6 +1,9 @@
 """Mixtures in the jobs: every domain is measured by what it is, shares move and are recorded, bad domains are named."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -182,3 +185,18 @@ def test_held_out_text_is_drawn_evenly_from_all_of_it():
     ten = [Sample(np.full(10, number, dtype=np.int32), np.ones(10, dtype=bool)) for number in range(100)]
     assert len(drawn_evenly(ten, 0)) == len(drawn_evenly(ten, 10**6)) == 100
     assert [int(sample.ids[0]) for sample in drawn_evenly(ten, 200)] == list(range(0, 100, 5))
+
+
+def test_two_worker_processes_draw_the_same_rows_and_move_the_same_shares(
+    tiny_target: Path, texts: Path, tmp_path: Path
+):
+    distill.train.run(training(tiny_target, tmp_path / "one", *domains(texts)))
+    given = [*TOY, f"target.path={tiny_target}", f"output_dir={tmp_path / 'two'}", *domains(texts)]
+    command = [sys.executable, "-m", "distill.train", *given, "parallel=ddp", "parallel.processes=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    for key in ("loss", "share/words", "rows/words", "held_out_acceptance/words"):
+        one, two = (records(tmp_path / name, key) for name in ("one", "two"))
+        assert len(one) > 1
+        assert one == pytest.approx(two, rel=1e-4), key
