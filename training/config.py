@@ -232,15 +232,15 @@ def valid_keys(schema: type[Any], prefix: str = "") -> list[str]:
     return keys
 
 
-def open_keys(schema: type[Any], prefix: str = "") -> list[str]:
-    """Dotted keys of the fields that hold a mapping or a list, inside which any key may stand."""
-    keys = []
+def open_fields(schema: type[Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of the fields that hold a mapping or a list, inside which further keys may stand -> the type of an entry."""
+    found: dict[str, Any] = {}
     for name, kind in fields_of(schema).items():
         if dataclasses.is_dataclass(kind):
-            keys += open_keys(typing.cast(type[Any], kind), prefix + name + ".")
+            found |= open_fields(typing.cast(type[Any], kind), prefix + name + ".")
         elif typing.get_origin(kind) in (dict, list):
-            keys.append(prefix + name)
-    return keys
+            found[prefix + name] = typing.get_args(kind)[-1]
+    return found
 
 
 def unknown_key(key: str, choices: list[str]) -> UserError:

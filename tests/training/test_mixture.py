@@ -362,5 +362,7 @@ def test_keys_of_domains_can_be_given_and_wrong_ones_are_named():
     assert data.domains["new"].texts == ["a.txt"]
     with pytest.raises(UserError, match="unknown configuration key 'data.domains.new.weight'; .* 'data.domains.new."):
         composed("+data.domains.new={texts: [a.txt], weight: 2}")
+    with pytest.raises(UserError, match="unknown configuration key 'data.domains.cc.shar'; .* 'data.domains.cc.share'"):
+        composed("data=redpajama", "data.domains.cc.shar=1")
     with pytest.raises(UserError, match="data.domains.new.share"):
         composed("+data.domains.new={share: many}")
