@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from omegaconf import MISSING
+
 from training.config import (
     DataConfig,
     JobConfig,
@@ -51,6 +53,15 @@ class SkipSearchConfig(JobConfig):
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     max_skips: int = 0  # sub-layers skipped at most; 0: all but two
     candidates: int = 12  # sub-layers tried in a step: those that did best in the step before
+
+
+@dataclass
+class CompactConfig(JobConfig):
+    """`python -m distill.compact`: a zero-padded checkpoint in its true width, accepted only with equal logits."""
+
+    model: str = MISSING  # model folder of the padded checkpoint (safetensors)
+    dtype: str = ""  # of the stored weights: float32 | bfloat16 | float16; empty: as they are
+    tolerance: float = 1e-4  # largest difference of logits in float32 that is accepted, as a share of the largest logit
 
 
 @dataclass

@@ -13,10 +13,10 @@ from transformers import AutoConfig
 
 from decoding.folder import read_config
 from distill.config import PruneConfig, TrainConfig
-from distill.drafter_folder import TOKENIZER_FILES, write_card, write_untrained
+from distill.drafter_folder import write_card, write_untrained
 from distill.shapes import bytes_a_step, forward_flops, millions, odd_widths, parameter_counts, student_config
 from training.config import LoopConfig, ParallelConfig
-from training.models import dtype_of, random_model, target_config
+from training.models import dtype_of, missing_of, random_model, target_config, target_is_here
 from training.paths import resolve
 
 
@@ -134,9 +134,7 @@ def _write(
     write_untrained(model, target_folder, folder, target.dtype or torch.float32, draft_tokens=4)
     about = {"name": "nothing yet (dry run)"}
     write_card(folder, config.drafter.name, model, config.target.path, target_folder, {"sources": []}, about, {})
-    if not any((target_folder / name).is_file() for name in TOKENIZER_FILES):
-        print(
-            f"no tokenizer: {target_folder} is not there, so copy the target's tokenizer files into the folder before you serve it"
-        )
+    if not target_is_here(config.target):
+        print(f"note: {missing_of(config.target)}")
     print(f"untrained student folder, to try serving with: {folder}")
     return folder

@@ -9,16 +9,16 @@ import math
 import shutil
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
-from decoding.folder import WEIGHTS, read_config, weight_files
+from decoding.folder import WEIGHTS, weight_files
 from distill.config import PruneConfig
 from distill.cut import cut_model, load_cut, refuse_other_shape, save_cut
-from distill.data import data_files, read_samples
+from distill.data import data_files, each_data, read_samples
 from distill.drafter_folder import write_card, write_model
 from distill.dry_run import dry_prune
 from distill.masks import BETA, Masks
@@ -29,7 +29,7 @@ from training.checkpoint import write_text
 from training.config import check_values, refuse_parallel
 from training.job import job_main
 from training.launch import is_worker, launch, processes_wanted
-from training.models import dtype_of, load_causal_lm, target_config
+from training.models import dtype_of, folder_of, load_causal_lm, target_config
 from training.objectives import freeze
 from training.packing import PackedData
 from training.parallel import Parallel
@@ -38,13 +38,14 @@ from training.run_folder import RunFolder, hash_input
 
 CHOICES = ("probe", "even", "influence", "greedy", "contiguous")
 MASKS = "masks.safetensors"
+SPLITS: tuple[Literal["train", "held_out"], ...] = ("train", "held_out")
 
 
 def run(config: PruneConfig) -> Path:
     """Prune, and write the student to output_dir/student. Returns that folder."""
     check(config)
-    target_folder = resolve(config.target.path)
     source = target_config(config.target)
+    target_folder = folder_of(config.target, config.dry_run)
     shapes = stage_shapes(config, source)
     run_folder = RunFolder(config)
     folder = run_folder.path / "student"
@@ -55,7 +56,6 @@ def run(config: PruneConfig) -> Path:
     if config.dry_run:
         run_folder.write_manifest(inputs, {}, finished=False)
         return dry_prune(config, source, shapes, target_folder, folder, run_folder.was_dry)
-    read_config(target_folder)
     weight_files(target_folder)
     processes = processes_wanted(config.parallel)
     if processes > 1 and not is_worker():
@@ -158,8 +158,10 @@ def workbench(config: PruneConfig, target_folder: Path) -> Workbench:
     parallel = Parallel(config.parallel, config.target.device)
     tokenizer = load_tokenizer(target_folder)
     teacher = freeze(load_causal_lm(target_folder, dtype_of(config.target.dtype))).to(parallel.device)
-    samples = read_samples(tokenizer, config.data, "train", parallel.is_main)
-    held_out = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
+    samples, held_out = (
+        [sample for data in each_data(config.data) for sample in read_samples(tokenizer, data, split, parallel.is_main)]
+        for split in SPLITS
+    )
     packed = PackedData(held_out, config.data.max_length, 1, config.seed)
     rows = [packed.step_rows(step)[0] for step in range(min(config.importance.probe_sequences, len(packed.rows)))]
     return Workbench(config, teacher, samples, [held_out[index] for row in rows for index in row], parallel)

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import hydra
 import yaml
@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
 from training.checkpoint import disk_error
-from training.config import JobConfig, typed, unknown_key, valid_keys
+from training.config import JobConfig, open_fields, typed, unknown_key, valid_keys
 from training.help import print_help
 from training.launch import INTERRUPTED
 from training.loop import Interrupted
@@ -117,16 +117,21 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
             if not match.group(1):
                 raise UserError(f"an experiment is added with a plus: +{argument}")
             _check_experiment(argument.split("=", 1)[1], job)
-        elif key not in groups and not key.startswith("hydra.") and not _known(key, keys, schema):
-            raise unknown_key(key, keys + sorted(groups))
+        elif key not in groups and not key.startswith("hydra."):
+            _check_key(key, keys + sorted(groups), schema)
 
 
-def _known(key: str, keys: list[str], schema: type[Any]) -> bool:
-    """True when `key` is a field, or lies inside a field that takes any mapping."""
-    if key in keys:
-        return True
-    free = {f"{entry.name}." for entry in dataclasses.fields(schema) if str(entry.type).startswith(("dict", "list"))}
-    return any(key.startswith(prefix) for prefix in free)
+def _check_key(key: str, choices: list[str], schema: type[Any]) -> None:
+    """Raise UserError for a key that is neither a field nor lies inside one that takes any entry, or an entry of its kind."""
+    for name, kind in open_fields(schema).items():
+        entry = key.removeprefix(f"{name}.").partition(".")[0] if key.startswith(f"{name}.") else ""
+        if entry and dataclasses.is_dataclass(kind):
+            inner = valid_keys(cast(type[Any], kind))
+            choices = [*choices, f"{name}.{entry}", *(f"{name}.{entry}.{field}" for field in inner)]
+        elif entry:
+            return
+    if key not in choices:
+        raise unknown_key(key, choices)
 
 
 def _check_experiment(name: str, job: str) -> None:

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
-from distill.config import PretrainConfig, QualityConfig, TrainConfig
+from distill.config import CompactConfig, PretrainConfig, PruneConfig, QualityConfig, TrainConfig
 from eval.config import CompareConfig, EvalConfig
 from training.config import JobConfig, plain, typed, valid_keys
 from training.help import field_docs, print_help
@@ -160,7 +160,9 @@ def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):
             RunFolder(config)
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, PretrainConfig, QualityConfig, EvalConfig, CompareConfig])
+@pytest.mark.parametrize(
+    "schema", [TrainConfig, PretrainConfig, PruneConfig, QualityConfig, CompactConfig, EvalConfig, CompareConfig]
+)
 def test_every_setting_has_a_line_in_the_help(schema: type[JobConfig]):
     docs = field_docs(schema)
     assert not [key for key, text in docs.items() if not text]
