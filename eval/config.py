@@ -31,7 +31,8 @@ class EvalConfig(JobConfig):
     target: TargetConfig = field(default_factory=TargetConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     # Model folders (runs/*/drafter: each under its card's name), names in conf/drafter, or mappings: {use: FOLDER or NAME, folder:, name:,
-    # stopping:, schedule:, lookup:, and what the drafter takes}, or with _target_. lookup=6 copies what followed where the text's last 6 tokens stood before, ahead of any model.
+    # stopping:, schedule:, lookup:, and what the drafter takes}, or with _target_. lookup=6 copies what followed where the text's last 6 tokens
+    # stood before, ahead of any model.
     drafters: list[Any] = field(default_factory=list)
     draft_model: str = ""  # a model folder that an experiment's drafters name as ${draft_model}
     benchmark_folder: str = ""  # where an experiment's stages find their prompt files, as ${benchmark_folder}

@@ -110,6 +110,6 @@ def missing_of(target: TargetConfig) -> str:
     if target_is_here(target):
         return ""
     return (
-        f"{target.path} is not there: shapes are those of its published configuration, weights are not read, and its tokenizer is missing, "
-        "so a drafter folder written now holds no tokenizer files"
+        f"{target.path} is not there: its shape is that of the published configuration, and its tokenizer is missing, so a drafter folder "
+        "written now holds no tokenizer files"
     )
