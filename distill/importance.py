@@ -33,7 +33,7 @@ from training.progress import ProgressBar
 
 @dataclass
 class Scores:
-    """Float64 sums, so that the scores of several ranks add up; `finished` turns the sums of squares into roots."""
+    """Sums over rows, in float64 so that the scores of several ranks add up; `finished` turns the sums of squares into roots."""
 
     units_LF: Tensor
     heads_LQ: Tensor
@@ -85,7 +85,7 @@ def collect(model: Any, batches: Sequence[Batch], show: bool = True) -> Scores:
     scores = Scores.zeros(model.config)
     with ProgressBar("importance", len(batches), 0, show) as bar, _watched(model, scores) as watch:
         for number, batch in enumerate(batches, start=1):
-            watch.weights_RT = (batch.documents_RT > 0).double()
+            watch.weights_RT = (batch.documents_RT > 0).float()
             watch.weights_RT /= watch.weights_RT.sum(1, keepdim=True).clamp_(min=1)
             hidden_states(model, batch)
             scores.rows += len(batch.ids_RT)
@@ -101,25 +101,25 @@ class _Watch:
         self.weights_RT = torch.empty(0)
 
     def _mean(self, values_RTX: Tensor) -> Tensor:
-        return torch.einsum("rt,rtx->rx", self.weights_RT, values_RTX.double()).cpu()
+        return torch.bmm(self.weights_RT[:, None], values_RTX.float())[:, 0].double().cpu()
 
     def norm(self, number: int, incoming_RTC: Tensor, outgoing_RTC: Tensor) -> None:
         self.scores.hidden_NC[number] += self._mean(outgoing_RTC.abs()).square().sum(0)
-        self.scores.square_NC[number] += self._mean(incoming_RTC.double().square()).sum(0)
+        self.scores.square_NC[number] += self._mean(incoming_RTC.float().square()).sum(0)
 
     def units(self, layer: int, incoming_RTF: Tensor) -> None:
         self.scores.units_LF[layer] += self._mean(incoming_RTF.abs()).square().sum(0)
 
     def heads(self, layer: int, incoming_RTX: Tensor) -> None:
         queries, groups = self.scores.heads_LQ.shape[1], self.scores.groups_LH.shape[1]
-        square_RTQ = incoming_RTX.double().unflatten(2, (queries, -1)).square().sum(-1)
+        square_RTQ = incoming_RTX.float().unflatten(2, (queries, -1)).square().sum(-1)
         square_RTH = square_RTQ.unflatten(2, (groups, -1)).sum(-1)
         self.scores.heads_LQ[layer] += self._mean(square_RTQ.sqrt()).square().sum(0)
         self.scores.groups_LH[layer] += self._mean(square_RTH.sqrt()).square().sum(0)
 
     def layer(self, number: int, incoming_RTC: Tensor, outgoing_RTC: Tensor) -> None:
-        turned_RT = 1 - F.cosine_similarity(incoming_RTC.double(), outgoing_RTC.double(), dim=-1)
-        self.scores.influence_L[number] += (self.weights_RT * turned_RT).sum().cpu()
+        turned_RT = 1 - F.cosine_similarity(incoming_RTC.float(), outgoing_RTC.float(), dim=-1)
+        self.scores.influence_L[number] += (self.weights_RT * turned_RT).sum().double().cpu()
 
 
 @contextlib.contextmanager
