@@ -108,7 +108,7 @@ class ImportanceConfig:
     choice: str = (
         "probe"  # layers: probe (candidates against each other by acceptance) | even | influence | greedy | contiguous
     )
-    greedy_sequences: int = 32  # rows on which layers are taken away one by one
+    greedy_sequences: int = 8  # rows on which layers are taken away one by one
     rescale_norms: bool = True  # give every norm the scale that its output had before channels went
     probe_sequences: int = 100  # held-out rows on which candidates are compared
     probe_steps: int = 50  # of distillation (by `between`) that a candidate gets before it is compared; 0: none
