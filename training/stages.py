@@ -23,14 +23,18 @@ ON_FILE = "--config-file"
 def run_stages(config: JobConfig, composed: DictConfig) -> None:
     """Run `config.stages` in order; a stage is a job, or `job:label` where a job comes twice.
 
-    `stage_overrides[stage]` are a stage's overrides; `{output_dir}` in them is this run's folder. Raises UserError naming the stage that
+    `stage_overrides[stage]` are a stage's overrides; `{output_dir}` in them is this run's folder, and `@{key}` the stage's own value of a key
+    (as `${key}` is this job's). Raises UserError naming the stage that
     failed.
     """
     _check_given(composed)
     for number, stage in enumerate(config.stages, start=1):
         print(f"[{number}/{len(config.stages)}] {stage}", flush=True)
         job, _, label = stage.partition(":")
-        overrides = [text.replace("{output_dir}", config.output_dir) for text in config.stage_overrides.get(stage, [])]
+        overrides = [
+            text.replace("{output_dir}", config.output_dir).replace("@{", "${")
+            for text in config.stage_overrides.get(stage, [])
+        ]
         if job == config.job and "-m" not in overrides:
             own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
             own.stages, own.stage_overrides, own.output_dir = [], {}, os.path.join(config.output_dir, label or stage)
