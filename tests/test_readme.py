@@ -16,12 +16,14 @@ from hydra import compose, initialize_config_dir
 
 import distill.compact
 import distill.pretrain
+import distill.prune
 import distill.quality
 import distill.skip_search
 import distill.train
+import eval.compare
 import eval.run
-from distill.config import CompactConfig, PretrainConfig, QualityConfig, SkipSearchConfig, TrainConfig
-from eval.config import EvalConfig
+from distill.config import CompactConfig, PretrainConfig, PruneConfig, QualityConfig, SkipSearchConfig, TrainConfig
+from eval.config import CompareConfig, EvalConfig
 from training.config import JobConfig, typed
 from training.job import CONF, check_arguments, register
 
@@ -30,17 +32,21 @@ README = (ROOT / "README.md").read_text()
 SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.compact": CompactConfig,
     "distill.pretrain": PretrainConfig,
+    "distill.prune": PruneConfig,
     "distill.quality": QualityConfig,
     "distill.skip_search": SkipSearchConfig,
     "distill.train": TrainConfig,
+    "eval.compare": CompareConfig,
     "eval.run": EvalConfig,
 }
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "distill.compact": distill.compact.run,
     "distill.pretrain": distill.pretrain.run,
+    "distill.prune": distill.prune.run,
     "distill.quality": distill.quality.run,
     "distill.skip_search": distill.skip_search.run,
     "distill.train": distill.train.run,
+    "eval.compare": eval.compare.run,
     "eval.run": eval.run.run,
 }
 TOY_LOOP = "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 loop.eval_every=0 data.max_samples=20"
@@ -48,9 +54,12 @@ TOY_LOOP = "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=51
 TOY = {
     "distill.compact": "",
     "distill.pretrain": f"{TOY_LOOP} stages=[]",
+    "distill.prune": "importance.sequences=16 importance.greedy_sequences=1 importance.probe_sequences=2 importance.probe_steps=1 "
+    "between.tokens_per_step=512 between.micro_batch_tokens=512",
     "distill.quality": "functions=1 max_new_tokens=4",
     "distill.skip_search": "held_out.max_prompts=2 held_out.max_new_tokens=4 max_skips=2",
     "distill.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4",
+    "eval.compare": "dry_run=true",
     "eval.run": "max_prompts=4 sweep=[1,2] sweep_prompts=2 max_new_tokens=8 bootstrap_resamples=50 timing_repeats=2",
 }
 
@@ -107,7 +116,11 @@ def test_every_command_runs_at_toy_size(command: str, tiny_target: Path, padded_
         "FOLDER": tiny_target,
         "chats.json": ROOT / "assets/chats.json",
     }
-    real |= {"prompts.jsonl": ROOT / "assets/prompts.jsonl"}
+    real |= {
+        "prompts.jsonl": ROOT / "assets/prompts.jsonl",
+        "text.txt": ROOT / "LOG.md",
+        "more.txt": ROOT / "README.md",
+    }
     real |= {"runs/quickstart/distill.train/drafter": tiny_target}  # a fresh clone has none yet
     real |= {"LARGE": tiny_target, "SMALL": tiny_target, "PROMPTS": pearls_prompts(tmp_path)}
     real |= {"/path/to/your/model": tiny_target, "/path/to/sharegpt.json": ROOT / "assets/chats.json"}
@@ -122,6 +135,8 @@ def test_every_command_runs_at_toy_size(command: str, tiny_target: Path, padded_
         assert done.returncode == 0, done.stderr
     else:
         FUNCTIONS[job](own)
+    if own.dry_run:
+        return
     members = list((tmp_path / "run").glob("drafter.num_hidden_layers=*")) or [tmp_path / "run"]
     members = [tmp_path / "run" / stage.split(":")[-1] for stage in own.stages] or members
     assert len(members) == (3 if "-m" in arguments else len(own.stages) or 1)

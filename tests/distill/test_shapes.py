@@ -1,0 +1,41 @@
+"""The shapes in conf/drafter against the counts that were published."""
+
+import pytest
+from omegaconf import OmegaConf
+from transformers import LlamaConfig
+
+from distill.shapes import bytes_a_step, millions, parameter_counts, refuse_wider, student_config
+from training.config import StudentConfig, typed
+from training.job import CONF
+
+# Names of "Decoding Speculative Decoding" (arXiv 2402.01528), and Sheared-LLaMA's (arXiv 2310.06694) by their shapes.
+PUBLISHED = {
+    "llama_1b3": (1_333_721_600, "1333.7 M"),
+    "llama_796m": (796_290_560, "796.3 M"),
+    "llama_543m": (543_311_360, "543.3 M"),
+    "llama_290m": (290_332_160, "290.3 M"),
+    "sheared_1b3": (1_345_423_360, "1345.4 M"),
+    "sheared_2b7": (2_701_560_320, "2701.6 M"),
+    "sheared_370m": (373_867_520, "373.9 M"),
+}
+LLAMA_7B = LlamaConfig(vocab_size=32000)  # the defaults are LLaMA-7B's
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_counts_are_the_published_ones(name: str):
+    shape = typed(OmegaConf.load(CONF / "drafter" / f"{name}.yaml"), StudentConfig)
+    student = student_config(shape, LLAMA_7B)
+    refuse_wider(student, LLAMA_7B)
+    count, words = PUBLISHED[name]
+    assert parameter_counts(student)["all"] == count
+    assert millions(count) == words
+    text = (CONF / "drafter" / f"{name}.yaml").read_text()
+    assert words in text, "the file says it too"
+    assert shape.name == name
+
+
+def test_bytes_of_a_step_are_those_of_layers_and_head():
+    """The reference figures of an A100's limit: 13.2 GB for LLaMA-7B, 1.43 GB for the 796 M drafter."""
+    assert bytes_a_step(LLAMA_7B) == pytest.approx(13.2e9, rel=0.01)
+    shape = typed(OmegaConf.load(CONF / "drafter" / "llama_796m.yaml"), StudentConfig)
+    assert bytes_a_step(student_config(shape, LLAMA_7B)) == pytest.approx(1.43e9, rel=0.01)
