@@ -111,6 +111,9 @@ class LoopConfig:
     keep: int = 1  # checkpoints kept besides the best one
     log_every: int = 1  # optimizer steps between metric records
     dtype: str = "float32"  # dtype of weights and activations; bfloat16 keeps float32 master weights
+    activation_checkpointing: bool = (
+        False  # keep only the inputs of decoder layers, run their forward again in the backward pass
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -118,8 +121,11 @@ class LoopConfig:
 class ParallelConfig:
     """How many processes train, and how they split the work."""
 
-    kind: str = "single"  # single | ddp
-    processes: int = 0  # ranks on this machine; 0: one a visible GPU; on a CPU ddp wants a number
+    kind: str = "single"  # single | ddp | zero1 | zero2 | zero3 (DeepSpeed) | fsdp (torch): what ranks share; see training/memory_plan.py
+    processes: int = 0  # ranks to start on this machine; 0: one a visible GPU; on a CPU it wants a number
+    launcher: str = (
+        "auto"  # auto: our own ranks, or those that torchrun started | slurm: one task a rank, started by srun
+    )
     timeout_seconds: int = 600  # a collective that waits longer ends the job
 
 

@@ -22,6 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
+from training import ranks
 from training.checkpoint import disk_error
 from training.config import JobConfig, typed, unknown_key, valid_keys
 from training.help import print_help
@@ -59,7 +60,7 @@ def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) 
 
     def task(composed: DictConfig) -> None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            _guarded(lambda: failed.extend(_run_member(composed, job, schema, arguments)))
+            _guarded(lambda: _note_failures(_run_member(composed, job, schema, arguments), failed))
         else:
             _guarded(lambda: run_typed(composed, job, schema, function))
 
@@ -83,6 +84,9 @@ def run_typed(composed: DictConfig, job: str, schema: type[Config], function: Ca
     if config.job != job:
         raise wrong_job(config.experiment, config.job, job)
     prepare_process(config)
+    ranks.adopt(config)
+    if not config.stages and ranks.sits_out(config):
+        return None
     try:
         return run_stages(config, composed) if config.stages else function(config)
     except OSError as error:  # any file of the run: its log, its records, its report
@@ -106,6 +110,7 @@ def prepare_process(config: JobConfig) -> None:
 
 def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
     """Find unknown keys and the wrong job before Hydra does, whose own message does not name the nearest key."""
+    ranks.refuse_sweep(arguments)
     keys = valid_keys(schema)
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
     for argument in arguments:
@@ -117,7 +122,7 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
             if not match.group(1):
                 raise UserError(f"an experiment is added with a plus: +{argument}")
             _check_experiment(argument.split("=", 1)[1], job)
-        elif key not in groups and not key.startswith("hydra.") and not _known(key, keys, schema):
+        elif key not in groups and not key.startswith(("hydra.", "hydra/")) and not _known(key, keys, schema):
             raise unknown_key(key, keys + sorted(groups))
 
 
@@ -171,6 +176,13 @@ def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments:
     typed(plain, schema)
     status = run_on_file(plain, job)
     return [f"'{name}' with status {status} ({plain['output_dir']})"] if status else []
+
+
+def _note_failures(found: list[str], failed: list[str]) -> None:
+    """Remember what went wrong with a member. In a process of its own (Slurm) nobody reads the memory, so it is an error there."""
+    if found and not str(HydraConfig.get().launcher._target_).endswith("BasicLauncher"):
+        raise UserError(found[0])
+    failed.extend(found)
 
 
 def _overrides(arguments: list[str]) -> list[str]:
