@@ -24,18 +24,18 @@ class Shell:
 
     def __init__(self, trained: nn.Module, live: nn.Module, read: Callable[[Tensor], Tensor]) -> None:
         """live: the copy of `trained` that holds the shares. read: a parameter of it -> its whole, in new memory, asked by all ranks."""
-        self._pairs = list(zip(trained.parameters(), live.parameters(), strict=True))
-        self._read = read
+        self._trained, self._live, self._read = trained, live, read
 
     @torch.no_grad()
     def fill(self) -> None:
         """Put the present weights into the caller's model, whole, on every rank."""
-        for parameter, share in self._pairs:
+        # Asked anew each time: cutting puts other parameters in the place of whole ones.
+        for parameter, share in zip(self._trained.parameters(), self._live.parameters(), strict=True):
             parameter.data = self._read(share)
 
     def empty(self) -> None:
         """Give the memory back."""
-        for parameter, _ in self._pairs:
+        for parameter in self._trained.parameters():
             parameter.data = parameter.data.new_empty(0)
 
 

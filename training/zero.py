@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ def plugin(stage: int, use_cpu: bool) -> Any:
         )
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if use_cpu else "cuda")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls torch by names that newer versions warn of, in every step.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     from accelerate import DeepSpeedPlugin
 
     zero = {
@@ -89,6 +92,17 @@ class ZeroAdamW:
         groups = parameter_groups(named, config, {})
         adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True)
         self.engine, _ = accelerator.prepare(module, adamw)
+        self._make_states()
+
+    def _make_states(self) -> None:
+        """Make the states before the first step: DeepSpeed links shares with them after the first group's, when other groups have none."""
+        optimizer = self.engine.optimizer
+        flats = optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
+        for flat in flats:
+            optimizer.state[flat] = {"step": torch.zeros((), device=flat.device)}
+            optimizer.state[flat] |= {key: torch.zeros_like(flat) for key in _MOMENTS}
+        if self.stage < 3:
+            optimizer._lazy_init_hp_params_optimizer_state()
 
     def collect(self) -> None:
         """DeepSpeed has collected the gradients in its backward pass."""
@@ -124,17 +138,9 @@ class ZeroAdamW:
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Inverse of `state`. The weights themselves are loaded before they are cut."""
-        optimizer = self.engine.optimizer
         steps = [tensors[f"step.{name}"] for name in self.names if f"step.{name}" in tensors]
-        if steps:
-            flats = (
-                optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
-            )
-            for flat in flats:
-                optimizer.state[flat] = {"step": steps[0].clone().to(flat.device)}
-                optimizer.state[flat] |= {key: torch.zeros_like(flat) for key in _MOMENTS}
-            if self.stage < 3:
-                optimizer._lazy_init_hp_params_optimizer_state()  # else linked only after a first step of its own
+        for state in self.engine.optimizer.state.values():
+            state["step"].copy_(steps[0] if steps else torch.zeros(()))
         for name, parameter in zip(self.names, self.parameters, strict=True):
             self._set(parameter, tensors[f"master.{name}"], None)
             for key in _MOMENTS if steps else ():
@@ -157,9 +163,9 @@ class ZeroAdamW:
 
 def read_whole(parameter: Tensor) -> Tensor:
     """The present whole of a parameter that DeepSpeed holds, in new memory; all ranks ask."""
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_tensor")):
+    with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_tensor")):
         return parameter.detach().clone()
 
 
