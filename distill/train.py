@@ -61,7 +61,10 @@ def check(config: TrainConfig) -> None:
     dtype_of(config.target.dtype)
     if config.target.backend not in BACKENDS:
         raise UserError(f"target.backend is '{config.target.backend}'; expected one of {', '.join(BACKENDS)}")
-    refuse_parallel(config.target)
+    if (
+        config.parallel.kind not in SHARDED_WEIGHTS
+    ):  # there it answers the held-out prompts over several cards, as it trains over them
+        refuse_parallel(config.target)
     if config.loss.cache_mb and config.parallel.kind in SHARDED_WEIGHTS:
         raise UserError(
             f"loss.cache_mb is {config.loss.cache_mb} with parallel.kind={config.parallel.kind}, expected 0: a target in shares is read by all "
