@@ -42,6 +42,13 @@ def deepspeed() -> None:
 
 
 @pytest.fixture(scope="session")
+def submitit() -> None:
+    """Hydra's launcher for Slurm."""
+    if importlib.util.find_spec("submitit") is None:
+        _lacking("needs Hydra's submitit launcher: pip install shallow-draft[slurm]")
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real chats, texts and evaluation prompts."""
     return _shared("data")

@@ -143,10 +143,17 @@ class Meeting:
         """Return when every rank has called this with `name`; rank 0, which keeps the store, returns last."""
         if self.size == 1:
             return
-        self._until_all(f"{name} reached")
-        self.store.add(f"{name} left", 1)
-        if self.rank == 0:
-            self._until_all(f"{name} left", mine=0)
+        from torch.distributed import DistNetworkError
+
+        try:
+            self._until_all(f"{name} reached")
+            self.store.add(f"{name} left", 1)
+            if self.rank == 0:
+                self._until_all(f"{name} left", mine=0)
+        except DistNetworkError as error:
+            raise UserError(
+                f"rank 0 has ended while rank {self.rank} waited for it at {name}; its last words say why"
+            ) from error
 
     def _until_all(self, key: str, mine: int = 1) -> None:
         self.store.add(key, mine)

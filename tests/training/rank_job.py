@@ -107,7 +107,10 @@ def run(spec: Spec) -> dict[str, Any]:
         assert student.lm_head.weight.shape == (VOCABULARY, 32)
         hidden = hidden_states(student, batch)[batch.supervised_RT]
         teachers = hidden_states(teacher, batch)[batch.supervised_RT]
-        return {"score": float(log.records[-1]["step"]), "seen": float(hidden.double().mean() + teachers.double().mean())}
+        return {
+            "score": float(log.records[-1]["step"]),
+            "seen": float(hidden.double().mean() + teachers.double().mean()),
+        }
 
     interrupted = False
     try:

@@ -47,7 +47,7 @@ def test_every_experiment_composes_with_its_job(name: str, job: str):
 
 
 def test_every_group_file_belongs_to_a_job_or_makes_a_drafter():
-    known = {"data", "drafter", "loss", "parallel", "target", "tracker", "benchmark", "experiment"}
+    known = {"data", "drafter", "loss", "parallel", "target", "tracker", "benchmark", "experiment", "hydra"}
     assert {path.name for path in CONF.iterdir() if path.is_dir()} <= known
 
 
