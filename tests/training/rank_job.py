@@ -95,7 +95,7 @@ def run(spec: Spec) -> dict[str, Any]:
     config = {"tokens_per_step": 256, "micro_batch_tokens": 64, "eval_every": 3, "checkpoint_every": 3, "keep": 9}
     optimizer = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, clip=0.2)
     loop = LoopConfig(**(config | {"max_steps": spec.steps, "dtype": spec.dtype} | spec.loop), optimizer=optimizer)
-    _disturb(spec, data, parallel)
+    _disturb(spec, data, parallel, student)
     log = Log()
 
     @torch.no_grad()
@@ -125,7 +125,8 @@ def run(spec: Spec) -> dict[str, Any]:
         "acceptance": [record["acceptance"] for record in steps],
         "seen": [record["held_out_seen"] for record in log.records if "held_out_seen" in record],
         "state_bytes": state_bytes(parallel.optimizer),
-        "frozen_bytes": sum(local(parameter).numel() * parameter.element_size() for parameter in teacher.parameters()),
+        "frozen_bytes": sum(map(local_bytes, teacher.parameters())),
+        "weight_bytes": parallel.weight_bytes,
         "deepspeed": "deepspeed" in sys.modules,
     }
     os.makedirs(spec.folder, exist_ok=True)
@@ -137,7 +138,8 @@ def run(spec: Spec) -> dict[str, Any]:
     return report
 
 
-def _disturb(spec: Spec, data: PackedData, parallel: Parallel) -> None:
+def _disturb(spec: Spec, data: PackedData, parallel: Any, student: Any) -> None:
+    """Make the run fail as the spec wants, and count its weights before every step."""
     rows_of, count_of = data.step_rows, data.supervised_in
     calls = 0
 
@@ -146,6 +148,8 @@ def _disturb(spec: Spec, data: PackedData, parallel: Parallel) -> None:
         calls += 1
         if calls == spec.stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
+        copies = [parallel.inner.student] if parallel.inner.student is student else [parallel.inner.student, student]
+        parallel.weight_bytes = sum(local_bytes(parameter) for copy in copies for parameter in copy.parameters())
         return rows_of(step)
 
     data.step_rows = step_rows  # type: ignore[method-assign]
@@ -160,6 +164,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def local_bytes(tensor: torch.Tensor) -> int:
+    return local(tensor).numel() * tensor.element_size()
+
+
 def state_bytes(optimizer: Any) -> dict[str, int]:
     """Bytes of moments and of masters that are no weights, on this rank."""
     if hasattr(optimizer, "engine"):
@@ -169,8 +177,7 @@ def state_bytes(optimizer: Any) -> dict[str, int]:
         states = optimizer.optimizer.state
         masters = [master for master, weight in zip(optimizer.masters, optimizer.parameters) if master is not weight]
     moments = [state[key] for state in states.values() for key in ("exp_avg", "exp_avg_sq")]
-    sizes = [[local(t).numel() * t.element_size() for t in part] for part in (moments, masters)]
-    return {"moments": sum(sizes[0]), "masters": sum(sizes[1])}
+    return {"moments": sum(map(local_bytes, moments)), "masters": sum(map(local_bytes, masters))}
 
 
 def run_ranks(spec: Spec, ranks: int = 2, timeout: float = 180) -> dict[str, Any]:

@@ -76,6 +76,7 @@ def check_plan(seen: dict[str, Any], kind: str) -> None:
     plan = bytes_per_rank(trained, frozen, kind, 2, "float32", frozen_outside_layers=head)
     assert sum(seen["state_bytes"].values()) == pytest.approx(plan["optimizer"], rel=0.01)
     assert seen["frozen_bytes"] == pytest.approx(plan["frozen"], rel=0.01)
+    assert seen["weight_bytes"] == pytest.approx(plan["weights"], rel=0.01)  # the caller's shell is empty
 
 
 def test_a_rank_that_divides_by_its_own_count_is_found(one: tuple[Path, dict[str, Any]], tmp_path: Path):

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from decoding.errors import UserError
 from distill.config import TrainConfig
 from training import ranks
 from training.config import ParallelConfig
-from training.job import check_arguments
+from training.job import CONF, check_arguments, register
 from training.launch import _free_port, processes_wanted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +120,17 @@ for stage in ("one", "two"):
     meeting.wait(stage)
     assert __import__("os").path.exists(sys.argv[1] + "/" + stage), "left before rank 0 was there"
 """
+
+
+def test_the_conf_for_submitit_composes(submitit: None):
+    register("distill.train", TrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose(
+            "distill_train", ["hydra/launcher=slurm", "hydra.launcher.nodes=2"], return_hydra_config=True
+        )
+    launcher = composed.hydra.launcher
+    assert launcher._target_.endswith("SlurmLauncher")
+    assert (launcher.nodes, launcher.gpus_per_node, launcher.tasks_per_node) == (2, 8, 1)
 
 
 def test_ranks_wait_for_each_other_between_stages(tmp_path: Path):
