@@ -7,6 +7,7 @@ speculative sampling (Leviathan et al. 2023, section 3.3), and `argmax p = argma
 Shapes: N answer tokens, V vocabulary, C tokens of a chunk.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,6 +78,20 @@ def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sa
     return samples
 
 
+@dataclass
+class Totals:
+    """Sums over held-out tokens."""
+
+    accepted: float  # of sum_v min(p, q)
+    greedy: float  # tokens where p and q have the same argmax
+    loss: float  # of -log q of the token that stands there, in nats, at temperature 1
+    tokens: float
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / self.tokens
+
+
 class HeldOutAcceptance:
     """Callable that scores the student's present weights on the target's answers."""
 
@@ -89,31 +104,52 @@ class HeldOutAcceptance:
         self.batches = [collate(answers, [row], max_length, next(student.parameters()).device) for row in rows]
         self._teacher_hidden: list[Tensor] = []
 
-    @torch.no_grad()
     def __call__(self) -> dict[str, float]:
         """`acceptance` (mean of sum min(p, q) at the held-out temperature), `greedy` (share of equal argmaxes), and `score`.
 
         Within a run every checkpoint has the same shape and so the same cost: acceptance alone ranks acceptance x cost.
         """
-        totals = torch.zeros(3, dtype=torch.float64)
+        totals = self.totals()
+        greedy = totals.greedy / totals.tokens
+        return {"acceptance": totals.acceptance, "greedy_acceptance": greedy, "score": totals.acceptance}
+
+    @torch.no_grad()
+    def totals(self) -> Totals:
+        """The sums over all supervised tokens, with the student's present weights."""
+        totals = torch.zeros(4, dtype=torch.float64)
         for number, batch in enumerate(self.batches):
             if number == len(self._teacher_hidden):
                 self._teacher_hidden.append(hidden_states(self.teacher, batch)[batch.supervised_RT])
             student_NH = hidden_states(self.student, batch)[batch.supervised_RT]
-            totals += self._overlap(student_NH, self._teacher_hidden[number])
-        accepted, greedy, count = totals.tolist()
-        return {"acceptance": accepted / count, "greedy_acceptance": greedy / count, "score": accepted / count}
+            totals += self._overlap(student_NH, self._teacher_hidden[number], batch.next_RT[batch.supervised_RT])
+        return Totals(*totals.tolist())
 
-    def _overlap(self, student_NH: Tensor, teacher_NG: Tensor) -> Tensor:
-        totals = torch.zeros(3, dtype=torch.float64)
+    def _overlap(self, student_NH: Tensor, teacher_NG: Tensor, next_N: Tensor) -> Tensor:
+        totals = torch.zeros(4, dtype=torch.float64)
         for start in range(0, len(student_NH), _CHUNK):
             q_logits_CV = F.linear(student_NH[start : start + _CHUNK], self.student.lm_head.weight).float()
             p_logits_CV = F.linear(teacher_NG[start : start + _CHUNK], self.teacher.lm_head.weight).float()
             p_CV, q_CV = (torch.softmax(logits / self.temperature, dim=-1) for logits in (p_logits_CV, q_logits_CV))
             same = (p_logits_CV.argmax(dim=-1) == q_logits_CV.argmax(dim=-1)).sum()
-            totals += (
-                torch.stack([torch.minimum(p_CV, q_CV).sum(), same, torch.tensor(len(p_CV), device=p_CV.device)])
-                .double()
-                .cpu()
-            )
+            loss = F.cross_entropy(q_logits_CV, next_N[start : start + _CHUNK], reduction="sum")
+            count = torch.tensor(len(p_CV), device=p_CV.device)
+            totals += torch.stack([torch.minimum(p_CV, q_CV).sum(), same, loss, count]).double().cpu()
         return totals
+
+
+class HeldOutMixture:
+    """Callable: the figures of the target's answers, and of the held-out text of every domain of a mixture.
+
+    On text the target is not asked for answers: student and target read the same words, and their overlap is counted at every one.
+    """
+
+    def __init__(self, answers: HeldOutAcceptance, domains: dict[str, HeldOutAcceptance]) -> None:
+        self.answers, self.domains = answers, domains
+
+    def __call__(self) -> dict[str, float]:
+        """What `HeldOutAcceptance` gives; acceptance/NAME and loss/NAME (nats a token) of every domain, and worst_domain_acceptance."""
+        totals = {name: held_out.totals() for name, held_out in self.domains.items()}
+        figures = self.answers()
+        for name, of in totals.items():
+            figures |= {f"acceptance/{name}": of.acceptance, f"loss/{name}": of.loss / of.tokens}
+        return figures | {"worst_domain_acceptance": min(of.acceptance for of in totals.values())}

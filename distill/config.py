@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from omegaconf import MISSING
+
 from training.config import (
     DataConfig,
     JobConfig,
@@ -54,6 +56,15 @@ class SkipSearchConfig(JobConfig):
 
 
 @dataclass
+class CompactConfig(JobConfig):
+    """`python -m distill.compact`: a zero-padded checkpoint in its true width, accepted only with equal logits."""
+
+    model: str = MISSING  # model folder of the padded checkpoint (safetensors)
+    dtype: str = ""  # of the stored weights: float32 | bfloat16 | float16; empty: as they are
+    tolerance: float = 1e-4  # largest difference of logits in float32 that is accepted, as a share of the largest logit
+
+
+@dataclass
 class PretrainConfig(JobConfig):
     """`python -m distill.pretrain`: a LLaMA from scratch; also the control of every pruning experiment."""
 
@@ -64,6 +75,7 @@ class PretrainConfig(JobConfig):
     init_from: str = ""  # model folder of the same shape to go on from; empty: random weights
     tie_word_embeddings: bool = True  # one matrix for embedding and lm_head
     export_dtype: str = "bfloat16"  # dtype of the stored weights
+    assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
     data: DataConfig = field(default_factory=DataConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -77,8 +89,68 @@ class TrainConfig(JobConfig):
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: StudentConfig = field(default_factory=StudentConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
+    benchmark_prompts: str = ""  # evaluation prompts (JSONL) that an experiment's later stages decode; never trained on
+    ladder: str = ""  # numbers of layers that an experiment compares, such as "1,3,5" (depth_sweep)
     loss: LossConfig = field(default_factory=LossConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+
+@dataclass
+class ImportanceConfig:
+    """mode=importance: what is scored, and how the layers are chosen."""
+
+    sequences: int = 1024  # rows of data.max_length tokens that are read for the scores
+    cache_dir: str = "runs/importance"  # scores by target and data: every shape after the first is free
+    choice: str = (
+        "probe"  # layers: probe (candidates against each other by acceptance) | even | influence | greedy | contiguous
+    )
+    greedy_sequences: int = 8  # rows on which layers are taken away one by one
+    rescale_norms: bool = True  # give every norm the scale that its output had before channels went
+    probe_sequences: int = 100  # held-out rows on which candidates are compared
+    probe_steps: int = 50  # of distillation (by `between`) that a candidate gets before it is compared; 0: none
+
+
+@dataclass
+class L0Config:
+    """mode=l0: Sheared-LLaMA's masks; its training schedule is `loop`."""
+
+    beta: str = (
+        "code"  # of the hard-concrete distribution: code (2/3, what was run) | paper (0.83, what the appendix says)
+    )
+    warmup_share: float = 0.2  # share of the steps over which the sparsity grows to its target
+    mask_lr: float = 1.0  # peak learning rate of mask logits and multipliers
+    train_weights: bool = (
+        True  # weights move with the masks; false: they are frozen, which takes a fraction of the memory
+    )
+
+
+@dataclass
+class PruneConfig(JobConfig):
+    """`python -m distill.prune`: cut a target down to a student of any smaller LLaMA shape."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: StudentConfig = field(default_factory=StudentConfig)
+    mode: str = (
+        "importance"  # importance: activation scores and a probe | l0: learned masks | random: same shape from scratch
+    )
+    depths: list[int] = field(
+        default_factory=list
+    )  # layers left after each stage before the last, such as [12, 5]; widths are cut in the first. Empty: by largest_cut
+    largest_cut: float = (
+        1.0  # share of its layers that one stage may take; more goes in stages (0.625: 32 -> 12 -> 5 -> 3)
+    )
+    assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
+    masks: str = ""  # masks.safetensors of an earlier run on this target: cut by it, and choose nothing anew
+    data: DataConfig = field(default_factory=DataConfig)
+    importance: ImportanceConfig = field(default_factory=ImportanceConfig)
+    l0: L0Config = field(default_factory=L0Config)
+    loop: LoopConfig = field(default_factory=LoopConfig)  # training of mode=l0
+    between: LoopConfig = field(
+        default_factory=LoopConfig
+    )  # distillation between stages, and of the probe's candidates
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)

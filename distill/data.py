@@ -1,5 +1,7 @@
-"""The samples of a job: chats and texts from files, or from the standard library of this Python."""
+"""The samples of a job: chats and texts from files, or from the standard library of this Python; as one heap, or by domain."""
 
+import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,30 +9,110 @@ from decoding.errors import UserError
 from distill import corpus
 from training.config import DataConfig, LoopConfig
 from training.data import Chat, read_chats, read_texts
+from training.mixture import MixedData
 from training.packing import PackedData, Sample
 from training.paths import resolve
 from training.samples import chat_samples, text_samples
 
 
-def packed_data(samples: list[Sample], data: DataConfig, loop: LoopConfig, seed: int) -> PackedData:
-    """The samples in rows of data.max_length tokens, loop.tokens_per_step of them a step."""
+def training_data(tokenizer: Any, data: DataConfig, loop: LoopConfig, seed: int, show: bool = True) -> PackedData:
+    """The train split as rows of data.max_length tokens, loop.tokens_per_step of them a step; of domains, if there are any."""
+    if not data.domains:
+        return packed_data(read_samples(tokenizer, data, "train", show), data, loop, seed)
+    domains = {
+        name: read_samples(tokenizer, domain_data(data, name), "train", show, f"data.domains.{name}")
+        for name in data.domains
+    }
+    mixed = MixedData(domains, data, rows_of_step(data, loop), seed)
+    if show:
+        print(mixed.describe())
+    return mixed
+
+
+def held_out_domains(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[str, list[Sample]]:
+    """Held-out samples of every domain that has some, about data.held_out_tokens tokens of each."""
+    found = {}
+    for name, domain in data.domains.items():
+        if not (domain.held_out_chats or domain.held_out_texts):
+            if show:
+                print(f"domain {name} has no held-out text: it is not measured")
+            continue
+        samples = read_samples(tokenizer, domain_data(data, name), "held_out", show, f"data.domains.{name}")
+        found[name] = drawn_evenly(samples, data.held_out_tokens)
+        if not any(sample.mask.any() for sample in found[name]):
+            raise UserError(
+                f"data.domains.{name}: no token of its held-out text is supervised: look at the chat template and data.train_on"
+            )
+    return found
+
+
+def drawn_evenly(samples: list[Sample], tokens: int) -> list[Sample]:
+    """Every n-th sample, so that about `tokens` tokens are left; all of them where tokens is 0 or there are not more."""
+    total = sum(len(sample.ids) for sample in samples)
+    return samples[:: max(1, math.ceil(total / tokens))] if tokens else samples
+
+
+def domain_data(data: DataConfig, name: str) -> DataConfig:
+    """The data of one domain as data of its own, with its paths started from data.root."""
+    domain = data.domains[name]
+
+    def rooted(paths: list[str]) -> list[str]:
+        return [path if path.startswith("embedded:") else str(Path(data.root, path)) for path in paths]
+
+    return dataclasses.replace(
+        data,
+        chats=rooted(domain.chats),
+        texts=rooted(domain.texts),
+        held_out_chats=rooted(domain.held_out_chats),
+        held_out_texts=rooted(domain.held_out_texts),
+        domains={},
+    )
+
+
+def each_data(data: DataConfig) -> list[DataConfig]:
+    """The data of every domain; where there are none, the data itself."""
+    return [domain_data(data, name) for name in data.domains] or [data]
+
+
+def sources(data: DataConfig) -> list[str]:
+    """What is trained on, as it was named."""
+    return [path for one in each_data(data) for path in (*one.chats, *one.texts)]
+
+
+def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:
+    """Rows that an optimizer step sees. Raises UserError for a step that holds none."""
     rows_per_step = loop.tokens_per_step // data.max_length
     if rows_per_step == 0:
         raise UserError(
             f"loop.tokens_per_step is {loop.tokens_per_step}, less than one row of data.max_length ({data.max_length}) tokens: raise the one "
             "or lower the other"
         )
-    return PackedData(samples, data.max_length, rows_per_step, seed)
+    return rows_per_step
+
+
+def packed_data(samples: list[Sample], data: DataConfig, loop: LoopConfig, seed: int) -> PackedData:
+    """The samples in rows of data.max_length tokens, loop.tokens_per_step of them a step."""
+    return PackedData(samples, data.max_length, rows_of_step(data, loop), seed)
 
 
 def data_files(data: DataConfig) -> list[Path]:
     """Files and folders that a job reads of both splits, for its manifest; `embedded:stdlib` is this Python's own, whose version is noted."""
-    named = [*data.chats, *data.texts, *data.held_out_chats, *data.held_out_texts]
-    return [resolve(path) for path in named if path != "embedded:stdlib"]
+    named = [
+        path
+        for one in each_data(data)
+        for path in (*one.chats, *one.texts, *one.held_out_chats, *one.held_out_texts)
+        if path != "embedded:stdlib"
+    ]
+    return [resolve(path) for path in named]
 
 
-def read_samples(tokenizer: Any, data: DataConfig, split: corpus.Split, show: bool = True) -> list[Sample]:
-    """Samples of the `train` or `held_out` split and, with `show`, a printed account of what was used and what was not."""
+def read_samples(
+    tokenizer: Any, data: DataConfig, split: corpus.Split, show: bool = True, key: str = "data"
+) -> list[Sample]:
+    """Samples of the `train` or `held_out` split and, with `show`, a printed account of what was used and what was not.
+
+    key: the configuration key that the paths stand under, for messages.
+    """
     chat_paths = data.chats if split == "train" else data.held_out_chats
     text_paths = data.texts if split == "train" else data.held_out_texts
     samples: list[Sample] = []
@@ -53,10 +135,10 @@ def read_samples(tokenizer: Any, data: DataConfig, split: corpus.Split, show: bo
         "chats": chat_samples(tokenizer, chats[:limit], data.template, data.max_length, data.train_on, data.max_bad),
     }.items():
         if account.read and show:
-            print(f"{split} {account.line(what)}")
+            print(f"{key.removeprefix('data').removeprefix('.domains.')} {split} {account.line(what)}".lstrip())
         samples += new
     if not samples:
         raise UserError(
-            f"the {split} split is empty: give data.{'' if split == 'train' else 'held_out_'}chats or _texts"
+            f"the {split} split is empty: give {key}.{'' if split == 'train' else 'held_out_'}chats or _texts"
         )
     return samples

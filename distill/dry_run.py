@@ -1,6 +1,7 @@
-"""A dry run of `distill.train`: what it would cost, and the drafter's folder with weights of zero, to try serving with before training.
+"""Dry runs: what a job would cost, and the student's folder with weights of zero, to try serving with before anything is trained.
 
-Nothing of the target's weights or of the data is read, and the zeros take no room: the weights file is sparse.
+Nothing of the target's weights or of the data is read, and the zeros take no room: the weights file is sparse. Operations are those of
+products with weights, two a weight and token forward and four backward; attention's own are left out.
 """
 
 import shutil
@@ -8,62 +9,132 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from distill.config import TrainConfig
+from decoding.folder import read_config
+from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import write_card, write_untrained
-from distill.student import build_student
-from training.attention import PACKED
-from training.config import LoopConfig
-from training.models import dtype_of
+from distill.shapes import bytes_a_step, forward_flops, millions, odd_widths, parameter_counts, student_config
+from training.config import LoopConfig, ParallelConfig
+from training.models import dtype_of, missing_of, random_model, target_config, target_is_here
+from training.paths import resolve
 
 
 def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: bool) -> Path:
-    """Print shapes and cost and write the untrained drafter to `folder`, unless a trained one is there. Returns `folder`.
+    """Of `distill.train`: print shapes and cost and write the untrained drafter to `folder`, unless a trained one is there. Returns `folder`.
 
     was_dry: what is there was written by a dry run, and is replaced.
     """
-    target_config = AutoConfig.from_pretrained(target_folder)
-    with torch.device("meta"):
-        teacher = AutoModelForCausalLM.from_config(target_config, attn_implementation=PACKED)
-        student = build_student(config.drafter, teacher, dtype_of(config.loop.dtype))
-    print_cost(config.loop, student, teacher)
-    if was_dry:
-        shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        print(f"kept: {folder} is there already")
-        return folder
-    write_untrained(student, target_folder, folder, target_config.dtype or torch.float32, draft_tokens=4)
-    write_card(
-        folder,
-        config.drafter.name,
-        student,
-        config.target.path,
-        target_folder,
-        {"sources": []},
-        {"name": "nothing yet (dry run)"},
-        {},
-    )
-    print(f"untrained drafter folder, to try serving with: {folder}")
-    return folder
+    target = target_config(config.target)
+    student = _student(config, target)
+    describe(student, target)
+    trained, frozen = parameter_counts(student)["all"], parameter_counts(target)["all"]
+    print_cost(config.loop, config.parallel, trained, frozen, config.assumed_tflops)
+    return _write(config, student, target, target_folder, folder, was_dry)
 
 
-def print_cost(loop: LoopConfig, student: Any, teacher: Any = None) -> None:
-    """Say what training `student`, and running a frozen `teacher` beside it, takes: operations a token and in all, and memory."""
-    own, frozen = (
-        sum(parameter.numel() for parameter in model.parameters()) if model else 0 for model in (student, teacher)
+def _student(config: TrainConfig, target: Any) -> Any:
+    """The configuration of the student: by its shape, or of the folder that it goes on from where that is there."""
+    if config.drafter.init == "folder" and config.drafter.path:
+        folder = resolve(config.drafter.path)
+        read_config(folder)
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    return student_config(config.drafter, target)
+
+
+def dry_prune(
+    config: PruneConfig, target: Any, shapes: list[Any], target_folder: Path, folder: Path, was_dry: bool
+) -> Path:
+    """Of `distill.prune`: what every stage makes and takes, then the untrained student. Returns its folder."""
+    source = target
+    for number, shape in enumerate(shapes, start=1):
+        if len(shapes) > 1:
+            print(f"stage {number}: {source.num_hidden_layers} -> {shape.num_hidden_layers} layers")
+        describe(shape, target)
+        if config.mode == "importance":
+            _say("importance", importance_flops(config, source, target, shape), config.assumed_tflops)
+        if config.mode == "l0":
+            trained = parameter_counts(source)["all"]
+            print_cost(config.loop, config.parallel, trained, parameter_counts(target)["all"], config.assumed_tflops)
+        if number < len(shapes):
+            loop = config.between
+            print_cost(
+                loop,
+                config.parallel,
+                parameter_counts(shape)["all"],
+                parameter_counts(target)["all"],
+                config.assumed_tflops,
+            )
+        source = shape
+    return _write(config, shapes[-1], target, target_folder, folder, was_dry)
+
+
+def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) -> float:
+    """Operations of mode=importance by its settings: scores, the greedy order of layers, and all probes."""
+    settings, row, layers = config.importance, config.data.max_length, source.num_hidden_layers
+    scores = forward_flops(source) * settings.sequences * row
+    if settings.choice not in ("probe", "greedy"):
+        return scores
+    a_layer, head = 2.0 * parameter_counts(source)["layers"] / layers, 2.0 * source.vocab_size * source.hidden_size
+    steps = sum(k * (k + 1) / 2 * a_layer + (k + 1) * head for k in range(2, layers + 1))
+    greedy = steps * settings.greedy_sequences * row
+    if settings.choice == "greedy":
+        return scores + greedy
+    a_token = 6.0 * parameter_counts(shape)["all"] + forward_flops(target)
+    distilled = settings.probe_steps * config.between.tokens_per_step * a_token
+    looked = settings.probe_sequences * row * forward_flops(shape)
+    return scores + greedy + 4 * (distilled + looked) + settings.probe_sequences * row * forward_flops(target)
+
+
+def describe(student: Any, target: Any) -> None:
+    """Parameters, bytes of a step, and warnings of odd widths."""
+    counts, whole = parameter_counts(student), parameter_counts(target)["all"]
+    print(f"target: {millions(whole)} parameters, {target.num_hidden_layers} layers")
+    print(
+        f"student: {millions(counts['all'])} parameters ({millions(counts['layers'])} in {student.num_hidden_layers} layers, "
+        f"{millions(counts['embedding'])} embedding, {millions(counts['head'])} head); a step reads {bytes_a_step(student) / 1e6:,.0f} MB in 16 bits"
     )
-    flops = 6 * own + 2 * frozen
+    for warning in odd_widths(student):
+        print(f"warning: {warning}")
+
+
+def print_cost(loop: LoopConfig, parallel: ParallelConfig, trained: int, frozen: int, tflops: float) -> None:
+    """Say what training so many parameters, and running a frozen model beside them, takes: operations, hours and memory."""
+    flops = 6 * trained + 2 * frozen
     width = torch.finfo(dtype_of(loop.dtype)).bits // 8
     bytes_a_parameter = 16 if width == 4 else 2 * width + 12  # weights, gradient; float32 master and two moments
-    print(f"student: {own / 1e6:.1f} M parameters" + (f"; teacher: {frozen / 1e6:.1f} M" if frozen else ""))
     print(f"cost: {flops / 1e6:,.0f} MFLOP a token (6 x student{' + 2 x teacher' if frozen else ''})")
     if loop.max_steps:
         tokens = loop.max_steps * loop.tokens_per_step
-        print(f"plan: {tokens:,} tokens in {loop.max_steps:,} steps, {flops * tokens / 1e12:,.1f} TFLOP")
+        _say(f"plan: {tokens:,} tokens in {loop.max_steps:,} steps", float(flops * tokens), tflops)
     else:
         print(
             f"plan: {loop.max_epochs:g} epochs; their tokens are known when the data is read (or give loop.max_steps)"
         )
     beside = f", {frozen * width / 1e6:,.0f} MB for the teacher" if frozen else ""
-    print(f"memory: {own * bytes_a_parameter / 1e6:,.0f} MB for student, gradients and optimizer{beside}")
+    print(f"memory: {trained * bytes_a_parameter / 1e6:,.0f} MB for student, gradients and optimizer{beside}")
+    print(f"disk: {trained * (8 + 4 + width) / 1e6:,.0f} MB a checkpoint (weights, float32 masters, two moments)")
+
+
+def _say(what: str, flops: float, tflops: float) -> None:
+    print(f"{what}, {flops / 1e12:,.1f} TFLOP, {flops / tflops / 1e12 / 3600:,.2f} hours at {tflops:g} TFLOP/s")
+
+
+def _write(
+    config: TrainConfig | PruneConfig, student: Any, target: Any, target_folder: Path, folder: Path, was_dry: bool
+) -> Path:
+    """The untrained folder, unless a trained one is there."""
+    if was_dry:
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        print(f"kept: {folder} is there already")
+        return folder
+    with torch.device("meta"):
+        model = random_model(student, dtype_of(config.loop.dtype))
+    write_untrained(model, target_folder, folder, target.dtype or torch.float32, draft_tokens=4)
+    about = {"name": "nothing yet (dry run)"}
+    write_card(folder, config.drafter.name, model, config.target.path, target_folder, {"sources": []}, about, {})
+    if not target_is_here(config.target):
+        print(f"note: {missing_of(config.target)}")
+    print(f"untrained student folder, to try serving with: {folder}")
+    return folder

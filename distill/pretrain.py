@@ -12,13 +12,14 @@ from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS
 from distill.config import PretrainConfig
-from distill.data import data_files, packed_data, read_samples
+from distill.data import data_files, held_out_domains, read_samples, training_data
 from distill.drafter_folder import write_model
 from distill.dry_run import print_cost
 from training.config import check_values
 from training.job import job_main
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import fit, total_steps
+from training.mixture import check_mixture
 from training.models import build_llama, dtype_of, load_causal_lm
 from training.objectives import LanguageModelling
 from training.optimizer import count_parameters
@@ -32,6 +33,7 @@ from training.tracker import Recording
 def run(config: PretrainConfig) -> Path:
     """Train, and write a complete model folder to output_dir/model. Returns it."""
     check_values(config, {})
+    check_mixture(config.data, ("loss",))
     run_folder = RunFolder(config)
     folder = run_folder.path / "model"
     if run_folder.finished(folder / "config.json", folder / WEIGHTS):
@@ -41,7 +43,8 @@ def run(config: PretrainConfig) -> Path:
     tokenizer = load_tokenizer(tokenizer_folder, of_model=False)
     if config.dry_run:
         with torch.device("meta"):
-            print_cost(config.loop, build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config)))
+            model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
+        print_cost(config.loop, config.parallel, count_parameters(model.parameters()), 0, config.assumed_tflops)
         return folder
     processes = processes_wanted(config.parallel)
     if processes > 1 and not is_worker():
@@ -58,9 +61,8 @@ def train(config: PretrainConfig, run_folder: RunFolder, tokenizer_folder: Path,
     model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
     if config.init_from:
         model.load_state_dict(load_causal_lm(resolve(config.init_from), model.dtype).state_dict())
-    train_samples = read_samples(tokenizer, config.data, "train", parallel.is_main)
-    data = packed_data(train_samples, config.data, config.loop, config.seed)
-    held_out = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
+    data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
+    held_out = held_out_samples(tokenizer, config, parallel.is_main)
     if parallel.is_main:
         steps = total_steps(config.loop, data)
         size = count_parameters(model.parameters()) / 1e6
@@ -85,9 +87,34 @@ def train(config: PretrainConfig, run_folder: RunFolder, tokenizer_folder: Path,
     parallel.close()
 
 
+def held_out_samples(tokenizer: Any, config: PretrainConfig, show: bool) -> dict[str, list[Sample]]:
+    """The held-out split by domain; without domains it stands under an empty name. Raises UserError where there is none."""
+    if not config.data.domains:
+        return {"": read_samples(tokenizer, config.data, "held_out", show)}
+    found = held_out_domains(tokenizer, config.data, show)
+    if not found:
+        raise UserError(
+            f"no domain has held-out text ({', '.join(config.data.domains)}): give at least one held_out_chats or held_out_texts"
+        )
+    return found
+
+
+def held_out_loss(
+    objective: LanguageModelling, domains: dict[str, list[Sample]], config: PretrainConfig
+) -> dict[str, float]:
+    """`loss`: mean cross-entropy in nats over all supervised held-out tokens; loss/NAME of every named domain; `score`: minus the loss."""
+    figures, total, tokens = {}, 0.0, 0
+    for name, samples in domains.items():
+        nats, count = _nats(objective, samples, config)
+        total, tokens = total + nats, tokens + count
+        if name:
+            figures[f"loss/{name}"] = nats / count
+    return {"loss": total / tokens, "score": -total / tokens, **figures}
+
+
 @torch.no_grad()
-def held_out_loss(objective: LanguageModelling, samples: list[Sample], config: PretrainConfig) -> dict[str, float]:
-    """Mean cross-entropy in nats over the supervised held-out tokens; the score is its negative."""
+def _nats(objective: LanguageModelling, samples: list[Sample], config: PretrainConfig) -> tuple[float, int]:
+    """(sum of cross-entropies, supervised tokens)."""
     capacity = config.data.max_length
     packed = PackedData(samples, capacity, 1, 0)
     per_forward = max(1, config.loop.micro_batch_tokens // capacity)
@@ -96,8 +123,7 @@ def held_out_loss(objective: LanguageModelling, samples: list[Sample], config: P
     for start in range(0, len(packed.rows), per_forward):
         batch = collate(samples, packed.rows[start : start + per_forward], capacity, device)
         total += float(objective(batch)[0])
-    loss = total / packed.supervised
-    return {"loss": loss, "score": -loss}
+    return total, packed.supervised
 
 
 def _base(tokenizer: Any, config: PretrainConfig) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from transformers import AutoConfig
 
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
-from decoding.folder import WEIGHTS, read_config, weight_files
+from decoding.folder import WEIGHTS, weight_files
 from decoding.target import BACKENDS
-from distill.acceptance import HeldOutAcceptance, target_answers
+from distill.acceptance import HeldOutAcceptance, HeldOutMixture, target_answers
 from distill.config import TrainConfig
-from distill.data import data_files, packed_data, read_samples
+from distill.data import data_files, held_out_domains, sources, training_data
 from distill.drafter_folder import write_card, write_model
 from distill.dry_run import dry_run
 from distill.student import build_student
@@ -20,9 +20,10 @@ from training.config import check_values, plain, refuse_parallel
 from training.job import job_main
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit, total_steps
-from training.models import dtype_of, load_causal_lm
+from training.mixture import check_mixture
+from training.models import dtype_of, folder_of, load_causal_lm, target_config
 from training.objectives import Distillation, LanguageModelling, freeze
-from training.packing import PackedData
+from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
 from training.ranks import SHARDED_WEIGHTS
@@ -34,8 +35,8 @@ LOSSES = ("forward_kl", "cross_entropy")
 
 def run(config: TrainConfig) -> Path:
     """Distil, and write the drafter to output_dir/drafter. Returns that folder."""
-    target_folder = resolve(config.target.path)
-    read_config(target_folder)
+    target_config(config.target)
+    target_folder = folder_of(config.target, config.dry_run)
     check(config)
     run_folder = RunFolder(config)
     folder = run_folder.path / "drafter"
@@ -61,15 +62,15 @@ def check(config: TrainConfig) -> None:
     dtype_of(config.target.dtype)
     if config.target.backend not in BACKENDS:
         raise UserError(f"target.backend is '{config.target.backend}'; expected one of {', '.join(BACKENDS)}")
-    if (
-        config.parallel.kind not in SHARDED_WEIGHTS
-    ):  # there it answers the held-out prompts over several cards, as it trains over them
+    # A target too large for one card is trained with in shares, and answers the held-out prompts over several cards.
+    if config.parallel.kind not in SHARDED_WEIGHTS:
         refuse_parallel(config.target)
     if config.loss.cache_mb and config.parallel.kind in SHARDED_WEIGHTS:
         raise UserError(
             f"loss.cache_mb is {config.loss.cache_mb} with parallel.kind={config.parallel.kind}, expected 0: a target in shares is read by all "
             "ranks together, so none can skip its forward"
         )
+    check_mixture(config.data, ("loss", "acceptance"))
     if config.loss.name not in LOSSES:
         raise UserError(f"loss.name is '{config.loss.name}'; expected {' or '.join(LOSSES)}")
     check_values(
@@ -97,21 +98,31 @@ def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folde
     teacher = freeze(load_causal_lm(target_folder, dtype))
     student = build_student(config.drafter, teacher, dtype)
     parallel.place_frozen(teacher)
-    data = packed_data(
-        read_samples(tokenizer, config.data, "train", parallel.is_main), config.data, config.loop, config.seed
-    )
+    data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
     if parallel.is_main:
         describe(config, student, teacher, data)
     objective = make_objective(config, student, teacher)
-    answers = parallel.broadcast(target_answers(target_folder, tokenizer, config) if parallel.is_main else None)
-    held_out = HeldOutAcceptance(
-        student.to(parallel.device), teacher, answers, config.data.max_length, config.held_out.temperature
-    )
+    held_out = make_held_out(config, student.to(parallel.device), teacher, tokenizer, parallel, target_folder)
     with Recording(run_folder, config, inputs, parallel.is_main) as tracker:
         progress = fit("distil", objective, student, data, config.loop, parallel, run_folder.path, tracker, held_out)
     if parallel.is_main:
         finish(config, run_folder, student, target_folder, folder, progress, inputs)
     parallel.close()
+
+
+def make_held_out(
+    config: TrainConfig, student: Any, teacher: Any, tokenizer: Any, parallel: Parallel, target_folder: Path
+) -> HeldOutAcceptance | HeldOutMixture:
+    """What the student is scored on: the target's answers, and the held-out text of every domain that has some."""
+    answers = parallel.broadcast(target_answers(target_folder, tokenizer, config) if parallel.is_main else None)
+
+    def scored(samples: list[Sample]) -> HeldOutAcceptance:
+        return HeldOutAcceptance(student, teacher, samples, config.data.max_length, config.held_out.temperature)
+
+    domains = held_out_domains(tokenizer, config.data, parallel.is_main)
+    if not domains:
+        return scored(answers)
+    return HeldOutMixture(scored(answers), {name: scored(samples) for name, samples in domains.items()})
 
 
 def check_context(config: TrainConfig, target_folder: Path) -> None:
@@ -161,7 +172,7 @@ def finish(
         "temperature": config.held_out.temperature
     }
     about_data = {
-        "sources": [*config.data.chats, *config.data.texts],
+        "sources": sources(config.data),
         "tokens_seen": progress.tokens,
         "supervised_tokens_seen": progress.supervised,
     }

@@ -1,4 +1,4 @@
-"""Settings of `python -m eval.run`, one line a field."""
+"""Settings of `python -m eval.run` and `python -m eval.compare`, one line a field."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from training.config import JobConfig, TargetConfig
+from training.config import JobConfig, TargetConfig, TrackerConfig
 
 
 @dataclass
@@ -30,8 +30,9 @@ class EvalConfig(JobConfig):
 
     target: TargetConfig = field(default_factory=TargetConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
-    # Model folders, names in conf/drafter, or mappings: {use: FOLDER or NAME, folder:, name:, stopping:, schedule:, lookup:, and what the drafter
-    # takes}, or with _target_. lookup=6 copies what followed where the text's last 6 tokens stood before, ahead of any model.
+    # Model folders (runs/*/drafter: each under its card's name), names in conf/drafter, or mappings: {use: FOLDER or NAME, folder:, name:,
+    # stopping:, schedule:, lookup:, and what the drafter takes}, or with _target_. lookup=6 copies what followed where the text's last 6 tokens
+    # stood before, ahead of any model.
     drafters: list[Any] = field(default_factory=list)
     draft_model: str = ""  # a model folder that an experiment's drafters name as ${draft_model}
     benchmark_folder: str = ""  # where an experiment's stages find their prompt files, as ${benchmark_folder}
@@ -65,3 +66,18 @@ class EvalConfig(JobConfig):
     show_texts: int = 0  # prompts whose texts the report shows, token by token: drafted, or the target's own
     bootstrap_resamples: int = 2000  # of the 95 % interval of the speedup
     require_lossless: bool = True  # ends with an error, after the report, when an output differs from the target's
+
+
+@dataclass
+class CompareConfig(JobConfig):
+    """Any number of evaluated drafters in one report: depth against throughput, acceptance against cost, the Pareto front."""
+
+    # Finished run folders of eval.run, or globs: runs=[runs/one,"runs/sweep/*/eval.run"].
+    runs: list[str] = field(default_factory=list)
+    # Drafter (as the table names it), run or run folder -> its series, whose points are joined: labels={runs/one: wide, runs/two: wide}.
+    labels: dict[str, str] | None = None
+    # Or by what drafters share: bytes_per_step, training_tokens (each within 3 %), or fields of the card, such as shape.hidden_size.
+    group_by: list[str] = field(default_factory=list)
+    prompts: str = "headline"  # that rank and are drawn: headline (texts that do not loop) | all
+    bootstrap_resamples: int = 2000  # of the 95 % interval of one speedup over another
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from glob import glob
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from decoding.chain import ChainDrafter
 from decoding.compatible import check_same_tokenizer
 from decoding.drafter import Caps, Drafter
 from decoding.errors import UserError
+from decoding.folder import read_json
 from decoding.schedules import SCHEDULES, UNTAUGHT, WALL, usual_stopping
 from decoding.stopping import NAMES
 from decoding.with_lookup import with_lookup
@@ -74,7 +76,7 @@ def describe(entries: Sequence[Any], target: TargetConfig, control: bool) -> dic
     Raises UserError for an entry that is none of the three forms, and for two drafters of one name.
     """
     found: dict[str, dict[str, Any]] = {}
-    for entry in [*entries, *([CONTROL] if control and CONTROL not in entries else [])]:
+    for entry in [*_expanded(entries), *([CONTROL] if control and CONTROL not in entries else [])]:
         mapping = _mapping(entry, target)
         name = str(mapping.get("name") or Path(str(mapping.get("folder", mapping["_target_"]))).name)
         if "name" not in mapping:
@@ -90,6 +92,28 @@ def describe(entries: Sequence[Any], target: TargetConfig, control: bool) -> dic
     if not found:
         raise UserError("drafters is empty and so is the control. Name at least one, such as drafters=[runs/mine].")
     return found
+
+
+def _expanded(entries: Sequence[Any]) -> list[Any]:
+    """The entries, a pattern such as `runs/sweep/*/drafter` replaced by the folders that it names, each called as its card says.
+
+    Raises UserError for a pattern that names no folder.
+    """
+    found: list[Any] = []
+    for entry in entries:
+        if not isinstance(entry, str) or "*" not in entry:
+            found.append(entry)
+            continue
+        folders = sorted(path for path in glob(entry) if Path(path, "config.json").is_file())
+        if not folders:
+            raise UserError(f"drafters: {entry!r} names no folder with a config.json in it (looked in {Path.cwd()}).")
+        found += [{"use": folder, "name": _name_on_card(Path(folder))} for folder in folders]
+    return found
+
+
+def _name_on_card(folder: Path) -> str:
+    card = folder / "drafter_card.json"
+    return str(read_json(card)["name"]) if card.is_file() else str(folder)
 
 
 def _check_keys(name: str, mapping: Mapping[str, Any]) -> None:

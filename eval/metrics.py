@@ -8,9 +8,10 @@ Legend: D depths of a chain, P prompts (or groups of prompts that are decoded to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -98,7 +99,7 @@ class Interval:
 
 def rate_ratio(tokens_P: ArrayLike, seconds_P: ArrayLike, base_tokens_P: ArrayLike, base_seconds_P: ArrayLike) -> float:
     """(sum tokens / sum seconds) of the drafter over the same of the baseline."""
-    return float(np.sum(tokens_P) / np.sum(seconds_P) * np.sum(base_seconds_P) / np.sum(base_tokens_P))
+    return float(_ratio(*(np.sum(column) for column in (tokens_P, seconds_P, base_tokens_P, base_seconds_P))))
 
 
 def paired_bootstrap(
@@ -117,16 +118,35 @@ def paired_bootstrap(
     Sources: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13; Hesterberg (2015), "What Teachers Should Know About
     the Bootstrap", section 5.2, the expanded percentile interval.
     """
-    columns = [np.asarray(x, dtype=float) for x in (tokens_P, seconds_P, base_tokens_P, base_seconds_P)]
+    return _bootstrap((tokens_P, seconds_P, base_tokens_P, base_seconds_P), _ratio, resamples, seed)
+
+
+def paired_speedups(
+    one_P: Sequence[ArrayLike], other_P: Sequence[ArrayLike], *, resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """One speedup over another on the same prompts, with the interval of `paired_bootstrap`; a prompt keeps all of its sides.
+
+    Each is (tokens_P, seconds_P, base_tokens_P, base_seconds_P) against the baseline of its own run, so the two may have been measured apart:
+    a machine that was slower in one of the runs was slower for its baseline too. Against one baseline it is the ratio of the tokens a second.
+    """
+    return _bootstrap((*one_P, *other_P), lambda *sums: _ratio(*sums[:4]) / _ratio(*sums[4:]), resamples, seed)
+
+
+def _ratio(tokens: Any, seconds: Any, base_tokens: Any, base_seconds: Any) -> Any:
+    return tokens / seconds * base_seconds / base_tokens
+
+
+def _bootstrap(columns_P: Sequence[ArrayLike], statistic: Callable[..., Any], resamples: int, seed: int) -> Interval:
+    """The statistic of the columns' sums, and its interval when prompts are resampled, all columns together."""
+    columns = [np.asarray(x, dtype=float) for x in columns_P]
     prompts = len(columns[0])
     if any(len(column) != prompts for column in columns):
         raise ValueError(f"unpaired lengths {[len(column) for column in columns]}")
-    value = rate_ratio(*columns)
+    value = float(statistic(*(np.sum(column) for column in columns)))
     if prompts < MIN_PROMPTS:
         return Interval(value, None, None)
     draws_RP = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
-    tokens_R, seconds_R, base_tokens_R, base_seconds_R = (draws_RP @ column for column in columns)
-    ratio_R = tokens_R / seconds_R * base_seconds_R / base_tokens_R
+    ratio_R = statistic(*(draws_RP @ column for column in columns))
     outside = 100 * NormalDist().cdf(-(_student_t(prompts - 1) * (prompts / (prompts - 1)) ** 0.5))
     low, high = np.percentile(ratio_R, [outside, 100 - outside])
     return Interval(value, float(low), float(high))

@@ -31,7 +31,7 @@ MARKERS = ["o", "s", "^", "D", "v", "P"]
 VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule"} | {
     colour: f"--series-{number}" for number, colour in enumerate(SERIES, start=1)
 }
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
     "font.size": 10,
@@ -94,7 +94,7 @@ def _axes(height: float = 3.0) -> tuple[Figure, Axes]:
 
 def speedup_by_gamma(rows: Sequence[Row], palette: dict[str, str]) -> str:
     """Measured (points with intervals) and predicted (dashed) speedup over the draft length, under one condition."""
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure, axes = _axes()
         axes.axhline(1, color=MUTED, linewidth=1)
         names = list(dict.fromkeys(row.drafter for row in rows))
@@ -119,7 +119,7 @@ def speedup_by_gamma(rows: Sequence[Row], palette: dict[str, str]) -> str:
 
 def alpha_over_depth(rows: Sequence[Row], palette: dict[str, str]) -> str:
     """alpha_k over the depth k, from all draft lengths of a drafter; depths with too few tests are left out."""
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure, axes = _axes()
         deepest = 1
         for index, name in enumerate(dict.fromkeys(row.drafter for row in rows)):
@@ -151,7 +151,7 @@ def time_per_token(rows: Sequence[Row]) -> str:
             drafting = max(0.0, row.round_ms * (1 - row.overhead) - target)
         rest = row.round_ms - drafting - target
         bars.append((row.drafter, drafting / tokens, target / tokens, rest / tokens))
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure, axes = _axes(0.75 + 0.36 * len(bars))
         left = np.zeros(len(bars))
         for part, colour in enumerate(PART_COLOURS.values(), start=1):
@@ -160,7 +160,7 @@ def time_per_token(rows: Sequence[Row]) -> str:
             left += widths
         for index, total in enumerate(left):
             axes.text(total, index, f" {total:.2f}", va="center", fontsize=9.5, color=INK)
-        axes.set_yticks(range(len(bars)), [_short(bar[0]) for bar in bars])
+        axes.set_yticks(range(len(bars)), [short(bar[0]) for bar in bars])
         axes.tick_params(axis="y", labelcolor=INK)
         axes.invert_yaxis()
         axes.set_xlim(0, float(left.max()) * 1.14)
@@ -169,13 +169,13 @@ def time_per_token(rows: Sequence[Row]) -> str:
         return svg(figure, "Where the time of a token goes")
 
 
-def _short(name: str, most: int = 18) -> str:
+def short(name: str, most: int = 18) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
 def prompt_scatter(units_by_name: dict[str, list[Unit]], palette: dict[str, str]) -> str:
     """tokens/s of every prompt with the drafter over tokens/s without; prompts whose text loops are hollow."""
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure, axes = _axes(3.4)
         everything = []
         for index, (name, units) in enumerate(units_by_name.items()):

@@ -157,6 +157,23 @@ def breakeven_alpha(gamma: int, costs: Costs) -> float | None:
     return high
 
 
+def iso_cost_ratio(speedup: float, alpha_all: float, costs: Costs) -> float:
+    """The cost ratio c at which a chain with this alpha at all depths just reaches `speedup`, each at its own best gamma.
+
+    The formula on top solved for c, max over gamma of (E(gamma) (1 + o_1) / speedup - V(gamma + 1) - o) / gamma: any cheaper drafter is faster.
+    Not above 0 where no drafter with this alpha gets there. V, o and o_1 are those of `costs`, whose own c is not looked at.
+    """
+    return max(
+        (
+            expected_tokens_iid(alpha_all, gamma) * (1.0 + costs.baseline_overhead) / speedup
+            - costs.verify(gamma)
+            - costs.overhead
+        )
+        / gamma
+        for gamma in costs.gammas
+    )
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Whether drafting can pay, from measured alpha_k, V, c and o alone."""

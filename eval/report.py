@@ -14,6 +14,7 @@ from pathlib import Path
 from decoding.schedules import VIRTUAL
 from eval import plots, words
 from eval.duels import duels
+from eval.markup import bullets, colour_key, definitions, document, figure, section, table, tr
 from eval.records import ALONE, CONTROL, STALL, Record
 from eval.rows import units_at
 from eval.schema import LOOPING_BELOW, Row
@@ -46,33 +47,22 @@ def page(rows: list[Row], records: Sequence[Record], provenance: Provenance) -> 
     """The whole page as HTML."""
     shown = words.main_rows(rows)
     first = shown[0]
-    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     title = f"Speculative decoding of {first.target}"
-    sections = [
+    parts = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="lead">{escape(_lead(shown))}</p>',
         _headlines(shown),
-        _section("All drafters", _tables(shown)),
-        _section("Where it wins and where it loses", _verdicts(shown)),
-        _section("Against each other", _duels(shown, records)),
-        _section("Plots", _plots(rows, shown, records)),
-        _section("By category", _categories(shown)),
-        _section("Who wrote what", page_part(provenance.texts)),
-        _section("What the words mean", _definitions()),
-        _section("How it was measured", _provenance(shown, provenance, records)),
-        _section("What was not measured", _bullets(provenance.unmeasured)),
+        section("All drafters", _tables(shown)),
+        section("Where it wins and where it loses", _verdicts(shown)),
+        section("Against each other", _duels(shown, records)),
+        section("Plots", _plots(rows, shown, records)),
+        section("By category", _categories(shown)),
+        section("Who wrote what", page_part(provenance.texts)),
+        section("What the words mean", _definitions()),
+        section("How it was measured", _provenance(shown, provenance, records)),
+        section("What was not measured", bullets(provenance.unmeasured)),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</main>\n</body>\n</html>\n"
-    )
-
-
-def _section(heading: str, body: str) -> str:
-    return f"<section>\n<h2>{heading}</h2>\n{body}\n</section>" if body else ""
+    return document(title, parts)
 
 
 def _lead(shown: Sequence[Row]) -> str:
@@ -125,26 +115,15 @@ def _tables(shown: Sequence[Row]) -> str:
     for label in dict.fromkeys(words.condition_label(row) for row in shown):
         rows = [row for row in shown if words.condition_label(row) == label]
         columns = list(words.cells(rows[0]))
-        body = [_tr([words.baseline_cells(rows[0]).get(name, "") for name in columns], "baseline")]
-        body += [_tr(list(words.cells(row).values())) for row in rows]
-        head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-        parts.append(f"<h3>{escape(label[0].upper() + label[1:])}</h3>{_scroll(head, body)}")
+        body = [tr([words.baseline_cells(rows[0]).get(name, "") for name in columns], "baseline")]
+        body += [tr(list(words.cells(row).values())) for row in rows]
+        parts.append(f"<h3>{escape(label[0].upper() + label[1:])}</h3>{table(columns, body)}")
     note = (
         "Speeds leave the prefill out; with it the speedups are "
         + ", ".join(f"{words.times(row.speedup_with_prefill)} ({row.drafter}, T={row.temperature:g})" for row in shown)
         + "."
     )
     return "".join(parts) + f'<p class="note">{escape(note)}</p>'
-
-
-def _tr(cells: Sequence[str], kind: str = "") -> str:
-    mark = f' class="{kind}"' if kind else ""
-    return f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
-
-
-def _scroll(head: str, body: Sequence[str]) -> str:
-    """A table that scrolls by itself where it is wider than the screen."""
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
 
 
 def _verdicts(shown: Sequence[Row]) -> str:
@@ -155,7 +134,7 @@ def _verdicts(shown: Sequence[Row]) -> str:
         items.append(f'<li><strong>{which}</strong>: {measured} <span class="note">{predicted}</span></li>')
     if words.disturbance(list(shown)):
         broken.append(words.disturbance(list(shown)))
-    return _bullets(broken) + f'<ul class="plain">{"".join(items)}</ul>'
+    return bullets(broken) + f'<ul class="plain">{"".join(items)}</ul>'
 
 
 def _duels(shown: Sequence[Row], records: Sequence[Record]) -> str:
@@ -165,17 +144,12 @@ def _duels(shown: Sequence[Row], records: Sequence[Record]) -> str:
         for duel in duels([row for row in shown if words.condition_label(row) == label], records):
             spread = words.with_interval(duel.ratio.value, duel.ratio.low, duel.ratio.high)
             names = [row.drafter + " (virtual clock)" * (row.schedule in VIRTUAL) for row in (duel.row, duel.rival)]
-            body.append(_tr([*names, label, spread]))
+            body.append(tr([*names, label, spread]))
     if not body:
         return ""
     columns = ("drafter", "its best rival", "setting", "tokens/s over the rival's [95 %]")
     note = '<p class="note">Paired over prompts: both sides of a prompt are resampled together.</p>'
-    return _scroll("".join(f"<th>{name}</th>" for name in columns), body) + note
-
-
-def _bullets(sentences: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return f'<ul class="plain">{items}</ul>' if sentences else ""
+    return table(columns, body) + note
 
 
 def _plots(rows: Sequence[Row], shown: Sequence[Row], records: Sequence[Record]) -> str:
@@ -187,47 +161,37 @@ def _plots(rows: Sequence[Row], shown: Sequence[Row], records: Sequence[Record])
         best = [max(group, key=lambda row: row.speedup) for group in _by_drafter([row for row in shown if row in here])]
         pairs = {row.drafter: units_at(row, records) for row in best}
         figures += [
-            _figure(
+            figure(
                 f"Speedup by draft length, {label}",
                 plots.speedup_by_gamma(sweep, palette),
                 f"Points: measured on {sweep[0].prompts} prompts, with 95 % intervals. Dashed: predicted from the "
                 "parts. Below the line at 1x the drafter costs more than it gives.",
             ),
-            _figure(
+            figure(
                 f"Acceptance by depth, {label}",
                 plots.alpha_over_depth(here, palette),
                 "alpha at depth k: draft tokens that pass, of those whose predecessors all passed.",
             ),
-            _figure(
+            figure(
                 f"Where the time of a token goes, {label}",
-                plots.time_per_token(best) + _key({name: plots.VARIABLES[c] for name, c in plots.PART_COLOURS.items()}),
+                plots.time_per_token(best)
+                + colour_key({name: plots.VARIABLES[c] for name, c in plots.PART_COLOURS.items()}),
                 "Time of a round over the tokens it emits; the parts were timed between the generations.",
             ),
-            _figure(
+            figure(
                 f"Every prompt, {label}",
                 plots.prompt_scatter(pairs, palette),
                 "Above the line the drafter is faster. Hollow: the target's text loops.",
             ),
         ]
     return (
-        _key({name: plots.VARIABLES[colour] for name, colour in palette.items()})
+        colour_key({name: plots.VARIABLES[colour] for name, colour in palette.items()})
         + f'<div class="plots">{"".join(figures)}</div>'
     )
 
 
 def _by_drafter(rows: Sequence[Row]) -> list[list[Row]]:
     return [[row for row in rows if row.drafter == name] for name in dict.fromkeys(row.drafter for row in rows)]
-
-
-def _key(variables: dict[str, str]) -> str:
-    items = "".join(
-        f'<li><i style="background:var({variable})"></i>{escape(name)}</li>' for name, variable in variables.items()
-    )
-    return f'<ul class="key">{items}</ul>'
-
-
-def _figure(heading: str, drawing: str, caption: str) -> str:
-    return f"<figure><h3>{escape(heading)}</h3>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _categories(shown: Sequence[Row]) -> str:
@@ -238,23 +202,17 @@ def _categories(shown: Sequence[Row]) -> str:
         for part in row.categories:
             spread = words.with_interval(part.speedup, part.speedup_low, part.speedup_high)
             cells = [row.drafter, words.condition_label(row), part.category, str(part.prompts)]
-            body.append(_tr([*cells, words.number(part.alpha), words.number(part.tau), spread]))
+            body.append(tr([*cells, words.number(part.alpha), words.number(part.tau), spread]))
     names = ("drafter", "setting", "category", "prompts", "alpha", "tau", "speedup [95 %]")
-    return _scroll("".join(f"<th>{name}</th>" for name in names), body) if body else ""
+    return table(names, body) if body else ""
 
 
 def _definitions() -> str:
-    return _list(words.DEFINITIONS) + (
+    return definitions(words.DEFINITIONS) + (
         '<p class="note">Predicted speedup = E(γ) (1 + o₁) / (γ c + V(γ+1) + o), with '
         "E(γ) = 1 + α₁ + α₁α₂ + … + α₁…α_γ; o is the rest of a round and o₁ that of an autoregressive step, both in "
         "units of a target forward over one token. α is that of the same prompts (depths that were not reached "
         "take the deepest measured α); o and o₁ come from the sweep over gamma, which other prompts ran.</p>"
-    )
-
-
-def _list(entries: dict[str, str]) -> str:
-    return (
-        "<dl>" + "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in entries.items()) + "</dl>"
     )
 
 
@@ -263,7 +221,7 @@ def _provenance(shown: Sequence[Row], provenance: Provenance, records: Sequence[
     first = shown[0]
     timed = "; ".join(f"{n}: {ms:.2f}" for n, ms in first.t_target_ms.items())
     left_out = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in provenance.prompt_counts.items())
-    return _list(
+    return definitions(
         {
             "command": provenance.command,
             "date": provenance.date,

@@ -23,6 +23,7 @@ from eval.table import print_table
 from eval.texts import Text, texts_of
 from eval.words import condition_label, main_rows
 from training.job import job_main
+from training.models import missing_of, target_is_here
 from training.run_folder import RunFolder
 
 NOT_MEASURED = (
@@ -40,7 +41,10 @@ def run(cfg: EvalConfig) -> Path:
     if not cfg.drafters:
         print("no drafters= given: prompt lookup, the control, is all that is measured beside autoregressive decoding")
     if cfg.dry_run:
-        _say_plan(cfg, load(cfg))
+        if target_is_here(cfg.target):
+            _say_plan(cfg, load(cfg))
+        else:
+            print(f"note: {missing_of(cfg.target)}; nothing can be decoded with it yet")
         return Path(cfg.output_dir)
     folder = RunFolder(cfg)
     results = folder.path / "results.jsonl"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -99,4 +100,19 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory, embedded_target: Path)
     )
     folder = tmp_path_factory.mktemp("tiny_target")
     write_model(model, embedded_target, folder, torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def padded_target(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    """tiny_target with 8 of its 32 residual channels never written to, as in a zero-padded checkpoint."""
+    folder = tmp_path_factory.mktemp("padded") / "model"
+    shutil.copytree(tiny_target, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith("embed_tokens.weight"):
+            tensor[:, -8:] = 0
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[-8:] = 0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

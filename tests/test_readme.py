@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
+import distill.compact
 import distill.pretrain
 import distill.quality
 import distill.skip_search
 import distill.train
 import eval.run
-from distill.config import PretrainConfig, QualityConfig, SkipSearchConfig, TrainConfig
+from distill.config import CompactConfig, PretrainConfig, QualityConfig, SkipSearchConfig, TrainConfig
 from eval.config import EvalConfig
 from training.config import JobConfig, typed
 from training.job import CONF, check_arguments, register
@@ -27,6 +28,7 @@ from training.job import CONF, check_arguments, register
 ROOT = CONF.parent
 README = (ROOT / "README.md").read_text()
 SCHEMAS: dict[str, type[JobConfig]] = {
+    "distill.compact": CompactConfig,
     "distill.pretrain": PretrainConfig,
     "distill.quality": QualityConfig,
     "distill.skip_search": SkipSearchConfig,
@@ -34,6 +36,7 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "eval.run": EvalConfig,
 }
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "distill.compact": distill.compact.run,
     "distill.pretrain": distill.pretrain.run,
     "distill.quality": distill.quality.run,
     "distill.skip_search": distill.skip_search.run,
@@ -43,6 +46,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 TOY_LOOP = "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 loop.eval_every=0 data.max_samples=20"
 # What makes a job small. `stages=[]`: the quickstart's stages together are what .ci/run runs.
 TOY = {
+    "distill.compact": "",
     "distill.pretrain": f"{TOY_LOOP} stages=[]",
     "distill.quality": "functions=1 max_new_tokens=4",
     "distill.skip_search": "held_out.max_prompts=2 held_out.max_new_tokens=4 max_skips=2",
@@ -95,9 +99,14 @@ def pearls_prompts(folder: Path) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", commands())
-def test_every_command_runs_at_toy_size(command: str, tiny_target: Path, tmp_path: Path):
+def test_every_command_runs_at_toy_size(command: str, tiny_target: Path, padded_target: Path, tmp_path: Path):
     job, arguments = parts(command)
-    real = {"MODEL": tiny_target, "FOLDER": tiny_target, "chats.json": ROOT / "assets/chats.json"}
+    real = {
+        "PADDED": padded_target,
+        "MODEL": tiny_target,
+        "FOLDER": tiny_target,
+        "chats.json": ROOT / "assets/chats.json",
+    }
     real |= {"prompts.jsonl": ROOT / "assets/prompts.jsonl"}
     real |= {"runs/quickstart/distill.train/drafter": tiny_target}  # a fresh clone has none yet
     real |= {"LARGE": tiny_target, "SMALL": tiny_target, "PROMPTS": pearls_prompts(tmp_path)}

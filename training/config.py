@@ -39,6 +39,9 @@ class TargetConfig:
     """The model that is kept exact, or the teacher that is frozen."""
 
     path: str = MISSING  # model folder in Hugging Face form
+    config: dict[str, Any] = field(
+        default_factory=dict
+    )  # its published config.json (conf/target); a dry run takes it where `path` is not there
     backend: str = "native"  # native | hf
     execution: str = ""  # eager | graph | compiled, of the native backend; empty: graph on a GPU, eager on a CPU
     dtype: str = "float32"  # float32 | bfloat16 | float16 | float64
@@ -53,7 +56,10 @@ class StudentConfig:
     """Shape of a LLaMA student; a field left at 0 is taken from the target."""
 
     name: str = "student"  # name in tables and in the drafter's card
-    init: str = "layers"  # layers: copy chosen target layers | random: same shape from scratch
+    init: str = (
+        "layers"  # layers: copy chosen target layers | folder: go on from `path` | random: same shape from scratch
+    )
+    path: str = ""  # student folder of distill.prune, for init=folder; its shape counts, not the one below
     layers: list[int] = field(
         default_factory=list
     )  # target layers to copy, from 0; empty: first, last and evenly spaced between
@@ -63,6 +69,21 @@ class StudentConfig:
     num_key_value_heads: int = 0  # key/value heads (grouped-query attention)
     head_dim: int = 0  # width of a head; need not be hidden_size / heads
     intermediate_size: int = 0  # width of the MLP
+
+
+@dataclass
+class DomainConfig:
+    """One kind of text of a mixture; paths as in DataConfig, relative ones start from data.root."""
+
+    chats: list[str] = field(default_factory=list)  # ShareGPT files
+    texts: list[str] = field(default_factory=list)  # plain text files or folders
+    held_out_chats: list[str] = field(default_factory=list)  # never trained on: the domain is measured on them
+    held_out_texts: list[str] = field(default_factory=list)  # never trained on: the domain is measured on them
+    share: float = 1.0  # of the rows at the start, by its part in the sum of all shares
+    reference: float = 0.0  # held-out loss in nats a token that it should reach (mixing=loss); 0: not given
+    reference_acceptance: float = (
+        0.0  # held-out acceptance that it should reach (mixing=acceptance); 0: the best domain's
+    )
 
 
 @dataclass
@@ -84,6 +105,18 @@ class DataConfig:
     max_bad: float = 0.01  # share of bad records that is skipped and counted; more is an error
     max_samples: int = 0  # use only the first N chats and texts; 0 uses all
     train_on: str = "answers"  # answers: supervise assistant turns | all: every token of a chat
+    domains: dict[str, DomainConfig] = field(
+        default_factory=dict
+    )  # name -> chats, texts, held_out_chats, held_out_texts, share, reference: a mixture, instead of chats and texts
+    root: str = ""  # folder that relative paths of domains start from; empty: the working folder
+    mixing: str = "fixed"  # shares: fixed | loss (by gaps to reference losses) | acceptance (by gaps in acceptance)
+    mixing_rate: float = 1.0  # eta: an evaluation multiplies a share by exp(eta x gap)
+    mixing_smoothing: float = 0.9  # share of the old gap in the moving average that mixing=acceptance goes by
+    clip_gaps: bool = True  # a domain below its reference loss counts as on it: the paper does, its code does not
+    uniform_share: float = 1e-4  # share of equal parts that every update mixes in
+    floor_share: float = 0.01  # no update leaves a domain less than this share of the rows
+    when_exhausted: str = "wrap"  # a domain whose rows are used up: wrap (through it again) | stop (end the training)
+    held_out_tokens: int = 16384  # held-out tokens of each domain that an evaluation reads, evenly drawn; 0: all
 
 
 @dataclass
@@ -204,6 +237,17 @@ def valid_keys(schema: type[Any], prefix: str = "") -> list[str]:
     return keys
 
 
+def open_fields(schema: type[Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of the fields that hold a mapping or a list, inside which further keys may stand -> the type of an entry."""
+    found: dict[str, Any] = {}
+    for name, kind in fields_of(schema).items():
+        if dataclasses.is_dataclass(kind):
+            found |= open_fields(typing.cast(type[Any], kind), prefix + name + ".")
+        elif typing.get_origin(kind) in (dict, list):
+            found[prefix + name] = typing.get_args(kind)[-1]
+    return found
+
+
 def unknown_key(key: str, choices: list[str]) -> UserError:
     """The error for a key that no field has; names the nearest that one does."""
     near = difflib.get_close_matches(key, choices, n=1, cutoff=0.0)
@@ -232,5 +276,11 @@ def _check_keys(node: Any, schema: type[Any], prefix: str) -> None:
     for key, value in node.items():
         if key not in kinds:
             raise unknown_key(prefix + str(key), [prefix + name for name in valid_keys(schema)])
-        if dataclasses.is_dataclass(kinds[key]) and isinstance(value, dict | DictConfig):
-            _check_keys(value, typing.cast(type[Any], kinds[key]), f"{prefix}{key}.")
+        kind = kinds[key]
+        if dataclasses.is_dataclass(kind) and isinstance(value, dict | DictConfig):
+            _check_keys(value, typing.cast(type[Any], kind), f"{prefix}{key}.")
+        inner = typing.get_args(kind)[-1] if typing.get_origin(kind) is dict else None
+        if dataclasses.is_dataclass(inner) and isinstance(value, dict):  # name -> dataclass
+            for name, entry in value.items():
+                if isinstance(entry, dict):
+                    _check_keys(entry, typing.cast(type[Any], inner), f"{prefix}{key}.{name}.")

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import hydra
 import yaml
@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from decoding.errors import UserError
 from training import ranks
 from training.checkpoint import disk_error
-from training.config import JobConfig, typed, unknown_key, valid_keys
+from training.config import JobConfig, open_fields, typed, unknown_key, valid_keys
 from training.help import print_help
 from training.launch import INTERRUPTED
 from training.loop import Interrupted
@@ -56,11 +56,11 @@ def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) 
     if {"--help", "-h"} & {*arguments}:
         print_help(job, schema, CONF, _overrides(arguments))
         return
-    failed: list[str] = []
+    sweep, failed = Sweep(), []
 
     def task(composed: DictConfig) -> None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            _guarded(lambda: _note_failures(_run_member(composed, job, schema, arguments), failed))
+            _guarded(lambda: failed.extend(_run_member(composed, job, schema, arguments, sweep)))
         else:
             _guarded(lambda: run_typed(composed, job, schema, function))
 
@@ -110,7 +110,6 @@ def prepare_process(config: JobConfig) -> None:
 
 def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
     """Find unknown keys and the wrong job before Hydra does, whose own message does not name the nearest key."""
-    ranks.refuse_sweep(arguments)
     keys = valid_keys(schema)
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
     for argument in arguments:
@@ -122,16 +121,21 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
             if not match.group(1):
                 raise UserError(f"an experiment is added with a plus: +{argument}")
             _check_experiment(argument.split("=", 1)[1], job)
-        elif key not in groups and not key.startswith(("hydra.", "hydra/")) and not _known(key, keys, schema):
-            raise unknown_key(key, keys + sorted(groups))
+        elif key not in groups and not key.startswith(("hydra.", "hydra/")):
+            _check_key(key, keys + sorted(groups), schema)
 
 
-def _known(key: str, keys: list[str], schema: type[Any]) -> bool:
-    """True when `key` is a field, or lies inside a field that takes any mapping."""
-    if key in keys:
-        return True
-    free = {f"{entry.name}." for entry in dataclasses.fields(schema) if str(entry.type).startswith(("dict", "list"))}
-    return any(key.startswith(prefix) for prefix in free)
+def _check_key(key: str, choices: list[str], schema: type[Any]) -> None:
+    """Raise UserError for a key that is neither a field nor lies inside one that takes any entry, or an entry of its kind."""
+    for name, kind in open_fields(schema).items():
+        entry = key.removeprefix(f"{name}.").partition(".")[0] if key.startswith(f"{name}.") else ""
+        if entry and dataclasses.is_dataclass(kind):
+            inner = valid_keys(cast(type[Any], kind))
+            choices = [*choices, f"{name}.{entry}", *(f"{name}.{entry}.{field}" for field in inner)]
+        elif entry:
+            return
+    if key not in choices:
+        raise unknown_key(key, choices)
 
 
 def _check_experiment(name: str, job: str) -> None:
@@ -155,10 +159,29 @@ def wrong_job(experiment: str, right: str, called: str) -> UserError:
     )
 
 
-def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments: list[str]) -> list[str]:
+class Sweep:
+    """The members that this process has run; where it is one rank of several, all run every member together."""
+
+    def __init__(self) -> None:
+        self.members = 0
+        self._meeting: ranks.Meeting | None = None
+
+    def run(self, plain: DictConfig, job: str, config: JobConfig) -> int:
+        """One member in a process of its own. Returns its exit status."""
+        if self._meeting is None:
+            ranks.adopt(config)
+            self._meeting = ranks.Meeting()
+        self.members += 1
+        status = run_on_file(plain, job, self._meeting.environment(self.members))
+        self._meeting.wait(f"member {self.members}")
+        return status
+
+
+def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments: list[str], sweep: Sweep) -> list[str]:
     """One member of a sweep: its own folder, named by the overrides that vary, and its own process.
 
-    Returns what went wrong, so that the other members still run; a signal ends the whole sweep.
+    Returns what went wrong, so that the other members still run; a signal ends the whole sweep. Where another launcher than Hydra's own
+    (submitit) runs members, nobody reads this process's memory, and what went wrong is a UserError.
     """
     varying = {
         override.key_or_group
@@ -173,16 +196,11 @@ def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments:
     plain["output_dir"] = os.path.join(str(plain["output_dir"]), re.sub(r"[^\w.,=+-]+", "_", name))
     if "tracker" in plain and not plain.tracker.group:
         plain.tracker.group = str(plain.experiment)  # one W&B group a sweep
-    typed(plain, schema)
-    status = run_on_file(plain, job)
-    return [f"'{name}' with status {status} ({plain['output_dir']})"] if status else []
-
-
-def _note_failures(found: list[str], failed: list[str]) -> None:
-    """Remember what went wrong with a member. In a process of its own (Slurm) nobody reads the memory, so it is an error there."""
-    if found and not str(HydraConfig.get().launcher._target_).endswith("BasicLauncher"):
-        raise UserError(found[0])
-    failed.extend(found)
+    status = sweep.run(plain, job, typed(plain, schema))
+    wrong = f"'{name}' with status {status} ({plain['output_dir']})"
+    if status and not str(HydraConfig.get().launcher._target_).endswith("BasicLauncher"):
+        raise UserError(f"a member of the sweep failed: {wrong}")
+    return [wrong] if status else []
 
 
 def _overrides(arguments: list[str]) -> list[str]:

@@ -101,16 +101,17 @@ def fit(
     signals = _Signals()
     rates: deque[float] = deque(maxlen=20)
     with ProgressBar(title, total, progress.step, parallel.is_main) as bar, signals:
-        while progress.step < total:
+        while progress.step < total and not data.ended:
             values = _step(wrapped, data, config, parallel, optimizer, progress, total, root)
             if tracker is not None and progress.step % config.log_every == 0:
                 tracker.log(progress.step, values)
-            if _due(progress.step, config.eval_every, total):
+            if data.ended or _due(progress.step, config.eval_every, total):
                 with parallel.whole():
                     figures = parallel.broadcast(evaluate())
                 _look(progress, figures, data, tracker, bar)
             stop = parallel.any(signals.received)
-            if _due(progress.step, config.checkpoint_every, total) or progress.best_step == progress.step or stop:
+            due = _due(progress.step, config.checkpoint_every, total) or progress.best_step == progress.step
+            if due or stop or data.ended:
                 _save(root, progress, config, trained, optimizer, parallel)
             rates.append(values["tokens_per_second"])
             bar.update(progress.step, _note(values, progress, sum(rates) / len(rates)))
@@ -118,6 +119,8 @@ def fit(
                 raise Interrupted(
                     f"stopped by a signal after step {progress.step}; saved in {root}. Run the same command to go on"
                 )
+        if progress.step < total:
+            bar.say(f"  ended after step {progress.step} of {total}: {data.ended}")
     with parallel.whole(for_good=True):
         _load_best(root, progress, trained, parallel)
     return progress
@@ -206,7 +209,8 @@ def _look(
     if tracker is not None:
         held_out = {f"held_out_{key}": value for key, value in figures.items() if key != "score"}
         tracker.log(progress.step, held_out | learned)
-    shown = "  ".join(f"{key} {value:.3f}" for key, value in figures.items() if key != "score")
+    # What is counted by domain fills a line by itself: it stands in metrics.jsonl.
+    shown = "  ".join(f"{key} {value:.3f}" for key, value in figures.items() if key != "score" and "/" not in key)
     bar.say(f"  step {progress.step}: held-out {shown}")
 
 

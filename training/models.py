@@ -1,15 +1,28 @@
-"""Building and storing Hugging Face LLaMA models for training."""
+"""Building and loading Hugging Face models for training, and what a target looks like before it is there."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from decoding.errors import UserError
+from decoding.folder import read_config
 from training.attention import PACKED
-from training.config import StudentConfig
+from training.config import StudentConfig, TargetConfig
+from training.paths import resolve
 
+CONF_TARGETS = Path(__file__).resolve().parent.parent / "conf" / "target"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -20,7 +33,7 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def build_llama(shape: StudentConfig, dtype: torch.dtype, **base: Any) -> LlamaForCausalLM:
+def build_llama(shape: StudentConfig, dtype: torch.dtype, **base: Any) -> Any:
     """A LLaMA with random weights and packed attention. base: further LlamaConfig fields (vocabulary, context, rope, special ids)."""
     config = LlamaConfig(
         hidden_size=shape.hidden_size,
@@ -31,13 +44,17 @@ def build_llama(shape: StudentConfig, dtype: torch.dtype, **base: Any) -> LlamaF
         intermediate_size=shape.intermediate_size,
         **base,
     )
-    return random_llama(config, dtype)
+    return random_model(config, dtype)
 
 
-def random_llama(config: LlamaConfig, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A LLaMA of `config` with random weights and packed attention."""
+def random_model(config: LlamaConfig | Qwen3Config, dtype: torch.dtype, empty: bool = False) -> Any:
+    """A causal LM of `config` with random weights and packed attention. empty: on the meta device, for weights that follow."""
     config._attn_implementation = PACKED
-    model: Any = LlamaForCausalLM(config)
+    kind: Any = Qwen3ForCausalLM if isinstance(config, Qwen3Config) else LlamaForCausalLM
+    with torch.device("meta") if empty else contextlib.nullcontext():
+        model: Any = kind(config)
+    if empty:  # rope's frequencies are in no state dict
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.to(dtype)
 
 
@@ -45,4 +62,54 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
     """A causal LM from a model folder (safetensors only) with packed attention."""
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=PACKED, use_safetensors=True, local_files_only=True
+    )
+
+
+def target_is_here(target: TargetConfig) -> bool:
+    """Whether the target's folder is there; where it is not, only what its published configuration tells can be done."""
+    return target.path.startswith("embedded:") or Path(target.path).expanduser().exists()
+
+
+def target_config(target: TargetConfig) -> PretrainedConfig:
+    """The target's configuration: of its folder, or where that is not there (dry runs) the published one in target.config.
+
+    Raises UserError naming the path and the targets whose configuration is known when there is neither.
+    """
+    if target_is_here(target):
+        folder = resolve(target.path)
+        read_config(folder)
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    if not target.config:
+        raise UserError(
+            f"target.path is {target.path}, which does not exist (working folder: {Path.cwd()}): give a model folder, or for a dry run a "
+            f"target whose published configuration is known: target={' | '.join(published_targets())}"
+        )
+    values = dict(target.config)
+    kind = values.pop("model_type", None)
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise UserError(
+            f"target.config is no configuration of a model: {' '.join(str(error).split())}. Expected the values of a config.json, "
+            "model_type among them"
+        ) from error
+
+
+def folder_of(target: TargetConfig, dry_run: bool) -> Path:
+    """The target's folder; it has to be there, but for a dry run on a published configuration. Raises UserError."""
+    return Path(target.path).expanduser() if dry_run and not target_is_here(target) else resolve(target.path)
+
+
+def published_targets() -> list[str]:
+    """Names of the targets in conf/target that come with their published configuration."""
+    return sorted(file.stem for file in CONF_TARGETS.glob("*.yaml") if "\nconfig:\n" in file.read_text())
+
+
+def missing_of(target: TargetConfig) -> str:
+    """What a dry run has to do without, in words; empty where the target's folder is there."""
+    if target_is_here(target):
+        return ""
+    return (
+        f"{target.path} is not there: its shape is that of the published configuration, and its tokenizer is missing, so a drafter folder "
+        "written now holds no tokenizer files"
     )

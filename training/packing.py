@@ -130,13 +130,21 @@ class PackedData:
     Nothing is remembered between steps, so resuming needs only the number of the step.
     """
 
-    def __init__(self, samples: Sequence[Sample], capacity: int, rows_per_step: int, seed: int) -> None:
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        capacity: int,
+        rows_per_step: int,
+        seed: int,
+        rows: list[list[int]] | None = None,
+    ) -> None:
+        """rows: the samples packed already; None packs them best fit."""
         self.samples = samples
         self.capacity = capacity
         self.rows_per_step = rows_per_step
         self.seed = seed
         lengths = [len(sample.ids) for sample in samples]
-        self.rows = best_fit(lengths, capacity)
+        self.rows = best_fit(lengths, capacity) if rows is None else rows
         self.tokens = sum(lengths)
         self.supervised = int(sum(int(sample.mask.sum()) for sample in samples))
         if self.supervised == 0:
@@ -151,15 +159,21 @@ class PackedData:
         return self.tokens / (len(self.rows) * self.capacity)
 
     @property
+    def ended(self) -> str:
+        """Why no further step can be served, in words; empty while one can. Here always: epochs follow each other."""
+        return ""
+
+    @property
     def steps_per_epoch(self) -> float:
         return len(self.rows) / self.rows_per_step
 
     def step_rows(self, step: int) -> list[list[int]]:
         """The rows of optimizer step `step` (from 0), over all ranks; epochs follow each other without a gap."""
         first = step * self.rows_per_step
-        return [self._row(position) for position in range(first, first + self.rows_per_step)]
+        return [self.row(position) for position in range(first, first + self.rows_per_step)]
 
-    def _row(self, position: int) -> list[int]:
+    def row(self, position: int) -> list[int]:
+        """The row at `position` of the endless order, which goes through all rows in every epoch."""
         epoch, offset = divmod(position, len(self.rows))
         if self._order[0] != epoch:
             self._order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)))

@@ -38,7 +38,6 @@ class Parallel:
             raise UserError(
                 f"the workers disagree: WORLD_SIZE is {self.world_size}, accelerate sees {self.accelerator.num_processes} processes"
             )
-        self._frozen: list[nn.Module] = []
         self._inner: nn.Module | None = None
         self._shell: sharding.Shell | None = None
 
@@ -89,7 +88,6 @@ class Parallel:
             sharding.shard_frozen(model, self._mesh())
         else:
             model.to(self.device)
-        self._frozen.append(model)
         return model
 
     def prepare(
@@ -106,7 +104,7 @@ class Parallel:
                 f"parallel.kind is {self.kind}, but '{next(iter(rates))}' moves at a rate of its own and is bounded at every step: use "
                 "parallel=single or ddp for masks"
             )
-        self._inner, live = sharding.copy_objective(module, trained, self._frozen)
+        self._inner, live = sharding.copy_objective(module, trained)
         read = zero.read_whole if self.stage else _read_share
         self._shell = sharding.Shell(trained, live, read)
         self._shell.empty()

@@ -7,7 +7,7 @@ LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. A job that finds them st
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -115,10 +115,9 @@ def sits_out(config: JobConfig) -> bool:
 
 
 class Meeting:
-    """Where the ranks that run an experiment's stages wait for each other; with one rank there is nobody to wait for.
+    """Where the ranks that run an experiment's stages, or a sweep's members, wait for each other; one rank waits for nobody.
 
-    A key-value store at rank 0, on the port after the master's. Each stage that trains gets a port of its own, as a process group leaves its
-    keys behind.
+    A key-value store at rank 0, on the port after the master's. Each stage gets a port of its own, as a process group leaves its keys behind.
     """
 
     def __init__(self) -> None:
@@ -159,12 +158,3 @@ class Meeting:
         self.store.add(key, mine)
         while self.store.add(key, 0) < self.size:
             time.sleep(0.1)
-
-
-def refuse_sweep(arguments: Sequence[str]) -> None:
-    """Raise UserError for a sweep that several ranks would run at once."""
-    if world_size() > 1 and {"-m", "--multirun"} & {*arguments}:
-        raise UserError(
-            f"a sweep was started in {world_size()} ranks: start it once, without torchrun or srun; its members start their own ranks "
-            "(on Slurm: hydra/launcher=slurm)"
-        )

@@ -6,7 +6,7 @@ outside this package knows of shares.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,9 +39,9 @@ class Shell:
             parameter.data = parameter.data.new_empty(0)
 
 
-def copy_objective(module: nn.Module, trained: nn.Module, frozen: Iterable[nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """(a copy of the objective, the copy of `trained` in it); `frozen` models are shared with the original."""
-    memo: dict[int, Any] = {id(model): model for model in frozen}
+def copy_objective(module: nn.Module, trained: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """(a copy of the objective, the copy of `trained` in it); frozen models (training.objectives.Frozen) are shared with the original."""
+    memo: dict[int, Any] = {}
     live = copy.deepcopy(module, memo)
     return live, memo[id(trained)]
 

@@ -1,9 +1,9 @@
 """Experiments that span several jobs: each stage is `python -m <stage>` in a process of its own, folder to folder.
 
 Stages talk only through folders. A stage that is the called job itself runs on the composed configuration, so overrides and sweeps reach
-it, with its own values (`key=value`, no groups) put in; the others are given by their own Hydra overrides. A finished stage passes over its
-work by itself (its manifest says so). Where several ranks run an experiment (torchrun, Slurm),
-all start every stage together, and a stage of one process is rank 0's.
+it, with its own values (`key=value`, no groups) put in; the others, and stages that are sweeps (`-m` among their overrides), are given by
+their own Hydra overrides. A finished stage passes over its work by itself (its manifest says so). Where several ranks run an experiment
+(torchrun, Slurm), all start every stage together, and a stage of one process is rank 0's.
 """
 
 import os
@@ -35,7 +35,7 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
             print(f"[{number}/{len(config.stages)}] {stage}", flush=True)
         job, _, label = stage.partition(":")
         overrides = [text.replace("{output_dir}", config.output_dir) for text in config.stage_overrides.get(stage, [])]
-        if job == config.job:
+        if job == config.job and "-m" not in overrides:
             own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
             own.stages, own.stage_overrides, own.output_dir = [], {}, os.path.join(config.output_dir, label or stage)
             for text in overrides:

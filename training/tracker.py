@@ -2,6 +2,8 @@
 
 import json
 import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,17 @@ from decoding.errors import UserError
 from training.checkpoint import write_text
 from training.config import TrackerConfig
 from training.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A scatter chart: a point for every row, at its columns x and y."""
+
+    name: str
+    title: str
+    rows: list[dict[str, Any]]
+    x: str
+    y: str
 
 
 class Tracker:
@@ -30,6 +43,19 @@ class Tracker:
         if self._board is not None:
             for key, value in numbers.items():
                 self._board.add_scalar(key, value, step)
+
+    def show(self, tables: dict[str, list[dict[str, Any]]], charts: Sequence[Chart], images: dict[str, Path]) -> None:
+        """What is no number of a step, by name: Weights & Biases takes all of it, tensorboard the images.
+
+        tables: rows of one form. images: files that both can read, such as PNG.
+        """
+        if self._wandb is not None:
+            self._wandb.log(_wandb_media(tables, charts, images))
+        if self._board is not None:
+            from matplotlib.image import imread
+
+            for name, path in images.items():
+                self._board.add_image(name, imread(path)[..., :3], dataformats="HWC")
 
     def close(self) -> None:
         self._file.close()
@@ -100,6 +126,19 @@ def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config:
         id=identity.read_text(),
         resume="allow",
     )
+
+
+def _wandb_media(
+    tables: dict[str, list[dict[str, Any]]], charts: Sequence[Chart], images: dict[str, Path]
+) -> dict[str, Any]:
+    import wandb
+
+    def table(rows: list[dict[str, Any]]) -> Any:
+        return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+
+    scatters = {chart.name: wandb.plot.scatter(table(chart.rows), chart.x, chart.y, chart.title) for chart in charts}
+    pictures = {name: wandb.Image(str(path)) for name, path in images.items()}
+    return {**{name: table(rows) for name, rows in tables.items()}, **scatters, **pictures}
 
 
 def _start_tensorboard(folder: Path, purge_step: int | None) -> Any:

@@ -12,7 +12,8 @@ from eval.records import AUTOREGRESSIVE, Record
 from eval.schema import DrafterFacts, RunFacts
 
 T_TARGET_MS = {n: 5.0 * (1 + 0.06 * (n - 1)) for n in range(1, 10)}
-DRAFTERS = {
+Drafters = dict[str, tuple[float, DrafterFacts, float]]  # name -> (alpha, facts, t_draft in ms)
+DRAFTERS: Drafters = {
     "simulated-good": (0.72, DrafterFacts("simulated-good", 1, 3_100_000, False), 0.6),
     "simulated-slow": (0.75, DrafterFacts("simulated-slow", 6, 14_000_000, False), 3.4),
     "prompt_lookup": (0.45, DrafterFacts("prompt_lookup", 0, 0, True), 0.05),
@@ -43,23 +44,32 @@ def run_facts(**changes: object) -> RunFacts:
     return RunFacts(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def slices() -> list[Slice]:
+def slices(drafters: Drafters = DRAFTERS, *, slower: float = 1.0) -> list[Slice]:
     return [
-        Slice(part, temperature, 1, name, t_draft, T_TARGET_MS, 160)
+        Slice(part, temperature, 1, name, slower * t_draft, {n: slower * ms for n, ms in T_TARGET_MS.items()}, 160)
         for part in ("sweep", "main")
         for temperature in (0.0, 1.0)
-        for name, (_, _, t_draft) in DRAFTERS.items()
+        for name, (_, _, t_draft) in drafters.items()
     ]
 
 
 def generation(
-    rng: np.random.Generator, *, drafter: str, gamma: int, temperature: float, unit: int, part: str, length: int = 128
+    rng: np.random.Generator,
+    *,
+    drafter: str,
+    gamma: int,
+    temperature: float,
+    unit: int,
+    part: str,
+    length: int = 128,
+    drafters: Drafters = DRAFTERS,
+    slower: float = 1.0,
 ) -> Record:
     """One generation of `length` tokens; unit sets how hard and how slow the prompt is."""
     hard = np.random.default_rng(unit).normal(0, 0.05)
-    pace = 1 + 0.1 * np.random.default_rng(unit + 1).random()
+    pace = slower * (1 + 0.1 * np.random.default_rng(unit + 1).random())
     looping = unit % 7 == 3 and temperature == 0
-    alpha, facts, t_draft = DRAFTERS.get(drafter, (0.0, DrafterFacts(drafter, 0, 0, False), 0.0))
+    alpha, facts, t_draft = drafters.get(drafter, (0.0, DrafterFacts(drafter, 0, 0, False), 0.0))
     alpha = float(np.clip(alpha - 0.05 * (temperature > 0) + hard + 0.2 * looping, 0.02, 0.98))
     tested, accepted = [0] * gamma, [0] * gamma
     emitted, rounds, drafted, milliseconds, draft_ms = 0, 0, 0, 0.0, 0.0
@@ -106,16 +116,34 @@ def generation(
 
 
 def run(
-    *, prompts: int = 40, sweep_prompts: int = 6, gammas: tuple[int, ...] = (1, 2, 3, 4, 6, 8), gamma: int = 4
+    *,
+    prompts: int = 40,
+    sweep_prompts: int = 6,
+    gammas: tuple[int, ...] = (1, 2, 3, 4, 6, 8),
+    gamma: int = 4,
+    drafters: Drafters = DRAFTERS,
+    seed: int = 0,
+    slower: float = 1.0,
 ) -> list[Record]:
     """A whole simulated run: a sweep and a main part, greedy and at temperature 1."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     records = []
     for temperature in (0.0, 1.0):
         for unit in range(prompts):
             part = "sweep" if unit < sweep_prompts else "main"
             arms = [(AUTOREGRESSIVE, 0)]
-            arms += [(name, g) for name in DRAFTERS for g in (gammas if part == "sweep" else (gamma,))]
+            arms += [(name, g) for name in drafters for g in (gammas if part == "sweep" else (gamma,))]
             for name, g in arms:
-                records.append(generation(rng, drafter=name, gamma=g, temperature=temperature, unit=unit, part=part))
+                records.append(
+                    generation(
+                        rng,
+                        drafter=name,
+                        gamma=g,
+                        temperature=temperature,
+                        unit=unit,
+                        part=part,
+                        drafters=drafters,
+                        slower=slower,
+                    )
+                )
     return records

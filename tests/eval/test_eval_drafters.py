@@ -66,6 +66,22 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
         describe([], target, control=False)
 
 
+def test_a_pattern_stands_for_the_folders_that_it_names(home, tmp_path):
+    for number in (1, 2):
+        folder = tmp_path / f"run{number}" / "drafter"
+        shutil.copytree(home / "shallow", folder)
+        (folder / "drafter_card.json").write_text(json.dumps({"name": f"depth {number}"}))
+    (tmp_path / "run3" / "drafter").mkdir(parents=True)
+    target = TargetConfig(path=str(home / "target"))
+    found = describe([f"{tmp_path}/*/drafter"], target, control=False)
+    assert {name: Path(mapping["folder"]).parent.name for name, mapping in found.items()} == {
+        "depth 1": "run1",
+        "depth 2": "run2",
+    }, "a folder without a model is none"
+    with pytest.raises(UserError, match="names no folder with a config.json"):
+        describe([f"{tmp_path}/none*/drafter"], target, control=False)
+
+
 def test_a_key_that_a_drafter_does_not_take_is_named_with_the_nearest_one(home):
     """Whatever class takes it in the end, and before anything is loaded."""
     target = TargetConfig(path=str(home / "target"), device="cpu")

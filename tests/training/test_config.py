@@ -9,8 +9,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
-from distill.config import PretrainConfig, QualityConfig, TrainConfig
-from eval.config import EvalConfig
+from distill.config import CompactConfig, PretrainConfig, PruneConfig, QualityConfig, TrainConfig
+from eval.config import CompareConfig, EvalConfig
 from training.config import JobConfig, plain, typed, valid_keys
 from training.help import field_docs, print_help
 from training.job import CONF, _guarded, check_arguments, register, run_typed
@@ -19,6 +19,7 @@ from training.run_folder import RunFolder
 SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.pretrain": PretrainConfig,
     "distill.train": TrainConfig,
+    "eval.compare": CompareConfig,
     "eval.run": EvalConfig,
 }
 
@@ -161,7 +162,9 @@ def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):
             RunFolder(config)
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, PretrainConfig, QualityConfig, EvalConfig])
+@pytest.mark.parametrize(
+    "schema", [TrainConfig, PretrainConfig, PruneConfig, QualityConfig, CompactConfig, EvalConfig, CompareConfig]
+)
 def test_every_setting_has_a_line_in_the_help(schema: type[JobConfig]):
     docs = field_docs(schema)
     assert not [key for key, text in docs.items() if not text]

@@ -102,27 +102,8 @@ def test_a_job_of_one_process_is_rank_0s_in_an_experiment_and_a_mistake_elsewher
     assert not ranks.is_rank(), "what rank 0 starts now is no rank"
 
 
-def test_a_sweep_in_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch):
-    check_arguments(["-m", "seed=1,2", "hydra/launcher=slurm"], "distill.train", TrainConfig)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="a sweep was started in 2 ranks"):
-        check_arguments(["-m", "seed=1,2"], "distill.train", TrainConfig)
-
-
-_MEETS = """
-import sys, time
-from training.ranks import Meeting
-meeting = Meeting()
-for stage in ("one", "two"):
-    if meeting.rank == 0:
-        time.sleep(0.5)
-        open(sys.argv[1] + "/" + stage, "w").close()
-    meeting.wait(stage)
-    assert __import__("os").path.exists(sys.argv[1] + "/" + stage), "left before rank 0 was there"
-"""
-
-
 def test_the_conf_for_submitit_composes(submitit: None):
+    check_arguments(["-m", "seed=1,2", "hydra/launcher=slurm"], "distill.train", TrainConfig)
     register("distill.train", TrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose(
@@ -131,6 +112,19 @@ def test_the_conf_for_submitit_composes(submitit: None):
     launcher = composed.hydra.launcher
     assert launcher._target_.endswith("SlurmLauncher")
     assert (launcher.nodes, launcher.gpus_per_node, launcher.tasks_per_node) == (2, 8, 1)
+
+
+_MEETS = """
+import os, sys, time
+from training.ranks import Meeting
+meeting = Meeting()
+for stage in ("one", "two"):
+    if meeting.rank == 0:
+        time.sleep(0.5)
+        open(sys.argv[1] + "/" + stage, "w").close()
+    meeting.wait(stage)
+    assert os.path.exists(sys.argv[1] + "/" + stage), "left before rank 0 was there"
+"""
 
 
 def test_ranks_wait_for_each_other_between_stages(tmp_path: Path):

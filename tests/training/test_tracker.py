@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from decoding.errors import UserError
 from training.config import TrackerConfig
@@ -76,3 +77,15 @@ def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"tensorboard needs a package that is not installed .*\[train\].*tracker=none"):
         Tracker(tmp_path, TrackerConfig(tensorboard=True), "a run", {})
+
+
+def test_tensorboard_holds_the_images(tmp_path: Path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    Figure(figsize=(1, 1)).savefig(tmp_path / "drawn.png", dpi=50)
+    tracker = Tracker(tmp_path, TrackerConfig(tensorboard=True), "a run", {})
+    tracker.show({"a table": [{"alpha": 0.5}]}, [], {"plots/drawn": tmp_path / "drawn.png"})
+    tracker.close()
+    accumulator = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    (image,) = accumulator.Images("plots/drawn")
+    assert (image.width, image.height) == (50, 50)

@@ -1,0 +1,91 @@
+"""Which layers stay. At severe cuts no one-shot criterion is to be trusted, so candidate sets are held against each other by acceptance.
+
+Candidates: first, last and evenly spaced between; the layers of the largest block influence; what is left when the layer whose absence moves
+the target least (by KL of the next token) is taken away again and again; the first ones and the last.
+
+Shapes: N supervised tokens, C hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distill.student import evenly_spaced
+from training.attention import document_mask
+from training.packing import Batch
+from training.progress import ProgressBar
+
+
+def candidates(
+    count: int, layers: int, influence_L: Tensor, removal: Sequence[int], distinct: bool = True
+) -> dict[str, list[int]]:
+    """Sets of `count` of `layers` layers by the name of what proposes them; distinct: leave out a set that was proposed before.
+
+    removal: layers in the order in which `removal_order` takes them away.
+    """
+    by_influence = torch.argsort(influence_L, descending=True, stable=True)[:count]
+    proposed = {
+        "even": evenly_spaced(count, layers),
+        "influence": sorted(by_influence.tolist()),
+        "greedy": sorted(set(range(layers)) - {*removal[: layers - count]}),
+        "contiguous": [*range(count - 1), layers - 1],
+    }
+    found: dict[str, list[int]] = {}
+    for name, chosen in proposed.items():
+        if not distinct or chosen not in found.values():
+            found[name] = chosen
+    return found
+
+
+@torch.no_grad()
+def removal_order(model: Any, batches: Sequence[Batch], show: bool = True) -> list[int]:
+    """All layers but one, in the order in which they are taken from a Hugging Face model: each time the one whose absence leaves the next
+    token's distribution nearest (forward KL) to the whole model's. Ties go to the later layer.
+
+    What lies before a candidate is run once for all of them, so a step over k layers costs about k^2 / 2 layers of forward.
+    """
+    layers = list(range(model.config.num_hidden_layers))
+    whole = [model.model.norm(_run(model, batch, layers))[batch.supervised_RT] for batch in batches]
+    order: list[int] = []
+    with ProgressBar("layers by KL", len(layers) - 1, 0, show) as bar:
+        while len(layers) > 1:
+            kl = torch.zeros(len(layers), dtype=torch.float64)
+            for batch, whole_NC in zip(batches, whole, strict=True):
+                whole_NV = F.linear(whole_NC, model.lm_head.weight).float().log_softmax(-1)
+                kl += _kl_without_each(model, batch, layers, whole_NV)
+            gone = int((kl == kl.min()).nonzero()[-1])
+            order.append(layers.pop(gone))
+            bar.update(len(order))
+    return order
+
+
+def _kl_without_each(model: Any, batch: Batch, layers: Sequence[int], whole_NV: Tensor) -> Tensor:
+    """Sums of KL over the supervised tokens, without each of the layers in turn."""
+    found = torch.zeros(len(layers), dtype=torch.float64)
+    before_RTC = model.model.embed_tokens(batch.ids_RT)
+    for place, layer in enumerate(layers):
+        without_RTC = _run(model, batch, layers[place + 1 :], before_RTC)
+        logits_NV = _logits(model, without_RTC, batch).float().log_softmax(-1)
+        found[place] = F.kl_div(logits_NV, whole_NV, reduction="sum", log_target=True).double().cpu()
+        before_RTC = _run(model, batch, [layer], before_RTC)
+    return found
+
+
+def _run(model: Any, batch: Batch, layers: Sequence[int], hidden_RTC: Tensor | None = None) -> Tensor:
+    """These layers, one after the other, without the final norm."""
+    if hidden_RTC is None:
+        hidden_RTC = model.model.embed_tokens(batch.ids_RT)
+    bias = document_mask(batch.documents_RT, model.dtype)
+    rope = model.model.rotary_emb(hidden_RTC, batch.positions_RT)
+    for layer in layers:
+        hidden_RTC = model.model.layers[layer](
+            hidden_RTC, position_embeddings=rope, position_ids=batch.positions_RT, attention_bias=bias, use_cache=False
+        )
+    return hidden_RTC
+
+
+def _logits(model: Any, hidden_RTC: Tensor, batch: Batch) -> Tensor:
+    return F.linear(model.model.norm(hidden_RTC)[batch.supervised_RT], model.lm_head.weight)

@@ -1,0 +1,263 @@
+"""`python -m distill.prune`: cut a target down to a smaller LLaMA; leaves a complete student folder for `distill.train` to go on from.
+
+Severe cuts go in stages (`depths`), with a short distillation between; what a stage has finished is not done again.
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from decoding.compatible import load_tokenizer
+from decoding.errors import UserError
+from decoding.folder import WEIGHTS, weight_files
+from distill.config import PruneConfig
+from distill.cut import cut_model, load_cut, refuse_other_shape, save_cut
+from distill.data import data_files, each_data, read_samples
+from distill.drafter_folder import write_card, write_model
+from distill.dry_run import dry_prune
+from distill.masks import BETA, Masks
+from distill.prune_modes import MODES, Source, Workbench
+from distill.shapes import bytes_a_step, millions, odd_widths, parameter_counts, refuse_wider, student_config
+from distill.student import chosen_layers
+from training.checkpoint import write_text
+from training.config import check_values, refuse_parallel
+from training.job import job_main
+from training.launch import is_worker, launch, processes_wanted
+from training.models import dtype_of, folder_of, load_causal_lm, target_config
+from training.objectives import freeze
+from training.packing import PackedData
+from training.parallel import Parallel
+from training.paths import resolve
+from training.run_folder import RunFolder, hash_input
+
+CHOICES = ("probe", "even", "influence", "greedy", "contiguous")
+MASKS = "masks.safetensors"
+SPLITS: tuple[Literal["train", "held_out"], ...] = ("train", "held_out")
+
+
+def run(config: PruneConfig) -> Path:
+    """Prune, and write the student to output_dir/student. Returns that folder."""
+    check(config)
+    source = target_config(config.target)
+    target_folder = folder_of(config.target, config.dry_run)
+    shapes = stage_shapes(config, source)
+    run_folder = RunFolder(config)
+    folder = run_folder.path / "student"
+    if run_folder.finished(folder / "config.json", folder / WEIGHTS):
+        print(f"finished before: {folder}")
+        return folder
+    inputs = [target_folder, *data_files(config.data)]
+    if config.dry_run:
+        run_folder.write_manifest(inputs, {}, finished=False)
+        return dry_prune(config, source, shapes, target_folder, folder, run_folder.was_dry)
+    weight_files(target_folder)
+    processes = processes_wanted(config.parallel)
+    if processes > 1 and not is_worker():
+        launch(config.job, run_folder.path / "config.yaml", processes)
+        return folder
+    prune(config, run_folder, target_folder, folder, shapes, inputs)
+    return folder
+
+
+def check(config: PruneConfig) -> None:
+    """Raise UserError for values that would fail, or mislead, only after the target is loaded."""
+    dtype_of(config.target.dtype)
+    refuse_parallel(config.target)
+    for key, value, known in (
+        ("mode", config.mode, (*MODES,)),
+        ("importance.choice", config.importance.choice, CHOICES),
+        ("l0.beta", config.l0.beta, (*BETA,)),
+    ):
+        if value not in known:
+            raise UserError(f"{key} is '{value}'; expected one of {', '.join(known)}")
+    counts = {
+        f"importance.{name}": getattr(config.importance, name)
+        for name in ("sequences", "greedy_sequences", "probe_sequences")
+    }
+    check_values(
+        config,
+        {
+            **{key: (value >= 1, "1 or more") for key, value in counts.items()},
+            "importance.probe_steps": (config.importance.probe_steps >= 0, "0 (none) or more"),
+            "l0.warmup_share": (0 <= config.l0.warmup_share <= 1, "a share from 0 to 1"),
+            "l0.mask_lr": (config.l0.mask_lr > 0, "more than 0"),
+            "loop.max_steps": (
+                config.mode != "l0" or config.loop.max_steps > 0,
+                "more than 0: masks follow a schedule",
+            ),
+            "largest_cut": (0 < config.largest_cut <= 1, "a share above 0, up to 1"),
+            "masks": (not config.masks or not config.depths, "empty where depths are given: a file holds one cut"),
+            "between.max_steps": (config.between.max_steps > 0, "more than 0"),
+        },
+    )
+
+
+def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
+    """The configuration of the student after each stage, checked against the target and each other."""
+    final = student_config(config.drafter, target)
+    depths = config.depths or between_depths(target.num_hidden_layers, final.num_hidden_layers, config.largest_cut)
+    deeper = [target.num_hidden_layers, *depths, final.num_hidden_layers]
+    if config.depths and any(later >= before for before, later in pairwise(deeper)):
+        raise UserError(
+            f"depths is {config.depths}: expected falling numbers of layers between the target's {deeper[0]} and the student's {deeper[-1]}"
+        )
+    shapes = []
+    for depth in deeper[1:]:
+        shape = dataclasses.replace(config.drafter, num_hidden_layers=depth)
+        shapes.append(student_config(shape, target))
+    if config.mode == "random":
+        return shapes[-1:]
+    refuse_wider(final, target)
+    if config.drafter.layers:
+        chosen_layers(config.drafter, deeper[-2])
+    if config.mode == "l0":
+        for before, after in zip([target, *shapes[:-1]], shapes, strict=True):
+            with torch.device("meta"):
+                Masks(after, before, BETA[config.l0.beta], 0)  # refuses what it cannot reach
+    return shapes
+
+
+def between_depths(layers: int, final: int, largest_cut: float) -> list[int]:
+    """Numbers of layers between, so that no stage takes a larger share than `largest_cut`, or one layer: 32, 3, 0.625 -> [12, 5]."""
+    depths = []
+    while (layers := min(layers - 1, math.ceil(layers * (1 - largest_cut)))) > final:
+        depths.append(layers)
+    return depths
+
+
+def prune(
+    config: PruneConfig, run_folder: RunFolder, target_folder: Path, folder: Path, shapes: list[Any], inputs: list[Path]
+) -> None:
+    """The work of one rank."""
+    torch.manual_seed(config.seed)
+    bench = workbench(config, target_folder)
+    describe(config, bench, shapes[-1])
+    if bench.parallel.is_main:
+        run_folder.write_manifest(inputs, {}, finished=False)
+    source, told = Source(bench.teacher, target_folder), []
+    for number, shape in enumerate(shapes, start=1):
+        last = number == len(shapes)
+        place = folder if last else run_folder.path / "stages" / f"{number}_{shape.num_hidden_layers}_layers"
+        notes = stage(bench, source, shape, place, run_folder.path / "work" / str(number), distil=not last)
+        told.append(notes)
+        if not last:
+            source = Source(load_causal_lm(place, dtype_of(config.target.dtype)).to(bench.parallel.device), place)
+    if bench.parallel.is_main:
+        finish(config, run_folder, bench, folder, told, inputs)
+    bench.parallel.close()
+
+
+def workbench(config: PruneConfig, target_folder: Path) -> Workbench:
+    """The target, the text and the processes."""
+    parallel = Parallel(config.parallel, config.target.device)
+    tokenizer = load_tokenizer(target_folder)
+    teacher = freeze(load_causal_lm(target_folder, dtype_of(config.target.dtype))).to(parallel.device)
+    samples, held_out = (
+        [sample for data in each_data(config.data) for sample in read_samples(tokenizer, data, split, parallel.is_main)]
+        for split in SPLITS
+    )
+    packed = PackedData(held_out, config.data.max_length, 1, config.seed)
+    rows = [packed.step_rows(step)[0] for step in range(min(config.importance.probe_sequences, len(packed.rows)))]
+    return Workbench(config, teacher, samples, [held_out[index] for row in rows for index in row], parallel)
+
+
+def stage(bench: Workbench, source: Source, shape: Any, place: Path, work: Path, distil: bool) -> dict[str, Any]:
+    """One cut, and the distillation behind it where another cut follows; the model is written to `place`. Returns notes."""
+    done = work / "done.json"
+    if done.is_file() and (place / WEIGHTS).is_file():
+        return dict(json.loads(done.read_text()))
+    config, parallel = bench.config, bench.parallel
+    target_hash = hash_input(source.folder)
+    if config.masks:
+        cut = load_cut(resolve(config.masks), target_hash)
+        refuse_other_shape(cut, shape, config.masks)
+        student = cut_model(source.model, cut, shape).requires_grad_(True)
+        notes: dict[str, Any] = {"layers": list(cut.layers), "masks": config.masks}
+    else:
+        student, notes, cut = MODES[config.mode](bench, source, shape, work)
+    notes["acceptance_before_distillation"] = bench.acceptance(student)["acceptance"]
+    if distil:
+        progress = bench.distil(f"distil {shape.num_hidden_layers} layers", student, config.between, work / "distil")
+        notes["acceptance"] = progress.best["acceptance"]
+    notes |= {"seconds": dict(bench.seconds), "flops": dict(bench.flops)}
+    bench.seconds.clear()
+    bench.flops.clear()
+    if parallel.is_main:
+        work.mkdir(parents=True, exist_ok=True)
+        if cut is not None:
+            save_cut(cut, work / MASKS, target_hash, notes)
+        write_model(student, source.folder, place, stored_dtype(config))
+        write_text(done, json.dumps(notes, indent=1))
+        for checkpoints in ("probe", "distil", "checkpoints"):  # of what is finished now
+            shutil.rmtree(work / checkpoints, ignore_errors=True)
+    parallel.wait()
+    return notes
+
+
+def stored_dtype(config: PruneConfig) -> torch.dtype:
+    """Of the student's weights on the disk: float32 while they are still to be trained in it."""
+    return dtype_of(config.target.dtype)
+
+
+def describe(config: PruneConfig, bench: Workbench, shape: Any) -> None:
+    """What is cut to what, before anything starts."""
+    if not bench.parallel.is_main:
+        return
+    counts = [parameter_counts(model)["all"] for model in (bench.teacher.config, shape)]
+    print(f"target: {millions(counts[0])} parameters, {bench.teacher.config.num_hidden_layers} layers")
+    print(
+        f"student: {millions(counts[1])} parameters, {shape.num_hidden_layers} layers, {bytes_a_step(shape) / 1e6:,.1f} MB a step in 16 bits"
+    )
+    for warning in odd_widths(shape):
+        print(f"warning: {warning}")
+
+
+def finish(
+    config: PruneConfig,
+    run_folder: RunFolder,
+    bench: Workbench,
+    folder: Path,
+    told: list[dict[str, Any]],
+    inputs: list[Path],
+) -> None:
+    """The student's card, the masks beside it, and the manifest with what every part cost."""
+    last = run_folder.path / "work" / str(len(told)) / MASKS
+    if last.is_file():
+        shutil.copyfile(last, run_folder.path / MASKS)
+    student = load_causal_lm(folder, torch.float32)
+    acceptance = {"acceptance": told[-1]["acceptance_before_distillation"]}
+    about = {"mode": config.mode, "stages": told}
+    sources = {"sources": [*config.data.chats, *config.data.texts]}
+    write_card(
+        folder,
+        config.drafter.name,
+        student,
+        config.target.path,
+        resolve(config.target.path),
+        sources,
+        about,
+        acceptance,
+    )
+    seconds, flops = (
+        {part: sum(notes[what].get(part, 0.0) for notes in told) for part in _parts(told, what)}
+        for what in ("seconds", "flops")
+    )
+    run_folder.write_manifest(inputs, {**acceptance, "stages": told, "seconds": seconds, "flops": flops}, finished=True)
+    spent = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items()) or "nothing to measure"
+    print(f"layers {told[-1]['layers']}; acceptance before distillation {acceptance['acceptance']:.3f}")
+    print(f"spent: {spent}; {sum(flops.values()) / 1e12:,.2f} TFLOP in all")
+    print(f"student: {folder}")
+
+
+def _parts(told: list[dict[str, Any]], what: str) -> list[str]:
+    return list(dict.fromkeys(part for notes in told for part in notes[what]))
+
+
+if __name__ == "__main__":
+    job_main("distill.prune", PruneConfig, run)

@@ -1,0 +1,245 @@
+"""The ways to prune, one function a mode: (workbench, source model, shape, folder) -> student and what there is to tell of it.
+
+The source is the target, or the student of the stage before; what acceptance is measured against is the target in every stage.
+"""
+
+import copy
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.errors import UserError
+from distill import importance
+from distill.acceptance import HeldOutAcceptance
+from distill.config import PruneConfig
+from distill.cut import cut_model
+from distill.data import packed_data
+from distill.l0 import MaskedModel, masked
+from distill.layer_choice import candidates, removal_order
+from distill.masks import BETA, Masks
+from distill.shapes import forward_flops, parameter_counts
+from training.config import LoopConfig
+from training.loop import Progress, fit
+from training.models import random_model
+from training.objectives import Distillation
+from training.packing import Batch, PackedData, Sample, collate
+from training.parallel import Parallel
+from training.run_folder import hash_input
+from training.tracker import Tracker
+
+LEAST_ROWS = 16  # of calibration text: below, a score is the luck of a few documents
+
+
+@dataclass
+class Source:
+    """A model to cut, and the folder that it was read from."""
+
+    model: Any
+    folder: Path
+
+
+@dataclass
+class Workbench:
+    """What all modes and stages share."""
+
+    config: PruneConfig
+    teacher: Any  # the target, frozen
+    samples: list[Sample]
+    held_out: list[Sample]
+    parallel: Parallel
+    seconds: dict[str, float] = field(default_factory=dict)  # by part of the work, of this process
+    flops: dict[str, float] = field(
+        default_factory=dict
+    )  # products of matrices with weights; attention's own are left out
+    scorer: HeldOutAcceptance | None = None
+
+    @contextmanager
+    def account(self, part: str, flops: float) -> Iterator[None]:
+        """Count the seconds spent inside, and these operations, under a part of the work."""
+        began = time.monotonic()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - began
+        self.flops[part] = self.flops.get(part, 0.0) + flops
+
+    def acceptance(self, student: Any) -> dict[str, float]:
+        """Acceptance of a student's drafts on the held-out text; the teacher reads it once."""
+        if self.scorer is None:
+            self.scorer = HeldOutAcceptance(student, self.teacher, self.held_out, self.config.data.max_length, 1.0)
+        self.scorer.student = student
+        return self.scorer()
+
+    def rows(self, count: int) -> list[Batch]:
+        """`count` packed rows of the training text, or all there are, each as a batch."""
+        data = PackedData(self.samples, self.config.data.max_length, 1, self.config.seed)
+        if len(data.rows) < LEAST_ROWS:
+            raise UserError(
+                f"too little calibration text: {len(data.rows)} rows of {data.capacity} tokens, expected at least {LEAST_ROWS} (about a thousand "
+                "is usual): give more data.texts or data.chats, or lower data.max_length"
+            )
+        rows = [data.step_rows(step)[0] for step in range(min(count, len(data.rows)))]
+        if len(rows) < count and self.parallel.is_main:
+            print(f"note: the text makes {len(rows):,} rows of {data.capacity} tokens; {count:,} were asked for")
+        return [collate(self.samples, [row], data.capacity, self.parallel.device) for row in rows]
+
+    def distil(self, title: str, student: Any, loop: LoopConfig, folder: Path) -> Progress:
+        """Distil the target into `student` for a while; resumes from `folder`."""
+        data = packed_data(self.samples, self.config.data, loop, self.config.seed)
+        objective = Distillation(student, self.teacher)
+        tokens = loop.max_steps * loop.tokens_per_step
+        a_token = 6 * parameter_counts(student.config)["all"] + forward_flops(self.teacher.config)
+        with self.account(title, a_token * tokens):
+            return fit(
+                title, objective, student, data, loop, self.parallel, folder, None, lambda: self.acceptance(student)
+            )
+
+
+def by_importance(bench: Workbench, source: Source, shape: Any, folder: Path) -> tuple[Any, dict[str, Any], Any]:
+    """The strongest widths, and the layers that draft best. Returns (student, notes, cut)."""
+    settings, layers = bench.config.importance, shape.num_hidden_layers
+    scores = _scores(bench, source)
+    proposed = _proposed(bench, source, scores, layers)
+    found: dict[str, float] = {}
+    if len(proposed) > 1:
+        for name, chosen in proposed.items():
+            cut = importance.strongest(scores, chosen, shape, source.model.config, settings.rescale_norms)
+            student = cut_model(source.model, cut, shape).requires_grad_(True)
+            found[name] = _probe(bench, student, name, folder)
+            if bench.parallel.is_main:
+                print(f"probe: {name} {chosen} acceptance {found[name]:.3f}")
+    best = max(found, key=lambda name: found[name]) if found else next(iter(proposed))
+    cut = importance.strongest(scores, proposed[best], shape, source.model.config, settings.rescale_norms)
+    notes = {"layers": proposed[best], "proposed_by": best, "probe_acceptance": found, "candidates": proposed}
+    return cut_model(source.model, cut, shape).requires_grad_(True), notes, cut
+
+
+def _scores(bench: Workbench, source: Source) -> importance.Scores:
+    """The source's scores: from the cache, else collected and put there."""
+    settings = bench.config.importance
+    data = [settings.sequences, bench.config.data.max_length, bench.config.seed, _samples_hash(bench.samples)]
+    key = importance.cache_key(hash_input(source.folder), str(data))
+    path = Path(settings.cache_dir) / key / "scores.safetensors"
+    scores = importance.read_scores(path) if bench.parallel.is_main else None
+    scores = bench.parallel.broadcast(scores)
+    if scores is not None:
+        if bench.parallel.is_main:
+            print(f"scores of {source.folder} were collected before: {path}")
+        return scores
+    batches = bench.rows(settings.sequences)
+    tokens = len(batches) * bench.config.data.max_length
+    parallel = bench.parallel
+    with bench.account("scores", forward_flops(source.model.config) * tokens):
+        mine = importance.collect(source.model, batches[parallel.rank :: parallel.world_size], parallel.is_main)
+        summed = {name: parallel.sum(tensor.to(parallel.device)).cpu() for name, tensor in mine.tensors().items()}
+        scores = importance.Scores(**summed).finished()
+    if parallel.is_main:
+        importance.write_scores(path, scores, {"target": str(source.folder), "rows": len(batches)})
+    return scores
+
+
+def _samples_hash(samples: list[Sample]) -> str:
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(sample.ids.tobytes())
+        digest.update(sample.mask.tobytes())
+    return digest.hexdigest()
+
+
+def _proposed(bench: Workbench, source: Source, scores: importance.Scores, count: int) -> dict[str, list[int]]:
+    """The sets of layers to hold against each other; one, where the configuration names it."""
+    settings, layers = bench.config.importance, source.model.config.num_hidden_layers
+    given = bench.config.drafter.layers
+    if given and len(given) == count:
+        return {"given": list(given)}
+    removal: list[int] = []
+    if count < layers and settings.choice in ("probe", "greedy"):
+        removal = _removal(bench, source)
+    every = candidates(count, layers, scores.influence_L, removal or list(range(layers - 1, 0, -1)))
+    if settings.choice == "probe":
+        return every
+    same = candidates(count, layers, scores.influence_L, removal or list(range(layers - 1, 0, -1)), distinct=False)
+    return {settings.choice: same[settings.choice]}
+
+
+def _removal(bench: Workbench, source: Source) -> list[int]:
+    """Layers in the order in which the greedy search takes them away; kept beside the scores."""
+    settings = bench.config.importance
+    data = [settings.greedy_sequences, bench.config.data.max_length, bench.config.seed, _samples_hash(bench.samples)]
+    key = importance.cache_key(hash_input(source.folder), str(data))
+    path = Path(settings.cache_dir) / key / "removal.json"
+    order = importance.read_order(path, source.model.config.num_hidden_layers) if bench.parallel.is_main else None
+    order = bench.parallel.broadcast(order)
+    if order is None:
+        batches = bench.rows(settings.greedy_sequences)
+        layers = source.model.config.num_hidden_layers
+        a_layer = 2.0 * parameter_counts(source.model.config)["layers"] / layers
+        heads = 2.0 * source.model.config.vocab_size * source.model.config.hidden_size
+        tokens = len(batches) * bench.config.data.max_length
+        flops = tokens * sum(k * (k + 1) / 2 * a_layer + (k + 1) * heads for k in range(2, layers + 1))
+        with bench.account("layers by KL", flops):
+            order = removal_order(source.model, batches, bench.parallel.is_main)
+        if bench.parallel.is_main:
+            importance.write_order(path, order)
+    return order
+
+
+def _probe(bench: Workbench, student: Any, name: str, folder: Path) -> float:
+    """Acceptance of a candidate, after a short distillation where the configuration wants one."""
+    steps = bench.config.importance.probe_steps
+    tokens = sum(len(sample.ids) for sample in bench.held_out)
+    if steps:
+        loop = dataclasses.replace(bench.config.between, max_steps=steps, eval_every=0, checkpoint_every=0)
+        return bench.distil(f"probe {name}", student, loop, folder / "probe" / name).best["acceptance"]
+    with bench.account("probes", (forward_flops(student.config) + forward_flops(bench.teacher.config)) * tokens):
+        return bench.acceptance(student)["acceptance"]
+
+
+def by_masks(bench: Workbench, source: Source, shape: Any, folder: Path) -> tuple[Any, dict[str, Any], Any]:
+    """Masks and weights learned together. Returns (student, notes, cut)."""
+    config = bench.config
+    masks = Masks(shape, source.model.config, BETA[config.l0.beta], config.seed).to(bench.parallel.device)
+    model = copy.deepcopy(source.model).train()  # the target itself stays what acceptance is measured against
+    objective = MaskedModel(
+        model,
+        masks,
+        config.l0.warmup_share,
+        config.l0.mask_lr,
+        config.loop.optimizer.lr,
+        bench.parallel.rank,
+        config.l0.train_weights,
+    )
+
+    def evaluate() -> dict[str, float]:
+        with masked(model, masks.binary()):
+            figures = bench.acceptance(model)
+        return figures | masks.figures() | {"score": float(objective.step)}  # the last masks are the ones that count
+
+    data = packed_data(bench.samples, config.data, config.loop, config.seed)
+    a_token = (6 if config.l0.train_weights else 4) * parameter_counts(model.config)["all"]
+    folder.mkdir(parents=True, exist_ok=True)
+    tracker = Tracker(folder, config.tracker, config.experiment, {}) if bench.parallel.is_main else None
+    tokens = config.loop.max_steps * config.loop.tokens_per_step
+    with bench.account("masks", float(a_token) * tokens):
+        progress = fit("masks", objective, objective, data, config.loop, bench.parallel, folder, tracker, evaluate)
+    if tracker is not None:
+        tracker.close()
+    figures = {key: value for key, value in progress.best.items() if key not in ("step", "score")}
+    cut = masks.cut()
+    notes = {"layers": list(cut.layers), "steps": progress.step, "masks": figures}
+    return cut_model(model, cut, shape).requires_grad_(True), notes, cut
+
+
+def at_random(bench: Workbench, source: Source, shape: Any, folder: Path) -> tuple[Any, dict[str, Any], None]:
+    """The same shape with random weights: the control. Returns (student, notes, None)."""
+    torch.manual_seed(bench.config.seed)
+    return random_model(shape, source.model.dtype).to(bench.parallel.device), {"layers": None}, None
+
+
+Mode = Callable[[Workbench, Source, Any, Path], tuple[Any, dict[str, Any], Any]]
+MODES: dict[str, Mode] = {"importance": by_importance, "l0": by_masks, "random": at_random}

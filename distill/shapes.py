@@ -1,0 +1,141 @@
+"""Shapes of students: any LLaMA that the target can be cut to, counted before anything is built.
+
+Heads need not be hidden_size / heads wide, and grouped-query attention keeps as many query heads in each group. A student is of the target's
+own family as far as serving engines go: a LLaMA where the maths allow it (Qwen2's biases are a LLaMA's `attention_bias`), else the target's
+class (Qwen3 normalizes queries and keys).
+"""
+
+from typing import Any
+
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from decoding.errors import UserError
+from decoding.weights import FAMILIES
+from training.config import StudentConfig
+
+WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+ALIGNED = 64  # what products of matrices like their sides to be a multiple of
+_SHARED = (
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+
+def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Config:
+    """The student's configuration: widths left at 0, vocabulary, context, rope and biases are the target's.
+
+    target: the target's Hugging Face configuration. Raises UserError for a family that is not built here and for shapes that cannot be.
+    """
+    if target.model_type not in FAMILIES:
+        raise UserError(
+            f"the target is of the family '{target.model_type}', students are cut from {', '.join(FAMILIES)}: take a target of those"
+        )
+    theirs = target_widths(target)
+    given: dict[str, Any] = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}
+    if shape.num_attention_heads and not shape.num_key_value_heads:
+        given["num_key_value_heads"] = min(given["num_attention_heads"], theirs["num_key_value_heads"])
+    heads, groups = given["num_attention_heads"], given["num_key_value_heads"]
+    if heads % groups:
+        raise UserError(
+            f"drafter.num_attention_heads ({heads}) is no multiple of num_key_value_heads ({groups}): every group has as many query heads"
+        )
+    if target.model_type != "qwen3" and given["hidden_size"] % heads:
+        raise UserError(
+            f"drafter.hidden_size ({given['hidden_size']}) is no multiple of its {heads} query heads: head_dim is free, but transformers and the "
+            f"engines that follow it load no such LLaMA; {given['hidden_size'] // heads * heads} is the nearest below"
+        )
+    if shape.num_hidden_layers < 1:
+        raise UserError(f"drafter.num_hidden_layers is {shape.num_hidden_layers}; a drafter has at least one layer")
+    fields = target.to_dict()
+    shared = {name: value for name, value in fields.items() if name in _SHARED}
+    shared |= {"num_hidden_layers": shape.num_hidden_layers, "rope_parameters": target.rope_parameters, **given}
+    if target.model_type == "qwen3":
+        return Qwen3Config(attention_bias=fields.get("attention_bias", False), **shared)
+    biased = target.model_type == "qwen2" or fields.get("attention_bias", False)
+    return LlamaConfig(attention_bias=biased, mlp_bias=fields.get("mlp_bias", False), **shared)
+
+
+def target_widths(target: Any) -> dict[str, int]:
+    """The widths of a configuration; families without an explicit head_dim have hidden_size / heads."""
+    fields = target.to_dict()
+    heads = fields["num_attention_heads"]
+    filled = {
+        "head_dim": fields.get("head_dim") or fields["hidden_size"] // heads,
+        "num_key_value_heads": fields.get("num_key_value_heads") or heads,
+    }
+    return {name: filled.get(name) or fields[name] for name in WIDTHS}
+
+
+def refuse_wider(student: Any, target: Any) -> None:
+    """Raise UserError for a student that the target cannot be cut to: wider or deeper, other head widths, groups of more query heads."""
+    ours, theirs = target_widths(student), target_widths(target)
+    ours["num_hidden_layers"], theirs["num_hidden_layers"] = student.num_hidden_layers, target.num_hidden_layers
+    for name, size in ours.items():
+        if size > theirs[name]:
+            raise UserError(
+                f"drafter.{name} is {size}, the target has {theirs[name]}: a student is cut out of its target and is never larger. "
+                "Lower it, or train the shape from scratch (mode=random)"
+            )
+    if ours["head_dim"] != theirs["head_dim"]:
+        raise UserError(
+            f"drafter.head_dim is {ours['head_dim']}, the target's is {theirs['head_dim']}: rope turns each channel of a head at a frequency of "
+            "its own, so heads are cut whole. Leave it at 0, or train the shape from scratch (mode=random)"
+        )
+    a_group = [widths["num_attention_heads"] // widths["num_key_value_heads"] for widths in (ours, theirs)]
+    if a_group[0] > a_group[1]:
+        raise UserError(
+            f"drafter.num_attention_heads / num_key_value_heads is {a_group[0]}, the target has {a_group[1]} query heads to a key/value head: "
+            f"take at most {a_group[1] * ours['num_key_value_heads']} query heads, or more key/value heads"
+        )
+
+
+def odd_widths(student: Any) -> list[str]:
+    """Warnings for sides that are no multiple of ALIGNED: such products are slower than wider ones."""
+    sides = {name: target_widths(student)[name] for name in ("hidden_size", "intermediate_size")}
+    return [
+        f"drafter.{name} is {size}, no multiple of {ALIGNED}: {size + -size % ALIGNED} is often as fast"
+        for name, size in sides.items()
+        if size % ALIGNED
+    ]
+
+
+def parameter_counts(config: PreTrainedConfig | Any) -> dict[str, int]:
+    """Parameters of a LLaMA-like model by part, by the shape alone: `embedding`, `layers`, `head` (0 when tied) and `all`."""
+    widths = target_widths(config)
+    hidden, inner, head_dim = (widths[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
+    query, key = widths["num_attention_heads"] * head_dim, widths["num_key_value_heads"] * head_dim
+    layer = 2 * hidden * query + 2 * hidden * key + 3 * hidden * inner + 2 * hidden
+    fields = config.to_dict()
+    if config.model_type == "qwen2":
+        layer += query + 2 * key
+    elif fields.get("attention_bias"):
+        layer += query + 2 * key + hidden
+    if fields.get("mlp_bias"):
+        layer += 2 * inner + hidden
+    if config.model_type == "qwen3":
+        layer += 2 * head_dim
+    table = config.vocab_size * hidden
+    parts = {"embedding": table, "layers": config.num_hidden_layers * layer}
+    parts["head"] = 0 if config.tie_word_embeddings else table
+    return parts | {"all": sum(parts.values()) + hidden}  # and the final norm
+
+
+def millions(count: int) -> str:
+    """`796.3 M`."""
+    return f"{count / 1e6:.1f} M"
+
+
+def bytes_a_step(config: Any, itemsize: int = 2) -> int:
+    """Bytes of weights that one decoding step reads: the layers and the head (a tied one is read as the head)."""
+    counts = parameter_counts(config)
+    return itemsize * (counts["layers"] + config.vocab_size * config.hidden_size)
+
+
+def forward_flops(config: Any) -> float:
+    """Operations of a forward over one token: two a weight that is multiplied with (layers and head)."""
+    return 2.0 * (parameter_counts(config)["layers"] + config.vocab_size * config.hidden_size)

@@ -1,0 +1,182 @@
+"""comparison.html: one page with every evaluated drafter on it. The plots are inside it, as data; nothing is fetched."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from eval import words
+from eval.compare_words import (
+    DEFINITIONS,
+    best_sentence,
+    cautions,
+    cells,
+    drafter_label,
+    heading,
+    headline_note,
+    kept_apart,
+    losses,
+    prompts_label,
+)
+from eval.comparison import Panel
+from eval.entries import Entry
+from eval.evaluations import Evaluation
+from eval.markup import bullets, definitions, document, figure, section, table, tr
+from eval.records import CONTROL
+
+UNMEASURED = (
+    "Any machine, dtype, batch size, temperature or prompt that is not named above.",
+    "One drafter's speed against another's where they ran at different times: what is compared is each one's ratio to its own run's baseline.",
+)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot in both themes."""
+
+    name: str  # of its file, without .png
+    caption: str
+    light: bytes  # PNG files
+    dark: bytes
+
+
+@dataclass(frozen=True)
+class Making:
+    """How the comparison came about; shown at the end of the page."""
+
+    command: str
+    date: str
+    revision: str
+
+
+def page(
+    panels: Sequence[Panel], plots: Sequence[Sequence[Plot]], evaluations: Sequence[Evaluation], making: Making
+) -> str:
+    """The whole page as HTML; plots: those of each panel."""
+    title = "Drafters compared: " + ", ".join(dict.fromkeys(panel.setting.target for panel in panels))
+    return document(
+        title,
+        [
+            f"<h1>{escape(title)}</h1>",
+            f'<p class="lead">{escape(_lead(panels, evaluations))}</p>',
+            f'<div class="headlines">{"".join(_headline(panel) for panel in panels)}</div>',
+            section("What is best where", bullets([best_sentence(panel) for panel in panels])),
+            section(
+                "What is not compared, and what to bear in mind",
+                bullets([*kept_apart(panels), *cautions(panels, evaluations)]),
+            ),
+            *(_panel(panel, drawn) for panel, drawn in zip(panels, plots, strict=True)),
+            section("What the words mean", definitions(DEFINITIONS)),
+            section("How it was measured", _provenance(evaluations, making)),
+            section("What was not measured", bullets(UNMEASURED)),
+        ],
+    )
+
+
+def _lead(panels: Sequence[Panel], evaluations: Sequence[Evaluation]) -> str:
+    names = {entry.name for panel in panels for entry in panel.entries if entry.row.drafter != CONTROL}
+    drafters = "1 drafter" if len(names) == 1 else f"{len(names)} drafters"
+    runs = "1 evaluation" if len(evaluations) == 1 else f"{len(evaluations)} evaluations"
+    machines = ", ".join(
+        dict.fromkeys(
+            f"{one.rows[0].hardware} with {words.threads(one.rows[0])}, {one.rows[0].dtype}" for one in evaluations
+        )
+    )
+    return (
+        f"{drafters} from {runs} on {machines}, and prompt lookup as the control. Every speedup is over autoregressive decoding that was "
+        "interleaved with it in its own run."
+    )
+
+
+def _headline(panel: Panel) -> str:
+    """The best model of a panel, with the control beside it."""
+    models = [entry for entry in panel.fastest if entry.row.drafter_parameters] or panel.fastest
+    head = f'<div class="headline"><h3>{escape(panel.label)}</h3>'
+    if not models:
+        return f"{head}<p>Nothing to rank.</p></div>"
+    best, control = models[0], [entry for entry in panel.fastest if entry.row.drafter == CONTROL]
+    speed = best.speedup
+    assert speed is not None, "of ranked entries alone"
+    spread, tone = "95 % interval: needs more prompts", ""
+    if speed.low is not None and speed.high is not None:
+        spread = f"95 % interval {speed.low:.2f} to {speed.high:.2f}"
+        tone = "good" if speed.low > 1 else "bad" if speed.high < 1 else ""
+    beside = (
+        f" Prompt lookup, the control: {words.times(_value(control[0]))}." if control and best is not control[0] else ""
+    )
+    text = (
+        f"{drafter_label(best)}, gamma {best.row.num_draft_tokens}: alpha {words.number(best.alpha)}, c {best.row.cost_ratio:.3f}.{beside} "
+        f"Output: {best.row.lossless}."
+    )
+    return (
+        f'{head}<div class="big {tone}">{speed.value:.2f}×</div><div class="range">{spread}</div>'
+        f"<p>On {escape(prompts_label(best))}.</p><p>{escape(text)}</p></div>"
+    )
+
+
+def _value(entry: Entry) -> float | None:
+    return entry.speedup.value if entry.speedup else None
+
+
+def _panel(panel: Panel, plots: Sequence[Plot]) -> str:
+    columns = list(cells(panel.standings[0]))
+    body = [tr(list(cells(standing).values())) for standing in panel.standings]
+    drawings = "".join(figure("", _picture(plot), plot.caption) for plot in plots)
+    note = f'<p class="note">{escape(headline_note(panel.entries[0]))}</p>' if plots else ""
+    return section(
+        escape(heading(panel)),
+        f"<p>{escape(_work(panel))}</p>{table(columns, body)}{_plots(drawings, note)}<h3>Where each loses</h3>{bullets(losses(panel))}",
+    )
+
+
+def _plots(drawings: str, note: str) -> str:
+    return f'<div class="plots">{drawings}</div>{note}' if drawings else ""
+
+
+def _work(panel: Panel) -> str:
+    """What was decoded, and by what."""
+    setting, work = panel.setting, panel.workload
+    return (
+        f"{work.benchmark}, up to {work.max_new_tokens} new tokens. {setting.target}, {setting.backend} backend ({setting.execution}), "
+        f"{setting.dtype}, {setting.hardware}, {'1 thread' if setting.threads == 1 else f'{setting.threads} threads'}."
+    )
+
+
+def _picture(plot: Plot) -> str:
+    """The plot as data in the page, in the theme that the reader prefers."""
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{_data(plot.dark)}">'
+        f'<img src="{_data(plot.light)}" alt="{escape(plot.caption)}"></picture>'
+    )
+
+
+def _data(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def _provenance(evaluations: Sequence[Evaluation], making: Making) -> str:
+    body = []
+    for one in evaluations:
+        versions = one.manifest["versions"]
+        body.append(
+            tr(
+                [
+                    one.label,
+                    one.manifest["started"].replace("T", " "),
+                    one.rows[0].hardware,
+                    f"torch {versions['torch']}, transformers {versions['transformers']}",
+                    one.manifest["git_revision"][:12],
+                    one.manifest["command"],
+                ]
+            )
+        )
+    return definitions(
+        {
+            "command": making.command,
+            "date": making.date,
+            "code": making.revision,
+            "raw data": "comparison.jsonl; results.jsonl and records.jsonl of each run",
+        }
+    ) + table(("run", "measured", "hardware", "versions", "code", "command"), body)

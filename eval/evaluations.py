@@ -1,0 +1,182 @@
+"""Finished runs of eval.run as eval.compare reads them: their rows, their generations, and what their drafters' folders say."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from decoding.errors import UserError
+from distill.drafter_folder import CARD
+from eval.drafters import describe
+from eval.records import Record, read_records
+from eval.rows import units_at
+from eval.schema import Row, read_rows
+from eval.units import Unit
+from eval.words import main_rows
+from training.config import TargetConfig
+
+JOB = "eval.run"
+FILES = ("config.yaml", "manifest.json", "results.jsonl", "records.jsonl")
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a parameter
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a drafter's folder says of it."""
+
+    card: dict[str, Any]  # drafter_card.json; empty where there is none
+    embedding: int | None  # parameters of the input embedding, of which a step reads one row; 0: it is the lm_head too
+    dtype: str  # in which it was run
+
+    def bytes_per_step(self, row: Row) -> int | None:
+        """Bytes of weights that a draft step reads: the layers and the lm_head. None where the folder does not tell its shape."""
+        if self.embedding is None or self.dtype not in BYTES:
+            return None
+        return (row.drafter_parameters - self.embedding) * BYTES[self.dtype]
+
+    @property
+    def training_tokens(self) -> int | None:
+        """Tokens that it was distilled on, epochs included."""
+        return self.card.get("data", {}).get("tokens_seen")  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A finished run of eval.run."""
+
+    folder: Path
+    label: str  # what tells it from the others of the comparison
+    config: dict[str, Any]
+    manifest: dict[str, Any]
+    rows: list[Row]  # those that count: of the main part
+    records: list[Record]
+    origins: dict[str, Origin]  # drafter -> its folder; those without one are absent
+    notes: list[str]  # what could not be known, in sentences
+
+    @property
+    def hashes(self) -> tuple[str, str]:
+        """(of the target, of the prompts): the manifest names these two inputs first."""
+        target, prompts = list(self.manifest["inputs"].values())[:2]
+        return target, prompts
+
+    @property
+    def execution(self) -> str:
+        """How the native backend ran, by the defaults of training.config.TargetConfig where the run did not say; hf runs eagerly."""
+        asked = self.config["target"].get("execution", "")
+        return asked or (
+            "graph" if self.rows[0].device.startswith("cuda") and self.rows[0].backend != "hf" else "eager"
+        )
+
+    def units(self, row: Row) -> list[Unit]:
+        """The pairs behind a row. Raises UserError where rows and records do not belong together."""
+        try:
+            return units_at(row, self.records)
+        except KeyError as error:
+            raise UserError(
+                f"{self.folder}: records.jsonl does not hold the generations behind results.jsonl ({error.args[0]}). Evaluate again, "
+                "with another output_dir=."
+            ) from error
+
+
+def find_runs(patterns: Sequence[str]) -> list[Path]:
+    """The run folders of paths and globs, each once, in order. Raises UserError for a pattern that finds no folder."""
+    if not patterns:
+        raise UserError(
+            'runs is empty: name finished run folders of eval.run, such as runs=[runs/a,runs/b], or a glob, runs=["runs/sweep/*/eval.run"]'
+        )
+    found: dict[Path, Path] = {}
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        matches = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        folders = [match for match in matches if match.is_dir()]
+        if not folders:
+            raise UserError(
+                f"runs: {pattern} finds no folder (working folder: {Path.cwd()}); expected a finished run folder of eval.run, or a glob "
+                "that finds some"
+            )
+        for folder in folders:
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def labels_of(folders: Sequence[Path]) -> list[str]:
+    """What tells each folder from the others: its path without the parts that all share at either end. One alone has its name."""
+    parts = [folder.resolve().parts for folder in folders]
+    if len(parts) == 1:
+        return [parts[0][-1]]
+    while min(len(part) for part in parts) > 1 and len({part[0] for part in parts}) == 1:
+        parts = [part[1:] for part in parts]
+    while min(len(part) for part in parts) > 1 and len({part[-1] for part in parts}) == 1:
+        parts = [part[:-1] for part in parts]
+    return ["/".join(part) for part in parts]
+
+
+def read_evaluation(folder: Path, label: str) -> Evaluation:
+    """Read a run folder. Raises UserError for one that is no run of eval.run, is not finished, or is damaged."""
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    manifest = {} if "manifest.json" in missing else _json(folder / "manifest.json")
+    if manifest and manifest.get("job") != JOB:
+        raise UserError(f"runs: {folder} is a run of {manifest.get('job')}; expected one of {JOB}")
+    if manifest and not manifest.get("finished"):
+        raise UserError(f"runs: {folder} is not finished; end it with: {manifest.get('command')}")
+    if missing:
+        raise UserError(f"runs: {folder} is no finished run of {JOB}: it has no {', '.join(missing)}")
+    config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    assert isinstance(config, dict), "run folders hold mappings"
+    try:
+        rows = main_rows(read_rows(folder / "results.jsonl"))
+    except (json.JSONDecodeError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{folder / 'results.jsonl'}: not the rows of this version of {JOB} ({error}). Evaluate again, with another output_dir="
+        ) from error
+    if not rows:
+        raise UserError(f"{folder / 'results.jsonl'} has no rows. Evaluate again, with another output_dir=")
+    records = read_records(folder / "records.jsonl")
+    origins, notes = _origins({str(key): value for key, value in config.items()}, manifest, rows[0].dtype)
+    return Evaluation(folder, label, config, manifest, rows, records, origins, [f"{label}: {note}" for note in notes])  # type: ignore[arg-type]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is damaged ({error}). Evaluate again, with another output_dir=") from error
+
+
+def _origins(config: dict[str, Any], manifest: dict[str, Any], dtype: str) -> tuple[dict[str, Origin], list[str]]:
+    """(what the drafters' folders say, what could not be known)."""
+    found: dict[str, Origin] = {}
+    notes = []
+    for entry in config["drafters"]:
+        try:
+            ((name, mapping),) = describe([entry], TargetConfig(dtype=dtype), control=False).items()
+        except UserError as error:
+            notes.append(f"bytes a step and training of one drafter are unknown: {error}")
+            continue
+        if "folder" not in mapping:
+            continue
+        folder = Path(mapping["folder"])
+        card = _json(folder / CARD) if (folder / CARD).is_file() else {}
+        if card and card.get("drafter_hash") != manifest["inputs"].get(str(folder)):
+            notes.append(
+                f"{folder} was trained again since {name} was evaluated, so its card is not that drafter's: left out"
+            )
+            continue
+        found[name] = Origin(card, _embedding(folder), mapping.get("dtype") or dtype)
+    return found, notes
+
+
+def _embedding(folder: Path) -> int | None:
+    """Parameters of the input embedding that a step does not read; None where config.json does not tell them."""
+    if not (folder / "config.json").is_file():
+        return None
+    config = _json(folder / "config.json")
+    if not {"vocab_size", "hidden_size"} <= config.keys():
+        return None
+    return 0 if config.get("tie_word_embeddings") else int(config["vocab_size"]) * int(config["hidden_size"])

@@ -1,0 +1,98 @@
+"""Which points of a comparison are joined: drafters of one series, meant to differ in depth alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from decoding.errors import UserError
+from eval.entries import Entry
+
+EQUAL_WITHIN = 0.03  # numbers that differ by less are one: bytes a step, tokens seen
+
+
+def with_series(entries: Sequence[Entry], labels: Mapping[str, str], group_by: Sequence[str]) -> list[Entry]:
+    """The entries with their series: the label given for the drafter, its run or its folder, else their values of `group_by`.
+
+    A drafter without a model is in no series, unless a label names it. Raises UserError for a label that names nothing, and for a field that no
+    drafter has.
+    """
+    _check_labels(entries, labels)
+    values = {field: [_value(entry, field) for entry in entries] for field in group_by}
+    for field, found in values.items():
+        if all(value is None for value in found):
+            raise UserError(
+                f"group_by: no drafter's card has the field '{field}'; expected bytes_per_step, training_tokens or a dotted field of "
+                f"drafter_card.json, such as {_fields(entries)}"
+            )
+    grouped = {field: _rounded(found) for field, found in values.items()}
+    made = []
+    for index, entry in enumerate(entries):
+        mine = {field: found[index] for field, found in grouped.items()}
+        series = (
+            ""
+            if None in mine.values() or not entry.row.drafter_parameters
+            else ", ".join(map(_said, mine, mine.values()))
+        )
+        made.append(replace(entry, series=_label(entry, labels) or series))
+    return made
+
+
+def _check_labels(entries: Sequence[Entry], labels: Mapping[str, str]) -> None:
+    for key in labels:
+        if not any(_named(entry, key) for entry in entries):
+            known = list(dict.fromkeys(name for entry in entries for name in (entry.name, entry.run, entry.folder)))
+            raise UserError(
+                f"labels: '{key}' is no drafter, run or run folder of this comparison; there are: {', '.join(known)}"
+            )
+
+
+def _label(entry: Entry, labels: Mapping[str, str]) -> str:
+    if entry.name in labels:
+        return labels[entry.name]
+    return next((label for key, label in labels.items() if entry.row.drafter_parameters and _named(entry, key)), "")
+
+
+def _named(entry: Entry, key: str) -> bool:
+    return key in (entry.name, entry.run) or Path(key).expanduser().resolve() == Path(entry.folder).resolve()
+
+
+def _value(entry: Entry, field: str) -> Any:
+    """The entry's value of a field; None where it has none."""
+    if field in ("bytes_per_step", "training_tokens"):
+        return vars(entry)[field]
+    value: Any = entry.card
+    for part in field.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _rounded(values: Sequence[Any]) -> list[Any]:
+    """The values, with numbers within EQUAL_WITHIN of a smaller one replaced by the smallest of them."""
+    first: dict[Any, Any] = {}
+    least: float | None = None
+    for value in sorted({value for value in values if isinstance(value, int | float)}):
+        if least is None or value > least * (1 + EQUAL_WITHIN):
+            least = value
+        first[value] = least
+    return [first[value] if isinstance(value, int | float) else value for value in values]
+
+
+def _said(field: str, value: Any) -> str:
+    name = field.rpartition(".")[2].replace("_", " ")
+    if isinstance(value, int | float) and value >= 1e6:
+        return f"{name} {value / 1e6:.1f} M"
+    return f"{name} {value}"
+
+
+def _fields(entries: Sequence[Entry]) -> str:
+    card: dict[str, Any] = next((entry.card for entry in entries if entry.card), {})
+    inner = [
+        f"{key}.{name}"
+        for key, value in card.items()
+        if isinstance(value, dict) and key != "versions"
+        for name in value
+    ]
+    return ", ".join(inner) or "shape.hidden_size"

@@ -1,0 +1,176 @@
+"""Cuts: a student is the target with the rest masked, in every family; what is kept is checked, saved and read back."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from decoding.errors import UserError
+from decoding.native import NativeTarget
+from decoding.target import prefill
+from distill.cut import Cut, cut_model, load_cut, refuse_other_shape, save_cut, whole
+from distill.l0 import masked
+from distill.shapes import odd_widths, parameter_counts, refuse_wider, student_config
+from training.attention import document_mask
+from training.config import StudentConfig
+
+from .families import FAMILIES, family
+
+SHAPE = StudentConfig(
+    num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=2, intermediate_size=24
+)
+IDS = torch.tensor([[5, 9, 17, 4, 33, 8, 60, 2]])
+
+
+def logits(model) -> torch.Tensor:
+    bias = document_mask(torch.ones_like(IDS), torch.float32)
+    with torch.no_grad():
+        return model(IDS, attention_bias=bias).logits
+
+
+def some_masks(model, shape, seed: int = 0) -> tuple[dict[str, torch.Tensor], Cut]:
+    """Random binary masks of a shape, and the cut that they say."""
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config
+    layers, groups = config.num_hidden_layers, config.num_key_value_heads
+    a_group, kept_a_group = config.num_attention_heads // groups, shape.num_attention_heads // shape.num_key_value_heads
+
+    def rows(count: int, units: int, keep: int) -> torch.Tensor:
+        scores = torch.rand(count, units, generator=generator)
+        return torch.zeros(count, units).scatter_(1, scores.topk(keep).indices, 1.0)
+
+    z = {
+        "layers": rows(1, layers, shape.num_hidden_layers),
+        "hidden": rows(1, config.hidden_size, shape.hidden_size),
+        "groups": rows(layers, groups, shape.num_key_value_heads),
+        "queries": rows(layers * groups, a_group, kept_a_group),
+        "units": rows(layers, config.intermediate_size, shape.intermediate_size),
+    }
+    kept = z["layers"][0].nonzero().flatten()
+    groups_LK = torch.stack([z["groups"][layer].nonzero().flatten() for layer in kept])
+    queries = z["queries"].view(layers, groups, a_group)
+    queries_LKG = torch.stack(
+        [torch.stack([queries[layer, g].nonzero().flatten() for g in groups_LK[i]]) for i, layer in enumerate(kept)]
+    )
+    units_LK = torch.stack([z["units"][layer].nonzero().flatten() for layer in kept])
+    hidden = z["hidden"][0].nonzero().flatten()
+    return z, Cut(
+        tuple(kept.tolist()), hidden, groups_LK, queries_LKG, units_LK, torch.ones(2 * len(kept) + 1), a_group
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_student_computes_what_the_masked_target_computes(name: str):
+    target = family(name)
+    shape = student_config(SHAPE, target.config)
+    z, cut = some_masks(target, shape)
+    with masked(target, z):
+        expected = logits(target)
+    student = cut_model(target, cut, shape).eval()
+    torch.testing.assert_close(logits(student), expected, rtol=1e-5, atol=1e-5)
+    assert student.config.num_attention_heads // student.config.num_key_value_heads == 1
+
+
+def test_control_other_masks_give_other_logits():
+    """The test above has teeth: a student that differs by one head, channel, unit or layer is told apart."""
+    target = family("llama")
+    shape = student_config(SHAPE, target.config)
+    z, cut = some_masks(target, shape)
+    with masked(target, z):
+        expected = logits(target)
+    for kind in ("hidden_K", "groups_LK", "queries_LKG", "units_LK"):
+        kept = getattr(cut, kind).clone()
+        limit = {"hidden_K": 24, "groups_LK": 3, "queries_LKG": 2, "units_LK": 40}[kind]
+        row = kept.view(-1, kept.shape[-1])[0]
+        row[0] = next(i for i in range(limit) if i not in row)
+        other = cut_model(target, dataclasses.replace(cut, **{kind: kept}), shape).eval()
+        assert (logits(other) - expected).abs().max() > 1e-3, kind
+
+
+def test_the_native_backend_runs_what_was_cut(tmp_path: Path):
+    for name in FAMILIES:
+        target = family(name)
+        shape = student_config(SHAPE, target.config)
+        student = cut_model(target, some_masks(target, shape)[1], shape).eval()
+        native = NativeTarget.from_state(student.config.to_dict(), student.state_dict())
+        native.open(1, 16)
+        prefill(native, [IDS[0, :-1].tolist()])
+        found, _ = native.forward(IDS[:, -1:])
+        torch.testing.assert_close(found[0, -1], logits(student)[0, -1], rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_whole_cut_is_the_target(name: str):
+    target = family(name)
+    shape = student_config(StudentConfig(num_hidden_layers=4), target.config)
+    torch.testing.assert_close(logits(cut_model(target, whole(target.config), shape).eval()), logits(target))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_counts_by_shape_are_those_of_the_weights(name: str):
+    target = family(name)
+    assert parameter_counts(target.config)["all"] == sum(p.numel() for p in target.parameters())
+    shape = student_config(SHAPE, target.config)
+    student = cut_model(target, some_masks(target, shape)[1], shape)
+    assert parameter_counts(shape)["all"] == sum(p.numel() for p in student.parameters())
+
+
+def test_a_students_weights_are_copies():
+    target = family("llama")
+    student = cut_model(target, whole(target.config), student_config(StudentConfig(num_hidden_layers=4), target.config))
+    theirs = {parameter.data_ptr() for parameter in target.parameters()}
+    assert not theirs & {parameter.data_ptr() for parameter in student.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_hidden_layers": 5}, "num_hidden_layers is 5, the target has 4.*never larger"),
+        ({"hidden_size": 30}, "hidden_size is 30, the target has 24"),
+        ({"intermediate_size": 64}, "intermediate_size is 64"),
+        ({"num_key_value_heads": 6, "num_attention_heads": 6}, "num_key_value_heads is 6, the target has 3"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 1}, "6, the target has 2 query heads"),
+        ({"head_dim": 4}, "rope turns each channel"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple of num_key_value_heads"),
+        ({"num_attention_heads": 6, "hidden_size": 20}, "hidden_size .20. is no multiple of its 6 query heads"),
+    ],
+)
+def test_shapes_that_cannot_be_cut_are_refused(changed: dict[str, int], words: str):
+    target = family("llama").config
+    with pytest.raises(UserError, match=words):
+        refuse_wider(student_config(StudentConfig(**{"num_hidden_layers": 2, **changed}), target), target)
+
+
+def test_a_family_that_is_not_built_is_named():
+    from transformers import AutoConfig
+
+    with pytest.raises(UserError, match="family 'gpt2', students are cut from llama, mistral, qwen2, qwen3"):
+        student_config(StudentConfig(), AutoConfig.for_model("gpt2"))
+
+
+def test_odd_widths_are_warned_of():
+    shape = student_config(StudentConfig(hidden_size=384, intermediate_size=100), family("llama").config)
+    assert odd_widths(shape) == ["drafter.intermediate_size is 100, no multiple of 64: 128 is often as fast"]
+
+
+def test_a_cut_is_read_back_and_another_targets_is_refused(tmp_path: Path):
+    target = family("llama")
+    shape = student_config(SHAPE, target.config)
+    _, cut = some_masks(target, shape)
+    path = tmp_path / "masks.safetensors"
+    save_cut(cut, path, "a" * 64, {"layers": [0, 1]})
+    found = load_cut(path, "a" * 64)
+    first, second = (cut_model(target, one, shape).state_dict() for one in (cut, found))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(UserError, match="was made for another target"):
+        load_cut(path, "b" * 64)
+    with pytest.raises(UserError, match="there is no such file"):
+        load_cut(tmp_path / "none", "a" * 64)
+    refuse_other_shape(cut, shape, "here")
+    other = student_config(dataclasses.replace(SHAPE, intermediate_size=16), target.config)
+    with pytest.raises(UserError, match="keeps 24 of intermediate_size, drafter.intermediate_size is 16"):
+        refuse_other_shape(cut, other, "here")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match="no whole safetensors file"):
+        load_cut(path, "a" * 64)

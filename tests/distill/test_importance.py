@@ -1,0 +1,184 @@
+"""Importance: scores against their definitions, what they choose, and the choice of layers."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from distill.cut import cut_model
+from distill.importance import Scores, collect, read_order, read_scores, strongest, write_order, write_scores
+from distill.layer_choice import candidates, removal_order
+from distill.shapes import student_config
+from training.config import StudentConfig
+from training.objectives import hidden_states
+from training.packing import Sample, collate
+
+from .families import FAMILIES, family
+from .test_cut import SHAPE, logits
+
+
+def batches(seed: int = 0, rows: int = 6):
+    """Packed rows of two documents each, with padding."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for length in torch.randint(4, 9, (2 * rows,), generator=generator).tolist():
+        ids = torch.randint(3, 60, (length,), generator=generator).numpy().astype("int32")
+        samples.append(Sample(ids, torch.ones(length).bool().numpy()))
+    return [collate(samples, [[2 * row, 2 * row + 1]], 20) for row in range(rows)]
+
+
+def test_scores_are_what_their_formulas_say():
+    """Against the definitions, written out for one layer over the tokens of each row."""
+    target = family("llama")
+    scores = collect(target, batches(), show=False).finished()
+    units, heads, groups, square = torch.zeros(40), torch.zeros(6), torch.zeros(3), torch.zeros(24)
+    seen: dict[str, torch.Tensor] = {}
+    layer = target.model.layers[1]
+    layer.mlp.down_proj.register_forward_hook(lambda _, given, out: seen.__setitem__("units", given[0]))
+    layer.self_attn.o_proj.register_forward_hook(lambda _, given, out: seen.__setitem__("heads", given[0]))
+    layer.input_layernorm.register_forward_hook(lambda _, given, out: seen.__setitem__("norm", given[0]))
+    with torch.no_grad():
+        for batch in batches():
+            hidden_states(target, batch)
+            real = batch.documents_RT[0] > 0
+            by_head = seen["heads"][0, real].view(-1, 6, 6)
+            units += seen["units"][0, real].abs().mean(0) ** 2
+            heads += by_head.norm(dim=2).mean(0) ** 2
+            groups += by_head.view(-1, 3, 12).norm(dim=2).mean(0) ** 2
+            square += (seen["norm"][0, real] ** 2).mean(0) / 6
+    torch.testing.assert_close(scores.units_LF[1].float(), units.sqrt())
+    torch.testing.assert_close(scores.heads_LQ[1].float(), heads.sqrt())
+    torch.testing.assert_close(scores.groups_LH[1].float(), groups.sqrt())
+    torch.testing.assert_close(scores.square_NC[2].float(), square)
+
+
+def test_the_scores_of_two_ranks_add_up():
+    target, rows = family("llama"), batches()
+    parts = [collect(target, rows[rank::2], show=False) for rank in (0, 1)]
+    summed = Scores(**{name: tensor + parts[1].tensors()[name] for name, tensor in parts[0].tensors().items()})
+    for name, tensor in collect(target, rows, show=False).finished().tensors().items():
+        torch.testing.assert_close(summed.finished().tensors()[name], tensor)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_does_nothing_goes_first(name: str):
+    """Units, heads and channels whose weights are zero are the ones that a cut leaves out, and then nothing is lost."""
+    target = family(name)
+    config = target.config
+    a_group = config.num_attention_heads // config.num_key_value_heads
+    kept_groups = config.num_key_value_heads // 3 * 2
+    with torch.no_grad():
+        for number, layer in enumerate(target.model.layers):
+            layer.mlp.down_proj.weight[:, number % 2 :: 2] = 0  # half of the units write nothing ...
+            layer.mlp.up_proj.weight[number % 2 :: 2] = 0  # ... and hold nothing
+            dead = torch.tensor([g for g in range(config.num_key_value_heads) if (g + number) % 3 == 0])
+            for group in dead.tolist():
+                layer.self_attn.v_proj.weight[group * 6 : group * 6 + 6] = 0
+                if layer.self_attn.v_proj.bias is not None:
+                    layer.self_attn.v_proj.bias[group * 6 : group * 6 + 6] = 0
+    shape = student_config(
+        StudentConfig(
+            num_hidden_layers=4,
+            num_attention_heads=kept_groups * a_group,
+            num_key_value_heads=kept_groups,
+            intermediate_size=20,
+        ),
+        config,
+    )
+    scores = collect(target, batches(), show=False).finished()
+    student = cut_model(target, strongest(scores, range(4), shape, config), shape).eval()
+    torch.testing.assert_close(logits(student), logits(target), rtol=1e-4, atol=1e-4)
+
+
+def test_query_heads_are_kept_equally_in_every_group():
+    target = family("llama")
+    scores = collect(target, batches(), show=False).finished()
+    cut = strongest(scores, [0, 3], student_config(SHAPE, target.config), target.config)
+    assert cut.queries_LKG.shape == (2, 2, 1)
+    for layer, source in enumerate(cut.layers):
+        for place, group in enumerate(cut.groups_LK[layer].tolist()):
+            heads = scores.heads_LQ[source].view(3, 2)[group]
+            assert int(cut.queries_LKG[layer, place, 0]) == int(heads.argmax())
+
+
+def test_a_cut_norm_keeps_the_scale_of_its_output():
+    """What is left of a norm's output has the size that it had in the whole model; without the factor it has not."""
+    target = family("llama")
+    with torch.no_grad():  # a few loud channels, as real models have
+        target.model.embed_tokens.weight[:, :4] *= 8
+    scores = collect(target, batches(), show=False).finished()
+    shape = student_config(dataclasses.replace(SHAPE, num_hidden_layers=4), target.config)
+    off = []
+    for rescale in (True, False):
+        cut = strongest(scores, range(4), shape, target.config, rescale)
+        student = cut_model(target, cut, shape)
+        with torch.no_grad():
+            x = target.model.embed_tokens.weight[3:60]
+            whole = target.model.layers[0].input_layernorm(x)[:, cut.hidden_K]
+            found = student.model.layers[0].input_layernorm(x[:, cut.hidden_K])
+        off.append(float((found.norm() / whole.norm()).log().abs()))
+    assert off[0] < 0.1 < off[1]
+
+
+def test_layers_that_do_nothing_are_taken_away_first():
+    target = family("llama", num_hidden_layers=6)
+    with torch.no_grad():
+        for idle in (2, 4):
+            target.model.layers[idle].self_attn.o_proj.weight.zero_()
+            target.model.layers[idle].mlp.down_proj.weight.zero_()
+    order = removal_order(target, batches(rows=2), show=False)
+    assert set(order[:2]) == {2, 4}
+    assert len(set(order)) == 5
+
+
+def test_a_removal_is_the_one_that_moves_the_target_least():
+    """The first step against a plain search: KL of the next token with each layer left out, in models built without it."""
+    from distill.student import keep_layers
+
+    target, rows = family("llama"), batches(rows=2)
+    kl = []
+    for gone in range(4):
+        left = [layer for layer in range(4) if layer != gone]
+        shape = student_config(StudentConfig(num_hidden_layers=3), target.config)
+        student = cut_model(target, keep_layers(target.config, left), shape).eval()
+        total = 0.0
+        with torch.no_grad():
+            for batch in rows:
+                p, q = (
+                    torch.log_softmax(model.lm_head(hidden_states(model, batch)[batch.supervised_RT]).double(), -1)
+                    for model in (target, student)
+                )
+                total += float((p.exp() * (p - q)).sum())
+        kl.append(total)
+    assert removal_order(target, rows, show=False)[0] == kl.index(min(kl))
+
+
+def test_candidates_are_the_sets_that_their_names_say():
+    influence = torch.tensor([0.9, 0.1, 0.5, 0.2, 0.8, 0.3])
+    found = candidates(3, 6, influence, [1, 3, 5, 2, 4])
+    assert found == {"even": [0, 2, 5], "influence": [0, 2, 4], "contiguous": [0, 1, 5]}, (
+        "greedy proposes [0, 2, 4] too"
+    )
+    every = candidates(3, 6, influence, [1, 3, 5, 2, 4], distinct=False)
+    assert every["greedy"] == [0, 2, 4]
+    assert candidates(1, 6, influence, [1, 3, 5, 2, 0]) == {"even": [0], "greedy": [4], "contiguous": [5]}
+
+
+def test_scores_and_orders_are_kept_and_damaged_ones_made_again(tmp_path: Path):
+    target = family("llama")
+    scores = collect(target, batches(), show=False).finished()
+    path = tmp_path / "deep" / "scores.safetensors"
+    assert read_scores(path) is None
+    write_scores(path, scores, {"target": "here"})
+    found = read_scores(path)
+    assert found is not None
+    assert all(torch.equal(tensor, found.tensors()[name]) for name, tensor in scores.tensors().items())
+    path.write_bytes(path.read_bytes()[:-40])
+    assert read_scores(path) is None
+    order = tmp_path / "deep" / "removal.json"
+    write_order(order, [3, 1, 2])
+    assert read_order(order, 4) == [3, 1, 2]
+    assert read_order(order, 5) is None, "an order of another number of layers"
+    order.write_text("[3, 1")
+    assert read_order(order, 4) is None

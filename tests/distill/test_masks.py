@@ -1,0 +1,143 @@
+"""Mode l0: the masks' distribution, their constraint, what they cannot reach, and the objective that trains them."""
+
+import math
+
+import pytest
+import torch
+
+from decoding.errors import UserError
+from distill.cut import cut_model
+from distill.l0 import MaskedModel, masked
+from distill.masks import BETA, BOUND, HardConcrete, Masks, refuse_unreachable
+from distill.shapes import student_config
+from training.config import OptimizerConfig, StudentConfig
+from training.objectives import hidden_states
+from training.optimizer import MasterAdamW
+from training.packing import Sample, collate
+
+from .families import family
+from .test_cut import SHAPE, logits
+
+
+@pytest.mark.parametrize("beta", BETA.values())
+@pytest.mark.parametrize("logit", [-3.0, 0.0, 2.0])
+def test_the_share_of_zeros_is_the_formulas(beta: float, logit: float):
+    """P(z = 0) as the constraint counts it, against 2 x 10^5 sampled masks."""
+    masks = HardConcrete(1, 200_000, 1, beta)
+    with torch.no_grad():
+        masks.logit_WU.fill_(logit)
+        z = masks.sample(torch.rand(1, 200_000, generator=torch.Generator().manual_seed(0)))
+    assert float((z == 0).double().mean()) == pytest.approx(float(masks.sparsity_W()[0].detach()), abs=5e-3)
+    assert float(z.min()) >= 0 and float(z.max()) <= 1
+
+
+def test_the_most_that_can_go_is_what_the_bound_allows():
+    """At the lowest logit P(z > 0) is 0.0471 with the code's beta (95.29 % sparsity) and 0.068 with the paper's."""
+    for beta, most in ((2 / 3, 0.9529), (0.83, 0.932)):
+        masks = HardConcrete(1, 8, 1, beta)
+        with torch.no_grad():
+            masks.logit_WU.fill_(-100.0)
+            masks.bound()
+        assert float(masks.sparsity_W()[0].detach()) == pytest.approx(most, abs=1e-3)
+    refuse_unreachable("layers", 1 - 5 / 80, 80)
+    with pytest.raises(UserError, match=r"96.9% of the layers.*95% at most.*stages=\[6\]"):
+        refuse_unreachable("layers", 1 - 1 / 32, 32)
+
+
+def test_masks_start_open_and_logits_stay_in_their_bound():
+    masks = HardConcrete(2, 50, 10, 2 / 3)
+    assert float(masks.sparsity_W().detach().max()) < 0.01
+    assert float(masks.logit_WU.abs().max()) <= BOUND + 1e-6
+
+
+def trained(masks: Masks, weight_of: dict[str, torch.Tensor], steps: int, train: bool = True) -> None:
+    """Minimize -sum(importance x mask) under the constraint, with Sheared-LLaMA's optimizer constants."""
+    lr = 1e-4
+    rates = MaskedModel(torch.nn.Linear(1, 1), masks, 0.2, 1.0, lr, 0, False).rates
+    holder = torch.nn.ModuleDict({"masks": masks})
+    optimizer = MasterAdamW(holder, OptimizerConfig(lr=lr), rates)
+    for step in range(steps):
+        for _, mask in masks.each():
+            mask.bound()
+        z = masks.sample(step)
+        loss = sum(-(weight_of[kind] * z[kind]).mean() for kind in weight_of)
+        (loss + masks.penalty(min(1.0, (step + 1) / (0.2 * steps))) * train).backward()
+        optimizer.clip()
+        optimizer.step(lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps))))
+
+
+def test_the_constraint_reaches_its_shape_and_keeps_what_matters():
+    target = family("llama", num_hidden_layers=8).config
+    shape = student_config(StudentConfig(num_hidden_layers=3, intermediate_size=20), target)
+    masks = Masks(shape, target, BETA["code"], 0)
+    generator = torch.Generator().manual_seed(1)
+    importance = {kind: torch.randn(masks.shape[kind], generator=generator).exp() for kind in ("layers", "units")}
+    trained(masks, importance, 1200)
+    assert {*dict(masks.each())} == {"layers", "units"}, "kinds that nothing is taken of have no masks"
+    for kind, mask in masks.each():
+        assert float((mask.sparsity_W() - mask.target_sparsity).abs().max()) < 0.05, kind
+    best = torch.zeros(masks.shape["units"]).scatter_(1, importance["units"].topk(20).indices, 1.0)
+    assert float((masks.binary()["units"] * best).sum() / best.sum()) > 0.7, "half of them would be chance"
+    assert masks.figures()["margin/layers"] > 0
+
+
+def test_control_without_the_constraint_nothing_goes():
+    target = family("llama", num_hidden_layers=8).config
+    masks = Masks(student_config(StudentConfig(num_hidden_layers=3), target), target, BETA["code"], 0)
+    trained(masks, {"layers": torch.rand(1, 8)}, 300, train=False)
+    assert float(dict(masks.each())["layers"].sparsity_W().max()) < 0.05
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_mha", "qwen3"])
+def test_the_cut_of_the_masks_computes_what_the_masked_model_does(name: str):
+    target = family(name)
+    shape = student_config(SHAPE, target.config)
+    masks = Masks(shape, target.config, BETA["paper"], 0)
+    with torch.no_grad():
+        for _, mask in masks.each():
+            mask.logit_WU.uniform_(-BOUND, BOUND)
+    with masked(target, masks.binary()):
+        expected = logits(target)
+    torch.testing.assert_close(logits(cut_model(target, masks.cut(), shape).eval()), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_hangs_on_its_place_alone():
+    target = family("llama").config
+    masks = Masks(student_config(SHAPE, target), target, BETA["code"], 7)
+    first, again, other = masks.sample(3, 0, 1), masks.sample(3, 0, 1), masks.sample(3, 1, 1)
+    assert all(torch.equal(first[kind], again[kind]) for kind in first)
+    assert not torch.equal(first["units"], other["units"]), "ranks draw masks of their own"
+
+
+def test_the_penalty_is_counted_once_however_a_step_is_cut():
+    """Loss and gradient of two forwards add up to those of one."""
+    target = family("llama")
+    shape = student_config(SHAPE, target.config)
+    samples = [
+        Sample(torch.randint(3, 60, (9,)).numpy().astype("int32"), torch.ones(9).bool().numpy()) for _ in range(2)
+    ]
+    gradients = []
+    for rows in ([[0], [1]], [[0, 1]]):
+        masks = Masks(shape, target.config, BETA["code"], 0)
+        masks.sample = lambda *_, masks=masks: masks.binary()  # type: ignore[method-assign]
+        objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, 0, False)
+        objective.begin(50, 100)
+        total = torch.zeros(())
+        for row in rows:
+            total = total + objective(collate(samples, [row], 20))[0]
+        total.backward()
+        gradients.append((float(total), dict(masks.each())["units"].multipliers.grad.clone()))
+    assert gradients[0][0] == pytest.approx(gradients[1][0], rel=1e-5)
+    torch.testing.assert_close(gradients[0][1], gradients[1][1])
+
+
+def test_frozen_weights_get_no_gradient_and_masks_do():
+    target = family("llama")
+    masks = Masks(student_config(SHAPE, target.config), target.config, BETA["code"], 0)
+    batch = collate([Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())], [[0]], 12)
+    objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, 0, train_weights=False)
+    objective.begin(0, 10)
+    objective(batch)[0].backward()
+    assert all(parameter.grad is None for parameter in target.parameters())
+    assert any(bool(mask.logit_WU.grad.abs().sum() > 0) for _, mask in masks.each())
+    assert hidden_states(target, batch).shape == (1, 12, 24), "the hooks are off again"

@@ -1,0 +1,238 @@
+"""`distill.prune` end to end on a random target: every mode, the cache, stages, resume, workers, bad input."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import distill.masks
+from decoding.errors import UserError
+from distill.config import PruneConfig
+from distill.prune import between_depths, run
+from training.config import typed
+from training.job import CONF, register
+
+NARROW = ("drafter.hidden_size=16", "drafter.num_attention_heads=2", "drafter.num_key_value_heads=1")
+BRIEF = (
+    "mode=l0",
+    "loop.max_steps=6",
+    "loop.tokens_per_step=256",
+    "loop.micro_batch_tokens=128",
+    "loop.checkpoint_every=2",
+)
+
+
+def arguments(target: Path, folder: Path, *overrides: str) -> list[str]:
+    return [
+        "target=embedded",
+        f"target.path={target}",
+        "target.device=cpu",
+        "drafter=shallow",
+        "drafter.num_hidden_layers=2",
+        "data.max_samples=60",
+        "data.max_length=128",
+        f"importance.cache_dir={folder.parent}/cache",
+        "importance.sequences=16",
+        "importance.greedy_sequences=2",
+        "importance.probe_sequences=2",
+        "importance.probe_steps=0",
+        "between.max_steps=2",
+        "between.tokens_per_step=256",
+        "between.micro_batch_tokens=256",
+        f"output_dir={folder}",
+        *overrides,
+    ]
+
+
+def configured(target: Path, folder: Path, *overrides: str) -> PruneConfig:
+    register("distill.prune", PruneConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return typed(compose("distill_prune", arguments(target, folder, *overrides)), PruneConfig)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "student" / "model.safetensors")
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("mode", [("mode=importance",), BRIEF, ("mode=random",)])
+def test_every_mode_leaves_a_student_of_the_shape(tiny_target: Path, tmp_path: Path, mode: tuple[str, ...]):
+    folder = tmp_path / "run"
+    run(configured(tiny_target, folder, *NARROW, "drafter.intermediate_size=32", *mode))
+    student = AutoModelForCausalLM.from_pretrained(folder / "student")
+    config = student.config
+    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (2, 16, 32)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (2, 1, 8)
+    assert AutoTokenizer.from_pretrained(folder / "student").get_vocab()
+    card = json.loads((folder / "student" / "drafter_card.json").read_text())
+    assert card["parameters"] == sum(parameter.numel() for parameter in student.parameters())
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["finished"] is True
+    assert 0 < manifest["metrics"]["acceptance"] < 1
+    if mode[0] != "mode=random":
+        assert (folder / "masks.safetensors").is_file()
+        assert manifest["metrics"]["flops"] and manifest["metrics"]["seconds"]
+
+
+def test_every_shape_after_the_first_is_free(tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run(configured(tiny_target, tmp_path / "first"))
+    assert "collected before" not in capsys.readouterr().out
+    run(configured(tiny_target, tmp_path / "second", *NARROW, "drafter.num_hidden_layers=3"))
+    assert "collected before" in capsys.readouterr().out
+    spent = json.loads((tmp_path / "second" / "manifest.json").read_text())["metrics"]["flops"]
+    assert "scores" not in spent and "layers by KL" not in spent
+
+
+def test_the_probe_takes_the_candidate_that_is_accepted_most(tiny_target: Path, tmp_path: Path):
+    run(configured(tiny_target, tmp_path / "run", "importance.probe_steps=2", "importance.greedy_sequences=3"))
+    (notes,) = json.loads((tmp_path / "run" / "manifest.json").read_text())["metrics"]["stages"]
+    found = notes["probe_acceptance"]
+    assert notes["layers"] == notes["candidates"][notes["proposed_by"]]
+    assert not found or notes["proposed_by"] == max(found, key=lambda name: found[name])
+
+
+def test_layers_can_be_named_or_left_to_one_criterion(tiny_target: Path, tmp_path: Path):
+    run(configured(tiny_target, tmp_path / "named", "drafter.layers=[1,2]"))
+    run(configured(tiny_target, tmp_path / "even", "importance.choice=even"))
+    layers = [
+        json.loads((tmp_path / name / "manifest.json").read_text())["metrics"]["stages"][0]["layers"]
+        for name in ("named", "even")
+    ]
+    assert layers == [[1, 2], [0, 3]]
+
+
+def test_severe_cuts_go_in_stages_with_distillation_between(tiny_target: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    run(configured(tiny_target, folder, "drafter.num_hidden_layers=1", "depths=[3,2]", "drafter.intermediate_size=32"))
+    stages = json.loads((folder / "manifest.json").read_text())["metrics"]["stages"]
+    assert [len(notes["layers"]) for notes in stages] == [3, 2, 1]
+    assert "acceptance" in stages[0] and "acceptance" not in stages[2], "the last one is distilled by distill.train"
+    first = AutoModelForCausalLM.from_pretrained(folder / "stages" / "1_3_layers").config
+    assert (first.num_hidden_layers, first.intermediate_size) == (3, 32), "widths go in the first stage"
+
+
+def test_saved_masks_make_the_same_student_and_fit_no_other_target(tiny_target: Path, tmp_path: Path):
+    run(configured(tiny_target, tmp_path / "first", *NARROW))
+    masks = f"masks={tmp_path}/first/masks.safetensors"
+    run(configured(tiny_target, tmp_path / "again", *NARROW, masks))
+    assert same(weights(tmp_path / "first"), weights(tmp_path / "again"))
+    other = tmp_path / "other"
+    shutil.copytree(tiny_target, other)
+    model = AutoModelForCausalLM.from_pretrained(other)
+    model.model.norm.weight.data[0] = 3.0
+    model.save_pretrained(other)
+    with pytest.raises(UserError, match="was made for another target"):
+        run(configured(other, tmp_path / "refused", *NARROW, masks))
+
+
+def test_interrupted_mask_training_resumes_exactly(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given = (*BRIEF, *NARROW, "drafter.intermediate_size=32")
+    run(configured(tiny_target, tmp_path / "straight", *given))
+    sample = distill.masks.Masks.sample
+
+    def until_step_3(self: distill.masks.Masks, step: int, *place: int):
+        if step == 3:
+            raise KeyboardInterrupt
+        return sample(self, step, *place)
+
+    monkeypatch.setattr(distill.masks.Masks, "sample", until_step_3)
+    with pytest.raises(KeyboardInterrupt):
+        run(configured(tiny_target, tmp_path / "resumed", *given))
+    monkeypatch.undo()
+    run(configured(tiny_target, tmp_path / "resumed", *given))
+    assert same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
+    run(configured(tiny_target, tmp_path / "seed", *given, "seed=1"))
+    assert not same(weights(tmp_path / "straight"), weights(tmp_path / "seed")), "control: the seed matters"
+
+
+def test_an_interrupted_stage_is_done_again_and_finished_ones_are_not(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    given = ("drafter.num_hidden_layers=1", "depths=[3]")
+    run(configured(tiny_target, tmp_path / "straight", *given))
+    run(configured(tiny_target, tmp_path / "resumed", *given))
+    folder = tmp_path / "resumed"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"finished": False}))
+    shutil.rmtree(folder / "student")
+    before = (folder / "stages" / "1_3_layers" / "model.safetensors").stat().st_mtime_ns
+    run(configured(tiny_target, folder, *given))
+    assert (folder / "stages" / "1_3_layers" / "model.safetensors").stat().st_mtime_ns == before
+    assert same(weights(tmp_path / "straight"), weights(folder))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", [("mode=importance",), BRIEF])
+def test_two_processes_prune_as_one(tiny_target: Path, tmp_path: Path, mode: tuple[str, ...]):
+    """Scores add up over ranks; masks are drawn by rank, so only what they must agree on is compared for l0: the shape."""
+    for name, more in (("one", []), ("two", ["parallel=ddp", "parallel.processes=2"])):
+        given = arguments(
+            tiny_target, tmp_path / name, *NARROW, *mode, f"importance.cache_dir={tmp_path}/{name}_cache", *more
+        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-m", "distill.prune", *given], check=True, cwd=CONF.parent, env=environment)
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert {name: tensor.shape for name, tensor in one.items()} == {name: tensor.shape for name, tensor in two.items()}
+    if mode == ("mode=importance",):
+        assert same(one, two)
+
+
+def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
+    assert between_depths(32, 3, 0.625) == [12, 5]
+    assert between_depths(32, 5, 0.625) == [12]
+    assert between_depths(32, 1, 0.625) == [12, 5, 2]
+    assert between_depths(32, 1, 1.0) == between_depths(32, 12, 0.625) == []
+    for share in (0.3, 0.5, 0.9):
+        depths = [80, *between_depths(80, 2, share), 2]
+        assert all(before > after >= min(before - 1, before * (1 - share)) for before, after in pairwise(depths))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["drafter.num_hidden_layers=5"], "num_hidden_layers is 5, the target has 4"),
+        (["drafter.hidden_size=64"], "hidden_size is 64, the target has 32"),
+        (["drafter.num_attention_heads=4", "drafter.num_key_value_heads=1"], "has 2 query heads to a key/value head"),
+        (["mode=magic"], "mode is 'magic'; expected one of importance, l0, random"),
+        (["importance.choice=best"], "importance.choice is 'best'"),
+        (["l0.beta=half", "mode=l0"], "l0.beta is 'half'; expected one of code, paper"),
+        (["mode=l0", "drafter.intermediate_size=2"], "95.8% of the units.*prune in stages"),
+        (
+            ["depths=[2]"],
+            r"depths is \[2\]: expected falling numbers of layers between the target's 4 and the student's 2",
+        ),
+        (["data.max_samples=2", "data.max_length=512"], "too little calibration text"),
+        (["masks=/nowhere/masks.safetensors"], "/nowhere/masks.safetensors does not exist"),
+        (["masks=/nowhere", "depths=[3]"], "a file holds one cut"),
+        (["drafter.layers=[0,9]"], "from 0 to 3"),
+    ],
+)
+def test_bad_input_is_named(tiny_target: Path, tmp_path: Path, overrides: list[str], words: str):
+    with pytest.raises(UserError, match=words):
+        run(configured(tiny_target, tmp_path / "run", *overrides))
+
+
+def test_a_pruned_student_is_distilled_from_its_folder(tiny_target: Path, tmp_path: Path):
+    import distill.train
+    from distill.config import TrainConfig
+
+    run(configured(tiny_target, tmp_path / "pruned", *NARROW))
+    register("distill.train", TrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        given = ["+experiment=smoke", f"target.path={tiny_target}", f"output_dir={tmp_path}/trained"]
+        composed = compose("distill_train", [*given, "drafter.init=folder", f"drafter.path={tmp_path}/pruned/student"])
+    distill.train.run(typed(composed, TrainConfig))
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "trained" / "drafter").config
+    assert (config.hidden_size, config.num_hidden_layers) == (16, 2)

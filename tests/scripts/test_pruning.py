@@ -1,0 +1,37 @@
+"""The pruning benchmark at toy size, and its claim about cost."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.bench import common, pruning
+
+
+def test_importance_costs_a_fiftieth_of_masks_at_published_settings():
+    found = pruning.published()
+    assert found["l0"] == pytest.approx(6 * 6_738_415_616 * 419_430_400)
+    assert found["ratio"] > 50
+
+
+@pytest.mark.long
+def test_every_side_runs(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    given = [
+        "layers=[2]",
+        "seeds=2",
+        "steps=2",
+        "mask_steps=3",
+        "probe_steps=1",
+        "tokens_per_step=512",
+        "max_prompts=2",
+    ]
+    monkeypatch.setattr(
+        "sys.argv", ["pruning.py", f"target={tiny_target}", *given, "max_new_tokens=6", "sequences=16", "threads=1"]
+    )
+    pruning.main()
+    figures = json.loads((tmp_path / "pruning.json").read_text())["figures"]
+    runs = figures["runs"]["2"]
+    assert {side: len(of) for side, of in runs.items()} == dict.fromkeys(pruning.SIDES, 2)
+    assert all(0 < one["acceptance"] < 1 and one["tau_greedy"] >= 1 for of in runs.values() for one in of)
+    assert figures["importance_over"]["2"]["random"]["acceptance"]["low"] is not None

@@ -1,0 +1,368 @@
+"""Mixtures: the update is the paper's, shares are what is drawn, nothing is lost, and a resumed run equals a straight one."""
+
+import json
+import math
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from decoding.errors import UserError
+from distill.config import TrainConfig
+from distill.data import data_files
+from training import checkpoint
+from training.config import DataConfig, DomainConfig, LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig, typed
+from training.config import TrackerConfig as NoTracker
+from training.job import CONF, check_arguments, register
+from training.loop import Interrupted, Progress, fit
+from training.mixture import MixedData, acceptance_gaps, check_mixture, floored, loss_gaps, updated
+from training.models import build_llama
+from training.objectives import LanguageModelling
+from training.packing import Sample, best_fit, collate
+from training.parallel import Parallel
+from training.tracker import Tracker
+
+NAMES = ("code", "prose", "maths")
+
+
+def samples(seed: int, count: int, low: int, high: int) -> list[Sample]:
+    """Documents over ids low .. high - 1, so that a row shows its domain."""
+    random = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        ids = random.integers(low, high, int(random.integers(12, 30))).astype(np.int32)
+        mask = np.ones(len(ids), dtype=bool)
+        mask[0] = False
+        found.append(Sample(ids, mask))
+    return found
+
+
+DOMAINS = {"code": samples(1, 40, 0, 20), "prose": samples(2, 15, 20, 40), "maths": samples(3, 9, 40, 60)}
+HELD_OUT = {"code": samples(4, 6, 0, 20), "prose": samples(5, 6, 20, 40), "maths": samples(6, 6, 40, 60)}
+
+
+def config(**changes: object) -> DataConfig:
+    """Three domains with texts and references; a change of a domain is given as NAME=dict."""
+    domains = {
+        name: DomainConfig(texts=["x.txt"], held_out_texts=["y.txt"], share=share, reference=3.0)
+        for name, share in zip(NAMES, (0.5, 0.3, 0.2), strict=True)
+    }
+    for name in NAMES:
+        vars(domains[name]).update(changes.pop(name, {}))
+    return DataConfig(domains=domains, max_length=64, **changes)
+
+
+def mixed(rows_per_step: int = 4, seed: int = 7, **changes: object) -> MixedData:
+    return MixedData(DOMAINS, config(**changes), rows_per_step, seed)
+
+
+def domain_of(data: MixedData, row: list[int]) -> str:
+    """The domain that a row's tokens are of; a row of two domains would be none."""
+    tokens = np.concatenate([data.samples[index].ids for index in row])
+    (found,) = {NAMES[int(token) // 20] for token in tokens}
+    return found
+
+
+def test_the_update_is_the_papers():
+    """w exp(eta delta), normalised, then (1 - c) w + c / k: written out for two steps."""
+    shares = {"a": 0.6, "b": 0.3, "c": 0.1}
+    losses, references = {"a": 2.0, "b": 2.5, "c": 1.0}, {"a": 2.1, "b": 2.0, "c": 0.2}
+    gaps = loss_gaps(losses, references, clip=True)
+    assert gaps == pytest.approx({"a": 0.0, "b": 0.5, "c": 0.8})
+    after = updated(shares, gaps, 1.0, 1e-4, 0.0)
+    grown = [0.6, 0.3 * math.exp(0.5), 0.1 * math.exp(0.8)]
+    assert list(after.values()) == pytest.approx([(1 - 1e-4) * w / sum(grown) + 1e-4 / 3 for w in grown], rel=1e-12)
+    assert sum(after.values()) == pytest.approx(1)
+    unclipped = updated(shares, loss_gaps(losses, references, clip=False), 1.0, 1e-4, 0.0)
+    assert unclipped["a"] < after["a"], "the published code takes share from a domain that is below its reference"
+    assert updated(shares, dict.fromkeys(shares, 0.7), 1.0, 0.0, 0.0) == pytest.approx(shares), (
+        "equal gaps move nothing"
+    )
+    assert updated(shares, {"a": 0.0, "b": 5000.0, "c": 0.0}, 1.0, 0.0, 0.0)["b"] == 1.0, "no overflow"
+
+
+def test_the_acceptance_gap_is_to_the_best_domain_or_the_reference():
+    alpha = {"a": 0.8, "b": 0.5, "c": 0.7}
+    assert acceptance_gaps(alpha, dict.fromkeys(alpha, 0.0)) == pytest.approx({"a": 0.0, "b": 0.3, "c": 0.1})
+    assert acceptance_gaps(alpha, {"a": 0.9, "b": 0.4, "c": 0.0}) == pytest.approx({"a": 0.1, "b": 0.0, "c": 0.1})
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.05, 0.2, 1 / 3])
+def test_no_share_falls_below_the_floor_and_none_is_lost(floor: float):
+    for shares in ({"a": 0.98, "b": 0.02, "c": 0.0}, {"a": 0.4, "b": 0.35, "c": 0.25}, {"a": 1.0, "b": 0.0, "c": 0.0}):
+        after = floored(shares, floor)
+        assert sum(after.values()) == pytest.approx(1)
+        assert min(after.values()) >= floor * (1 - 1e-9)
+    untouched = {"a": 0.4, "b": 0.35, "c": 0.25}
+    if floor <= 0.25:
+        assert floored(untouched, floor) == pytest.approx(untouched), "a floor that nobody is under moves nothing"
+
+
+def test_rows_are_conserved_and_every_domain_goes_through_its_own_epochs():
+    data = mixed()
+    served = [row for step in range(60) for row in data.step_rows(step)]
+    counts = Counter(domain_of(data, row) for row in served)
+    assert counts == data.used
+    assert sum(data.used.values()) == 60 * 4
+    for name in NAMES:
+        rows = len(data.domains[name].rows)
+        times = Counter(tuple(row) for row in served if domain_of(data, row) == name)
+        assert set(times.values()) <= {counts[name] // rows, counts[name] // rows + 1}, "an epoch sees every row once"
+        assert len(times) == rows
+    assert data.supervised == sum(int(sample.mask.sum()) for of in DOMAINS.values() for sample in of)
+    assert sorted(index for row in data.rows for index in row) == list(range(len(data.samples)))
+
+
+def test_rows_come_in_proportion_to_the_shares():
+    data = mixed(rows_per_step=8)
+    for step in range(500):
+        data.step_rows(step)
+    for name, share in zip(NAMES, (0.5, 0.3, 0.2), strict=True):
+        spread = math.sqrt(share * (1 - share) / 4000)
+        assert abs(data.used[name] / 4000 - share) < 4 * spread
+
+
+def test_a_step_is_a_function_of_seed_step_and_shares_so_far():
+    data, again, other = mixed(mixing="acceptance"), mixed(mixing="acceptance"), mixed(mixing="acceptance", seed=8)
+    figures = {"acceptance/code": 0.9, "acceptance/prose": 0.4, "acceptance/maths": 0.6}
+    before = [data.step_rows(step) for step in range(3)]
+    assert [other.step_rows(step) for step in range(3)] != before
+    data.look(figures)
+    state = json.loads(json.dumps(data.state()))  # as a checkpoint keeps it
+    after = [data.step_rows(step) for step in range(3, 9)]
+    again.load(state)
+    assert [again.step_rows(step) for step in range(3, 9)] == after
+    state["shares"] = {"code": 0.1, "prose": 0.1, "maths": 0.8}  # the control: other shares, other rows
+    again.load(state)
+    assert [again.step_rows(step) for step in range(3, 9)] != after
+    with pytest.raises(ValueError, match="step 3 was asked for, the next one is 9"):
+        again.step_rows(3)
+
+
+def test_acceptance_moves_share_to_the_worst_domain_by_a_moving_average():
+    data = mixed(mixing="acceptance", uniform_share=0.0, floor_share=0.0)
+    learned = data.look({"acceptance/code": 0.9, "acceptance/prose": 0.4, "acceptance/maths": 0.6})
+    assert data.gaps == pytest.approx({"code": 0.0, "prose": 0.5, "maths": 0.3}), "the first gap is taken as it is"
+    grown = {"code": 0.5, "prose": 0.3 * math.exp(0.5), "maths": 0.2 * math.exp(0.3)}
+    assert data.shares == pytest.approx({name: share / sum(grown.values()) for name, share in grown.items()})
+    assert learned == {f"share/{name}": data.shares[name] for name in NAMES} | {f"rows/{name}": 0.0 for name in NAMES}
+    data.look({"acceptance/code": 0.9, "acceptance/prose": 0.9, "acceptance/maths": 0.6})
+    assert data.gaps == pytest.approx({"code": 0.0, "prose": 0.9 * 0.5, "maths": 0.9 * 0.3 + 0.1 * 0.3})
+    kept = dict(data.shares)
+    data.look({"acceptance/code": math.nan, "acceptance/prose": 0.9, "acceptance/maths": 0.6})
+    assert data.shares == kept
+
+
+def test_fixed_shares_stay():
+    data = mixed()
+    assert data.look({"loss/code": 9.0, "loss/prose": 1.0, "loss/maths": 1.0})["share/code"] == 0.5
+    assert data.shares == {"code": 0.5, "prose": 0.3, "maths": 0.2}
+
+
+# ------------------------------------------------------------------------------------------------ in the loop
+SHAPE = StudentConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48
+)
+
+
+def losses_of(module: LanguageModelling) -> dict[str, float]:
+    """Held-out loss of every domain, a stand-in for its acceptance (the likeliness of its text), and the score."""
+    figures = {}
+    with torch.no_grad():
+        for name, held_out in HELD_OUT.items():
+            batch = collate(held_out, best_fit([len(sample.ids) for sample in held_out], 64), 64)
+            loss = float(module(batch)[0]) / batch.supervised
+            figures |= {f"loss/{name}": loss, f"acceptance/{name}": math.exp(-loss)}
+    return figures | {"score": -sum(figures.values())} | {"score": -sum(figures.values())}
+
+
+def train(folder: Path, steps: int = 8, stop_after: int = 0, mixing: str = "loss", **changes: object) -> MixedData:
+    """A run of the loop; with stop_after, one that is stopped as SIGTERM would stop it after that many steps of its own."""
+    torch.manual_seed(0)
+    module = LanguageModelling(
+        build_llama(SHAPE, torch.float32, vocab_size=61, max_position_embeddings=64, initializer_range=0.1)
+    )
+    references = {"code": {"reference": 4.0}, "prose": {"reference": 3.0}, "maths": {"reference": 2.0}}
+    data = mixed(mixing=mixing, **references, **changes)
+    rows_of, calls = data.step_rows, 0
+
+    def step_rows(step: int) -> list[list[int]]:
+        nonlocal calls
+        calls += 1
+        if calls == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rows_of(step)
+
+    data.step_rows = step_rows
+    loop = LoopConfig(
+        max_steps=steps,
+        tokens_per_step=256,
+        micro_batch_tokens=128,
+        eval_every=2,
+        checkpoint_every=3,
+        keep=9,
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    tracker = Tracker(folder, NoTracker(), "t", {})
+    parallel = Parallel(ParallelConfig(), "cpu")
+    fit("t", module, module.model, data, loop, parallel, folder, tracker, lambda: losses_of(module))
+    return data
+
+
+def newest(folder: Path) -> checkpoint.Checkpoint:
+    found = checkpoint.latest(folder / "checkpoints", report=print)
+    assert found is not None
+    return found
+
+
+def records(folder: Path, key: str) -> list[float]:
+    return [found[key] for found in map(json.loads, (folder / "metrics.jsonl").open()) if key in found]
+
+
+@pytest.mark.parametrize("mixing", ["loss", "acceptance"])
+@pytest.mark.parametrize("stop_after", [3, 4, 5])
+def test_stop_and_resume_equals_straight_bit_for_bit_across_an_evaluation(tmp_path: Path, stop_after: int, mixing: str):
+    """Evaluations move the shares after steps 2, 4, 6 and 8: the stop comes before, at and after one."""
+    train(tmp_path / "straight", mixing=mixing)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "stopped", stop_after=stop_after, mixing=mixing)
+    assert newest(tmp_path / "stopped").state["step"] == stop_after
+    train(tmp_path / "stopped", mixing=mixing)
+    straight, resumed = newest(tmp_path / "straight"), newest(tmp_path / "stopped")
+    assert straight.state["data"] == resumed.state["data"]
+    assert sum(straight.state["data"]["used"].values()) == 8 * 4
+    for a, b in ((straight.model, resumed.model), (straight.optimizer, resumed.optimizer)):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    for key in ("loss", "share/code", "share/maths", "rows/prose"):
+        assert records(tmp_path / "straight", key) == records(tmp_path / "stopped", key)
+    assert len(records(tmp_path / "straight", "share/code")) == 4, "shares are logged at every evaluation"
+
+
+def test_the_equality_of_runs_sees_the_mixture(tmp_path: Path):
+    """The control: the same run with fixed shares ends in other weights, as other rows were drawn."""
+    train(tmp_path / "moving")
+    train(tmp_path / "fixed", mixing="fixed")
+    moving, fixed = newest(tmp_path / "moving"), newest(tmp_path / "fixed")
+    assert moving.state["data"]["shares"]["maths"] > 0.3 > fixed.state["data"]["shares"]["maths"]
+    assert any(not torch.equal(moving.model[name], fixed.model[name]) for name in moving.model)
+
+
+def test_a_domain_that_runs_out_ends_the_training_with_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    data = train(tmp_path, steps=100, mixing="fixed", when_exhausted="stop")
+    last = newest(tmp_path).state
+    assert 0 < last["step"] < 100
+    assert all(data.used[name] <= len(data.domains[name].rows) for name in NAMES), "no row was used twice"
+    assert last["data"]["used"] == data.used
+    assert last["evaluations"][-1]["step"] == last["step"], "the end is evaluated"
+    assert f"ended after step {last['step']} of 100: domain '" in capsys.readouterr().err
+    again = train(tmp_path, steps=100, mixing="fixed", when_exhausted="stop")  # the same command again
+    assert again.state() == data.state()
+    wrapped = train(tmp_path / "wrap", steps=40, mixing="fixed")
+    assert sum(wrapped.used.values()) == 40 * 4
+    assert any(wrapped.used[name] > len(wrapped.domains[name].rows) for name in NAMES)
+
+
+def test_a_domain_too_small_for_one_step_is_named():
+    with pytest.raises(
+        UserError, match=r"domain '\w+' has \d+ of its \d+ rows left and step 1 wants \d+ .*give it more"
+    ):
+        mixed(rows_per_step=60, when_exhausted="stop")
+
+
+def test_a_state_without_data_is_the_start():
+    data = mixed()
+    data.step_rows(0)
+    data.load(Progress().data)
+    assert data.state() == mixed().state()
+
+
+# ------------------------------------------------------------------------------------------------ configuration
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mixing": "random"}, "data.mixing is 'random'; expected one of fixed, loss, acceptance"),
+        ({"when_exhausted": "crash"}, "data.when_exhausted is 'crash'; expected wrap or stop"),
+        ({name: {"share": 0.0} for name in NAMES}, "expected 0 or more each, and a sum above 0"),
+        ({"code": {"share": -0.1}}, "expected 0 or more each"),
+        ({"code": {"share": math.nan}}, "expected 0 or more each"),
+        ({"prose": {"texts": []}}, "data.domains.prose is empty: give it chats or texts"),
+        ({"mixing": "loss", "maths": {"reference": 0.0}}, "data.domains.maths.reference is 0: data.mixing=loss needs"),
+        ({"mixing": "loss", "maths": {"held_out_texts": []}}, "data.domains.maths has no held-out text"),
+        ({"code": {"reference_acceptance": 1.5}}, "data.domains.code.reference_acceptance is 1.5, expected 0 "),
+        ({"floor_share": 0.34}, "data.floor_share is 0.34, expected from 0 to 0.3333, equal parts of 3 domains"),
+        ({"mixing_rate": 0.0}, "data.mixing_rate is 0.0, expected more than 0"),
+        ({"mixing_smoothing": 1.0}, "data.mixing_smoothing is 1.0, expected from 0 to below 1"),
+        ({"uniform_share": 2.0}, "data.uniform_share is 2.0"),
+        ({"held_out_tokens": -1}, "data.held_out_tokens is -1"),
+        ({"texts": ["more.txt"]}, "data.domains stands beside data.chats, texts"),
+    ],
+)
+def test_bad_mixtures_are_named(changes: dict[str, object], words: str):
+    check_mixture(config(), ("loss", "acceptance"))
+    with pytest.raises(UserError, match=words):
+        check_mixture(config(**changes), ("loss", "acceptance"))
+
+
+def test_mixings_that_a_job_does_not_measure_and_mixings_without_domains_are_named():
+    with pytest.raises(
+        UserError, match="data.mixing is acceptance, which this job does not measure; expected fixed or loss"
+    ):
+        check_mixture(config(mixing="acceptance"), ("loss",))
+    with pytest.raises(UserError, match="data.mixing is loss, but data.domains is empty"):
+        check_mixture(DataConfig(mixing="loss"), ("loss",))
+    check_mixture(DataConfig(), ("loss",))
+
+
+def test_a_domain_without_supervised_tokens_is_named():
+    nothing = [Sample(np.arange(5, dtype=np.int32), np.zeros(5, dtype=bool))]
+    with pytest.raises(UserError, match="data.domains.prose: zero supervised tokens"):
+        MixedData({**DOMAINS, "prose": nothing}, config(), 4, 0)
+
+
+def composed(*overrides: str) -> TrainConfig:
+    check_arguments(list(overrides), "distill.train", TrainConfig)
+    register("distill.train", TrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return typed(compose("distill_train", list(overrides)), TrainConfig)
+
+
+def test_the_published_mixtures_are_shipped():
+    """Reference losses and initial shares as in princeton-nlp/LLM-Shearing, domain by domain."""
+    large, two, small = (
+        composed(f"data={name}", "data.root=/texts").data for name in ("redpajama", "redpajama_2b7", "redpajama_370m")
+    )
+    names = ["cc", "github", "book", "stackexchange", "wiki", "arxiv", "c4-rp"]
+    losses = {
+        "large": [1.9643, 0.7459, 2.1393, 1.6117, 1.7590, 1.4449, 2.1251],
+        "two": [1.8712, 0.6883, 2.0325, 1.5353, 1.6297, 1.3560, 2.0328],
+        "small": [2.1401, 0.8694, 2.3625, 1.7791, 2.047, 1.6637, 2.3139],
+    }
+    for data, expected in ((large, losses["large"]), (two, losses["two"]), (small, losses["small"])):
+        assert [data.domains[name].reference for name in names] == expected
+        assert [data.domains[name].share for name in names] == [0.67, 0.045, 0.045, 0.02, 0.045, 0.025, 0.15]
+        assert (data.mixing, data.mixing_rate, data.uniform_share, data.floor_share) == ("loss", 1.0, 1e-4, 0.0)
+        check_mixture(data, ("loss",))
+    with pytest.raises(UserError, match=r"train/cc does not exist \(working folder: "):
+        data_files(composed("data=redpajama").data)
+
+
+def test_keys_of_domains_can_be_given_and_wrong_ones_are_named():
+    data = composed(
+        "data=redpajama", "data.root=.", "data.domains.cc.share=0.5", "+data.domains.new={texts: [a.txt], share: 2}"
+    ).data
+    assert data.domains["cc"].share == 0.5
+    assert data.domains["new"].texts == ["a.txt"]
+    with pytest.raises(UserError, match="unknown configuration key 'data.domains.new.weight'; .* 'data.domains.new."):
+        composed("+data.domains.new={texts: [a.txt], weight: 2}")
+    with pytest.raises(UserError, match="unknown configuration key 'data.domains.cc.shar'; .* 'data.domains.cc.share'"):
+        composed("data=redpajama", "data.domains.cc.shar=1")
+    with pytest.raises(UserError, match="data.domains.new.share"):
+        composed("+data.domains.new={share: many}")
