@@ -69,7 +69,7 @@ def test_our_launcher_starts_the_ranks_of_zero(alone: Path, tiny_target: Path, t
 
 @pytest.mark.long
 def test_stages_in_ranks_run_together_or_on_rank_0(alone: Path, tiny_target: Path, tmp_path: Path):
-    """Under torchrun: two stages of two ranks each, and one of a single process between them."""
+    """Under torchrun: a stage of two ranks, one of a single process, and a sweep whose members are two ranks each."""
     looked = [
         "drafters=[prompt_lookup]",
         "prompt_lookup_control=false",
@@ -79,18 +79,25 @@ def test_stages_in_ranks_run_together_or_on_rank_0(alone: Path, tiny_target: Pat
     ]
     stages = {
         "eval.run": [f"target.path={tiny_target}", "output_dir={output_dir}/eval", *looked],
-        "distill.train:again": ["seed=1"],
+        "distill.train:sweep": [
+            "-m",
+            *job(tiny_target, Path("{output_dir}/sweep"), "parallel=ddp", "loop.max_steps=2,3")[2:],
+        ],
     }
     register("distill.train", TrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose("distill_train", job(tiny_target, tmp_path / "run", "parallel=ddp")[2:])
-    composed.stages, composed.stage_overrides = ["distill.train", "eval.run", "distill.train:again"], stages
+    composed.stages, composed.stage_overrides = ["distill.train", "eval.run", "distill.train:sweep"], stages
     config = tmp_path / "config.yaml"
     OmegaConf.save(composed, config)
     done([*TORCHRUN, "-m", "distill.train", "--config-file", str(config)], timeout=500)
     same_drafter(tmp_path / "run" / "distill.train", alone)
     assert (tmp_path / "run" / "eval" / "results.jsonl").is_file()
-    assert losses(tmp_path / "run" / "again") != losses(alone)
+    for steps in (2, 3):
+        member = tmp_path / "run" / "sweep" / f"loop.max_steps={steps}"
+        assert losses(member)[:1] == pytest.approx(losses(alone)[:1], rel=1e-5)
+        assert len(losses(member)) == steps
+        assert (member / "drafter" / "config.json").is_file()
 
 
 _SIMULATED_SRUN = """#!/usr/bin/env bash
