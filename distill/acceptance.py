@@ -63,6 +63,8 @@ def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sa
         dtype=config.target.dtype,
         device=config.target.device,
         max_length=config.data.max_length,
+        parallel=config.target.parallel,
+        processes=config.target.processes,
     )
     stops = stop_tokens(target_folder, tokenizer)
     settings = Settings(chosen.max_new_tokens, chosen.temperature, seed=config.seed, stop_token_ids=stops)

@@ -26,6 +26,7 @@ from training.objectives import Distillation, LanguageModelling, freeze
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
+from training.ranks import SHARDED_WEIGHTS
 from training.run_folder import RunFolder
 from training.tracker import Recording
 
@@ -61,7 +62,14 @@ def check(config: TrainConfig) -> None:
     dtype_of(config.target.dtype)
     if config.target.backend not in BACKENDS:
         raise UserError(f"target.backend is '{config.target.backend}'; expected one of {', '.join(BACKENDS)}")
-    refuse_parallel(config.target)
+    # A target too large for one card is trained with in shares, and answers the held-out prompts over several cards.
+    if config.parallel.kind not in SHARDED_WEIGHTS:
+        refuse_parallel(config.target)
+    if config.loss.cache_mb and config.parallel.kind in SHARDED_WEIGHTS:
+        raise UserError(
+            f"loss.cache_mb is {config.loss.cache_mb} with parallel.kind={config.parallel.kind}, expected 0: a target in shares is read by all "
+            "ranks together, so none can skip its forward"
+        )
     check_mixture(config.data, ("loss", "acceptance"))
     if config.loss.name not in LOSSES:
         raise UserError(f"loss.name is '{config.loss.name}'; expected {' or '.join(LOSSES)}")
@@ -87,8 +95,9 @@ def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folde
     parallel = Parallel(config.parallel, config.target.device)
     tokenizer = load_tokenizer(target_folder)
     dtype = dtype_of(config.loop.dtype)
-    teacher = freeze(load_causal_lm(target_folder, dtype)).to(parallel.device)
+    teacher = freeze(load_causal_lm(target_folder, dtype))
     student = build_student(config.drafter, teacher, dtype)
+    parallel.place_frozen(teacher)
     data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
     if parallel.is_main:
         describe(config, student, teacher, data)

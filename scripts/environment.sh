@@ -41,6 +41,7 @@ ensure_environment() {
   [ -x "$VENV/bin/python" ] || { say "Making .venv"; "$python" -m venv "$VENV"; }
   "$VENV/bin/python" -m pip install --quiet --upgrade pip
   install_torch
+  export DS_BUILD_OPS=0 # DeepSpeed builds what it needs at first use
   say "Installing Shallow Draft${extras:+ with [$extras]}"
   "$VENV/bin/pip" install -qq --constraint "$ROOT/requirements.txt" --editable "$ROOT${extras:+[$extras]}"
   echo "$wanted" > "$stamp"

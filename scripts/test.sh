@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Style, types and tests; --all adds the long suite. Makes .venv and installs the dev extra when needed. Other arguments go to pytest.
+# Style, types and tests; --all adds the long suite. Makes .venv and installs the dev, train and slurm extras when needed. Other arguments go to pytest.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 cd "$ROOT"
-ensure_environment "dev"
+ensure_environment "dev,train,slurm"
 
 markers="not long"
 if [ "${1:-}" = "--all" ]; then markers=""; shift; fi

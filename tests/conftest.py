@@ -1,5 +1,6 @@
 """Fixtures of the whole suite: the embedded target, shared real models and data, and small models made on the spot."""
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -21,11 +22,31 @@ def _shared(*parts: str) -> Path:
     root = os.environ.get(_VARIABLE)
     path = Path(root or "/nonexistent", *parts)
     if not root or not path.exists():
-        reason = f"needs real data: set {_VARIABLE} to a folder that holds {'/'.join(parts)}"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        _lacking(f"needs real data: set {_VARIABLE} to a folder that holds {'/'.join(parts)}")
     return path
+
+
+def _lacking(reason: str) -> None:
+    """Skip a test for what this machine lacks; in CI nothing may lack."""
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def deepspeed() -> None:
+    """DeepSpeed, which on a CPU compiles its messages between ranks at first use."""
+    if importlib.util.find_spec("deepspeed") is None:
+        _lacking("needs DeepSpeed: pip install shallow-draft[train]")
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        _lacking("needs a C++ compiler (g++, or CXX): DeepSpeed builds its CPU messages with it")
+
+
+@pytest.fixture(scope="session")
+def submitit() -> None:
+    """Hydra's launcher for Slurm."""
+    if importlib.util.find_spec("submitit") is None:
+        _lacking("needs Hydra's submitit launcher: pip install shallow-draft[slurm]")
 
 
 @pytest.fixture(scope="session")

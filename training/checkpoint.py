@@ -7,6 +7,7 @@ state and the hash of every file. A folder without it, or with a hash that diffe
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,7 +147,8 @@ def force_to_disk(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file and force it to the disk, under a temporary name until it is whole."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # ranks may write the same file
+    # Ranks, of several nodes too, may write the same file.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -144,6 +144,7 @@ class LoopConfig:
     keep: int = 1  # checkpoints kept besides the best one
     log_every: int = 1  # optimizer steps between metric records
     dtype: str = "float32"  # dtype of weights and activations; bfloat16 keeps float32 master weights
+    activation_checkpointing: bool = False  # keep decoder layers' inputs alone; the backward pass runs them again
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -151,8 +152,9 @@ class LoopConfig:
 class ParallelConfig:
     """How many processes train, and how they split the work."""
 
-    kind: str = "single"  # single | ddp
-    processes: int = 0  # ranks on this machine; 0: one a visible GPU; on a CPU ddp wants a number
+    kind: str = "single"  # single | ddp | zero1 | zero2 | zero3 (DeepSpeed) | fsdp (torch): what ranks share
+    processes: int = 0  # ranks to start on this machine; 0: one a visible GPU; on a CPU it wants a number
+    launcher: str = "auto"  # auto: our own ranks, or those that torchrun started | slurm: the tasks of srun
     timeout_seconds: int = 600  # a collective that waits longer ends the job
 
 

@@ -22,6 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
+from training import ranks
 from training.checkpoint import disk_error
 from training.config import JobConfig, open_fields, typed, unknown_key, valid_keys
 from training.help import print_help
@@ -55,11 +56,11 @@ def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) 
     if {"--help", "-h"} & {*arguments}:
         print_help(job, schema, CONF, _overrides(arguments))
         return
-    failed: list[str] = []
+    sweep, failed = Sweep(), []
 
     def task(composed: DictConfig) -> None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            _guarded(lambda: failed.extend(_run_member(composed, job, schema, arguments)))
+            _guarded(lambda: failed.extend(_run_member(composed, job, schema, arguments, sweep)))
         else:
             _guarded(lambda: run_typed(composed, job, schema, function))
 
@@ -83,6 +84,9 @@ def run_typed(composed: DictConfig, job: str, schema: type[Config], function: Ca
     if config.job != job:
         raise wrong_job(config.experiment, config.job, job)
     prepare_process(config)
+    ranks.adopt(config)
+    if not config.stages and ranks.sits_out(config):
+        return None
     try:
         return run_stages(config, composed) if config.stages else function(config)
     except OSError as error:  # any file of the run: its log, its records, its report
@@ -117,7 +121,7 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
             if not match.group(1):
                 raise UserError(f"an experiment is added with a plus: +{argument}")
             _check_experiment(argument.split("=", 1)[1], job)
-        elif key not in groups and not key.startswith("hydra."):
+        elif key not in groups and not key.startswith(("hydra.", "hydra/")):
             _check_key(key, keys + sorted(groups), schema)
 
 
@@ -155,10 +159,29 @@ def wrong_job(experiment: str, right: str, called: str) -> UserError:
     )
 
 
-def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments: list[str]) -> list[str]:
+class Sweep:
+    """The members that this process has run; where it is one rank of several, all run every member together."""
+
+    def __init__(self) -> None:
+        self.members = 0
+        self._meeting: ranks.Meeting | None = None
+
+    def run(self, plain: DictConfig, job: str, config: JobConfig) -> int:
+        """One member in a process of its own. Returns its exit status."""
+        if self._meeting is None:
+            ranks.adopt(config)
+            self._meeting = ranks.Meeting()
+        self.members += 1
+        status = run_on_file(plain, job, self._meeting.environment(self.members))
+        self._meeting.wait(f"member {self.members}")
+        return status
+
+
+def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments: list[str], sweep: Sweep) -> list[str]:
     """One member of a sweep: its own folder, named by the overrides that vary, and its own process.
 
-    Returns what went wrong, so that the other members still run; a signal ends the whole sweep.
+    Returns what went wrong, so that the other members still run; a signal ends the whole sweep. Where another launcher than Hydra's own
+    (submitit) runs members, nobody reads this process's memory, and what went wrong is a UserError.
     """
     varying = {
         override.key_or_group
@@ -173,9 +196,11 @@ def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments:
     plain["output_dir"] = os.path.join(str(plain["output_dir"]), re.sub(r"[^\w.,=+-]+", "_", name))
     if "tracker" in plain and not plain.tracker.group:
         plain.tracker.group = str(plain.experiment)  # one W&B group a sweep
-    typed(plain, schema)
-    status = run_on_file(plain, job)
-    return [f"'{name}' with status {status} ({plain['output_dir']})"] if status else []
+    status = sweep.run(plain, job, typed(plain, schema))
+    wrong = f"'{name}' with status {status} ({plain['output_dir']})"
+    if status and not str(HydraConfig.get().launcher._target_).endswith("BasicLauncher"):
+        raise UserError(f"a member of the sweep failed: {wrong}")
+    return [wrong] if status else []
 
 
 def _overrides(arguments: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Child processes of a job: the workers of DDP, the stages of an experiment, the members of a sweep.
+"""Child processes of a job: its ranks, the stages of an experiment, the members of a sweep.
 
 Children run in sessions of their own, so that Ctrl-C on a terminal reaches them once, through us: they save a checkpoint and end, and
 we wait for them. A worker that dies ends the job: the others are stopped and the error names the rank.
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from decoding.errors import UserError
+from training import ranks
 from training.config import ParallelConfig
 from training.loop import Interrupted
 
-WORKER = "SHALLOW_DRAFT_WORKER"
 INTERRUPTED = 130  # exit status of a job that a signal stopped after it had saved
 _GRACE_SECONDS = 30.0
 
@@ -75,10 +75,10 @@ class Children:
                 process.send_signal(number)
 
 
-def run_child(command: list[str], what: str) -> int:
-    """Run one command to its end. Returns its exit status; raises Interrupted when a signal stopped it."""
+def run_child(command: list[str], what: str, environment: dict[str, str] | None = None) -> int:
+    """Run one command to its end; environment None: ours. Returns its exit status; raises Interrupted when a signal stopped it."""
     with Children() as children:
-        children.start(command)
+        children.start(command, environment)
         status = children.wait()[0]
     if status == INTERRUPTED or children.signalled:
         raise Interrupted(f"{what} was stopped by a signal. Run the same command to go on")
@@ -87,19 +87,33 @@ def run_child(command: list[str], what: str) -> int:
 
 
 def is_worker() -> bool:
-    """True inside a process that `launch` or `torchrun` started."""
-    return WORKER in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    """True inside a rank that `launch`, torchrun or Slurm started."""
+    return ranks.is_rank()
 
 
 def processes_wanted(config: ParallelConfig) -> int:
-    """How many ranks this machine is to run. Raises UserError where kind and number contradict each other."""
+    """How many ranks the job has, which `launch` is to start unless this process is one of them.
+
+    Raises UserError where kind and number contradict each other.
+    """
+    if ranks.is_rank():
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        if config.processes and here and config.processes != here:
+            raise UserError(
+                f"parallel.processes is {config.processes}, but this process was started as one of {here} ranks on its machine: leave it at 0"
+            )
+        ranks.check_kind(config.kind, ranks.world_size())
+        return ranks.world_size()
     if config.kind == "single":
         if config.processes > 1:
-            raise UserError(f"parallel.processes is {config.processes} with parallel=single; use parallel=ddp")
+            raise UserError(
+                f"parallel.processes is {config.processes} with parallel=single; use parallel=ddp, zero1, zero2, zero3 or fsdp"
+            )
         return 1
     processes = config.processes or torch.cuda.device_count()
     if processes == 0:
         raise UserError(f"parallel={config.kind} on a machine without a GPU needs parallel.processes=N")
+    ranks.check_kind(config.kind, processes)
     return processes
 
 
@@ -123,7 +137,6 @@ def launch(job: str, config_file: Path, processes: int) -> None:
                 **os.environ,
                 **{key: str(value) for key, value in places.items()},
                 "MASTER_ADDR": "127.0.0.1",
-                WORKER: "1",
             }
             environment.setdefault("OMP_NUM_THREADS", str(threads))
             children.start([sys.executable, "-m", job, "--config-file", str(config_file)], environment)

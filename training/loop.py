@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from decoding.errors import UserError
 from training import checkpoint
 from training.config import LoopConfig
-from training.optimizer import MasterAdamW, Rate, learning_rate
+from training.optimizer import Optimizer, Rate, learning_rate
 from training.packing import Batch, PackedData, collate, micro_batches
 from training.parallel import Parallel
 from training.progress import ProgressBar
+from training.sharding import checkpoint_activations
 
 
 class Objective(Protocol):
@@ -92,10 +93,8 @@ def fit(
     is chosen. Resumes from the newest whole checkpoint under `folder`/checkpoints. Raises Interrupted and UserError (loss not finite).
     """
     total = total_steps(config, data)
-    wrapped = parallel.prepare(module)
-    optimizer = MasterAdamW(trained, config.optimizer, module.rates)
     root = folder / "checkpoints"
-    progress = _resume(root, trained, optimizer, parallel)
+    wrapped, optimizer, progress = _begin(root, module, trained, config, parallel)
     data.load(progress.data)
     if tracker is not None:
         tracker.rewind(progress.step)
@@ -107,7 +106,9 @@ def fit(
             if tracker is not None and progress.step % config.log_every == 0:
                 tracker.log(progress.step, values)
             if data.ended or _due(progress.step, config.eval_every, total):
-                _look(progress, parallel.broadcast(evaluate()), data, tracker, bar)
+                with parallel.whole():
+                    figures = parallel.broadcast(evaluate())
+                _look(progress, figures, data, tracker, bar)
             stop = parallel.any(signals.received)
             due = _due(progress.step, config.checkpoint_every, total) or progress.best_step == progress.step
             if due or stop or data.ended:
@@ -120,7 +121,8 @@ def fit(
                 )
         if progress.step < total:
             bar.say(f"  ended after step {progress.step} of {total}: {data.ended}")
-    _load_best(root, progress, trained, parallel)
+    with parallel.whole(for_good=True):
+        _load_best(root, progress, trained, parallel)
     return progress
 
 
@@ -134,7 +136,7 @@ def _step(
     data: PackedData,
     config: LoopConfig,
     parallel: Parallel,
-    optimizer: MasterAdamW,
+    optimizer: Optimizer,
     progress: Progress,
     total: int,
     root: Path,
@@ -143,7 +145,7 @@ def _step(
     began = time.monotonic()
     rows = data.step_rows(progress.step)
     progress.data = data.state()
-    parallel.unwrap(module).begin(progress.step, total)
+    parallel.inner.begin(progress.step, total)
     loss, metric, tokens = _backward(module, rows, data, config, parallel, optimizer)
     norm = float(optimizer.clip())
     if not math.isfinite(loss) or not math.isfinite(norm):
@@ -160,7 +162,7 @@ def _step(
     progress.tokens += tokens
     progress.supervised += data.supervised_in(rows)
     progress.seconds += seconds
-    name = parallel.unwrap(module).metric_name
+    name = parallel.inner.metric_name
     record = {"loss": loss, name: metric, "lr": rate, "gradient_norm": norm, "tokens": progress.tokens}
     return record | {"supervised_tokens": progress.supervised, "tokens_per_second": tokens / seconds}
 
@@ -171,7 +173,7 @@ def _backward(
     data: PackedData,
     config: LoopConfig,
     parallel: Parallel,
-    optimizer: MasterAdamW,
+    optimizer: Optimizer,
 ) -> tuple[float, float, int]:
     """Loss and gradient of one step, divided by the global count of supervised tokens. Returns (loss, metric, tokens), all global."""
     count = max(1, data.supervised_in(rows))
@@ -184,7 +186,7 @@ def _backward(
         with parallel.exchange(module, last=travel):
             batch = collate(data.samples, part or [[]], data.capacity, parallel.device)
             loss_sum, metric_sum = module(batch)
-            parallel.backward(loss_sum / count)
+            parallel.backward(module, loss_sum / count)
         optimizer.collect()
         totals += torch.stack([loss_sum.detach().double(), metric_sum[0].double()])
     loss, metric = (parallel.sum(totals) / count).tolist()
@@ -213,30 +215,34 @@ def _look(
 
 
 def _save(
-    root: Path, progress: Progress, config: LoopConfig, trained: nn.Module, optimizer: MasterAdamW, parallel: Parallel
+    root: Path, progress: Progress, config: LoopConfig, trained: nn.Module, optimizer: Optimizer, parallel: Parallel
 ) -> None:
-    if parallel.is_main:
-        weights = dict(trained.state_dict())
-        best = f"step_{progress.best_step:06d}"
-        checkpoint.save(
-            root / f"step_{progress.step:06d}",
-            vars(progress),
-            _untied(weights),
-            optimizer.state(),
-            checkpoint.rng_state(),
-        )
-        checkpoint.prune(root, config.keep, best)
+    """Write the whole state in one format, whatever ranks share, so that a run may go on under another kind of parallelism."""
+    states = optimizer.state(keep=parallel.is_main)
+    with parallel.whole():
+        if parallel.is_main:
+            weights = _untied(dict(trained.state_dict()))
+            name = f"step_{progress.step:06d}"
+            checkpoint.save(root / name, vars(progress), weights, states, checkpoint.rng_state())
+            checkpoint.prune(root, config.keep, best=f"step_{progress.best_step:06d}")
     parallel.wait()
 
 
-def _resume(root: Path, trained: nn.Module, optimizer: MasterAdamW, parallel: Parallel) -> Progress:
+def _begin(
+    root: Path, module: Any, trained: nn.Module, config: LoopConfig, parallel: Parallel
+) -> tuple[nn.Module, Optimizer, Progress]:
+    """Load the newest whole checkpoint, if there is one, and hand the objective over to the ranks."""
+    if config.activation_checkpointing:
+        checkpoint_activations(trained)
     found = checkpoint.latest(root, report=print if parallel.is_main else lambda _: None)
+    if found is not None:  # before ranks take their shares of the weights
+        _load_weights(trained, found)
+    wrapped, optimizer = parallel.prepare(module, trained, config.optimizer, module.rates)
     if found is None:
-        return Progress()
-    _load_weights(trained, found)
+        return wrapped, optimizer, Progress()
     optimizer.load(found.optimizer)
     checkpoint.restore_rng(found.rng)
-    return Progress(**{key: value for key, value in found.state.items() if key != "hashes"})
+    return wrapped, optimizer, Progress(**{key: value for key, value in found.state.items() if key != "hashes"})
 
 
 def _load_best(root: Path, progress: Progress, trained: nn.Module, parallel: Parallel) -> None:

@@ -47,6 +47,19 @@ class LanguageModelling(Constant):
         return chunked_cross_entropy(hidden_NH, self.model.lm_head.weight, batch.next_RT[batch.supervised_RT])
 
 
+class Frozen:
+    """A model that an objective reads and does not own: no submodule, so in no optimizer, gradient exchange or checkpoint.
+
+    A copy of the objective, as ranks that cut it make, reads the same model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Frozen":
+        return self
+
+
 class Distillation(Constant):
     """Forward KL from a frozen teacher at the supervised positions."""
 
@@ -55,14 +68,13 @@ class Distillation(Constant):
     def __init__(self, student: Any, teacher: Any, temperature: float = 1.0, cache_bytes: int = 0) -> None:
         super().__init__()
         self.student = student
-        # Held in a list so that the teacher is no submodule: it has no optimizer state, no gradient exchange and is in no checkpoint.
-        self._teacher = [teacher]
+        self._teacher = Frozen(teacher)
         self.temperature = temperature
         self._states = TeacherStates(teacher, cache_bytes)
 
     @property
     def teacher(self) -> Any:
-        return self._teacher[0]
+        return self._teacher.model
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum of KL(teacher || student) in nats, sum of min(p, q) [1]) over supervised tokens."""
@@ -86,7 +98,7 @@ class TeacherStates:
     """
 
     def __init__(self, teacher: Any, limit_bytes: int) -> None:
-        self.teacher = teacher
+        self._teacher = Frozen(teacher)
         self.free_bytes = limit_bytes
         self.remember = limit_bytes > 0
         self._known: dict[tuple[int, ...], Tensor] = {}
@@ -95,7 +107,7 @@ class TeacherStates:
     def __call__(self, batch: Batch) -> Tensor:
         """[N, G], in the order of `batch.supervised_RT`."""
         if not self.remember:
-            return hidden_states(self.teacher, batch)[batch.supervised_RT]
+            return hidden_states(self._teacher.model, batch)[batch.supervised_RT]
         return torch.cat([self._row(batch, index) for index in range(len(batch.rows))])
 
     def _row(self, batch: Batch, index: int) -> Tensor:
@@ -103,7 +115,7 @@ class TeacherStates:
         if key in self._known:
             return self._known[key]
         one = batch.row(index)
-        states_NG = hidden_states(self.teacher, one)[one.supervised_RT]
+        states_NG = hidden_states(self._teacher.model, one)[one.supervised_RT]
         size = states_NG.numel() * states_NG.element_size()
         if size <= self.free_bytes:
             self.free_bytes -= size

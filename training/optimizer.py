@@ -7,11 +7,13 @@ and the rounded result is written back after every step. For float32 weights the
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from training.config import OptimizerConfig
+from training.sharding import assign, whole
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,42 @@ class Rate:
 PLAIN = Rate()
 
 
+class Optimizer(Protocol):
+    """What the loop asks of an optimizer, whoever holds its states."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Gradients leave the weights after every backward pass, for float32 ones."""
+        ...
+
+    def collect(self) -> None: ...
+
+    def clip(self) -> Tensor: ...
+
+    def step(self, lr: float) -> None: ...
+
+    def state(self, keep: bool) -> dict[str, Tensor]: ...
+
+    def load(self, tensors: dict[str, Tensor]) -> None: ...
+
+
+def parameter_groups(
+    named: Iterable[tuple[str, Tensor]], config: OptimizerConfig, rates: Mapping[str, Rate]
+) -> list[dict[str, Any]]:
+    """torch's parameter groups: matrices are decayed, vectors and parameters with a rate of their own are not."""
+    groups: dict[tuple[float, float, bool], list[Tensor]] = {}
+    for name, parameter in named:
+        kind = rates.get(name, PLAIN)
+        decay = config.weight_decay if parameter.dim() >= 2 and kind == PLAIN else 0.0
+        groups.setdefault((decay, kind.scale, kind.ascends), []).append(parameter)
+    return [
+        {"params": members, "weight_decay": decay, "scale": scale, "maximize": ascends}
+        for (decay, scale, ascends), members in groups.items()
+    ]
+
+
 class MasterAdamW:
-    """AdamW (torch.optim.AdamW) over float32 masters of the trainable parameters of `model`."""
+    """AdamW (torch.optim.AdamW) over float32 masters of the trainable parameters of `model`, which may be FSDP's shares."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, rates: Mapping[str, Rate] | None = None) -> None:
         """rates: of the parameters, by name, that move otherwise than the rest; they are never decayed."""
@@ -38,20 +74,8 @@ class MasterAdamW:
             p if p.dtype in (torch.float32, torch.float64) else p.detach().float().requires_grad_()
             for p in self.parameters
         ]
-        groups: dict[tuple[float, float, bool], list[Tensor]] = {}
-        for name, master in zip(self.names, self.masters, strict=True):
-            kind = (rates or {}).get(name, PLAIN)
-            decay = config.weight_decay if master.dim() >= 2 and kind == PLAIN else 0.0
-            groups.setdefault((decay, kind.scale, kind.ascends), []).append(master)
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": masters, "weight_decay": decay, "scale": scale, "maximize": ascends}
-                for (decay, scale, ascends), masters in groups.items()
-            ],
-            lr=config.lr,
-            betas=(config.betas[0], config.betas[1]),
-            fused=True,
-        )
+        groups = parameter_groups(zip(self.names, self.masters, strict=True), config, rates or {})
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True)
 
     @property
     def has_copies(self) -> bool:
@@ -86,25 +110,31 @@ class MasterAdamW:
     def clip(self) -> Tensor:
         """Clip the global gradient norm. Returns it as it was before."""
         limit = self.config.clip if self.config.clip > 0 else math.inf
-        return nn.utils.clip_grad_norm_(self.masters, limit)
+        return whole(nn.utils.clip_grad_norm_(self.masters, limit))
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything the next step depends on, as named tensors."""
+    def state(self, keep: bool = True) -> dict[str, Tensor]:
+        """Everything the next step depends on, whole, as named tensors. All ranks ask; those without `keep` get nothing."""
         tensors: dict[str, Tensor] = {}
         for name, master in zip(self.names, self.masters, strict=True):
-            tensors[f"master.{name}"] = master.detach()
-            for key, value in self.optimizer.state.get(master, {}).items():
-                tensors[f"{key}.{name}"] = value
+            parts = {"master": master.detach(), **self.optimizer.state.get(master, {})}
+            for key, value in parts.items():
+                full = whole(value)
+                if keep:  # a gathered one leaves the card: rank 0's has no room for all
+                    tensors[f"{key}.{name}"] = full if full is value else full.cpu()
         return tensors
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Inverse of `state`; the model's weights follow the masters."""
         for name, master in zip(self.names, self.masters, strict=True):
-            master.copy_(tensors[f"master.{name}"])
-            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors]
-            if keys:
-                self.optimizer.state[master] = {key: tensors[f"{key}.{name}"].clone() for key in keys}
+            assign(master, tensors[f"master.{name}"])
+            if f"step.{name}" not in tensors:
+                continue
+            state = {"step": tensors[f"step.{name}"].clone().to(master.device)}
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.zeros_like(master)
+                assign(state[key], tensors[f"{key}.{name}"])
+            self.optimizer.state[master] = state
         self.write_back()
 
 

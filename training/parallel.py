@@ -1,47 +1,60 @@
-"""One class between the loop and the processes: one process and DDP behave the same, on accelerate.
+"""One class between the loop and the processes: one process, DDP, ZeRO and FSDP behave the same.
 
-The global count of supervised tokens divides loss and gradient (the loop divides, ranks add): DDP averages over ranks, so every rank's
-share is multiplied by the number of ranks before the backward pass.
+On accelerate for one process, DDP and DeepSpeed's ZeRO (training/zero.py); on torch's `fully_shard` for FSDP (training/sharding.py). The
+global count of supervised tokens divides loss and gradient (the loop divides, ranks add): every kind averages gradients over ranks, so
+every rank's share is multiplied by the number of ranks before the backward pass.
 """
 
 import contextlib
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from decoding.errors import UserError
 from decoding.target import device_of
-from training.config import ParallelConfig
-
-KINDS = ("single", "ddp")
+from training import ranks, sharding, zero
+from training.config import OptimizerConfig, ParallelConfig
+from training.optimizer import MasterAdamW, Optimizer, Rate
 
 
 class Parallel:
     """Where this process stands among the workers of a job, and the few operations that need the others."""
 
     def __init__(self, config: ParallelConfig, device: str = "auto") -> None:
-        if config.kind not in KINDS:
-            raise UserError(f"parallel.kind is '{config.kind}'; expected one of {', '.join(KINDS)}")
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        from accelerate import Accelerator, InitProcessGroupKwargs
-
+        self.kind = config.kind
+        self.stage = ranks.ZERO.get(config.kind, 0)
+        self.rank, self.world_size = ranks.rank(), ranks.world_size()
+        ranks.check_kind(self.kind, self.world_size)
         use_cpu = device_of(device) == "cpu"
         self._choose_card(device)
-        timeout = InitProcessGroupKwargs(
-            timeout=timedelta(seconds=config.timeout_seconds), backend="gloo" if use_cpu else "nccl"
-        )
-        self.accelerator = Accelerator(cpu=use_cpu, kwargs_handlers=[timeout] if self.world_size > 1 else None)
+        self.accelerator = self._accelerator(use_cpu, config.timeout_seconds)
         self.device = self.accelerator.device
         if self.accelerator.num_processes != self.world_size:
             raise UserError(
                 f"the workers disagree: WORLD_SIZE is {self.world_size}, accelerate sees {self.accelerator.num_processes} processes"
             )
+        self._inner: nn.Module | None = None
+        self._shell: sharding.Shell | None = None
+
+    def _accelerator(self, use_cpu: bool, timeout_seconds: int) -> Any:
+        from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+        if self.world_size == 1:
+            return Accelerator(cpu=use_cpu)
+        backend = "gloo" if use_cpu else "nccl"
+        group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds), backend=backend)
+        if not self.stage:
+            gradients = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # else they are there twice
+            return Accelerator(cpu=use_cpu, kwargs_handlers=[group, gradients])
+        # cpu=True would make accelerate forget DeepSpeed; it takes the CPU by itself where there is no card.
+        accelerator = Accelerator(deepspeed_plugin=zero.plugin(self.stage, use_cpu), kwargs_handlers=[group])
+        zero.forget_transformers()
+        return accelerator
 
     def _choose_card(self, device: str) -> None:
         """Make `cuda:N` the present card; raise UserError among ranks, which have a card each."""
@@ -55,24 +68,89 @@ class Parallel:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def prepare(self, module: nn.Module) -> nn.Module:
-        """Move to the device and wrap for gradient exchange."""
-        module.to(self.device)
-        return self.accelerator.prepare_model(module) if self.world_size > 1 else module
+    @property
+    def cuts(self) -> bool:
+        """True where ranks hold anything of what is trained in shares."""
+        return self.stage > 0 or self.kind == "fsdp"
 
-    def unwrap(self, module: nn.Module) -> Any:
-        """The module that `prepare` wrapped."""
-        return self.accelerator.unwrap_model(module)
+    @property
+    def shards_weights(self) -> bool:
+        """True where ranks hold weights in shares, so that every forward is a message among all of them."""
+        return self.kind in ranks.SHARDED_WEIGHTS
+
+    def place_frozen(self, model: Any) -> Any:
+        """Move a frozen model to the device: in shares under zero3 and fsdp, else a whole one on every rank. Returns it.
+
+        Shares are `fully_shard`'s under zero3 too, as DeepSpeed cuts only what its engine trains. Ranks must then run the model equally
+        often.
+        """
+        if self.shards_weights:
+            sharding.shard_frozen(model, self._mesh())
+        else:
+            model.to(self.device)
+        return model
+
+    def prepare(
+        self, module: nn.Module, trained: nn.Module, config: OptimizerConfig, rates: Mapping[str, Rate]
+    ) -> tuple[nn.Module, Optimizer]:
+        """(the objective to call in the loop, its optimizer). `trained` is the part of `module` that is saved; see `whole`."""
+        module.to(self.device)
+        if not self.cuts:
+            self._inner = module
+            wrapped = self.accelerator.prepare_model(module) if self.world_size > 1 else module
+            return wrapped, MasterAdamW(trained, config, rates)
+        if rates:
+            raise UserError(
+                f"parallel.kind is {self.kind}, but '{next(iter(rates))}' moves at a rate of its own and is bounded at every step: use "
+                "parallel=single or ddp for masks"
+            )
+        self._inner, live = sharding.copy_objective(module, trained)
+        read = zero.read_whole if self.stage else _read_share
+        self._shell = sharding.Shell(trained, live, read)
+        self._shell.empty()
+        if self.stage:
+            optimizer = zero.ZeroAdamW(self.accelerator, self._inner, live, config)
+            return optimizer.engine, optimizer
+        sharding.shard_trained(self._inner, self._mesh())
+        return self._inner, MasterAdamW(live, config)
+
+    @property
+    def inner(self) -> Any:
+        """The objective inside what `prepare` returned."""
+        return self._inner
 
     @contextlib.contextmanager
-    def exchange(self, module: nn.Module, last: bool) -> Iterator[None]:
-        """Gradients travel only in the last backward pass of a step."""
-        with contextlib.nullcontext() if last else self.accelerator.no_sync(module):
+    def whole(self, for_good: bool = False) -> Iterator[None]:
+        """Inside, the caller's model holds the present weights, whole, on every rank; all ranks enter together.
+
+        Under ZeRO and FSDP it is empty outside, except after `for_good`, which ends the training.
+        """
+        if self._shell is not None:
+            self._shell.fill()
+        yield
+        if for_good:
+            self._shell = self._inner = None
+            if self.stage:
+                self.accelerator.free_memory()  # it would keep the engine
+        elif self._shell is not None:
+            self._shell.empty()
+
+    @contextlib.contextmanager
+    def exchange(self, module: Any, last: bool) -> Iterator[None]:
+        """DDP and ZeRO-1 send gradients only in the last backward pass of a step; shares of gradients leave no other choice."""
+        if self.stage:
+            module.set_gradient_accumulation_boundary(last)
+        keeps = self.kind == "ddp" and not last
+        with self.accelerator.no_sync(module) if keeps else contextlib.nullcontext():
             yield
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, module: Any, loss: Tensor) -> None:
         """Backward of this rank's share of a sum that ranks add up."""
-        self.accelerator.backward(loss * self.world_size)
+        loss = loss * self.world_size
+        if self.stage:
+            module.backward(loss)
+        else:
+            self.accelerator.backward(loss)
 
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over all ranks."""
@@ -102,3 +180,10 @@ class Parallel:
     def close(self) -> None:
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _mesh(self) -> Any:
+        return init_device_mesh(self.device.type, (self.world_size,))
+
+
+def _read_share(share: Tensor) -> Tensor:
+    return sharding.whole(share.detach())

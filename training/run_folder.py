@@ -2,7 +2,6 @@
 
 import json
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -18,8 +17,17 @@ from decoding.errors import UserError
 from training.checkpoint import sha256, write_text
 from training.config import JobConfig, plain
 
-# What may differ when a run is continued: nothing of it changes the result.
-_FREE_KEYS = ("threads", "dry_run", "tracker", "output_dir")
+# What may differ when a run is continued: nothing of it changes the result but by the order of additions, so that a run may move to
+# another machine.
+_FREE_KEYS = (
+    "threads",
+    "dry_run",
+    "tracker",
+    "output_dir",
+    "parallel",
+    "loop.micro_batch_tokens",
+    "loop.activation_checkpointing",
+)
 _PACKAGES = (
     "torch",
     "transformers",
@@ -114,12 +122,16 @@ class RunFolder:
         self.was_dry = bool(before.get("dry_run")) and not begun
         if self.was_dry:
             return  # a dry run is a question: the next one may differ
-        differing = [key for key in _differences(before, self.config) if re.split(r"[. ]", key)[0] not in _FREE_KEYS]
+        differing = [key for key in _differences(before, self.config) if not _is_free(key.split(" ")[0])]
         if differing:
             raise UserError(
                 f"{self.path} belongs to another configuration; different: {', '.join(differing)}. "
                 "Give another output_dir=, or delete the folder to start over"
             )
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)
 
 
 def _differences(before: Any, now: Any, prefix: str = "") -> list[str]:

@@ -2,7 +2,8 @@
 
 Stages talk only through folders. A stage that is the called job itself runs on the composed configuration, so overrides and sweeps reach
 it, with its own values (`key=value`, no groups) put in; the others, and stages that are sweeps (`-m` among their overrides), are given by
-their own Hydra overrides. A finished stage passes over its work by itself (its manifest says so).
+their own Hydra overrides. A finished stage passes over its work by itself (its manifest says so). Where several ranks run an experiment
+(torchrun, Slurm), all start every stage together, and a stage of one process is rank 0's.
 """
 
 import os
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from decoding.errors import UserError
 from training.config import JobConfig
 from training.launch import run_child
+from training.ranks import Meeting
 
 ON_FILE = "--config-file"
 
@@ -28,8 +30,10 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
     failed.
     """
     _check_given(composed)
+    meeting = Meeting()
     for number, stage in enumerate(config.stages, start=1):
-        print(f"[{number}/{len(config.stages)}] {stage}", flush=True)
+        if meeting.rank == 0:
+            print(f"[{number}/{len(config.stages)}] {stage}", flush=True)
         job, _, label = stage.partition(":")
         overrides = [
             text.replace("{output_dir}", config.output_dir).replace("@{", "${")
@@ -41,15 +45,16 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
             for text in overrides:
                 key, _, value = text.partition("=")
                 OmegaConf.update(own, key, yaml.safe_load(value))
-            status = run_on_file(own, job)
+            status = run_on_file(own, job, meeting.environment(number))
         else:
             shared = [f"seed={config.seed}", f"threads={config.threads}", f"dry_run={str(config.dry_run).lower()}"]
             command = [sys.executable, "-m", job, *overrides, *shared]
-            status = run_child(command, stage)
+            status = run_child(command, stage, meeting.environment(number))
         if status != 0:
             raise UserError(
                 f"stage {number} ({stage}) ended with status {status}; mend it and run the same command: finished stages are passed over"
             )
+        meeting.wait(f"stage {number}")
 
 
 def _check_given(composed: DictConfig) -> None:
@@ -62,11 +67,11 @@ def _check_given(composed: DictConfig) -> None:
             )
 
 
-def run_on_file(composed: DictConfig, job: str) -> int:
-    """`python -m <job>` on a saved configuration, in a fresh process. Returns its exit status."""
+def run_on_file(composed: DictConfig, job: str, environment: dict[str, str] | None = None) -> int:
+    """`python -m <job>` on a saved configuration, in a fresh process; environment None: ours. Returns its exit status."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
         file.write(OmegaConf.to_yaml(composed))
     try:
-        return run_child([sys.executable, "-m", job, ON_FILE, file.name], job)
+        return run_child([sys.executable, "-m", job, ON_FILE, file.name], job, environment)
     finally:
         os.unlink(file.name)

@@ -1,4 +1,4 @@
-"""The loop: exact resume, whole checkpoints, signals, losses that are not finite, one process against two."""
+"""The loop: exact resume, whole checkpoints, signals, losses that are not finite."""
 
 import json
 import os
@@ -14,7 +14,6 @@ import torch
 from decoding.errors import UserError
 from training import checkpoint
 from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig, TrackerConfig
-from training.launch import _free_port
 from training.loop import Interrupted, fit
 from training.models import build_llama
 from training.objectives import LanguageModelling
@@ -220,46 +219,3 @@ except UserError as error:
     assert "MB are free there; the last whole checkpoint is kept" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     assert checkpoint.load(tmp_path / "step_000001").state["step"] == 1
-
-
-_RANKS = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-import torch
-torch.set_num_threads(1)
-from test_loop import loop, make_data, make_model
-from training.config import ParallelConfig
-from training.loop import fit
-from training.parallel import Parallel
-parallel = Parallel(ParallelConfig(kind="ddp"), "cpu")
-module = make_model()
-fit("t", module, module.model, make_data(), loop(6), parallel, Path(sys.argv[1]), None, lambda: {{"score": 0.0}})
-parallel.close()
-"""
-
-
-def test_two_processes_train_as_one(tmp_path: Path):
-    train(tmp_path / "one", loop(6))
-    tests = str(Path(__file__).resolve().parent)
-    with_port = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-c", _RANKS.format(tests=tests), str(tmp_path / "two")]
-    root = Path(__file__).resolve().parents[2]
-    ranks = [
-        subprocess.Popen(command, env={**with_port, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=root)
-        for rank in range(2)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    one, two = newest(tmp_path / "one"), newest(tmp_path / "two")
-    for name in one.model:
-        torch.testing.assert_close(one.model[name], two.model[name], rtol=1e-5, atol=1e-5)
-    untrained = make_model().model.state_dict()
-    assert any(not torch.allclose(untrained[name], two.model[name], atol=1e-3) for name in two.model), (
-        "nothing was learnt: the test is blind"
-    )

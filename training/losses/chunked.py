@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+CHUNK = 1024  # rows whose logits are there at once
+
 # (student logits_CV in float32, what the chunk is held against) -> (loss_C, gradient of its sum with respect to the logits_CV, metrics_CM)
 RowLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -90,7 +92,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def chunked_cross_entropy(
-    hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, chunk: int = 1024
+    hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
     """(sum of -log q(label), number of labels that are the argmax [1]) over all rows, in nats."""
     return _ChunkedLoss.apply(hidden_NH, weight_VH, lambda a, b: labels_N[a:b], cross_entropy_rows, chunk)  # type: ignore[no-untyped-call]
@@ -101,7 +103,7 @@ def chunked_forward_kl(
     weight_VH: Tensor,
     teacher_hidden_NG: Tensor,
     teacher_weight_VG: Tensor,
-    chunk: int = 1024,
+    chunk: int = CHUNK,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """(sum of KL(teacher || student), sum of sum_v min(p, q) [1]) over all rows, in nats.

@@ -1,0 +1,204 @@
+"""A small training job for tests of parallelism, in this process or as one rank: `python -m tests.training.rank_job SPEC` (JSON).
+
+Each rank writes FOLDER/rank<N>.json with what it saw; rank 0 writes the exported weights beside it.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
+from training.launch import _free_port
+from training.loop import Interrupted, fit
+from training.models import build_llama, dtype_of
+from training.objectives import Distillation, freeze, hidden_states
+from training.packing import PackedData, Sample
+from training.parallel import Parallel
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 67  # no multiple of the number of ranks
+WIDTHS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
+
+
+@dataclass
+class Spec:
+    """What to train, and how."""
+
+    folder: str
+    kind: str = "single"
+    steps: int = 6
+    dtype: str = "float32"
+    stop_after: int = 0  # steps after which a SIGTERM comes
+    divisor: str = "global"  # global | rank: the mistake of dividing by each rank's own count
+    loop: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+
+
+def make_data() -> PackedData:
+    """Rows of 64 tokens, 4 a step; ranks have unlike numbers of supervised tokens."""
+    random = np.random.default_rng(0)
+    samples = []
+    for _ in range(80):
+        ids = random.integers(0, VOCABULARY, int(random.integers(3, 40))).astype(np.int32)
+        mask = random.random(len(ids)) < random.random()
+        mask[0], mask[-1] = False, True
+        samples.append(Sample(ids, mask))
+    return PackedData(samples, 64, rows_per_step=4, seed=7)
+
+
+def make_model(layers: int, seed: int, dtype: torch.dtype, tied: bool = False) -> Any:
+    torch.manual_seed(seed)
+    shape = StudentConfig(hidden_size=32, num_hidden_layers=layers, **WIDTHS)
+    base = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "initializer_range": 0.1}
+    return build_llama(shape, dtype, **base, tie_word_embeddings=tied)
+
+
+class Watched(Parallel):
+    """Parallel that remembers the optimizer, to count its bytes."""
+
+    def prepare(self, *arguments: Any) -> Any:
+        wrapped, self.optimizer = super().prepare(*arguments)
+        return wrapped, self.optimizer
+
+
+class Log:
+    """Records of the loop in memory."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def rewind(self, step: int) -> None: ...
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        self.records.append({"step": step, **values})
+
+
+def run(spec: Spec) -> dict[str, Any]:
+    """Train as one rank, or alone. Returns losses, norms, held-out scores and bytes of the optimizer's states on this rank."""
+    torch.set_num_threads(1)
+    parallel = Watched(ParallelConfig(kind=spec.kind), "cpu")
+    dtype = dtype_of(spec.dtype)
+    teacher = parallel.place_frozen(freeze(make_model(3, 1, dtype)))
+    student = make_model(2, 0, dtype, spec.tied)
+    objective = Distillation(student, teacher)
+    data = make_data()
+    config = {"tokens_per_step": 256, "micro_batch_tokens": 64, "eval_every": 3, "checkpoint_every": 3, "keep": 9}
+    optimizer = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, clip=0.2)
+    loop = LoopConfig(**(config | {"max_steps": spec.steps, "dtype": spec.dtype} | spec.loop), optimizer=optimizer)
+    _disturb(spec, data, parallel, student)
+    log = Log()
+
+    @torch.no_grad()
+    def evaluate() -> dict[str, float]:
+        """Mean of the student's hidden states on a row: the same for whole weights, wherever they were."""
+        from training.packing import collate
+
+        batch = collate(data.samples, data.rows[:1], data.capacity)
+        assert student.lm_head.weight.shape == (VOCABULARY, 32)
+        hidden = hidden_states(student, batch)[batch.supervised_RT]
+        teachers = hidden_states(teacher, batch)[batch.supervised_RT]
+        return {
+            "score": float(log.records[-1]["step"]),
+            "seen": float(hidden.double().mean() + teachers.double().mean()),
+        }
+
+    interrupted = False
+    try:
+        fit("t", objective, student, data, loop, parallel, Path(spec.folder), log, evaluate)
+    except Interrupted:
+        interrupted = True
+    steps = [record for record in log.records if "loss" in record]
+    report = {
+        "interrupted": interrupted,
+        "losses": [record["loss"] for record in steps],
+        "norms": [record["gradient_norm"] for record in steps],
+        "acceptance": [record["acceptance"] for record in steps],
+        "seen": [record["held_out_seen"] for record in log.records if "held_out_seen" in record],
+        "state_bytes": state_bytes(parallel.optimizer),
+        "frozen_bytes": sum(map(local_bytes, teacher.parameters())),
+        "weight_bytes": parallel.weight_bytes,
+        "deepspeed": "deepspeed" in sys.modules,
+    }
+    os.makedirs(spec.folder, exist_ok=True)
+    Path(spec.folder, f"rank{parallel.rank}.json").write_text(json.dumps(report))
+    if parallel.is_main and not interrupted:
+        weights = {name: tensor.detach().clone().contiguous() for name, tensor in student.named_parameters()}
+        save_file(weights, Path(spec.folder, "exported.safetensors"))
+    parallel.close()
+    return report
+
+
+def _disturb(spec: Spec, data: PackedData, parallel: Any, student: Any) -> None:
+    """Make the run fail as the spec wants, and count its weights before every step."""
+    rows_of, count_of = data.step_rows, data.supervised_in
+    calls = 0
+
+    def step_rows(step: int) -> list[list[int]]:
+        nonlocal calls
+        calls += 1
+        if calls == spec.stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        copies = [parallel.inner.student] if parallel.inner.student is student else [parallel.inner.student, student]
+        parallel.weight_bytes = sum(local_bytes(parameter) for copy in copies for parameter in copy.parameters())
+        return rows_of(step)
+
+    data.step_rows = step_rows  # type: ignore[method-assign]
+    if spec.divisor == "rank":
+        data.supervised_in = lambda rows: parallel.world_size * count_of(rows[parallel.rank :: parallel.world_size])  # type: ignore[method-assign]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor lies on this rank."""
+    if hasattr(tensor, "ds_tensor"):
+        return tensor.ds_tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    return local(tensor).numel() * tensor.element_size()
+
+
+def state_bytes(optimizer: Any) -> dict[str, int]:
+    """Bytes of moments and of masters that are no weights, on this rank."""
+    if hasattr(optimizer, "engine"):
+        states = optimizer.engine.optimizer.state
+        masters = list(states)
+    else:
+        states = optimizer.optimizer.state
+        masters = [master for master, weight in zip(optimizer.masters, optimizer.parameters) if master is not weight]
+    moments = [state[key] for state in states.values() for key in ("exp_avg", "exp_avg_sq")]
+    return {"moments": sum(map(local_bytes, moments)), "masters": sum(map(local_bytes, masters))}
+
+
+def run_ranks(spec: Spec, ranks: int = 2, timeout: float = 180) -> dict[str, Any]:
+    """The job in `ranks` processes; what rank 0 saw."""
+    ends = [process.wait(timeout=timeout) for process in start_ranks(spec, ranks)]
+    assert ends == [0] * ranks, ends
+    return json.loads(Path(spec.folder, "rank0.json").read_text())
+
+
+def start_ranks(spec: Spec, ranks: int) -> list[subprocess.Popen[bytes]]:
+    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.training.rank_job", json.dumps(dataclasses.asdict(spec))]
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return [subprocess.Popen(command, env={**os.environ, **common, **place}, cwd=ROOT) for place in places]
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights that a finished run left in the caller's model."""
+    return load_file(folder / "exported.safetensors")
+
+
+if __name__ == "__main__":
+    run(Spec(**json.loads(sys.argv[1])))

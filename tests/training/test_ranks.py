@@ -1,0 +1,143 @@
+"""Ranks that torchrun and Slurm start: how a job knows its own, and what it refuses."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from decoding.errors import UserError
+from distill.config import TrainConfig
+from training import ranks
+from training.config import ParallelConfig
+from training.job import CONF, check_arguments, register
+from training.launch import _free_port, processes_wanted
+
+ROOT = Path(__file__).resolve().parents[2]
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_NTASKS": "16",
+    "SLURM_PROCID": "11",
+    "SLURM_LOCALID": "3",
+    "SLURM_JOB_NODELIST": "gpu[07-08,12]",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ranks._PLACES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_slurms_words_are_torchruns():
+    assert ranks.slurm_ranks(STEP) == {
+        "RANK": "11",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "3",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": "19711",
+    }
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node003", "node003"),
+        ("a1,b2", "a1"),
+        ("gpu[07-08,12]", "gpu07"),
+        ("n[1,3],m4", "n1"),
+        ("rack-2-n[10-12]", "rack-2-n10"),
+    ],
+)
+def test_the_master_is_the_first_node(nodes: str, first: str):
+    assert ranks.first_node(nodes) == first
+
+
+def test_slurm_outside_of_a_step_is_named():
+    with pytest.raises(
+        UserError, match="SLURM_PROCID is not set: start the job with srun, as scripts/slurm/train.sbatch does"
+    ):
+        ranks.slurm_ranks({name: value for name, value in STEP.items() if name != "SLURM_PROCID"})
+
+
+def test_ranks_that_were_started_are_not_started_again(monkeypatch: pytest.MonkeyPatch):
+    assert processes_wanted(ParallelConfig(kind="ddp", processes=3)) == 3
+    assert not ranks.is_rank()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert ranks.is_rank()
+    assert processes_wanted(ParallelConfig(kind="fsdp")) == 16
+    with pytest.raises(UserError, match="parallel.processes is 3, but this process was started as one of 8 ranks"):
+        processes_wanted(ParallelConfig(kind="fsdp", processes=3))
+    with pytest.raises(UserError, match="parallel.kind is single in a job of 16 ranks"):
+        processes_wanted(ParallelConfig())
+
+
+def test_kinds_and_numbers_that_contradict_each_other_are_named():
+    with pytest.raises(UserError, match="parallel.kind is zero2 with one process, which has nobody to share with"):
+        processes_wanted(ParallelConfig(kind="zero2", processes=1))
+    with pytest.raises(UserError, match="parallel.launcher is 'mpi'; expected auto or slurm"):
+        ranks.adopt(TrainConfig(parallel=ParallelConfig(launcher="mpi")))
+
+
+def test_a_job_of_one_process_is_rank_0s_in_an_experiment_and_a_mistake_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    config = TrainConfig(job="distill.train")
+    assert not ranks.sits_out(config)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(
+        UserError, match="distill.train runs in one process, but was started in 2 ranks: give parallel=ddp"
+    ):
+        ranks.sits_out(config)
+    assert not ranks.sits_out(TrainConfig(parallel=ParallelConfig(kind="ddp")))
+    monkeypatch.setenv("SHALLOW_DRAFT_STAGE", "1")
+    assert ranks.sits_out(config)
+    monkeypatch.setenv("RANK", "0")
+    assert not ranks.sits_out(config)
+    assert not ranks.is_rank(), "what rank 0 starts now is no rank"
+
+
+def test_the_conf_for_submitit_composes(submitit: None):
+    check_arguments(["-m", "seed=1,2", "hydra/launcher=slurm"], "distill.train", TrainConfig)
+    register("distill.train", TrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose(
+            "distill_train", ["hydra/launcher=slurm", "hydra.launcher.nodes=2"], return_hydra_config=True
+        )
+    launcher = composed.hydra.launcher
+    assert launcher._target_.endswith("SlurmLauncher")
+    assert (launcher.nodes, launcher.gpus_per_node, launcher.tasks_per_node) == (2, 8, 1)
+
+
+_MEETS = """
+import os, sys, time
+from training.ranks import Meeting
+meeting = Meeting()
+for stage in ("one", "two"):
+    if meeting.rank == 0:
+        time.sleep(0.5)
+        open(sys.argv[1] + "/" + stage, "w").close()
+    meeting.wait(stage)
+    assert os.path.exists(sys.argv[1] + "/" + stage), "left before rank 0 was there"
+"""
+
+
+def test_ranks_wait_for_each_other_between_stages(tmp_path: Path):
+    places = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    command = [sys.executable, "-c", _MEETS, str(tmp_path)]
+    meets = [subprocess.Popen(command, env={**os.environ, **places, "RANK": str(r)}, cwd=ROOT) for r in range(3)]
+    assert [process.wait(timeout=60) for process in meets] == [0, 0, 0]
+
+
+def test_the_sbatch_script_is_a_script():
+    assert shutil.which("bash") is not None
+    script = ROOT / "scripts" / "slurm" / "train.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "usage: sbatch scripts/slurm/train.sbatch JOB [OVERRIDES]" in done.stderr

@@ -1,0 +1,111 @@
+"""Weights in shares: torch's `fully_shard` for what is trained and for a frozen teacher, and the whole weights that the rest of a job sees.
+
+Where ranks hold the trained weights in shares (ZeRO, FSDP), the loop trains a copy of the objective. The caller's own model is a shell: it
+holds memory only while somebody looks at it (an evaluation, a checkpoint, the export), and plain whole weights then, so that nothing
+outside this package knows of shares.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from decoding.errors import UserError
+
+
+class Shell:
+    """The caller's model while ranks hold its weights in shares: its parameters are empty between `fill` and `empty`."""
+
+    def __init__(self, trained: nn.Module, live: nn.Module, read: Callable[[Tensor], Tensor]) -> None:
+        """live: the copy of `trained` that holds the shares. read: a parameter of it -> its whole, in new memory, asked by all ranks."""
+        self._trained, self._live, self._read = trained, live, read
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Put the present weights into the caller's model, whole, on every rank."""
+        # Asked anew each time: cutting puts other parameters in the place of whole ones.
+        for parameter, share in zip(self._trained.parameters(), self._live.parameters(), strict=True):
+            parameter.data = self._read(share)
+
+    def empty(self) -> None:
+        """Give the memory back."""
+        for parameter in self._trained.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+
+def copy_objective(module: nn.Module, trained: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """(a copy of the objective, the copy of `trained` in it); frozen models (training.objectives.Frozen) are shared with the original."""
+    memo: dict[int, Any] = {}
+    live = copy.deepcopy(module, memo)
+    return live, memo[id(trained)]
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of the Hugging Face models in `model`, in order."""
+    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Keep only each decoder layer's input for the backward pass, which runs the layer's forward again (Chen et al. 2016).
+
+    By torch.utils.checkpoint, not reentrant. Raises UserError where there are no decoder layers of Hugging Face's.
+    """
+    owners: list[Any] = [owner for owner in model.modules() if hasattr(owner, "gradient_checkpointing_enable")]
+    if not decoder_layers(model) or not owners:
+        raise UserError(
+            f"loop.activation_checkpointing=true, but {type(model).__name__} has no decoder layers to run again; set it to false"
+        )
+    owners[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def shard_trained(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut what is trained over the ranks of `mesh`, in place: each decoder layer by itself, and the rest together.
+
+    A layer is whole only while it runs; embedding, last norm and lm_head are from the step's forward to its backward, as the objective
+    reads the lm_head's weight in both. Gradients are added over ranks in float32. Raises UserError for scalars, which cannot be cut.
+    """
+    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise UserError(
+            f"parallel.kind is fsdp, which cannot cut the scalar parameter '{scalars[0]}': use parallel=ddp, or a zero kind"
+        )
+    policy = MixedPrecisionPolicy(reduce_dtype=_wide(next(module.parameters()).dtype))
+    for layer in decoder_layers(module):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def shard_frozen(model: Any, mesh: DeviceMesh) -> None:
+    """Cut a frozen Hugging Face causal LM over the ranks, in place: each decoder layer is whole only while it runs.
+
+    The lm_head stays whole on every rank: losses read it in chunks, outside of any forward. So every forward of `model.model` is a
+    message among all ranks, and they must run it equally often.
+    """
+    model.get_output_embeddings().to(mesh.device_type)
+    for layer in decoder_layers(model.model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model.model, mesh=mesh, reshard_after_forward=True)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that ranks hold in shares (all of them must ask); others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assign(tensor: Tensor, value: Tensor) -> None:
+    """Copy `value`, which every rank has whole, into `tensor` or this rank's share of it."""
+    if isinstance(tensor, DTensor):
+        value = value.to(device=tensor.device, dtype=tensor.dtype)
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(value)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype that gradients are added in over ranks; None: their own."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
