@@ -105,9 +105,7 @@ class ImportanceConfig:
 
     sequences: int = 1024  # rows of data.max_length tokens that are read for the scores
     cache_dir: str = "runs/importance"  # scores by target and data: every shape after the first is free
-    choice: str = (
-        "probe"  # layers: probe (candidates against each other by acceptance) | even | influence | greedy | contiguous
-    )
+    choice: str = "probe"  # of layers: probe (candidates by acceptance) | even | influence | greedy | contiguous
     greedy_sequences: int = 8  # rows on which layers are taken away one by one
     rescale_norms: bool = True  # give every norm the scale that its output had before channels went
     probe_sequences: int = 100  # held-out rows on which candidates are compared
@@ -118,14 +116,10 @@ class ImportanceConfig:
 class L0Config:
     """mode=l0: Sheared-LLaMA's masks; its training schedule is `loop`."""
 
-    beta: str = (
-        "code"  # of the hard-concrete distribution: code (2/3, what was run) | paper (0.83, what the appendix says)
-    )
+    beta: str = "code"  # of the hard-concrete distribution: code (2/3, what was run) | paper (0.83, its appendix)
     warmup_share: float = 0.2  # share of the steps over which the sparsity grows to its target
     mask_lr: float = 1.0  # peak learning rate of mask logits and multipliers
-    train_weights: bool = (
-        True  # weights move with the masks; false: they are frozen, which takes a fraction of the memory
-    )
+    train_weights: bool = True  # weights move with the masks; false: frozen, at a fraction of the memory
 
 
 @dataclass
@@ -134,15 +128,11 @@ class PruneConfig(JobConfig):
 
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: StudentConfig = field(default_factory=StudentConfig)
-    mode: str = (
-        "importance"  # importance: activation scores and a probe | l0: learned masks | random: same shape from scratch
-    )
+    mode: str = "importance"  # importance: activation scores, a probe | l0: learned masks | random: from scratch
     depths: list[int] = field(
         default_factory=list
     )  # layers left after each stage before the last, such as [12, 5]; widths are cut in the first. Empty: by largest_cut
-    largest_cut: float = (
-        1.0  # share of its layers that one stage may take; more goes in stages (0.625: 32 -> 12 -> 5 -> 3)
-    )
+    largest_cut: float = 1.0  # share of its layers that one stage may take (0.625: 32 -> 12 -> 5 -> 3)
     assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
     masks: str = ""  # masks.safetensors of an earlier run on this target: cut by it, and choose nothing anew
     data: DataConfig = field(default_factory=DataConfig)

@@ -14,8 +14,17 @@ from transformers import AutoConfig
 from decoding.folder import read_config
 from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import write_card, write_untrained
-from distill.shapes import bytes_a_step, forward_flops, millions, odd_widths, parameter_counts, student_config
+from distill.shapes import (
+    bytes_a_step,
+    forward_flops,
+    millions,
+    odd_widths,
+    parameter_counts,
+    student_config,
+    target_widths,
+)
 from training.config import LoopConfig, ParallelConfig
+from training.memory_plan import Shape, activation_bytes, bytes_per_rank
 from training.models import dtype_of, missing_of, random_model, target_config, target_is_here
 from training.paths import resolve
 
@@ -28,8 +37,7 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: boo
     target = target_config(config.target)
     student = _student(config, target)
     describe(student, target)
-    trained, frozen = parameter_counts(student)["all"], parameter_counts(target)["all"]
-    print_cost(config.loop, config.parallel, trained, frozen, config.assumed_tflops)
+    print_cost(config.loop, config.parallel, student, target, config.assumed_tflops)
     return _write(config, student, target, target_folder, folder, was_dry)
 
 
@@ -54,17 +62,9 @@ def dry_prune(
         if config.mode == "importance":
             _say("importance", importance_flops(config, source, target, shape), config.assumed_tflops)
         if config.mode == "l0":
-            trained = parameter_counts(source)["all"]
-            print_cost(config.loop, config.parallel, trained, parameter_counts(target)["all"], config.assumed_tflops)
+            print_cost(config.loop, config.parallel, source, target, config.assumed_tflops)
         if number < len(shapes):
-            loop = config.between
-            print_cost(
-                loop,
-                config.parallel,
-                parameter_counts(shape)["all"],
-                parameter_counts(target)["all"],
-                config.assumed_tflops,
-            )
+            print_cost(config.between, config.parallel, shape, target, config.assumed_tflops)
         source = shape
     return _write(config, shapes[-1], target, target_folder, folder, was_dry)
 
@@ -98,11 +98,11 @@ def describe(student: Any, target: Any) -> None:
         print(f"warning: {warning}")
 
 
-def print_cost(loop: LoopConfig, parallel: ParallelConfig, trained: int, frozen: int, tflops: float) -> None:
-    """Say what training so many parameters, and running a frozen model beside them, takes: operations, hours and memory."""
+def print_cost(loop: LoopConfig, parallel: ParallelConfig, student: Any, teacher: Any, tflops: float) -> None:
+    """Say what training a student of this configuration takes, and running a frozen teacher (None: there is none) beside it."""
+    counts = parameter_counts(student)
+    trained, frozen = counts["all"], parameter_counts(teacher)["all"] if teacher is not None else 0
     flops = 6 * trained + 2 * frozen
-    width = torch.finfo(dtype_of(loop.dtype)).bits // 8
-    bytes_a_parameter = 16 if width == 4 else 2 * width + 12  # weights, gradient; float32 master and two moments
     print(f"cost: {flops / 1e6:,.0f} MFLOP a token (6 x student{' + 2 x teacher' if frozen else ''})")
     if loop.max_steps:
         tokens = loop.max_steps * loop.tokens_per_step
@@ -111,9 +111,34 @@ def print_cost(loop: LoopConfig, parallel: ParallelConfig, trained: int, frozen:
         print(
             f"plan: {loop.max_epochs:g} epochs; their tokens are known when the data is read (or give loop.max_steps)"
         )
-    beside = f", {frozen * width / 1e6:,.0f} MB for the teacher" if frozen else ""
-    print(f"memory: {trained * bytes_a_parameter / 1e6:,.0f} MB for student, gradients and optimizer{beside}")
-    print(f"disk: {trained * (8 + 4 + width) / 1e6:,.0f} MB a checkpoint (weights, float32 masters, two moments)")
+    _print_memory(loop, parallel, student, teacher)
+    width = dtype_of(loop.dtype).itemsize
+    print(f"disk: {trained * (width + 12) / 1e6:,.0f} MB a checkpoint (weights, float32 masters, two moments)")
+
+
+def _print_memory(loop: LoopConfig, parallel: ParallelConfig, student: Any, teacher: Any) -> None:
+    """Megabytes of a rank, part by part."""
+    counts, widths = parameter_counts(student), target_widths(student)
+    frozen = parameter_counts(teacher) if teacher is not None else {"all": 0, "head": 0}
+    ranks = max(1, parallel.processes)
+    outside = (counts["embedding"] + counts["head"], frozen["head"])
+    plan = bytes_per_rank(counts["all"], frozen["all"], parallel.kind, ranks, loop.dtype, *outside)
+    shape = Shape(
+        student.num_hidden_layers,
+        widths["hidden_size"],
+        widths["num_attention_heads"],
+        widths["head_dim"],
+        widths["intermediate_size"],
+        student.vocab_size,
+    )
+    plan |= activation_bytes(shape, loop.micro_batch_tokens, loop.dtype, loop.activation_checkpointing)
+    words = {"frozen": "teacher", "layers": "activations"}
+    parts = ", ".join(
+        f"{words.get(name, name)} {size / 1e6:,.0f}" for name, size in plan.items() if size and name != "total"
+    )
+    total = sum(size for name, size in plan.items() if name != "total")
+    of = f"each of {ranks} ranks ({parallel.kind})" if ranks > 1 else "one process"
+    print(f"memory of {of}: {total / 1e6:,.0f} MB ({parts})")
 
 
 def _say(what: str, flops: float, tflops: float) -> None:

@@ -15,6 +15,7 @@ from distill.config import PretrainConfig
 from distill.data import data_files, held_out_domains, read_samples, training_data
 from distill.drafter_folder import write_model
 from distill.dry_run import print_cost
+from distill.shapes import millions
 from training.config import check_values
 from training.job import job_main
 from training.launch import is_worker, launch, processes_wanted
@@ -44,7 +45,8 @@ def run(config: PretrainConfig) -> Path:
     if config.dry_run:
         with torch.device("meta"):
             model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
-        print_cost(config.loop, config.parallel, count_parameters(model.parameters()), 0, config.assumed_tflops)
+        print(f"model: {millions(count_parameters(model.parameters()))} parameters")
+        print_cost(config.loop, config.parallel, model.config, None, config.assumed_tflops)
         return folder
     processes = processes_wanted(config.parallel)
     if processes > 1 and not is_worker():

@@ -56,9 +56,7 @@ class StudentConfig:
     """Shape of a LLaMA student; a field left at 0 is taken from the target."""
 
     name: str = "student"  # name in tables and in the drafter's card
-    init: str = (
-        "layers"  # layers: copy chosen target layers | folder: go on from `path` | random: same shape from scratch
-    )
+    init: str = "layers"  # layers: copy chosen target layers | folder: go on from `path` | random: from scratch
     path: str = ""  # student folder of distill.prune, for init=folder; its shape counts, not the one below
     layers: list[int] = field(
         default_factory=list

@@ -81,7 +81,7 @@ def target_config(target: TargetConfig) -> PretrainedConfig:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     if not target.config:
         raise UserError(
-            f"target.path is {target.path}, which does not exist (working folder: {Path.cwd()}): give a model folder, or for a dry run a "
+            f"target.path={target.path} does not exist (working folder: {Path.cwd()}): give a model folder, or for a dry run a "
             f"target whose published configuration is known: target={' | '.join(published_targets())}"
         )
     values = dict(target.config)

@@ -265,7 +265,7 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["target.path=/no/such/model"], "/no/such/model does not exist"),
+        (["target.path=/no/such/model"], "target.path=/no/such/model does not exist"),
         (["loss.name=mse"], "expected forward_kl or cross_entropy"),
         (["data.chats=[]"], "the train split is empty"),
         (["data.max_length=9", "held_out.max_new_tokens=4"], "the train split is empty|no prompt of .* fits"),

@@ -80,7 +80,7 @@ def test_what_is_missing_is_said():
 
 
 def test_a_target_that_is_nowhere_names_its_path_and_the_known_ones():
-    with pytest.raises(UserError, match=r"/no/such/model, which does not exist .* target=llama2_13b \| .*qwen3_8b"):
+    with pytest.raises(UserError, match=r"/no/such/model does not exist .* target=llama2_13b \| .*qwen3_8b"):
         target_config(composed("target.path=/no/such/model"))
 
 
