@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import GenerationConfig
 
-from decoding.folder import WEIGHTS
+from decoding.folder import WEIGHTS, read_json
 from training.checkpoint import disk_error, write_text
 from training.run_folder import git_revision, hash_input, versions
 
@@ -96,6 +96,12 @@ def _assistant_settings(draft_tokens: int) -> dict[str, Any]:
     }
 
 
+def pruning_on_card(folder: Path) -> dict[str, Any] | None:
+    """How the model in a folder was cut out of its target, by its card; None where the card, or that, is missing."""
+    card = folder / CARD
+    return read_json(card).get("pruning") if card.is_file() else None
+
+
 def write_card(
     folder: Path,
     name: str,
@@ -105,8 +111,12 @@ def write_card(
     data: dict[str, Any],
     loss: dict[str, Any],
     acceptance: dict[str, Any],
+    pruning: dict[str, Any] | None = None,
 ) -> None:
-    """drafter_card.json (where the drafter comes from and what it was measured to do), README.md in Hub form and launch lines."""
+    """drafter_card.json (where the drafter comes from and what it was measured to do), README.md in Hub form and launch lines.
+
+    pruning: how it was cut out of the target; None where it was not.
+    """
     config = model.config
     shape = {
         key: getattr(config, key)
@@ -130,6 +140,7 @@ def write_card(
         "data": data,
         "loss": loss,
         "acceptance": acceptance,
+        "pruning": pruning,
         "cost_ratio": None,  # eval.run measures it on the machine that will serve
         "git_revision": git_revision(),
         "versions": versions(),

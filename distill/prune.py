@@ -18,7 +18,7 @@ from decoding.errors import UserError
 from decoding.folder import WEIGHTS, weight_files
 from distill.config import PruneConfig
 from distill.cut import cut_model, load_cut, refuse_other_shape, save_cut
-from distill.data import data_files, each_data, read_samples
+from distill.data import data_files, each_data, read_samples, sources
 from distill.drafter_folder import write_card, write_model
 from distill.dry_run import dry_prune
 from distill.masks import BETA, Masks
@@ -232,17 +232,16 @@ def finish(
         shutil.copyfile(last, run_folder.path / MASKS)
     student = load_causal_lm(folder, torch.float32)
     acceptance = {"acceptance": told[-1]["acceptance_before_distillation"]}
-    about = {"mode": config.mode, "stages": told}
-    sources = {"sources": [*config.data.chats, *config.data.texts]}
     write_card(
         folder,
         config.drafter.name,
         student,
         config.target.path,
         resolve(config.target.path),
-        sources,
-        about,
+        {"sources": sources(config.data)},
+        {"name": "none: cut, not distilled yet"},
         acceptance,
+        {"mode": config.mode, "stages": told},
     )
     seconds, flops = (
         {part: sum(notes[what].get(part, 0.0) for notes in told) for part in _parts(told, what)}

@@ -13,7 +13,7 @@ from decoding.target import BACKENDS
 from distill.acceptance import HeldOutAcceptance, HeldOutMixture, target_answers
 from distill.config import TrainConfig
 from distill.data import data_files, held_out_domains, sources, training_data
-from distill.drafter_folder import write_card, write_model
+from distill.drafter_folder import pruning_on_card, write_card, write_model
 from distill.dry_run import dry_run
 from distill.student import build_student
 from training.config import check_values, plain, refuse_parallel
@@ -185,6 +185,7 @@ def finish(
         about_data,
         plain(config)["loss"],
         acceptance,
+        pruning_on_card(resolve(config.drafter.path)) if config.drafter.init == "folder" else None,
     )
     metrics = {
         **acceptance,

@@ -234,5 +234,10 @@ def test_a_pruned_student_is_distilled_from_its_folder(tiny_target: Path, tmp_pa
         given = ["+experiment=smoke", f"target.path={tiny_target}", f"output_dir={tmp_path}/trained"]
         composed = compose("distill_train", [*given, "drafter.init=folder", f"drafter.path={tmp_path}/pruned/student"])
     distill.train.run(typed(composed, TrainConfig))
-    config = AutoModelForCausalLM.from_pretrained(tmp_path / "trained" / "drafter").config
+    drafter = tmp_path / "trained" / "drafter"
+    pruning = json.loads((drafter / "drafter_card.json").read_text())["pruning"]
+    assert pruning["mode"] == "importance" and len(pruning["stages"][0]["layers"]) == 2, (
+        "the card knows where it comes from"
+    )
+    config = AutoModelForCausalLM.from_pretrained(drafter).config
     assert (config.hidden_size, config.num_hidden_layers) == (16, 2)
