@@ -44,12 +44,13 @@ class Session:
     def measure(self) -> None:
         """Measure everything that is missing."""
         bench, cfg = self.loaded.bench, self.cfg
+        total = generations(cfg, self.loaded)  # refuses prompts that do not fill every part, before any time is spent
         deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
         weighing = [drafter.width(deepest) for drafter in bench.drafters.values() if drafter.caps.needs_costs]
         weighed = range(1, max([deepest, *weighing]) + 2)
         frozen_costs(bench, conditions(cfg), self._prompt, weighed, self._costs_file)
         warm_up(self.loaded, self.cfg)
-        with ProgressBar("eval", generations(self.cfg, self.loaded)) as bar:
+        with ProgressBar("eval", total) as bar:
             progress = _Progress(bar)
             for condition in conditions(self.cfg):
                 sweep, main = split(self.cfg, self.loaded, condition)
