@@ -99,7 +99,9 @@ def run_typed(composed: DictConfig, job: str, schema: type[Config], function: Ca
 def prepare_process(config: JobConfig) -> None:
     """Malloc settings and thread count before the first tensor; no progress bars but our own."""
     keep_memory()
-    if shutil.which("nvidia-smi") is None:  # else DeepSpeed, where it is installed, says at every start that it found no card
+    if (
+        shutil.which("nvidia-smi") is None
+    ):  # else DeepSpeed, where it is installed, says at every start that it found no card
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     from transformers.utils import logging
