@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from decoding.costs import measure_costs, own_cores
+from decoding.drafter import Drafter
 from decoding.loop import Parts, time_parts
 from decoding.schedules import WALL, weighs_costs
 from decoding.stopping import RoundCosts
@@ -49,42 +50,38 @@ def time_slice(
 ) -> list[Slice]:
     """Time every drafter's step, and the target at every width, after half of max_new_tokens; `repeats` each.
 
-    The target is timed at all widths once for all drafters that share it, with more repeats where they are several.
+    The target is timed at all widths by itself, once for all drafters that share it, with more repeats where they are several. Every
+    drafter is then timed in the same way, in turn with a target step, so that one model under two names costs the same.
     """
     slices: list[Slice] = []
     sharing = sum(use.schedule not in WALL for use in bench.uses.values())
-    for name in bench.drafters:
+    for name, drafter in bench.drafters.items():
         shared = bench.uses[name].schedule not in WALL
-        first = not shared or not any(one.shared for one in slices)
-        often = repeats * min(sharing, MOST_REPEATS) if first and shared else repeats
-        times = _time(bench, name, condition.batch_size, prompt, widths if first else (1,), often, WARM_UP)
-        assert times.t_draft_ms is not None, "a drafter was timed"
+        often = repeats * min(sharing, MOST_REPEATS) if shared else repeats
+        with own_cores(bench.target, drafter, bench.uses[name].schedule):
+            step = _time(bench, drafter, condition.batch_size, prompt, (1,), repeats)
+            target_ms = step.t_target_ms
+            if not shared or not any(one.shared for one in slices):
+                target_ms = _time(bench, None, condition.batch_size, prompt, widths, often).t_target_ms
+        assert step.t_draft_ms is not None, "a drafter was timed"
         place = (part, condition.temperature, condition.batch_size, name)
-        slices.append(Slice(*place, times.t_draft_ms, times.t_target_ms, times.context, shared))
+        slices.append(Slice(*place, step.t_draft_ms, target_ms, step.context, shared))
     return slices
 
 
 def _time(
-    bench: Bench,
-    name: str,
-    batch_size: int,
-    prompt: Sequence[int],
-    widths: Iterable[int],
-    repeats: int,
-    warmup: int,
+    bench: Bench, drafter: Drafter | None, batch_size: int, prompt: Sequence[int], widths: Iterable[int], repeats: int
 ) -> Parts:
-    drafter = bench.drafters[name]
-    with own_cores(bench.target, drafter, bench.uses[name].schedule):
-        return time_parts(
-            bench.target,
-            drafter,
-            prompt,
-            widths=widths,
-            context=len(prompt) + bench.settings.max_new_tokens // 2,
-            batch_size=batch_size,
-            repeats=repeats,
-            warmup=warmup,
-        )
+    return time_parts(
+        bench.target,
+        drafter,
+        prompt,
+        widths=widths,
+        context=len(prompt) + bench.settings.max_new_tokens // 2,
+        batch_size=batch_size,
+        repeats=repeats,
+        warmup=WARM_UP,
+    )
 
 
 def frozen_costs(

@@ -51,6 +51,9 @@ def expected_tokens_iid(alpha_all: float, gamma: int) -> float:
     return (1.0 - alpha_all ** (gamma + 1)) / (1.0 - alpha_all)
 
 
+CHEAP = 0.03  # of a target step: a draft step below it is no cost to save
+
+
 @dataclass(frozen=True)
 class Costs:
     """Measured costs of a round in units of t_target(1)."""
@@ -210,7 +213,9 @@ def verdict(alpha_D: Sequence[float | None], costs: Costs) -> Verdict:
         )
     need = breakeven_alpha(gamma, costs)
     if need is None:
-        remedy = "even a drafter that is always right would lose at these costs: make it cheaper"
+        remedy = "even a drafter that is always right would lose at these costs"
     else:
-        remedy = f"at these costs it would break even at alpha {need:.2f}; or make a draft step cheaper"
+        remedy = f"at these costs it would break even at alpha {need:.2f}"
+    if costs.draft(1) > CHEAP:
+        remedy += "; or make a draft step cheaper"
     return Verdict(False, gamma, speedup, f"no gamma can help (best {speedup:.2f}x): {bill}; {remedy}")

@@ -230,7 +230,7 @@ def _provenance(shown: Sequence[Row], provenance: Provenance, records: Sequence[
             "versions": ", ".join(f"{name} {version}" for name, version in provenance.versions.items()),
             "target": f"{first.target}, {first.backend} backend, {first.dtype}",
             "prompts": f"{provenance.prompt_file}: {left_out}",
-            "stalls": f"{again} units were measured again, as a round of theirs took {STALL:g} times its usual"
+            "stalls": f"{again} unit(s) were measured again, as a round of theirs took {STALL:g} times its usual"
             if again
             else "none",
             "order": "baseline and drafters take every prompt one after the other, in an order that rotates"

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
+from decoding.schedules import SCHEDULES, batch_type
+from decoding.stopping import RoundCosts
 from eval.config import EvalConfig
 from eval.records import Record
 from eval.report import Provenance, write_report
@@ -42,7 +44,9 @@ def run(cfg: EvalConfig) -> Path:
         print("no drafters= given: prompt lookup, the control, is all that is measured beside autoregressive decoding")
     if cfg.dry_run:
         if target_is_here(cfg.target):
-            _say_plan(cfg, load(cfg))
+            loaded = load(cfg)
+            check_plan(cfg, loaded)
+            _say_plan(cfg, loaded)
         else:
             print(f"note: {missing_of(cfg.target)}; nothing can be decoded with it yet")
         return Path(cfg.output_dir)
@@ -56,6 +60,7 @@ def run(cfg: EvalConfig) -> Path:
         )
     else:
         loaded = load(cfg)
+        check_plan(cfg, loaded)
         folder.write_manifest(loaded.inputs, {}, finished=False)
         session = Session(cfg, loaded, folder.path)
         session.measure()
@@ -72,6 +77,19 @@ def run(cfg: EvalConfig) -> Path:
             "the decoding, not of the drafter: please report it. require_lossless=false ends without this error."
         )
     return folder.path
+
+
+def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
+    """Raise UserError for what would fail only after time was spent: parts without prompts, schedules that a drafter, rule or batch does not fit.
+
+    Called before the run folder belongs to this configuration, so that the mended command runs in the same folder.
+    """
+    generations(cfg, loaded)
+    for name, use in loaded.bench.uses.items():
+        if use.schedule in SCHEDULES:
+            costs = RoundCosts(1.0, (1.0,))  # none are needed to see whether the rest fits
+            for size in cfg.batch_sizes:
+                batch_type(use.schedule, loaded.bench.drafters[name], cfg.verify, use.stopping or "fixed", costs, size)
 
 
 def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:

@@ -44,7 +44,7 @@ class Session:
     def measure(self) -> None:
         """Measure everything that is missing."""
         bench, cfg = self.loaded.bench, self.cfg
-        total = generations(cfg, self.loaded)  # refuses prompts that do not fill every part, before any time is spent
+        total = generations(cfg, self.loaded)
         deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
         weighing = [drafter.width(deepest) for drafter in bench.drafters.values() if drafter.caps.needs_costs]
         weighed = range(1, max([deepest, *weighing]) + 2)

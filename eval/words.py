@@ -14,7 +14,7 @@ AGREEMENT = 0.1
 DEFINITIONS: dict[str, str] = {
     "speedup": "tokens per second with the drafter over those of our own decoding without one: same prompts, machine, "
     "threads, dtype and loop, interleaved. In brackets the 95 % interval of a paired bootstrap over prompts.",
-    "gamma": "draft tokens proposed in a round, before the target checks them all in one forward pass.",
+    "gamma": "the most draft tokens of a round (a stopping rule may end it earlier), which the target checks in one forward pass.",
     "alpha": "acceptance rate: draft tokens that pass, of those tested. A token is tested when all before it passed.",
     "tau": "block efficiency: tokens emitted per target forward, the target's own bonus token included; 1 without a "
     "drafter, at most gamma + 1.",

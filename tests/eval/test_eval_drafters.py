@@ -14,9 +14,11 @@ from decoding.target import load_target
 from eval.benchmarks import load_benchmark, render_turns
 from eval.config import BenchmarkConfig
 from eval.drafters import Use, build, describe, uses
-from eval.records import read_records
+from eval.parts import time_slice
+from eval.records import Condition, read_records
 from eval.run import run
 from eval.schema import read_rows
+from eval.setup import load, middle_prompt
 from training.config import TargetConfig
 
 from . import tiny
@@ -180,6 +182,48 @@ def test_schedules_and_policies_are_rows_of_one_run(home, tmp_path):
     assert all(0 <= row.overhead < 1 for row in rows if row.schedule == "pearl_virtual")
     assert set(json.loads((folder / "costs.json").read_text())) == {"shallow, T=0", "shallow, T=1"}
     assert {row.drafter: row.stopping for row in rows} == {**dict.fromkeys(names, "fixed"), "shallow": "cost_ratio"}
+
+
+def test_drafters_are_timed_alike_wherever_they_stand_in_the_list(home, tmp_path):
+    """What runs between the steps of one model under two names is the same: else the first one's steps find other caches."""
+    shallow = str(home / "shallow")
+    loaded = load(config(home, tmp_path, drafters=[{"use": shallow, "name": "one"}, {"use": shallow, "name": "two"}]))
+    bench, seen, now = loaded.bench, {"one": [], "two": []}, []
+    forward = bench.target.forward
+
+    def watched(tokens_BN, *rest):
+        now.append(tokens_BN.shape[1])
+        return forward(tokens_BN, *rest)
+
+    bench.target.forward = watched
+    for name in seen:
+        step = bench.drafters[name].time_step
+
+        def stepped(name=name, step=step):
+            seen[name].append(tuple(now))
+            now.clear()
+            step()
+
+        bench.drafters[name].time_step = stepped
+    slices = time_slice(bench, Condition(0.0, 1), "main", middle_prompt(bench), (1, 2, 3), 2)
+    assert seen["one"][1:] == seen["two"][1:], "the first step of each follows the prefill"
+    assert {*slices[0].t_target_ms} == {1, 2, 3}, "control: the target is timed at every width all the same"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"batch_sizes": [1, 64]}, "too few"),
+        ({"verify": "block", "schedule": "pearl_virtual"}, "not block"),
+        ({"batch_sizes": [2], "schedule": "pearl_plus_virtual"}, "one prompt at a time"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_folder_is_taken(home, tmp_path, changed, words):
+    """So the command that the error asks for runs in the same folder."""
+    with pytest.raises(UserError, match=words):
+        run(config(home, tmp_path / "run", **changed))
+    assert not (tmp_path / "run" / "manifest.json").exists()
+    assert not (tmp_path / "run" / "costs.json").exists()
 
 
 def test_the_drafter_alone_is_the_other_end_of_the_scale(home):
