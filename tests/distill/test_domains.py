@@ -187,6 +187,7 @@ def test_held_out_text_is_drawn_evenly_from_all_of_it():
     assert [int(sample.ids[0]) for sample in drawn_evenly(ten, 200)] == list(range(0, 100, 5))
 
 
+@pytest.mark.long
 def test_two_worker_processes_draw_the_same_rows_and_move_the_same_shares(
     tiny_target: Path, texts: Path, tmp_path: Path
 ):

@@ -47,7 +47,7 @@ def test_the_most_that_can_go_is_what_the_bound_allows():
 def test_masks_start_open_and_logits_stay_in_their_bound():
     masks = HardConcrete(2, 50, 10, 2 / 3)
     assert float(masks.sparsity_W().detach().max()) < 0.01
-    assert float(masks.logit_WU.abs().max()) <= BOUND + 1e-6
+    assert float(masks.logit_WU.detach().abs().max()) <= BOUND + 1e-6
 
 
 def trained(masks: Masks, weight_of: dict[str, torch.Tensor], steps: int, train: bool = True) -> None:
@@ -75,7 +75,7 @@ def test_the_constraint_reaches_its_shape_and_keeps_what_matters():
     trained(masks, importance, 1200)
     assert {*dict(masks.each())} == {"layers", "units"}, "kinds that nothing is taken of have no masks"
     for kind, mask in masks.each():
-        assert float((mask.sparsity_W() - mask.target_sparsity).abs().max()) < 0.05, kind
+        assert float((mask.sparsity_W() - mask.target_sparsity).detach().abs().max()) < 0.05, kind
     best = torch.zeros(masks.shape["units"]).scatter_(1, importance["units"].topk(20).indices, 1.0)
     assert float((masks.binary()["units"] * best).sum() / best.sum()) > 0.7, "half of them would be chance"
     assert masks.figures()["margin/layers"] > 0

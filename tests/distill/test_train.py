@@ -190,6 +190,7 @@ def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(
     assert all(torch.equal(ours[name], straight[name]) for name in straight)
 
 
+@pytest.mark.long
 def test_two_worker_processes_make_the_same_drafter(finished: Path, tiny_target: Path, tmp_path: Path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     given = command(tiny_target, tmp_path, "parallel=ddp", "parallel.processes=2")

@@ -50,12 +50,17 @@ def equal_runs(folder: Path, seen: dict[str, Any], one: tuple[Path, dict[str, An
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["ddp", *CUTTING], indirect=True)
+@pytest.mark.parametrize(
+    "kind",
+    ["ddp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("zero1", "zero2")), "zero3", "fsdp"],
+    indirect=True,
+)
 def test_two_processes_train_as_one(kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path):
     """Two forwards a step on each rank, and a clip that binds: the gradient's norm is above it in some steps and below in others."""
     assert min(one[1]["norms"]) < 0.2 < max(one[1]["norms"])
     seen = run_ranks(Spec(str(tmp_path), kind=kind))
     assert len(seen["losses"]) == 6
+    assert seen["deepspeed"] == (kind in ZERO), "it is imported only where it works"
     equal_runs(tmp_path, seen, one)
     saved, straight = (checkpoint.load(folder / "checkpoints" / "step_000006") for folder in (tmp_path, one[0]))
     assert saved.optimizer.keys() == straight.optimizer.keys()  # one format, whatever was shared
@@ -158,10 +163,6 @@ def test_the_death_of_a_rank_ends_the_others(kind: str, tmp_path: Path):
         time.sleep(0.1)
     psutil.Process(ranks[1].pid).send_signal(signal.SIGKILL)
     assert ranks[0].wait(timeout=60) != 0
-
-
-def test_deepspeed_is_imported_only_where_it_works(one: tuple[Path, dict[str, Any]]):
-    assert not one[1]["deepspeed"]
 
 
 @pytest.mark.parametrize("kind", CUTTING)

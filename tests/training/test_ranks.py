@@ -127,6 +127,7 @@ for stage in ("one", "two"):
 """
 
 
+@pytest.mark.long
 def test_ranks_wait_for_each_other_between_stages(tmp_path: Path):
     places = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     command = [sys.executable, "-c", _MEETS, str(tmp_path)]
