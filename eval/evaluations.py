@@ -153,12 +153,13 @@ def _origins(config: dict[str, Any], manifest: dict[str, Any], dtype: str) -> tu
     """(what the drafters' folders say, what could not be known)."""
     found: dict[str, Origin] = {}
     notes = []
-    for entry in config["drafters"]:
+    mappings: dict[str, dict[str, Any]] = {}
+    for entry in config["drafters"]:  # one by one: of those that are gone by now nothing is known, of the others all
         try:
-            ((name, mapping),) = describe([entry], TargetConfig(dtype=dtype), control=False).items()
+            mappings |= describe([entry], TargetConfig(dtype=dtype), control=False)
         except UserError as error:
             notes.append(f"bytes a step and training of one drafter are unknown: {error}")
-            continue
+    for name, mapping in mappings.items():
         if "folder" not in mapping:
             continue
         folder = Path(mapping["folder"])
