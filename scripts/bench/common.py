@@ -108,7 +108,7 @@ def save(name: str, chosen: Any, figures: dict[str, Any], show: bool = True) -> 
         "figures": figures,
     }
     RESULTS.mkdir(exist_ok=True)
-    text = json.dumps(record, indent=1)
+    text = json.dumps(record, indent=1).replace(f"{RESULTS.parents[2]}/", "")  # no paths of one machine
     data = os.environ.get("SHALLOW_DRAFT_DATA")
     write_text(RESULTS / f"{name}.json", (text.replace(data, "$SHALLOW_DRAFT_DATA") if data else text) + "\n")
     if show:
