@@ -20,6 +20,7 @@ from distill.shapes import (
     millions,
     odd_widths,
     parameter_counts,
+    removal_flops,
     student_config,
     target_widths,
 )
@@ -71,13 +72,11 @@ def dry_prune(
 
 def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) -> float:
     """Operations of mode=importance by its settings: scores, the greedy order of layers, and all probes."""
-    settings, row, layers = config.importance, config.data.max_length, source.num_hidden_layers
+    settings, row = config.importance, config.data.max_length
     scores = forward_flops(source) * settings.sequences * row
     if settings.choice not in ("probe", "greedy"):
         return scores
-    a_layer, head = 2.0 * parameter_counts(source)["layers"] / layers, 2.0 * source.vocab_size * source.hidden_size
-    steps = sum(k * (k + 1) / 2 * a_layer + (k + 1) * head for k in range(2, layers + 1))
-    greedy = steps * settings.greedy_sequences * row
+    greedy = removal_flops(source) * settings.greedy_sequences * row
     if settings.choice == "greedy":
         return scores + greedy
     a_token = 6.0 * parameter_counts(shape)["all"] + forward_flops(target)

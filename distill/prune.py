@@ -101,7 +101,9 @@ def check(config: PruneConfig) -> None:
 def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
     """The configuration of the student after each stage, checked against the target and each other."""
     final = student_config(config.drafter, target)
-    depths = config.depths or between_depths(target.num_hidden_layers, final.num_hidden_layers, config.largest_cut)
+    depths = config.depths
+    if not depths and not config.masks:  # a file of masks holds one cut
+        depths = between_depths(target.num_hidden_layers, final.num_hidden_layers, config.largest_cut)
     deeper = [target.num_hidden_layers, *depths, final.num_hidden_layers]
     if config.depths and any(later >= before for before, later in pairwise(deeper)):
         raise UserError(

@@ -24,7 +24,7 @@ from distill.data import packed_data
 from distill.l0 import MaskedModel, masked
 from distill.layer_choice import candidates, removal_order
 from distill.masks import BETA, Masks
-from distill.shapes import forward_flops, parameter_counts
+from distill.shapes import forward_flops, parameter_counts, removal_flops
 from training.config import LoopConfig
 from training.loop import Progress, fit
 from training.models import random_model
@@ -122,9 +122,7 @@ def by_importance(bench: Workbench, source: Source, shape: Any, folder: Path) ->
 def _scores(bench: Workbench, source: Source) -> importance.Scores:
     """The source's scores: from the cache, else collected and put there."""
     settings = bench.config.importance
-    data = [settings.sequences, bench.config.data.max_length, bench.config.seed, _samples_hash(bench.samples)]
-    key = importance.cache_key(hash_input(source.folder), str(data))
-    path = Path(settings.cache_dir) / key / "scores.safetensors"
+    path = _cached(bench, source, settings.sequences) / "scores.safetensors"
     scores = importance.read_scores(path) if bench.parallel.is_main else None
     scores = bench.parallel.broadcast(scores)
     if scores is not None:
@@ -143,6 +141,12 @@ def _scores(bench: Workbench, source: Source) -> importance.Scores:
     return scores
 
 
+def _cached(bench: Workbench, source: Source, rows: int) -> Path:
+    """Where what was found out about a source on so many rows of this text is kept."""
+    data = [rows, bench.config.data.max_length, bench.config.seed, _samples_hash(bench.samples)]
+    return Path(bench.config.importance.cache_dir) / importance.cache_key(hash_input(source.folder), str(data))
+
+
 def _samples_hash(samples: list[Sample]) -> str:
     digest = hashlib.sha256()
     for sample in samples:
@@ -157,32 +161,23 @@ def _proposed(bench: Workbench, source: Source, scores: importance.Scores, count
     given = bench.config.drafter.layers
     if given and len(given) == count:
         return {"given": list(given)}
-    removal: list[int] = []
-    if count < layers and settings.choice in ("probe", "greedy"):
-        removal = _removal(bench, source)
-    every = candidates(count, layers, scores.influence_L, removal or list(range(layers - 1, 0, -1)))
-    if settings.choice == "probe":
-        return every
-    same = candidates(count, layers, scores.influence_L, removal or list(range(layers - 1, 0, -1)), distinct=False)
-    return {settings.choice: same[settings.choice]}
+    asked = count < layers and settings.choice in ("probe", "greedy")
+    removal = _removal(bench, source) if asked else list(range(layers - 1, 0, -1))  # else it is not looked at
+    probing = settings.choice == "probe"
+    found = candidates(count, layers, scores.influence_L, removal, distinct=probing)
+    return found if probing else {settings.choice: found[settings.choice]}
 
 
 def _removal(bench: Workbench, source: Source) -> list[int]:
     """Layers in the order in which the greedy search takes them away; kept beside the scores."""
     settings = bench.config.importance
-    data = [settings.greedy_sequences, bench.config.data.max_length, bench.config.seed, _samples_hash(bench.samples)]
-    key = importance.cache_key(hash_input(source.folder), str(data))
-    path = Path(settings.cache_dir) / key / "removal.json"
+    path = _cached(bench, source, settings.greedy_sequences) / "removal.json"
     order = importance.read_order(path, source.model.config.num_hidden_layers) if bench.parallel.is_main else None
     order = bench.parallel.broadcast(order)
     if order is None:
         batches = bench.rows(settings.greedy_sequences)
-        layers = source.model.config.num_hidden_layers
-        a_layer = 2.0 * parameter_counts(source.model.config)["layers"] / layers
-        heads = 2.0 * source.model.config.vocab_size * source.model.config.hidden_size
         tokens = len(batches) * bench.config.data.max_length
-        flops = tokens * sum(k * (k + 1) / 2 * a_layer + (k + 1) * heads for k in range(2, layers + 1))
-        with bench.account("layers by KL", flops):
+        with bench.account("layers by KL", tokens * removal_flops(source.model.config)):
             order = removal_order(source.model, batches, bench.parallel.is_main)
         if bench.parallel.is_main:
             importance.write_order(path, order)

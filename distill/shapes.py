@@ -139,3 +139,10 @@ def bytes_a_step(config: Any, itemsize: int = 2) -> int:
 def forward_flops(config: Any) -> float:
     """Operations of a forward over one token: two a weight that is multiplied with (layers and head)."""
     return 2.0 * (parameter_counts(config)["layers"] + config.vocab_size * config.hidden_size)
+
+
+def removal_flops(config: Any) -> float:
+    """Operations a token of taking layers away one by one (distill.layer_choice.removal_order): of k layers left, each is left out in turn."""
+    layers = config.num_hidden_layers
+    a_layer, head = 2.0 * parameter_counts(config)["layers"] / layers, 2.0 * config.vocab_size * config.hidden_size
+    return sum(k * (k + 1) / 2 * a_layer + (k + 1) * head for k in range(2, layers + 1))
