@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from . import tiny
+from eval.compare import run
+
+from . import simulated_runs, tiny
+from .comparing import DEEP, SHALLOW, SLOW, configured
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +21,17 @@ def home(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """SIMULATED: three depths, each evaluated by itself."""
+    home = tmp_path_factory.mktemp("simulated")
+    for number, (label, drafters) in enumerate({"one": SHALLOW, "four": DEEP, "six": SLOW}.items()):
+        simulated_runs.write(home / label / "eval.run", drafters, seed=number, tokens_seen=(number + 1) * 1_000_000)
+    return home
+
+
+@pytest.fixture(scope="module")
+def compared(runs):
+    return run(configured(runs, "compared", [f"{runs}/*/eval.run"]))

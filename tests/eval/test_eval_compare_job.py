@@ -1,0 +1,275 @@
+"""`eval.compare` as a job: the page, the table, Weights & Biases, errors, and real tiny evaluations."""
+
+import base64
+import io
+import json
+import re
+import time
+from html.parser import HTMLParser
+
+import pytest
+from hydra import compose, initialize_config_dir
+from matplotlib.image import imread
+from rich.console import Console
+
+import eval.run
+from decoding.errors import UserError
+from eval.compare import run
+from eval.compare_table import print_comparison
+from eval.config import CompareConfig
+from eval.evaluations import find_runs
+from training.config import TrackerConfig, typed
+from training.job import CONF, check_arguments, register
+
+from . import simulated_runs, tiny
+from .comparing import DEEP, SHALLOW, configured, evaluations_of, lines, panels, three
+
+
+# ---------------------------------------------------------------------------------------------- the job
+class Checker(HTMLParser):
+    """Collects addresses and checks that elements nest."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.addresses, self.texts = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("meta", "img", "source", "br"):
+            self.open.append(tag)
+        self.addresses += [value for name, value in attributes if name in ("src", "srcset", "href", "action", "data")]
+        self.texts += [value for name, value in attributes if name == "alt"]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone_with_its_plots_inside(compared):
+    html = (compared / "comparison.html").read_text()
+    checker = Checker()
+    checker.feed(html)
+    assert checker.open == []
+    files = sorted(path.read_bytes() for path in (compared / "plots").glob("*.png"))
+    assert len(files) == 8  # depth, acceptance, two fronts; greedy and sampled
+    inside = [base64.b64decode(address.removeprefix("data:image/png;base64,")) for address in checker.addresses]
+    assert sorted(inside[1::2]) == files, "the light ones"
+    assert not set(inside[::2]) & set(files) and len(inside) == 16, "and the dark ones"
+    assert len(checker.texts) == 8 and all(checker.texts)
+    assert all(imread(io.BytesIO(data)).shape[1] > 900 for data in inside)
+    assert not re.search(r"https?:|@import|url\(|<script", re.sub(r'"data:[^"]*"', "", html))
+
+
+def test_the_page_says_what_matters(compared):
+    text = re.sub(r"<[^>]+>", " ", re.sub(r'"data:[^"]*"', "", (compared / "comparison.html").read_text()))
+    best = max(
+        (line for line in lines(compared) if line["temperature"] == 1.0), key=lambda line: line["counted_speedup"]
+    )
+    for needed in (
+        "3 drafters from 3 evaluations",
+        f"{best['counted_speedup']:.2f}×",
+        f"{best['counted_speedup_low']:.2f} to {best['counted_speedup_high']:.2f}",
+        "temperature 1, token verification",
+        "Prompt lookup, the control",
+        "Where each loses",
+        "slower on",
+        "simulated processor",
+        "2 threads",
+        "do not loop",
+        "What was not measured",
+        "3.0 M",
+    ):
+        assert needed in text, needed
+
+
+def test_one_run_makes_a_report_too(runs):
+    folder = run(configured(runs, "alone", three(runs)[:1]))
+    assert len(lines(folder)) == 4
+    assert {line["run"] for line in lines(folder)} == {"eval.run"}
+    assert {path.name for path in (folder / "plots").iterdir()} == {
+        f"{kind}_{place}.png"
+        for kind in ("depth", "acceptance", "pareto")
+        for place in ("greedy", "temperature_1_token_verification")
+    }
+
+
+def test_names_from_outside_cannot_break_the_page(tmp_path):
+    folder = simulated_runs.write(tmp_path / "run", SHALLOW, target="<script>x</script>", benchmark="<b>&")
+    html = (run(configured(tmp_path, "evil", [folder])) / "comparison.html").read_text()
+    assert "<script" not in html and "<b>&" not in html and "&lt;script&gt;" in html
+
+
+def test_a_finished_comparison_is_made_again_only_for_other_runs(tmp_path, capsys):
+    simulated_runs.write(tmp_path / "a" / "eval.run", SHALLOW)
+    cfg = configured(tmp_path, "again", [f"{tmp_path}/*/eval.run"])
+    page = run(cfg) / "comparison.html"
+    made = page.stat().st_mtime_ns
+    run(cfg)
+    assert page.stat().st_mtime_ns == made and "nothing is made again" in capsys.readouterr().out
+    simulated_runs.write(tmp_path / "b" / "eval.run", DEEP)
+    found = run(cfg)
+    assert {line["run"] for line in lines(found)} == {"a", "b"}, "the glob finds one more"
+    (only,) = (found / "metrics.jsonl").read_text().splitlines()
+    assert len(json.loads(only)) == 1 + 2 * 4
+    with (tmp_path / "a" / "eval.run" / "records.jsonl").open("a") as file:
+        file.write("\n")
+    with pytest.raises(UserError, match=r"records.jsonl has changed since"):
+        run(cfg)
+
+
+def test_a_dry_run_says_what_it_would_read_and_writes_nothing(runs, tmp_path, capsys):
+    found = run(configured(tmp_path, "dry", [three(runs)[0], f"{tmp_path}/*/eval.run"], dry_run=True))
+    text = capsys.readouterr().out
+    assert "4 rows; simulated-1, prompt_lookup; simulated prompts, greedy, temperature 1, token verification" in text
+    assert "not there yet: " in text and "would write comparison.jsonl" in text
+    assert not found.exists()
+
+
+@pytest.mark.parametrize("width", [100, 230])
+def test_the_terminal_table_fits(runs, width):
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    print_comparison(panels(*three(runs)), evaluations_of(*three(runs)), console)
+    text = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue())
+    assert max(len(line) for line in text.splitlines()) <= width
+    for needed in ("simulated-4", "prompt_lookup", "is the fastest", "over the best", "slower on"):
+        assert needed in text, needed
+
+
+def test_weights_and_biases_holds_the_comparison_offline(runs):
+    """The files of the offline run are read back: the table's rows are those of comparison.jsonl."""
+    tracker = TrackerConfig(wandb="offline", group="simulated sweep")
+    folder = run(configured(runs, "tracked", three(runs), tracker=tracker))
+    (offline,) = folder.glob("wandb/offline-run-*")
+    (log,) = offline.glob("run-*.wandb")
+    deadline = time.monotonic() + 60  # wandb's own service process writes the files
+    while b"charts/acceptance_greedy" not in log.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert b"simulated sweep" in log.read_bytes()
+    (file,) = offline.glob("files/media/table/comparison_*.table.json")
+    table = json.loads(file.read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    expected = [
+        {key: value for key, value in line.items() if not isinstance(value, dict | list)} for line in lines(folder)
+    ]
+    assert rows == expected and len(rows) == 12
+    charts = {
+        path.name.split("_table")[0]: json.loads(path.read_text())
+        for path in offline.glob("files/media/table/charts/*.json")
+    }
+    assert charts.keys() == {
+        f"{kind}_{place}"
+        for kind in ("depth", "acceptance")
+        for place in ("greedy", "temperature_1_token_verification")
+    }
+    greedy = [line for line in lines(folder) if line["condition"] == "greedy"]
+    points = {(line["drafter_layers"], line["counted_speedup"]) for line in greedy}
+    drawn = charts["depth_greedy"]
+    at = [drawn["columns"].index(name) for name in ("layers", "speedup")]
+    assert {tuple(row[index] for index in at) for row in drawn["data"]} == points
+    assert len(list(offline.glob("files/media/images/plots/*.png"))) == len(list((folder / "plots").glob("*.png"))) == 8
+
+
+def test_a_sweep_has_one_group(tmp_path):
+    from eval.compare import group_of
+
+    sweep = [simulated_runs.write(tmp_path / name, SHALLOW, config={"experiment": "simulated_sweep"}) for name in "ab"]
+    alone = simulated_runs.write(tmp_path / "c", SHALLOW)
+    cfg = configured(tmp_path, "grouped", sweep, experiment="mine")
+    assert group_of(cfg, evaluations_of(*sweep)) == "simulated_sweep"
+    assert group_of(cfg, evaluations_of(alone)) == "mine"
+    cfg.tracker.group = "given"
+    assert group_of(cfg, evaluations_of(*sweep)) == "given"
+
+
+# ---------------------------------------------------------------------------------------------- errors
+def test_what_is_no_finished_evaluation_is_refused(runs, tmp_path):
+    folder = simulated_runs.write(tmp_path / "run", SHALLOW)
+    manifest = json.loads((folder / "manifest.json").read_text())
+
+    def refused(message, **changes):
+        (folder / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+        with pytest.raises(UserError, match=message):
+            run(configured(tmp_path, "refused", [folder]))
+
+    refused("is a run of distill.train; expected one of eval.run", job="distill.train")
+    refused("is not finished; end it with: python -m eval.run drafters", finished=False)
+    results = (folder / "results.jsonl").read_text()
+    (folder / "results.jsonl").write_text(results.replace('"alpha"', '"beta"'))
+    refused(r"results.jsonl: not the rows of this version of eval.run \(.*beta")
+    (folder / "results.jsonl").write_text(results[:-20])
+    refused("results.jsonl: not the rows of this version")
+    (folder / "results.jsonl").write_text("")
+    refused("results.jsonl has no rows")
+    (folder / "results.jsonl").write_text(results)
+    records = (folder / "records.jsonl").read_text().splitlines(keepends=True)
+    (folder / "records.jsonl").write_text("".join(records[:-1]))
+    refused("records.jsonl does not hold the generations behind results.jsonl .*prompts")
+    (folder / "records.jsonl").unlink()
+    refused("is no finished run of eval.run: it has no records.jsonl")
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"manifest.json is damaged"):
+        run(configured(tmp_path, "refused", [folder]))
+    assert not (tmp_path / "refused.out").exists()
+
+
+@pytest.mark.parametrize(
+    ("folders", "changes", "message"),
+    [
+        ([], {}, "runs is empty: name finished run folders"),
+        (["nowhere"], {}, "runs: .*nowhere finds no folder"),
+        (["no*where"], {}, "runs: .*finds no folder .*or a glob"),
+        ([""], {}, "is no finished run of eval.run: it has no config.yaml, manifest.json"),
+        ([""], {"prompts": "some"}, "prompts=some is unknown, expected headline or all"),
+        ([""], {"bootstrap_resamples": 0}, "bootstrap_resamples is 0, expected 1 or more"),
+    ],
+)
+def test_bad_input_is_named(tmp_path, folders, changes, message):
+    with pytest.raises(UserError, match=message):
+        run(configured(tmp_path, "out", [tmp_path / folder for folder in folders], **changes))
+
+
+def test_a_run_that_is_named_twice_is_read_once(runs):
+    assert find_runs([str(runs / "one" / "eval.run"), f"{runs}/*/eval.run", f"{runs}/one/../one/eval.run"]) == [
+        runs / label / "eval.run" for label in ("one", "four", "six")
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- real, tiny
+def test_a_stage_calls_it_by_overrides_alone():
+    register("eval.compare", CompareConfig)
+    overrides = [
+        'runs=["ladder/*/eval.run",other]',
+        "labels={one: wide,ladder/a/eval.run: deep}",
+        "tracker=wandb_offline",
+    ]
+    check_arguments(overrides, "eval.compare", CompareConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = typed(
+            compose("eval_compare", [*overrides, "group_by=[shape.hidden_size]", "tracker.group=ladder"]), CompareConfig
+        )
+    assert cfg.runs == ["ladder/*/eval.run", "other"]
+    assert cfg.labels == {"one": "wide", "ladder/a/eval.run": "deep"}
+    assert (cfg.tracker.wandb, cfg.tracker.group, cfg.group_by) == ("offline", "ladder", ["shape.hidden_size"])
+    assert cfg.output_dir == "runs/eval.compare/default"
+
+
+def test_real_evaluations_are_compared(home, monkeypatch):
+    """Two drafters cut from a tiny random target, each measured by eval.run; the stage's overrides are all it takes."""
+    monkeypatch.chdir(home)
+    tiny.save(home / "deeper", layers=2)
+    for name in ("shallow", "deeper"):
+        eval.run.run(tiny.config(home, f"ladder/{name}/eval.run", drafters=[str(home / name)]))
+    folder = run(CompareConfig(job="eval.compare", output_dir="ladder/eval.compare", runs=["ladder/*/eval.run"]))
+    found = lines(folder)
+    assert [(line["name"], line["drafter_layers"]) for line in found if line["temperature"] == 0] == [
+        ("deeper", 2),
+        ("prompt_lookup (deeper)", 0),
+        ("shallow", 1),
+        ("prompt_lookup (shallow)", 0),
+    ]
+    config = json.loads((home / "shallow" / "config.json").read_text())
+    shallow = next(line for line in found if line["name"] == "shallow")
+    assert shallow["bytes_per_step"] == 8 * (
+        shallow["drafter_parameters"] - config["vocab_size"] * config["hidden_size"]
+    )
+    assert shallow["training_tokens"] is None and shallow["pareto_training_tokens"] is None, "it has no card"
+    assert all(line["over_rival"] > 0 and line["over_rival_low"] is None for line in found), "three prompts are too few"
+    assert "needs more prompts" in (folder / "comparison.html").read_text()
