@@ -1,1 +1,1 @@
-"""The recurrent drafter (ReDrafter): not built yet; see the table of methods in the README."""
+"""The recurrent drafter (ReDrafter): its head, its training job, its beams as a drafter for `decoding`, and its commands."""

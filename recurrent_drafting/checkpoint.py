@@ -1,0 +1,128 @@
+"""Head folders in the published layout: config.json and model.safetensors, with the published keys and tensor names.
+
+Source: the published code's `DrafterConfig` and module names (apple/ml-recurrent-drafter), which TensorRT-LLM's converter read as well. A head
+with a shortlist has one key and one tensor more, which no other reader knows.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from decoding.errors import UserError
+from decoding.folder import WEIGHTS, load_state, read_config
+from recurrent_drafting.head import HeadConfig, RecurrentHead
+from training.checkpoint import disk_error
+
+MODEL_TYPE = "recurrent_drafting_drafter"
+_SIZES = ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers")
+_SHORTLIST = "token_ids_V"
+
+
+def published_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of a head."""
+    values: dict[str, Any] = {
+        "architectures": ["Drafter"],
+        "model_type": MODEL_TYPE,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "exit_dim": config.exit_dim,
+        "num_draft_layers": config.num_draft_layers,
+        "num_lookback_tokens": -1,
+        "rnn": config.rnn,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    return values | ({"draft_vocab_size": config.draft_vocab_size} if config.draft_vocab_size else {})
+
+
+def extensions(config: HeadConfig) -> list[str]:
+    """What the published layout cannot carry, in words; empty for a head that every reader of it loads."""
+    if not config.draft_vocab_size:
+        return []
+    return [
+        f"a shortlist of {config.draft_vocab_size:,} of {config.vocab_size:,} tokens (config key draft_vocab_size, tensor {_SHORTLIST})"
+    ]
+
+
+def save_head(head: RecurrentHead, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write config.json and model.safetensors; float32 is what the published code writes. Raises UserError when a write fails."""
+    state = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in head.state_dict().items()
+    }
+    text = json.dumps(published_config(head.config, dtype), indent=2, sort_keys=True) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / "config.json").write_text(text, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise disk_error(folder, error) from error
+
+
+def read_head_config(folder: Path) -> HeadConfig:
+    """The shape of a head folder. Raises UserError for a folder of another kind and for missing or wrong keys."""
+    file, values = folder / "config.json", read_config(folder)
+    if values["model_type"] != MODEL_TYPE:
+        raise UserError(
+            f"{file}: model_type is '{values['model_type']}', expected '{MODEL_TYPE}', a recurrent head. A language model drafts with "
+            "`use: chain`."
+        )
+    for key in _SIZES:
+        if not isinstance(values.get(key), int) or values[key] < 0:
+            raise UserError(
+                f"{file}: {key} is {values.get(key)!r}, expected a whole number; the published layout has it"
+            )
+    shortlist = values.get("draft_vocab_size", 0)
+    sizes = {key: values[key] for key in _SIZES}
+    return HeadConfig(**sizes, rnn=bool(values.get("rnn", False)), draft_vocab_size=shortlist)
+
+
+def load_head(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> RecurrentHead:
+    """The head of a folder. Raises UserError naming every tensor that is missing, unknown or of another shape than config.json says."""
+    config = read_head_config(folder)
+    with torch.device("meta"):
+        head = RecurrentHead(config)
+    state = load_state(folder)
+    _check_tensors(folder / WEIGHTS, config, head.state_dict(), state)
+    head.load_state_dict(state, assign=True)
+    _check_shortlist(folder / WEIGHTS, config, head.token_ids_V)
+    return head.to(device, dtype).requires_grad_(False).eval()
+
+
+def _check_tensors(file: Path, config: HeadConfig, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    recurrent = any(name.startswith("rnn_") for name in found)
+    if recurrent != config.rnn:
+        kinds = {True: "recurrent (it has rnn_u and rnn_w)", False: "without recurrence (it has no rnn_u and rnn_w)"}
+        raise UserError(
+            f"{file}: the head is {kinds[recurrent]}, but config.json says rnn={str(config.rnn).lower()}: the two are of different heads"
+        )
+    wrong = [f"{name} is missing" for name in wanted if name not in found]
+    wrong += [f"{name} is unknown" for name in found if name not in wanted]
+    wrong += [
+        f"{name} has the shape {list(found[name].shape)}, expected {list(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in found and found[name].shape != tensor.shape
+    ]
+    if wrong:
+        raise UserError(
+            f"{file}: does not hold the head that config.json describes ({config.num_draft_layers} residual blocks, width {config.exit_dim}, "
+            f"rnn={str(config.rnn).lower()}): {'; '.join(wrong)}"
+        )
+
+
+def _check_shortlist(file: Path, config: HeadConfig, ids_V: Tensor | None) -> None:
+    if ids_V is None:
+        return
+    if (
+        ids_V.dtype != torch.long
+        or bool((ids_V.diff() <= 0).any())
+        or int(ids_V[0]) < 0
+        or int(ids_V[-1]) >= config.vocab_size
+    ):
+        raise UserError(
+            f"{file}: {_SHORTLIST} is no rising list of token ids (int64) below {config.vocab_size}: the file is damaged, copy it again"
+        )

@@ -1,0 +1,162 @@
+"""The recurrent drafter's head: from the target's hidden state and the tokens drafted so far to logits of the next one.
+
+Cheng et al. 2024, "Recurrent Drafter for Fast Speculative Decoding in Large Language Models" (arXiv 2403.09919), in the form of its
+published code. With h the target's hidden state after the final norm where the sequence's last cached token stands, and e_i the target's own
+embedding of the i-th token after it (the first is the one that the target has already chosen):
+
+    s_0 = 0        s_i = SiLU(W_w e_i + W_u s_(i-1) + b_u), or s_(i-1) + e_i in the form without recurrence
+    z = [h; s_i]   (through `input_proj` where the blocks are not 2 H wide)
+    z <- z + SiLU(A z + a), once a residual block
+    logits of token i + 1 = W z
+
+The weights are the same for all i, and h stays while a draft is made. What h gives to the first linear map is therefore computed once a
+draft (`context`), and only the state's half again for every token.
+
+Shapes: R rows (any leading dimensions), H the target's hidden size, E the blocks' width, V vocabulary that is drafted from.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from decoding.errors import UserError
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The shape of a head. The first five fields carry the published names; `num_lookback_tokens`, which nothing reads, is written as -1."""
+
+    vocab_size: int  # of the target
+    hidden_size: int  # H, of the target
+    exit_dim: int  # E
+    num_draft_layers: int = 2  # residual blocks
+    rnn: bool = True  # recurrent; else the state is the sum of the embeddings
+    draft_vocab_size: int = (
+        0  # tokens of the shortlist that is drafted from; 0: the whole vocabulary. No published layout has one
+    )
+
+    def __post_init__(self) -> None:
+        sizes = {"vocab_size": self.vocab_size, "hidden_size": self.hidden_size, "exit_dim": self.exit_dim}
+        for name, size in sizes.items():
+            if size < 1:
+                raise UserError(f"{name} of a recurrent head is {size}, expected 1 or more")
+        if self.num_draft_layers < 0:
+            raise UserError(f"num_draft_layers is {self.num_draft_layers}, expected 0 or more residual blocks")
+        if not 0 <= self.draft_vocab_size <= self.vocab_size:
+            raise UserError(
+                f"draft_vocab_size is {self.draft_vocab_size}, expected 0 (all tokens) to {self.vocab_size}, the target's vocabulary"
+            )
+
+    @property
+    def projects(self) -> bool:
+        """Whether [h; s] is projected before the blocks."""
+        return self.exit_dim != 2 * self.hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the target's hidden state gives to every token of a draft."""
+
+    input_RE: Tensor  # its part of z before the first block; without `input_proj` only its own half, [R, H]
+    first_RE: (
+        Tensor  # its part of the first block's linear map, bias included; unused without blocks or with `input_proj`
+    )
+
+    def unsqueeze(self, dim: int) -> "Context":
+        """The same for several states a row."""
+        return Context(self.input_RE.unsqueeze(dim), self.first_RE.unsqueeze(dim))
+
+
+class Block(nn.Module):
+    """z + SiLU(A z + a)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, z_RE: Tensor) -> Tensor:
+        return z_RE + F.silu(self.linear(z_RE))
+
+
+class RecurrentHead(nn.Module):
+    """The head. Its parameters carry the published names: lm_head.{i}.linear, lm_head.{n}, rnn_u, rnn_w and input_proj."""
+
+    token_ids_V: Tensor | None
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        H, E = config.hidden_size, config.exit_dim
+        drafted = config.draft_vocab_size or config.vocab_size
+        self.lm_head = nn.ModuleList([Block(E) for _ in range(config.num_draft_layers)])
+        self.lm_head.append(nn.Linear(E, drafted, bias=False))
+        if config.rnn:
+            self.rnn_u = nn.Linear(H, H)
+            self.rnn_w = nn.Linear(H, H, bias=False)
+        if config.projects:
+            self.input_proj = nn.Linear(2 * H, E)
+        shortlist = torch.arange(drafted) if config.draft_vocab_size else None
+        self.register_buffer("token_ids_V", shortlist)  # the shortlist's ids in the target's vocabulary, rising
+
+    @property
+    def output(self) -> Tensor:
+        """W, [V, E]: the map from features to logits."""
+        weight = self.lm_head[-1].weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the head; the target's embedding, which it reads, is not its own."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def start(self, embedded_RH: Tensor) -> Tensor:
+        """The state after the first token, s_1 [R, H]."""
+        return F.silu(self.rnn_w(embedded_RH) + self.rnn_u.bias) if self.config.rnn else embedded_RH
+
+    def advance(self, state_RH: Tensor, embedded_RH: Tensor) -> Tensor:
+        """The state one token on, s_i [R, H]."""
+        if self.config.rnn:
+            return F.silu(self.rnn_w(embedded_RH) + self.rnn_u(state_RH))
+        return state_RH + embedded_RH
+
+    def context(self, hidden_RH: Tensor) -> Context:
+        """What a draft's tokens share."""
+        H = self.config.hidden_size
+        if self.config.projects:
+            input_RE = F.linear(hidden_RH, self.input_proj.weight[:, :H], self.input_proj.bias)
+            return Context(input_RE, input_RE)
+        if self.config.num_draft_layers == 0:
+            return Context(hidden_RH, hidden_RH)
+        first = self._first()
+        return Context(hidden_RH, F.linear(hidden_RH, first.weight[:, :H], first.bias))
+
+    def features(self, context: Context, state_RH: Tensor) -> Tensor:
+        """z after the last block, [R, E]; the context's leading dimensions broadcast over the state's."""
+        H, blocks = self.config.hidden_size, list(self.lm_head[:-1])
+        if self.config.projects:
+            z_RE = context.input_RE + F.linear(state_RH, self.input_proj.weight[:, H:])
+        else:
+            hidden_RH = context.input_RE.expand(*state_RH.shape[:-1], H)
+            z_RE = torch.cat((hidden_RH, state_RH), -1)
+            if blocks:
+                z_RE = z_RE + F.silu(context.first_RE + F.linear(state_RH, self._first().weight[:, H:]))
+                del blocks[0]
+        for block in blocks:
+            z_RE = block(z_RE)
+        return z_RE
+
+    def logits(self, features_RE: Tensor) -> Tensor:
+        """[R, V] over the tokens that are drafted from, in the order of `token_ids_V` where there is a shortlist."""
+        return F.linear(features_RE, self.output)
+
+    def to_target_ids(self, drafted_R: Tensor) -> Tensor:
+        """Indices into the logits as token ids of the target."""
+        return drafted_R if self.token_ids_V is None else self.token_ids_V[drafted_R]
+
+    def _first(self) -> nn.Linear:
+        linear = self.lm_head[0].linear
+        assert isinstance(linear, nn.Linear)
+        return linear
