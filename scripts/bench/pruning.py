@@ -73,6 +73,7 @@ class Options:
     mask_steps: int = 200  # of l0's training before it
     probe_steps: int = 10  # of a candidate's distillation
     sequences: int = 1024  # rows that are scored
+    dtype: str = "bfloat16"  # of teacher and students while they train; master weights are float32
     lr: float = 3e-3  # peak learning rate of distillation
     mask_weights_lr: float = 1e-4  # of the weights while masks are learned
     seeds: int = 3  # runs of every side
@@ -89,6 +90,7 @@ def configured(chosen: Options, side: str, layers: int, seed: int, cache: Path) 
         micro_batch_tokens=chosen.tokens_per_step,
         eval_every=0,
         checkpoint_every=0,
+        dtype=chosen.dtype,
         optimizer=OptimizerConfig(lr=chosen.lr),
     )
     of_masks = dataclasses.replace(
@@ -98,7 +100,7 @@ def configured(chosen: Options, side: str, layers: int, seed: int, cache: Path) 
         job="distill.prune",
         output_dir=str(cache),
         seed=seed,
-        target=TargetConfig(path=chosen.target, device=chosen.device),
+        target=TargetConfig(path=chosen.target, dtype=chosen.dtype, device=chosen.device),
         drafter=StudentConfig(num_hidden_layers=layers),
         mode=SIDES[side],
         data=DataConfig(
