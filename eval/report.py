@@ -32,6 +32,7 @@ class Provenance:
     prompt_file: str
     revision: str
     unmeasured: list[str]  # sentences
+    draft_lengths: str = "given"  # how they came about
     repeats: int = 1  # times that every generation was run
     texts: list[Text] = field(default_factory=list)  # shown token by token
 
@@ -230,6 +231,7 @@ def _provenance(shown: Sequence[Row], provenance: Provenance, records: Sequence[
             "versions": ", ".join(f"{name} {version}" for name, version in provenance.versions.items()),
             "target": f"{first.target}, {first.backend} backend, {first.dtype}",
             "prompts": f"{provenance.prompt_file}: {left_out}",
+            "draft lengths": provenance.draft_lengths,
             "stalls": f"{again} unit(s) were measured again, as a round of theirs took {STALL:g} times its usual"
             if again
             else "none",
