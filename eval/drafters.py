@@ -20,8 +20,8 @@ from decoding.compatible import check_same_tokenizer
 from decoding.drafter import Caps, Drafter
 from decoding.errors import UserError
 from decoding.folder import read_json
+from decoding.policies import NAMES
 from decoding.schedules import SCHEDULES, UNTAUGHT, WALL, usual_stopping
-from decoding.stopping import NAMES
 from decoding.with_lookup import with_lookup
 from decoding.worker import RemoteChain
 from eval.records import ALONE, CONTROL

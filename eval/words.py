@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from decoding.policies import EAGER
 from decoding.schedules import VIRTUAL, WALL
-from decoding.stopping import EAGER
 from eval.schema import LOOPING_BELOW, Row
 
 # Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
