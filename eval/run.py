@@ -168,4 +168,4 @@ def _texts(cfg: EvalConfig, loaded: Loaded, records: Sequence[Record]) -> list[T
 
 
 if __name__ == "__main__":
-    job_main("eval.run", EvalConfig, run)
+    job_main("eval.run", EvalConfig, run, check)

@@ -58,6 +58,7 @@ def check(cfg: EvalConfig) -> None:
     ):
         if not fine:
             raise UserError(f"{key}={found} cannot be measured. Expected {expected}.")
+    drafter_list.check_entries(cfg.drafters)
     processes_of(cfg.target.parallel, cfg.target.processes, cfg.target.backend, device_of(cfg.target.device))
     Warper(0.0, cfg.top_k, cfg.top_p, cfg.min_p)  # says what is wrong with them
     make_processors(cfg.repetition_penalty, None)
