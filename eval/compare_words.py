@@ -101,7 +101,9 @@ def best_sentence(panel: Panel) -> str:
         verdict = "the fastest" if speed.low > 1 else "ahead, and no clear gain over no drafter"
     who = "prompt lookup, the control," if best.row.drafter == CONTROL else drafter_label(best)
     spread = words.with_interval(speed.value, speed.low, speed.high)
-    return f"{label}: {who} is {verdict}: {spread} at gamma {best.row.num_draft_tokens} on {prompts_label(best)}{_second(panel, best)}."
+    among = f", the best of {len(panel.fastest)}" if len(panel.fastest) > 1 else ""
+    where = f"at gamma {best.row.num_draft_tokens} on {prompts_label(best)}{among}"
+    return f"{label}: {who} is {verdict}: {spread} {where}{_second(panel, best)}."
 
 
 def _second(panel: Panel, best: Entry) -> str:

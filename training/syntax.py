@@ -3,6 +3,8 @@
 Hydra's own messages are those of a grammar, name no place and end in advice on stack traces.
 """
 
+import re
+
 from antlr4 import Token
 from antlr4.error.Errors import LexerNoViableAltException, RecognitionException
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,6 +16,7 @@ EXPECTED = (
     "Expected KEY=VALUE. VALUE is a word, a number, a list [a,b] or a mapping {a: 1, b: x}; one with spaces, commas, brackets or quotes of its "
     "own stands in quotes, inside those of the shell: 'KEY=\"a, b\"'."
 )
+ENDS = "it ends where more is expected, such as a closing bracket or quote"
 WITHOUT_VALUE = ("-m", "--multirun", "-h", "--help")  # flags; behind any other one a word of its own may stand
 
 
@@ -33,15 +36,19 @@ def check_syntax(arguments: list[str]) -> None:
 
 def _place(text: str, error: HydraException) -> str:
     """What is wrong with it, and where."""
-    cause = error.__cause__
+    cause, said = error.__cause__, " ".join(str(error).split())
     if isinstance(cause, LexerNoViableAltException):
         return f"nothing can begin with what stands at character {cause.startIndex + 1}, {text[cause.startIndex :]!r}"
     if isinstance(cause, RecognitionException):
         token = cause.offendingToken
-        if token.type == Token.EOF:
-            return "it ends where more is expected, such as a closing bracket or quote"
-        return f"{token.text!r} at character {token.start + 1} is not expected there"
-    return " ".join(str(error).split())
+        return (
+            ENDS if token.type == Token.EOF else f"{token.text!r} at character {token.start + 1} is not expected there"
+        )
+    # What the grammar could mend by itself comes without a place: one token too many, or too few.
+    mended = re.fullmatch(r"(?:extraneous input|missing .+ at) '(.+?)'(?: expecting .+)?", said)
+    if mended is None:
+        return said
+    return ENDS if mended[1] == "<EOF>" else f"{mended[1]!r} is not expected where it stands"
 
 
 def composition_error(error: Exception) -> UserError:
