@@ -199,10 +199,10 @@ class PearlPlusWall(PearlPlus, PearlWall):
         return max(0.0, self._hidden / self._shorter) if self._shorter else self.overlap
 
     def _rest_ms(self) -> float:
-        if not self._overlapped:
+        if not self._verifying:
             return super()._rest_ms()
-        step_ms = self._costs.target_ms(1)
-        return step_ms * _coarse(1000 * self._beside / self._overlapped / step_ms)
+        # In steps of the target, so that the machine's pace drops out.
+        return self._costs.target_ms(1) * _coarse(self._beside / self._verifying)
 
     def _ask_for(self, gamma: int) -> None:
         """At least gamma tokens, and more while the target is busy anyway."""
@@ -213,7 +213,7 @@ class PearlPlusWall(PearlPlus, PearlWall):
     def open(self) -> None:
         """As PEARL on the wall."""
         self._hidden = self._shorter = 0.0  # seconds of lanes that ran at the same time, and of the shorter lanes
-        self._beside, self._overlapped = 0.0, 0  # seconds beside the lanes, and rounds, of those with two
+        self._beside = self._verifying = 0.0  # of rounds with two lanes: seconds beside them, and in the target's lane
         super().open()
 
     def round(self) -> None:
@@ -225,4 +225,4 @@ class PearlPlusWall(PearlPlus, PearlWall):
             self._hidden += self._draft_seconds + self._target_seconds - self._lanes_seconds
             self._shorter += min(self._draft_seconds, self._target_seconds)
             self._beside += generation.decode_seconds - before - self._lanes_seconds
-            self._overlapped += 1
+            self._verifying += self._target_seconds
