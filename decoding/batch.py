@@ -41,7 +41,7 @@ class Settings:
     verify: str = "token"  # "token", "block" or "coupled"; at temperature 0 verification is greedy whatever this says
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    # A name of decoding.stopping.NAMES: when to end a draft before num_draft_tokens. None: with `costs`, what decoding.schedules.usual_stopping
+    # A name of decoding.policies.NAMES: when to end a draft before num_draft_tokens. None: with `costs`, what decoding.schedules.usual_stopping
     # says of the drafter; without, "fixed".
     stopping: str | None = None
     stopping_threshold: float | None = None  # of the policies that have one; None takes the policy's own

@@ -9,6 +9,7 @@ from decoding.batch import Settings
 from decoding.drafter import Drafter
 from decoding.loop import decode
 from decoding.schedules import WALL
+from decoding.stats import Generation
 from decoding.stopping import RoundCosts
 from decoding.target import Target
 from decoding.timing import rising, time_parts
@@ -48,26 +49,30 @@ def measure_costs(
         costs=RoundCosts(1.0, (1.0,)),  # what a drafter that weighs costs needs to draft at all
         ignore_eos=True,
     )
-    prompts, found = [list(prompt)] * batch_size, []
+    prompts = [list(prompt)] * batch_size
+
+    def window() -> RoundCosts:
+        parts = time_parts(
+            target, drafter, prompt, widths=widths, context=context, batch_size=batch_size, repeats=repeats, warmup=1
+        )
+        return with_rest(parts.costs, decode(target, drafter, prompts, brief)[0], drafter)
+
     with own_cores(target, drafter, settings.schedule):
         decode(target, drafter, prompts, brief)  # warms up
-        for _ in range(windows):
-            parts = time_parts(
-                target,
-                drafter,
-                prompt,
-                widths=widths,
-                context=context,
-                batch_size=batch_size,
-                repeats=repeats,
-                warmup=1,
-            )
-            done = decode(target, drafter, prompts, brief)[0]
-            drafting_ms = done.draft_steps / done.rounds * parts.costs.t_draft_ms
-            round_ms = 1000 * done.decode_seconds / done.rounds
-            rest_ms = round_ms - drafting_ms - parts.costs.target_ms(1 + round(done.verified / done.rounds))
-            found.append(replace(parts.costs, overhead_ms=rest_ms))
-    return settled(found)
+        return settled([window() for _ in range(windows)])
+
+
+def with_rest(costs: RoundCosts, done: Generation, drafter: Drafter) -> RoundCosts:
+    """The costs of the parts, and the rest that a serial generation's rounds took beside them.
+
+    A drafted token of a worker costs what it took in that generation, by the worker's clock: its lane holds the draws too. The message there
+    and back is the rest, once a round.
+    """
+    if isinstance(drafter, RemoteChain) and drafter.seconds_a_step is not None:
+        costs = replace(costs, t_draft_ms=1000 * drafter.seconds_a_step)
+    drafting_ms = done.draft_steps / done.rounds * costs.t_draft_ms
+    round_ms = 1000 * done.decode_seconds / done.rounds
+    return replace(costs, overhead_ms=round_ms - drafting_ms - costs.target_ms(1 + round(done.verified / done.rounds)))
 
 
 def settled(windows: Sequence[RoundCosts]) -> RoundCosts:

@@ -12,9 +12,9 @@ from decoding import cuda, noise
 from decoding.batch import Batch, OnTokens, Row, Settings
 from decoding.drafter import Drafter
 from decoding.errors import UserError
+from decoding.policies import make_stopping
 from decoding.schedules import batch_type, usual_stopping
 from decoding.stats import Generation
-from decoding.stopping import make_stopping
 from decoding.target import Target
 from decoding.timing import Parts, time_parts
 

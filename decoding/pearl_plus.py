@@ -54,15 +54,18 @@ def serial_rate(chance: Acceptance, gamma: int, costs: RoundCosts) -> float:
     return tokens / (gamma * costs.t_draft_ms + costs.target_ms(gamma + 1) + costs.overhead_ms)
 
 
-def pearl_rate(chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float) -> float:
-    """Tokens a millisecond of PEARL's cycle: 1 / first pre-verify rounds of a token, then 1 / (1 - next^gamma) post-verify rounds."""
+def pearl_rate(chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, rest_ms: float) -> float:
+    """Tokens a millisecond of PEARL's cycle: 1 / first pre-verify rounds of a token, then 1 / (1 - next^gamma) post-verify rounds.
+
+    rest_ms: what a round of two lanes takes beside them.
+    """
     before, after = 1 / chance.first, 1 / (1 - chance.next**gamma)
     tokens = before + 1 / (1 - chance.next)
     spent = before * _lanes(gamma, 1, costs, overlap) + after * _lanes(gamma, gamma, costs, overlap)
-    return tokens / (spent + (before + after) * costs.overhead_ms)
+    return tokens / (spent + (before + after) * rest_ms)
 
 
-def eager_rate(chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float) -> float:
+def eager_rate(chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, rest_ms: float) -> float:
     """Tokens a millisecond of: a chunk drafted alone, a round that tests it and the next one's first token, then post-verify rounds."""
     later = chance.first * chance.next**gamma / (1 - chance.next**gamma)
     tokens = 1 + chance.first / (1 - chance.next)
@@ -73,18 +76,20 @@ def eager_rate(chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float
         + _lanes(gamma, gamma + 1, costs, overlap)
         + later * _lanes(gamma, gamma, costs, overlap)
     )
-    return tokens / (spent + (1 + later) * costs.overhead_ms)
+    return tokens / (spent + (1 + later) * rest_ms)
 
 
 @lru_cache(maxsize=4096)
-def choose(first: float, next_: float, longest: int, costs: RoundCosts, overlap: float) -> dict[str, Choice]:
+def choose(
+    first: float, next_: float, longest: int, costs: RoundCosts, overlap: float, rest_ms: float
+) -> dict[str, Choice]:
     """The best draft length of each schedule at these chances; remembered, so ask in round numbers."""
     chance = Acceptance(*(min(max(rate, 0.01), HIGHEST) for rate in (first, next_)))
     best = {}
     for mode, rate in (
         ("serial", partial(serial_rate, chance, costs=costs)),
-        ("pearl", partial(pearl_rate, chance, costs=costs, overlap=overlap)),
-        ("eager", partial(eager_rate, chance, costs=costs, overlap=overlap)),
+        ("pearl", partial(pearl_rate, chance, costs=costs, overlap=overlap, rest_ms=rest_ms)),
+        ("eager", partial(eager_rate, chance, costs=costs, overlap=overlap, rest_ms=rest_ms)),
     ):
         best[mode] = max((Choice(mode, g, rate(g)) for g in range(1, longest + 1)), key=lambda choice: choice.rate)
     return best
@@ -166,14 +171,20 @@ class PearlPlus(Pearl):
         """What each schedule promises this request now."""
         overall = self.overall.rate(PRIOR, WEIGHT)
         first, next_ = (_coarse(count.rate(overall, SPLIT)) for count in (self.first, self.next))
-        return choose(first, next_, self.gamma, self._costs, _coarse(self._measured_overlap()))
+        return choose(first, next_, self.gamma, self._costs, _coarse(self._measured_overlap()), self._rest_ms())
 
     def _measured_overlap(self) -> float:
         return self.overlap
 
+    def _rest_ms(self) -> float:
+        """What a round of two lanes takes beside them."""
+        return self._costs.overhead_ms
+
 
 class PearlPlusWall(PearlPlus, PearlWall):
-    """The same with the drafter in a worker: the overlap is what this request has measured so far.
+    """The same with the drafter in a worker: the overlap, and what a round takes beside its lanes, are what this request has measured so far.
+
+    The rest of a serial round is no measure of that: it holds the message to the worker and back, which two lanes hide as far as they overlap.
 
     A chunk that is drafted while the target verifies goes on past the length that promises most, for as long as the target is not done: those
     tokens are free. So chunks end by the clock, which greedy and coupled outputs do not see; token verification keeps the chosen length, and
@@ -187,6 +198,12 @@ class PearlPlusWall(PearlPlus, PearlWall):
     def _measured_overlap(self) -> float:
         return max(0.0, self._hidden / self._shorter) if self._shorter else self.overlap
 
+    def _rest_ms(self) -> float:
+        if not self._verifying:
+            return super()._rest_ms()
+        # In steps of the target, so that the machine's pace drops out.
+        return self._costs.target_ms(1) * _coarse(self._beside / self._verifying)
+
     def _ask_for(self, gamma: int) -> None:
         """At least gamma tokens, and more while the target is busy anyway."""
         beside_target = self.pre_verify or bool(self.lanes[0].tokens)
@@ -196,11 +213,16 @@ class PearlPlusWall(PearlPlus, PearlWall):
     def open(self) -> None:
         """As PEARL on the wall."""
         self._hidden = self._shorter = 0.0  # seconds of lanes that ran at the same time, and of the shorter lanes
+        self._beside = self._verifying = 0.0  # of rounds with two lanes: seconds beside them, and in the target's lane
         super().open()
 
     def round(self) -> None:
-        """As PEARL+; rounds with two lanes teach the overlap."""
+        """As PEARL+; rounds with two lanes teach the overlap and the rest."""
+        generation = self.rows[0].generation
+        before = generation.decode_seconds
         super().round()
         if self._draft_seconds > 0 and self._target_seconds > 0:
             self._hidden += self._draft_seconds + self._target_seconds - self._lanes_seconds
             self._shorter += min(self._draft_seconds, self._target_seconds)
+            self._beside += generation.decode_seconds - before - self._lanes_seconds
+            self._verifying += self._target_seconds

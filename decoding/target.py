@@ -121,38 +121,41 @@ def load_target(
     graph on a GPU and eager on a CPU, where the others run unrecorded and serve tests.
     Raises UserError if the folder is missing, empty, damaged, holds only pickled weights, or its kind is unsupported.
     """
-    config = read_config(folder)
-    device = device_of(device)
+    config, device = read_config(folder), device_of(device)
+    _check_folder(folder, config, backend, dtype, max_length)
+    count = processes_of(parallel, processes, backend, device)
+    _check_execution(execution, backend, count)
+    name = Path(folder).resolve().name
+    target: NativeTarget | HFTarget | ParallelTarget
+    place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device, "max_length": max_length}
+    try:
+        if backend == "hf":
+            target = HFTarget.from_folder(folder, name, DTYPES[dtype], device, max_length, trust_remote_code)
+        elif count > 1:
+            target = ParallelTarget(folder, kind=parallel, processes=count, **place)
+        else:
+            target = NativeTarget.from_state(config, load_state(folder), name=name, execution=execution, **place)
+    except UserError as error:
+        raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from error
+    if batch_size is not None:
+        target.open(batch_size)
+    return target
+
+
+def _check_folder(folder: str | Path, config: dict[str, Any], backend: str, dtype: str, max_length: int | None) -> None:
+    """Raise UserError for a dtype, backend or length that the model cannot have, before its weights are read."""
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}.")
     if backend not in BACKENDS:
         raise UserError(f"backend '{backend}' is unknown, expected one of {', '.join(BACKENDS)}.")
-    count = processes_of(parallel, processes, backend, device)
-    _check_execution(execution, backend, count)
     context = config.get("max_position_embeddings") or config.get("n_positions")
     if max_length is not None and context is not None and max_length > context:
         raise UserError(f"{folder}: max_length {max_length} is more than the model's context of {context} tokens.")
-    name = Path(folder).resolve().name
-    target: NativeTarget | HFTarget | ParallelTarget
-    if backend == "hf":
-        target = HFTarget.from_folder(folder, name, DTYPES[dtype], device, max_length, trust_remote_code)
-    elif config["model_type"] not in FAMILIES:
+    if backend == "native" and config["model_type"] not in FAMILIES:
         raise UserError(
             f"{folder}: model_type '{config['model_type']}' is not one of the native backend's "
             f"({', '.join(FAMILIES)}). Use backend=hf for other decoder-only full-attention models."
         )
-    else:
-        place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device, "max_length": max_length}
-        try:
-            if count > 1:
-                target = ParallelTarget(folder, kind=parallel, processes=count, **place)
-            else:
-                target = NativeTarget.from_state(config, load_state(folder), name=name, execution=execution, **place)
-        except UserError as error:
-            raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from error
-    if batch_size is not None:
-        target.open(batch_size)
-    return target
 
 
 def _check_execution(execution: str | None, backend: str, processes: int) -> None:

@@ -89,9 +89,16 @@ def with_lookup(kind: type) -> type[LookupFirst]:
     """
     if kind is ChainDrafter:
         return ChainWithLookup
-    if not issubclass(kind, ChainDrafter) or kind.observe is not ChainDrafter.observe or issubclass(kind, LookupFirst):
+    why = ""
+    if not issubclass(kind, ChainDrafter):
+        why = "has no model that drafts"
+    elif issubclass(kind, LookupFirst):
+        why = "looks up by itself already"
+    elif kind.observe is not ChainDrafter.observe:
+        why = "learns from what became of its proposals, and would take copies for them"
+    if why:
         raise UserError(
-            f"lookup= goes before a model that drafts chains or trees; {kind.__name__} is none, or looks up by itself."
+            f"lookup= goes before a model that drafts chains or trees; {kind.__name__} {why}: leave lookup= out."
         )
     return type(f"{kind.__name__}WithLookup", (LookupFirst, kind), {})
 

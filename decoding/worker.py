@@ -66,6 +66,7 @@ class RemoteChain:
         self.name = name or about["name"]
         self.num_layers, self.num_parameters = about["num_layers"], about["num_parameters"]
         self.worker_seconds = 0.0  # that the last proposal took in the worker
+        self._chain_seconds, self._chain_steps = 0.0, 0  # of all proposals since `open`
 
     def width(self, gamma: int) -> int:
         """A chain of gamma tokens."""
@@ -81,6 +82,7 @@ class RemoteChain:
             self._answers_due = False
             self._receive()
         self._call("open", [list(prompt) for prompt in prompts_B], capacity)
+        self._chain_seconds, self._chain_steps = 0.0, 0
 
     def propose(
         self,
@@ -123,6 +125,7 @@ class RemoteChain:
         answer = self._receive()
         self._answers_due = False
         tokens, counts_B, steps, q_bytes, dtype, policies_B, self.worker_seconds = answer
+        self._chain_seconds, self._chain_steps = self._chain_seconds + self.worker_seconds, self._chain_steps + steps
         for policy, returned in zip(self._asked_B, policies_B, strict=True):
             vars(policy).update(vars(returned))
         tokens_BN = torch.tensor(tokens, dtype=torch.long, device=self._device).view(len(counts_B), -1)
@@ -144,7 +147,16 @@ class RemoteChain:
 
     def time_step(self) -> None:
         """One forward in the worker over one token a row, there and back."""
-        self._call("time_step")
+        self.time_steps(1)
+
+    def time_steps(self, count: int) -> float:
+        """Seconds of several such forwards by the worker's clock, which does not see the message: a chain takes one, however long it is."""
+        return float(self._call("time_steps", count))
+
+    @property
+    def seconds_a_step(self) -> float | None:
+        """What a drafted token took since `open` by the worker's clock, draws included and messages not; None where none was drafted."""
+        return self._chain_seconds / self._chain_steps if self._chain_steps else None
 
     def close(self) -> None:
         """End the worker."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from decoding import cuda
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.errors import UserError
@@ -42,6 +43,13 @@ class _Worker:
 
     def open(self, prompts_B: list[list[int]], capacity: int) -> None:
         self.drafter.open(prompts_B, None, capacity)
+
+    def time_steps(self, count: int) -> float:
+        began = perf_counter()
+        for _ in range(count):
+            self.drafter.time_step()
+        cuda.synchronize(self.drafter.model.device)
+        return perf_counter() - began
 
     def propose(
         self,
@@ -86,7 +94,7 @@ def serve(pipe: Connection) -> None:
     answers: dict[str, Callable[..., Any]] = {
         "open": worker.open,
         "propose": worker.propose,
-        "time_step": worker.drafter.time_step,
+        "time_steps": worker.time_steps,
     }
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Evaluation prompts: read, narrowed down, rendered to token ids, and every prompt left out is counted.
+"""Evaluation prompts: read, narrowed down, rendered to token ids, spread over two parts, and every prompt left out is counted.
 
 A prompt has one or several user turns. With `turns: all` the later turns see the target's own earlier answers, so
 that all drafters face the same text.
@@ -7,7 +7,9 @@ that all drafters face the same text.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from training.chat import render_prompt
 from training.data import Prompt, read_prompts
 
 TURN = "{turn}"
+GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -27,27 +30,20 @@ class Benchmark:
     prompts: list[Prompt]
     render: str  # chat | text
     counts: dict[str, int]  # read, other_category, too_long, over_limit, measured
+    elsewhere: list[Prompt] = field(default_factory=list)  # another file's, for the sweep; empty: it takes of `prompts`
 
 
 def load_benchmark(
     cfg: BenchmarkConfig, tokenizer: Any, *, max_length: int, max_new_tokens: int, limit: int
 ) -> Benchmark:
-    """Read a prompt file and keep what can be measured.
+    """Read a prompt file, and another one for the sweep where one is named, and keep what can be measured.
 
-    max_length: tokens that the target's context holds; limit: prompts to keep, 0 for all.
+    max_length: tokens that the target's context holds; limit: prompts to keep of the first file, 0 for all.
     Raises UserError: an unknown option; a category that no prompt has; with too_long=error, a first turn that leaves
     no room for max_new_tokens; nothing left to measure.
     """
     _check_options(cfg)
-    everything = read_prompts(cfg.path)
-    if cfg.turns == "first":
-        everything = [Prompt(prompt.id, prompt.category, prompt.turns[:1]) for prompt in everything]
-    if cfg.ids:
-        everything = _picked(everything, cfg)
-    if cfg.render == "text" and cfg.template != TURN:
-        everything = [
-            replace(prompt, turns=[cfg.template.replace(TURN, t) for t in prompt.turns]) for prompt in everything
-        ]
+    everything = _read(cfg)
     chosen = [prompt for prompt in everything if cfg.category in ("", prompt.category)]
     if not chosen:
         categories = ", ".join(sorted({prompt.category for prompt in everything}))
@@ -55,9 +51,63 @@ def load_benchmark(
             f"{cfg.path}: no prompt of category {cfg.category!r}. Found: {categories or 'no prompt at all'}. "
             "Set benchmark.category to one of them, or leave it empty for all."
         )
+    kept, too_long = _fitting(chosen, cfg, tokenizer, max_length, max_new_tokens, limit)
+    counts = {
+        "read": len(everything),
+        "other_category": len(everything) - len(chosen),
+        "too_long": too_long,
+        "over_limit": len(chosen) - too_long - len(kept),
+        "measured": len(kept),
+    }
+    elsewhere: list[Prompt] = []
+    if cfg.sweep_path:
+        measured = [prompt.turns for prompt in kept]
+        apart = replace(cfg, path=cfg.sweep_path, ids="", first=0)
+        others = [prompt for prompt in _read(apart) if prompt.turns not in measured]
+        if not others:
+            raise UserError(
+                f"benchmark.sweep_path={cfg.sweep_path} holds no prompt besides the {len(kept)} that are measured. Expected a file with others."
+            )
+        elsewhere, _ = _fitting(others, apart, tokenizer, max_length, max_new_tokens, 0)
+    return Benchmark(cfg.name or Path(cfg.path).stem, kept, cfg.render, counts, elsewhere)
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+    """(`count` prompts from all over the file, the others), both in its order.
+
+    One out of each of `count` equal stretches, so that a file ordered by category or language gives some of all; each time from another place
+    in the stretch (multiples of the golden ratio), so that one which takes its categories in turn does too.
+    """
+    count = min(count, len(prompts))
+    bounds = [step * len(prompts) // count for step in range(count + 1)] if count else []
+    chosen = {low + int((step * GOLDEN % 1) * (high - low)) for step, (low, high) in enumerate(pairwise(bounds), 1)}
+    return (
+        [prompt for index, prompt in enumerate(prompts) if index in chosen],
+        [prompt for index, prompt in enumerate(prompts) if index not in chosen],
+    )
+
+
+def _read(cfg: BenchmarkConfig) -> list[Prompt]:
+    """The prompts of the file, those that the options name, with their turns as they are asked."""
+    prompts = read_prompts(cfg.path)
+    if cfg.turns == "first":
+        prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
+    if cfg.ids:
+        prompts = _picked(prompts, cfg)
+    if cfg.first:
+        prompts = prompts[: cfg.first]
+    if cfg.render == "text" and cfg.template != TURN:
+        prompts = [replace(prompt, turns=[cfg.template.replace(TURN, t) for t in prompt.turns]) for prompt in prompts]
+    return prompts
+
+
+def _fitting(
+    prompts: Sequence[Prompt], cfg: BenchmarkConfig, tokenizer: Any, max_length: int, max_new_tokens: int, limit: int
+) -> tuple[list[Prompt], int]:
+    """(the prompts whose first turn leaves room for an answer, at most `limit` of them; how many do not). UserError where one or all do not."""
     kept: list[Prompt] = []
     too_long = 0
-    for prompt in chosen:
+    for prompt in prompts:
         if limit and len(kept) == limit:
             break
         length = len(render_turns(prompt.turns[:1], [], tokenizer, cfg.render))
@@ -75,14 +125,7 @@ def load_benchmark(
         raise UserError(
             f"{cfg.path}: all {too_long} prompts are too long for the target's context of {max_length} tokens."
         )
-    counts = {
-        "read": len(everything),
-        "other_category": len(everything) - len(chosen),
-        "too_long": too_long,
-        "over_limit": len(chosen) - too_long - len(kept),
-        "measured": len(kept),
-    }
-    return Benchmark(cfg.name or Path(cfg.path).stem, kept, cfg.render, counts)
+    return kept, too_long
 
 
 def _picked(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:
@@ -133,6 +176,8 @@ def _check_options(cfg: BenchmarkConfig) -> None:
     ):
         if found not in allowed:
             raise UserError(f"benchmark.{key}={found!r} is not known. Expected one of: {', '.join(allowed)}.")
+    if cfg.first < 0:
+        raise UserError(f"benchmark.first={cfg.first} cannot be. Expected a number of prompts, or 0 for all.")
     if TURN not in cfg.template:
         raise UserError(
             f"benchmark.template={cfg.template!r} has no place for the turn. Expected a text with {TURN} in it."

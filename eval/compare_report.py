@@ -11,6 +11,7 @@ from eval import words
 from eval.compare_words import (
     DEFINITIONS,
     best_sentence,
+    busy,
     cautions,
     cells,
     drafter_label,
@@ -23,7 +24,7 @@ from eval.compare_words import (
 from eval.comparison import Panel
 from eval.entries import Entry
 from eval.evaluations import Evaluation
-from eval.markup import bullets, definitions, document, figure, section, table, tr
+from eval.markup import bullets, definitions, document, figure, section, table, tr, warned
 from eval.records import CONTROL
 
 UNMEASURED = (
@@ -61,6 +62,7 @@ def page(
         [
             f"<h1>{escape(title)}</h1>",
             f'<p class="lead">{escape(_lead(panels, evaluations))}</p>',
+            warned(busy(evaluations)),
             f'<div class="headlines">{"".join(_headline(panel) for panel in panels)}</div>',
             section("What is best where", bullets([best_sentence(panel) for panel in panels])),
             section(
@@ -107,7 +109,8 @@ def _headline(panel: Panel) -> str:
         f" Prompt lookup, the control: {words.times(_value(control[0]))}." if control and best is not control[0] else ""
     )
     text = (
-        f"{drafter_label(best)}, gamma {best.row.num_draft_tokens}: alpha {words.number(best.alpha)}, c {best.row.cost_ratio:.3f}.{beside} "
+        f"{words.best_of(len(models))}{drafter_label(best)}, gamma {best.row.num_draft_tokens}: alpha {words.number(best.alpha)}, "
+        f"c {best.row.cost_ratio:.3f}.{beside} "
         f"Output: {best.row.lossless}."
     )
     return (

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eval.compare_words import best_sentence, cautions, cells, kept_apart, losses
+from eval.compare_words import best_sentence, busy, cautions, cells, kept_apart, losses
 from eval.comparison import Panel
 from eval.evaluations import Evaluation
 
@@ -25,6 +25,8 @@ def print_comparison(
     console = console or Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
+    for sentence in busy(evaluations):
+        console.print(Text(sentence, style="bold red"), soft_wrap=not console.is_terminal)
     for panel in panels:
         console.print()
         console.print(_table(panel, console))

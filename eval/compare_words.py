@@ -49,6 +49,7 @@ def cells(standing: Standing) -> dict[str, str]:
         "not looping": f"{words.times(row.headline_speedup)} ({row.headline_prompts})",
         "over the best": words.with_interval(ratio.value, ratio.low, ratio.high) if ratio else "–",
         "gamma": str(row.num_draft_tokens or "–"),
+        "drafted": words.number(row.drafted, 1) if row.num_draft_tokens else "–",
         "alpha": words.number(row.alpha),
         "tau": words.number(row.tau),
         "c": words.number(row.cost_ratio, 3),
@@ -100,7 +101,9 @@ def best_sentence(panel: Panel) -> str:
         verdict = "the fastest" if speed.low > 1 else "ahead, and no clear gain over no drafter"
     who = "prompt lookup, the control," if best.row.drafter == CONTROL else drafter_label(best)
     spread = words.with_interval(speed.value, speed.low, speed.high)
-    return f"{label}: {who} is {verdict}: {spread} at gamma {best.row.num_draft_tokens} on {prompts_label(best)}{_second(panel, best)}."
+    among = f", the best of {len(panel.fastest)}" if len(panel.fastest) > 1 else ""
+    where = f"at gamma {best.row.num_draft_tokens} on {prompts_label(best)}{among}"
+    return f"{label}: {who} is {verdict}: {spread} {where}{_second(panel, best)}."
 
 
 def _second(panel: Panel, best: Entry) -> str:
@@ -153,8 +156,14 @@ def kept_apart(panels: Sequence[Panel]) -> list[str]:
     return sentences
 
 
+def busy(evaluations: Sequence[Evaluation]) -> list[str]:
+    """The evaluations that ran on a busy machine: to be said before any verdict."""
+    found = {one.label: words.disturbance(one.rows) for one in evaluations}
+    return [f"{label}: {text}" for label, text in found.items() if text]
+
+
 def cautions(panels: Sequence[Panel], evaluations: Sequence[Evaluation]) -> list[str]:
-    """What a reader of the speedups should know: other prompts, other ways, a changed pace, a busy machine, unknown cards, lost equality."""
+    """What a reader of the speedups should know: other prompts, other ways, a changed pace, unknown cards, lost equality."""
     found = [sentence for panel in panels for sentence in (*_other_prompts(panel), *_other_pace(panel))]
     for way in WAYS:
         values = {evaluation.label: evaluation.config.get(way) for evaluation in evaluations}
@@ -163,8 +172,6 @@ def cautions(panels: Sequence[Panel], evaluations: Sequence[Evaluation]) -> list
                 f"The runs differ in {way}: " + ", ".join(f"{value} ({label})" for label, value in values.items()) + "."
             )
     for evaluation in evaluations:
-        if words.disturbance(evaluation.rows):
-            found.append(f"{evaluation.label}: {words.disturbance(evaluation.rows)}")
         found += evaluation.notes
     for panel in panels:
         found += [

@@ -16,8 +16,10 @@ class BenchmarkConfig:
 
     name: str = ""  # the name in the tables; empty: the file's name
     path: str = MISSING  # JSONL of {"id", "category", "turns"}, or a ShareGPT file (its human turns)
+    sweep_path: str = ""  # such a file for the sweep alone (none of what is measured); empty: it takes some of these
     category: str = ""  # keep the prompts of this category alone; empty: all
     ids: str = ""  # JSON file of prompt ids to keep, in this order: a list, or {"ids": [...]}; empty: all
+    first: int = 0  # keep the first so many of these, as some published tables do; 0: all
     render: str = "chat"  # chat: the target's chat template; text: the turn as it stands
     template: str = "{turn}"  # with render=text: what stands around a turn, such as "Q: {turn}\nA:"
     turns: str = "first"  # first | all; with all, the target's own answer stands between the turns
@@ -55,9 +57,10 @@ class EvalConfig(JobConfig):
     schedule: str = "serial"
     num_draft_tokens: list[int] = field(default_factory=list)  # gammas; empty: each drafter's best of the sweep
     sweep: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])  # gammas tried on the sweep's prompts
-    sweep_prompts: int = 8  # first prompts, used for the sweep alone, so that the best gamma is not chosen on its test
+    # For the sweep alone, spread over all prompts taken, so that the best gamma is not chosen on its test.
+    sweep_prompts: int = 8
     batch_sizes: list[int] = field(default_factory=lambda: [1])  # prompts decoded together
-    max_prompts: int = 64  # prompts taken from the benchmark, the sweep's included; 0: all
+    max_prompts: int = 64  # prompts taken from the benchmark, the sweep's included unless it has its own file; 0: all
     samples: int = 1  # generations of every prompt where temperature > 0, each with noise of its own
     repeats: int = 1  # times that every generation is run; the fastest counts, for noisy machines
     max_new_tokens: int = 128  # a generation ends here or at a stop token

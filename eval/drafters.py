@@ -12,7 +12,7 @@ from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decoding.chain import ChainDrafter
@@ -20,8 +20,8 @@ from decoding.compatible import check_same_tokenizer
 from decoding.drafter import Caps, Drafter
 from decoding.errors import UserError
 from decoding.folder import read_json
+from decoding.policies import NAMES
 from decoding.schedules import SCHEDULES, UNTAUGHT, WALL, usual_stopping
-from decoding.stopping import NAMES
 from decoding.with_lookup import with_lookup
 from decoding.worker import RemoteChain
 from eval.records import ALONE, CONTROL
@@ -53,7 +53,10 @@ class Use:
                 f"take {' or '.join(UNTAUGHT)}."
             )
         if self.lookup is not None and self.schedule != "serial":
-            raise UserError(f"lookup={self.lookup} goes with schedule=serial, found '{self.schedule}'.")
+            raise UserError(
+                f"lookup={self.lookup} with schedule '{self.schedule}': what a lookup has read of a chunk cannot be taken back when the chunk is "
+                "thrown away, so it goes with schedule=serial alone. Leave lookup= out, or take schedule=serial."
+            )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -114,6 +117,22 @@ def _expanded(entries: Sequence[Any]) -> list[Any]:
 def _name_on_card(folder: Path) -> str:
     card = folder / "drafter_card.json"
     return str(read_json(card)["name"]) if card.is_file() else str(folder)
+
+
+def check_entries(entries: Sequence[Any]) -> None:
+    """Raise UserError for keys that an entry's drafter does not take, and for ways to use it that there are not.
+
+    Nothing is loaded and no model has to be there: a stage of an experiment may yet write it.
+    """
+    for entry in entries:
+        if isinstance(entry, dict) and {"use", "_target_"} & entry.keys():
+            use = str(entry.get("use", ""))
+            kind = entry.get("_target_") or (_written(CONF / f"{use}.yaml")["_target_"] if use in _names() else CHAIN)
+            given = {key: value for key, value in entry.items() if key != "use"}
+            _check_keys(str(entry.get("name") or use or kind), {**given, "_target_": kind})
+            Use(**{key: entry[key] for key in USE if key in entry})
+            if entry.get("lookup") is not None:
+                with_lookup(imported(str(kind)))  # says which models it does not go before
 
 
 def _check_keys(name: str, mapping: Mapping[str, Any]) -> None:
@@ -224,9 +243,8 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     elif Path(use).exists():
         mapping = {"_target_": CHAIN, "folder": use, **given}
     else:
-        names = ", ".join(sorted(path.stem for path in CONF.glob("*.yaml") if "_target_" in path.read_text()))
         raise UserError(
-            f"drafters: {use!r} is neither a folder (looked in {Path.cwd()}) nor one of conf/drafter ({names})."
+            f"drafters: {use!r} is neither a folder (looked in {Path.cwd()}) nor one of conf/drafter ({', '.join(_names())})."
         )
     if "folder" in mapping:
         # Beside a native target a drafter of another family runs on the hf backend: None lets it choose.
@@ -238,16 +256,29 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     return mapping
 
 
+def _names() -> list[str]:
+    """The files of conf/drafter that make a drafter; the others are shapes to train."""
+    return sorted(path.stem for path in CONF.glob("*.yaml") if "_target_" in path.read_text())
+
+
+def _written(file: Path) -> DictConfig:
+    """A file of conf/drafter as it stands. Raises UserError for one that makes no drafter."""
+    written = OmegaConf.load(file)
+    if not isinstance(written, DictConfig) or "_target_" not in written:
+        raise UserError(
+            f"{file}: no _target_. A drafter's file names the class to make, such as decoding.chain.ChainDrafter."
+        )
+    return written
+
+
 def _load(file: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """A file of conf/drafter with the given keys in it. Raises UserError for what is missing."""
+    written = _written(file)
     try:
-        merged = OmegaConf.merge(OmegaConf.load(file), given)
-        loaded = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        loaded = OmegaConf.to_container(OmegaConf.merge(written, given), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise UserError(
             f"{file}: {str(error).splitlines()[0]}. Give such a drafter as a mapping: {{use: {file.stem}, folder: ...}}."
         ) from error
-    if not isinstance(loaded, dict) or "_target_" not in loaded:
-        raise UserError(
-            f"{file}: no _target_. A drafter's file names the class to make, such as decoding.chain.ChainDrafter."
-        )
+    assert isinstance(loaded, dict), "it was one"
     return {str(key): value for key, value in loaded.items()}

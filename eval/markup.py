@@ -42,6 +42,11 @@ def bullets(sentences: Sequence[str]) -> str:
     return f'<ul class="plain">{items}</ul>' if sentences else ""
 
 
+def warned(sentences: Sequence[str]) -> str:
+    """Plain sentences that no reader should miss; nothing where there are none."""
+    return f'<div class="bad">{bullets(sentences)}</div>' if sentences else ""
+
+
 def definitions(entries: Mapping[str, str]) -> str:
     """Word and meaning, plain texts."""
     return (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from time import thread_time
 from typing import Any
 
@@ -27,6 +27,9 @@ from eval.lossless import is_compared
 from eval.metrics import first_difference
 from eval.records import ALONE, BASELINE, Arm, Condition, Record
 from training.data import Prompt
+
+# What a generation says of itself, and its record keeps.
+COUNTS = tuple({field.name for field in fields(Generation)} & {field.name for field in fields(Record)})
 
 
 @dataclass(frozen=True)
@@ -198,19 +201,14 @@ def _records(
     outputs: dict[Arm, list[Generation]],
     busy: dict[Arm, float],
 ) -> list[Record]:
-    compared = is_compared(condition.temperature, bench.verify)
+    """A record for every row of every arm, held against the baseline's row."""
     records = []
     for arm, rows in outputs.items():
         for number, (row, base, prompt, ids) in enumerate(
             zip(rows, outputs[BASELINE], present, prompts_ids, strict=True)
         ):
-            comparable = compared and not bench.is_alone(arm)
-            differs_at = first_difference(row.tokens, base.tokens) if comparable else None
-            gap = None
-            if differs_at is not None:
-                settings, request = bench.settings_at(condition, arm), _request(sample, unit, turn, number)
-                before = [*ids, *base.tokens[:differs_at]]
-                gap = top_two_gap(choice_scores(bench.target, before, settings, request))
+            request = _request(sample, unit, turn, number)
+            differs_at, gap = _difference(bench, condition, arm, row, base, ids, request)
             records.append(
                 Record(
                     part=part,
@@ -223,28 +221,27 @@ def _records(
                     category=prompt.category,
                     turn=turn,
                     prompt_tokens=len(ids),
-                    tokens=list(row.tokens),
-                    finish=row.finish,
-                    rounds=row.rounds,
-                    tested_by_depth=list(row.tested_by_depth),
-                    accepted_by_depth=list(row.accepted_by_depth),
-                    drafted=row.drafted,
-                    draft_steps=row.draft_steps,
-                    verified=row.verified,
-                    prefill_seconds=row.prefill_seconds,
-                    decode_seconds=row.decode_seconds,
-                    draft_seconds=row.draft_seconds,
-                    lanes_seconds=row.lanes_seconds,
-                    target_seconds=row.target_seconds,
-                    shorter_seconds=row.shorter_seconds,
                     sample=sample,
-                    trace=row.trace,
                     cpu_seconds=busy[arm],
                     differs_at=differs_at,
                     gap=gap,
+                    **{name: vars(row)[name] for name in COUNTS},
                 )
             )
     return records
+
+
+def _difference(
+    bench: Bench, condition: Condition, arm: Arm, row: Generation, base: Generation, ids: list[int], request: int
+) -> tuple[int | None, float | None]:
+    """(the first token that is not the baseline's, the gap between the target's two best ones there); None where equal or not to be compared."""
+    if bench.is_alone(arm) or not is_compared(condition.temperature, bench.verify):
+        return None, None
+    at = first_difference(row.tokens, base.tokens)
+    if at is None:
+        return None, None
+    before = [*ids, *base.tokens[:at]]
+    return at, top_two_gap(choice_scores(bench.target, before, bench.settings_at(condition, arm), request))
 
 
 @torch.inference_mode()

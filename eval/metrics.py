@@ -76,9 +76,9 @@ def overhead(round_seconds: float, busy_seconds: float) -> float:
 def overlap(draft_seconds: float, target_seconds: float, both_seconds: float, shorter_seconds: float) -> float | None:
     """(t_D + t_T - t_both) / min(t_D, t_T), each summed over rounds: the share of the shorter lane that ran while the longer one did.
 
-    1 hides it whole; None where no round had two lanes.
+    1 hides it whole, 0 nothing, whatever the clock's noise says below that; None where no round had two lanes.
     """
-    return (draft_seconds + target_seconds - both_seconds) / shorter_seconds if shorter_seconds else None
+    return max(0.0, draft_seconds + target_seconds - both_seconds) / shorter_seconds if shorter_seconds else None
 
 
 def cost_table(t_target_ms: Mapping[int, float]) -> dict[int, float]:

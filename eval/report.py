@@ -14,7 +14,7 @@ from pathlib import Path
 from decoding.schedules import VIRTUAL
 from eval import plots, words
 from eval.duels import duels
-from eval.markup import bullets, colour_key, definitions, document, figure, section, table, tr
+from eval.markup import bullets, colour_key, definitions, document, figure, section, table, tr, warned
 from eval.records import ALONE, CONTROL, STALL, Record
 from eval.rows import units_at
 from eval.schema import LOOPING_BELOW, Row
@@ -32,6 +32,7 @@ class Provenance:
     prompt_file: str
     revision: str
     unmeasured: list[str]  # sentences
+    draft_lengths: str = "given"  # how they came about
     repeats: int = 1  # times that every generation was run
     texts: list[Text] = field(default_factory=list)  # shown token by token
 
@@ -51,6 +52,7 @@ def page(rows: list[Row], records: Sequence[Record], provenance: Provenance) -> 
     parts = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="lead">{escape(_lead(shown))}</p>',
+        warned(words.warnings(shown)),
         _headlines(shown),
         section("All drafters", _tables(shown)),
         section("Where it wins and where it loses", _verdicts(shown)),
@@ -74,7 +76,7 @@ def _lead(shown: Sequence[Row]) -> str:
     )
 
 
-def _headlines(shown: Sequence[Row]) -> str:
+def _headlines(shown: list[Row]) -> str:
     """Under each condition the drafter that does best, of those that are models and ran on the wall's clock; the control stands beside it."""
     models = [row for row in shown if row.drafter_parameters and row.schedule not in (ALONE, *VIRTUAL)]
     models = models or [row for row in shown if row.schedule not in (ALONE, *VIRTUAL)]
@@ -83,22 +85,27 @@ def _headlines(shown: Sequence[Row]) -> str:
         rivals = [row for row in models if words.condition_label(row) == label]
         best = max(rivals, key=lambda row: row.headline_speedup or 0.0)
         control = [row for row in shown if row.drafter == CONTROL and row is not best and _same(row, best)]
-        cards.append(f'<div class="headline"><h3>{escape(label)}</h3>{_headline(best, control)}</div>')
+        cards.append(
+            f'<div class="headline"><h3>{escape(label)}</h3>{_headline(best, control, len(rivals), not words.disturbance(shown))}</div>'
+        )
     return f'<div class="headlines">{"".join(cards)}</div>'
 
 
-def _headline(row: Row, control: Sequence[Row]) -> str:
+def _headline(row: Row, control: Sequence[Row], rivals: int, undisturbed: bool) -> str:
+    """rivals: rows that it is the best of; undisturbed: whether the machine was free, so that the colour says something."""
     if row.headline_speedup is None:
         return f"<p>Every text of the target loops (distinct-4 below {LOOPING_BELOW}): no headline.</p>"
     spread, tone = "95 % interval: needs more prompts", ""
     if row.headline_speedup_low is not None and row.headline_speedup_high is not None:
         spread = f"95 % interval {row.headline_speedup_low:.2f} to {row.headline_speedup_high:.2f}"
-        tone = "good" if row.headline_speedup_low > 1 else "bad" if row.headline_speedup_high < 1 else ""
+        tone = (
+            "good" if row.headline_speedup_low > 1 and undisturbed else "bad" if row.headline_speedup_high < 1 else ""
+        )
     counted = f"{row.headline_prompts} prompts whose text does not loop"
     everywhere = f"all {row.prompts} prompts: {words.times(row.speedup)}" if row.headline_prompts < row.prompts else ""
     beside = f" Prompt lookup, the control: {words.times(control[0].headline_speedup)}." if control else ""
     text = (
-        f"{words.drafter_label(row)}, gamma {row.num_draft_tokens}: alpha {words.number(row.headline_alpha)}, "
+        f"{words.best_of(rivals)}{words.drafter_label(row)}, gamma {row.num_draft_tokens}: alpha {words.number(row.headline_alpha)}, "
         f"c {row.cost_ratio:.3f}, tau {words.number(row.headline_tau)}.{beside} Output: {row.lossless}."
     )
     big = f'<div class="big {tone}">{row.headline_speedup:.2f}×</div>'
@@ -127,14 +134,11 @@ def _tables(shown: Sequence[Row]) -> str:
 
 
 def _verdicts(shown: Sequence[Row]) -> str:
-    broken = [f"NOT LOSSLESS: {row.drafter}: {row.lossless_detail}" for row in shown if row.lossless == "differs"]
     items = []
     for row in shown:
         which, measured, predicted = (escape(text) for text in words.verdict_line(row))
         items.append(f'<li><strong>{which}</strong>: {measured} <span class="note">{predicted}</span></li>')
-    if words.disturbance(list(shown)):
-        broken.append(words.disturbance(list(shown)))
-    return bullets(broken) + f'<ul class="plain">{"".join(items)}</ul>'
+    return f'<ul class="plain">{"".join(items)}</ul>'
 
 
 def _duels(shown: Sequence[Row], records: Sequence[Record]) -> str:
@@ -230,6 +234,7 @@ def _provenance(shown: Sequence[Row], provenance: Provenance, records: Sequence[
             "versions": ", ".join(f"{name} {version}" for name, version in provenance.versions.items()),
             "target": f"{first.target}, {first.backend} backend, {first.dtype}",
             "prompts": f"{provenance.prompt_file}: {left_out}",
+            "draft lengths": provenance.draft_lengths,
             "stalls": f"{again} unit(s) were measured again, as a round of theirs took {STALL:g} times its usual"
             if again
             else "none",

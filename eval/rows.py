@@ -140,6 +140,7 @@ def _acceptance(units: Sequence[Unit]) -> dict[str, Any]:
         "tested_by_depth": tested,
         "accepted_by_depth": accepted,
         "tau": _tau(units),
+        "drafted": sum(unit.drafted for unit in units) / sum(unit.rounds for unit in units),
         "distinct_4": float(np.mean([value for unit in units for value in unit.distinct_4])),
     }
 

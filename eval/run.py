@@ -1,8 +1,8 @@
 """`python -m eval.run drafters=[FOLDER,...]`: is this drafter worth it, on these prompts and this machine?
 
-Prompts are split in two. On the first few, every draft length of the sweep is tried, and each drafter's best one is
-chosen from its acceptance and its costs; on all others the drafters run at that length, and those runs are the result.
-So the draft length is never chosen on the prompts that judge it.
+Prompts are split in two. On a few, taken from all over the file or from one of their own, every draft length of the
+sweep is tried, and each drafter's best one is chosen from its acceptance and its costs; on all others the drafters run
+at that length, and those runs are the result. So the draft length is never chosen on the prompts that judge it.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     print(f"target: {loaded.run.target} ({loaded.run.backend}, {loaded.run.dtype}, {loaded.run.device})")
     print(f"drafters: {drafters}")
     print(f"prompts of {loaded.bench.benchmark.name}: {prompts}")
+    print(f"draft lengths: {_draft_lengths(cfg, loaded)}")
     print(f"conditions: {', '.join(condition.label for condition in conditions(cfg))}")
     print(f"would decode {count} batches, at most {tokens} tokens, into {cfg.output_dir}")
 
@@ -143,9 +144,21 @@ def _provenance(
         prompt_file=loaded.prompt_file.name,
         revision=manifest["git_revision"],
         unmeasured=missing,
+        draft_lengths=_draft_lengths(cfg, loaded),
         repeats=cfg.repeats,
         texts=_texts(cfg, loaded, records),
     )
+
+
+def _draft_lengths(cfg: EvalConfig, loaded: Loaded) -> str:
+    """How they come about, and on what prompts."""
+    lengths = ", ".join(map(str, cfg.num_draft_tokens))
+    count = len(prompts_by_part(cfg, loaded)[0])
+    if not count:
+        return f"given: {lengths}"
+    file = Path(cfg.benchmark.sweep_path or loaded.prompt_file).name
+    swept = f"{count} prompts from all over {file}, none of which is measured"
+    return f"given: {lengths}; a sweep on {swept}" if lengths else f"chosen for each drafter in a sweep on {swept}"
 
 
 def _texts(cfg: EvalConfig, loaded: Loaded, records: Sequence[Record]) -> list[Text]:
@@ -155,4 +168,4 @@ def _texts(cfg: EvalConfig, loaded: Loaded, records: Sequence[Record]) -> list[T
 
 
 if __name__ == "__main__":
-    job_main("eval.run", EvalConfig, run)
+    job_main("eval.run", EvalConfig, run, check)

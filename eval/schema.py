@@ -105,6 +105,7 @@ class Row:
     tested_by_depth: list[int]
     accepted_by_depth: list[int]
     tau: float | None
+    drafted: float  # tokens a round of one row
     t_draft_ms: float
     t_target_ms: dict[int, float]
     V: dict[int, float]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from decoding.errors import UserError
 from decoding.schedules import SCHEDULES
+from eval.benchmarks import spread
 from eval.config import EvalConfig
 from eval.measure import measure_unit, runs_at, units_of
 from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, read_slices, time_slice
@@ -132,9 +133,10 @@ def drafting(loaded: Loaded) -> list[str]:
 
 def prompts_by_part(cfg: EvalConfig, loaded: Loaded) -> tuple[list[Prompt], list[Prompt]]:
     """(prompts of the sweep, prompts of the main part)."""
-    prompts = loaded.bench.benchmark.prompts
-    count = cfg.sweep_prompts if cfg.sweep else 0
-    return prompts[:count], prompts[count:]
+    benchmark, count = loaded.bench.benchmark, cfg.sweep_prompts if cfg.sweep else 0
+    if benchmark.elsewhere:
+        return spread(benchmark.elsewhere, count)[0], benchmark.prompts
+    return spread(benchmark.prompts, count)
 
 
 def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[Group], list[Group]]:
@@ -145,8 +147,8 @@ def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[G
     if not main or (cfg.sweep and cfg.sweep_prompts and not sweep):
         raise UserError(
             f"{len(for_sweep) + len(for_main)} prompts are too few: {len(for_sweep)} go to the sweep over gamma, and "
-            f"each part needs at least one batch of {condition.batch_size}. Lower sweep_prompts or batch_sizes, or "
-            "raise max_prompts."
+            f"each part needs at least one batch of {condition.batch_size}. Lower sweep_prompts or batch_sizes, "
+            "raise max_prompts, or give the sweep a file of its own (benchmark.sweep_path)."
         )
     return sweep, main
 

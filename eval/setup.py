@@ -58,6 +58,7 @@ def check(cfg: EvalConfig) -> None:
     ):
         if not fine:
             raise UserError(f"{key}={found} cannot be measured. Expected {expected}.")
+    drafter_list.check_entries(cfg.drafters)
     processes_of(cfg.target.parallel, cfg.target.processes, cfg.target.backend, device_of(cfg.target.device))
     Warper(0.0, cfg.top_k, cfg.top_p, cfg.min_p)  # says what is wrong with them
     make_processors(cfg.repetition_penalty, None)
@@ -106,19 +107,25 @@ def load(cfg: EvalConfig) -> Loaded:
     for drafter in drafters.values():
         drafter.prepare(target, None)  # what does not fit the target is told now, not after an hour
     tokenizer = load_tokenizer(folder)
-    prompt_file = resolve(cfg.benchmark.path)
+    prompt_file, sweep_file = resolve(cfg.benchmark.path), _sweep_file(cfg)
     benchmark = load_benchmark(
-        dataclasses.replace(cfg.benchmark, path=str(prompt_file)),
+        dataclasses.replace(cfg.benchmark, path=str(prompt_file), sweep_path=str(sweep_file or "")),
         tokenizer,
         max_length=target.max_length,
         max_new_tokens=cfg.max_new_tokens,
         limit=cfg.max_prompts,
     )
     facts = {name: facts_of(name, drafter, uses[name]) for name, drafter in drafters.items()}
-    inputs = [folder, prompt_file, *(Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping)]
+    inputs = [folder, prompt_file, *([sweep_file] if sweep_file else [])]
+    inputs += [Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping]
     settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
     bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats)
     return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs)
+
+
+def _sweep_file(cfg: EvalConfig) -> Path | None:
+    """The sweep's own prompts, where it runs and has some."""
+    return resolve(cfg.benchmark.sweep_path) if cfg.benchmark.sweep_path and cfg.sweep and cfg.sweep_prompts else None
 
 
 def _worker_device(target: Target, uses: Iterable[drafter_list.Use]) -> str:

@@ -17,6 +17,7 @@ from eval.words import (
     main_rows,
     threads,
     verdict_line,
+    warnings,
 )
 
 PLAIN_WIDTH = 160  # characters where there is no terminal to ask
@@ -25,11 +26,13 @@ NARROW = ["drafter", "speedup [95 %]", "tokens/s", "gamma", "alpha", "tau"]
 
 
 def print_table(rows: list[Row], console: Console | None = None) -> None:
-    """Print one table a condition, the words under it, and a verdict for every row."""
+    """Print what to be wary of, one table a condition, the words under it, and a verdict for every row."""
     console = console or Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     shown = main_rows(rows)
+    for warning in warnings(shown):
+        console.print(Text(warning, style="bold red"), soft_wrap=not console.is_terminal)
     for label in dict.fromkeys(condition_label(row) for row in shown):
         console.print()
         console.print(_table([row for row in shown if condition_label(row) == label], label, console))
@@ -40,13 +43,9 @@ def print_table(rows: list[Row], console: Console | None = None) -> None:
     console.print()
     for row in shown:
         which, measured, predicted = verdict_line(row)
-        clear = "green" if (row.speedup_low or 0) > 1 else "yellow"
+        clear = "green" if (row.speedup_low or 0) > 1 and not disturbance(shown) else "yellow"
         text = Text.assemble((f"{which}: ", "bold"), (measured, clear), (f" {predicted}", "dim"))
         console.print(text, soft_wrap=not console.is_terminal)
-        if row.lossless == "differs":
-            console.print(Text(f"NOT LOSSLESS: {row.drafter}: {row.lossless_detail}", style="bold red"))
-    if disturbance(shown):
-        console.print(Text(disturbance(shown), style="bold red"), soft_wrap=not console.is_terminal)
 
 
 def _table(rows: list[Row], label: str, console: Console) -> Table:

@@ -38,6 +38,7 @@ class Unit:
     base_seconds: float = 0.0
     base_prefill_seconds: float = 0.0
     cpu_seconds: float = 0.0  # both sides
+    drafted: int = 0  # of single rows
     draft_steps: int = 0
     verified: int = 0
     lanes_seconds: float = 0.0  # of overlapped schedules: the longer lane of every round
@@ -67,6 +68,7 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
         unit.batch_rounds += max(row.rounds for row in rows)
         unit.seconds += max(row.decode_seconds for row in rows)
         unit.prefill_seconds += rows[0].prefill_seconds
+        unit.drafted += sum(row.drafted for row in rows)
         unit.draft_steps += max(row.draft_steps for row in rows)
         unit.verified += max(row.verified for row in rows)
         unit.lanes_seconds += max(row.lanes_seconds for row in rows)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from decoding.policies import EAGER
 from decoding.schedules import VIRTUAL, WALL
-from decoding.stopping import EAGER
 from eval.schema import LOOPING_BELOW, Row
 
 # Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
@@ -15,6 +15,7 @@ DEFINITIONS: dict[str, str] = {
     "speedup": "tokens per second with the drafter over those of our own decoding without one: same prompts, machine, "
     "threads, dtype and loop, interleaved. In brackets the 95 % interval of a paired bootstrap over prompts.",
     "gamma": "the most draft tokens of a round (a stopping rule may end it earlier), which the target checks in one forward pass.",
+    "drafted": "draft tokens of a round, on average: below gamma where rounds end early or nothing is offered, above it for trees.",
     "alpha": "acceptance rate: draft tokens that pass, of those tested. A token is tested when all before it passed.",
     "tau": "block efficiency: tokens emitted per target forward, the target's own bonus token included; 1 without a "
     "drafter, at most gamma + 1.",
@@ -82,6 +83,7 @@ def cells(row: Row) -> dict[str, str]:
         "not looping": f"{times(row.headline_speedup)} ({row.headline_prompts})",
         "tokens/s": number(row.tokens_per_second, 1) + (" virtual" if row.schedule in VIRTUAL else ""),
         "gamma": str(row.num_draft_tokens or "–"),
+        "drafted": number(row.drafted, 1) if row.num_draft_tokens else "–",
         "alpha": number(row.alpha),
         "tau": number(row.tau),
         "c": number(row.cost_ratio, 3),
@@ -100,6 +102,11 @@ def baseline_cells(row: Row) -> dict[str, str]:
         "tokens/s": number(row.baseline_tokens_per_second, 1),
         "speedup [95 %]": "1.00x",
     }
+
+
+def best_of(count: int) -> str:
+    """`Best of 6: `, before a headline that was chosen among so many rows by the very number it shows."""
+    return f"Best of {count}: " if count > 1 else ""
 
 
 def outcome(row: Row) -> str:
@@ -148,6 +155,12 @@ def verdict_line(row: Row) -> tuple[str, str, str]:
         )
     clock = ", virtual clock" if row.schedule in VIRTUAL else ""
     return f"{row.drafter}, {condition_label(row)}{clock}", measured, predicted
+
+
+def warnings(rows: list[Row]) -> list[str]:
+    """What a reader must know before any number: a busy machine, an output that is not the target's."""
+    broken = [f"NOT LOSSLESS: {row.drafter}: {row.lossless_detail}" for row in rows if row.lossless == "differs"]
+    return [text for text in (disturbance(rows), *broken) if text]
 
 
 def disturbance(rows: list[Row]) -> str:

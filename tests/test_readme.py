@@ -98,9 +98,9 @@ def test_every_command_composes(command: str):
 
 
 def pearls_prompts(folder: Path) -> Path:
-    """A folder with the prompt files of PEARL's suite, two short prompts each."""
-    for name in ("humaneval", "gsm8k_test", "mgsm", "mt_bench"):
-        lines = [{"id": f"{name}/{i}", "category": name, "turns": [f"def f{i}(x):", "And?"]} for i in range(4)]
+    """A folder with the prompt files of PEARL's suite, and those of its sweeps, eight short prompts each."""
+    for name in ("humaneval", "gsm8k_test", "mgsm", "mt_bench", "mbpp_test", "alpaca_eval"):
+        lines = [{"id": f"{name}/{i}", "category": name, "turns": [f"def {name}_{i}(x):", "And?"]} for i in range(8)]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (folder / "mgsm_pearl_subset.json").write_text(json.dumps([f"mgsm/{i}" for i in (3, 1, 0, 2)]))
     return folder

@@ -185,6 +185,9 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
         return typing.cast(Schema, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "?"
+        if "is not a ListConfig" in str(error):
+            found = OmegaConf.select(OmegaConf.create(plain), key)
+            raise UserError(f"configuration key '{key}' is {found}, expected a list: {key}=[{found}]") from error
         raise UserError(f"configuration key '{key}': {str(error).splitlines()[0]}") from error
 
 

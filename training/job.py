@@ -19,8 +19,10 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from decoding.errors import UserError
 from training import ranks
@@ -30,15 +32,20 @@ from training.help import print_help
 from training.launch import INTERRUPTED
 from training.loop import Interrupted
 from training.memory import keep_memory
-from training.stages import ON_FILE, run_on_file, run_stages
+from training.stages import ON_FILE, check_given, run_on_file, run_stages
+from training.syntax import check_syntax, composition_error
 
 Config = TypeVar("Config", bound=JobConfig)
 CONF = Path(__file__).resolve().parent.parent / "conf"
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
-def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) -> None:
+def job_main(
+    job: str, schema: type[Config], function: Callable[[Config], Any], check: Callable[[Config], None] | None = None
+) -> None:
     """Entry of `python -m <job>`: Hydra overrides on the command line, or `--config-file config.yaml`.
+
+    check: raises UserError for a configuration that the job cannot run; it is asked before the stages of an experiment, which may take hours.
 
     A UserError is printed without a traceback and ends the process with status 2; a signal with 130.
     """
@@ -50,24 +57,37 @@ def job_main(job: str, schema: type[Config], function: Callable[[Config], Any]) 
             sys.exit(f"error: {ON_FILE} takes one file and no overrides, found {arguments[1:]}")
         composed = OmegaConf.load(arguments[1])
         assert isinstance(composed, DictConfig)
-        _guarded(lambda: run_typed(composed, job, schema, function))
+        _guarded(lambda: run_typed(composed, job, schema, function, check))
         return
     _guarded(lambda: check_arguments(arguments, job, schema))
     register(job, schema)
     if {"--help", "-h"} & {*arguments}:
-        print_help(job, schema, CONF, _overrides(arguments))
+        _guarded(lambda: _composing(lambda: print_help(job, schema, CONF, _overrides(arguments))))
         return
     sweep, failed = Sweep(), []
+    single: list[DictConfig] = []
 
     def task(composed: DictConfig) -> None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             _guarded(lambda: failed.extend(_run_member(composed, job, schema, arguments, sweep)))
         else:
-            _guarded(lambda: run_typed(composed, job, schema, function))
+            single.append(composed)
 
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name=job.replace(".", "_"))(task)()
+    started = hydra.main(version_base="1.3", config_path=str(CONF), config_name=job.replace(".", "_"))(task)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it finds wrong, instead of printing it with advice
+    _guarded(lambda: _composing(started))
+    if single:  # outside of Hydra, whose frames would stand around every traceback
+        _guarded(lambda: run_typed(single[0], job, schema, function, check))
     if failed:
         sys.exit(f"error: {len(failed)} of the sweep's members failed: {'; '.join(failed)}. Run the same command again")
+
+
+def _composing(action: Callable[[], Any]) -> Any:
+    """Run what composes a configuration; UserError where it cannot."""
+    try:
+        return action()
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise composition_error(error) from error
 
 
 def register(job: str, schema: type[Any]) -> None:
@@ -79,15 +99,24 @@ def register(job: str, schema: type[Any]) -> None:
     ConfigStore.instance().store(name=f"{job.replace('.', '_')}_defaults", node=OmegaConf.create(fields))
 
 
-def run_typed(composed: DictConfig, job: str, schema: type[Config], function: Callable[[Config], Any]) -> Any:
-    """Check a composed configuration and run the job, or the stages it lists."""
+def run_typed(
+    composed: DictConfig,
+    job: str,
+    schema: type[Config],
+    function: Callable[[Config], Any],
+    check: Callable[[Config], None] | None = None,
+) -> Any:
+    """Check a composed configuration and run the job, or the stages it lists; `check` is asked before those."""
     config = typed(composed, schema)
+    check_given(composed)
     if config.job != job:
         raise wrong_job(config.experiment, config.job, job)
     prepare_process(config)
     ranks.adopt(config)
     if not config.stages and ranks.sits_out(config):
         return None
+    if config.stages and check is not None:
+        check(config)
     try:
         return run_stages(config, composed) if config.stages else function(config)
     except OSError as error:  # any file of the run: its log, its records, its report
@@ -114,7 +143,8 @@ def prepare_process(config: JobConfig) -> None:
 
 
 def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
-    """Find unknown keys and the wrong job before Hydra does, whose own message does not name the nearest key."""
+    """Find what is no override, unknown keys and the wrong job before Hydra does, whose own message names neither place nor nearest key."""
+    check_syntax(arguments)
     keys = valid_keys(schema)
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
     for argument in arguments:

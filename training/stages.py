@@ -29,7 +29,6 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
     (as `${key}` is this job's). Raises UserError naming the stage that
     failed.
     """
-    _check_given(composed)
     meeting = Meeting()
     for number, stage in enumerate(config.stages, start=1):
         if meeting.rank == 0:
@@ -57,7 +56,7 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
         meeting.wait(f"stage {number}")
 
 
-def _check_given(composed: DictConfig) -> None:
+def check_given(composed: DictConfig) -> None:
     """Raise UserError for a setting that the experiment asks of its caller (`${key}`, empty by default) and that was not given."""
     written = str(OmegaConf.to_container(composed, resolve=False))
     for key in dict.fromkeys(re.findall(r"\$\{(\w+)\}", written)):

@@ -5,8 +5,8 @@
 
 A forward over one token has to read every weight once. Its bytes over its time are set against the best of three plain readers of the same
 size (a sum, a matrix-vector product in the same dtype, and on a GPU a copy), and its operations against those of a product of two square
-matrices, measured in the same rounds. Both budgets of decoding/budget.py,
-bytes and operations, are printed with the share reached; and V(n), which stays near 1 for as long as bytes bind.
+matrices, measured in the same rounds. Of a yardstick the best round counts, and a share above 1 is told to be none. Both budgets of
+decoding/budget.py, bytes and operations, are printed with the share reached; and V(n), which stays near 1 for as long as bytes bind.
 """
 
 import statistics
@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from decoding.budget import forward_budget
+from decoding.budget import Budget, forward_budget
 from decoding.native import NativeTarget
 from scripts.bench import random_models
-from scripts.bench.common import options, per_second, product, readers, save, take_turns
+from scripts.bench.common import judged, options, per_second, product, readers, save, take_turns
 from scripts.bench.random_models import Shape
 from training.models import dtype_of
 
@@ -79,24 +79,32 @@ def bench(chosen: Options, dtype_name: str) -> dict[str, Any]:
     sides = {name: partial(per_second, action, chosen.device, times) for name, (action, times) in actions.items()}
     with torch.inference_mode():
         figures = take_turns(sides, chosen.rounds)
-    median = {name: statistics.median(values) for name, values in figures.items()}
-    reading = {name: median[name] * size for name, (_, size) in plain.items()}
-    best = max(reading, key=reading.__getitem__)
-    reached = median["forward 1"] * budget.bytes_read
-    computed = median["forward 1"] * budget.operations
+    sizes = {name: size for name, (_, size) in plain.items()} | {"product": operations}
+    return {"parameters": target.num_parameters, **reached(figures, budget, sizes)}
+
+
+def reached(figures: dict[str, list[float]], budget: Budget, sizes: dict[str, int]) -> dict[str, Any]:
+    """What forwards reach of what the machine can do.
+
+    figures: calls a second in every round; sizes: bytes of each reader, and the operations of the product. Forwards count by their median and the
+    yardsticks by their best round: what slows one down says nothing of the machine.
+    """
+    median = {name: statistics.median(values) for name, values in figures.items() if name.startswith("forward")}
+    limits = {name: max(figures[name]) * size for name, size in sizes.items()}
+    computing = limits.pop("product")
+    best = max(limits, key=limits.__getitem__)
+    moved, computed = median["forward 1"] * budget.bytes_read, median["forward 1"] * budget.operations
     return {
-        "parameters": target.num_parameters,
         "gigabytes_a_forward": budget.bytes_read / 1e9,
         "gigaflop_a_forward": budget.operations / 1e9,
         "tokens_per_second": median["forward 1"],
-        "gigabytes_per_second": reached / 1e9,
+        "gigabytes_per_second": moved / 1e9,
         "gigaflop_per_second": computed / 1e9,
-        "plain_reading_gigabytes_per_second": {name: value / 1e9 for name, value in reading.items()},
+        "plain_reading_gigabytes_per_second": {name: value / 1e9 for name, value in limits.items()},
         "best_reader": best,
-        "share_of_bandwidth": reached / reading[best],
-        "product_gigaflop_per_second": median["product"] * operations / 1e9,
-        "share_of_operations": computed / (median["product"] * operations),
-        "V": {n: median["forward 1"] / median[f"forward {n}"] for n in chosen.widths},
+        "product_gigaflop_per_second": computing / 1e9,
+        **judged({"share_of_bandwidth": moved / limits[best], "share_of_operations": computed / computing}),
+        "V": {name.removeprefix("forward "): median["forward 1"] / rate for name, rate in median.items()},
     }
 
 

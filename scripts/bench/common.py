@@ -16,15 +16,23 @@ from decoding import cuda
 from decoding.errors import UserError
 from training.checkpoint import write_text
 from training.config import plain, typed
+from training.help import field_docs
 from training.memory import keep_memory
 from training.run_folder import git_revision, hardware, versions
 
 Options = TypeVar("Options")
 RESULTS = Path(__file__).resolve().parent / "results"
+SLOW_YARDSTICK = "yardstick read slowly: not valid"
 
 
 def options(schema: type[Options]) -> Options:
-    """The command line's `key=value` pairs as `schema`; malloc settings and threads are the same for all sides of a benchmark."""
+    """The command line's `key=value` pairs as `schema`; malloc settings and threads are the same for all sides of a benchmark.
+
+    `--help` prints what the script is and what it can be told, and ends it.
+    """
+    if {"--help", "-h"} & {*sys.argv[1:]}:
+        print(usage(schema))
+        sys.exit()
     keep_memory()
     given = OmegaConf.from_cli()
     assert isinstance(given, DictConfig)
@@ -34,6 +42,17 @@ def options(schema: type[Options]) -> Options:
         sys.exit(f"error: {error}")
     torch.set_num_threads(int(getattr(chosen, "threads")))  # noqa: B009
     return chosen
+
+
+def usage(schema: type[Any]) -> str:
+    """What the script of these options is, by its docstring, and every option with its default and the comment beside it."""
+    docs = field_docs(schema)
+    shown = {
+        key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in plain(schema()).items()
+    }
+    lines = [f"  {f'{key}={shown[key]}':<32}  {doc}" for key, doc in docs.items()]
+    about = (sys.modules[schema.__module__].__doc__ or "").strip()
+    return "\n".join([about, "", "Options, as KEY=VALUE, with their defaults:", *lines])
 
 
 def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
@@ -93,6 +112,19 @@ def per_second(action: Callable[[], Any], device: str, times: int) -> float:
         action()
     cuda.synchronize(torch.device(device))
     return times / (time.perf_counter() - began)
+
+
+def fastest(action: Callable[[], Any], device: str, times: int, rounds: int = 5) -> float:
+    """Calls a second in the best of several rounds: what the machine can do, and a neighbour's work takes away from."""
+    return max(per_second(action, device, times) for _ in range(rounds))
+
+
+def judged(shares: dict[str, float]) -> dict[str, Any]:
+    """Shares of limits that were measured beside them; with a warning where one is above 1, which no limit allows."""
+    warnings = [f"{name} is {share:.2f}: {SLOW_YARDSTICK}" for name, share in shares.items() if share > 1]
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return {**shares, "warnings": warnings} if warnings else dict(shares)
 
 
 def save(name: str, chosen: Any, figures: dict[str, Any], show: bool = True) -> None:

@@ -28,7 +28,7 @@ from decoding.drafter import Drafter
 from decoding.loop import Settings, decode, time_parts
 from decoding.native import NativeTarget
 from decoding.target import load_target
-from scripts.bench.common import options, per_second, product, ratio, readers, save, take_turns, timed
+from scripts.bench.common import fastest, judged, options, product, ratio, readers, save, take_turns, timed
 from training.chat import render_prompt
 from training.data import read_prompts
 from training.models import dtype_of
@@ -153,10 +153,14 @@ def budgets(sides: Sides) -> dict[str, Any]:
     context = statistics.median_low([len(prompt) for prompt in sides.prompts]) + chosen.max_new_tokens // 2
     step = forward_budget(sides.ours.config, dtype, 1, context)
     plain = readers(step.weight_bytes, dtype, chosen.device)
-    reading = max(size * per_second(action, chosen.device, 20) for action, size in plain.values())
+    reading = max(size * fastest(action, chosen.device, 20) for action, size in plain.values())
     multiply, operations = product(dtype, chosen.device, 1024)
-    computing = operations * per_second(multiply, chosen.device, 3)
-    found = {"plain_reading_gigabytes_per_second": reading / 1e9, "product_gigaflop_per_second": computing / 1e9}
+    computing = operations * fastest(multiply, chosen.device, 3)
+    found: dict[str, Any] = {
+        "plain_reading_gigabytes_per_second": reading / 1e9,
+        "product_gigaflop_per_second": computing / 1e9,
+    }
+    shares: dict[str, float] = {}
     shapes: dict[str, tuple[Budget, Drafter | None]] = {"autoregressive step": (step, None)}
     if sides.drafter is not None:
         assert isinstance(sides.drafter.model, NativeTarget)
@@ -168,10 +172,12 @@ def budgets(sides: Sides) -> dict[str, Any]:
         found |= {
             f"{name}, megabytes": budget.bytes_read / 1e6,
             f"{name}, megaflop": budget.operations / 1e6,
+        }
+        shares |= {
             f"{name}, share_of_bandwidth": rate * budget.bytes_read / reading,
             f"{name}, share_of_operations": rate * budget.operations / computing,
         }
-    return found
+    return found | judged(shares)
 
 
 def overhead(sides: Sides, temperature: float) -> float:

@@ -47,7 +47,7 @@ class Options:
     executions: list[str] = field(
         default_factory=lambda: [*EXECUTIONS]
     )  # backends and executions of target and drafters
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # 0 is greedy
     sweep: list[int] = field(default_factory=lambda: [1, 2, 3, 4])  # draft lengths
     max_length: int = 256  # tokens a row
     tokens_per_step: int = 4096  # tokens a step

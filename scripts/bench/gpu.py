@@ -8,7 +8,9 @@ written the moment it is there, so a part that is cut short loses none. `scripts
 """
 
 import ast
+import inspect
 import json
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
@@ -104,6 +106,13 @@ def _tests_for(statement: ast.If, comparison: type[ast.cmpop]) -> bool:
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], comparison) and "'cuda'" in ast.unparse(test)
 
 
+def usage() -> str:
+    """What the script is, and its options with their defaults and comments, as they stand above."""
+    docs = dict(re.findall(r"(\w+): .+  # (.+)", inspect.getsource(Options)))
+    lines = [f"  {f'{name}={value}':<32}  {docs[name]}" for name, value in asdict(Options()).items()]
+    return "\n".join([(__doc__ or "").strip(), "", "Options, as KEY=VALUE, with their defaults:", *lines])
+
+
 def parse(words: list[str]) -> Options:
     """`key=value` words as Options; ends with a message for anything else."""
     kinds = {field.name: field.type for field in fields(Options)}
@@ -121,7 +130,10 @@ def parse(words: list[str]) -> Options:
 
 
 def main(words: list[str]) -> int:
-    """Run a part; 1 if a promise was broken."""
+    """Run a part; 1 if a promise was broken. `--help` prints what there is, and runs nothing."""
+    if {"--help", "-h"} & {*words}:
+        print(usage())
+        return 0
     from scripts.bench import gpu_decode, gpu_exact
 
     options = parse(words)

@@ -18,8 +18,8 @@ from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Drafter, Proposal
 from decoding.loop import Settings, decode
+from decoding.policies import NAMES
 from decoding.self_speculation import SelfSpeculation
-from decoding.stopping import NAMES
 
 from .rows import COSTS, ROWS, draft_table
 from .tiny import TableTarget, hf_model, native_of

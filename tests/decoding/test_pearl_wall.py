@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from decoding import batch as batch_module
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
+from decoding.costs import measure_costs
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
-from decoding.pearl_plus import PearlPlusWall
+from decoding.loop import Settings, decode, start, time_parts
+from decoding.pearl_plus import PearlPlus, PearlPlusWall
 from decoding.sampling import Warper
 from decoding.schedules import WALL
 from decoding.stopping import Fixed, RoundCosts
@@ -151,8 +153,9 @@ def test_a_round_that_fails_leaves_the_worker_as_it_was(remote: RemoteChain) -> 
 def test_pearl_plus_decodes_on_the_wall_what_it_decodes_on_the_virtual_clock(
     regime: tuple[float, float], remote: RemoteChain, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under token verification, with the same overlap for both: so law 3, which holds there, holds here."""
+    """Under token verification, with the same overlap and rest for both: so law 3, which holds there, holds here."""
     monkeypatch.setattr(PearlPlusWall, "_measured_overlap", lambda self: 1.0)
+    monkeypatch.setattr(PearlPlusWall, "_rest_ms", PearlPlus._rest_ms)
     target, _, _ = models()
     costs = RoundCosts(regime[0], (1.0, 1.02, 1.04, 1.06), regime[1])
     settings = with_rule("token", max_new_tokens=40, stop_token_ids=(3,), num_draft_tokens=4, costs=costs)
@@ -236,3 +239,58 @@ def test_pearl_plus_with_a_worker_keeps_the_targets_own_output(remote: RemoteCha
                 target, remote, [prompt], replace(settings, schedule="pearl_plus_wall"), request_ids=[number]
             )
             assert drafted.tokens == plain.tokens
+
+
+def slowed(remote: RemoteChain, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Every message to the worker takes so long."""
+    send = remote._send
+
+    def late(message: Any) -> None:
+        time.sleep(seconds)
+        send(message)
+
+    monkeypatch.setattr(remote, "_send", late)
+
+
+def test_a_message_is_no_part_of_a_workers_draft_step(remote: RemoteChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow it is, it costs a round once: it stands in the rest of a serial round. What a step takes is the worker's own time."""
+    target, _, _ = models()
+    settings = Settings(schedule="pearl_plus_wall", num_draft_tokens=4)
+    plain = measure_costs(target, remote, [4, 5, 6], settings, tokens=12)
+    slowed(remote, monkeypatch, 0.02)
+    began = time.perf_counter()
+    remote.time_step()
+    assert time.perf_counter() - began > 0.02, "control: by this process's clock a step holds it"
+    slow = measure_costs(target, remote, [4, 5, 6], settings, tokens=12)
+    assert plain.t_draft_ms > 0 and slow.t_draft_ms < 15
+    assert time_parts(target, remote, [4, 5, 6], repeats=2, warmup=0).t_draft_ms < 15
+    assert slow.overhead_ms > plain.overhead_ms + 15
+
+
+def test_what_two_lanes_leave_beside_them_is_learned_from_the_round(
+    remote: RemoteChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule that takes its time is the rest of a round; a target that does is its lane."""
+    target, _, _ = models()
+    costs = RoundCosts(0.9, (1.0, 1.02, 1.04, 1.06), 0.0)  # two lanes pay
+    settings = Settings(max_new_tokens=24, num_draft_tokens=4, costs=costs, schedule="pearl_plus_wall")
+    monkeypatch.setattr(PearlPlusWall, "_measured_overlap", lambda self: 1.0)  # what is learned sways no choice
+    monkeypatch.setattr(PearlPlusWall, "_rest_ms", PearlPlus._rest_ms)
+
+    def learned() -> float:
+        batch = start(target, remote, [[4, 5]], settings)
+        assert isinstance(batch, PearlPlusWall)
+        generation = batch.rows[0].generation
+        while batch.rows:
+            batch.round()
+        batch.close()
+        assert batch._verifying > 0
+        return 1000 * batch._beside / generation.rounds
+
+    plain, forward = learned(), target.forward
+    with monkeypatch.context() as slow_lane:
+        slow_lane.setattr(target, "forward", lambda *given: (time.sleep(0.02), forward(*given))[1])
+        assert learned() < plain + 10
+    rule = batch_module.RULES["greedy"]
+    monkeypatch.setitem(batch_module.RULES, "greedy", lambda *given: (time.sleep(0.02), rule(*given))[1])
+    assert learned() > plain + 15

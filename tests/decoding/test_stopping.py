@@ -12,9 +12,10 @@ from decoding.chain import ChainDrafter
 from decoding.drafter import Drafter
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
+from decoding.policies import NAMES, Assisted, Confidence, CostRatio, Entropy, Thompson, make_stopping
 from decoding.prompt_lookup import PromptLookup
 from decoding.schedules import usual_stopping
-from decoding.stopping import NAMES, Assisted, Confidence, CostRatio, Entropy, RoundCosts, Sign, Thompson, make_stopping
+from decoding.stopping import RoundCosts, Sign
 from decoding.trees import RankedTree
 
 from .test_laws import models

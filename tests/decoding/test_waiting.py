@@ -17,8 +17,9 @@ from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Drafter, Proposal
 from decoding.loop import Settings, decode, start
+from decoding.policies import CostRatio
 from decoding.sampling import Warper
-from decoding.stopping import CostRatio, RoundCosts
+from decoding.stopping import RoundCosts
 from decoding.target import Target
 
 from .rows import COSTS, ROWS, DrafterRow, Kit

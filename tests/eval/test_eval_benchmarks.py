@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from decoding.errors import UserError
-from eval.benchmarks import load_benchmark, render_turns
+from eval.benchmarks import load_benchmark, render_turns, spread
 from eval.config import BenchmarkConfig
+from training.data import Prompt
 
 from . import tiny
 
 
-def load(path: Path, limit: int = 0, max_length: int = 256, max_new_tokens: int = 32, **options: str):
+def load(path: Path, limit: int = 0, max_length: int = 256, max_new_tokens: int = 32, **options: str | int):
     cfg = BenchmarkConfig(path=str(path), **options)
     return load_benchmark(cfg, tiny.tokenizer(), max_length=max_length, max_new_tokens=max_new_tokens, limit=limit)
 
@@ -114,3 +115,47 @@ def test_ids_pick_prompts_in_their_order(tmp_path):
         load(path, ids=str(listed))
     with pytest.raises(UserError, match="cannot be read"):
         load(path, ids=str(tmp_path / "nothing.json"))
+
+
+def prompts_of(categories: list[str]) -> list[Prompt]:
+    return [Prompt(str(number), category, [f"Question {number}?"]) for number, category in enumerate(categories)]
+
+
+@pytest.mark.parametrize("order", ["by category", "in turn"])
+def test_the_sweeps_prompts_come_from_all_over_a_file(order):
+    """Whether its categories stand one behind the other, as in MT-bench and MGSM, or take turns; the first few have one of eight at most."""
+    kinds = [kind for kind in "abcdefgh" for _ in range(10)] if order == "by category" else list("abcdefgh") * 10
+    prompts = prompts_of(kinds)
+    chosen, others = spread(prompts, 8)
+    assert len(chosen) == 8 and sorted(chosen + others, key=lambda one: int(one.id)) == prompts
+    assert spread(prompts, 8) == (chosen, others), "nothing is drawn"
+    seen = len({prompt.category for prompt in chosen})
+    assert seen == 8 if order == "by category" else seen >= 4
+    middles = [prompts[5 + 10 * step].category for step in range(8)]
+    assert order == "by category" or len(set(middles)) <= 4, "control: equal steps meet the same few of them"
+    if order == "by category":
+        assert len({prompt.category for prompt in prompts[:8]}) == 1, "control: the first ones are all alike"
+
+
+@pytest.mark.parametrize(("count", "of"), [(0, 5), (1, 5), (4, 5), (5, 5), (9, 5), (7, 11), (3, 0)])
+def test_spreading_takes_as_many_as_there_are_and_none_twice(count, of):
+    chosen, others = spread(prompts_of(["x"] * of), count)
+    assert len(chosen) == min(count, of)
+    assert len({prompt.id for prompt in chosen + others}) == of == len(chosen + others)
+
+
+def test_the_sweep_may_have_a_file_of_its_own(tmp_path):
+    """Then everything asked for is measured, and what is measured is none of the sweep's, whatever it is called there."""
+    path, more = tiny.prompts(tmp_path / "mine.jsonl", count=4), tiny.prompts(tmp_path / "more.jsonl", count=9)
+    more.write_text(more.read_text().replace('"id": "p', '"id": "q'))
+    framed = {"render": "text", "template": "Q: {turn}"}
+    found = load(path, sweep_path=str(more), first=3, **framed)
+    assert [prompt.id for prompt in found.prompts] == ["p0", "p1", "p2"]
+    assert [prompt.id for prompt in found.elsewhere] == [f"q{n}" for n in range(3, 9)]
+    assert found.elsewhere[0].turns == ["Q: Question 3, part 0?"]
+    assert found.counts["measured"] == 3
+    assert load(path).elsewhere == []
+    with pytest.raises(UserError, match="holds no prompt besides the 4 that are measured"):
+        load(path, sweep_path=str(path))
+    with pytest.raises(UserError, match="benchmark.first=-1 cannot be"):
+        load(path, first=-1)

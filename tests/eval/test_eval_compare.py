@@ -227,6 +227,7 @@ def test_the_control_of_one_run_is_no_rival_of_that_of_another(runs):
 def test_the_best_is_named_with_what_is_sure_of_it(runs, tmp_path):
     greedy, sampled = panels(*three(runs))
     assert "simulated-1 (1 layer, 3.1 M) is the fastest: " in best_sentence(sampled)
+    assert f", the best of {len(sampled.fastest)};" in best_sentence(sampled)
     assert sampled.fastest[0].name == "simulated-1" and sampled.fastest[-1].name != "simulated-1"
     again = simulated_runs.write(tmp_path / "again" / "eval.run", SHALLOW, seed=9)
     assert "no clear difference: " in best_sentence(panels(three(runs)[0], again)[1])

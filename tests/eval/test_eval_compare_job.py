@@ -1,6 +1,7 @@
 """`eval.compare` as a job: the page, the table, Weights & Biases, errors, and real tiny evaluations."""
 
 import base64
+import dataclasses
 import io
 import json
 import re
@@ -16,8 +17,10 @@ import eval.run
 from decoding.errors import UserError
 from eval.compare import run
 from eval.compare_table import print_comparison
+from eval.compare_words import busy
 from eval.config import CompareConfig
 from eval.evaluations import find_runs
+from eval.schema import read_rows, write_rows
 from training.config import TrackerConfig, typed
 from training.job import CONF, check_arguments, register
 
@@ -273,3 +276,15 @@ def test_real_evaluations_are_compared(home, monkeypatch):
     assert shallow["training_tokens"] is None and shallow["pareto_training_tokens"] is None, "it has no card"
     assert all(line["over_rival"] > 0 and line["over_rival_low"] is None for line in found), "three prompts are too few"
     assert "needs more prompts" in (folder / "comparison.html").read_text()
+
+
+def test_a_busy_machine_is_named_before_any_verdict(runs, tmp_path):
+    """On the page before the headlines, on the terminal before the tables."""
+    folder = simulated_runs.write(tmp_path / "busy" / "eval.run", SHALLOW)
+    rows = [dataclasses.replace(row, cpu_share=0.4) for row in read_rows(folder / "results.jsonl")]
+    write_rows(folder / "results.jsonl", rows)
+    console = Console(file=io.StringIO())
+    print_comparison(panels(folder), evaluations_of(folder), console)
+    text = console.file.getvalue()
+    assert text.index("Other processes used this machine") < text.index("simulated-1")
+    assert busy(evaluations_of(folder)) and not busy(evaluations_of(*three(runs)))

@@ -13,7 +13,7 @@ from decoding.loop import Settings, decode
 from decoding.target import load_target
 from eval.benchmarks import load_benchmark, render_turns
 from eval.config import BenchmarkConfig
-from eval.drafters import Use, build, describe, uses
+from eval.drafters import Use, build, check_entries, describe, uses
 from eval.parts import time_slice
 from eval.records import Condition, read_records
 from eval.run import run
@@ -104,6 +104,9 @@ def test_a_key_that_a_drafter_does_not_take_is_named_with_the_nearest_one(home):
             UserError, match=f"has the key '{key}', which {kind} does not take; the nearest is '{near}'"
         ):
             describe([entry], target, False)
+    with pytest.raises(UserError, match="chain has the key 'foo', which ChainDrafter does not take"):
+        run(config(home, "unknown_key", drafters=[{"use": "chain", "foo": 1}]))  # though its folder is missing too
+    assert not (home / "unknown_key").exists()
     remote = {"_target_": "decoding.worker.RemoteChain", "folder": shallow, "draft_cores": 0, "dtype": "float64"}
     assert describe([remote], target, False)
     with pytest.raises(UserError, match="wants the class decoding.chain.Chain, which cannot be had"):
@@ -121,15 +124,22 @@ def test_lookup_goes_before_any_model_and_no_other(home):
         "graph": ("GraphDrafterWithLookup", 4),
         "static_tree": ("StaticTreeWithLookup", 4),
     }
-    for entry in (
-        {"use": "prompt_lookup", "lookup": 3},
-        {"use": "ouroboros", "folder": str(home / "shallow"), "lookup": 3},
+    for entry, words in (
+        ({"use": "prompt_lookup"}, "PromptLookup has no model that drafts"),
+        (
+            {"use": "ouroboros", "folder": "nowhere"},
+            "Ouroboros learns from what became of its proposals, .* leave lookup= out",
+        ),
+        ({"use": "chain_with_lookup", "folder": "nowhere"}, "ChainWithLookup looks up by itself already"),
     ):
-        mappings = describe([entry], target, False)
-        with pytest.raises(UserError, match="lookup= goes before a model that drafts chains or trees"):
-            build(mappings, uses(mappings, Use()), home / "target")
+        with pytest.raises(UserError, match=f"lookup= goes before a model that drafts chains or trees; {words}"):
+            check_entries([{**entry, "lookup": 3}])
+    check_entries([{"use": "graph", "folder": "nowhere", "lookup": 3}])
     for wrong, words in (
-        ({"lookup": 3, "schedule": "pearl_virtual"}, "goes with schedule=serial"),
+        (
+            {"lookup": 3, "schedule": "pearl_virtual"},
+            "lookup=3 with schedule 'pearl_virtual': .* cannot be taken back .* take schedule=serial",
+        ),
         ({"schedule": "pearl_virtual", "stopping": "entropy"}, "policy that learns; take fixed or confidence"),
     ):
         with pytest.raises(UserError, match=words):
@@ -157,16 +167,32 @@ def test_a_function_says_which_tokens_may_follow(home):
         run(config(home, "refused", dry_run=True, allowed="nowhere.at_all"))
 
 
-def test_an_experiment_says_what_it_asks_for_before_its_first_stage(home, tmp_path):
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (["+experiment=every_way"], "draft_model is empty, but experiment 'every_way' builds on it: give draft_model="),
+        (
+            ["+experiment=pearl_case_study", "draft_model=runs/x"],
+            "benchmark_folder is empty, but experiment 'pearl_case_study' builds",
+        ),
+        (
+            ["+experiment=every_way", "draft_model=runs/x", "drafters=[{use: chain, foo: 1}]"],
+            "drafters: chain has the key 'foo'",
+        ),
+    ],
+)
+def test_an_experiment_says_what_it_asks_for_before_its_first_stage(tmp_path, given, found):
     """Its search stage would run for a while, and the comparison behind it could not begin."""
-    given = ["+experiment=every_way", f"output_dir={tmp_path / 'out'}"]
     done = subprocess.run(
-        [sys.executable, "-m", "eval.run", *given], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "eval.run", *given, f"output_dir={tmp_path / 'out'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(
-        "error: draft_model is empty, but experiment 'every_way' builds on it: give draft_model="
-    )
+    assert done.stderr.startswith(f"error: {found}")
+    assert not done.stdout, "no stage was begun"
     assert not (tmp_path / "out").exists()
 
 
@@ -276,56 +302,3 @@ def test_overlapped_rows_are_replayed(home):
     assert all(rows[name].replayed_speedup > 0 for name in names[:3])
     assert rows["pearl_plus_virtual"].replayed_speedup is None, "costs decide there, not the trace alone"
     assert rows["prompt_lookup"].replayed_speedup is None
-
-
-def suite(home, folder, *more):
-    """Run an experiment of PEARL's on the tiny pair of models, at toy size."""
-    given = [
-        f"target.path={home / 'target'}",
-        "target.dtype=float64",
-        "target.device=cpu",
-        f"draft_model={home / 'shallow'}",
-    ]
-    given += [f"benchmark_folder={folder}", "sweep=[]", "num_draft_tokens=[2]", "max_prompts=2", "sweep_prompts=0"]
-    given += [
-        "max_new_tokens=4",
-        "timing_repeats=1",
-        "bootstrap_resamples=50",
-        f"output_dir={folder / 'out'}",
-        "threads=1",
-    ]
-    command = [sys.executable, "-m", "eval.run", *given, *more]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
-def test_pearls_comparison_runs_every_benchmark_on_any_pair_of_models(home, tmp_path):
-    """Stages that are the called job itself take its overrides, and their own values."""
-    for name in ("humaneval", "gsm8k_test"):
-        tiny.prompts(tmp_path / f"{name}.jsonl", count=3)
-    drafters = (
-        "drafters=[{use: ${draft_model}, schedule: alone, name: small}, {use: ${draft_model}, schedule: pearl_virtual}]"
-    )
-    stages = "stages=['eval.run:humaneval','eval.run:gsm8k']"
-    suite(home, tmp_path, "+experiment=pearl_comparison", stages, drafters, "samples=2")
-    rows = {name: read_rows(tmp_path / "out" / name / "results.jsonl") for name in ("humaneval", "gsm8k")}
-    assert [found[0].benchmark for found in rows.values()] == ["HumanEval", "GSM8K"]
-    lengths = [read_records(tmp_path / "out" / name / "records.jsonl")[0].prompt_tokens for name in rows]
-    assert lengths[1] == lengths[0] + len("Q: \nA:"), "only GSM8K's prompts stand in a frame"
-
-
-def test_pearls_ablation_has_both_on_both_clocks(home, tmp_path):
-    tiny.prompts(tmp_path / "humaneval.jsonl", count=3)
-    suite(home, tmp_path, "+experiment=pearl_ablation", "stages=['eval.run:humaneval']", "temperatures=[0.0]")
-    rows = read_rows(tmp_path / "out" / "humaneval" / "results.jsonl")
-    found = {row.schedule for row in rows}
-    assert {f"pearl_{clock}{part}" for clock in ("virtual", "wall") for part in ("", "_wo_pre", "_wo_post")} <= found
-    assert {row.lossless for row in rows} == {"equal"}
-
-
-def test_pearls_case_study_shows_who_wrote_what(home, tmp_path):
-    tiny.prompts(tmp_path / "mt_bench.jsonl", count=3)
-    suite(home, tmp_path, "+experiment=pearl_case_study")
-    html = (tmp_path / "out" / "report.html").read_text()
-    assert "Who wrote what" in html
-    assert {row.drafter for row in read_rows(tmp_path / "out" / "results.jsonl")} >= {"sd", "pearl", "pearl+"}

@@ -282,3 +282,4 @@ def test_overlap_is_what_was_hidden_of_each_rounds_shorter_lane():
     assert metrics.overlap(sum(draft), sum(target), sum(map(max, draft, target)), shorter) == 1.0
     assert metrics.overlap(sum(draft), sum(target), sum(draft) + sum(target), shorter) == 0.0
     assert metrics.overlap(2.0, 3.0, 5.0, 0.0) is None
+    assert metrics.overlap(2.0, 3.0, 5.2, 2.0) == 0.0, "noise of the clock is no negative share"

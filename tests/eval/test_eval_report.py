@@ -236,7 +236,34 @@ def test_a_busy_machine_is_named(rows):
     assert "only 40 % of the time" in words.disturbance(starved)
     console = Console(file=io.StringIO())
     print_table(starved, console)
-    assert "Other processes used this machine" in console.file.getvalue()
+    text = console.file.getvalue()
+    assert (
+        text.index("Other processes used this machine") < text.index("none (autoregressive)") < text.index("faster: ")
+    )
+
+
+def test_a_busy_machine_is_named_before_any_number_of_the_page(rows, records, html):
+    starved = [dataclasses.replace(row, cpu_share=0.4) for row in rows]
+    text = page(starved, records, PROVENANCE)
+    assert text.index("Other processes used this machine") < text.index('<div class="big')
+    assert '<div class="big good"' in html, "control: an undisturbed win is green"
+    assert '<div class="big good"' not in text
+    assert "Other processes" not in html
+
+
+def test_the_best_of_several_rows_says_of_how_many(rows, records, html):
+    assert html.count("<p>Best of 2: simulated-good") == 2, "two models under each of two conditions"
+    alone = [row for row in rows if row.drafter != "simulated-slow"]
+    assert "Best of" not in page(alone, records, PROVENANCE), "control: one row is the best of nothing"
+
+
+def test_drafted_tokens_a_round_stand_in_every_table(rows, html):
+    good, lookup = pick(rows, "simulated-good"), pick(rows, "prompt_lookup")
+    assert good.drafted == good.num_draft_tokens
+    assert 0.3 < lookup.drafted / lookup.num_draft_tokens < 0.5, "it offers tokens in two rounds of five"
+    for row in (good, lookup):
+        assert words.cells(row)["drafted"] == f"{row.drafted:.1f}"
+    assert "<th>drafted</th>" in html
 
 
 def test_without_a_terminal_the_table_is_plain_text(rows):

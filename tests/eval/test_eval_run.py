@@ -55,6 +55,30 @@ def test_every_arm_decodes_every_prompt_and_greedy_outputs_are_the_targets_own(f
         assert record.rounds + sum(record.accepted_by_depth) == len(record.tokens) == 12
 
 
+def test_the_sweep_runs_on_prompts_from_all_over_the_file_and_the_result_on_the_others(home, finished):
+    records = read_records(finished / "records.jsonl")
+    swept, main = ({r.prompt_id for r in records if r.part == part} for part in ("sweep", "main"))
+    assert swept == {"p1", "p2"} and main == {"p0", "p3", "p4"}
+    report = (finished / "report.html").read_text()
+    assert (
+        "chosen for each drafter in a sweep on 2 prompts from all over prompts.jsonl, none of which is measured"
+        in report
+    )
+
+
+def test_with_a_file_for_the_sweep_every_prompt_is_measured(home):
+    tiny.prompts(home / "others.jsonl", count=12)
+    benchmark = BenchmarkConfig(path=str(home / "prompts.jsonl"), sweep_path=str(home / "others.jsonl"))
+    folder = run(config(home, "swept_elsewhere", benchmark=benchmark, temperatures=[0.0]))
+    records = read_records(folder / "records.jsonl")
+    swept, main = ({r.prompt_id for r in records if r.part == part} for part in ("sweep", "main"))
+    assert main == {f"p{n}" for n in range(5)}
+    assert len(swept) == 2 and not swept & main
+    inputs = json.loads((folder / "manifest.json").read_text())["inputs"]
+    assert [str(home / name) for name in ("prompts.jsonl", "others.jsonl")] == list(inputs)[1:3]
+    assert "2 prompts from all over others.jsonl" in (folder / "report.html").read_text()
+
+
 def test_a_finished_run_is_not_measured_again(home, finished, capsys):
     before = (finished / "records.jsonl").read_bytes()
     run(config(home, "finished"))

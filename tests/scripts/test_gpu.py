@@ -78,6 +78,7 @@ with torch.inference_mode():
     gpu_exact.texts = lambda *given: next(answers)
     found = gpu_exact.equality(gpu_exact.Models("float32", "cpu"), "eager", [[3]], 2, 1, ["chain"])
     assert found["greedy, chain"]["texts_that_differ"] == 1, found
+assert gpu.main(["--help"]) == 0
 toy = random_models.random_target(gpu_decode.TOY.target, torch.float32, "cpu", 16)
 assert toy.num_parameters == gpu_decode.TOY.target.parameters + 5 * 32, "matrices, and five norms of width 32"
 for words in (["speed=9"], ["part=all"]):

@@ -94,6 +94,12 @@ def test_a_value_of_the_wrong_type_names_the_key():
         typed(composed("distill.train", "loop.max_steps=many"), TrainConfig)
 
 
+def test_a_value_where_a_list_is_expected_is_told_how_to_be_one():
+    for key, value in (("num_draft_tokens", "6"), ("batch_sizes", "4")):
+        with pytest.raises(UserError, match=rf"key '{key}' is {value}, expected a list: {key}=\[{value}\]"):
+            typed(composed("eval.run", f"{key}={value}"), EvalConfig)
+
+
 def test_an_experiment_of_another_job_prints_the_right_command():
     with pytest.raises(UserError, match=r"run: python -m distill.pretrain \+experiment=quickstart_target"):
         check_arguments(["+experiment=quickstart_target"], "distill.train", TrainConfig)

@@ -1,0 +1,71 @@
+"""What benchmarks share: their help, and yardsticks that a busy machine slowed down."""
+
+import dataclasses
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from decoding.budget import Budget
+from training.help import field_docs
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(
+    path.stem for path in (ROOT / "scripts" / "bench").glob("*.py") if 'if __name__ == "__main__":' in path.read_text()
+)
+
+
+def defaults(schema: type) -> dict[str, object]:
+    return dataclasses.asdict(schema())
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("asked", ["--help", "-h"])
+def test_help_says_what_a_script_is_and_every_option(
+    name: str, asked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = importlib.import_module(f"scripts.bench.{name}")
+    monkeypatch.setattr(sys, "argv", [f"scripts/bench/{name}.py", asked])
+    if name == "gpu":  # it may import less, and reads its options by itself
+        assert script.main(sys.argv[1:]) == 0
+    else:
+        with pytest.raises(SystemExit) as ended:
+            script.main()
+        assert not ended.value.code
+    about, _, listed = capsys.readouterr().out.partition("\nOptions, as KEY=VALUE, with their defaults:\n")
+    assert about.strip() == script.__doc__.strip()
+    lines = listed.splitlines()
+    docs = field_docs(script.Options)
+    assert [line.split("=")[0].strip() for line in lines] == list(docs) == list(defaults(script.Options))
+    for (key, value), line in zip(defaults(script.Options).items(), lines, strict=True):
+        assert line.lower().startswith(f"  {key}={value}".lower())
+        assert docs[key] and line.endswith(docs[key]), f"{key} has a comment, and help shows it"
+
+
+def test_help_comes_from_the_command_line_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/bench/bandwidth.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "  layers=12  " in done.stdout and "decoder layers" in done.stdout
+
+
+def test_of_a_yardstick_the_best_round_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of its three rounds were slowed down by a neighbour: its median would say that decoding reads faster than reading."""
+    from scripts.bench.bandwidth import reached
+
+    budget = Budget(weight_bytes=900, cache_bytes=100, operations=50)
+    rounds = {"forward 1": [8.0, 9.0, 9.5], "forward 2": [4.5, 4.5, 4.5], "sum": [5.0, 6.0, 10.0], "copy": [1.0] * 3}
+    rounds["product"] = [2.0, 10.0, 1.0]
+    sizes = {"sum": 1000, "copy": 2000, "product": 100}
+    found = reached(rounds, budget, sizes)
+    assert found["best_reader"] == "sum"
+    assert found["share_of_bandwidth"] == pytest.approx(0.9)
+    assert found["share_of_operations"] == pytest.approx(0.45)
+    assert found["V"] == {"1": 1.0, "2": 2.0}
+    assert "warnings" not in found and not capsys.readouterr().err
+    slow = reached({**rounds, "sum": [5.0, 6.0, 6.0]}, budget, sizes)
+    assert slow["warnings"] == ["share_of_bandwidth is 1.50: yardstick read slowly: not valid"]
+    assert "not valid" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""Command lines that Hydra cannot read: our own words for what was found, where, and what is expected."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+from decoding.errors import UserError
+from eval.config import EvalConfig
+from training.job import CONF, register
+from training.syntax import EXPECTED, check_syntax, composition_error
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("argument", "found"),
+    [
+        ("smoke", "'smoke' is no setting: it has no '='"),
+        ("sweep=[1,2", "'sweep=[1,2' cannot be read: it ends where more is expected"),
+        ("drafters=[{use: a, name: b]", "cannot be read: ']' "),
+        ("sweep=1,2]", "cannot be read: ']' "),
+        ("benchmark.name='MT", "cannot be read: nothing can begin with what stands at character 16"),
+        ("seed=range(1,x)", "cannot be read: "),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_its_place(argument: str, found: str):
+    with pytest.raises(UserError) as error:
+        check_syntax(["-m", "seed=1,2", argument])
+    assert found in str(error.value)
+    assert str(error.value).endswith(EXPECTED) and "\n" not in str(error.value)
+    for word in ("hydra.cc", "HYDRA_FULL_ERROR", "Error parsing override"):
+        assert word not in str(error.value)
+
+
+def test_what_can_be_read_passes():
+    check_syntax(
+        [
+            "--config-dir",
+            "/somewhere",
+            "-m",
+            "sweep=[1,2]",
+            "seed=1,2",
+            "~target",
+            "drafters=[{use: runs/a b, folder: null}]",
+            "benchmark.template='Q: {turn}'",
+            "name=",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("target=nowhere", "target=nowhere: there is no conf/target/nowhere.yaml; of target there are: .*embedded"),
+        ("+target=embedded", "the configuration cannot be put together: .*target"),
+        ("seed=1,2", "the configuration cannot be put together: .*seed"),
+    ],
+)
+def test_what_cannot_be_put_together_is_one_line(override: str, found: str):
+    register("eval.run", EvalConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(HydraException) as raised:
+        compose("eval_run", [override])
+    told = composition_error(raised.value)
+    assert "\n" not in str(told)
+    with pytest.raises(UserError, match=found):
+        raise told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["sweep=[1,2"], "error: 'sweep=[1,2' cannot be read"),
+        (["target=nowhere"], "error: target=nowhere: there is no conf/target/nowhere.yaml"),
+        (["target=nowhere", "--help"], "error: target=nowhere: there is no conf/target/nowhere.yaml"),
+        (["-m", "target=embedded,nowhere"], "error: target=nowhere: there is no conf/target/nowhere.yaml"),
+    ],
+)
+def test_a_job_ends_with_that_line_alone(arguments: list[str], found: str, tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "eval.run", *arguments, f"output_dir={tmp_path / 'out'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(found)
+    assert "HYDRA_FULL_ERROR" not in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
