@@ -10,6 +10,7 @@ from typing import Any
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from decoding.errors import UserError
+from decoding.folder import refuse_unsupported_attention
 from decoding.weights import FAMILIES
 from training.config import StudentConfig
 
@@ -35,6 +36,7 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
         raise UserError(
             f"the target is of the family '{target.model_type}', students are cut from {', '.join(FAMILIES)}: take a target of those"
         )
+    refuse_unsupported_attention(target.to_dict(), "the target")
     theirs = target_widths(target)
     given: dict[str, Any] = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}
     if shape.num_attention_heads and not shape.num_key_value_heads:
