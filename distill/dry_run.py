@@ -17,6 +17,7 @@ from distill.drafter_folder import write_card, write_untrained
 from distill.shapes import (
     bytes_a_step,
     forward_flops,
+    layers_of,
     millions,
     odd_widths,
     parameter_counts,
@@ -28,7 +29,6 @@ from training.config import LoopConfig, ParallelConfig
 from training.memory_plan import Shape, activation_bytes, bytes_per_rank
 from training.models import dtype_of, missing_of, random_model, target_config, target_is_here
 from training.paths import resolve
-from training.ranks import is_rank, world_size
 
 
 def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: bool) -> Path:
@@ -59,7 +59,7 @@ def dry_prune(
     source = target
     for number, shape in enumerate(shapes, start=1):
         if len(shapes) > 1:
-            print(f"stage {number} of {len(shapes)}: {source.num_hidden_layers} -> {shape.num_hidden_layers} layers")
+            print(f"stage {number} of {len(shapes)}: {source.num_hidden_layers} -> {layers_of(shape)}")
         describe(shape, target)
         if config.masks:
             print("cut by the saved masks: nothing is scored or trained")
@@ -127,9 +127,9 @@ def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) 
 def describe(student: Any, target: Any) -> None:
     """Parameters, bytes of a step, and warnings of odd widths."""
     counts, whole = parameter_counts(student), parameter_counts(target)["all"]
-    print(f"target: {millions(whole)} parameters, {target.num_hidden_layers} layers")
+    print(f"target: {millions(whole)} parameters, {layers_of(target)}")
     print(
-        f"student: {millions(counts['all'])} parameters ({millions(counts['layers'])} in {student.num_hidden_layers} layers, "
+        f"student: {millions(counts['all'])} parameters ({millions(counts['layers'])} in {layers_of(student)}, "
         f"{millions(counts['embedding'])} embedding, {millions(counts['head'])} head); a step reads {size(bytes_a_step(student))} in 16 bits"
     )
     for warning in odd_widths(student):
@@ -195,8 +195,7 @@ def _print_memory(
 
 def _ranks(parallel: ParallelConfig) -> tuple[int, str]:
     """How many ranks the memory is told for, and a remark where nobody has said."""
-    started = world_size() if is_rank() else 0
-    ranks = 1 if parallel.kind == "single" else started or parallel.processes or torch.cuda.device_count()
+    ranks = 1 if parallel.kind == "single" else parallel.processes or torch.cuda.device_count()
     return (ranks, "") if ranks else (8, "; give parallel.processes for another number")
 
 

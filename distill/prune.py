@@ -23,7 +23,15 @@ from distill.drafter_folder import write_card, write_model
 from distill.dry_run import dry_prune
 from distill.masks import BETA, Masks
 from distill.prune_modes import MODES, Source, Workbench, read_source
-from distill.shapes import bytes_a_step, millions, odd_widths, parameter_counts, refuse_wider, student_config
+from distill.shapes import (
+    bytes_a_step,
+    layers_of,
+    millions,
+    odd_widths,
+    parameter_counts,
+    refuse_wider,
+    student_config,
+)
 from distill.student import chosen_layers
 from training.checkpoint import write_text
 from training.config import DataConfig, check_values, refuse_parallel
@@ -227,9 +235,9 @@ def describe(config: PruneConfig, bench: Workbench, shape: Any) -> None:
     if not bench.parallel.is_main:
         return
     counts = [parameter_counts(model)["all"] for model in (bench.teacher.config, shape)]
-    print(f"target: {millions(counts[0])} parameters, {bench.teacher.config.num_hidden_layers} layers")
+    print(f"target: {millions(counts[0])} parameters, {layers_of(bench.teacher.config)}")
     print(
-        f"student: {millions(counts[1])} parameters, {shape.num_hidden_layers} layers, {bytes_a_step(shape) / 1e6:,.1f} MB a step in 16 bits"
+        f"student: {millions(counts[1])} parameters, {layers_of(shape)}, {bytes_a_step(shape) / 1e6:,.1f} MB a step in 16 bits"
     )
     for warning in odd_widths(shape):
         print(f"warning: {warning}")

@@ -132,6 +132,11 @@ def millions(count: int) -> str:
     return f"{count / 1e6:.1f} M"
 
 
+def layers_of(config: Any) -> str:
+    """`1 layer`, `5 layers`."""
+    return f"{config.num_hidden_layers} layer{'s' if config.num_hidden_layers != 1 else ''}"
+
+
 def bytes_a_step(config: Any, itemsize: int = 2) -> int:
     """Bytes of weights that one decoding step reads: the layers and the head (a tied one is read as the head)."""
     counts = parameter_counts(config)
