@@ -29,6 +29,7 @@ from training.config import LoopConfig, ParallelConfig
 from training.memory_plan import Shape, activation_bytes, bytes_per_rank
 from training.models import dtype_of, missing_of, random_model, target_config, target_is_here
 from training.paths import resolve
+from training.ranks import ZERO
 
 
 def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: bool) -> Path:
@@ -106,6 +107,10 @@ def _print_masks(config: PruneConfig, source: Any, target: Any) -> None:
         config.assumed_tflops,
     )
     _print_memory(loop, config.parallel, source, target, config.target.dtype, config.l0.train_weights)
+    if config.parallel.kind in (*ZERO, "fsdp"):
+        print(
+            f"and {size(trained * dtype_of(loop.dtype).itemsize)} more at evaluations, which hold the weights whole on each rank"
+        )
     _print_checkpoint(loop, trained if config.l0.train_weights else 0, trained)
 
 

@@ -218,7 +218,7 @@ def test_targets_that_are_not_cut_are_named(tiny_target: Path, tmp_path: Path):
         ("gpt2", "", "family 'gpt2', students are cut from llama, mistral, qwen2, qwen3"),
         ("mistral", ", sliding_window: 4096", "the target: mistral has a sliding attention window of 4096 tokens"),
     ):
-        given = ("target.path=/nowhere", f"target.config={{model_type: {kind}{more}}}", "dry_run=true")
+        given = ("target.path=/nowhere", f"+target.config={{model_type: {kind}{more}}}", "dry_run=true")
         with pytest.raises(UserError, match=words):
             run(configured(tiny_target, tmp_path / "run", *given))
 
