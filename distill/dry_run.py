@@ -193,9 +193,9 @@ def _print_memory(
         kept |= {name: plan[name] for name in parts}
         made = activation_bytes(_shape(student), loop.micro_batch_tokens, loop.dtype, loop.activation_checkpointing)
         kept |= {"activations": made["layers"], "loss": made["loss"]}
-    parts = ", ".join(f"{name} {size(held)}" for name, held in kept.items() if held)
+    told = ", ".join(f"{name} {size(held)}" for name, held in kept.items() if held)
     of = f"each of {ranks} ranks ({parallel.kind}{known})" if parallel.kind != "single" else "one process"
-    print(f"memory of {of}: {size(sum(kept.values()))} ({parts})")
+    print(f"memory of {of}: {size(sum(kept.values()))} ({told})")
 
 
 def _ranks(parallel: ParallelConfig) -> tuple[int, str]:

@@ -92,7 +92,8 @@ class Workbench:
 
     def rows(self, count: int) -> list[Batch]:
         """`count` packed rows of the training text, or all there are, each as a batch."""
-        data, rows = self.data(1), []
+        data = self.data(1)
+        rows: list[list[int]] = []
         while len(rows) < min(count, len(data.rows)) and not data.ended:
             rows += data.step_rows(len(rows))
         if len(rows) < count and self.parallel.is_main:
