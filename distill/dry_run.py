@@ -224,7 +224,14 @@ def size(count: float) -> str:
 
 
 def _say(what: str, flops: float, tflops: float) -> None:
-    print(f"{what}, {flops / 1e12:,.1f} TFLOP, {flops / tflops / 1e12 / 3600:,.2f} hours at {tflops:g} TFLOP/s")
+    hours = flops / tflops / 1e12 / 3600
+    print(f"{what}, {operations(flops)}, {hours:,.2f} hours at {tflops:g} TFLOP/s (assumed_tflops)")
+
+
+def operations(count: float) -> str:
+    """`36.5 EFLOP`, `5.6 TFLOP`."""
+    letter, unit = next(((letter, unit) for letter, unit in (("E", 1e18), ("P", 1e15)) if count >= unit), ("T", 1e12))
+    return f"{count / unit:,.1f} {letter}FLOP"
 
 
 def _write(

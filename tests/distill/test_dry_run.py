@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.dry_run import size
+from distill.dry_run import operations, size
 from distill.prune import run
 
 from .test_prune import configured
@@ -28,11 +28,11 @@ def test_importance_says_parameters_operations_tokens_hours_memory_and_disk(tiny
     words = said(tiny_target, tmp_path, capsys, "importance.choice=even", "importance.sequences=1024")
     assert "target: 6738.4 M parameters, 32 layers" in words
     assert "student: 796.3 M parameters" in words
-    flops = 2 * (TARGET - 32000 * 4096 - 4096) * 1024 * 4096 / 1e12  # the embedding is read, not multiplied with
-    found = re.search(r"scores from 4,194,304 tokens, ([\d,.]+) TFLOP, ([\d.]+) hours at 100 TFLOP/s", words)
+    flops = 2 * (TARGET - 32000 * 4096 - 4096) * 1024 * 4096  # the embedding is read, not multiplied with
+    found = re.search(r"scores from 4,194,304 tokens, ([\d.]+ PFLOP), ([\d.]+) hours at 100 TFLOP/s", words)
     assert found is not None, words
-    assert float(found[1].replace(",", "")) == pytest.approx(flops, rel=1e-3)
-    assert float(found[2]) == pytest.approx(flops / 100 / 3600, abs=0.006)
+    assert found[1] == operations(flops)
+    assert float(found[2]) == pytest.approx(flops / 1e14 / 3600, abs=0.006)
     assert f"memory of one process: {size(2 * TARGET)} (target {size(2 * TARGET)})" in words
     assert f"disk: {size(2 * STUDENT)} for the student's folder (bfloat16)" in words
     assert "/nowhere/llama is not there" in words and "its tokenizer is missing" in words
@@ -51,9 +51,9 @@ def test_masks_say_what_their_training_takes(tiny_target, tmp_path, capsys):
     """The published schedule: 0.419 B tokens at 6 operations a weight; the target is read by evaluations alone."""
     schedule = ("mode=l0", "loop.max_steps=3200", "loop.tokens_per_step=131072", "loop.dtype=bfloat16")
     words = said(tiny_target, tmp_path, capsys, *schedule)
-    found = re.search(r"l0: weights and masks trained on 419,430,400 tokens in 3,200 steps, ([\d,.]+) TFLOP", words)
+    found = re.search(r"l0: weights and masks trained on 419,430,400 tokens in 3,200 steps, ([\d.]+ EFLOP)", words)
     assert found is not None, words
-    assert float(found[1].replace(",", "")) == pytest.approx(6 * TARGET * 419_430_400 / 1e12, rel=1e-4)
+    assert found[1] == operations(6 * TARGET * 419_430_400) == "17.0 EFLOP"
     memory = re.search(
         r"memory of one process: ([\d,.]+) GB \(target 13\.5 GB, weights 13\.5 GB, gradients ([\d.]+)", words
     )
@@ -77,3 +77,9 @@ def test_a_dry_run_leaves_a_folder_that_loads(tiny_target: Path, tmp_path: Path)
 
 def test_sizes_are_read_at_a_glance():
     assert [size(count) for count in (13.48e9, 96.4e6, 320_000)] == ["13.5 GB", "96 MB", "0.3 MB"]
+    assert [operations(count) for count in (3.65e19, 1.5e17, 5.6e12, 4e10)] == [
+        "36.5 EFLOP",
+        "150.0 PFLOP",
+        "5.6 TFLOP",
+        "0.0 TFLOP",
+    ]
