@@ -4,7 +4,11 @@ A round is one target forward; prefill is not one. Only tokens that were emitted
 behind a stop token is as if it had not been.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+# Texts that repeat themselves more than this (distinct-4) do not count in a headline: a loop is easy to guess, and says nothing about real text.
+LOOPING_BELOW = 0.5
 
 
 @dataclass
@@ -57,3 +61,9 @@ class Generation:
             self.tested_by_depth[depth] += 1
         for depth in range(accepted):
             self.accepted_by_depth[depth] += 1
+
+
+def distinct_n(tokens: Sequence[int], n: int = 4) -> float:
+    """Distinct n-grams / n-grams: 1 when nothing repeats, near 0 when the text loops. Shorter than n counts as 1."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0

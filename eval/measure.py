@@ -22,11 +22,11 @@ from decoding.processors import make_processors
 from decoding.stopping import RoundCosts
 from decoding.target import Target
 from eval.benchmarks import Benchmark, render_turns
-from eval.drafters import Use
 from eval.lossless import is_compared
 from eval.metrics import first_difference
-from eval.records import ALONE, BASELINE, Arm, Condition, Record
+from eval.records import BASELINE, Arm, Condition, Record
 from training.data import Prompt
+from training.drafters import ALONE, Use
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Bench:
         """Decode some prompts with one arm."""
         target, drafter = self.target, self.drafters.get(arm.drafter)
         if self.is_alone(arm):
-            assert isinstance(drafter, ChainDrafter), "eval.drafters makes sure of it"
+            assert isinstance(drafter, ChainDrafter), "training.drafters makes sure of it"
             target, drafter = drafter.model, None
         return decode(target, drafter, prompts_ids, self.settings_at(condition, arm), request_ids=request_ids)
 

@@ -1,4 +1,4 @@
-"""Drafters by what a user calls them: a model folder, a name in conf/drafter, or a mapping with `_target_`."""
+"""Drafters by what a user calls them: a model folder, a name in conf/drafter, or a mapping with `_target_`; for every job that decodes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from decoding.schedules import SCHEDULES, UNTAUGHT, WALL, usual_stopping
 from decoding.stopping import NAMES
 from decoding.with_lookup import with_lookup
 from decoding.worker import RemoteChain
-from eval.records import ALONE, CONTROL
 from training.config import TargetConfig
 from training.paths import imported, resolve
+
+CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
+ALONE = "alone"  # the schedule of a drafter that writes its own text, without the target: the end of the scale
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def build(
                     made["device"] = beside[made["device"]]
             lookup = uses[name].lookup
             if lookup is not None:
-                made |= {"_target_": "eval.drafters.looked_up", "kind": made["_target_"], "min_match": lookup}
+                made |= {"_target_": "training.drafters.looked_up", "kind": made["_target_"], "min_match": lookup}
             drafters[name] = instantiate(made)
             if uses[name].schedule == ALONE and not isinstance(drafters[name], ChainDrafter):
                 raise UserError(
