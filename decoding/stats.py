@@ -25,6 +25,7 @@ class Generation:
     accepted_by_depth: list[int] = field(default_factory=list)
     # A character a token: "1" a draft that passed, "0" the target's in place of one that failed, "." where none was tested.
     trace: str = ""
+    prefilled: int = 0  # prompt tokens that were read; those that a session's cache held are not among them
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0  # part of decode_seconds spent in the drafter
