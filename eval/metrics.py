@@ -162,12 +162,3 @@ def _student_t(freedom: int) -> float:
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
-
-
-# ---------------------------------------------------------------------------------------------- text
-def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first token that differs (a missing token differs), None when the two are equal."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))

@@ -69,6 +69,8 @@ class Use:
 
 USE = tuple(one.name for one in fields(Use))
 CHAIN = "decoding.chain.ChainDrafter"
+# model_type of a folder that is no language model -> the file of conf/drafter that drafts with it.
+HEADS = {"recurrent_drafting_drafter": "recurrent"}
 CONF = Path(__file__).resolve().parent.parent / "conf" / "drafter"
 
 
@@ -120,12 +122,7 @@ def _name_on_card(folder: Path) -> str:
 
 def _check_keys(name: str, mapping: Mapping[str, Any]) -> None:
     """Raise UserError for a class that is not there, and for a key that neither it nor the loop takes, with the nearest one."""
-    try:
-        kind = imported(str(mapping["_target_"]))
-    except ImportError as error:
-        raise UserError(
-            f"drafters: {name} wants the class {mapping['_target_']}, which cannot be had: {error}"
-        ) from error
+    kind = _kind(name, mapping)
     taken = _arguments(kind)
     if taken is None:
         return
@@ -138,6 +135,16 @@ def _check_keys(name: str, mapping: Mapping[str, Any]) -> None:
             raise UserError(
                 f"drafters: {name} has the key '{key}', which {kind.__name__} does not take; the nearest is '{near}' (of {', '.join(known)})."
             )
+
+
+def _kind(name: str, mapping: Mapping[str, Any]) -> type:
+    """The class that a mapping names."""
+    try:
+        return imported(str(mapping["_target_"]))  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise UserError(
+            f"drafters: {name} wants the class {mapping['_target_']}, which cannot be had: {error}"
+        ) from error
 
 
 def _arguments(kind: type) -> set[str] | None:
@@ -176,7 +183,7 @@ def build(
     """
     drafters = {}
     for name, mapping in mappings.items():
-        if "folder" in mapping:
+        if "folder" in mapping and not head_of(mapping["folder"]):  # a head reads the target's own embeddings
             check_same_tokenizer(target_folder, Path(mapping["folder"]))
         try:
             made = {key: value for key, value in mapping.items() if key not in USE}
@@ -224,7 +231,12 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     if file.is_file():
         mapping = _load(file, given)
     elif Path(use).exists():
-        mapping = {"_target_": CHAIN, "folder": use, **given}
+        head = head_of(use)
+        mapping = (
+            _load(CONF / f"{head}.yaml", {"folder": use, **given})
+            if head
+            else {"_target_": CHAIN, "folder": use, **given}
+        )
     else:
         names = ", ".join(sorted(path.stem for path in CONF.glob("*.yaml") if "_target_" in path.read_text()))
         raise UserError(
@@ -236,8 +248,16 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         shared = {"backend": backend, "dtype": target.dtype, "device": target.device}
         if target.execution:
             shared["execution"] = target.execution
+        taken = _arguments(_kind(use, mapping))
+        shared = {key: value for key, value in shared.items() if taken is None or key in taken}
         mapping = {**shared, **mapping, "folder": str(resolve(mapping["folder"]))}
     return mapping
+
+
+def head_of(folder: str | Path) -> str:
+    """The file of conf/drafter that drafts with a folder which holds a head and no language model of its own; empty for all others."""
+    file = Path(folder) / "config.json"
+    return HEADS.get(str(read_json(file).get("model_type")), "") if file.is_file() else ""
 
 
 def _load(file: Path, given: dict[str, Any]) -> dict[str, Any]:

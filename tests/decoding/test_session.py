@@ -13,6 +13,7 @@ from decoding.loop import Generation, Settings, decode
 from decoding.native import NativeTarget
 from decoding.session import Session, shared
 from decoding.target import Target
+from decoding.ties import first_difference
 
 from .rows import COSTS, ROWS, DrafterRow, Kit
 from .tiny import hf_model, native_of, random_prompts
@@ -203,6 +204,12 @@ def test_the_hf_backend_goes_on_too() -> None:
         assert found.tokens == decode(other, None, [text], settings)[0].tokens
         text += found.tokens
     assert found.prefilled <= 3
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
 
 
 def test_shared_leaves_the_last_token_out() -> None:

@@ -245,12 +245,6 @@ def test_distinct_4_of_loops_of_random_text_and_of_little_text():
     assert math.isclose(distinct_n([1, 2, 1, 2, 1], n=2), 0.5)
 
 
-def test_first_difference():
-    assert metrics.first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert metrics.first_difference([1, 2, 3], [1, 9, 3]) == 1
-    assert metrics.first_difference([1, 2], [1, 2, 3]) == 2
-
-
 @pytest.mark.parametrize("gamma", [1, 3, 6])
 @pytest.mark.parametrize("alpha", [0.2, 0.7, 0.95])
 def test_pearls_closed_form_is_the_mean_of_its_state_machine(alpha: float, gamma: int) -> None:

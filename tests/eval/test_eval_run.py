@@ -7,9 +7,10 @@ import pytest
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from decoding.target import load_target
+from decoding.ties import choice_scores, top_two_gap
 from eval.benchmarks import load_benchmark
 from eval.config import BenchmarkConfig
-from eval.measure import Bench, choice_scores, rotate, top_two_gap
+from eval.measure import Bench, rotate
 from eval.records import BASELINE, Arm, read_records
 from eval.run import run
 from eval.schema import read_rows
