@@ -25,6 +25,7 @@ from decoding.stopping import NAMES
 from decoding.with_lookup import with_lookup
 from decoding.worker import RemoteChain
 from eval.records import ALONE, CONTROL
+from recurrent_drafting.fit import check_fits, is_head
 from training.config import TargetConfig
 from training.paths import imported, resolve
 
@@ -67,6 +68,7 @@ class Use:
 
 USE = tuple(one.name for one in fields(Use))
 CHAIN = "decoding.chain.ChainDrafter"
+RECURRENT = "recurrent_drafting.drafter.RecurrentDrafter"
 CONF = Path(__file__).resolve().parent.parent / "conf" / "drafter"
 
 
@@ -169,13 +171,15 @@ def build(
 ) -> dict[str, Any]:
     """Make the drafters, in a worker process where the schedule needs that.
 
-    Those with a model folder must share every token id with the target (UserError). beside: the target's device -> the one for a
-    drafter that works at the same time; one whose mapping names RemoteChain or another device stays where that says.
+    Those with a model folder must share every token id with the target, a recurrent head its sizes and its card's hash (UserError). beside:
+    the target's device -> the one for a drafter that works at the same time; one whose mapping names RemoteChain or another device stays
+    where that says.
     """
     drafters = {}
     for name, mapping in mappings.items():
         if "folder" in mapping:
-            check_same_tokenizer(target_folder, Path(mapping["folder"]))
+            check = check_fits if is_head(mapping["folder"]) else check_same_tokenizer
+            check(target_folder, Path(mapping["folder"]))
         try:
             made = {key: value for key, value in mapping.items() if key not in USE}
             if uses[name].schedule in WALL and made["_target_"] == CHAIN:
@@ -222,7 +226,7 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     if file.is_file():
         mapping = _load(file, given)
     elif Path(use).exists():
-        mapping = {"_target_": CHAIN, "folder": use, **given}
+        mapping = {"_target_": RECURRENT if is_head(use) else CHAIN, "folder": use, **given}
     else:
         names = ", ".join(sorted(path.stem for path in CONF.glob("*.yaml") if "_target_" in path.read_text()))
         raise UserError(
@@ -234,8 +238,18 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         shared = {"backend": backend, "dtype": target.dtype, "device": target.device}
         if target.execution:
             shared["execution"] = target.execution
+        shared = {key: value for key, value in shared.items() if _takes(mapping["_target_"], key)}
         mapping = {**shared, **mapping, "folder": str(resolve(mapping["folder"]))}
     return mapping
+
+
+def _takes(kind: str, key: str) -> bool:
+    """Whether a class can be made with this argument; of one that cannot be had, `_check_keys` speaks."""
+    try:
+        names = _arguments(imported(kind))
+    except ImportError:
+        return True
+    return names is None or key in names
 
 
 def _load(file: Path, given: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from eval.rows import units_at
 from eval.schema import Row, read_rows
 from eval.units import Unit
 from eval.words import main_rows
+from recurrent_drafting.fit import is_head
 from training.config import TargetConfig
 
 JOB = "eval.run"
@@ -174,7 +175,12 @@ def _origins(config: dict[str, Any], manifest: dict[str, Any], dtype: str) -> tu
 
 
 def _embedding(folder: Path) -> int | None:
-    """Parameters of the input embedding that a step does not read; None where config.json does not tell them."""
+    """Parameters of the input embedding that a step does not read; None where config.json does not tell them.
+
+    A recurrent head has none of its own.
+    """
+    if is_head(folder):
+        return 0
     if not (folder / "config.json").is_file():
         return None
     config = _json(folder / "config.json")
