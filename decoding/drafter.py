@@ -114,6 +114,14 @@ class Drafter(Protocol):
         """
         ...
 
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Go on with the one row of `open`: the first `kept` tokens of this prompt are those that the row held, the others are new.
+
+        hidden_NC: the target's hidden states of the tokens that it has just read, at least one; the last stands before the prompt's last
+        token. Given if `caps.needs_hidden`.
+        """
+        ...
+
     def propose(
         self,
         sequences_B: Sequence[Sequence[int]],

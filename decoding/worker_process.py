@@ -43,6 +43,9 @@ class _Worker:
     def open(self, prompts_B: list[list[int]], capacity: int) -> None:
         self.drafter.open(prompts_B, None, capacity)
 
+    def resume(self, prompt: list[int], kept: int) -> None:
+        self.drafter.resume(prompt, kept, None)
+
     def propose(
         self,
         sequences_B: list[list[int]],
@@ -85,6 +88,7 @@ def serve(pipe: Connection) -> None:
     silent["enough"] = lambda: None  # the chain that it was meant for is answered already
     answers: dict[str, Callable[..., Any]] = {
         "open": worker.open,
+        "resume": worker.resume,
         "propose": worker.propose,
         "time_step": worker.drafter.time_step,
     }

@@ -13,14 +13,14 @@ from omegaconf import OmegaConf
 
 from decoding.errors import UserError
 from distill.drafter_folder import CARD
-from eval.drafters import describe
 from eval.records import Record, read_records
 from eval.rows import units_at
 from eval.schema import Row, read_rows
 from eval.units import Unit
 from eval.words import main_rows
-from recurrent_drafting.fit import is_head
 from training.config import TargetConfig
+from training.drafters import describe
+from training.heads import head_of
 
 JOB = "eval.run"
 FILES = ("config.yaml", "manifest.json", "results.jsonl", "records.jsonl")
@@ -177,9 +177,9 @@ def _origins(config: dict[str, Any], manifest: dict[str, Any], dtype: str) -> tu
 def _embedding(folder: Path) -> int | None:
     """Parameters of the input embedding that a step does not read; None where config.json does not tell them.
 
-    A recurrent head has none of its own.
+    A head has none of its own.
     """
-    if is_head(folder):
+    if head_of(folder):
         return 0
     if not (folder / "config.json").is_file():
         return None

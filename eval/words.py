@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from decoding.schedules import VIRTUAL, WALL
+from decoding.stats import LOOPING_BELOW
 from decoding.stopping import EAGER
-from eval.schema import LOOPING_BELOW, Row
+from eval.schema import Row
 
 # Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
 UNDISTURBED = 0.9

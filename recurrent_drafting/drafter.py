@@ -119,7 +119,17 @@ class RecurrentDrafter:
             read_B1 = cuda.tensor([[len(prompt) > 1] for prompt in prompts_B], self.device)
             last_BH = at_nodes(prefill_hidden_BNC, [max(len(prompt) - 2, 0) for prompt in prompts_B])
             self._hidden_BH = torch.where(read_B1, self._own(last_BH), self._hidden_BH)
-        self._worth_B = [Worth(self._costs) for _ in prompts_B] if self._costs is not None else []
+        self._weigh(len(prompts_B))
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Take the last of the hidden states that the target has just read: it stands before the tip."""
+        if hidden_NC is not None:
+            self._hidden_BH = self._own(hidden_NC[-1:])
+        self._weigh(1)
+
+    def _weigh(self, rows: int) -> None:
+        """Decide by cost afresh, where costs are weighed."""
+        self._worth_B = [Worth(self._costs) for _ in range(rows)] if self._costs is not None else []
 
     def _own(self, target_states: Tensor) -> Tensor:
         return target_states.to(self.device, self.dtype)

@@ -60,12 +60,12 @@ def random_head(target: Target, scale: float = 1.0, seed: int = 3, **fields: int
     generator = torch.Generator().manual_seed(seed)
     head = RecurrentHead(config).double().requires_grad_(False)
     for parameter in head.parameters():
-        parameter.normal_(generator=generator)
+        parameter.normal_(generator=generator).div_(parameter.shape[-1] ** 0.5)
     head.output.mul_(scale)
     return head.eval()
 
 
-def recurrent(target: Target, beam_width: int = 4, scale: float = 0.3, **options: object) -> RecurrentDrafter:
+def recurrent(target: Target, beam_width: int = 4, scale: float = 3.0, **options: object) -> RecurrentDrafter:
     """A recurrent drafter whose head knows nothing: what of its beams passes, passes by chance."""
     return RecurrentDrafter(head=random_head(target, scale), beam_width=beam_width, **options)  # type: ignore[arg-type]
 

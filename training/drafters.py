@@ -1,4 +1,4 @@
-"""Drafters by what a user calls them: a model folder, a name in conf/drafter, or a mapping with `_target_`."""
+"""Drafters by what a user calls them: a model folder, a name in conf/drafter, or a mapping with `_target_`; for every job that decodes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from decoding.schedules import SCHEDULES, UNTAUGHT, WALL, usual_stopping
 from decoding.stopping import NAMES
 from decoding.with_lookup import with_lookup
 from decoding.worker import RemoteChain
-from eval.records import ALONE, CONTROL
-from recurrent_drafting.fit import check_fits, is_head
 from training.config import TargetConfig
+from training.heads import check_fits, head_of
 from training.paths import imported, resolve
+
+CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
+ALONE = "alone"  # the schedule of a drafter that writes its own text, without the target: the end of the scale
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,6 @@ class Use:
 
 USE = tuple(one.name for one in fields(Use))
 CHAIN = "decoding.chain.ChainDrafter"
-RECURRENT = "recurrent_drafting.drafter.RecurrentDrafter"
 CONF = Path(__file__).resolve().parent.parent / "conf" / "drafter"
 
 
@@ -120,12 +121,7 @@ def _name_on_card(folder: Path) -> str:
 
 def _check_keys(name: str, mapping: Mapping[str, Any]) -> None:
     """Raise UserError for a class that is not there, and for a key that neither it nor the loop takes, with the nearest one."""
-    try:
-        kind = imported(str(mapping["_target_"]))
-    except ImportError as error:
-        raise UserError(
-            f"drafters: {name} wants the class {mapping['_target_']}, which cannot be had: {error}"
-        ) from error
+    kind = _kind(name, mapping)
     taken = _arguments(kind)
     if taken is None:
         return
@@ -138,6 +134,16 @@ def _check_keys(name: str, mapping: Mapping[str, Any]) -> None:
             raise UserError(
                 f"drafters: {name} has the key '{key}', which {kind.__name__} does not take; the nearest is '{near}' (of {', '.join(known)})."
             )
+
+
+def _kind(name: str, mapping: Mapping[str, Any]) -> type:
+    """The class that a mapping names."""
+    try:
+        return imported(str(mapping["_target_"]))  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise UserError(
+            f"drafters: {name} wants the class {mapping['_target_']}, which cannot be had: {error}"
+        ) from error
 
 
 def _arguments(kind: type) -> set[str] | None:
@@ -171,14 +177,14 @@ def build(
 ) -> dict[str, Any]:
     """Make the drafters, in a worker process where the schedule needs that.
 
-    Those with a model folder must share every token id with the target, a recurrent head its sizes and its card's hash (UserError). beside:
-    the target's device -> the one for a drafter that works at the same time; one whose mapping names RemoteChain or another device stays
+    Those with a model folder must share every token id with the target, a head its sizes and its card's hash (UserError). beside: the
+    target's device -> the one for a drafter that works at the same time; one whose mapping names RemoteChain or another device stays
     where that says.
     """
     drafters = {}
     for name, mapping in mappings.items():
         if "folder" in mapping:
-            check = check_fits if is_head(mapping["folder"]) else check_same_tokenizer
+            check = check_fits if head_of(mapping["folder"]) else check_same_tokenizer
             check(target_folder, Path(mapping["folder"]))
         try:
             made = {key: value for key, value in mapping.items() if key not in USE}
@@ -188,7 +194,7 @@ def build(
                     made["device"] = beside[made["device"]]
             lookup = uses[name].lookup
             if lookup is not None:
-                made |= {"_target_": "eval.drafters.looked_up", "kind": made["_target_"], "min_match": lookup}
+                made |= {"_target_": "training.drafters.looked_up", "kind": made["_target_"], "min_match": lookup}
             drafters[name] = instantiate(made)
             if uses[name].schedule == ALONE and not isinstance(drafters[name], ChainDrafter):
                 raise UserError(
@@ -226,7 +232,10 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     if file.is_file():
         mapping = _load(file, given)
     elif Path(use).exists():
-        mapping = {"_target_": RECURRENT if is_head(use) else CHAIN, "folder": use, **given}
+        head = head_of(use)
+        mapping = {"_target_": CHAIN, "folder": use, **given}
+        if head:
+            mapping = _load(CONF / f"{head}.yaml", {"name": Path(use).name, "folder": use, **given})
     else:
         names = ", ".join(sorted(path.stem for path in CONF.glob("*.yaml") if "_target_" in path.read_text()))
         raise UserError(
@@ -238,18 +247,10 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         shared = {"backend": backend, "dtype": target.dtype, "device": target.device}
         if target.execution:
             shared["execution"] = target.execution
-        shared = {key: value for key, value in shared.items() if _takes(mapping["_target_"], key)}
+        taken = _arguments(_kind(use, mapping))
+        shared = {key: value for key, value in shared.items() if taken is None or key in taken}
         mapping = {**shared, **mapping, "folder": str(resolve(mapping["folder"]))}
     return mapping
-
-
-def _takes(kind: str, key: str) -> bool:
-    """Whether a class can be made with this argument; of one that cannot be had, `_check_keys` speaks."""
-    try:
-        names = _arguments(imported(kind))
-    except ImportError:
-        return True
-    return names is None or key in names
 
 
 def _load(file: Path, given: dict[str, Any]) -> dict[str, Any]:
