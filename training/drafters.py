@@ -25,6 +25,7 @@ from decoding.stopping import NAMES
 from decoding.with_lookup import with_lookup
 from decoding.worker import RemoteChain
 from training.config import TargetConfig
+from training.heads import check_fits, head_of
 from training.paths import imported, resolve
 
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
@@ -69,8 +70,6 @@ class Use:
 
 USE = tuple(one.name for one in fields(Use))
 CHAIN = "decoding.chain.ChainDrafter"
-# model_type of a folder that is no language model -> the file of conf/drafter that drafts with it.
-HEADS = {"recurrent_drafting_drafter": "recurrent"}
 CONF = Path(__file__).resolve().parent.parent / "conf" / "drafter"
 
 
@@ -178,13 +177,15 @@ def build(
 ) -> dict[str, Any]:
     """Make the drafters, in a worker process where the schedule needs that.
 
-    Those with a model folder must share every token id with the target (UserError). beside: the target's device -> the one for a
-    drafter that works at the same time; one whose mapping names RemoteChain or another device stays where that says.
+    Those with a model folder must share every token id with the target, a head its sizes and its card's hash (UserError). beside: the
+    target's device -> the one for a drafter that works at the same time; one whose mapping names RemoteChain or another device stays
+    where that says.
     """
     drafters = {}
     for name, mapping in mappings.items():
-        if "folder" in mapping and not head_of(mapping["folder"]):  # a head reads the target's own embeddings
-            check_same_tokenizer(target_folder, Path(mapping["folder"]))
+        if "folder" in mapping:
+            check = check_fits if head_of(mapping["folder"]) else check_same_tokenizer
+            check(target_folder, Path(mapping["folder"]))
         try:
             made = {key: value for key, value in mapping.items() if key not in USE}
             if uses[name].schedule in WALL and made["_target_"] == CHAIN:
@@ -232,11 +233,9 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         mapping = _load(file, given)
     elif Path(use).exists():
         head = head_of(use)
-        mapping = (
-            _load(CONF / f"{head}.yaml", {"folder": use, **given})
-            if head
-            else {"_target_": CHAIN, "folder": use, **given}
-        )
+        mapping = {"_target_": CHAIN, "folder": use, **given}
+        if head:
+            mapping = _load(CONF / f"{head}.yaml", {"name": Path(use).name, "folder": use, **given})
     else:
         names = ", ".join(sorted(path.stem for path in CONF.glob("*.yaml") if "_target_" in path.read_text()))
         raise UserError(
@@ -252,12 +251,6 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         shared = {key: value for key, value in shared.items() if taken is None or key in taken}
         mapping = {**shared, **mapping, "folder": str(resolve(mapping["folder"]))}
     return mapping
-
-
-def head_of(folder: str | Path) -> str:
-    """The file of conf/drafter that drafts with a folder which holds a head and no language model of its own; empty for all others."""
-    file = Path(folder) / "config.json"
-    return HEADS.get(str(read_json(file).get("model_type")), "") if file.is_file() else ""
 
 
 def _load(file: Path, given: dict[str, Any]) -> dict[str, Any]:
