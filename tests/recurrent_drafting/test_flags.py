@@ -7,10 +7,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from decoding.errors import UserError
-from recurrent_drafting.flags import FLAGS, quoted, to_overrides
+from recurrent_drafting.flags import to_overrides
 from recurrent_drafting.generate import JOB
 from recurrent_drafting.generate_config import GenerateConfig
 from recurrent_drafting.generate_setup import check
+from recurrent_drafting.published_flags import FLAGS, quoted
 from training.config import typed
 from training.job import CONF, check_arguments, register
 
@@ -76,6 +77,7 @@ def test_without_flags_the_defaults_are_those_that_the_help_tells():
         ("--rng_seed 5 seed=6", "seed", 6),  # an override has the last word
         ("drafter=runs/head", "drafter", {"use": "runs/head"}),
         ("drafter={use:budget_tree,folder:runs/a}", "drafter", {"use": "budget_tree", "folder": "runs/a"}),
+        ("drafter.use=recurrent drafter.folder=runs/a", "drafter", {"use": "recurrent", "folder": "runs/a"}),
         ("--beam_width 1 --beam_width 2", "beam_width", 2),
     ],
 )
@@ -87,9 +89,9 @@ def test_a_flag_sets_its_key(words: str, key: str, value: object):
 
 
 def test_a_text_may_hold_what_hydra_would_read_as_its_own():
-    odd = "/a b/{it's,x=1}/\\end"
-    assert config_of("--hf_llm", odd).target.path == odd
-    assert config_of("--hf_drafter", odd).drafter == {"use": odd}
+    for odd in ("/a b/{it's,x=1}/\\end", "ends\\", "\\'", "a,b"):
+        assert config_of("--hf_llm", odd).target.path == odd
+        assert config_of("--hf_drafter", odd).drafter == {"use": odd}
     assert quoted("a") == "'a'"
 
 
