@@ -17,7 +17,7 @@ from decoding.text_stream import BROKEN, TextStream
 from decoding.ties import first_difference
 from recurrent_drafting.generate_config import GenerateConfig
 from recurrent_drafting.generate_setup import Loaded
-from training.chat import render_prompt
+from training.chat import render_next, render_prompt
 
 PATIENCE_SECONDS = 2.0  # that the plain decoding behind an answer may take, once it has a few tokens
 FEWEST = 4  # plain tokens behind an answer, however slow they are
@@ -53,6 +53,8 @@ class ChatSession:
     def __init__(self, loaded: Loaded, cfg: GenerateConfig) -> None:
         """Warms the models up, and measures the costs of a round where the drafter decides by them."""
         self.engine, self.cfg = loaded.engine, cfg
+        self.prompt: list[int] = []  # ids of the last turn's, with all that was before it
+        self.reset()
         hello = self._rendered([{"role": "user", "content": "Hello"}])
         self.settings = with_costs(self.engine, hello, loaded.settings)
         self._warm_up(hello)
@@ -60,12 +62,11 @@ class ChatSession:
         self.last: Answer | None = None
         self.plain_tokens, self.plain_seconds = 0, 0.0
         self._turn = 0
-        self._prompt: list[int] = []
-        self.reset()
 
     def reset(self) -> None:
         """Forget the conversation; what the next one begins with alike stays in the cache."""
         self.messages = [{"role": "system", "content": self.cfg.system}] if self.cfg.system else []
+        self._written: list[int] = []  # the last answer's ids, where the next turn may follow them as they are
 
     @property
     def plain_rate(self) -> float | None:
@@ -80,7 +81,7 @@ class ChatSession:
         said = {"role": "user", "content": text}
         prompt = self._rendered([*self.messages, said])
         self._check_room(prompt)
-        self._turn, self.last, self._prompt = self._turn + 1, None, prompt
+        self._turn, self.last, self.prompt, self._written = self._turn + 1, None, prompt, []
         fresh: list[tuple[int, bool]] = []
         batch = self.session.start(prompt, request_id=self._turn, on_tokens=lambda _, new: fresh.extend(marked(new)))
         generation = batch.rows[0].generation
@@ -103,8 +104,9 @@ class ChatSession:
             full = len(prompt) + len(generation.tokens) >= self.engine.target.max_length
             self.last = Answer(generation, len(prompt), bool(batch.rows), full)
             if generation.tokens:
-                answer = {"role": "assistant", "content": text_of(self.engine, generation.tokens).rstrip(BROKEN)}
-                self.messages += [said, answer]
+                written = text_of(self.engine, generation.tokens)
+                self.messages += [said, {"role": "assistant", "content": written.rstrip(BROKEN)}]
+                self._written = [] if written.endswith(BROKEN) else generation.tokens
 
     def time_plain(self) -> int | None:
         """Decode the end of the last answer again without the drafter; adds to `plain_rate`.
@@ -117,7 +119,7 @@ class ChatSession:
         count = min(self.cfg.baseline_tokens, len(tokens))
         if count == 0:
             return None
-        before = [*self._prompt, *tokens[: len(tokens) - count]]
+        before = [*self.prompt, *tokens[: len(tokens) - count]]
         batch = self.session.start(before, drafted=False, max_new_tokens=count, request_id=self._turn)
         plain = batch.rows[0].generation
         with torch.inference_mode():
@@ -131,7 +133,10 @@ class ChatSession:
         return first_difference(again, plain.tokens)
 
     def _rendered(self, messages: list[dict[str, str]]) -> list[int]:
-        return render_prompt(self.engine.tokenizer, messages, template=self.cfg.template)
+        tokenizer, template = self.engine.tokenizer, self.cfg.template
+        if self._written:
+            return render_next(tokenizer, messages, self.prompt, self._written, template=template)
+        return render_prompt(tokenizer, messages, template=template)
 
     def _check_room(self, prompt: list[int]) -> None:
         holds, limit = self.engine.target.max_length, self.cfg.max_prompt_tokens

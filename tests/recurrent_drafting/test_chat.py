@@ -27,7 +27,7 @@ from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.generate_config import GenerateConfig
 from recurrent_drafting.generate_setup import Loaded, load
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from training.chat import render_prompt
+from training.chat import render_next, render_prompt
 from training.config import TargetConfig
 from training.job import CONF
 
@@ -61,11 +61,13 @@ def test_every_turn_is_a_fresh_decode_of_the_conversation(drafter: str, tiny_tar
     messages = [{"role": "system", "content": "Be brief."}]
     for turn, text in enumerate(["Hello there", "And what then?", "¿Qué? 你好"], 1):
         messages.append({"role": "user", "content": text})
-        ids = render_prompt(other.engine.tokenizer, messages)
-        (fresh,) = decode(other.engine.target, None, [ids], other.settings, request_ids=[turn])
         pieces = said(session, text)
         assert session.last is not None
-        generation = session.last.generation
+        generation, ids, tokenizer = session.last.generation, session.prompt, other.engine.tokenizer
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        (fresh,) = decode(other.engine.target, None, [ids], other.settings, request_ids=[turn])
         assert generation.tokens == fresh.tokens
         answer = text_of(other.engine, fresh.tokens)
         assert "".join(piece.text for piece in pieces) == answer.rstrip("\ufffd")
@@ -74,12 +76,34 @@ def test_every_turn_is_a_fresh_decode_of_the_conversation(drafter: str, tiny_tar
         assert any(piece.accepted for piece in pieces) <= (generation.accepted > 0)
         assert session.time_plain() is None, "the end of the answer, decoded plainly, is the same"
         if turn > 1:
-            assert generation.prefilled < len(ids) - 10, "what was said before is in the cache"
+            new = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            assert generation.prefilled <= new + 4, "what was said before is in the cache"
     if drafter == "itself":
         assert generation.block_efficiency > 3
         assert sum(piece.accepted for piece in pieces) > len(pieces) / 2
     if drafter != "none":
         assert session.plain_rate is not None and session.plain_rate > 0
+
+
+def test_an_answer_in_other_tokens_than_the_tokenizers_is_kept_as_it_was_written(tiny_target: Path):
+    tokenizer = load(config_of(tiny_target, "none")).engine.tokenizer
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "return x"},
+        {"role": "user", "content": "So"},
+    ]
+    usual = tokenizer("return x", add_special_tokens=False)["input_ids"]
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "return\u2581x"]
+    assert letters != usual and tokenizer.decode(letters) == "return x"
+    prompt, anew = render_prompt(tokenizer, turns[:1]), render_prompt(tokenizer, turns)
+    for answer in (letters, [*letters, tokenizer.eos_token_id]):
+        ids = render_next(tokenizer, turns, prompt, answer)
+        assert ids[: len(prompt) + len(answer)] == [*prompt, *answer]
+        assert tokenizer.decode(ids) == tokenizer.decode(anew)
+    assert render_next(tokenizer, turns, prompt, [*usual, tokenizer.eos_token_id]) == anew
+    trimmed = [turns[0], {"role": "assistant", "content": "something else"}, turns[2]]
+    other = tokenizer.convert_tokens_to_ids("<|user|>")  # an end that the template does not write
+    assert render_next(tokenizer, trimmed, prompt, [*letters, other]) == render_prompt(tokenizer, trimmed)
 
 
 def test_a_new_conversation_forgets_and_a_stopped_answer_stays(tiny_target: Path):
@@ -227,7 +251,7 @@ def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
 
 def test_a_chat_on_a_terminal(tiny_target: Path):
     flags = f"--hf_llm={tiny_target} --hf_drafter={tiny_target} --greedy_search --use_gpu=-1 --max_generation_length 40".split()
-    with terminal(*flags, "target.dtype=float64") as screen:
+    with terminal(*flags, "target.dtype=float64", "stopping=fixed") as screen:
         start = screen.expect("chat> ")
         assert "drafted and accepted tokens are green" in start and "exit, quit or Ctrl-D ends" in start
         screen.type("\n")
