@@ -163,20 +163,21 @@ class Draws:
     """W nodes a step, drawn without replacement among siblings, in a way that leaves p / q tests exact at every node.
 
     Recursive rejection (decoding/verify.py) keeps the target's distribution at a node if, given all that the verifier has looked at
-    before, the node's children are x_1 ~ q, x_2 ~ q without x_1, ..., in that order, and if it does not hang on a child that was never
-    tested how many of them there are. Proof: let F be what is known when the children are first looked at. While x_1 .. x_(j-1) have failed,
-    x_j ~ q_j, so accepting it with probability min(1, p_j / q_j) and going on with p_(j+1) = norm(max(p_j - q_j, 0)) emits p_j, whatever is
-    done for p_(j+1), be it another child or a draw; by induction from the last child back, p_1 = p is emitted.
+    before, the node's children are x_1 ~ q, then x_2 ~ q without x_1, and so on in that order, and if whether there is a j-th child does
+    not hang on which token it would be. Proof: while x_1 .. x_(j-1) have failed, x_j ~ q_j, so accepting it with probability
+    min(1, p_j / q_j) and going on with p_(j+1) = norm(max(p_j - q_j, 0)) emits p_j, whichever way p_(j+1) is then met: by a test of the
+    next child, or by a draw where there is none. By induction from the last child back, p_1 = p is emitted.
 
-    Here F is the path, the failed siblings along it, and all nodes of the steps before. A step first decides how many children each node
-    gets, from these nodes and their distributions q, and only then draws them, each node's by noise that nothing else has used: the keys
-    are of (seed, request, round, position, node, candidate). So given F and the budgets, a node's children are ordered draws from its
-    own q: the W first rings of clocks with the rates q (Gumbel top-k, Kool et al. 2019, arXiv 1903.06059, section 2.3), of which the
-    first k are taken. Every drawn child is in the tree, expanded or not.
+    Here a step first decides how many children each node gets, from the nodes of the steps before and their distributions, and only then
+    draws them, by noise that nothing else has used: its keys are of (seed, request, round, position, node, candidate). A node's children are
+    the first of K clocks with the rates q in the order in which they ring (Gumbel top-k: Kool et al. 2019, arXiv 1903.06059, section 2.3).
+    Every drawn child is in the tree, expanded or not.
 
-    Stochastic beam search itself (Kool et al., section 4), which keeps the W best perturbed sequences of all, does not have this property: whether
-    a child is there hangs on how its own perturbed score fares against those of its cousins, so likely tokens are tested more often than q
-    says, and those that are not there were drawn and dropped. The tests show that p / q at its nodes is wrong.
+    Stochastic beam search (Kool et al., section 4), which takes the W earliest of all nodes' clocks, keeps p / q exact as well while all nodes
+    that it takes stay in the tree (Jeon et al. 2024, arXiv 2402.14160): when a clock rings tells nothing of whose it is. Its beams alone,
+    the nodes on the way to the last step's, do not: a child whose beams were crowded out is missing, crowded out by how many good
+    continuations its siblings happened to have, and the next sibling is tested in its place. Picked beams may be cut so, drawn ones may
+    not; the tests show the bias.
 
     Budgets: the j-th child of a node is worth the chance that it is reached and passes. The chance of a child with probability q(x) is
     taken for 0.3 + 0.65 q(x), that of one not drawn yet for the mean of this. The W worthiest children are drawn; the first child of the
