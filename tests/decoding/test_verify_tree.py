@@ -12,7 +12,7 @@ V, ROWS = 9, 40
 WARPERS = {"plain": Warper(1.0), "cold": Warper(0.6, top_k=6), "nucleus": Warper(1.3, top_p=0.8)}
 
 
-def random_tree(seed: int) -> tuple[torch.Tensor, Proposal, Chooser, Warper]:
+def random_tree(seed: int) -> tuple[torch.Tensor, Proposal, Chooser]:
     """Logits and a tree of two levels for each row, whose siblings differ; the last rows count fewer nodes."""
     generator = torch.Generator().manual_seed(seed)
     warper = list(WARPERS.values())[seed % len(WARPERS)]
@@ -27,7 +27,7 @@ def random_tree(seed: int) -> tuple[torch.Tensor, Proposal, Chooser, Warper]:
     counts_B = [N] * (ROWS - 6) + [0, 1, 3, 4, 5, 7]
     chooser = Chooser(warper, "token", seed, V, torch.device("cpu"))
     chooser.begin(list(range(ROWS)), [seed] * ROWS, [3] * ROWS, 3)
-    return logits_BNV, Proposal(tokens_BN, counts_B, parents_N.expand(ROWS, N)), chooser, warper
+    return logits_BNV, Proposal(tokens_BN, counts_B, parents_N.expand(ROWS, N)), chooser
 
 
 def with_q(proposal: Proposal, seed: int) -> Proposal:
@@ -36,13 +36,13 @@ def with_q(proposal: Proposal, seed: int) -> Proposal:
     ids_BPK = torch.stack(
         [torch.stack([torch.randperm(V, generator=generator) for _ in range(4)]) for _ in range(ROWS)]
     )
-    scores_BPK = torch.randn(ROWS, 4, V, generator=generator, dtype=torch.float64)
+    order_BPK = torch.rand(ROWS, 4, V, generator=generator)
     assert proposal.parents_BN is not None
     for node in range(proposal.tokens_BN.shape[1]):
         at_BK = ids_BPK[torch.arange(ROWS), proposal.parents_BN[:, node] + 1] == proposal.tokens_BN[:, node, None]
-        scores_BPK[torch.arange(ROWS), proposal.parents_BN[:, node] + 1] += 3.0 * at_BK
-    best = scores_BPK.topk(6, dim=-1)
-    q_top = TopRows(ids_BPK.gather(2, best.indices), best.values.softmax(-1))
+        order_BPK[torch.arange(ROWS), proposal.parents_BN[:, node] + 1] += at_BK
+    scores_BPK = torch.randn(ROWS, 4, 6, generator=generator, dtype=torch.float64)
+    q_top = TopRows(ids_BPK.gather(2, order_BPK.topk(6, dim=-1).indices), scores_BPK.softmax(-1))
     return Proposal(proposal.tokens_BN, proposal.counts_B, proposal.parents_BN, None, 0, q_top)
 
 
@@ -59,7 +59,7 @@ def same(left: Outcome, right: Outcome) -> bool:
 def test_twins_decide_alike(drawn: bool) -> None:
     accepted: set[int] = set()
     for seed in range(30):
-        logits_BNV, proposal, chooser, _ = random_tree(seed)
+        logits_BNV, proposal, chooser = random_tree(seed)
         if drawn:
             proposal = with_q(proposal, seed)
         eager = verify._recursive(logits_BNV, proposal, chooser)
@@ -69,7 +69,7 @@ def test_twins_decide_alike(drawn: bool) -> None:
 
 
 def test_a_residual_that_forgets_its_failures_decides_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits_BNV, proposal, chooser, _ = random_tree(0)
+    logits_BNV, proposal, chooser = random_tree(0)
     proposal = with_q(proposal, 0)
     eager = verify._recursive(logits_BNV, proposal, chooser)
     monkeypatch.setattr(verify_tree.Residual, "fail", lambda self, token, q: None)
@@ -78,7 +78,7 @@ def test_a_residual_that_forgets_its_failures_decides_otherwise(monkeypatch: pyt
 
 def test_dense_and_sparse_q_are_one() -> None:
     for seed in range(6):
-        logits_BNV, proposal, chooser, _ = random_tree(seed)
+        logits_BNV, proposal, chooser = random_tree(seed)
         sparse = with_q(proposal, seed)
         assert sparse.q_top is not None and sparse.parents_BN is not None
         parents = sparse.parents_BN.tolist()
