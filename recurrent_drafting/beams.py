@@ -116,16 +116,21 @@ class Picks:
     (`Chooser.log_scores`), else by the head's distribution at the temperature that the target is sampled at.
     """
 
-    def __init__(self, head: RecurrentHead, width: int, chooser: Chooser | None, scored: bool = False) -> None:
-        """chooser: None ranks as greedy decoding does. scored: beam probabilities are wanted even of a single beam."""
-        self.head, self.width, self.chooser = head, width, chooser
-        self.coupled = chooser is not None and chooser.rule == "coupled"
-        self.temperature = 1.0 if chooser is None or chooser.warper.greedy else chooser.warper.temperature
+    def __init__(
+        self,
+        head: RecurrentHead,
+        width: int,
+        temperature: float = 1.0,
+        coupled: Chooser | None = None,
+        scored: bool = False,
+    ) -> None:
+        """coupled: whose shared noise ranks. scored: beam probabilities are wanted even of a single beam."""
+        self.head, self.width, self.temperature, self.coupled = head, width, temperature, coupled
         self.unscored = width == 1 and not scored
 
     def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
         B, P, _ = logits_BPV.shape
-        if self.unscored and not self.coupled:
+        if self.unscored and self.coupled is None:
             tokens_BP = self.head.to_target_ids(logits_BPV.argmax(-1))
             return Step(torch.zeros_like(tokens_BP), tokens_BP, None)
         scores_BPW, tokens_BPW = self._best(logits_BPV, step)
@@ -139,11 +144,9 @@ class Picks:
 
     def _best(self, logits_BPV: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Log probabilities and ids (B, P, W) of each beam's likeliest next tokens, best first."""
-        if self.coupled:
-            assert self.chooser is not None
-            spread_BPV = self._over_target(logits_BPV)
-            found = self.chooser.log_scores(spread_BPV, step).topk(self.width, dim=-1)
-            return found.values, found.indices
+        if self.coupled is not None:
+            best = self.coupled.log_scores(self._over_target(logits_BPV), step).topk(self.width, dim=-1)
+            return best.values, best.indices
         logits_BPV = logits_BPV.to(torch.promote_types(logits_BPV.dtype, torch.float32))
         if self.temperature != 1.0:
             logits_BPV = logits_BPV / self.temperature

@@ -82,7 +82,8 @@ def test_a_folder_says_that_it_is_a_head(home, parameters):
     asked = describe([{"use": "recurrent", "folder": str(home / "head")}], target, control=False)
     assert named == {"head": {**asked["recurrent"], "name": "head"}}
     assert named["head"]["dtype"] == "float64"
-    assert "execution" not in named["head"], "a head is no language model that could be recorded"
+    assert named["head"]["execution"] == "eager"
+    assert "backend" not in named["head"], "a head is no language model"
     with pytest.raises(
         UserError, match="recurrent has the key 'width', which RecurrentDrafter does not take; the nearest"
     ):

@@ -22,11 +22,10 @@ def hidden_states() -> Tensor:
     return torch.randn(len(TIPS_B), TARGET.hidden_size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-def chooser_of(rule: str = "greedy", **warpers: float) -> Chooser:
+def sampling(rows: int, vocab_size: int = TARGET.vocab_size) -> Chooser:
     """A chooser in its first round."""
-    warper = Warper() if rule == "greedy" else Warper(**{"temperature": 1.0, **warpers})  # type: ignore[arg-type]
-    chooser = Chooser(warper, rule, 5, TARGET.vocab_size, TARGET.device)
-    chooser.begin([11, 12, 13], [0, 0, 0], [4, 9, 2], 8)
+    chooser = Chooser(Warper(1.0), "token", 5, vocab_size, TARGET.device)
+    chooser.begin(list(range(rows)), [0] * rows, [4] * rows, 8)
     return chooser
 
 
@@ -66,7 +65,7 @@ def test_the_beams_are_the_plain_searchs(length: int, width: int, fields: dict[s
     if head.token_ids_V is not None:
         head.token_ids_V = torch.tensor([0, 1, 3, 4, 6, 7, 8, 10, 11])
     for scored in (False, True):
-        choose = Picks(head, width, chooser_of(), scored)
+        choose = Picks(head, width, scored=scored)
         beams = search(head, TARGET.embed, TIPS_B, hidden_states(), length, choose)
         for row in range(len(TIPS_B)):
             assert set(paths_of(beams, row)) == plain_beams(head, row, length, width)
@@ -74,7 +73,7 @@ def test_the_beams_are_the_plain_searchs(length: int, width: int, fields: dict[s
 
 def test_scores_are_log_probabilities_of_the_paths_at_the_targets_temperature() -> None:
     head = knowing_head(TARGET)
-    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, Picks(head, 4, chooser_of("token", temperature=0.7)))
+    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, Picks(head, 4, 0.7))
     log_probs_VV = (TARGET.table_VVV[0] / 0.7).log_softmax(-1)
     scores_BW = beams.steps[-1].scores_BW
     assert scores_BW is not None
@@ -88,7 +87,7 @@ def test_the_search_ends_where_it_is_told_to() -> None:
     head = random_head(TARGET)
     seen: list[Step] = []
     more = lambda step: seen.append(step) or len(seen) < 2  # noqa: E731
-    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 6, Picks(head, 3, chooser_of()), more)
+    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 6, Picks(head, 3), more)
     assert len(beams.steps) == len(seen) == 2
 
 
@@ -111,11 +110,10 @@ def test_nothing_waits_and_nothing_grows_with_length_times_vocabulary(drawn: boo
     length, width, V = 5, 4, 600
     target = markov(symbols=V)
     head = random_head(target, scale=4.0)
-    chooser = Chooser(Warper(1.0), "token", 5, V, target.device)
-    chooser.begin([1, 2, 3], [0, 0, 0], [4, 9, 2], length + 1)
+    chooser = sampling(3, V)
     hidden_BH = torch.zeros(3, V, dtype=torch.float64)
     with Largest() as largest, Operations() as operations:
-        choose = Draws(head, width, length, 3, chooser) if drawn else Picks(head, width, chooser)
+        choose = Draws(head, width, length, 3, chooser) if drawn else Picks(head, width)
         search(head, target.embed, TIPS_B, hidden_BH, length, choose)
     assert operations.waits == 0
     features = 3 * width * head.config.exit_dim
@@ -124,8 +122,7 @@ def test_nothing_waits_and_nothing_grows_with_length_times_vocabulary(drawn: boo
 
 def test_draws_come_from_the_candidates_that_are_told() -> None:
     head = random_head(TARGET, scale=4.0)
-    chooser = chooser_of("token")
-    draws = Draws(head, 4, 3, len(TIPS_B), chooser)
+    draws = Draws(head, 4, 3, len(TIPS_B), sampling(len(TIPS_B)))
     beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, draws)
     for step, (ids_BPK, q_BPK) in zip(beams.steps, draws.q, strict=True):
         assert torch.allclose(q_BPK.sum(-1), torch.ones_like(q_BPK[..., 0]))
@@ -141,11 +138,9 @@ def test_draws_come_from_the_candidates_that_are_told() -> None:
 def test_a_childs_place_among_the_draws_tells_nothing_of_its_token() -> None:
     """First children are distributed as q whether or not their node gets a second one: the budget was set before."""
     head, draws_made = knowing_head(TARGET), 4000
-    chooser = Chooser(Warper(1.0), "token", 5, TARGET.vocab_size, TARGET.device)
-    chooser.begin(list(range(draws_made)), [0] * draws_made, [4] * draws_made, 8)
     tips_B = torch.full((draws_made,), 3)
     hidden_BH = torch.zeros(draws_made, TARGET.hidden_size, dtype=torch.float64)
-    draws = Draws(head, 4, 2, draws_made, chooser)
+    draws = Draws(head, 4, 2, draws_made, sampling(draws_made))
     beams = search(head, TARGET.embed, tips_B, hidden_BH, 2, draws)
     first, second = beams.steps
     tested = 0

@@ -77,6 +77,22 @@ def test_greedy_output_is_the_targets_own_at_every_width(width: int) -> None:
     assert sum(g.rounds for g in drafted) < sum(g.rounds for g in plain), "no draft was ever accepted"
 
 
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "token"])
+@pytest.mark.parametrize("width", [1, 6])
+def test_recorded_drafts_are_the_eager_ones(width: int, rule: str) -> None:
+    target, prompts = native_of(hf_model("llama", layers=2)), random_prompts(6)
+    settings = settings_of(rule, max_new_tokens=24)
+    eager = decode(target, recurrent(target, width), prompts, settings)
+    recorded = decode(target, recurrent(target, width, execution="graph"), prompts, settings)
+    for one, other in zip(eager, recorded, strict=True):
+        assert (one.tokens, one.rounds, one.trace, one.drafted) == (
+            other.tokens,
+            other.rounds,
+            other.trace,
+            other.drafted,
+        )
+
+
 def test_a_wider_beam_accepts_more() -> None:
     target, prompts = native_of(hf_model("llama", layers=2)), random_prompts(24)
     settings = Settings(max_new_tokens=64, num_draft_tokens=2)
@@ -170,6 +186,8 @@ def test_bad_input_is_told() -> None:
         drafter_with(0)
     with pytest.raises(UserError, match="draws is 'guessed', expected picked or drawn"):
         drafter_with(draws="guessed")
+    with pytest.raises(UserError, match="execution 'fast' is unknown, expected one of eager, graph, compiled"):
+        drafter_with(execution="fast")
     with pytest.raises(UserError, match="trained for a hidden size of 12, but 'table' has 13"):
         decode(markov(symbols=13), drafter_with(), [[1]], settings_of("greedy"))
     target = markov()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from decoding import verify, verify_tree
-from decoding.drafter import Drafter, Proposal, TopRows
+from decoding.drafter import Drafter, Proposal
 from recurrent_drafting import drafts
 from recurrent_drafting.beams import Beams, Draws, Step
 from recurrent_drafting.prefix_tree import surviving
@@ -40,23 +40,17 @@ class StochasticBeams(Draws):
         return Step(best.indices // self.candidates, tokens_BW, scores_BPK.flatten(1).gather(1, best.indices))
 
 
-def cut(draft: drafts.DrawnDraft, beams: Beams, full: Proposal, keep_BM: Tensor) -> Proposal:
-    """The proposal of some of its nodes."""
-    assert full.q_top is not None
-    tree, counts_B, N = draft._tree(beams, keep_BM, None)
-    rows_BN1 = draft._expanded(tree, N)[:, :, None].clamp(max=full.q_top.ids_BPK.shape[1] - 1)
-    both = (full.q_top.ids_BPK, full.q_top.probs_BPK)
-    q_top = TopRows(*(each.gather(1, rows_BN1.expand(-1, -1, each.shape[2])) for each in both))
-    return Proposal(tree.tokens_BM[:, :N], counts_B, tree.parents_BM[:, :N], None, full.steps, q_top)
-
-
 def break_proposals(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
     """Draw as usual and leave nodes out."""
     original = drafts.DrawnDraft.proposal
 
     def proposal(self: drafts.DrawnDraft, beams: Beams) -> Proposal:
         full = original(self, beams)
-        return cut(self, beams, full, keep(self, beams, full))
+        assert full.q_top is not None
+        tree = drafts.tree_of(beams, keep(self, beams, full))
+        broken = drafts.proposal_of(tree, None, full.steps)
+        broken.q_top = drafts.expanded(tree, broken.tokens_BN.shape[1], full.q_top)
+        return broken
 
     monkeypatch.setattr(drafts.DrawnDraft, "proposal", proposal)
 
@@ -67,7 +61,7 @@ def all_of_them(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tenso
 
 def surviving_ones(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tensor:
     """Those that a beam of the last step goes through, as picked beams are cut."""
-    return surviving(beams.parents_BLW, draft.depths_B)
+    return surviving(beams.parents_BLW, torch.tensor(draft.depths_B))
 
 
 def likely_ones(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tensor:

@@ -46,7 +46,7 @@ def test_a_tree_is_the_set_of_prefixes(length: int, width: int, symbols: int) ->
     for seed in range(20):
         tokens_BLW, parents_BLW = random_beams(4, length, width, symbols, seed)
         depths_B = [length, max(1, length - 1), 1, 0]
-        tree = pack(tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, depths_B))
+        tree = pack(tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, torch.tensor(depths_B)))
         for row, depth in enumerate(depths_B):
             paths = paths_of(tree, row)
             expected = prefixes_of(tokens_BLW[row], parents_BLW[row], depth) if depth else set()
@@ -60,7 +60,7 @@ def test_a_tree_is_the_set_of_prefixes(length: int, width: int, symbols: int) ->
 def test_beams_of_one_beginning_share_it() -> None:
     """Published: 30 to 60 % of the tokens go; without sharing none would."""
     tokens_BLW, parents_BLW = random_beams(1, 5, 8, 6, seed=0)
-    tree = pack(tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, [5]))
+    tree = pack(tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, torch.tensor([5])))
     assert 8 < int(tree.counts_B[0]) < 0.9 * 40
 
 
@@ -69,13 +69,13 @@ def test_a_pair_chosen_twice_would_break_it() -> None:
     tokens_BLW, parents_BLW = random_beams(1, 3, 4, 6, seed=1)
     tokens_BLW[0, 0, 1], parents_BLW[0, 2] = tokens_BLW[0, 0, 0], torch.arange(4)
     parents_BLW[0, 1] = torch.arange(4)
-    paths = paths_of(pack(tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, [3])), 0)
+    paths = paths_of(pack(tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, torch.tensor([3]))), 0)
     assert len(paths) > len(set(paths))
 
 
 def test_places_tell_where_each_node_went() -> None:
     tokens_BLW, parents_BLW = random_beams(2, 4, 5, 7, seed=2)
-    keep_BM = surviving(parents_BLW, [4, 2])
+    keep_BM = surviving(parents_BLW, torch.tensor([4, 2]))
     tree = pack(tokens_BLW.flatten(1), edges(parents_BLW), keep_BM)
     M = keep_BM.shape[1]
     for row in range(2):
