@@ -112,7 +112,7 @@ class RecurrentDrafter:
                 raise UserError(
                     f"{head} was trained for a {what} of {own}, but '{target.name}' has {other}: take the head of this target."
                 )
-        if self.device.type != target.device.type:
+        if (self.device.type, self.device.index or 0) != (target.device.type, target.device.index or 0):
             raise UserError(
                 f"{head} is on {self.device}, but '{target.name}' is on {target.device}: give both one device."
             )
