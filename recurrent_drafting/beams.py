@@ -197,7 +197,7 @@ class Draws:
         admit: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """admit: from the worth (B, W) of the children that would be drawn, which of them are (boolean); None: all."""
-        self.head, self.width, self.chooser, self.admit = head, width, chooser, admit
+        self.head, self.width, self.length, self.chooser, self.admit = head, width, length, chooser, admit
         drafted = head.output.shape[0]
         self.candidates = min(drafted, max(CANDIDATES, width))
         device = head.output.device
@@ -206,6 +206,7 @@ class Draws:
         keys_BL11 = cuda.tensor(keys, device)[:, :, None, None]
         self._waits_BLWK = noise.exponentials(keys_BL11, noise.scaled_ids(counters_WK))
         self._ranks_W = torch.arange(width, device=device)
+        self._least = torch.full((), LEAST_CHANCE, device=device)
         self.q: list[tuple[Tensor, Tensor]] = []  # of each step's beams: ids of the target and probabilities, (B, P, K)
         self.admitted: list[Tensor] = []  # with `admit`: of each step (B, W)
 
@@ -220,28 +221,31 @@ class Draws:
         def chosen(values_BPW: Tensor) -> Tensor:
             return values_BPW.flatten(1).gather(1, slots_BW)
 
-        scores_BW = chosen(tested_BPW) * chance(chosen(q_BPK.gather(2, order_BPW)))
+        tokens_BW = chosen(ids_BPK.gather(2, order_BPW))
         if drawn_BW is not None:
             self.admitted.append(drawn_BW)
-            scores_BW = scores_BW * drawn_BW
-        return Step(slots_BW // W, chosen(ids_BPK.gather(2, order_BPW)), scores_BW)
+        if step + 1 == self.length:
+            return Step(slots_BW // W, tokens_BW, None)
+        scores_BW = chosen(tested_BPW) * self._chance(chosen(q_BPK.gather(2, order_BPW)))
+        return Step(slots_BW // W, tokens_BW, scores_BW if drawn_BW is None else scores_BW * drawn_BW)
 
     def _budget(self, q_BPK: Tensor, reached_BP: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Which children will be drawn, before any is: the chance (B, P, W) that the j-th child of a node comes to be tested, the W
         children's places in it, a node's children next to each other in their order, and which are admitted."""
         W = self.width
-        chance_BP1 = chance(q_BPK.square().sum(-1, keepdim=True))
+        chance_BP1 = self._chance(q_BPK.square().sum(-1, keepdim=True))
         tested_BPW = (1 - chance_BP1).pow(self._ranks_W)
-        if reached_BP is not None:
+        if reached_BP is None:  # all of them are the tip's
+            slots_BW = self._ranks_W.expand(len(q_BPK), W)
+        else:
             tested_BPW = tested_BPW * reached_BP[:, :, None]
-        worth_BPW = tested_BPW * chance_BP1
-        ranked_BPW = worth_BPW.clone()
-        ranked_BPW[:, 0, 0] = float("inf")
-        slots_BW = ranked_BPW.flatten(1).topk(W, dim=-1).indices.sort(-1).values
-        drawn_BW = None if self.admit is None else self.admit(worth_BPW.flatten(1).gather(1, slots_BW))
-        return tested_BPW, slots_BW, drawn_BW
+            ranked_BPW = tested_BPW * chance_BP1
+            ranked_BPW[:, 0, 0] = float("inf")
+            slots_BW = ranked_BPW.flatten(1).topk(W, dim=-1).indices.sort(-1).values
+        if self.admit is None:
+            return tested_BPW, slots_BW, None
+        return tested_BPW, slots_BW, self.admit((tested_BPW * chance_BP1).flatten(1).gather(1, slots_BW))
 
-
-def chance(q: Tensor) -> Tensor:
-    """The chance of a drawn token to pass, before anything was seen, by its probability."""
-    return q.mul(CHANCE_SLOPE).add_(LEAST_CHANCE)
+    def _chance(self, q: Tensor) -> Tensor:
+        """The chance of a drawn token to pass, before anything was seen, by its probability."""
+        return torch.add(self._least, q, alpha=CHANCE_SLOPE)

@@ -52,7 +52,7 @@ class Operations(TorchDispatchMode):
             return parts
         name = str(func)
         if not self._inside:
-            self.waits += name.startswith("aten._local_scalar_dense")
+            self.waits += name.startswith(("aten._local_scalar_dense", "aten.nonzero"))
             if not func.is_view and not name.startswith(FREE):
                 self.counts[name] += 1
         return func(*args, **(kwargs or {}))

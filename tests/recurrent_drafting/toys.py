@@ -17,12 +17,13 @@ class MarkovTarget(TableTarget):
     def __init__(self, logits_VV: Tensor, max_length: int = 10**6) -> None:
         super().__init__(logits_VV[None].expand(len(logits_VV), -1, -1).clone())
         self.hidden_size, self.max_length = len(logits_VV), max_length
+        self.ones_VV = torch.eye(len(logits_VV), dtype=torch.float64)
 
     def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return super().forward(tokens_BN, parents_BN)[0], self.embed(tokens_BN)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return F.one_hot(ids, self.vocab_size).double()
+        return F.embedding(ids, self.ones_VV)
 
 
 def markov(symbols: int = 12, scale: float = 1.5, seed: int = 1, **options: int) -> MarkovTarget:
