@@ -176,11 +176,10 @@ class Draws:
     the first of K clocks with the rates q in the order in which they ring (Gumbel top-k: Kool et al. 2019, arXiv 1903.06059, section 2.3).
     Every drawn child is in the tree, expanded or not.
 
-    Stochastic beam search (Kool et al., section 4), which takes the W earliest of all nodes' clocks, keeps p / q exact as well while all nodes
-    that it takes stay in the tree (Jeon et al. 2024, arXiv 2402.14160): when a clock rings tells nothing of whose it is. Its beams alone,
-    the nodes on the way to the last step's, do not: a child whose beams were crowded out is missing, crowded out by how many good
-    continuations its siblings happened to have, and the next sibling is tested in its place. Picked beams may be cut so, drawn ones may
-    not; the tests show the bias.
+    Stochastic beam search (Kool et al., section 4), which takes the W earliest of all nodes' clocks, keeps p / q exact as well (Jeon et al.
+    2024, arXiv 2402.14160), its last beams alone too: that a child is there hangs on when its clock rang and on what rang before, and
+    when a clock rings tells nothing of whose it is. What breaks the law is any look at the children themselves: leaving out unlikely ones,
+    or testing the likeliest first. The tests show both.
 
     Budgets: the j-th child of a node is worth the chance that it is reached and passes. The chance of a child with probability q(x) is
     taken for 0.3 + 0.65 q(x), that of one not drawn yet for the mean of this. The W worthiest children are drawn; the first child of the
