@@ -98,8 +98,7 @@ class Chooser:
         if self.rule == "greedy":
             return logits_BPV.topk(count, dim=-1).indices, None
         if self.rule == "coupled":
-            depths_BP = torch.full(logits_BPV.shape[:2], depth, device=self.device)
-            return self.race_scores(logits_BPV, depths_BP).topk(count, dim=-1).indices, None
+            return self._race_at(logits_BPV, depth).topk(count, dim=-1).indices, None
         probs_BPV = self.warper.probs(logits_BPV)
         B, P, V = probs_BPV.shape
         left_RV = probs_BPV.reshape(B * P, V).clone()
@@ -121,9 +120,13 @@ class Chooser:
         if self.rule == "greedy":
             return logits_BPV.to(torch.promote_types(logits_BPV.dtype, torch.float32)).log_softmax(-1)
         if self.rule == "coupled":
-            race_BPV = self.race_scores(logits_BPV, torch.full(logits_BPV.shape[:2], depth, device=self.device))
+            race_BPV = self._race_at(logits_BPV, depth)
             return (race_BPV / race_BPV.sum(-1, keepdim=True)).log()
         return self.warper.probs(logits_BPV).log()
+
+    def _race_at(self, logits_BPV: Tensor, depth: int) -> Tensor:
+        """`race_scores` of nodes that all stand at one depth."""
+        return self.warper.probs(logits_BPV) / self._shared(depth, 1)
 
     def race_scores(self, logits_BNV: Tensor, depths_BN: Tensor) -> Tensor:
         """p / E over the vocabulary under the shared noise of these depths; its largest entry is the target's choice."""

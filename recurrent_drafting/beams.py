@@ -116,16 +116,21 @@ class Picks:
     (`Chooser.log_scores`), else by the head's distribution at the temperature that the target is sampled at.
     """
 
-    def __init__(self, head: RecurrentHead, width: int, chooser: Chooser | None, scored: bool = False) -> None:
-        """chooser: None ranks as greedy decoding does. scored: beam probabilities are wanted even of a single beam."""
-        self.head, self.width, self.chooser = head, width, chooser
-        self.coupled = chooser is not None and chooser.rule == "coupled"
-        self.temperature = 1.0 if chooser is None or chooser.warper.greedy else chooser.warper.temperature
+    def __init__(
+        self,
+        head: RecurrentHead,
+        width: int,
+        temperature: float = 1.0,
+        coupled: Chooser | None = None,
+        scored: bool = False,
+    ) -> None:
+        """coupled: whose shared noise ranks. scored: beam probabilities are wanted even of a single beam."""
+        self.head, self.width, self.temperature, self.coupled = head, width, temperature, coupled
         self.unscored = width == 1 and not scored
 
     def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
         B, P, _ = logits_BPV.shape
-        if self.unscored and not self.coupled:
+        if self.unscored and self.coupled is None:
             tokens_BP = self.head.to_target_ids(logits_BPV.argmax(-1))
             return Step(torch.zeros_like(tokens_BP), tokens_BP, None)
         scores_BPW, tokens_BPW = self._best(logits_BPV, step)
@@ -139,11 +144,9 @@ class Picks:
 
     def _best(self, logits_BPV: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Log probabilities and ids (B, P, W) of each beam's likeliest next tokens, best first."""
-        if self.coupled:
-            assert self.chooser is not None
-            spread_BPV = self._over_target(logits_BPV)
-            found = self.chooser.log_scores(spread_BPV, step).topk(self.width, dim=-1)
-            return found.values, found.indices
+        if self.coupled is not None:
+            best = self.coupled.log_scores(self._over_target(logits_BPV), step).topk(self.width, dim=-1)
+            return best.values, best.indices
         logits_BPV = logits_BPV.to(torch.promote_types(logits_BPV.dtype, torch.float32))
         if self.temperature != 1.0:
             logits_BPV = logits_BPV / self.temperature
@@ -163,20 +166,20 @@ class Draws:
     """W nodes a step, drawn without replacement among siblings, in a way that leaves p / q tests exact at every node.
 
     Recursive rejection (decoding/verify.py) keeps the target's distribution at a node if, given all that the verifier has looked at
-    before, the node's children are x_1 ~ q, x_2 ~ q without x_1, ..., in that order, and if it does not hang on a child that was never
-    tested how many of them there are. Proof: let F be what is known when the children are first looked at. While x_1 .. x_(j-1) have failed,
-    x_j ~ q_j, so accepting it with probability min(1, p_j / q_j) and going on with p_(j+1) = norm(max(p_j - q_j, 0)) emits p_j, whatever is
-    done for p_(j+1), be it another child or a draw; by induction from the last child back, p_1 = p is emitted.
+    before, the node's children are x_1 ~ q, then x_2 ~ q without x_1, and so on in that order, and if whether there is a j-th child does
+    not hang on which token it would be. Proof: while x_1 .. x_(j-1) have failed, x_j ~ q_j, so accepting it with probability
+    min(1, p_j / q_j) and going on with p_(j+1) = norm(max(p_j - q_j, 0)) emits p_j, whichever way p_(j+1) is then met: by a test of the
+    next child, or by a draw where there is none. By induction from the last child back, p_1 = p is emitted.
 
-    Here F is the path, the failed siblings along it, and all nodes of the steps before. A step first decides how many children each node
-    gets, from these nodes and their distributions q, and only then draws them, each node's by noise that nothing else has used: the keys
-    are of (seed, request, round, position, node, candidate). So given F and the budgets, a node's children are ordered draws from its
-    own q: the W first rings of clocks with the rates q (Gumbel top-k, Kool et al. 2019, arXiv 1903.06059, section 2.3), of which the
-    first k are taken. Every drawn child is in the tree, expanded or not.
+    Here a step first decides how many children each node gets, from the nodes of the steps before and their distributions, and only then
+    draws them, by noise that nothing else has used: its keys are of (seed, request, round, position, node, candidate). A node's children are
+    the first of K clocks with the rates q in the order in which they ring (Gumbel top-k: Kool et al. 2019, arXiv 1903.06059, section 2.3).
+    Every drawn child is in the tree, expanded or not.
 
-    Stochastic beam search itself (Kool et al., section 4), which keeps the W best perturbed sequences of all, does not have this property: whether
-    a child is there hangs on how its own perturbed score fares against those of its cousins, so likely tokens are tested more often than q
-    says, and those that are not there were drawn and dropped. The tests show that p / q at its nodes is wrong.
+    Stochastic beam search (Kool et al., section 4), which takes the W earliest of all nodes' clocks, keeps p / q exact as well (Jeon et al.
+    2024, arXiv 2402.14160), its last beams alone too: that a child is there hangs on when its clock rang and on what rang before, and
+    when a clock rings tells nothing of whose it is. What breaks the law is any look at the children themselves: leaving out unlikely ones,
+    or testing the likeliest first. The tests show both.
 
     Budgets: the j-th child of a node is worth the chance that it is reached and passes. The chance of a child with probability q(x) is
     taken for 0.3 + 0.65 q(x), that of one not drawn yet for the mean of this. The W worthiest children are drawn; the first child of the
@@ -193,7 +196,7 @@ class Draws:
         admit: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """admit: from the worth (B, W) of the children that would be drawn, which of them are (boolean); None: all."""
-        self.head, self.width, self.chooser, self.admit = head, width, chooser, admit
+        self.head, self.width, self.length, self.chooser, self.admit = head, width, length, chooser, admit
         drafted = head.output.shape[0]
         self.candidates = min(drafted, max(CANDIDATES, width))
         device = head.output.device
@@ -202,6 +205,7 @@ class Draws:
         keys_BL11 = cuda.tensor(keys, device)[:, :, None, None]
         self._waits_BLWK = noise.exponentials(keys_BL11, noise.scaled_ids(counters_WK))
         self._ranks_W = torch.arange(width, device=device)
+        self._least = torch.full((), LEAST_CHANCE, device=device)
         self.q: list[tuple[Tensor, Tensor]] = []  # of each step's beams: ids of the target and probabilities, (B, P, K)
         self.admitted: list[Tensor] = []  # with `admit`: of each step (B, W)
 
@@ -216,28 +220,31 @@ class Draws:
         def chosen(values_BPW: Tensor) -> Tensor:
             return values_BPW.flatten(1).gather(1, slots_BW)
 
-        scores_BW = chosen(tested_BPW) * chance(chosen(q_BPK.gather(2, order_BPW)))
+        tokens_BW = chosen(ids_BPK.gather(2, order_BPW))
         if drawn_BW is not None:
             self.admitted.append(drawn_BW)
-            scores_BW = scores_BW * drawn_BW
-        return Step(slots_BW // W, chosen(ids_BPK.gather(2, order_BPW)), scores_BW)
+        if step + 1 == self.length:
+            return Step(slots_BW // W, tokens_BW, None)
+        scores_BW = chosen(tested_BPW) * self._chance(chosen(q_BPK.gather(2, order_BPW)))
+        return Step(slots_BW // W, tokens_BW, scores_BW if drawn_BW is None else scores_BW * drawn_BW)
 
     def _budget(self, q_BPK: Tensor, reached_BP: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Which children will be drawn, before any is: the chance (B, P, W) that the j-th child of a node comes to be tested, the W
         children's places in it, a node's children next to each other in their order, and which are admitted."""
         W = self.width
-        chance_BP1 = chance(q_BPK.square().sum(-1, keepdim=True))
+        chance_BP1 = self._chance(q_BPK.square().sum(-1, keepdim=True))
         tested_BPW = (1 - chance_BP1).pow(self._ranks_W)
-        if reached_BP is not None:
+        if reached_BP is None:  # all of them are the tip's
+            slots_BW = self._ranks_W.expand(len(q_BPK), W)
+        else:
             tested_BPW = tested_BPW * reached_BP[:, :, None]
-        worth_BPW = tested_BPW * chance_BP1
-        ranked_BPW = worth_BPW.clone()
-        ranked_BPW[:, 0, 0] = float("inf")
-        slots_BW = ranked_BPW.flatten(1).topk(W, dim=-1).indices.sort(-1).values
-        drawn_BW = None if self.admit is None else self.admit(worth_BPW.flatten(1).gather(1, slots_BW))
-        return tested_BPW, slots_BW, drawn_BW
+            ranked_BPW = tested_BPW * chance_BP1
+            ranked_BPW[:, 0, 0] = float("inf")
+            slots_BW = ranked_BPW.flatten(1).topk(W, dim=-1).indices.sort(-1).values
+        if self.admit is None:
+            return tested_BPW, slots_BW, None
+        return tested_BPW, slots_BW, self.admit((tested_BPW * chance_BP1).flatten(1).gather(1, slots_BW))
 
-
-def chance(q: Tensor) -> Tensor:
-    """The chance of a drawn token to pass, before anything was seen, by its probability."""
-    return q.mul(CHANCE_SLOPE).add_(LEAST_CHANCE)
+    def _chance(self, q: Tensor) -> Tensor:
+        """The chance of a drawn token to pass, before anything was seen, by its probability."""
+        return torch.add(self._least, q, alpha=CHANCE_SLOPE)

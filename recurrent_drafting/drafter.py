@@ -21,6 +21,7 @@ from decoding.chooser import FRESH, Chooser
 from decoding.cuda import device_of
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.errors import UserError
+from decoding.native import EXECUTIONS
 from decoding.stopping import RoundCosts, Stopping
 from decoding.target import DTYPES, Target
 from decoding.verify import at_nodes
@@ -28,6 +29,7 @@ from recurrent_drafting.beams import Picks, search, timed_step
 from recurrent_drafting.checkpoint import load_head
 from recurrent_drafting.drafts import DrawnDraft, PickedDraft
 from recurrent_drafting.head import RecurrentHead
+from recurrent_drafting.recorded import RecordedPicks
 from recurrent_drafting.worth import Worth
 
 DRAWS = ("picked", "drawn")
@@ -50,11 +52,14 @@ class RecurrentDrafter:
         device: str = "cpu",
         name: str | None = None,
         head: RecurrentHead | None = None,
+        execution: str | None = None,
     ) -> None:
         """From a head's folder, or from a `head` in memory, which keeps its dtype and device.
 
         beam_width: beams of a draft. draws: `picked`, the likeliest beams, or `drawn`. by_cost: take the number of steps, the nodes that
-        are verified, and whether to draft at all from measured costs; beam_width and the draft length are then the most.
+        are verified, and whether to draft at all from measured costs; beam_width and the draft length are then the most. execution:
+        fixed picked beams are drafted operation by operation (`eager`) or as one recorded step (`graph`, and `compiled` as well, as there
+        is nothing to fuse); None takes graph on a GPU and eager on a CPU.
         """
         if head is None:
             if folder is None:
@@ -75,6 +80,12 @@ class RecurrentDrafter:
         self.caps = Caps(shape="tree", has_q=draws == "drawn", needs_hidden=True, needs_costs=by_cost)
         self.num_layers, self.num_parameters = head.config.num_draft_layers, head.num_parameters
         self.device, self.dtype = head.output.device, head.output.dtype
+        if execution is None:
+            execution = "graph" if cuda.runs_ahead(self.device) else "eager"
+        if execution not in EXECUTIONS:
+            raise UserError(f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}.")
+        self.execution = execution
+        self._recorded: RecordedPicks | None = None
         self._target: Target | None = None
         self._costs: RoundCosts | None = None
         self._worth_B: list[Worth] = []
@@ -101,10 +112,12 @@ class RecurrentDrafter:
                 raise UserError(
                     f"{head} was trained for a {what} of {own}, but '{target.name}' has {other}: take the head of this target."
                 )
-        if self.device.type != target.device.type:
+        if (self.device.type, self.device.index or 0) != (target.device.type, target.device.index or 0):
             raise UserError(
                 f"{head} is on {self.device}, but '{target.name}' is on {target.device}: give both one device."
             )
+        if self.execution != "eager" and target is not self._target:
+            self._recorded = RecordedPicks(self.head, self.beam_width, self._embed)
         self._target, self._costs = target, costs if self.caps.needs_costs else None
 
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
@@ -152,8 +165,12 @@ class RecurrentDrafter:
         length = max(depths_B)
         if length == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
-        tips_B = cuda.tensor([sequence[-1] for sequence in sequences_B], self.device)
+        tips = [sequence[-1] for sequence in sequences_B]
         drawn = self.draws == "drawn" and chooser.rule in FRESH
+        if self._recorded is not None and not drawn and not self._worth_B and chooser.rule != "coupled":
+            temperature = 1.0 if chooser.warper.greedy else chooser.warper.temperature
+            return self._recorded(tips, self._hidden_BH, depths_B, temperature)
+        tips_B = cuda.tensor(tips, self.device)
         kind: type[PickedDraft | DrawnDraft] = DrawnDraft if drawn else PickedDraft
         draft = kind(self.head, self.beam_width, chooser, depths_B, self._worth_B)
         more = draft.more if self._worth_B else None
@@ -182,4 +199,4 @@ class RecurrentDrafter:
         B, H = self._hidden_BH.shape
         states_BWH = self._hidden_BH[:, None].expand(B, self.beam_width, H)
         context = self.head.context(self._hidden_BH).unsqueeze(1)
-        timed_step(self.head, self._embed, context, states_BWH, Picks(self.head, self.beam_width, None))
+        timed_step(self.head, self._embed, context, states_BWH, Picks(self.head, self.beam_width))

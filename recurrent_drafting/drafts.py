@@ -39,15 +39,30 @@ class Draft:
         """Whether any row wants another step."""
         return any(self.goes_on(row) for row in range(len(self.worth_B)))
 
-    def _tree(self, beams: Beams, keep_BM: Tensor, counts_B: list[int] | None) -> tuple[Tree, list[int], int]:
-        """(the tree, the rows' counts, nodes proposed); counts_B: None reads them, the one wait of a draft."""
-        tree = pack(beams.tokens_BLW.flatten(1), edges(beams.parents_BLW), keep_BM)
-        if counts_B is None:
-            (counts_B,) = cuda.read(tree.counts_B)
-        nodes = max(counts_B)
-        if cuda.runs_ahead(keep_BM.device):
-            nodes = min(-(-nodes // NODES_STEP) * NODES_STEP, tree.tokens_BM.shape[1])
-        return tree, counts_B, nodes
+
+def nodes_of(counts_B: Sequence[int], most: int, device: torch.device) -> int:
+    """Nodes that the target's forward runs over."""
+    nodes = max(counts_B)
+    return min(-(-nodes // NODES_STEP) * NODES_STEP, most) if cuda.runs_ahead(device) else nodes
+
+
+def proposal_of(tree: Tree, counts_B: list[int] | None, steps: int) -> Proposal:
+    """The proposal of a tree. counts_B: None reads them, the one wait of a draft."""
+    if counts_B is None:
+        (counts_B,) = cuda.read(tree.counts_B)
+        assert counts_B is not None
+    N = nodes_of(counts_B, tree.tokens_BM.shape[1], tree.tokens_BM.device)
+    return Proposal(tree.tokens_BM[:, :N], counts_B, tree.parents_BM[:, :N], steps=steps)
+
+
+def tree_of(beams: Beams, keep_BM: Tensor) -> Tree:
+    """The tree of some of the nodes."""
+    return pack(beams.tokens_BLW.flatten(1), edges(beams.parents_BLW), keep_BM)
+
+
+def last_beams(beams: Beams, depths_B: Tensor) -> Tree:
+    """The tree of the beams of each row's last step."""
+    return tree_of(beams, surviving(beams.parents_BLW, depths_B))
 
 
 class PickedDraft(Draft):
@@ -57,7 +72,9 @@ class PickedDraft(Draft):
         self, head: RecurrentHead, width: int, chooser: Chooser, depths_B: Sequence[int], worth_B: Sequence[Worth]
     ) -> None:
         super().__init__(head, width, chooser, depths_B, worth_B)
-        self.choose = Picks(head, width, chooser, scored=bool(worth_B))
+        temperature = 1.0 if chooser.warper.greedy else chooser.warper.temperature
+        coupled = chooser if chooser.rule == "coupled" else None
+        self.choose = Picks(head, width, temperature, coupled, scored=bool(worth_B))
 
     def more(self, step: Step) -> bool:
         """Weighs the step's nodes in the rows that still draft."""
@@ -72,17 +89,14 @@ class PickedDraft(Draft):
         """The beams as a chain or a tree."""
         steps, device = len(beams.steps), beams.steps[0].tokens_BW.device
         kept_B = [worth.best()[0] for worth in self.worth_B]
-        counts_B = [len(kept) for kept in kept_B] if kept_B else None
+        counts_B = [len(kept) for kept in kept_B] or None
         if self.width == 1:
             counts_B = counts_B or self.depths_B
             return Proposal(beams.tokens_BLW[:, : max(counts_B), 0], counts_B, steps=steps)
-        if kept_B:
-            nodes = range(steps * self.width)
-            keep_BM = cuda.tensor([[node in kept for node in nodes] for kept in map(set, kept_B)], device)
-        else:
-            keep_BM = surviving(beams.parents_BLW, self.depths_B)
-        tree, counts_B, N = self._tree(beams, keep_BM, counts_B)
-        return Proposal(tree.tokens_BM[:, :N], counts_B, tree.parents_BM[:, :N], steps=steps)
+        if counts_B is None:
+            return proposal_of(last_beams(beams, cuda.tensor(self.depths_B, device)), None, steps)
+        keep = [[node in kept for node in range(steps * self.width)] for kept in map(set, kept_B)]
+        return proposal_of(tree_of(beams, cuda.tensor(keep, device)), counts_B, steps)
 
 
 class DrawnDraft(Draft):
@@ -118,15 +132,17 @@ class DrawnDraft(Draft):
         if not self.worth_B:
             tokens_BM, parents_BM = beams.tokens_BLW.flatten(1), edges(beams.parents_BLW)
             return Proposal(tokens_BM, counts_B, parents_BM, None, steps, TopRows(ids_BPK, q_BPK))
-        tree, counts_B, N = self._tree(beams, torch.cat(draws.admitted, 1), counts_B)
-        rows_BN1 = self._expanded(tree, N)[:, :, None].clamp(max=ids_BPK.shape[1] - 1)
-        q_top = TopRows(*(each.gather(1, rows_BN1.expand(-1, -1, each.shape[2])) for each in (ids_BPK, q_BPK)))
-        return Proposal(tree.tokens_BM[:, :N], counts_B, tree.parents_BM[:, :N], None, steps, q_top)
+        tree = tree_of(beams, torch.cat(draws.admitted, 1))
+        proposal = proposal_of(tree, counts_B, steps)
+        proposal.q_top = expanded(tree, proposal.tokens_BN.shape[1], TopRows(ids_BPK, q_BPK))
+        return proposal
 
-    @staticmethod
-    def _expanded(tree: Tree, nodes: int) -> Tensor:
-        """Among all expanded nodes, the tip first: the tip and the kept ones (B, 1 + nodes)."""
-        B, M = tree.places_BM.shape
-        numbers_BM = torch.arange(1, M + 1, device=tree.places_BM.device).expand(B, M)
-        rows_BN = numbers_BM.new_zeros(B, M + 2).scatter_(1, tree.places_BM + 1, numbers_BM)
-        return rows_BN[:, : nodes + 1]
+
+def expanded(tree: Tree, nodes: int, rows: TopRows) -> TopRows:
+    """The rows of the tip and of the first kept nodes, from those of the tip and of all nodes before packing."""
+    B, M = tree.places_BM.shape
+    numbers_BM = torch.arange(1, M + 1, device=tree.places_BM.device).expand(B, M)
+    source_BN = numbers_BM.new_zeros(B, M + 2).scatter_(1, tree.places_BM + 1, numbers_BM)[:, : nodes + 1]
+    index_BN1 = source_BN.clamp(max=rows.ids_BPK.shape[1] - 1)[:, :, None]  # the last step's nodes have no children
+    both = (rows.ids_BPK, rows.probs_BPK)
+    return TopRows(*(each.gather(1, index_BN1.expand(-1, -1, each.shape[2])) for each in both))

@@ -9,14 +9,11 @@ tree's edges. What is left is to drop nodes that no beam goes through, and to cl
 Shapes: B rows, W beams, L steps, M = L W nodes in the order of steps (so parents come first), K candidates.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from decoding import cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +35,12 @@ def edges(parents_BLW: Tensor) -> Tensor:
     return nodes_BLW.flatten(1)
 
 
-def surviving(parents_BLW: Tensor, depths_B: Sequence[int]) -> Tensor:
+def surviving(parents_BLW: Tensor, depths_B: Tensor) -> Tensor:
     """Which nodes (B, M) a beam of the row's last step goes through; depths_B: steps that the row has, 0 to L."""
     B, L, W = parents_BLW.shape
-    device = parents_BLW.device
-    last_BL = torch.arange(1, L + 1, device=device) == cuda.tensor(depths_B, device)[:, None]
+    last_BL = torch.arange(1, L + 1, device=parents_BLW.device) == depths_B[:, None]
     beams_BLW = last_BL[:, :, None].expand(B, L, W).long()  # beams that go through each node
-    for step in range(max(depths_B) - 1, 0, -1):
+    for step in range(L - 1, 0, -1):
         beams_BLW[:, step - 1].scatter_add_(1, parents_BLW[:, step], beams_BLW[:, step])
     return beams_BLW.flatten(1) > 0
 

@@ -20,10 +20,8 @@ class Worth:
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
         self._plain = 1 / (costs.target_ms(1) + costs.overhead_ms)  # tokens a millisecond without a draft
-        self._first = (
-            2.0,
-            costs.t_draft_ms + costs.target_ms(2) + costs.overhead_ms,
-        )  # a round's prior: one is accepted
+        # A round before any was seen: one step, one node, accepted.
+        self._first = (2.0, costs.t_draft_ms + costs.target_ms(2) + costs.overhead_ms)
         self._tokens, self._ms = (self.WEIGHT * part for part in self._first)
         self._promised = self._kept = self.WEIGHT
         self.begin()
