@@ -18,9 +18,8 @@ class GenerateConfig(JobConfig):
     # drafter=FOLDER is short for {use: FOLDER}; {}: prompt_lookup.
     drafter: dict[str, Any] = field(default_factory=dict)
     beam_width: int = 10  # beams of a recurrent head; the most, where by_cost is set
-    beam_length: int = (
-        5  # tokens of a beam, the target's own first one among them: one fewer is drafted, by other drafters too
-    )
+    # Tokens of a beam, the target's own first one among them; so one fewer is drafted, by other drafters too.
+    beam_length: int = 5
     draws: str = "picked"  # beams of a head: picked (its likeliest) | drawn (at random, without replacement)
     by_cost: bool = True  # a head's width and length follow the measured costs of a round; false: they are fixed
     verify: str = "token"  # token | block | coupled: the rule where temperature > 0; greedy at temperature 0
@@ -38,7 +37,6 @@ class GenerateConfig(JobConfig):
     max_prompts: int = 0  # prompts taken from the file; 0: all
     batch_size: int = 1  # prompts decoded together; the last batch may have fewer
     baseline: bool = True  # prompts: decode them plainly too, in turn, for the speedup and to compare the outputs
-    baseline_tokens: int = (
-        16  # chat: tokens of each answer that are decoded again plainly, for the speedup; 0: none is told
-    )
+    # Chat: tokens of each answer that are decoded again plainly, for the speedup; 0: none is told.
+    baseline_tokens: int = 16
     output: str = ""  # JSONL file for the answers of prompts= and their counts; empty: they are only printed
