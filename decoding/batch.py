@@ -119,6 +119,7 @@ class Batch:
         if self.drafter is not None:
             self.drafter.open(prompts_B, hidden_BNC, capacity)
         for row in self.rows:
+            row.generation.prefilled = len(row.sequence) - 1
             row.generation.prefill_seconds = perf_counter() - began
 
     def close(self) -> None:

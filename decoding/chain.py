@@ -75,6 +75,11 @@ class ChainDrafter:
         self.model.open(len(prompts_B), capacity)
         prefill(self.model, [prompt[: min(len(prompt) - 1, self.model.max_length)] for prompt in prompts_B])
 
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Read what is new, but for the last token."""
+        self.model.truncate([kept])
+        prefill(self.model, [prompt[self.model.lengths_B[0] : min(len(prompt) - 1, self.model.max_length)]])
+
     def propose(
         self,
         sequences_B: Sequence[Sequence[int]],

@@ -74,6 +74,11 @@ class Chooser:
         state = noise.extend(noise.extend(self._round_keys_B[row], self._positions_B[row] + depth), purpose)
         return noise.uniform(state if node is None else noise.extend(state, node))
 
+    def draft_key(self, row: int, depth: int) -> int:
+        """The key of (seed, request, round, position) for a drafter that makes its own numbers of it (`noise.exponentials`)."""
+        state = noise.extend(self._round_keys_B[row], self._positions_B[row] + depth)
+        return noise.signed(noise.extend(state, noise.DRAFT))
+
     def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """A drafter's next token at this depth (0 is the first): tokens_B, and probs_BV where the rule tests them."""
         if self.rule == "greedy":
@@ -93,8 +98,7 @@ class Chooser:
         if self.rule == "greedy":
             return logits_BPV.topk(count, dim=-1).indices, None
         if self.rule == "coupled":
-            depths_BP = torch.full(logits_BPV.shape[:2], depth, device=self.device)
-            return self.race_scores(logits_BPV, depths_BP).topk(count, dim=-1).indices, None
+            return self._race_at(logits_BPV, depth).topk(count, dim=-1).indices, None
         probs_BPV = self.warper.probs(logits_BPV)
         B, P, V = probs_BPV.shape
         left_RV = probs_BPV.reshape(B * P, V).clone()
@@ -116,15 +120,17 @@ class Chooser:
         if self.rule == "greedy":
             return logits_BPV.to(torch.promote_types(logits_BPV.dtype, torch.float32)).log_softmax(-1)
         if self.rule == "coupled":
-            race_BPV = self.race_scores(logits_BPV, torch.full(logits_BPV.shape[:2], depth, device=self.device))
+            race_BPV = self._race_at(logits_BPV, depth)
             return (race_BPV / race_BPV.sum(-1, keepdim=True)).log()
         return self.warper.probs(logits_BPV).log()
 
+    def _race_at(self, logits_BPV: Tensor, depth: int) -> Tensor:
+        """`race_scores` of nodes that all stand at one depth."""
+        return self.warper.probs(logits_BPV) / self._shared(depth, 1)
+
     def race_scores(self, logits_BNV: Tensor, depths_BN: Tensor) -> Tensor:
         """p / E over the vocabulary under the shared noise of these depths; its largest entry is the target's choice."""
-        assert self._scaled_V is not None
-        keys_BN = self._keys_BW.gather(1, depths_BN)
-        return self.warper.probs(logits_BNV) / noise.exponentials(keys_BN[:, :, None], self._scaled_V)
+        return self.warper.probs(logits_BNV) / self._at_depths(depths_BN)
 
     def race(self, logits_BNV: Tensor, first_depth: int = 0, depths_BN: Tensor | None = None) -> Tensor:
         """Tokens (B, N) with the highest p / E under the shared noise.
@@ -141,10 +147,18 @@ class Chooser:
             race_BNK = noise.exponentials(keys_BN[:, :, None], self._scaled_V[ids_BNK])
             return ids_BNK.gather(-1, (probs_BNK / race_BNK).argmax(-1, keepdim=True)).squeeze(-1)
         if depths_BN is not None:
-            race_BNV = noise.exponentials(keys_BN[:, :, None], self._scaled_V)
+            race_BNV = self._at_depths(depths_BN)
         else:
             race_BNV = self._shared(first_depth, logits_BNV.shape[1])
         return (self.warper.probs(logits_BNV) / race_BNV).argmax(-1)
+
+    def _at_depths(self, depths_BN: Tensor) -> Tensor:
+        """The noise (B, N, V) of nodes at these depths: made once a depth where more nodes than depths ask."""
+        assert self._scaled_V is not None
+        if depths_BN.shape[1] <= self.depths:
+            return noise.exponentials(self._keys_BW.gather(1, depths_BN)[:, :, None], self._scaled_V)
+        rows_B1 = torch.arange(len(depths_BN), device=self.device)[:, None]
+        return self._shared(0, self.depths)[rows_B1, depths_BN]
 
     def _shared(self, first: int, count: int) -> Tensor:
         """The noise (B, count, V) of a round's depths from `first` on.

@@ -3,7 +3,7 @@
 A row's *sequence* is its prompt and the tokens emitted so far. Its last token, the *tip*, is in no cache yet: the round's
 target forward runs over the tip and the drafted tokens.
 
-Shapes: B rows, N drafted tokens, V vocabulary, C hidden size.
+Shapes: B rows, N drafted tokens, V vocabulary, C hidden size, P nodes with children, K tokens of a distribution.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,22 @@ class Caps:
     steps: str = "token"  # what t_draft times: one drafted "token", or a whole "round" (trees, one-pass drafters)
 
 
+@dataclass(frozen=True, slots=True)
+class TopRows:
+    """What a tree's tokens were drawn from, where few tokens have a share in it: row 0 is of the tip's children, row n + 1 of node n's.
+
+    Siblings stand in the order in which they were drawn, without replacement. Nodes at the end that have no children may be left out.
+    """
+
+    ids_BPK: Tensor  # different within a row
+    probs_BPK: Tensor
+
+    def dense(self, row: int, parent: int, vocab_size: int) -> Tensor:
+        """q over the vocabulary of the children of one node (-1: the tip)."""
+        probs_K = self.probs_BPK[row, parent + 1]
+        return probs_K.new_zeros(vocab_size).scatter_(0, self.ids_BPK[row, parent + 1], probs_K)
+
+
 @dataclass(slots=True)
 class Proposal:
     """The tokens put forward in one round."""
@@ -38,6 +54,7 @@ class Proposal:
     parents_BN: Tensor | None = None  # None: a chain; else the parent's index, -1 for the tip, parents first
     q_BNV: Tensor | None = None  # probabilities that each token was drawn from; None: none (greedy, coupled, n-gram)
     steps: int = 0  # the model's forwards that made it
+    q_top: TopRows | None = None  # of a tree, in place of q_BNV
 
     def counted(self) -> "Proposal | None":
         """Without the nodes that no row counts: they ride along in the forward and are not verified. None if no row counts any."""
@@ -48,7 +65,7 @@ class Proposal:
             return None
         parents_BN = None if self.parents_BN is None else self.parents_BN[:, :N]
         q_BNV = None if self.q_BNV is None else self.q_BNV[:, :N]
-        return Proposal(self.tokens_BN[:, :N], self.counts_B, parents_BN, q_BNV, self.steps)
+        return Proposal(self.tokens_BN[:, :N], self.counts_B, parents_BN, q_BNV, self.steps, self.q_top)
 
 
 @dataclass(slots=True)
@@ -94,6 +111,14 @@ class Drafter(Protocol):
         """Start rows with these prompts; sequences will hold `capacity` tokens at most.
 
         prefill_hidden_BNC: the target's hidden states of all prompt tokens but the last, if `caps.needs_hidden`.
+        """
+        ...
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Go on with the one row of `open`: the first `kept` tokens of this prompt are those that the row held, the others are new.
+
+        hidden_NC: the target's hidden states of the tokens that it has just read, at least one; the last stands before the prompt's last
+        token. Given if `caps.needs_hidden`.
         """
         ...
 

@@ -25,6 +25,7 @@ from decoding.prompt_lookup import PromptLookup
 from decoding.schedules import weighs_costs
 from decoding.stopping import RoundCosts
 from decoding.target import Target, load_target
+from decoding.text_stream import TextStream
 
 MOST_NODES = 7  # of a tree's round, in the timing before the first draft
 Messages = Sequence[Mapping[str, str]]
@@ -38,7 +39,7 @@ class Engine:
     drafter: Drafter | None
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
-    # Measured by the first `generate` that drafts so, for batch 1: by "schedule, rule".
+    # Measured by the first `generate` that drafts so: by "schedule, rule, batch size".
     costs: dict[str, RoundCosts] = field(default_factory=dict)
 
 
@@ -143,49 +144,58 @@ def generate(
             )
     fixed: dict[str, Any] = {"stop_token_ids": engine.stop_token_ids, "text_of": lambda ids: text_of(engine, ids)}
     prompt = encode(engine, text_or_messages)
-    chosen = Settings(**{**fixed, **settings})
-    weighs = engine.drafter and weighs_costs(engine.drafter.caps, chosen.schedule, chosen.stopping)
-    if weighs and chosen.costs is None:
-        chosen = replace(chosen, costs=_costs(engine, prompt, chosen))
+    chosen = with_costs(engine, prompt, Settings(**{**fixed, **settings}))
     if stream:
         return _stream(engine, prompt, chosen)
     (result,) = decode(engine.target, engine.drafter, [prompt], chosen)
     return Reply(text_of(engine, result.tokens), result.tokens, result)
 
 
-def _costs(engine: Engine, prompt: Sequence[int], chosen: Settings) -> RoundCosts:
-    """The measured costs of drafting so; some sixty forwards of the target, once for each schedule and rule."""
-    rule = chosen.verify if chosen.temperature else "greedy"
-    use = f"{chosen.schedule}, {rule}"
+def with_costs(engine: Engine, prompt: Sequence[int], settings: Settings, batch_size: int = 1) -> Settings:
+    """The settings, with the measured costs of a round where the drafter decides by them.
+
+    Some sixty forwards of the target, once for each schedule, rule and batch size. They use the caches: call it before a decode begins.
+    """
+    drafter = engine.drafter
+    if drafter is None or settings.costs is not None:
+        return settings
+    if not weighs_costs(drafter.caps, settings.schedule, settings.stopping):
+        return settings
+    rule = settings.verify if settings.temperature else "greedy"
+    use = f"{settings.schedule}, {rule}, {batch_size}"
     if use not in engine.costs:
-        assert engine.drafter is not None
-        gamma = chosen.num_draft_tokens
-        widest = (
-            max(gamma, min(engine.drafter.width(gamma), MOST_NODES)) + 1
-        )  # wider forwards lie on the line through the last two
-        widths = range(1, widest + 1)
+        gamma = settings.num_draft_tokens
+        # Wider forwards lie on the line through the last two.
+        widest = max(gamma, min(drafter.width(gamma), MOST_NODES)) + 1
         engine.costs[use] = measure_costs(
-            engine.target, engine.drafter, prompt or [0], chosen, widths=widths, repeats=2, tokens=8
+            engine.target,
+            drafter,
+            prompt or [0],
+            settings,
+            widths=range(1, widest + 1),
+            batch_size=batch_size,
+            repeats=2,
+            tokens=8,
         )
-    return engine.costs[use]
+    return replace(settings, costs=engine.costs[use])
 
 
 def _stream(engine: Engine, prompt: list[int], settings: Settings) -> Iterator[str]:
-    """Text pieces; bytes of an unfinished character wait for the rest of it."""
-    tokens: list[int] = []
+    """Text pieces, each as soon as its round ends."""
+    stream = TextStream(lambda ids: text_of(engine, ids))
+    pieces: list[str] = []
     with torch.inference_mode():
-        batch = start(engine.target, engine.drafter, [prompt], settings, on_tokens=lambda _, new: tokens.extend(new))
-    first = shown = 0  # text is decoded from token `first` on, and shown up to token `shown`
+        batch = start(
+            engine.target, engine.drafter, [prompt], settings, on_tokens=lambda _, new: pieces.append(stream.add(new))
+        )
     try:
         while batch.rows:
             with torch.inference_mode():
                 batch.round()
-            old = text_of(engine, tokens[first:shown])
-            new = text_of(engine, tokens[first:])
-            if batch.rows and new.endswith("\ufffd"):
-                continue
-            first, shown = shown, len(tokens)
-            if len(new) > len(old):
-                yield new[len(old) :]
+            if not batch.rows:
+                pieces.append(stream.end())
+            if any(pieces):
+                yield "".join(pieces)
+            pieces.clear()
     finally:
         batch.close()

@@ -148,6 +148,10 @@ class Lookahead:
         self._filed = [0] * len(prompts_B)
         self._ends = [[] for _ in prompts_B]
 
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Start again: pools and windows are made from the text."""
+        self.open([prompt], None, len(prompt))
+
     def propose(
         self,
         sequences_B: Sequence[Sequence[int]],

@@ -32,6 +32,25 @@ def start(
 ) -> Batch:
     """A batch of all prompts after its prefill. Call `round` under torch.inference_mode while it has `rows`, then `close`.
 
+    Raises UserError as `unread` does.
+    """
+    batch = unread(target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens)
+    if batch.rows:
+        batch.open()
+    return batch
+
+
+def unread(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    *,
+    request_ids: Sequence[int] | None = None,
+    on_tokens: OnTokens | None = None,
+) -> Batch:
+    """The batch before its prefill; the drafter knows its target.
+
     Raises UserError for an empty prompt, or one that fills the target's context.
     """
     ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
@@ -61,10 +80,7 @@ def start(
     kind = Batch
     if drafter is not None and settings.schedule != "serial":
         kind = batch_type(settings.schedule, drafter, settings.verify, policy, settings.costs, len(rows))
-    batch = kind(target, drafter, rows, settings, on_tokens)
-    if rows:
-        batch.open()
-    return batch
+    return kind(target, drafter, rows, settings, on_tokens)
 
 
 @torch.inference_mode()

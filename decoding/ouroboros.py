@@ -70,6 +70,12 @@ class Ouroboros(ChainDrafter):
         self.inner.open(prompts_B, None, capacity)
         self._drafted = [None] * len(prompts_B)
 
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """As a chain drafter, with empty pools."""
+        super().resume(prompt, kept, hidden_NC)
+        self.inner.resume(prompt, kept, None)
+        self._drafted = [None]
+
     def propose(
         self,
         sequences_B: Sequence[Sequence[int]],

@@ -93,6 +93,10 @@ class Lookup:
         for index, prompt in zip(self._indices, prompts_B, strict=True):
             index.find(prompt)
 
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Index the prompt again: an index has no way back, and costs next to nothing."""
+        self.open([prompt], None, len(prompt))
+
     def propose(
         self,
         sequences_B: Sequence[Sequence[int]],

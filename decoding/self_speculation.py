@@ -72,6 +72,11 @@ class SelfSpeculation(ChainDrafter):
         self._capacity = capacity
         self.model = self._view = self._target.partial(self.skips)
 
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """The target has read what is new."""
+        assert self._target is not None
+        self._view.follow(self._target)
+
     def propose(
         self,
         sequences_B: Sequence[Sequence[int]],

@@ -4,7 +4,11 @@ A round is one target forward; prefill is not one. Only tokens that were emitted
 behind a stop token is as if it had not been.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+# Texts that repeat themselves more than this (distinct-4) do not count in a headline: a loop is easy to guess, and says nothing about real text.
+LOOPING_BELOW = 0.5
 
 
 @dataclass
@@ -21,6 +25,7 @@ class Generation:
     accepted_by_depth: list[int] = field(default_factory=list)
     # A character a token: "1" a draft that passed, "0" the target's in place of one that failed, "." where none was tested.
     trace: str = ""
+    prefilled: int = 0  # prompt tokens that were read; those that a session's cache held are not among them
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0  # part of decode_seconds spent in the drafter
@@ -57,3 +62,9 @@ class Generation:
             self.tested_by_depth[depth] += 1
         for depth in range(accepted):
             self.accepted_by_depth[depth] += 1
+
+
+def distinct_n(tokens: Sequence[int], n: int = 4) -> float:
+    """Distinct n-grams / n-grams: 1 when nothing repeats, near 0 when the text loops. Shorter than n counts as 1."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0

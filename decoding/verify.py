@@ -4,8 +4,8 @@ Each rule is one function (target logits, proposal, chooser) -> Outcome, batched
 `greedy` and `coupled` let the target choose a token at every node and follow the children that equal it; `token` tests
 drawn tokens one by one by p/q (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1), `block` all of them together (Sun et al.
 2025, arXiv 2403.10444); both take q for a point mass where the proposal has none. All keep the target's distribution;
-`coupled` also keeps its very tokens. On a GPU a round waits once for what they decided (chains: decoding/verify_device.py), but for
-`token` on trees, which asks at every node and is eager there.
+`coupled` also keeps its very tokens. On a GPU a round waits once for what they decided (decoding/verify_device.py), twice for `token` on
+trees (decoding/verify_tree.py), which is eager where q is dense.
 
 Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip comes first.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from decoding import cuda, noise, verify_device
+from decoding import cuda, noise, verify_device, verify_tree
 from decoding.cache import ancestors
 from decoding.chooser import Chooser
 from decoding.drafter import Outcome, Proposal
@@ -85,13 +85,15 @@ def token(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Ou
     A proposal without q is a point mass: keep x with probability p(x), else draw from p without x. In a tree siblings are
     tested in turn, each against what the failed ones left (recursive rejection, Yang et al. 2024, arXiv 2401.06706, section 3.2).
     """
+    if proposal is not None and proposal.parents_BN is not None:
+        if cuda.runs_ahead(logits_BNV.device) and proposal.q_BNV is None:
+            return verify_tree.token(logits_BNV, proposal, chooser)
+        return _recursive(logits_BNV, proposal, chooser)
     probs_BNV = chooser.warper.probs(logits_BNV)
     B = len(probs_BNV)
     if proposal is None:
         (next_B,) = cuda.read(draw(probs_BNV[:, 0], [chooser.uniform(b, 0, noise.BONUS) for b in range(B)]))
         return Outcome([[token] for token in next_B], None, [0] * B, [0] * B)
-    if proposal.parents_BN is not None:
-        return _recursive(probs_BNV, proposal, proposal.parents_BN.tolist(), chooser)
     if cuda.runs_ahead(probs_BNV.device):
         return verify_device.token(probs_BNV, proposal, chooser)
     counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
@@ -108,35 +110,47 @@ def token(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Ou
     return Outcome(tokens_B, None, accepted_B, _tested(accepted_B, counts_B))
 
 
-def _recursive(probs_BNV: Tensor, proposal: Proposal, parents: list[list[int]], chooser: Chooser) -> Outcome:
-    """`token` on a tree whose siblings were drawn without replacement, or are point masses."""
-    outcome = Outcome([], [], [], [])
-    assert outcome.paths_B is not None
-    for b, (tokens, parent_of) in enumerate(zip(proposal.tokens_BN.tolist(), parents, strict=True)):
-        path: list[int] = []
-        tip = -1
-        while True:
-            p_V, depth = probs_BNV[b, tip + 1], len(path)
-            children = [n for n in range(proposal.counts_B[b]) if parent_of[n] == tip]
-            q_V = proposal.q_BNV[b, children[0]] if children and proposal.q_BNV is not None else None
-            kept = None
+def _recursive(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
+    """`token` on a tree whose siblings were drawn without replacement, or are point masses. Logits are warped where the walk comes by."""
+    assert proposal.parents_BN is not None
+    drafted, parents = proposal.tokens_BN.tolist(), proposal.parents_BN.tolist()
+    paths_B: list[list[int]] = [[] for _ in drafted]
+    tested_B, next_B = [0] * len(drafted), [0] * len(drafted)
+    going, depth = list(range(len(drafted))), 0
+    while going:
+        at_R = [paths_B[b][-1] + 1 if paths_B[b] else 0 for b in going]
+        rows_RV = logits_BNV[going, at_R] if len(drafted) > 1 else logits_BNV[:, at_R[0]]
+        ended, weights = [], []
+        for b, node, p_V in zip(going, at_R, chooser.warper.probs(rows_RV), strict=True):
+            children = [n for n in range(proposal.counts_B[b]) if parents[b][n] == node - 1]
+            q_V = _q_of(children, b, node - 1, proposal, len(p_V))
             for n in children:
-                p, q = p_V[tokens[n]].item(), 1.0 if q_V is None else q_V[tokens[n]].item()
+                token = drafted[b][n]
+                p, q = p_V[token].item(), 1.0 if q_V is None else q_V[token].item()
                 if chooser.uniform(b, depth, noise.ACCEPT, n) * q < p and q > 0:
-                    kept = n
+                    paths_B[b].append(n)
                     break
-                p_V, q_V = _after_failure(p_V, q_V, tokens[n])
-            if kept is None:
-                break
-            path.append(kept)
-            tip = kept
-        purpose = noise.RESIDUAL if children else noise.BONUS
-        next_token = int(draw(p_V[None], [chooser.uniform(b, depth, purpose)]))
-        outcome.tokens_B.append([*(tokens[n] for n in path), next_token])
-        outcome.paths_B.append(path)
-        outcome.accepted_B.append(len(path))
-        outcome.tested_B.append(len(path) + bool(children))
-    return outcome
+                p_V, q_V = _after_failure(p_V, q_V, token)
+            tested_B[b] += bool(children)
+            if len(paths_B[b]) == depth:
+                ended.append((b, noise.RESIDUAL if children else noise.BONUS))
+                weights.append(p_V)
+        if ended:
+            drawn = draw(torch.stack(weights), [chooser.uniform(b, depth, purpose) for b, purpose in ended]).tolist()
+            for (b, _), token in zip(ended, drawn, strict=True):
+                next_B[b] = token
+        going, depth = [b for b in going if len(paths_B[b]) > depth], depth + 1
+    tokens_B = [[*(drafted[b][n] for n in path), next_B[b]] for b, path in enumerate(paths_B)]
+    return Outcome(tokens_B, paths_B, [len(path) for path in paths_B], tested_B)
+
+
+def _q_of(children: list[int], row: int, parent: int, proposal: Proposal, vocab_size: int) -> Tensor | None:
+    """q that a node's children were drawn from; None: they are point masses, or there are none."""
+    if not children:
+        return None
+    if proposal.q_top is not None:
+        return proposal.q_top.dense(row, parent, vocab_size)
+    return None if proposal.q_BNV is None else proposal.q_BNV[row, children[0]]
 
 
 def _after_failure(p_V: Tensor, q_V: Tensor | None, token: int) -> tuple[Tensor, Tensor | None]:

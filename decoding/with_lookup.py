@@ -49,6 +49,11 @@ class LookupFirst(ChainDrafter):
         super().open(prompts_B, prefill_hidden_BNC, capacity)
         self._indices = [SuffixAutomaton(self.min_match) for _ in prompts_B]
 
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Have the model read what is new, and index the text again."""
+        super().resume(prompt, kept, hidden_NC)
+        self._indices = [SuffixAutomaton(self.min_match)]
+
     def propose(
         self,
         sequences_B: Sequence[Sequence[int]],

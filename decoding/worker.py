@@ -77,12 +77,20 @@ class RemoteChain:
 
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Have the worker read all prompt tokens but the last."""
+        self._drop_answer()
+        self._call("open", [list(prompt) for prompt in prompts_B], capacity)
+        self._chain_seconds, self._chain_steps = 0.0, 0
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Have the worker read what is new."""
+        self._drop_answer()
+        self._call("resume", list(prompt), kept)
+
+    def _drop_answer(self) -> None:
         if self._answers_due:  # a decode that failed between asking and reading left it
             self.enough()
             self._answers_due = False
             self._receive()
-        self._call("open", [list(prompt) for prompt in prompts_B], capacity)
-        self._chain_seconds, self._chain_steps = 0.0, 0
 
     def propose(
         self,

@@ -44,6 +44,9 @@ class _Worker:
     def open(self, prompts_B: list[list[int]], capacity: int) -> None:
         self.drafter.open(prompts_B, None, capacity)
 
+    def resume(self, prompt: list[int], kept: int) -> None:
+        self.drafter.resume(prompt, kept, None)
+
     def time_steps(self, count: int) -> float:
         began = perf_counter()
         for _ in range(count):
@@ -93,6 +96,7 @@ def serve(pipe: Connection) -> None:
     silent["enough"] = lambda: None  # the chain that it was meant for is answered already
     answers: dict[str, Callable[..., Any]] = {
         "open": worker.open,
+        "resume": worker.resume,
         "propose": worker.propose,
         "time_steps": worker.time_steps,
     }

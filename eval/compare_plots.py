@@ -26,7 +26,7 @@ from eval.comparison import COSTS, Panel, chains, usual_costs
 from eval.entries import Entry
 from eval.plots import INK, MARKERS, MUTED, SERIES, STYLE, VARIABLES, short
 from eval.prediction import iso_cost_ratio
-from eval.records import CONTROL
+from training.drafters import CONTROL
 
 LEVELS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)  # speedups that get a curve
 LABEL_APART = 0.07  # of alpha, between the labels of two curves; those that come closer are left out

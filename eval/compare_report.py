@@ -26,7 +26,7 @@ from eval.comparison import Panel
 from eval.entries import Entry
 from eval.evaluations import Evaluation
 from eval.markup import bullets, definitions, document, figure, section, table, tr, warned
-from eval.records import CONTROL
+from training.drafters import CONTROL
 
 UNMEASURED = (
     "Any machine, dtype, batch size, temperature or prompt that is not named above.",

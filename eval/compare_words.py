@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from decoding.stats import LOOPING_BELOW
 from eval import words
 from eval.comparison import Panel, Standing, differing_fields
 from eval.entries import ALL, Entry
 from eval.evaluations import Evaluation
 from eval.lossless import DIFFERS
-from eval.records import CONTROL
-from eval.schema import LOOPING_BELOW
 from eval.series import EQUAL_WITHIN, rounded
+from training.drafters import CONTROL
 
 DRIFT = 0.1  # baselines of two runs that differ by more are told
 # Settings of eval.run that change what a speedup stands on, though not what is compared with what.

@@ -16,10 +16,10 @@ from typing import Any
 from eval.entries import Entry, Setting, Workload
 from eval.metrics import Interval, paired_speedups
 from eval.prediction import Costs
-from eval.records import CONTROL
 from eval.schema import Row
 from eval.units import Unit
 from eval.words import condition_label
+from training.drafters import CONTROL
 
 # What a drafter may cost, for the Pareto front: less is better.
 COSTS: dict[str, Callable[[Entry], int | None]] = {

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eval.metrics import Interval, paired_bootstrap
-from eval.records import ALONE, Arm, Condition, Record
+from eval.records import Arm, Condition, Record
 from eval.schema import Row
 from eval.units import pair_units
+from training.drafters import ALONE
 
 
 @dataclass(frozen=True)

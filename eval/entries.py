@@ -11,10 +11,10 @@ from decoding.schedules import VIRTUAL
 from eval.evaluations import Evaluation
 from eval.lossless import DIFFERS
 from eval.metrics import Interval
-from eval.records import ALONE
 from eval.rows import headline_units
 from eval.schema import Row
 from eval.units import Unit
+from training.drafters import ALONE
 
 HEADLINE, ALL = "headline", "all"  # the prompts that count
 

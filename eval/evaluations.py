@@ -13,13 +13,14 @@ from omegaconf import OmegaConf
 
 from decoding.errors import UserError
 from distill.drafter_folder import CARD
-from eval.drafters import describe
 from eval.records import Record, read_records
 from eval.rows import units_at
 from eval.schema import Row, read_rows
 from eval.units import Unit
 from eval.words import main_rows
 from training.config import TargetConfig
+from training.drafters import describe
+from training.heads import head_of
 
 JOB = "eval.run"
 FILES = ("config.yaml", "manifest.json", "results.jsonl", "records.jsonl")
@@ -174,7 +175,12 @@ def _origins(config: dict[str, Any], manifest: dict[str, Any], dtype: str) -> tu
 
 
 def _embedding(folder: Path) -> int | None:
-    """Parameters of the input embedding that a step does not read; None where config.json does not tell them."""
+    """Parameters of the input embedding that a step does not read; None where config.json does not tell them.
+
+    A head has none of its own.
+    """
+    if head_of(folder):
+        return 0
     if not (folder / "config.json").is_file():
         return None
     config = _json(folder / "config.json")

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from decoding.ties import TIE_GAP
 from eval.records import Record
 
-TIE_GAP = 1e-4  # a difference at a smaller gap between the target's two best tokens is a tie, in float32 and float64
 TOKENS_PER_TIE = 10_000  # more ties than one in so many tokens are not accepted as chance
 
 EQUAL, TIES, BY_RULE, HALF, DIFFERS = "equal", "ties", "by rule", "half precision", "differs"

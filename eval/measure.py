@@ -12,21 +12,17 @@ from dataclasses import dataclass, field, fields
 from time import thread_time
 from typing import Any
 
-import torch
-
-from decoding import noise
 from decoding.chain import ChainDrafter
 from decoding.drafter import Drafter
 from decoding.loop import Generation, Settings, decode
-from decoding.processors import make_processors
 from decoding.stopping import RoundCosts
 from decoding.target import Target
+from decoding.ties import choice_scores, first_difference, top_two_gap
 from eval.benchmarks import Benchmark, render_turns
-from eval.drafters import Use
 from eval.lossless import is_compared
-from eval.metrics import first_difference
-from eval.records import ALONE, BASELINE, Arm, Condition, Record
+from eval.records import BASELINE, Arm, Condition, Record
 from training.data import Prompt
+from training.drafters import ALONE, Use
 
 # What a generation says of itself, and its record keeps.
 COUNTS = tuple({field.name for field in fields(Generation)} & {field.name for field in fields(Record)})
@@ -64,7 +60,7 @@ class Bench:
         """Decode some prompts with one arm."""
         target, drafter = self.target, self.drafters.get(arm.drafter)
         if self.is_alone(arm):
-            assert isinstance(drafter, ChainDrafter), "eval.drafters makes sure of it"
+            assert isinstance(drafter, ChainDrafter), "training.drafters makes sure of it"
             target, drafter = drafter.model, None
         return decode(target, drafter, prompts_ids, self.settings_at(condition, arm), request_ids=request_ids)
 
@@ -242,27 +238,3 @@ def _difference(
         return None, None
     before = [*ids, *base.tokens[:at]]
     return at, top_two_gap(choice_scores(bench.target, before, bench.settings_at(condition, arm), request))
-
-
-@torch.inference_mode()
-def choice_scores(target: Target, ids: Sequence[int], settings: Settings, request: int) -> torch.Tensor:
-    """Scores (vocabulary,) whose best is the target's choice after `ids`, in float64.
-
-    Logits where decoding is greedy, and log p + Gumbel noise under the coupled rule.
-    """
-    target.open(1, len(ids) + 1)
-    logits_V = target.lm_head(target.features(torch.tensor([list(ids)], device=target.device))[:, -1])[0].double()
-    processors = make_processors(settings.repetition_penalty, settings.allowed)
-    if processors is not None:
-        logits_V = processors(logits_V[None, None], [ids])[0, 0]
-    if settings.temperature == 0:
-        return logits_V
-    position = torch.tensor(noise.signed(noise.extend(noise.key(settings.seed, request), len(ids))))
-    race_V = noise.exponentials(position, noise.scaled_ids(torch.arange(len(logits_V))))
-    return settings.warper.probs(logits_V).log() - race_V.to(logits_V.device).log()
-
-
-def top_two_gap(scores_V: torch.Tensor) -> float:
-    """The best score minus the second best: how near a choice was to another one."""
-    best, second = scores_V.topk(2).values.tolist()
-    return best - second

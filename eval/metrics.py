@@ -1,4 +1,4 @@
-"""What a drafter is worth, as pure functions of counts and seconds: acceptance, costs, speed and its interval, and how a text repeats.
+"""What a drafter is worth, as pure functions of counts and seconds: acceptance, costs, speed and its interval, and where two texts part.
 
 Words (the same in every table): alpha_k is the share of the draft tokens at depth k that pass, of those that are
 tested at all (the k-1 before them passed); tau is tokens emitted per target forward. What follows from them stands in eval/prediction.py.
@@ -162,18 +162,3 @@ def _student_t(freedom: int) -> float:
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
-
-
-# ---------------------------------------------------------------------------------------------- text
-def distinct_n(tokens: Sequence[int], n: int = 4) -> float:
-    """Distinct n-grams / n-grams: 1 when nothing repeats, near 0 when the text loops. Shorter than n counts as 1."""
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else 1.0
-
-
-def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first token that differs (a missing token differs), None when the two are equal."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))

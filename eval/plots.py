@@ -19,8 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from decoding.schedules import SCHEDULES
+from decoding.stats import LOOPING_BELOW
 from eval.metrics import MIN_TESTS, add_by_depth
-from eval.schema import LOOPING_BELOW, Row
+from eval.schema import Row
 from eval.units import Unit
 
 INK, MUTED, RULE = "#010101", "#020202", "#030303"

@@ -12,8 +12,6 @@ from statistics import median
 from decoding.errors import UserError
 
 STALL = 3.0
-CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
-ALONE = "alone"  # the schedule of a drafter that writes its own text, without the target: the end of the scale
 AUTOREGRESSIVE = "autoregressive"  # the baseline's name where a drafter's would stand
 
 

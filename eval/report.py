@@ -12,13 +12,15 @@ from html import escape
 from pathlib import Path
 
 from decoding.schedules import VIRTUAL
+from decoding.stats import LOOPING_BELOW
 from eval import plots, words
 from eval.duels import duels
 from eval.markup import bullets, colour_key, definitions, document, figure, section, table, tr, warned
-from eval.records import ALONE, CONTROL, STALL, Record
+from eval.records import STALL, Record
 from eval.rows import units_at
-from eval.schema import LOOPING_BELOW, Row
+from eval.schema import Row
 from eval.texts import Text, page_part
+from training.drafters import ALONE, CONTROL
 
 
 @dataclass(frozen=True)

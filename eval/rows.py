@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from decoding.schedules import SCHEDULES, WALL
+from decoding.stats import LOOPING_BELOW
 from eval import metrics, prediction
 from eval.lossless import OTHER, Equality, judge
 from eval.parts import Slice, median_parts
-from eval.records import ALONE, AUTOREGRESSIVE, Arm, Condition, Record
+from eval.records import AUTOREGRESSIVE, Arm, Condition, Record
 from eval.replay import replayed_speedup, turns
-from eval.schema import LOOPING_BELOW, Category, DrafterFacts, PartTimes, Row, RunFacts
+from eval.schema import Category, DrafterFacts, PartTimes, Row, RunFacts
 from eval.units import (
     Pool,
     Unit,
@@ -30,6 +31,7 @@ from eval.units import (
     replayable,
     tested_counts,
 )
+from training.drafters import ALONE
 
 
 def interval(units: Sequence[Unit], run: RunFacts) -> metrics.Interval:

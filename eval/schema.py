@@ -8,10 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# Prompts whose continuation by the target repeats itself more than this do not count in a headline: a loop is easy
-# to guess, and says nothing about real text.
-LOOPING_BELOW = 0.5
-
 
 @dataclass(frozen=True)
 class DrafterFacts:

@@ -17,10 +17,11 @@ from eval.config import EvalConfig
 from eval.measure import measure_unit, runs_at, units_of
 from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, read_slices, time_slice
 from eval.prediction import predicted_speedup
-from eval.records import ALONE, BASELINE, Arm, Condition, Record, append_records, read_records, stalled, write_records
+from eval.records import BASELINE, Arm, Condition, Record, append_records, read_records, stalled, write_records
 from eval.rows import pool_of
 from eval.setup import Loaded, conditions, middle_prompt, warm_up, widths
 from training.data import Prompt
+from training.drafters import ALONE
 from training.progress import ProgressBar
 
 ATTEMPTS = 3  # at a unit during which the machine stands still

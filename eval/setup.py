@@ -20,12 +20,12 @@ from decoding.processors import Allowed, make_processors
 from decoding.sampling import Warper
 from decoding.schedules import WALL
 from decoding.target import Target, device_of, load_target
-from eval import drafters as drafter_list
 from eval.benchmarks import load_benchmark, render_turns
 from eval.config import EvalConfig
 from eval.measure import Bench
 from eval.records import BASELINE, Arm, Condition
 from eval.schema import DrafterFacts, RunFacts
+from training import drafters as drafter_list
 from training.paths import imported, resolve
 from training.run_folder import hardware
 

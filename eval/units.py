@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from decoding.schedules import SCHEDULES
+from decoding.stats import distinct_n
 from eval import metrics, prediction
-from eval.records import ALONE, Record
+from eval.records import Record
 from eval.replay import Turn, can_replay, mean_lanes
 from eval.schema import DrafterFacts, PartTimes
+from training.drafters import ALONE
 
 
 @dataclass
@@ -83,7 +85,7 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
         unit.base_seconds += max(row.decode_seconds for row in base)
         unit.base_prefill_seconds += base[0].prefill_seconds
         unit.cpu_seconds += rows[0].cpu_seconds + base[0].cpu_seconds
-        unit.distinct_4 += [metrics.distinct_n(row.tokens) for row in base]
+        unit.distinct_4 += [distinct_n(row.tokens) for row in base]
         first = [row for row in rows if (row.sample, row.turn) == (0, 0)]
         unit.ids += [row.prompt_id for row in first]
         unit.categories += [row.category for row in first]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from decoding.policies import EAGER
 from decoding.schedules import VIRTUAL, WALL
-from eval.schema import LOOPING_BELOW, Row
+from decoding.stats import LOOPING_BELOW
+from eval.schema import Row
 
 # Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
 UNDISTURBED = 0.9

@@ -72,6 +72,45 @@ def render_prompt(
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+def render_next(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    *,
+    template: str = "auto",
+) -> list[int]:
+    """As `render_prompt`, for a turn after one that was decoded: the last message but one is its answer.
+
+    prompt, answer: ids of that turn as they were decoded. A model may spell a text in other tokens than its tokenizer does, and caches hold
+    what it wrote; so these ids stand as they are, and the new ones follow. Where the rendered text does not show where they end (a template
+    that trims the answer, a tokenizer without offsets), all is tokenized anew.
+    """
+    messages, source = list(messages), _source(tokenizer, template)
+    text = _render(tokenizer, source, messages, prompt=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+    ids = list(encoded["input_ids"])
+    if not tokenizer.is_fast:
+        return ids
+    before = _render(tokenizer, source, messages[:-2], prompt=True)
+    end = _end_of_said(tokenizer, text, before, messages[-2]["content"], answer)
+    starts = [start for start, _ in encoded["offset_mapping"]]
+    return [*prompt, *answer, *ids[starts.index(end) :]] if end in starts else ids
+
+
+def _end_of_said(
+    tokenizer: PreTrainedTokenizerBase, text: str, before: str, content: str, answer: Sequence[int]
+) -> int | None:
+    """Where in the text the answer ends that follows `before`, its end token included if it has one; None: that cannot be told."""
+    at = text.find(content, len(before)) if text.startswith(before) else -1
+    if at < 0 or text[len(before) : at].strip():
+        return None
+    end, last = at + len(content), tokenizer.convert_ids_to_tokens(answer[-1])
+    if last not in tokenizer.all_special_tokens:
+        return end
+    return end + len(last) if text.startswith(last, end) else None
+
+
 def _source(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     """Return the Jinja source that `template` names."""
     if template in TEMPLATES:

@@ -256,7 +256,8 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
     turns = record["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise _BadRecordError("turns is no list of texts")
-    return Prompt(str(record.get("id", place)), str(record.get("category", "none")), turns)
+    number = record.get("id", record.get("question_id", place))  # FastChat's files say question_id
+    return Prompt(str(number), str(record.get("category", "none")), turns)
 
 
 def _text(record: dict[str, Any], place: str) -> str:

@@ -10,6 +10,7 @@ import inspect
 import io
 import textwrap
 import tokenize
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,20 @@ def print_help(job: str, schema: type[Any], conf: Path, overrides: list[str]) ->
 def _groups(job: str, schema: type[Any], conf: Path) -> Iterator[tuple[str, list[str]]]:
     """The groups that the job takes and how they are called, with the names in each."""
     fields = fields_of(schema)
+    # What decodes is a list, or one mapping.
+    decodes = (
+        "drafters=[NAME]"
+        if "drafters" in fields
+        else "drafter={use: NAME}"
+        if typing.get_origin(fields.get("drafter")) is dict
+        else ""
+    )
     for folder in sorted(path for path in conf.iterdir() if path.is_dir()):
         texts = {file.stem: file.read_text() for file in sorted(folder.glob("*.yaml"))}
         if folder.name == "experiment":
             yield "+experiment=", [name for name, text in texts.items() if f"job: {job}\n" in text]
-        elif (
-            folder.name == "drafter" and "drafters" in fields
-        ):  # a list, of what decodes; the others are shapes to train
-            yield "drafters=[NAME]", [name for name, text in texts.items() if "_target_" in text]
+        elif folder.name == "drafter" and decodes:  # the others are shapes to train
+            yield decodes, [name for name, text in texts.items() if "_target_" in text]
         elif folder.name in fields:
             yield f"{folder.name}=", [name for name, text in texts.items() if "_target_" not in text]
 

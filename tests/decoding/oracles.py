@@ -25,6 +25,9 @@ class Oracle:
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         self.truths = [[*prompt, *answer] for prompt, answer in zip(prompts_B, self.answers, strict=True)]
 
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        raise NotImplementedError("an oracle knows one turn")
+
     def draft(self, truth: Sequence[int], at: int, budget: int) -> list[int]:
         """The tokens of the truth from position `at`; off by one if `wrong`."""
         known = list(truth[at : at + budget])

@@ -21,6 +21,8 @@ from decoding.stopping import RoundCosts
 from decoding.target import Target
 from decoding.trees import RankedTree, StaticTree
 from decoding.with_lookup import ChainWithLookup, with_lookup
+from recurrent_drafting.drafter import RecurrentDrafter
+from recurrent_drafting.head import HeadConfig, RecurrentHead
 
 from .oracles import Oracle, OracleTree
 from .tiny import TableTarget
@@ -50,6 +52,22 @@ class DrafterRow:
 def draft_table() -> TableTarget:
     """A drafter for the 5-symbol target, unlike it."""
     return TableTarget(torch.randn(5, 5, 5, generator=torch.Generator().manual_seed(7)) * 1.5)
+
+
+def random_head(target: Target, scale: float = 1.0, seed: int = 3, **fields: int) -> RecurrentHead:
+    """A head of a target's sizes with random weights, in float64; scale: of its output layer, so that its tokens differ in probability."""
+    config = HeadConfig(target.vocab_size, target.hidden_size, 2 * target.hidden_size, num_draft_layers=1, **fields)
+    generator = torch.Generator().manual_seed(seed)
+    head = RecurrentHead(config).double().requires_grad_(False)
+    for parameter in head.parameters():
+        parameter.normal_(generator=generator).div_(parameter.shape[-1] ** 0.5)
+    head.output.mul_(scale)
+    return head.eval()
+
+
+def recurrent(target: Target, beam_width: int = 4, scale: float = 3.0, **options: object) -> RecurrentDrafter:
+    """A recurrent drafter whose head knows nothing: what of its beams passes, passes by chance."""
+    return RecurrentDrafter(head=random_head(target, scale), beam_width=beam_width, **options)  # type: ignore[arg-type]
 
 
 COSTS = RoundCosts(0.2, (1.0, 1.05, 1.1, 1.15, 1.2))  # for the rows that weigh costs
@@ -151,6 +169,36 @@ ROWS = [
         make=lambda kit: SuffixLookup(),
         rules=("greedy", "token", "block", "coupled"),
         table=lambda: SuffixLookup(),
+    ),
+    DrafterRow(
+        "recurrent",
+        make=lambda kit: recurrent(kit.target, 8),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: recurrent(draft_table(), 3, 0.8),
+    ),
+    DrafterRow(
+        "recurrent_chain",
+        make=lambda kit: recurrent(kit.target, 1),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: recurrent(draft_table(), 1, 0.8, draws="drawn"),
+    ),
+    DrafterRow(
+        "recurrent_drawn",
+        make=lambda kit: recurrent(kit.target, 6, draws="drawn"),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: recurrent(draft_table(), 3, 0.8, draws="drawn"),
+    ),
+    DrafterRow(
+        "recurrent_by_cost",
+        make=lambda kit: recurrent(kit.target, 6, by_cost=True),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: recurrent(draft_table(), 3, 0.8, by_cost=True),
+    ),
+    DrafterRow(
+        "recurrent_drawn_by_cost",
+        make=lambda kit: recurrent(kit.target, 6, draws="drawn", by_cost=True),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: recurrent(draft_table(), 3, 0.8, draws="drawn", by_cost=True),
     ),
     DrafterRow(
         "oracle",

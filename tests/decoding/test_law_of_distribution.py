@@ -34,7 +34,7 @@ WARPERS = {
 }
 SAMPLED = [(row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"]
 # Every warper where a rule is at stake, one where a row only brings other drafts to it.
-RULE_ROWS = ("chain", "multi_candidate", "prompt_lookup")
+RULE_ROWS = ("chain", "multi_candidate", "prompt_lookup", "recurrent_drawn")
 CASES = [
     (row.name, rule, warper)
     for row, rule in SAMPLED

@@ -13,13 +13,13 @@ from decoding.loop import Settings, decode
 from decoding.target import load_target
 from eval.benchmarks import load_benchmark, render_turns
 from eval.config import BenchmarkConfig
-from eval.drafters import Use, build, check_entries, describe, uses
 from eval.parts import time_slice
 from eval.records import Condition, read_records
 from eval.run import run
 from eval.schema import read_rows
 from eval.setup import load, middle_prompt
 from training.config import TargetConfig
+from training.drafters import Use, build, check_entries, describe, uses
 
 from . import tiny
 from .tiny import config

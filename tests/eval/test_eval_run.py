@@ -7,14 +7,15 @@ import pytest
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from decoding.target import load_target
+from decoding.ties import choice_scores, top_two_gap
 from eval.benchmarks import load_benchmark
 from eval.config import BenchmarkConfig
-from eval.drafters import Use, build, describe, uses
-from eval.measure import Bench, choice_scores, rotate, top_two_gap
+from eval.measure import Bench, rotate
 from eval.records import BASELINE, Arm, read_records
 from eval.run import run
 from eval.schema import read_rows
 from training.config import TargetConfig
+from training.drafters import Use, build, describe, uses
 
 from . import tiny
 from .tiny import GAMMAS, config
@@ -105,7 +106,7 @@ def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
 
 
 def test_a_drafter_that_works_beside_the_target_gets_another_card(home, monkeypatch):
-    import eval.drafters as drafter_list
+    import training.drafters as drafter_list
 
     monkeypatch.setattr(drafter_list, "instantiate", lambda made: made)
     target = TargetConfig(path=str(home / "target"), device="cuda")

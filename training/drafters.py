@@ -1,4 +1,4 @@
-"""Drafters by what a user calls them: a model folder, a name in conf/drafter, or a mapping with `_target_`."""
+"""Drafters by what a user calls them: a model folder, a name in conf/drafter, or a mapping with `_target_`; for every job that decodes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ from decoding.policies import NAMES
 from decoding.schedules import SCHEDULES, UNTAUGHT, WALL, usual_stopping
 from decoding.with_lookup import with_lookup
 from decoding.worker import RemoteChain
-from eval.records import ALONE, CONTROL
 from training.config import TargetConfig
+from training.heads import check_fits, head_of
 from training.paths import imported, resolve
+
+CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
+ALONE = "alone"  # the schedule of a drafter that writes its own text, without the target: the end of the scale
 
 
 @dataclass(frozen=True)
@@ -137,12 +140,7 @@ def check_entries(entries: Sequence[Any]) -> None:
 
 def _check_keys(name: str, mapping: Mapping[str, Any]) -> None:
     """Raise UserError for a class that is not there, and for a key that neither it nor the loop takes, with the nearest one."""
-    try:
-        kind = imported(str(mapping["_target_"]))
-    except ImportError as error:
-        raise UserError(
-            f"drafters: {name} wants the class {mapping['_target_']}, which cannot be had: {error}"
-        ) from error
+    kind = _kind(name, mapping)
     taken = _arguments(kind)
     if taken is None:
         return
@@ -155,6 +153,16 @@ def _check_keys(name: str, mapping: Mapping[str, Any]) -> None:
             raise UserError(
                 f"drafters: {name} has the key '{key}', which {kind.__name__} does not take; the nearest is '{near}' (of {', '.join(known)})."
             )
+
+
+def _kind(name: str, mapping: Mapping[str, Any]) -> type:
+    """The class that a mapping names."""
+    try:
+        return imported(str(mapping["_target_"]))  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise UserError(
+            f"drafters: {name} wants the class {mapping['_target_']}, which cannot be had: {error}"
+        ) from error
 
 
 def _arguments(kind: type) -> set[str] | None:
@@ -188,13 +196,15 @@ def build(
 ) -> dict[str, Any]:
     """Make the drafters, in a worker process where the schedule needs that.
 
-    Those with a model folder must share every token id with the target (UserError). beside: the target's device -> the one for a
-    drafter that works at the same time; one whose mapping names RemoteChain or another device stays where that says.
+    Those with a model folder must share every token id with the target, a head its sizes and its card's hash (UserError). beside: the
+    target's device -> the one for a drafter that works at the same time; one whose mapping names RemoteChain or another device stays
+    where that says.
     """
     drafters = {}
     for name, mapping in mappings.items():
         if "folder" in mapping:
-            check_same_tokenizer(target_folder, Path(mapping["folder"]))
+            check = check_fits if head_of(mapping["folder"]) else check_same_tokenizer
+            check(target_folder, Path(mapping["folder"]))
         try:
             made = {key: value for key, value in mapping.items() if key not in USE}
             if uses[name].schedule in WALL and made["_target_"] == CHAIN:
@@ -203,7 +213,7 @@ def build(
                     made["device"] = beside[made["device"]]
             lookup = uses[name].lookup
             if lookup is not None:
-                made |= {"_target_": "eval.drafters.looked_up", "kind": made["_target_"], "min_match": lookup}
+                made |= {"_target_": "training.drafters.looked_up", "kind": made["_target_"], "min_match": lookup}
             drafters[name] = instantiate(made)
             if uses[name].schedule == ALONE and not isinstance(drafters[name], ChainDrafter):
                 raise UserError(
@@ -241,7 +251,10 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     if file.is_file():
         mapping = _load(file, given)
     elif Path(use).exists():
+        head = head_of(use)
         mapping = {"_target_": CHAIN, "folder": use, **given}
+        if head:
+            mapping = _load(CONF / f"{head}.yaml", {"name": Path(use).name, "folder": use, **given})
     else:
         raise UserError(
             f"drafters: {use!r} is neither a folder (looked in {Path.cwd()}) nor one of conf/drafter ({', '.join(_names())})."
@@ -252,6 +265,8 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         shared = {"backend": backend, "dtype": target.dtype, "device": target.device}
         if target.execution:
             shared["execution"] = target.execution
+        taken = _arguments(_kind(use, mapping))
+        shared = {key: value for key, value in shared.items() if taken is None or key in taken}
         mapping = {**shared, **mapping, "folder": str(resolve(mapping["folder"]))}
     return mapping
 

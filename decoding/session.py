@@ -1,0 +1,101 @@
+"""One row that goes on from turn to turn: a chat keeps the target's and the drafter's caches, and only what is new is read.
+
+Every turn is given the whole text so far. What its beginning shares with the tokens in the cache stays there; the cache is rolled back to that
+and the rest is read. So a turn's tokens are those of a fresh decode over the whole text, whatever was edited, left out or rendered
+differently since, and what they cost is what is new.
+
+Shapes: B rows (one here), N new tokens, C hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from decoding.batch import Batch, OnTokens, Settings
+from decoding.drafter import Drafter
+from decoding.errors import UserError
+from decoding.loop import unread
+from decoding.target import Target, prefill
+
+
+class Session:
+    """A row over several turns. While it lasts, the target and the drafter are its own: another decode would overwrite their caches.
+
+    The cache takes the target's whole context from the first turn on; `load_target(max_length=...)` makes it shorter.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, settings: Settings) -> None:
+        """Raises UserError for an overlapped schedule: its lanes run ahead of the text."""
+        if settings.schedule != "serial":
+            raise UserError(f"a session runs schedule=serial, found '{settings.schedule}'.")
+        self.target, self.drafter, self.settings = target, drafter, settings
+        width = drafter.width(settings.num_draft_tokens) if drafter is not None else 0
+        self.capacity = target.max_length + width + 1  # the last round is padded past the context
+        self._sequence: list[int] | None = None  # of the last turn; the target's cache holds its beginning
+        self._drafted: list[int] | None = None  # what the drafter holds at most; None: nothing, it was never opened
+        self._drafts = False  # whether the last turn is drafted
+
+    @torch.inference_mode()
+    def start(
+        self,
+        prompt: Sequence[int],
+        *,
+        drafted: bool = True,
+        max_new_tokens: int | None = None,
+        request_id: int = 0,
+        on_tokens: OnTokens | None = None,
+    ) -> Batch:
+        """The turn's batch after its prefill; call `round` under torch.inference_mode while it has `rows`, or stop between two rounds.
+
+        prompt: the whole text so far. drafted=False decodes autoregressively in the same cache. max_new_tokens, where not the settings'.
+        Raises UserError for an empty prompt, or one that fills the target's context; the caches then stand as they stood.
+        """
+        settings = self.settings if max_new_tokens is None else replace(self.settings, max_new_tokens=max_new_tokens)
+        drafter = self.drafter if drafted else None
+        batch = unread(self.target, drafter, [prompt], settings, request_ids=[request_id], on_tokens=on_tokens)
+        (row,) = batch.rows
+        began = perf_counter()
+        kept = self._kept(prompt, drafter)
+        self.target.truncate([kept])
+        # From here on the cache holds a beginning of this text, wherever a signal ends what follows.
+        self._sequence, self._drafts = row.sequence, False
+        wants_hidden = drafter is not None and drafter.caps.needs_hidden
+        hidden_BNC = prefill(self.target, [prompt[kept:-1]], wants_hidden)
+        if drafter is not None:
+            self._tell(drafter, prompt, hidden_BNC)
+        row.generation.prefilled = len(prompt) - 1 - kept
+        row.generation.prefill_seconds = perf_counter() - began
+        return batch
+
+    def _kept(self, prompt: Sequence[int], drafter: Drafter | None) -> int:
+        """Tokens of the prompt whose keys and values stand in the target's cache; opens it at the first turn."""
+        if self._sequence is None:
+            self.target.open(1, self.capacity)
+            return 0
+        held = self._sequence[: self.target.lengths_B[0]]
+        if self._drafts:
+            self._drafted = held  # the drafter kept what the target kept
+        kept = shared(held, prompt)
+        if drafter is not None and drafter.caps.needs_hidden:
+            # The state before the tip comes out of a forward; a drafter that was never opened wants those of the whole prompt.
+            kept = 0 if self._drafted is None else max(0, min(kept, len(prompt) - 2))
+        return kept
+
+    def _tell(self, drafter: Drafter, prompt: Sequence[int], hidden_BNC: Tensor | None) -> None:
+        """Have the drafter go on with the prompt."""
+        if self._drafted is None:
+            drafter.open([prompt], hidden_BNC, self.capacity)
+        else:
+            known = shared(self._drafted, prompt)
+            self._drafted = self._drafted[:known]
+            drafter.resume(prompt, known, None if hidden_BNC is None else hidden_BNC[0])
+        self._drafted, self._drafts = list(prompt[:-1]), True
+
+
+def shared(held: Sequence[int], prompt: Sequence[int]) -> int:
+    """Leading tokens that `held` and the prompt have in common, the prompt's last one not counted: no cache holds the tip."""
+    longest = min(len(held), len(prompt) - 1)
+    return next((i for i in range(longest) if held[i] != prompt[i]), longest)

@@ -1,0 +1,202 @@
+"""The recurrent head as a drafter: beams of its tokens, packed into a tree that the target verifies in one forward.
+
+The head reads the target's hidden state of the last token in the cache, which stands before the tip; it comes from the prefill and after that
+from every round's own forward. A prompt of one token has no such token: its first round drafts from a hidden state of zeros.
+
+Picked beams are point masses to verification, drawn ones (`draws=drawn`) are tested by p / q at every node; greedy decoding and the
+coupled rule pick whatever `draws` says. One beam is a chain. Fixed beams are drafted at fixed shapes and read once, for the number of nodes
+that the target's forward is to run over; with `by_cost` every step is read.
+
+Shapes: B rows, W beams, N nodes proposed, C = H hidden size.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decoding import cuda
+from decoding.chooser import FRESH, Chooser
+from decoding.cuda import device_of
+from decoding.drafter import Caps, Observation, Proposal
+from decoding.errors import UserError
+from decoding.native import EXECUTIONS
+from decoding.stopping import RoundCosts, Stopping
+from decoding.target import DTYPES, Target
+from decoding.verify import at_nodes
+from recurrent_drafting.beams import Picks, search, timed_step
+from recurrent_drafting.checkpoint import load_head
+from recurrent_drafting.drafts import DrawnDraft, PickedDraft
+from recurrent_drafting.head import RecurrentHead
+from recurrent_drafting.recorded import RecordedPicks
+from recurrent_drafting.worth import Worth
+
+DRAWS = ("picked", "drawn")
+
+
+class RecurrentDrafter:
+    """A recurrent head that drafts for the target that it was trained on. Hydra: `_target_: recurrent_drafting.drafter.RecurrentDrafter`.
+
+    The draft length, num_draft_tokens, counts the drafted tokens of a beam; the published beam_length counts the token before them too.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        beam_width: int = 8,
+        draws: str = "picked",
+        by_cost: bool = False,
+        dtype: str = "float32",
+        device: str = "cpu",
+        name: str | None = None,
+        head: RecurrentHead | None = None,
+        execution: str | None = None,
+    ) -> None:
+        """From a head's folder, or from a `head` in memory, which keeps its dtype and device.
+
+        beam_width: beams of a draft. draws: `picked`, the likeliest beams, or `drawn`. by_cost: take the number of steps, the nodes that
+        are verified, and whether to draft at all from measured costs; beam_width and the draft length are then the most. execution:
+        fixed picked beams are drafted operation by operation (`eager`) or as one recorded step (`graph`, and `compiled` as well, as there
+        is nothing to fuse); None takes graph on a GPU and eager on a CPU.
+        """
+        if head is None:
+            if folder is None:
+                raise ValueError("RecurrentDrafter needs a folder or a head")
+            if dtype not in DTYPES:
+                raise UserError(f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}.")
+            head = load_head(Path(folder), DTYPES[dtype], device_of(device))
+        self.head = head
+        self.name = name or (Path(folder).resolve().name if folder is not None else "recurrent")
+        if draws not in DRAWS:
+            raise UserError(f"drafter '{self.name}': draws is '{draws}', expected {' or '.join(DRAWS)}.")
+        drafted = head.output.shape[0]
+        if not 1 <= beam_width <= drafted:
+            raise UserError(
+                f"drafter '{self.name}': beam_width is {beam_width}, expected 1 to {drafted}, the tokens that its head drafts from."
+            )
+        self.beam_width, self.draws = beam_width, draws
+        self.caps = Caps(shape="tree", has_q=draws == "drawn", needs_hidden=True, needs_costs=by_cost)
+        self.num_layers, self.num_parameters = head.config.num_draft_layers, head.num_parameters
+        self.device, self.dtype = head.output.device, head.output.dtype
+        if execution is None:
+            execution = "graph" if cuda.runs_ahead(self.device) else "eager"
+        if execution not in EXECUTIONS:
+            raise UserError(f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}.")
+        self.execution = execution
+        self._recorded: RecordedPicks | None = None
+        self._target: Target | None = None
+        self._costs: RoundCosts | None = None
+        self._worth_B: list[Worth] = []
+        self._hidden_BH = torch.empty(0)
+
+    def width(self, gamma: int) -> int:
+        """Nodes of beams of gamma tokens. Raises UserError for more than the target's cache holds."""
+        nodes = self.beam_width * gamma
+        if self._target is not None and nodes >= self._target.max_length:
+            raise UserError(
+                f"drafter '{self.name}': {self.beam_width} beams of {gamma} tokens are {nodes} nodes, but '{self._target.name}' holds "
+                f"{self._target.max_length} tokens: take a smaller beam_width or num_draft_tokens."
+            )
+        return nodes
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """Take the target. Raises UserError for one that the head was not trained on, as far as shapes tell."""
+        config, head = self.head.config, f"drafter '{self.name}': its head"
+        for what, own, other in (
+            ("hidden size", config.hidden_size, target.hidden_size),
+            ("vocabulary", config.vocab_size, target.vocab_size),
+        ):
+            if own != other:
+                raise UserError(
+                    f"{head} was trained for a {what} of {own}, but '{target.name}' has {other}: take the head of this target."
+                )
+        if (self.device.type, self.device.index or 0) != (target.device.type, target.device.index or 0):
+            raise UserError(
+                f"{head} is on {self.device}, but '{target.name}' is on {target.device}: give both one device."
+            )
+        if self.execution != "eager" and target is not self._target:
+            self._recorded = RecordedPicks(self.head, self.beam_width, self._embed)
+        self._target, self._costs = target, costs if self.caps.needs_costs else None
+
+    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+        """Take the hidden state of each prompt's last token but one. Raises UserError for hidden states of another size than the head's."""
+        size = self.head.config.hidden_size
+        self._hidden_BH = torch.zeros(len(prompts_B), size, dtype=self.dtype, device=self.device)
+        if prefill_hidden_BNC is not None:
+            if prefill_hidden_BNC.shape[-1] != size:
+                raise UserError(
+                    f"drafter '{self.name}': the target's hidden states have the size {prefill_hidden_BNC.shape[-1]}, its head reads {size}."
+                )
+            read_B1 = cuda.tensor([[len(prompt) > 1] for prompt in prompts_B], self.device)
+            last_BH = at_nodes(prefill_hidden_BNC, [max(len(prompt) - 2, 0) for prompt in prompts_B])
+            self._hidden_BH = torch.where(read_B1, self._own(last_BH), self._hidden_BH)
+        self._weigh(len(prompts_B))
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Take the last of the hidden states that the target has just read: it stands before the tip."""
+        if hidden_NC is not None:
+            self._hidden_BH = self._own(hidden_NC[-1:])
+        self._weigh(1)
+
+    def _weigh(self, rows: int) -> None:
+        """Decide by cost afresh, where costs are weighed."""
+        self._worth_B = [Worth(self._costs) for _ in range(rows)] if self._costs is not None else []
+
+    def _own(self, target_states: Tensor) -> Tensor:
+        return target_states.to(self.device, self.dtype)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        assert self._target is not None, "prepare() comes before propose()"
+        return self._own(self._target.embed(ids))
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """The beams of each row, as long as its budget. Stopping policies limit the length before a round, not inside it."""
+        depths_B = list(budgets_B)
+        for b, worth in enumerate(self._worth_B):
+            depths_B[b] *= worth.drafts()
+        length = max(depths_B)
+        if length == 0:
+            return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
+        tips = [sequence[-1] for sequence in sequences_B]
+        drawn = self.draws == "drawn" and chooser.rule in FRESH
+        if self._recorded is not None and not drawn and not self._worth_B and chooser.rule != "coupled":
+            temperature = 1.0 if chooser.warper.greedy else chooser.warper.temperature
+            return self._recorded(tips, self._hidden_BH, depths_B, temperature)
+        tips_B = cuda.tensor(tips, self.device)
+        kind: type[PickedDraft | DrawnDraft] = DrawnDraft if drawn else PickedDraft
+        draft = kind(self.head, self.beam_width, chooser, depths_B, self._worth_B)
+        more = draft.more if self._worth_B else None
+        return draft.proposal(search(self.head, self._embed, tips_B, self._hidden_BH, length, draft.choose, more))
+
+    def observe(self, observation: Observation) -> None:
+        """Keep the hidden state of the last accepted token; with costs, learn what the draft was worth."""
+        outcome = observation.outcome
+        last_B = outcome.accepted_B  # of a chain
+        if outcome.paths_B is not None:
+            last_B = [path[-1] + 1 if path else 0 for path in outcome.paths_B]
+        self._hidden_BH = self._own(at_nodes(observation.hidden_BNC, last_B))
+        for worth, accepted in zip(self._worth_B, outcome.accepted_B):
+            worth.learn(accepted)
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Beams leave nothing behind."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self._hidden_BH = self._hidden_BH[list(rows)]
+        self._worth_B = [self._worth_B[row] for row in rows] if self._worth_B else []
+
+    def time_step(self) -> None:
+        """One step of all beams, greedily."""
+        B, H = self._hidden_BH.shape
+        states_BWH = self._hidden_BH[:, None].expand(B, self.beam_width, H)
+        context = self.head.context(self._hidden_BH).unsqueeze(1)
+        timed_step(self.head, self._embed, context, states_BWH, Picks(self.head, self.beam_width))

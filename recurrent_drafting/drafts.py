@@ -1,0 +1,148 @@
+"""One round's draft: how its beams are chosen, when it ends, and the proposal that they become.
+
+Shapes: B rows, W beams, L steps, M = L W nodes seen, N nodes proposed, P nodes that were expanded, K candidates.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decoding import cuda
+from decoding.chooser import Chooser
+from decoding.drafter import Proposal, TopRows
+from recurrent_drafting.beams import Beams, Choose, Draws, Picks, Step
+from recurrent_drafting.head import RecurrentHead
+from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
+from recurrent_drafting.worth import Worth
+
+NODES_STEP = 8  # on a GPU the number of nodes is rounded up to a multiple of it, so that few widths are recorded
+
+
+class Draft:
+    """What both kinds share. worth_B: the rows' decisions by cost; none where beams are fixed."""
+
+    choose: Choose
+
+    def __init__(
+        self, head: RecurrentHead, width: int, chooser: Chooser, depths_B: Sequence[int], worth_B: Sequence[Worth]
+    ) -> None:
+        self.head, self.width, self.chooser = head, width, chooser
+        self.depths_B, self.worth_B = list(depths_B), worth_B
+
+    def goes_on(self, row: int) -> bool:
+        """Whether a row wants another step."""
+        worth = self.worth_B[row]
+        return not worth.ended and worth.steps < self.depths_B[row]
+
+    def more(self, step: Step) -> bool:
+        """Whether any row wants another step."""
+        return any(self.goes_on(row) for row in range(len(self.worth_B)))
+
+
+def nodes_of(counts_B: Sequence[int], most: int, device: torch.device) -> int:
+    """Nodes that the target's forward runs over."""
+    nodes = max(counts_B)
+    return min(-(-nodes // NODES_STEP) * NODES_STEP, most) if cuda.runs_ahead(device) else nodes
+
+
+def proposal_of(tree: Tree, counts_B: list[int] | None, steps: int) -> Proposal:
+    """The proposal of a tree. counts_B: None reads them, the one wait of a draft."""
+    if counts_B is None:
+        (counts_B,) = cuda.read(tree.counts_B)
+        assert counts_B is not None
+    N = nodes_of(counts_B, tree.tokens_BM.shape[1], tree.tokens_BM.device)
+    return Proposal(tree.tokens_BM[:, :N], counts_B, tree.parents_BM[:, :N], steps=steps)
+
+
+def tree_of(beams: Beams, keep_BM: Tensor) -> Tree:
+    """The tree of some of the nodes."""
+    return pack(beams.tokens_BLW.flatten(1), edges(beams.parents_BLW), keep_BM)
+
+
+def last_beams(beams: Beams, depths_B: Tensor) -> Tree:
+    """The tree of the beams of each row's last step."""
+    return tree_of(beams, surviving(beams.parents_BLW, depths_B))
+
+
+class PickedDraft(Draft):
+    """The likeliest beams, point masses. Fixed, the tree is that of the last step's beams; by cost, of the nodes that are worth it."""
+
+    def __init__(
+        self, head: RecurrentHead, width: int, chooser: Chooser, depths_B: Sequence[int], worth_B: Sequence[Worth]
+    ) -> None:
+        super().__init__(head, width, chooser, depths_B, worth_B)
+        temperature = 1.0 if chooser.warper.greedy else chooser.warper.temperature
+        coupled = chooser if chooser.rule == "coupled" else None
+        self.choose = Picks(head, width, temperature, coupled, scored=bool(worth_B))
+
+    def more(self, step: Step) -> bool:
+        """Weighs the step's nodes in the rows that still draft."""
+        assert step.scores_BW is not None
+        (chances_BW,) = cuda.read(step.scores_BW.exp())
+        for row, worth in enumerate(self.worth_B):
+            if self.goes_on(row):
+                worth.saw(chances_BW[row])
+        return super().more(step)
+
+    def proposal(self, beams: Beams) -> Proposal:
+        """The beams as a chain or a tree."""
+        steps, device = len(beams.steps), beams.steps[0].tokens_BW.device
+        kept_B = [worth.best()[0] for worth in self.worth_B]
+        counts_B = [len(kept) for kept in kept_B] or None
+        if self.width == 1:
+            counts_B = counts_B or self.depths_B
+            return Proposal(beams.tokens_BLW[:, : max(counts_B), 0], counts_B, steps=steps)
+        if counts_B is None:
+            return proposal_of(last_beams(beams, cuda.tensor(self.depths_B, device)), None, steps)
+        keep = [[node in kept for node in range(steps * self.width)] for kept in map(set, kept_B)]
+        return proposal_of(tree_of(beams, cuda.tensor(keep, device)), counts_B, steps)
+
+
+class DrawnDraft(Draft):
+    """Beams drawn without replacement (see `Draws`), with what they were drawn from. Every drawn node is in the tree."""
+
+    def __init__(
+        self, head: RecurrentHead, width: int, chooser: Chooser, depths_B: Sequence[int], worth_B: Sequence[Worth]
+    ) -> None:
+        super().__init__(head, width, chooser, depths_B, worth_B)
+        admit = self._admit if worth_B else None
+        self.choose = self._draws = Draws(head, width, max(depths_B), len(self.depths_B), chooser, admit)
+
+    def _admit(self, chances_BW: Tensor) -> Tensor:
+        """The children that are drawn: in each row those that are worth their verification; none in rows that draft no more."""
+        (read_BW,) = cuda.read(chances_BW)
+        none = [False] * self.width
+        drawn_BW = [
+            worth.admit(chances_W) if self.goes_on(row) else none
+            for row, (worth, chances_W) in enumerate(zip(self.worth_B, read_BW, strict=True))
+        ]
+        return cuda.tensor(drawn_BW, chances_BW.device)
+
+    def proposal(self, beams: Beams) -> Proposal:
+        """The drawn nodes as a chain or a tree, with their q."""
+        draws, W, steps = self._draws, self.width, len(beams.steps)
+        counts_B = [worth.verified for worth in self.worth_B] or [W * depth for depth in self.depths_B]
+        ids_BPK, q_BPK = (torch.cat([both[i] for both in draws.q], 1) for i in (0, 1))
+        if W == 1:
+            shape = (*ids_BPK.shape[:2], self.chooser.vocab_size)
+            q_BLV = q_BPK.new_zeros(shape).scatter_(2, ids_BPK, q_BPK)
+            N = max(counts_B)
+            return Proposal(beams.tokens_BLW[:, :N, 0], counts_B, None, q_BLV[:, :N], steps)
+        if not self.worth_B:
+            tokens_BM, parents_BM = beams.tokens_BLW.flatten(1), edges(beams.parents_BLW)
+            return Proposal(tokens_BM, counts_B, parents_BM, None, steps, TopRows(ids_BPK, q_BPK))
+        tree = tree_of(beams, torch.cat(draws.admitted, 1))
+        proposal = proposal_of(tree, counts_B, steps)
+        proposal.q_top = expanded(tree, proposal.tokens_BN.shape[1], TopRows(ids_BPK, q_BPK))
+        return proposal
+
+
+def expanded(tree: Tree, nodes: int, rows: TopRows) -> TopRows:
+    """The rows of the tip and of the first kept nodes, from those of the tip and of all nodes before packing."""
+    B, M = tree.places_BM.shape
+    numbers_BM = torch.arange(1, M + 1, device=tree.places_BM.device).expand(B, M)
+    source_BN = numbers_BM.new_zeros(B, M + 2).scatter_(1, tree.places_BM + 1, numbers_BM)[:, : nodes + 1]
+    index_BN1 = source_BN.clamp(max=rows.ids_BPK.shape[1] - 1)[:, :, None]  # the last step's nodes have no children
+    both = (rows.ids_BPK, rows.probs_BPK)
+    return TopRows(*(each.gather(1, index_BN1.expand(-1, -1, each.shape[2])) for each in both))

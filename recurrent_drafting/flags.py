@@ -1,0 +1,108 @@
+"""The published tool's flags on the command line: each becomes Hydra overrides, so that there is one path from the command line to the job.
+
+They may stand beside Hydra overrides, which then have the last word.
+"""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from rich.console import Console
+from rich.table import Table
+
+from decoding.errors import UserError
+from recurrent_drafting.published_flags import DTYPES, FLAGS, Flag, is_truth, quoted
+
+ON_FILE = "--config-file"  # of training.job: what a saved configuration is run by
+
+
+def to_overrides(arguments: Sequence[str]) -> list[str]:
+    """The command line with every flag replaced by Hydra overrides; -h, --help, -m and --multirun stay as they are.
+
+    Raises UserError for an unknown flag, with the nearest one, and for a value that a flag does not take.
+    """
+    if ON_FILE in arguments[:1]:
+        return list(arguments)
+    flags = {flag.name: flag for flag in FLAGS}
+    given: dict[str, list[str]] = {}
+    others: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word in ("-h", "--help", "-m", "--multirun"):
+            others.append(_with_short_drafter(word))
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        flag, negated = flags.get(name), flags.get(name.removeprefix("no"))
+        if flag is None and negated is not None and negated.is_switch and not equals:  # --nogreedy_search
+            given[negated.name] = []
+            continue
+        if flag is None or not word.startswith("--"):
+            near = get_close_matches(name, list(flags), n=1, cutoff=0.0)[0]
+            raise UserError(f"unknown flag '{word}'; the nearest is --{near} (--help lists all)")
+        if not equals:
+            value = _next_value(flag, rest)
+        given[name] = flag.overrides(_checked(flag, value))
+    return [*(override for flag in FLAGS for override in given.get(flag.name, [])), *others]
+
+
+def _next_value(flag: Flag, rest: list[str]) -> str:
+    """The value that stands behind a flag, taken off the rest of the command line."""
+    following = rest[0] if rest else None
+    if flag.is_switch:
+        takes_file = following is not None and "file" in flag.takes and following.endswith((".json", ".jsonl"))
+        if following is not None and (is_truth(following) or (takes_file and not following.startswith("-"))):
+            return rest.pop(0)
+        return "true"
+    if following is None or following.startswith("--"):
+        raise UserError(f"--{flag.name} has no value, expected {flag.takes}, such as --{flag.name} {_example(flag)}")
+    return rest.pop(0)
+
+
+def _example(flag: Flag) -> str:
+    return {"text": "FOLDER", "number": flag.published.split()[0]}.get(flag.takes, flag.takes.split()[0])
+
+
+def _checked(flag: Flag, value: str) -> str:
+    """The value as it stands, if the flag takes it."""
+    fine = bool(value)
+    if flag.takes == "number":
+        try:
+            float(value) if flag.name == "temperature" else int(value)
+        except ValueError:
+            fine = False
+    elif flag.name == "dtype":
+        fine = value in DTYPES
+    elif flag.is_switch and "file" not in flag.takes:
+        fine = is_truth(value)
+    if not fine:
+        raise UserError(f"--{flag.name} is '{value}', expected {flag.takes}")
+    return value
+
+
+def _with_short_drafter(word: str) -> str:
+    """`drafter=NAME` written out: conf/drafter is a group, and Hydra would look for a file of that name there.
+
+    Added by force (++), as the mapping takes whatever the drafter's class does.
+    """
+    key, equals, value = word.partition("=")
+    key = key.lstrip("+")
+    if not equals or (key != "drafter" and not key.startswith("drafter.")):
+        return word
+    if key == "drafter" and not value.startswith("{"):
+        value = f"{{use: {quoted(value)}}}"
+    return f"++{key}={value}"
+
+
+def print_flags(console: Console) -> None:
+    """The flags with their defaults, and where their meaning differs from the published tool's."""
+    console.print(
+        "Flags of the published tool, as --flag VALUE or --flag=VALUE; those of true or false may stand alone:"
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for title in ("  flag", "takes", "default (published)", "what it is; where it differs from the published tool"):
+        table.add_column(title, overflow="fold")
+    for flag in FLAGS:
+        default = flag.here if flag.here == flag.published else f"{flag.here} ({flag.published})"
+        differs = f"; differs: {flag.differs}" if flag.differs else ""
+        table.add_row(f"  --{flag.name}", flag.takes, default, flag.meaning + differs)
+    console.print(table)

@@ -1,0 +1,144 @@
+"""From the configuration of the generate job to loaded models; what cannot be decoded is refused before anything is loaded."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from decoding.compatible import load_tokenizer
+from decoding.cuda import device_of
+from decoding.drafter import Drafter
+from decoding.engine import Engine, stop_tokens, text_of
+from decoding.errors import UserError
+from decoding.loop import Settings
+from decoding.target import load_target
+from recurrent_drafting.generate_config import GenerateConfig
+from training.config import refuse_parallel
+from training.drafters import Use, build, describe, uses
+from training.paths import resolve
+
+NONE = "none"  # drafter=none: plain decoding
+USUAL = "prompt_lookup"  # where no drafter is named
+HEAD = "recurrent_drafting.drafter.RecurrentDrafter"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The models, how they decode, and how they are called."""
+
+    engine: Engine
+    settings: Settings  # without measured costs
+    about: str  # one line: target, drafter, sampling
+
+
+def check(cfg: GenerateConfig) -> None:
+    """Raise UserError, with the key, for a value that nothing can be decoded by."""
+    refuse_parallel(cfg.target)
+    rules = {
+        "beam_width": (cfg.beam_width >= 1, "1 or more beams"),
+        "beam_length": (
+            cfg.beam_length >= 1,
+            "1 (nothing is drafted) or more tokens, the target's own first one among them",
+        ),
+        "draws": (cfg.draws in ("picked", "drawn"), "picked or drawn"),
+        "max_prompt_tokens": (cfg.max_prompt_tokens >= 0, "0 (as many as the context holds) or more"),
+        "turns": (cfg.turns in ("all", "first"), "all or first"),
+        "max_prompts": (cfg.max_prompts >= 0, "0 (all) or more"),
+        "batch_size": (cfg.batch_size >= 1, "1 or more"),
+        "baseline_tokens": (cfg.baseline_tokens >= 0, "0 (no speedup is told) or more"),
+    }
+    for key, (fine, expected) in rules.items():
+        if not fine:
+            raise UserError(f"{key} is {vars(cfg)[key]}, expected {expected}.")
+    if not cfg.prompts and cfg.batch_size > 1:
+        raise UserError(
+            f"batch_size is {cfg.batch_size}, but a chat is one conversation: give prompts=FILE, or batch_size=1."
+        )
+    if cfg.output and not cfg.prompts:
+        raise UserError(f"output={cfg.output} is written of prompts= alone; a chat is not recorded.")
+    if cfg.output and not cfg.dry_run:
+        _check_writable(Path(cfg.output))
+
+
+def load(cfg: GenerateConfig) -> Loaded:
+    """Load target, tokenizer and drafter. Raises UserError for whatever of it does not fit."""
+    folder = _folder(cfg.target.path)
+    device = device_of(cfg.target.device)
+    tokenizer = load_tokenizer(_folder(cfg.tokenizer), of_model=False) if cfg.tokenizer else load_tokenizer(folder)
+    _check_template(cfg, tokenizer)
+    target = load_target(
+        folder,
+        backend=cfg.target.backend,
+        execution=cfg.target.execution or None,
+        dtype=cfg.target.dtype,
+        device=device,
+        max_length=cfg.target.max_length or None,
+    )
+    drafter, use = drafter_of(cfg, folder, device)
+    if drafter is not None:
+        drafter.prepare(target, None)  # what does not fit the target is told now, not after the first message
+    engine = Engine(target, drafter, tokenizer, stop_tokens(folder, tokenizer))
+    settings = Settings(
+        max_new_tokens=cfg.max_new_tokens,
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        num_draft_tokens=cfg.beam_length - 1,
+        verify=cfg.verify,
+        seed=cfg.seed,
+        stop_token_ids=engine.stop_token_ids,
+        text_of=lambda ids: text_of(engine, ids),
+        **use.settings,
+    )
+    drafts = f"{drafter.name}, {cfg.beam_length - 1} tokens deep" if drafter is not None else "none"
+    sampling = f"temperature {cfg.temperature:g}, verified by {cfg.verify}" if cfg.temperature else "greedy"
+    about = f"target {target.name} ({target.backend}, {target.dtype}, {device}); drafter {drafts}; {sampling}"
+    return Loaded(engine, settings, about)
+
+
+def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[Drafter | None, Use]:
+    """The drafter that the configuration names, and how the loop uses it; None for plain decoding."""
+    entry: dict[str, Any] = dict(cfg.drafter) or {"use": USUAL}
+    if entry.get("use") == NONE:
+        return None, Use()
+    mappings = describe([entry], replace(cfg.target, device=device), control=False)
+    ((name, mapping),) = mappings.items()
+    if mapping["_target_"] == HEAD:
+        shape = {"beam_width": cfg.beam_width, "draws": cfg.draws, "by_cost": cfg.by_cost}
+        mapping |= {key: value for key, value in shape.items() if key not in entry}
+    use = uses(mappings, Use(cfg.stopping))
+    if use[name].schedule != "serial":
+        raise UserError(
+            f"drafter {name} has schedule={use[name].schedule}, expected serial: eval.run measures the others."
+        )
+    drafter: Drafter = build(mappings, use, target_folder)[name]
+    return drafter, use[name]
+
+
+def _check_writable(file: Path) -> None:
+    """Raise UserError now, not after an hour of decoding."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+    except OSError as error:
+        raise UserError(f"output={file} cannot be written: {error}. Give another file.") from error
+
+
+def _check_template(cfg: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    if cfg.template == "auto" and not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer of {cfg.tokenizer or cfg.target.path} has no chat template: name the one that the target was trained with, "
+            "such as template=vicuna."
+        )
+
+
+def _folder(name: str) -> Path:
+    """A model folder; where the name looks like one of the Hub's, the error says how to fetch it."""
+    try:
+        return resolve(name)
+    except UserError as error:
+        if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+            raise UserError(f"{error}. From the Hub it comes with: hf download {name} --local-dir FOLDER") from error
+        raise

@@ -1,0 +1,61 @@
+"""Beams packed into a prefix tree: by tensor operations at fixed shapes, the same few whatever the width.
+
+Beams share their beginnings, and what is shared is verified once. The published code finds it by comparing every beam with every other at
+every position, W x W x L numbers. Back pointers know it already: a step chooses pairs (beam of the step before, token), and no pair twice. So
+two nodes of a step with the same parent have different tokens; and if the nodes of the step before stand for different prefixes, then so do
+these, whether their parents are equal or not. By induction from the tip, pairs and prefixes are one to one, and the back pointers are the
+tree's edges. What is left is to drop nodes that no beam goes through, and to close the gaps.
+
+Shapes: B rows, W beams, L steps, M = L W nodes in the order of steps (so parents come first), K candidates.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Kept nodes first, in the order of steps; what stands behind a row's count is padding (token 0, parent -1)."""
+
+    tokens_BM: Tensor
+    parents_BM: Tensor  # index among the kept nodes; -1: the tip
+    counts_B: Tensor
+    places_BM: Tensor  # of every node before packing: its index among the kept ones, or M
+
+
+def edges(parents_BLW: Tensor) -> Tensor:
+    """Back pointers, beams of the step before, as indices of nodes (B, M); -1 for the first step's, whatever they hold."""
+    B, L, W = parents_BLW.shape
+    offsets_L1 = torch.arange(-W, (L - 1) * W, W, device=parents_BLW.device)[:, None]
+    nodes_BLW = parents_BLW + offsets_L1
+    nodes_BLW[:, 0] = -1
+    return nodes_BLW.flatten(1)
+
+
+def surviving(parents_BLW: Tensor, depths_B: Tensor) -> Tensor:
+    """Which nodes (B, M) a beam of the row's last step goes through; depths_B: steps that the row has, 0 to L."""
+    B, L, W = parents_BLW.shape
+    last_BL = torch.arange(1, L + 1, device=parents_BLW.device) == depths_B[:, None]
+    beams_BLW = last_BL[:, :, None].expand(B, L, W).long()  # beams that go through each node
+    for step in range(L - 1, 0, -1):
+        beams_BLW[:, step - 1].scatter_add_(1, parents_BLW[:, step], beams_BLW[:, step])
+    return beams_BLW.flatten(1) > 0
+
+
+def pack(tokens_BM: Tensor, parents_BM: Tensor, keep_BM: Tensor) -> Tree:
+    """The tree of the nodes to keep. parents_BM: see `edges`; of a node that is kept the parent is kept too."""
+    B, M = tokens_BM.shape
+    counted_BM = keep_BM.cumsum(1)
+    index_BM = F.pad(counted_BM, (1, 0)) - 1  # of node m at m + 1; of the tip, at 0, -1
+    places_BM = torch.where(keep_BM, counted_BM - 1, M)
+    moved_BM = index_BM.gather(1, parents_BM + 1)
+    room = (B, M + 1)  # the last slot takes what is dropped
+    return Tree(
+        tokens_BM.new_zeros(room).scatter_(1, places_BM, tokens_BM)[:, :M],
+        parents_BM.new_full(room, -1).scatter_(1, places_BM, moved_BM)[:, :M],
+        counted_BM[:, -1],
+        places_BM,
+    )

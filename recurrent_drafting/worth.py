@@ -1,0 +1,106 @@
+"""What a draft is worth on this machine: how long and how wide it is drafted, and which of it is verified, by measured costs.
+
+A node's chance to be accepted is estimated by the drafter: its path's probability. Summed over nodes these are the tokens that a round gains,
+over the milliseconds that it takes the rate that is maximised (OPT-Tree, Wang et al. 2024, arXiv 2406.17276, with costs, as
+decoding/trees.py does). Estimates are trusted as far as they came true in the row's own rounds before. Everything is per row, so a
+row's output hangs on no neighbour; and nothing looks at a token before its chance to be tested is decided.
+"""
+
+from collections.abc import Sequence
+
+from decoding.stopping import RoundCosts
+
+
+class Worth:
+    """The decisions of one row."""
+
+    DISCOUNT = 0.97  # of what was seen, every round: a row that gave up drafting tries again some day
+    WEIGHT = 4.0  # rounds that the prior stands for
+
+    def __init__(self, costs: RoundCosts) -> None:
+        self.costs = costs
+        self._plain = 1 / (costs.target_ms(1) + costs.overhead_ms)  # tokens a millisecond without a draft
+        # A round before any was seen: one step, one node, accepted.
+        self._first = (2.0, costs.t_draft_ms + costs.target_ms(2) + costs.overhead_ms)
+        self._tokens, self._ms = (self.WEIGHT * part for part in self._first)
+        self._promised = self._kept = self.WEIGHT
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the last round's draft."""
+        self.steps = self.verified = 0
+        self.ended = False
+        self.nodes: list[float] = []  # estimated chances of this round's nodes, trust included
+        self._mass = 1.0
+
+    @property
+    def trust(self) -> float:
+        """Accepted over promised tokens."""
+        return self._kept / self._promised
+
+    def drafts(self) -> bool:
+        """Whether drafting pays in the round that begins."""
+        return self._tokens / self._ms > self._plain
+
+    def _rate(self, tokens: float, nodes: int) -> float:
+        """Tokens a millisecond after the steps so far."""
+        spent_ms = self.steps * self.costs.t_draft_ms + self.costs.overhead_ms
+        return tokens / (spent_ms + self.costs.target_ms(nodes + 1))
+
+    def best(self) -> tuple[list[int], float]:
+        """The nodes whose verification promises most, in order, and the tokens a millisecond that they promise.
+
+        A parent is never less likely than its child and comes before it, so paths stay whole.
+        """
+        ranked = sorted(range(len(self.nodes)), key=lambda node: (-self.nodes[node], node))
+        tokens, most, taken = 1.0, 0.0, 0
+        for count, node in enumerate(ranked, 1):
+            tokens += self.nodes[node]
+            rate = self._rate(tokens, count)
+            if rate > most:
+                most, taken = rate, count
+        self.verified = taken
+        return sorted(ranked[:taken]), most
+
+    def saw(self, chances_W: Sequence[float]) -> None:
+        """A step chose nodes with these chances; `ended` tells afterwards whether another step is worth its cost."""
+        self.steps += 1
+        self.nodes += [self.trust * chance for chance in chances_W]
+        self._decide(sum(chances_W), self.best()[1])
+
+    def admit(self, chances_W: Sequence[float]) -> list[bool]:
+        """Which children, not drawn yet, a step draws; all of them are verified."""
+        self.steps += 1
+        order = sorted(range(len(chances_W)), key=lambda child: (-chances_W[child], child))
+        tokens = 1.0 + sum(self.nodes)
+        most, taken = self._rate(tokens, len(self.nodes)), 0
+        for count, child in enumerate(order, 1):
+            tokens += self.trust * chances_W[child]
+            rate = self._rate(tokens, len(self.nodes) + count)
+            if chances_W[child] > 0 and rate > most:
+                most, taken = rate, count
+        admitted = set(order[:taken])
+        self.verified += taken
+        self.nodes += [self.trust * chances_W[child] for child in sorted(admitted)]
+        self._decide(sum(chances_W[child] for child in admitted), most)
+        return [child in admitted for child in range(len(chances_W))]
+
+    def _decide(self, mass: float, rate: float) -> None:
+        """Another step gains its nodes' chances, less than this one's by as much as this one's were less than the last one's."""
+        gain = self.trust * mass * min(1.0, mass / self._mass) if self._mass > 0 else 0.0
+        self.ended = gain <= rate * self.costs.t_draft_ms
+        self._mass = mass
+
+    def learn(self, accepted: int) -> None:
+        """The round is over; a row that did not draft comes nearer to its prior."""
+        tokens, ms = self._first
+        self._tokens = tokens * self.WEIGHT + (self._tokens - tokens * self.WEIGHT) * self.DISCOUNT
+        self._ms = ms * self.WEIGHT + (self._ms - ms * self.WEIGHT) * self.DISCOUNT
+        promised = sum(sorted(self.nodes, reverse=True)[: self.verified]) / self.trust
+        self._promised = self.WEIGHT + (self._promised - self.WEIGHT) * self.DISCOUNT + promised
+        self._kept = self.WEIGHT + (self._kept - self.WEIGHT) * self.DISCOUNT + accepted
+        if self.steps:
+            costs = self.costs
+            self._tokens += 1 + accepted
+            self._ms += self.steps * costs.t_draft_ms + costs.target_ms(self.verified + 1) + costs.overhead_ms
+        self.begin()

@@ -1,0 +1,219 @@
+"""A row that goes on: later turns say what a fresh decode over the whole text says, and read only what is new."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decoding.batch import Batch
+from decoding.chain import ChainDrafter
+from decoding.errors import UserError
+from decoding.loop import Generation, Settings, decode
+from decoding.native import NativeTarget
+from decoding.session import Session, shared
+from decoding.target import Target
+from decoding.ties import first_difference
+
+from .rows import COSTS, ROWS, DrafterRow, Kit
+from .tiny import hf_model, native_of, random_prompts
+
+PAIRS = [(row, rule) for row in ROWS for rule in row.rules if not row.name.startswith("oracle")]
+
+
+def name(value: DrafterRow | str) -> str:
+    return value if isinstance(value, str) else value.name
+
+
+def settings_of(rule: str) -> Settings:
+    sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
+    return Settings(num_draft_tokens=3, max_new_tokens=20, costs=COSTS, stopping="fixed", seed=3, **sampled)  # type: ignore[arg-type]
+
+
+def drained(batch: Batch) -> Generation:
+    """The generation of a started turn, run to its end."""
+    generation = batch.rows[0].generation
+    with torch.inference_mode():
+        while batch.rows:
+            batch.round()
+    return generation
+
+
+def kit_of(seed: int = 0) -> Kit:
+    model = hf_model("llama", layers=2, seed=seed)
+    return Kit(native_of(model), native_of(model), native_of(model, noise=0.03), [])
+
+
+@pytest.mark.parametrize(("row", "rule"), PAIRS, ids=name)
+def test_every_turn_is_a_fresh_decode_over_the_whole_text(row: DrafterRow, rule: str) -> None:
+    settings, kit, other = settings_of(rule), kit_of(), kit_of()
+    session = Session(kit.target, row.make(kit), settings)
+    text: list[int] = random_prompts(1, seed=4)[0]
+    for turn, said in enumerate(random_prompts(4, seed=5)):
+        before = len(text)
+        text = [*text, *said]
+        found = drained(session.start(text, request_id=turn))
+        (fresh,) = decode(other.target, row.make(other), [text], settings, request_ids=[turn])
+        assert found.tokens == fresh.tokens
+        assert (found.rounds, found.trace) == (fresh.rounds, fresh.trace), "the drafter knows what it would know"
+        if turn:  # the answer's last token was in no cache, and maybe the one before it
+            assert len(said) - 1 <= found.prefilled <= len(said) < before
+        text += found.tokens
+
+
+def test_the_drafter_reads_only_what_is_new() -> None:
+    class Counting(NativeTarget):
+        read = 0
+
+        def features(self, tokens_BN: torch.Tensor, parents_BN: torch.Tensor | None = None) -> torch.Tensor:
+            self.read += tokens_BN.shape[1]
+            return super().features(tokens_BN, parents_BN)
+
+    kit = kit_of()
+    model = kit.draft_model
+    assert isinstance(model, NativeTarget)
+    drafter = ChainDrafter(model=Counting(model.weights, "counting", execution="eager"))
+    session = Session(kit.target, drafter, settings_of("greedy"))
+    first = drained(session.start([5] * 40))
+    model = drafter.model
+    assert isinstance(model, Counting)
+    read = model.read
+    assert read >= 39
+    second = drained(session.start([*[5] * 40, *first.tokens, 7, 8, 9]))
+    assert model.read - read < 39 + second.rounds * 4 - 20, "the first 40 tokens were not read again"
+
+
+def test_a_history_that_was_edited_is_rolled_back_to_what_is_left_of_it() -> None:
+    settings, kit, other = settings_of("greedy"), kit_of(), kit_of()
+    session = Session(kit.target, ChainDrafter(model=kit.draft_model), settings)
+    prompt = list(range(3, 15))
+    drained(session.start(prompt))
+    edited = [*prompt[:6], 40, *prompt[7:], 9]
+    found = drained(session.start(edited))
+    assert found.tokens == decode(other.target, None, [edited], settings)[0].tokens
+    assert found.prefilled == len(edited) - 1 - 6
+    again = drained(session.start(edited))  # nothing is new
+    assert again.tokens == found.tokens and again.prefilled == 0
+    shorter = drained(session.start(edited[:3]))
+    assert shorter.tokens == decode(other.target, None, [edited[:3]], settings)[0].tokens
+
+
+def test_control_a_cache_that_keeps_too_much_is_found_out() -> None:
+    class Careless(Session):
+        def _kept(self, prompt: Sequence[int], drafter: object) -> int:
+            right = super()._kept(prompt, drafter)  # type: ignore[arg-type]
+            return min(self.target.lengths_B[0], len(prompt) - 1) if self.target.lengths_B[0] else right
+
+    settings, kit, other = settings_of("greedy"), kit_of(), kit_of()
+    session = Careless(kit.target, None, settings)
+    prompt = list(range(3, 15))
+    drained(session.start(prompt))
+    edited = [40, 41, 42, *prompt[3:], 9]
+    assert drained(session.start(edited)).tokens != decode(other.target, None, [edited], settings)[0].tokens
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "token"])
+def test_plain_decoding_in_between_and_a_turn_that_is_left_change_nothing(rule: str) -> None:
+    settings, kit, other = settings_of(rule), kit_of(), kit_of()
+    session = Session(kit.target, ChainDrafter(model=kit.draft_model), settings)
+    text = [5, 6, 7, 8]
+    answer = drained(session.start(text)).tokens
+    plain = drained(session.start([*text, *answer[:-6]], drafted=False, max_new_tokens=6))
+    assert plain.prefilled == 0 and len(plain.tokens) == 6 and plain.drafted == 0
+    assert (plain.tokens == answer[-6:]) == (rule != "token"), "by token a sample is another draw"
+    text += [*answer, 9, 10]
+    left = session.start(text, request_id=1)
+    with torch.inference_mode():
+        left.round()
+    text += [*left.rows[0].generation.tokens, 11]  # and the rest is never asked for
+    found = drained(session.start(text, request_id=2))
+    (fresh,) = decode(other.target, ChainDrafter(model=other.draft_model), [text], settings, request_ids=[2])
+    assert found.tokens == fresh.tokens and found.trace == fresh.trace
+    assert found.prefilled <= 2
+
+
+class LastState(ChainDrafter):
+    """A chain drafter that checks the hidden state it is given: the one before the tip, of the target's own."""
+
+    caps = replace(ChainDrafter.caps, needs_hidden=True)
+    state: torch.Tensor
+
+    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: torch.Tensor | None, capacity: int) -> None:
+        super().open(prompts_B, prefill_hidden_BNC, capacity)
+        assert prefill_hidden_BNC is not None and prefill_hidden_BNC.shape[1] == len(prompts_B[0]) - 1
+        self.state = prefill_hidden_BNC[0, -1]
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: torch.Tensor | None) -> None:
+        super().resume(prompt, kept, None)
+        assert hidden_NC is not None
+        self.state = hidden_NC[-1]
+
+
+@pytest.mark.parametrize("plain_first", [False, True])
+def test_a_drafter_on_hidden_states_gets_the_one_before_the_tip(plain_first: bool) -> None:
+    settings, kit, other = settings_of("greedy"), kit_of(), kit_of()
+    drafter = LastState(model=kit.draft_model)
+    session = Session(kit.target, drafter, settings)
+    text = [5, 6, 7, 8]
+    if plain_first:
+        drained(session.start(text, drafted=False, max_new_tokens=2))
+    for said in ([9, 10], [11], []):  # with nothing new the last state has to be made once more
+        text = [*text, *said]
+        found = drained(session.start(text))
+        other.target.open(1, 200)
+        expected = other.target.features(torch.tensor([text[:-1]]))[0, -1]
+        torch.testing.assert_close(drafter.state, expected, rtol=1e-9, atol=1e-9)
+        text += found.tokens[:-1] if said else []
+
+
+def test_what_does_not_fit_is_refused_and_the_session_goes_on() -> None:
+    settings, kit = settings_of("greedy"), kit_of()
+    session = Session(kit.target, None, settings)
+    answer = drained(session.start([5, 6, 7])).tokens
+    with pytest.raises(UserError, match="prompt 0 is empty"):
+        session.start([])
+    with pytest.raises(UserError, match="holds 256"):
+        session.start([5] * 256)
+    more = drained(session.start([5, 6, 7, *answer, 8]))
+    assert more.prefilled <= 1
+    with pytest.raises(UserError, match="serial"):
+        Session(kit.target, None, replace(settings, schedule="pearl_virtual"))
+
+
+def test_an_answer_may_end_at_the_end_of_the_context() -> None:
+    kit, other = kit_of(), kit_of()
+    settings = replace(settings_of("greedy"), max_new_tokens=64)
+    session = Session(kit.target, ChainDrafter(model=kit.draft_model), settings)
+    start = drained(session.start([5] * 200)).tokens[:40]
+    text = [*[5] * 200, *start]
+    found = drained(session.start(text))
+    assert len(text) + len(found.tokens) == kit.target.max_length
+    assert found.tokens == decode(other.target, None, [text], settings)[0].tokens
+
+
+def test_the_hf_backend_goes_on_too() -> None:
+    from decoding.hf import HFTarget
+
+    settings = settings_of("greedy")
+    session = Session(HFTarget(hf_model("llama"), "hf"), ChainDrafter(model=kit_of().draft_model), settings)
+    other: Target = HFTarget(hf_model("llama"), "hf")
+    text = [5, 6, 7]
+    for said in ([8, 9], [10, 11, 12]):
+        text = [*text, *said]
+        found = drained(session.start(text))
+        assert found.tokens == decode(other, None, [text], settings)[0].tokens
+        text += found.tokens
+    assert found.prefilled <= 3
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_shared_leaves_the_last_token_out() -> None:
+    assert shared([1, 2, 3], [1, 2, 3]) == 2
+    assert shared([1, 2, 3], [1, 2, 3, 4]) == 3
+    assert shared([1, 9, 3], [1, 2, 3, 4]) == 1
+    assert shared([], [1]) == 0

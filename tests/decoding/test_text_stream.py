@@ -1,0 +1,54 @@
+"""Streamed text is the text, and no piece of it is half a character."""
+
+from pathlib import Path
+
+import pytest
+
+from decoding.compatible import load_tokenizer
+from decoding.text_stream import BROKEN, TextStream
+
+TEXTS = [
+    "Hello, world.\n\n  Indented — and done.",
+    "naïve café, 你好世界, 🙂🙃 and ☃",
+    "def f(x):\n\treturn x  # ∀x ∈ ℝ",
+    " a blank first",
+]
+
+
+def streamed(tokenizer, ids: list[int]) -> list[str]:
+    stream = TextStream(lambda some: tokenizer.decode(list(some), skip_special_tokens=True))
+    return [*(stream.add([token]) for token in ids), stream.end()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_pieces_are_whole_and_make_the_text(embedded_target: Path, text: str) -> None:
+    tokenizer = load_tokenizer(embedded_target)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces = streamed(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert not any(BROKEN in piece for piece in pieces)
+    assert sum(bool(piece) for piece in pieces) > len(text) // 8, "it does not wait for the end"
+    whole = TextStream(lambda some: tokenizer.decode(list(some), skip_special_tokens=True))
+    assert whole.add(ids) + whole.end() == "".join(pieces)
+
+
+def test_control_tokens_decoded_one_by_one_break_characters(embedded_target: Path) -> None:
+    tokenizer = load_tokenizer(embedded_target)
+    ids = tokenizer(TEXTS[1], add_special_tokens=False)["input_ids"]
+    assert any(BROKEN in tokenizer.decode([token]) for token in ids)
+
+
+def test_a_special_token_costs_its_neighbour_no_blank(embedded_target: Path) -> None:
+    tokenizer = load_tokenizer(embedded_target)
+    one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("one", "one two"))
+    ids = [*one, tokenizer.eos_token_id, *two[len(one) :]]
+    assert "".join(streamed(tokenizer, ids)) == "one two"
+
+
+def test_bytes_that_are_no_character_do_not_hold_up_what_follows(embedded_target: Path) -> None:
+    tokenizer = load_tokenizer(embedded_target)
+    stray = tokenizer.convert_tokens_to_ids("<0x80>")
+    ids = [*tokenizer("so", add_special_tokens=False)["input_ids"], *[stray] * 6]
+    pieces = streamed(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert any(BROKEN in piece for piece in pieces[:-2])

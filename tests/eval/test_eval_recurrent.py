@@ -1,0 +1,125 @@
+"""A recurrent head is a row like every other: named by its folder or by `use: recurrent`, checked against the target, compared."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from decoding.errors import UserError
+from eval.compare import run as compare
+from eval.run import run
+from eval.schema import read_rows
+from recurrent_drafting.checkpoint import save_head
+from recurrent_drafting.head import HeadConfig, RecurrentHead
+from training.config import TargetConfig
+from training.drafters import Use, build, describe, uses
+from training.heads import head_of
+from training.run_folder import hash_input
+
+from . import tiny
+from .comparing import configured, evaluations_of
+from .tiny import config
+
+BLOCKS, WIDTH = 2, 3
+
+
+def write_head(folder, vocab_size=None, hidden_size=32):
+    """An untrained head in the published layout, without tokenizer files."""
+    torch.manual_seed(0)
+    head = RecurrentHead(HeadConfig(vocab_size or len(tiny.tokenizer()), hidden_size, 2 * hidden_size, BLOCKS))
+    save_head(head, folder)
+    return head
+
+
+@pytest.fixture(scope="module")
+def parameters(home):
+    return write_head(home / "head").num_parameters
+
+
+@pytest.fixture(scope="module")
+def evaluated(home, parameters):
+    """One head, fixed and by cost, picked and drawn; `shallow` beside them."""
+    head = str(home / "head")
+    entries = [
+        head,
+        {"use": "recurrent", "folder": head, "beam_width": WIDTH, "draws": "drawn", "name": "drawn"},
+        {"use": "recurrent", "folder": head, "beam_width": WIDTH, "by_cost": True, "name": "by_cost"},
+        str(home / "shallow"),
+    ]
+    return run(config(home, "recurrent", drafters=entries))
+
+
+def test_a_heads_rows_say_what_it_is(evaluated, parameters):
+    rows = [row for row in read_rows(evaluated / "results.jsonl") if row.part == "main"]
+    ours = [row for row in rows if row.drafter in ("head", "drawn", "by_cost")]
+    assert {(row.drafter, row.temperature) for row in ours} == {
+        (name, temperature) for name in ("head", "drawn", "by_cost") for temperature in (0.0, 1.0)
+    }
+    for row in ours:
+        assert (row.drafter_layers, row.drafter_parameters) == (BLOCKS, parameters)
+        assert row.lossless == ("by rule" if row.temperature else "equal")
+        assert row.t_draft_ms > 0
+        assert row.tau >= 1
+        assert row.stopping == "fixed"
+
+
+def test_a_comparison_reads_them(home, evaluated, parameters):
+    origin = evaluations_of(evaluated)[0].origins["head"]
+    (row,) = [row for row in read_rows(evaluated / "results.jsonl") if row.drafter == "head" and row.part == "main"][:1]
+    assert origin.bytes_per_step(row) == parameters * 8, "a head has no embedding of its own to leave out"
+    folder = compare(configured(home, "recurrent_compared", [evaluated]))
+    assert {"head", "drawn", "by_cost", "shallow"} <= {
+        json.loads(line)["drafter"] for line in (folder / "comparison.jsonl").read_text().splitlines()
+    }
+
+
+def test_a_folder_says_that_it_is_a_head(home, parameters):
+    assert head_of(home / "head") == "recurrent"
+    assert head_of(home / "shallow") == head_of(home / "prompts.jsonl") == ""
+    target = TargetConfig(path=str(home / "target"), dtype="float64", device="cpu", execution="eager")
+    named = describe([str(home / "head")], target, control=False)
+    asked = describe([{"use": "recurrent", "folder": str(home / "head")}], target, control=False)
+    assert named == {"head": {**asked["recurrent"], "name": "head"}}
+    assert named["head"]["dtype"] == "float64"
+    assert named["head"]["execution"] == "eager"
+    assert "backend" not in named["head"], "a head is no language model"
+    with pytest.raises(
+        UserError, match="recurrent has the key 'width', which RecurrentDrafter does not take; the nearest"
+    ):
+        describe([{"use": "recurrent", "folder": str(home / "head"), "width": 3}], target, control=False)
+    with pytest.raises(UserError, match="lookup= goes before a model that drafts chains or trees; RecurrentDrafter"):
+        made({"use": "recurrent", "folder": str(home / "head"), "lookup": 3}, home)
+
+
+def made(entry, home):
+    mappings = describe([entry], TargetConfig(path=str(home / "target"), device="cpu"), control=False)
+    return build(mappings, uses(mappings, Use()), home / "target")
+
+
+def test_a_head_of_another_target_is_refused(home, parameters, tmp_path):
+    write_head(tmp_path / "wide", hidden_size=48)
+    with pytest.raises(UserError, match="hidden_size is 32 in the target and 48 in the head"):
+        made(str(tmp_path / "wide"), home)
+    write_head(tmp_path / "wordy", vocab_size=500)
+    with pytest.raises(UserError, match=r"vocab_size is \d+ in the target and 500 in the head"):
+        made(str(tmp_path / "wordy"), home)
+    carded = tmp_path / "carded"
+    shutil.copytree(home / "head", carded)
+    card = carded / "drafter_card.json"
+    card.write_text(json.dumps({"name": "mine", "target_hash": hash_input(home / "target")}))
+    assert made(str(carded), home)["carded"].beam_width == 8
+    card.write_text(json.dumps({"name": "mine", "target_hash": hash_input(home / "shallow")}))
+    with pytest.raises(UserError, match="names a target of the hash .* this one's is .* Take the target"):
+        made(str(carded), home)
+
+
+def test_a_damaged_head_is_refused(home, parameters, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(home / "head", broken)
+    told = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**told, "rnn": False}))
+    with pytest.raises(UserError, match="the head is recurrent .*, but config.json says rnn=false"):
+        made(str(broken), home)
+    with pytest.raises(UserError, match="model_type is 'llama', expected 'recurrent_drafting_drafter'"):
+        made({"use": "recurrent", "folder": str(home / "shallow")}, home)

@@ -1,0 +1,58 @@
+"""Counts the eager operations of a piece of code that launch a kernel on a GPU, those inside models left out."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# They make no kernel: other names for the same memory, and host numbers.
+FREE = ("aten.detach", "aten.alias", "aten.lift_fresh", "aten._unsafe_view", "aten._local_scalar_dense", "aten.empty")
+
+
+class Operations(TorchDispatchMode):
+    """Every operation but views, by name; `inside` leaves out what a model does. Composite operations count as their parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.waits = 0
+        self._inside = 0
+
+    @property
+    def total(self) -> int:
+        """Operations outside of models."""
+        return sum(self.counts.values())
+
+    def inside(self, owner: Any, *names: str) -> None:
+        """Leave out these methods of an object."""
+        for name in names:
+            setattr(owner, name, self._left_out(getattr(owner, name)))
+
+    def _left_out(self, method: Any) -> Any:
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            with self._in_model():
+                return method(*arguments, **named)
+
+        return wrapped
+
+    @contextmanager
+    def _in_model(self) -> Iterator[None]:
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            parts = func.decompose(*args, **(kwargs or {}))
+        if parts is not NotImplemented:
+            return parts
+        name = str(func)
+        if not self._inside:
+            self.waits += name.startswith(("aten._local_scalar_dense", "aten.nonzero"))
+            if not func.is_view and not name.startswith(FREE):
+                self.counts[name] += 1
+        return func(*args, **(kwargs or {}))

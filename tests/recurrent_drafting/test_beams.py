@@ -1,0 +1,157 @@
+"""Beam search against its plain transcription, and what it keeps and asks for."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from decoding.chooser import Chooser
+from decoding.sampling import Warper
+from recurrent_drafting.beams import Beams, Draws, Picks, Step, search
+from recurrent_drafting.head import RecurrentHead
+from tests.decoding.rows import random_head
+
+from .operations import Operations
+from .toys import knowing_head, markov
+
+TARGET = markov(symbols=12)
+TIPS_B = torch.tensor([3, 7, 7])
+
+
+def hidden_states() -> Tensor:
+    return torch.randn(len(TIPS_B), TARGET.hidden_size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def sampling(rows: int, vocab_size: int = TARGET.vocab_size) -> Chooser:
+    """A chooser in its first round."""
+    chooser = Chooser(Warper(1.0), "token", 5, vocab_size, TARGET.device)
+    chooser.begin(list(range(rows)), [0] * rows, [4] * rows, 8)
+    return chooser
+
+
+def plain_beams(head: RecurrentHead, row: int, length: int, width: int) -> set[tuple[int, ...]]:
+    """The published search, a beam at a time: all log probabilities, the best `width` of all continuations."""
+    beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for _ in range(length):
+        grown = []
+        for score, path in beams:
+            state = head.start(TARGET.embed(TIPS_B[row]))
+            for token in path:
+                state = head.advance(state, TARGET.embed(torch.tensor(token)))
+            features = head.features(head.context(hidden_states()[row]), state)
+            scores_V = head.logits(features).log_softmax(-1)
+            ids = head.to_target_ids(torch.arange(len(scores_V))).tolist()
+            grown += [(score + s, (*path, token)) for s, token in zip(scores_V.tolist(), ids)]
+        beams = sorted(grown, reverse=True)[:width]
+    return {path for _, path in beams}
+
+
+def paths_of(beams: Beams, row: int) -> list[tuple[int, ...]]:
+    """The beams of the last step, best first."""
+    found = []
+    for beam in range(beams.steps[-1].tokens_BW.shape[1]):
+        path: list[int] = []
+        for step in reversed(beams.steps):
+            path.insert(0, int(step.tokens_BW[row, beam]))
+            beam = int(step.parents_BW[row, beam])
+        found.append(tuple(path))
+    return found
+
+
+@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 9}, {"rnn": False}], ids=["whole", "shortlist", "sum"])
+@pytest.mark.parametrize(("length", "width"), [(1, 5), (3, 1), (4, 4), (3, 9)])
+def test_the_beams_are_the_plain_searchs(length: int, width: int, fields: dict[str, int]) -> None:
+    head = random_head(TARGET, scale=4.0, **fields)
+    if head.token_ids_V is not None:
+        head.token_ids_V = torch.tensor([0, 1, 3, 4, 6, 7, 8, 10, 11])
+    for scored in (False, True):
+        choose = Picks(head, width, scored=scored)
+        beams = search(head, TARGET.embed, TIPS_B, hidden_states(), length, choose)
+        for row in range(len(TIPS_B)):
+            assert set(paths_of(beams, row)) == plain_beams(head, row, length, width)
+
+
+def test_scores_are_log_probabilities_of_the_paths_at_the_targets_temperature() -> None:
+    head = knowing_head(TARGET)
+    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, Picks(head, 4, 0.7))
+    log_probs_VV = (TARGET.table_VVV[0] / 0.7).log_softmax(-1)
+    scores_BW = beams.steps[-1].scores_BW
+    assert scores_BW is not None
+    for row, tip in enumerate(TIPS_B.tolist()):
+        for path, score in zip(paths_of(beams, row), scores_BW[row].tolist()):
+            steps = zip((tip, *path), path)
+            assert score == pytest.approx(sum(log_probs_VV[before, after].item() for before, after in steps))
+
+
+def test_the_search_ends_where_it_is_told_to() -> None:
+    head = random_head(TARGET)
+    seen: list[Step] = []
+    more = lambda step: seen.append(step) or len(seen) < 2  # noqa: E731
+    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 6, Picks(head, 3), more)
+    assert len(beams.steps) == len(seen) == 2
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple) else (out,):
+            if isinstance(tensor, Tensor) and not func.is_view:
+                self.numbers = max(self.numbers, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_nothing_waits_and_nothing_grows_with_length_times_vocabulary(drawn: bool) -> None:
+    """A step's logits are the largest thing there is: [B, W, V], whatever the length."""
+    length, width, V = 5, 4, 600
+    target = markov(symbols=V)
+    head = random_head(target, scale=4.0)
+    chooser = sampling(3, V)
+    hidden_BH = torch.zeros(3, V, dtype=torch.float64)
+    with Largest() as largest, Operations() as operations:
+        choose = Draws(head, width, length, 3, chooser) if drawn else Picks(head, width)
+        search(head, target.embed, TIPS_B, hidden_BH, length, choose)
+    assert operations.waits == 0
+    features = 3 * width * head.config.exit_dim
+    assert largest.numbers <= features < 3 * width * length * V
+
+
+def test_draws_come_from_the_candidates_that_are_told() -> None:
+    head = random_head(TARGET, scale=4.0)
+    draws = Draws(head, 4, 3, len(TIPS_B), sampling(len(TIPS_B)))
+    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, draws)
+    for step, (ids_BPK, q_BPK) in zip(beams.steps, draws.q, strict=True):
+        assert torch.allclose(q_BPK.sum(-1), torch.ones_like(q_BPK[..., 0]))
+        for row in range(len(TIPS_B)):
+            pairs = list(zip(step.parents_BW[row].tolist(), step.tokens_BW[row].tolist()))
+            assert len(set(pairs)) == len(pairs), "drawn without replacement"
+            assert [parent for parent, _ in pairs] == sorted(parent for parent, _ in pairs), "siblings stand together"
+            assert pairs[0][0] == 0, "the first draw's own first draw is always there"
+            for parent, token in pairs:
+                assert token in ids_BPK[row, parent].tolist()
+
+
+def test_a_childs_place_among_the_draws_tells_nothing_of_its_token() -> None:
+    """First children are distributed as q whether or not their node gets a second one: the budget was set before."""
+    head, draws_made = knowing_head(TARGET), 4000
+    tips_B = torch.full((draws_made,), 3)
+    hidden_BH = torch.zeros(draws_made, TARGET.hidden_size, dtype=torch.float64)
+    draws = Draws(head, 4, 2, draws_made, sampling(draws_made))
+    beams = search(head, TARGET.embed, tips_B, hidden_BH, 2, draws)
+    first, second = beams.steps
+    tested = 0
+    for token in range(TARGET.vocab_size):
+        for has_second in (False, True):
+            among_B = (first.tokens_BW[:, 0] == token) & ((second.parents_BW[:, 1] == 0) == has_second)
+            children = second.tokens_BW[among_B, 0]
+            if len(children) < 200:
+                continue
+            tested += 1
+            found_V = torch.bincount(children, minlength=TARGET.vocab_size) / len(children)
+            expected_V = TARGET.table_VVV[0, token].softmax(-1)
+            assert (found_V - expected_V).abs().max() < 5 * (0.25 / len(children)) ** 0.5
+    assert tested > 3

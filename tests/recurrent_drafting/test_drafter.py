@@ -1,0 +1,237 @@
+"""The recurrent drafter in the loop: closed forms of heads that know the target or its opposite, every width, bad input.
+
+The laws that all rows keep are in tests/decoding; there it stands in the table ROWS.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from decoding.drafter import Proposal
+from decoding.errors import UserError
+from decoding.loop import Settings, decode
+from decoding.stopping import RoundCosts
+from decoding.timing import time_parts
+from recurrent_drafting.checkpoint import save_head
+from recurrent_drafting.drafter import RecurrentDrafter
+from recurrent_drafting.head import HeadConfig, RecurrentHead
+from tests.decoding.rows import random_head, recurrent
+from tests.decoding.tiny import hf_model, native_of, random_prompts
+
+from .toys import knowing_head, markov
+
+PROMPTS = [[7], [3, 1, 4], [2, 2], [5, 9, 0, 1, 2, 3]]
+GAMMA, ROUNDS = 4, 6
+SURE = 8.0  # logits of a Markov target that hardly doubts
+
+
+def settings_of(rule: str, **fields: object) -> Settings:
+    sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
+    usual = {"num_draft_tokens": GAMMA, "max_new_tokens": (GAMMA + 1) * ROUNDS, "seed": 5}
+    return Settings(**{**usual, **sampled, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rule", "width", "draws", "scale"),
+    [
+        ("greedy", 1, "picked", 1.5),
+        ("greedy", 4, "picked", SURE),
+        ("coupled", 1, "picked", 1.5),
+        ("token", 1, "drawn", 1.5),
+        ("block", 1, "drawn", 1.5),
+        ("token", 2, "drawn", 1.5),
+        ("token", 5, "drawn", 1.5),
+    ],
+)
+def test_a_head_that_knows_the_target_gains_the_closed_form(rule: str, width: int, draws: str, scale: float) -> None:
+    """gamma + 1 tokens a round, at the first round of a one-token prompt too."""
+    target = markov(scale=scale)
+    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=width, draws=draws)
+    plain = decode(target, None, PROMPTS, settings_of(rule))
+    drafted = decode(target, drafter, PROMPTS, settings_of(rule))
+    assert [g.block_efficiency for g in drafted] == [GAMMA + 1] * len(PROMPTS)
+    assert [g.accepted_by_depth for g in drafted] == [[ROUNDS] * GAMMA] * len(PROMPTS)
+    if rule in ("greedy", "coupled"):
+        assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_head_that_knows_the_opposite_changes_nothing(width: int) -> None:
+    target = markov()
+    drafter = RecurrentDrafter(head=knowing_head(target, sign=-1.0), beam_width=width)
+    plain = decode(target, None, PROMPTS, settings_of("greedy"))
+    drafted = decode(target, drafter, PROMPTS, settings_of("greedy"))
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert all(g.block_efficiency == 1 and g.accepted == 0 for g in drafted)
+
+
+@pytest.mark.parametrize("width", [1, 4, 10, 45])
+def test_greedy_output_is_the_targets_own_at_every_width(width: int) -> None:
+    target, prompts = native_of(hf_model("llama", layers=2)), random_prompts(24)
+    settings = Settings(max_new_tokens=64, num_draft_tokens=4)
+    plain = decode(target, None, prompts, settings)
+    drafted = decode(target, recurrent(target, width), prompts, settings)
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert sum(g.rounds for g in drafted) < sum(g.rounds for g in plain), "no draft was ever accepted"
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "token"])
+@pytest.mark.parametrize("width", [1, 6])
+def test_recorded_drafts_are_the_eager_ones(width: int, rule: str) -> None:
+    target, prompts = native_of(hf_model("llama", layers=2)), random_prompts(6)
+    settings = settings_of(rule, max_new_tokens=24)
+    eager = decode(target, recurrent(target, width), prompts, settings)
+    recorded = decode(target, recurrent(target, width, execution="graph"), prompts, settings)
+    for one, other in zip(eager, recorded, strict=True):
+        assert (one.tokens, one.rounds, one.trace, one.drafted) == (
+            other.tokens,
+            other.rounds,
+            other.trace,
+            other.drafted,
+        )
+
+
+def test_a_wider_beam_accepts_more() -> None:
+    target, prompts = native_of(hf_model("llama", layers=2)), random_prompts(24)
+    settings = Settings(max_new_tokens=64, num_draft_tokens=2)
+    rounds = [
+        sum(g.rounds for g in decode(target, recurrent(target, width), prompts, settings)) for width in (1, 8, 40)
+    ]
+    assert rounds[0] > rounds[1] > rounds[2]
+
+
+def shortlisted(head: RecurrentHead, ids_V: torch.Tensor) -> RecurrentHead:
+    """The same head, drafting these tokens alone."""
+    short = RecurrentHead(replace(head.config, draft_vocab_size=len(ids_V))).double().requires_grad_(False).eval()
+    output = f"lm_head.{head.config.num_draft_layers}.weight"
+    short.load_state_dict({**head.state_dict(), output: head.output[ids_V], "token_ids_V": ids_V})
+    return short
+
+
+@pytest.mark.parametrize("draws", ["picked", "drawn"])
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "token"])
+def test_a_shortlist_drafts_its_tokens_alone(rule: str, draws: str) -> None:
+    target, prompts, ids_V = native_of(hf_model("llama", layers=2)), random_prompts(8), torch.arange(2, 42, 2)
+    seen: set[int] = set()
+
+    class Watched(RecurrentDrafter):
+        def propose(self, *arguments: Any) -> Proposal:
+            proposal = super().propose(*arguments)
+            for tokens, count in zip(proposal.tokens_BN.tolist(), proposal.counts_B):
+                seen.update(tokens[:count])
+            return proposal
+
+    drafter = Watched(head=shortlisted(random_head(target, 3.0), ids_V), beam_width=5, draws=draws)
+    drafted = decode(target, drafter, prompts, settings_of(rule, max_new_tokens=24))
+    assert seen
+    assert seen <= set(ids_V.tolist())
+    if rule != "token":
+        plain = decode(target, None, prompts, settings_of(rule, max_new_tokens=24))
+        assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+
+
+def test_steps_are_counted_and_timed() -> None:
+    target = markov()
+    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=3)
+    (done,) = decode(target, drafter, [[1, 2]], settings_of("greedy", max_new_tokens=10))
+    assert done.draft_steps >= done.rounds
+    parts = time_parts(target, drafter, [1, 2, 3], repeats=2, warmup=1)
+    assert parts.t_draft_ms is not None
+    assert parts.t_draft_ms > 0
+
+
+CHEAP, DEAR = RoundCosts(0.01, (1.0, 1.01, 1.02)), RoundCosts(5.0, (1.0, 4.0, 7.0))
+
+
+@pytest.mark.parametrize("draws", ["picked", "drawn"])
+def test_costs_decide_how_much_is_drafted(draws: str) -> None:
+    """A head that knows the target: cheap drafts go to the whole length, dear ones are left out."""
+    target = markov(scale=SURE)
+    drafted = {}
+    for name, costs in (("cheap", CHEAP), ("dear", DEAR)):
+        drafter = RecurrentDrafter(head=knowing_head(target), beam_width=4, draws=draws, by_cost=True)
+        settings = settings_of("token", costs=costs, max_new_tokens=60)
+        drafted[name] = decode(target, drafter, PROMPTS, settings)
+    assert all(g.block_efficiency > 4 for g in drafted["cheap"])
+    assert all(g.drafted == 0 for g in drafted["dear"])
+    fixed = RecurrentDrafter(head=knowing_head(target), beam_width=4, draws=draws)
+    all_nodes = decode(target, fixed, PROMPTS, settings_of("token", max_new_tokens=60))
+    assert sum(g.verified for g in drafted["cheap"]) < sum(g.verified for g in all_nodes), (
+        "sure of one path, it asks for few"
+    )
+
+
+def test_a_head_that_errs_stops_drafting_and_tries_again() -> None:
+    target = markov(scale=SURE)
+    drafter = RecurrentDrafter(head=knowing_head(target, sign=-1.0), beam_width=2, by_cost=True)
+    costs = RoundCosts(0.3, (1.0, 1.2, 1.4))
+    (done,) = decode(target, drafter, [[1, 2]], settings_of("greedy", costs=costs, max_new_tokens=200))
+    assert done.rounds == 200
+    assert 2 <= done.draft_steps < 100
+    drafting = [n for n, mark in enumerate(done.trace) if mark == "0"]
+    assert drafting[0] == 0
+    assert drafting[-1] > 50, "it never tried again"
+
+
+def drafter_with(beam_width: int = 4, **options: object) -> RecurrentDrafter:
+    return RecurrentDrafter(head=knowing_head(markov()), beam_width=beam_width, **options)  # type: ignore[arg-type]
+
+
+def test_bad_input_is_told() -> None:
+    with pytest.raises(UserError, match="beam_width is 13, expected 1 to 12"):
+        drafter_with(13)
+    with pytest.raises(UserError, match="beam_width is 0, expected 1 to 12"):
+        drafter_with(0)
+    with pytest.raises(UserError, match="draws is 'guessed', expected picked or drawn"):
+        drafter_with(draws="guessed")
+    with pytest.raises(UserError, match="execution 'fast' is unknown, expected one of eager, graph, compiled"):
+        drafter_with(execution="fast")
+    with pytest.raises(UserError, match="trained for a hidden size of 12, but 'table' has 13"):
+        decode(markov(symbols=13), drafter_with(), [[1]], settings_of("greedy"))
+    target = markov()
+    target.vocab_size = 14
+    with pytest.raises(UserError, match="trained for a vocabulary of 12, but 'table' has 14"):
+        decode(target, drafter_with(), [[1]], settings_of("greedy"))
+    with pytest.raises(
+        UserError, match="4 beams of 4 tokens are 16 nodes, but 'table' holds 15 tokens: take a smaller"
+    ):
+        decode(markov(max_length=15), drafter_with(), [[1]], settings_of("greedy"))
+    with pytest.raises(UserError, match="prompt 0 has 20 tokens, but 'table' holds 20"):
+        decode(markov(max_length=20), drafter_with(), [[1] * 20], settings_of("greedy"))
+    with pytest.raises(UserError, match="prompt 0 is empty"):
+        decode(markov(), drafter_with(), [[]], settings_of("greedy"))
+    with pytest.raises(UserError, match="needs a drafter that can overlap"):
+        decode(markov(), drafter_with(), [[1]], settings_of("greedy", schedule="pearl_virtual"))
+    with pytest.raises(UserError, match="needs measured costs"):
+        decode(markov(), drafter_with(by_cost=True), [[1]], settings_of("greedy"))
+
+
+def test_a_backend_without_hidden_states_is_told() -> None:
+    target = markov()
+    features = target.features
+    target.features = lambda *args: features(*args)[..., :1]  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="hidden states have the size 1, its head reads 12"):
+        decode(target, drafter_with(), [[1, 2, 3]], settings_of("greedy"))
+
+
+def test_from_a_folder(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    target = markov()
+    save_head(knowing_head(target), tmp_path / "mine", torch.float64)
+    drafter = RecurrentDrafter(tmp_path / "mine", beam_width=2, dtype="float64")
+    assert (drafter.name, drafter.num_layers) == ("mine", 0)
+    assert drafter.num_parameters == knowing_head(target).num_parameters
+    (done,) = decode(target, drafter, [[1, 2]], settings_of("greedy"))
+    assert done.tokens == decode(target, None, [[1, 2]], settings_of("greedy"))[0].tokens
+    with pytest.raises(UserError, match="dtype 'int3' is unknown"):
+        RecurrentDrafter(tmp_path / "mine", dtype="int3")
+    with pytest.raises(UserError, match="there is no such model folder"):
+        RecurrentDrafter(tmp_path / "other")
+
+
+def test_sizes_of_a_head_stand_on_it() -> None:
+    head = RecurrentHead(HeadConfig(12, 6, 12, num_draft_layers=2))
+    drafter = RecurrentDrafter(head=head, beam_width=3)
+    assert drafter.num_layers == 2
+    assert drafter.width(5) == 15

@@ -1,0 +1,134 @@
+"""Law 3 for drawn beams: which other ways to draw keep it, and which break it. The rows themselves are in tests/decoding."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding import verify, verify_tree
+from decoding.drafter import Drafter, Proposal
+from recurrent_drafting import drafts
+from recurrent_drafting.beams import Beams, Draws, Step
+from recurrent_drafting.prefix_tree import surviving
+from tests.decoding.rows import draft_table, recurrent
+from tests.decoding.test_law_of_distribution import P_LIMIT, law_holds
+
+WIDTH, SCALE = 3, 0.8  # beams, and of a head that is not sure
+Keep = Callable[[drafts.DrawnDraft, Beams, Proposal], Tensor]
+
+
+class StochasticBeams(Draws):
+    """Stochastic beam search (Kool et al. 2019, section 4): the W best perturbed sequences of all."""
+
+    perturbed: Tensor
+
+    def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
+        B, P, _ = logits_BPV.shape
+        top = logits_BPV.topk(self.candidates, dim=-1)
+        q_BPK = self.chooser.warper.probs(top.values)
+        self.q.append((top.indices, q_BPK))
+        scores_BPK = q_BPK.log() + (0.0 if scores_BP is None else scores_BP[:, :, None])
+        gumbel_BPK = scores_BPK - self._waits_BLWK[:, step, :P].log()
+        if step:  # of which the largest is the parent's own
+            above_BP1 = self.perturbed[:, :, None]
+            v = above_BP1 - gumbel_BPK + torch.log1p(-(gumbel_BPK - gumbel_BPK.amax(-1, keepdim=True)).exp())
+            gumbel_BPK = above_BP1 - v.clamp(min=0) - torch.log1p((-v.abs()).exp())
+        best = gumbel_BPK.nan_to_num(nan=float("-inf")).flatten(1).topk(self.width, dim=-1)
+        self.perturbed = best.values
+        tokens_BW = top.indices.flatten(1).gather(1, best.indices)
+        return Step(best.indices // self.candidates, tokens_BW, scores_BPK.flatten(1).gather(1, best.indices))
+
+
+def break_proposals(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
+    """Draw as usual and leave nodes out."""
+    original = drafts.DrawnDraft.proposal
+
+    def proposal(self: drafts.DrawnDraft, beams: Beams) -> Proposal:
+        full = original(self, beams)
+        assert full.q_top is not None
+        tree = drafts.tree_of(beams, keep(self, beams, full))
+        broken = drafts.proposal_of(tree, None, full.steps)
+        broken.q_top = drafts.expanded(tree, broken.tokens_BN.shape[1], full.q_top)
+        return broken
+
+    monkeypatch.setattr(drafts.DrawnDraft, "proposal", proposal)
+
+
+def all_of_them(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tensor:
+    return torch.ones_like(full.tokens_BN, dtype=torch.bool)
+
+
+def surviving_ones(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tensor:
+    """Those that a beam of the last step goes through, as picked beams are cut."""
+    return surviving(beams.parents_BLW, torch.tensor(draft.depths_B))
+
+
+def likely_ones(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tensor:
+    """Those with a fair probability, on paths of such."""
+    assert full.q_top is not None and full.parents_BN is not None
+    rows_B1 = torch.arange(len(full.tokens_BN))[:, None]
+    ids_BNK = full.q_top.ids_BPK[rows_B1, full.parents_BN + 1]
+    q_BN = (full.q_top.probs_BPK[rows_B1, full.parents_BN + 1] * (ids_BNK == full.tokens_BN[:, :, None])).sum(-1)
+    keep_BN = q_BN > 0.2
+    for node in range(keep_BN.shape[1]):
+        parents_B1 = full.parents_BN[:, node, None]
+        keep_BN[:, node] &= (keep_BN.gather(1, parents_B1.clamp(min=0)) | (parents_B1 < 0))[:, 0]
+    return keep_BN
+
+
+def drawn() -> Drafter:
+    return recurrent(draft_table(), WIDTH, scale=SCALE, draws="drawn")
+
+
+def brief_law(drafter: Drafter, warper: str = "plain") -> float:
+    """The p-value of the first three tokens, nearly all of them drafted in one round."""
+    return law_holds(drafter, "token", warper, 20_000, max_new_tokens=4, num_draft_tokens=3)
+
+
+@pytest.mark.parametrize("keep", [all_of_them, surviving_ones])
+def test_stochastic_beams_keep_the_law_whole_or_cut(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a clock rings tells nothing of whose it is, so that is no way to get it wrong."""
+    monkeypatch.setattr(drafts, "Draws", StochasticBeams)
+    break_proposals(monkeypatch, keep)
+    assert brief_law(drawn()) > P_LIMIT
+
+
+@pytest.mark.parametrize(("keep", "exact"), [(all_of_them, True), (likely_ones, False)])
+def test_drawn_children_that_are_left_out_break_the_law(
+    keep: Keep, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_proposals(monkeypatch, keep)
+    assert (brief_law(drawn()) > P_LIMIT) == exact
+
+
+def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The likeliest of the drawn children first."""
+
+    class Sorted(Draws):
+        def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
+            chosen = super().__call__(logits_BPV, scores_BP, step)
+            ids_BPK, q_BPK = self.q[-1]
+            rows_B1 = torch.arange(len(ids_BPK))[:, None]
+            of_parent_BWK = ids_BPK[rows_B1, chosen.parents_BW] == chosen.tokens_BW[:, :, None]
+            q_BW = (q_BPK[rows_B1, chosen.parents_BW] * of_parent_BWK).sum(-1)
+            order_BW = (q_BW - 10.0 * chosen.parents_BW).argsort(1, descending=True)
+            scores_BW = None if chosen.scores_BW is None else chosen.scores_BW.gather(1, order_BW)
+            return Step(chosen.parents_BW.gather(1, order_BW), chosen.tokens_BW.gather(1, order_BW), scores_BW)
+
+    monkeypatch.setattr(drafts, "Draws", Sorted)
+    assert brief_law(drawn()) < P_LIMIT
+
+
+@pytest.mark.parametrize("draws", ["picked", "drawn"])
+@pytest.mark.parametrize("warper", ["plain", "hot_top_p"])
+def test_law_3_where_a_tree_is_read_at_once(draws: str, warper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_recursive", verify_tree.token)
+    drafter = recurrent(draft_table(), WIDTH, scale=SCALE, draws=draws)
+    assert brief_law(drafter, warper) > P_LIMIT
+
+
+def test_law_3_rejects_a_tree_read_at_once_without_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_recursive", verify_tree.token)
+    monkeypatch.setattr(verify_tree.Residual, "fail", lambda self, token, q: None)
+    assert brief_law(drawn()) < P_LIMIT

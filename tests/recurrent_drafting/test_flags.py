@@ -1,0 +1,156 @@
+"""The published flags: each maps to what it should, what it does not take is refused, and the help says where it differs."""
+
+import subprocess
+import sys
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from decoding.errors import UserError
+from recurrent_drafting.flags import to_overrides
+from recurrent_drafting.generate import JOB
+from recurrent_drafting.generate_config import GenerateConfig
+from recurrent_drafting.generate_setup import check
+from recurrent_drafting.published_flags import FLAGS, quoted
+from training.config import typed
+from training.job import CONF, check_arguments, register
+
+PUBLISHED = (
+    "hf_tokenizer hf_llm hf_drafter eval_mt_bench max_num_prompts max_prompt_length max_generation_length beam_width beam_length greedy_search "
+    "temperature rng_seed batch_size dtype use_gpu autoregression"
+).split()
+
+
+def config_of(*arguments: str) -> GenerateConfig:
+    """The configuration that a command line comes to."""
+    overrides = to_overrides(arguments)
+    check_arguments(overrides, JOB, GenerateConfig)
+    register(JOB, GenerateConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return typed(compose(JOB.replace(".", "_"), overrides), GenerateConfig)
+
+
+def test_all_published_flags_are_here():
+    assert {flag.name for flag in FLAGS} == set(PUBLISHED)
+
+
+def test_without_flags_the_defaults_are_those_that_the_help_tells():
+    cfg = config_of()
+    assert (cfg.beam_width, cfg.beam_length, cfg.temperature, cfg.seed, cfg.batch_size) == (10, 5, 1.0, 123, 1)
+    assert (cfg.max_new_tokens, cfg.max_prompts, cfg.max_prompt_tokens) == (256, 0, 0)
+    assert (cfg.target.path, cfg.target.dtype, cfg.target.device) == ("embedded:target", "float32", "auto")
+    assert (cfg.drafter, cfg.tokenizer, cfg.prompts) == ({}, "", "")
+    check(cfg)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        ("--hf_tokenizer runs/my_tokenizer", "tokenizer", "runs/my_tokenizer"),
+        ("--hf_llm /models/vicuna,7b", "target.path", "/models/vicuna,7b"),
+        ("--hf_drafter runs/head", "drafter", {"use": "runs/head"}),
+        ("--eval_mt_bench", "prompts", "mt_bench"),
+        ("--eval_mt_bench=True", "prompts", "mt_bench"),
+        ("--eval_mt_bench false", "prompts", ""),
+        ("--eval_mt_bench data/question.jsonl", "prompts", "data/question.jsonl"),
+        ("--max_num_prompts 7", "max_prompts", 7),
+        ("--max_num_prompts -1", "max_prompts", 0),
+        ("--max_prompt_length=500", "max_prompt_tokens", 500),
+        ("--max_generation_length 2048", "max_new_tokens", 2048),
+        ("--beam_width=45", "beam_width", 45),
+        ("--beam_length 4", "beam_length", 4),
+        ("--beam_length=-1", "beam_length", 5),
+        ("--greedy_search", "temperature", 0.0),
+        ("--greedy_search=True --temperature=0.7", "temperature", 0.0),
+        ("--greedy_search False --temperature=0.7", "temperature", 0.7),
+        ("--nogreedy_search --temperature .5", "temperature", 0.5),
+        ("--temperature 0.7", "temperature", 0.7),
+        ("--rng_seed 5", "seed", 5),
+        ("--batch_size=8", "batch_size", 8),
+        ("--dtype=bf16", "target.dtype", "bfloat16"),
+        ("--dtype fp16", "target.dtype", "float16"),
+        ("--use_gpu 3", "target.device", "cuda:3"),
+        ("--use_gpu -1", "target.device", "cpu"),
+        ("--use_gpu=-1", "target.device", "cpu"),
+        ("--autoregression", "drafter", {"use": "none"}),
+        ("--autoregression --hf_drafter runs/head", "drafter", {"use": "none"}),
+        ("--rng_seed 5 seed=6", "seed", 6),  # an override has the last word
+        ("drafter=runs/head", "drafter", {"use": "runs/head"}),
+        ("drafter={use:budget_tree,folder:runs/a}", "drafter", {"use": "budget_tree", "folder": "runs/a"}),
+        ("drafter.use=recurrent drafter.folder=runs/a", "drafter", {"use": "recurrent", "folder": "runs/a"}),
+        ("--beam_width 1 --beam_width 2", "beam_width", 2),
+    ],
+)
+def test_a_flag_sets_its_key(words: str, key: str, value: object):
+    node: object = config_of(*words.split())
+    for name in key.split("."):
+        node = vars(node)[name]
+    assert node == value
+
+
+def test_a_text_may_hold_what_hydra_would_read_as_its_own():
+    for odd in ("/a b/{it's,x=1}/\\end", "ends\\", "\\'", "a,b"):
+        assert config_of("--hf_llm", odd).target.path == odd
+        assert config_of("--hf_drafter", odd).drafter == {"use": odd}
+    assert quoted("a") == "'a'"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--beam_witdh 3", "unknown flag '--beam_witdh'; the nearest is --beam_width"),
+        ("-beam_width 3", "unknown flag '-beam_width'; the nearest is --beam_width"),
+        ("--nobeam_width", "unknown flag '--nobeam_width'; the nearest is --beam_width"),
+        ("--beam_width", "--beam_width has no value, expected number, such as --beam_width 10"),
+        ("--beam_width --greedy_search", "--beam_width has no value"),
+        ("--beam_width ten", "--beam_width is 'ten', expected number"),
+        ("--dtype float32", r"--dtype is 'float32', expected bf16 \| fp16 \| fp32"),
+        ("--greedy_search=maybe", "--greedy_search is 'maybe', expected true or false"),
+        ("--hf_llm=", "--hf_llm is '', expected text"),
+    ],
+)
+def test_what_a_flag_does_not_take_is_refused(words: str, message: str):
+    with pytest.raises(UserError, match=message):
+        to_overrides(words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("beam_wdth=3", "unknown configuration key 'beam_wdth'; the nearest valid key is 'beam_width'"),
+        ("beam_length=0", "beam_length is 0, expected 1"),
+        ("draws=some", "draws is some, expected picked or drawn"),
+        ("--batch_size 4", "batch_size is 4, but a chat is one conversation"),
+        ("output=answers.jsonl", "is written of prompts= alone"),
+        ("prompts=a.jsonl output=/proc/none/a.jsonl", "output=/proc/none/a.jsonl cannot be written"),
+        ("max_prompt_tokens=-1", "max_prompt_tokens is -1, expected 0"),
+    ],
+)
+def test_a_value_that_nothing_can_be_decoded_by_is_refused(words: str, message: str):
+    with pytest.raises(UserError, match=message):
+        check(config_of(*words.split()))
+
+
+def test_the_help_lists_every_flag_with_its_differences_and_every_key():
+    done = subprocess.run(
+        [sys.executable, "-m", "recurrent_drafting.cmd.generate", "--help"],
+        capture_output=True,
+        text=True,
+        cwd=CONF.parent,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "160", "HOME": "/nonexistent"},
+    )
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    for flag in FLAGS:
+        assert f"--{flag.name}" in text
+    for words in (
+        "counts tokens of the rendered prompt, not characters",
+        "both turns of every question, not the first alone",
+        "the last batch may have fewer and is not dropped",
+        "has a default, which -1 stands for",
+        "which card; negative: the CPU",
+        "beam_width=10",
+        "drafter={use: NAME}",
+        "max_new_tokens=256",
+    ):
+        assert words in text, words

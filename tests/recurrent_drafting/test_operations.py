@@ -1,0 +1,110 @@
+"""Drafting, verification and the commit launch few kernels outside the two models, and wait for the device seldom."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from decoding import verify, verify_tree
+from decoding.batch import Batch
+from decoding.loop import Settings, start
+from decoding.native import NativeTarget
+from recurrent_drafting.drafter import RecurrentDrafter
+from tests.decoding.rows import random_head
+from tests.decoding.tiny import hf_model, native_of, random_prompts
+
+from .operations import Operations
+
+MOST = 150  # published: about 1,300 of 3,900
+WIDTH, LENGTH = 8, 5
+
+
+def opened(rule: str, layers: int = 2, rows: int = 1, length: int = LENGTH, **options: Any) -> tuple[Batch, Operations]:
+    """A batch after some rounds, and a counter that leaves its models out."""
+    target = native_of(hf_model("llama", layers=layers))
+    drafter = RecurrentDrafter(head=random_head(target, 3.0), beam_width=WIDTH, **options)
+    sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
+    settings = Settings(max_new_tokens=100, num_draft_tokens=length, **sampled)  # type: ignore[arg-type]
+    batch = start(target, drafter, random_prompts(rows, seed=6), settings)
+    operations = Operations()
+    operations.inside(target, "forward", "embed")
+    operations.inside(drafter.head, "start", "advance", "context", "features", "logits", "to_target_ids")
+    with torch.inference_mode():
+        for _ in range(3):
+            batch.round()
+    return batch, operations
+
+
+def most_of(batch: Batch, operations: Operations, rounds: int = 6) -> int:
+    """The most operations of any of the next rounds."""
+    most = 0
+    with torch.inference_mode():
+        for _ in range(rounds):
+            operations.counts.clear()
+            with operations:
+                batch.round()
+            most = max(most, operations.total)
+    return most
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_greedy_round_has_few_operations_outside_the_models(rows: int) -> None:
+    batch, operations = opened("greedy", rows=rows)
+    most = most_of(batch, operations)
+    assert 20 < most <= MOST, operations.counts
+
+
+def test_they_do_not_grow_with_the_target_and_hardly_with_the_length() -> None:
+    deep = most_of(*opened("greedy", layers=6))
+    shallow = most_of(*opened("greedy", layers=2))
+    longer = most_of(*opened("greedy", length=LENGTH + 3))
+    assert deep == shallow
+    assert shallow < longer <= MOST
+
+
+@pytest.mark.parametrize(("rule", "draws"), [("coupled", "picked"), ("token", "picked"), ("token", "drawn")])
+def test_a_sampled_round_as_well(rule: str, draws: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token verification as it is where the host runs ahead."""
+    monkeypatch.setattr(verify, "_recursive", verify_tree.token)
+    batch, operations = opened(rule, draws=draws)
+    assert most_of(batch, operations) <= MOST, operations.counts
+
+
+def test_a_cache_commit_moves_the_accepted_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most the accepted nodes and the tip of each row, in their slots; nothing where the path lies in place."""
+    batch, _ = opened("greedy", rows=4)
+    moved: list[tuple[int, int]] = []
+    original = NativeTarget._move
+
+    def move(self: NativeTarget, src_BL: torch.Tensor, dst_BL: torch.Tensor) -> None:
+        moved.append((dst_BL.shape[1], int((src_BL != dst_BL).sum())))
+        original(self, src_BL, dst_BL)
+
+    monkeypatch.setattr(NativeTarget, "_move", move)
+    with torch.inference_mode():
+        for _ in range(12):
+            before = [row.generation.accepted for row in batch.rows]
+            rows = list(batch.rows)
+            moves = len(moved)
+            batch.round()
+            accepted = [row.generation.accepted - old for row, old in zip(rows, before)]
+            for width, changed in moved[moves:]:
+                assert width == 1 + max(accepted)
+                assert changed <= sum(accepted)
+    assert moved, "no branch beside the first was ever accepted"
+
+
+def test_the_counter_sees_what_it_should() -> None:
+    """The control: operations outside the models are counted, those inside and views are not."""
+    head = random_head(native_of(hf_model("llama", layers=1)))
+    operations = Operations()
+    operations.inside(head, "start")
+    x_BH = torch.randn(2, 32, dtype=torch.float64)
+    with operations:
+        head.start(x_BH)
+        y_BH = x_BH.view(2, 32)[:1].expand(4, 32).reshape(-1)
+        (y_BH * 2 + 1).sum().item()
+    assert operations.counts["aten.mul.Tensor"] == operations.counts["aten.add.Tensor"] == 1
+    assert operations.counts["aten.sum.default"] == 1
+    assert not any("linear" in name or "mm" in name or "silu" in name for name in operations.counts)
+    assert operations.waits == 1

@@ -1,0 +1,170 @@
+"""Prompts in batches: none is dropped, outputs are compared with plain decoding's, counts add up, and what is left out is told."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import pytest
+from rich.console import Console
+
+from decoding.errors import UserError
+from decoding.loop import decode
+from recurrent_drafting.generate import run
+from recurrent_drafting.generate_config import GenerateConfig
+from recurrent_drafting.generate_setup import Loaded, load
+from recurrent_drafting.mt_bench import load_mt_bench
+from recurrent_drafting.prompt_report import equality, print_report, write_answers
+from recurrent_drafting.prompt_run import Done, answer_prompts, prompts_of
+from training.chat import render_prompt
+from training.config import TargetConfig
+
+TURNS = {
+    "a": ["Hello there", "And then?"],
+    "b": ["One two three", "Four?"],
+    "c": ["Short"],
+    "d": ["More", "Most"],
+    "e": ["x", "y"],
+}
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"id": name, "category": "test", "turns": turns} for name, turns in TURNS.items()]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def config_of(target: Path, prompts: Path, drafter: str = "prompt_lookup", **fields: object) -> GenerateConfig:
+    values = {
+        "temperature": 0.0,
+        "max_new_tokens": 16,
+        "by_cost": False,
+        "stopping": "fixed",
+        "batch_size": 2,
+        **fields,
+    }
+    shared = TargetConfig(path=str(target), dtype="float64", device="cpu")
+    return GenerateConfig(
+        job="recurrent_drafting.generate",
+        target=shared,
+        drafter={"use": drafter},
+        prompts=str(prompts),
+        **values,  # type: ignore[arg-type]
+    )
+
+
+def answered(cfg: GenerateConfig) -> tuple[Loaded, Done]:
+    loaded = load(cfg)
+    return loaded, answer_prompts(loaded, cfg, prompts_of(cfg), Console(file=io.StringIO()))
+
+
+def printed(cfg: GenerateConfig, loaded: Loaded, done: Done) -> str:
+    stream = io.StringIO()
+    print_report(cfg, loaded, done, Console(file=stream, width=200))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
+def test_every_turn_of_every_prompt_is_answered_and_is_the_targets_own(
+    batch_size: int, tiny_target: Path, prompt_file: Path
+):
+    cfg = config_of(tiny_target, prompt_file, drafter=str(tiny_target), batch_size=batch_size)
+    loaded, done = answered(cfg)
+    assert [(one.prompt.id, one.turn) for one in sorted(done.answers, key=lambda one: (one.prompt.id, one.turn))] == [
+        (name, turn + 1) for name, turns in TURNS.items() for turn in range(len(turns))
+    ]
+    assert len({one.batch for one in done.answers}) == -(-5 // batch_size)
+    assert all(one.plain is not None and one.plain.tokens == one.drafted.tokens for one in done.answers)
+    assert any(one.drafted.block_efficiency > 3 for one in done.answers)
+    first, second = (next(one for one in done.answers if (one.prompt.id, one.turn) == ("a", turn)) for turn in (1, 2))
+    history = [("user", "Hello there"), ("assistant", first.text), ("user", "And then?")]
+    ids = render_prompt(loaded.engine.tokenizer, [{"role": role, "content": text} for role, text in history])
+    assert second.prompt_tokens == len(ids)
+    assert decode(loaded.engine.target, None, [ids], loaded.settings)[0].tokens == second.drafted.tokens
+    text = printed(cfg, loaded, done)
+    last = 5 % batch_size or min(batch_size, 5)
+    assert f"9 answers, batch {batch_size} (the last one {last})" in text
+    assert "outputs: all 9 equal plain decoding's, token by token" in text
+    assert "speedup" in text and "block efficiency (tau)" in text
+
+
+def test_answers_go_to_a_file_with_their_counts(tiny_target: Path, prompt_file: Path, tmp_path: Path):
+    file = tmp_path / "out" / "answers.jsonl"
+    cfg = config_of(tiny_target, prompt_file, output=str(file), turns="first", max_prompts=3)
+    run(cfg)
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["id"] for record in records] == ["a", "b", "c"]
+    for record in records:
+        assert record["turn"] == 1 and record["differs_at"] is None and record["finish"] in ("stop", "length")
+        assert 0 < len(record["tokens"]) <= 16 and record["tau"] >= 1 and record["speedup"] > 0
+    write_answers(replace(cfg, output=""), Done())  # nothing was asked for
+
+
+def test_plain_decoding_alone_and_sampling_are_told_as_what_they_are(tiny_target: Path, prompt_file: Path):
+    cfg = config_of(tiny_target, prompt_file, drafter="none", max_prompts=2)
+    loaded, done = answered(cfg)
+    assert all(one.plain is None for one in done.answers)
+    text = printed(cfg, loaded, done)
+    assert "not measured" in text and "outputs:" not in text
+    cfg = config_of(tiny_target, prompt_file, temperature=1.0, max_prompts=2)
+    assert "so they are not compared token by token" in printed(cfg, *answered(cfg))
+    cfg = config_of(tiny_target, prompt_file, temperature=1.0, verify="coupled", max_prompts=2)
+    assert "all 4 equal plain decoding's" in printed(cfg, *answered(cfg))
+
+
+def test_control_an_output_that_differs_is_an_error_after_the_report(tiny_target: Path, prompt_file: Path):
+    cfg = config_of(tiny_target, prompt_file, max_prompts=1)
+    loaded, done = answered(cfg)
+    wrong = Done([replace(one, differs_at=3, gap=0.5) for one in done.answers])
+    with pytest.raises(UserError, match="the drafted output is not the target's own: outputs: 0 of 2 equal .* token 4"):
+        printed(cfg, loaded, wrong)
+    tied = [replace(one, differs_at=3, gap=1e-6) for one in done.answers]
+    words, broken = equality(loaded, tied)
+    assert "which is rounding" in words and not broken
+
+
+def test_prompts_that_do_not_fit_are_counted_and_named(tiny_target: Path, tmp_path: Path):
+    file = tmp_path / "prompts.jsonl"
+    turns = {"long": ["la " * 600], "fits": ["Hello"], "grows": ["Hello", "la " * 600]}
+    file.write_text("\n".join(json.dumps({"id": name, "turns": said}) for name, said in turns.items()))
+    cfg = config_of(tiny_target, file)
+    loaded, done = answered(cfg)
+    assert [(one.prompt.id, one.turn) for one in done.answers] == [("fits", 1), ("grows", 1)]
+    text = printed(cfg, loaded, done)
+    assert "left out: 2 longer than the target's context of 512 tokens (long, turn 1; grows, turn 2)" in text
+    with pytest.raises(UserError, match="none of the 3 prompts was answered: .*over max_prompt_tokens=2"):
+        answered(replace(cfg, max_prompt_tokens=2))
+
+
+def test_fastchats_questions_and_sharegpt_files_are_read(tiny_target: Path, tmp_path: Path):
+    file = tmp_path / "question.jsonl"
+    file.write_text(json.dumps({"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}))
+    (prompt,) = prompts_of(config_of(tiny_target, file))
+    assert (prompt.id, prompt.turns) == ("81", ["Write.", "Again."])
+    file.write_text(
+        json.dumps({"id": "s", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]})
+    )
+    (prompt,) = prompts_of(config_of(tiny_target, file))
+    assert prompt.turns == ["Hi"]
+    file.write_text('{"turns": []}\n{"turns": [""]}')
+    with pytest.raises(UserError, match="turns is no list of texts"):
+        prompts_of(config_of(tiny_target, file))
+
+
+def test_without_mt_bench_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        UserError, match=r"neither in the cache of `datasets` .*--eval_mt_bench=FILE.jsonl; or fetch it once"
+    ):
+        load_mt_bench()
+
+
+def test_the_shared_questions_run(chat24m: Path, shared_data: Path):
+    cfg = config_of(chat24m, shared_data / "eval" / "mt_bench.jsonl", max_prompts=3, batch_size=2, max_new_tokens=12)
+    loaded, done = answered(cfg)
+    assert len(done.answers) == 6
+    assert "all 6 equal plain decoding's" in printed(cfg, loaded, done)

@@ -1,0 +1,44 @@
+"""Targets small enough to know everything about, and heads that know them or nothing.
+
+Shapes: B rows, N nodes, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recurrent_drafting.head import HeadConfig, RecurrentHead
+from tests.decoding.tiny import TableTarget
+
+
+class MarkovTarget(TableTarget):
+    """A target whose next token hangs on the last one alone; hidden states and embeddings tell the token by a one in its place."""
+
+    def __init__(self, logits_VV: Tensor, max_length: int = 10**6) -> None:
+        super().__init__(logits_VV[None].expand(len(logits_VV), -1, -1).clone())
+        self.hidden_size, self.max_length = len(logits_VV), max_length
+        self.ones_VV = torch.eye(len(logits_VV), dtype=torch.float64)
+
+    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return super().forward(tokens_BN, parents_BN)[0], self.embed(tokens_BN)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.ones_VV)
+
+
+def markov(symbols: int = 12, scale: float = 1.5, seed: int = 1, **options: int) -> MarkovTarget:
+    """A random one; a large scale makes it sure of its next token."""
+    generator = torch.Generator().manual_seed(seed)
+    return MarkovTarget(torch.randn(symbols, symbols, generator=generator, dtype=torch.float64) * scale, **options)
+
+
+def knowing_head(target: MarkovTarget, sign: float = 1.0) -> RecurrentHead:
+    """The head whose logits are the target's own (with sign -1 their opposite): its state is the last token, its output layer the table."""
+    V = target.vocab_size
+    head = RecurrentHead(HeadConfig(V, V, 2 * V, num_draft_layers=0)).double().requires_grad_(False)
+    head.rnn_w.weight.copy_(torch.eye(V))
+    head.rnn_u.weight.zero_()
+    head.rnn_u.bias.zero_()
+    head.output.zero_()
+    head.output[:, V:] = sign * target.table_VVV[0].T / F.silu(torch.ones((), dtype=torch.float64))
+    return head.eval()
