@@ -54,7 +54,8 @@ def _whole_lines(path: Path) -> tuple[list[Record], int]:
     """(records, bytes that they take): up to the last line that ends and is JSON."""
     content = path.read_bytes()
     lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
-    records, whole = [], 0
+    records: list[Record] = []
+    whole = 0
     for number, line in enumerate(lines, start=1):
         try:
             records.append(json.loads(line))

@@ -262,7 +262,8 @@ def dry_run(config: RegenerateConfig) -> None:
         tokens_in += len(request.ids) + sum(len(tokenizer(text)["input_ids"]) for text in later)
         tokens_out += min(len(dialogue.requests) * config.max_new_tokens, config.data.max_length - len(request.ids))
     print(f"would ask {requests:,} requests of {len(asked):,} chats (of {account.input:,}, samples counted)")
-    print("\n".join(list(account.lines())[1:]))
+    for line in list(account.lines())[1:]:
+        print(line)
     print(f"tokens: {tokens_in:,} in (the chats' own turns), at most {tokens_out:,} out")
     if not asked:
         return

@@ -87,8 +87,8 @@ def test_neither_batch_nor_drafter_changes_a_word(
 
 
 def test_another_seed_draws_other_answers_and_greedy_ones_stay(home: Path, greedy: bytes, sampled: bytes):
-    assert run(home, "other seed", *SAMPLED, "seed=1") != sampled
-    assert run(home, "other seed, greedy", *GREEDY, "seed=1") == greedy
+    assert run(home, "other_seed", *SAMPLED, "seed=1") != sampled
+    assert run(home, "other_seed_greedy", *GREEDY, "seed=1") == greedy
 
 
 def test_samples_differ_and_the_first_is_that_of_one_sample(home: Path, sampled: bytes):
