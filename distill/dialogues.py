@@ -200,8 +200,9 @@ class Account:
         yield f"chats: {self.input:,} in, {self.success:,} answered, {_total(self.skipped)} skipped, {_total(self.failed)} failed"
         for word, reasons in (("skipped", self.skipped), ("failed", self.failed)):
             for reason, places in reasons.items():
-                more = ", ..." if len(places) > SHOWN_PLACES else ""
-                yield f"  {len(places):,} {word}: {reason} ({', '.join(places[:SHOWN_PLACES])}{more})"
+                shown = ", ".join(places[:SHOWN_PLACES]) + (", ..." if len(places) > SHOWN_PLACES else "")
+                where = f" ({shown})" if reason != OVER_LIMIT else ""  # which ones those are is known
+                yield f"  {len(places):,} {word}: {reason}{where}"
         for reason, count in self.ended_early.items():
             yield f"  {count:,} of the answered end before their last request: {reason}"
 

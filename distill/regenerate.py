@@ -181,6 +181,7 @@ def answer_all(
     A batch of which one answer is missing is answered again as a whole: the same batch gives the same bits.
     """
     rules = Rules(config.on_length, config.drop_loops)
+    dialogues = [one for one in dialogues if not one.ended]
     tokens, seconds = 0, 0.0
     with ProgressBar("regenerate", sum(len(one.requests) for one in dialogues), show=show) as bar:
         while asked := _asked(dialogues, tokenizer, config):
