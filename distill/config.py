@@ -1,6 +1,7 @@
 """Configurations of the jobs in this package."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -97,6 +98,33 @@ class TrainConfig(JobConfig):
     loop: LoopConfig = field(default_factory=LoopConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+
+@dataclass
+class RegenerateConfig(JobConfig):
+    """`python -m distill.regenerate`: the target's own answers to the chats' requests, as chats to train a drafter on."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    # Its chats are answered anew: the first data.max_samples of them, in data.max_length tokens each (answers included).
+    data: DataConfig = field(default_factory=DataConfig)
+    # One at most, as eval.run names them: a folder, a name in conf/drafter, a mapping. The answers are the same, and come faster.
+    drafters: list[Any] = field(default_factory=list)
+    num_draft_tokens: int = 4  # tokens that the drafter proposes in a round
+    temperature: float = 1.0  # at which the target answers; 0 is greedy, and small targets then loop
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    # An answer ends here or at a stop token; a request that leaves no room for as many in data.max_length is not asked.
+    max_new_tokens: int = 256
+    samples: int = 1  # answers to every chat, each with noise of its own
+    batch_size: int = 32  # requests answered together, those of like length
+    # An answer cut at max_new_tokens: end (kept, the last of its chat) | drop (left out) | go_on (fed on as if it were whole).
+    on_length: str = "end"
+    drop_loops: bool = False  # leave out answers that loop (distinct-4 below 0.5); a chat ends before one
+    drop_duplicates: bool = False  # skip chats whose requests are those of an earlier one
+    # Of all ranks together, for the hours that a dry run tells; 0: timed on a batch.
+    assumed_tokens_per_second: float = 0.0
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # kind=ddp: each rank answers chats of its own
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any
 from decoding.errors import UserError
 from distill import corpus
 from training.config import DataConfig, LoopConfig
+from training.counts import Counts
 from training.data import Chat, read_chats, read_texts
 from training.mixture import MixedData
 from training.packing import PackedData, Sample
@@ -101,15 +102,40 @@ def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:
     return rows_per_step
 
 
-def data_files(data: DataConfig) -> list[Path]:
-    """Files and folders that a job reads of both splits, for its manifest; `embedded:stdlib` is this Python's own, whose version is noted."""
+def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
+    """Files and folders that a job reads of both splits, for its manifest; `embedded:stdlib` is this Python's own, whose version is noted.
+
+    dry_run: one that is not there is told and left out, as an earlier stage may have yet to write it.
+    """
     named = [
         path
         for one in each_data(data)
         for path in (*one.chats, *one.texts, *one.held_out_chats, *one.held_out_texts)
         if path != "embedded:stdlib"
     ]
+    absent = [path for path in named if not path.startswith("embedded:") and not Path(path).expanduser().exists()]
+    if dry_run and absent:
+        print(f"note: {', '.join(absent)} is not there yet: its tokens are not counted")
+        named = [path for path in named if path not in absent]
     return [resolve(path) for path in named]
+
+
+def split_chats(data: DataConfig, split: corpus.Split) -> tuple[list[Chat], Counts]:
+    """Chats of the `train` or `held_out` split, and what became of the records that they were read from."""
+    paths = data.chats if split == "train" else data.held_out_chats
+    chats: list[Chat] = []
+    if "embedded:stdlib" in paths:
+        chats += [
+            Chat(str(number), messages, f"embedded:stdlib:{number}")
+            for number, messages in enumerate(corpus.chats(split))
+        ]
+    counts = Counts(read=len(chats), used=len(chats))
+    files = [resolve(path) for path in paths if path != "embedded:stdlib"]
+    if files:
+        found, of_files = read_chats(files, max_bad=data.max_bad)
+        chats += found
+        counts = Counts(counts.read + of_files.read, counts.used + of_files.used, of_files.bad)
+    return chats, counts
 
 
 def read_samples(
@@ -119,22 +145,14 @@ def read_samples(
 
     key: the configuration key that the paths stand under, for messages.
     """
-    chat_paths = data.chats if split == "train" else data.held_out_chats
     text_paths = data.texts if split == "train" else data.held_out_texts
     samples: list[Sample] = []
     documents: list[str] = []
-    chats: list[Chat] = []
     if "embedded:stdlib" in text_paths:
         documents += corpus.documents(split)
-    if "embedded:stdlib" in chat_paths:
-        chats += [
-            Chat(str(number), messages, f"embedded:stdlib:{number}")
-            for number, messages in enumerate(corpus.chats(split))
-        ]
     text_files = [resolve(path) for path in text_paths if path != "embedded:stdlib"]
-    chat_files = [resolve(path) for path in chat_paths if path != "embedded:stdlib"]
     documents += read_texts(text_files, max_bad=data.max_bad)[0] if text_files else []
-    chats += read_chats(chat_files, max_bad=data.max_bad)[0] if chat_files else []
+    chats, _ = split_chats(data, split)
     limit = data.max_samples or None
     for what, (new, account) in {
         "texts": text_samples(tokenizer, documents[:limit], data.max_length),

@@ -86,7 +86,9 @@ def check(config: TrainConfig) -> None:
 
 def input_paths(config: TrainConfig, target_folder: Path) -> list[Path]:
     """Files and folders that the job reads, for the manifest."""
-    return list(dict.fromkeys([target_folder, *data_files(config.data), resolve(config.held_out.prompts)]))
+    return list(
+        dict.fromkeys([target_folder, *data_files(config.data, config.dry_run), resolve(config.held_out.prompts)])
+    )
 
 
 def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folder: Path, inputs: list[Path]) -> None:

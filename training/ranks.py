@@ -31,6 +31,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_rank() -> int:
+    """Number of this rank on its machine, which is that of its card."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def is_rank() -> bool:
     """True inside a process that something else started as one rank of a job."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

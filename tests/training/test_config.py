@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
-from distill.config import CompactConfig, PretrainConfig, PruneConfig, QualityConfig, TrainConfig
+from distill.config import CompactConfig, PretrainConfig, PruneConfig, QualityConfig, RegenerateConfig, TrainConfig
 from eval.config import CompareConfig, EvalConfig
 from recurrent_drafting.generate_config import GenerateConfig
 from training.config import JobConfig, plain, typed, valid_keys
@@ -19,6 +19,7 @@ from training.run_folder import RunFolder
 
 SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.pretrain": PretrainConfig,
+    "distill.regenerate": RegenerateConfig,
     "distill.train": TrainConfig,
     "eval.compare": CompareConfig,
     "eval.run": EvalConfig,
@@ -172,7 +173,17 @@ def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "schema",
-    [TrainConfig, PretrainConfig, PruneConfig, QualityConfig, CompactConfig, EvalConfig, CompareConfig, GenerateConfig],
+    [
+        TrainConfig,
+        PretrainConfig,
+        PruneConfig,
+        QualityConfig,
+        CompactConfig,
+        RegenerateConfig,
+        EvalConfig,
+        CompareConfig,
+        GenerateConfig,
+    ],
 )
 def test_every_setting_has_a_line_in_the_help(schema: type[JobConfig]):
     docs = field_docs(schema)

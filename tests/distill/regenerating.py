@@ -1,0 +1,78 @@
+"""Chats of every form, a target whose answers end by themselves, and runs of distill.regenerate on them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+from distill.config import RegenerateConfig
+from distill.regenerate import run
+from training.config import typed
+from training.job import CONF, register
+
+CHATS = [
+    {"id": "one", "conversations": [("human", "def add(a, b):"), ("gpt", "return a + b")]},
+    {
+        "id": "two",
+        "conversations": [("system", "Be brief."), ("human", "x"), ("gpt", "y"), ("human", "z"), ("gpt", "w")],
+    },
+    {"id": "begun", "conversations": [("gpt", "Hello!"), ("human", "def f(x):"), ("gpt", "pass"), ("human", "and g?")]},
+    {"id": "open", "conversations": [("human", "a request that nobody answered")]},
+    {"id": "twice", "conversations": [("human", "first"), ("human", "second"), ("gpt", "one"), ("gpt", "more")]},
+    {"id": "long", "conversations": [("human", f"part {n}") if n % 2 == 0 else ("gpt", "ok") for n in range(7)]},
+]
+
+
+def write_chats(path: Path, chats: list[dict[str, Any]] | None = None, lines: tuple[str, ...] = ()) -> Path:
+    """A ShareGPT file, one record a line; lines: raw ones at its end."""
+    records = []
+    for chat in CHATS if chats is None else chats:
+        turns = [{"from": role, "value": text} for role, text in chat["conversations"]]
+        records.append(json.dumps({**chat, "conversations": turns}))
+    path.write_text("".join(line + "\n" for line in (*records, *lines)), encoding="utf-8")
+    return path
+
+
+def with_stops(target: Path, folder: Path, every: int = 64) -> Path:
+    """A copy of the target for which every n-th token ends an answer."""
+    shutil.copytree(target, folder)
+    file = folder / "generation_config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({**values, "eos_token_id": [2, *range(100, 2048, every)]}))
+    return folder
+
+
+def configured(target: Path, chats: Path, folder: Path, *overrides: str) -> RegenerateConfig:
+    """In float64, where the laws leave nothing to near ties."""
+    register("distill.regenerate", RegenerateConfig)
+    given = arguments(target, chats, folder, *overrides)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return typed(compose("distill_regenerate", given), RegenerateConfig)
+
+
+def arguments(target: Path, chats: Path, folder: Path, *overrides: str) -> list[str]:
+    return [
+        f"target.path={target}",
+        "target.dtype=float64",
+        "target.device=cpu",
+        f"data.chats=[{chats}]",
+        "data.max_length=256",
+        "max_new_tokens=16",
+        "on_length=go_on",
+        "batch_size=3",
+        f"output_dir={folder}",
+        *overrides,
+    ]
+
+
+def regenerated(target: Path, chats: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """The records of a run."""
+    found: list[dict[str, Any]] = json.loads(run(configured(target, chats, folder, *overrides)).read_text())
+    return found
+
+
+def metrics(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())["metrics"]
+    return found

@@ -1,0 +1,305 @@
+"""distill.regenerate: what is asked and fed on, the account of the input, what training makes of the artefact, dry runs, bad input."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from decoding.errors import UserError
+from distill.data import read_samples
+from distill.dialogues import CUT, EMPTY, LOOP, Account, Answer, Dialogue, Rules, requests_of
+from distill.regenerated import same_tokens
+from training.chat import render_chat
+from training.config import DataConfig
+from training.data import Chat, read_chats
+from training.job import CONF
+
+from .regenerating import CHATS, configured, metrics, regenerated, run, with_stops, write_chats
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    folder = tmp_path_factory.mktemp("regenerate")
+    with_stops(tiny_target, folder / "target")
+    write_chats(folder / "chats.jsonl")
+    return folder
+
+
+def chat(*turns: str) -> Chat:
+    """Turns by their first letter: s(ystem), u(ser), a(ssistant)."""
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    return Chat("an id", [{"role": roles[turn[0]], "content": turn} for turn in turns], "file:1")
+
+
+def answer(turn: int, text: str = "fine", tokens: list[int] | None = None, finish: str = "stop") -> Answer:
+    tokens = [5, 6, 7, 2] if tokens is None else tokens
+    return Answer(0, 0, turn, 10, tokens, finish, text, rounds=len(tokens), seconds=0.1)
+
+
+# ------------------------------------------------------------------------------------------- what is asked and fed on
+@pytest.mark.parametrize(
+    ("turns", "asked"),
+    [
+        (["u1", "a1"], [["u1"]]),
+        (["s", "u1", "a1", "u2", "a2"], [["s", "u1"], ["u2"]]),
+        (["a0", "u1", "a1", "a2", "u2"], [["u1"], ["u2"]]),
+        (["s", "a0", "u1"], [["s", "u1"]]),
+        (["u1", "u2", "a1"], [["u1", "u2"]]),
+        (["u1", "a1", "s2"], [["u1"]]),
+        (["a0", "s"], []),
+    ],
+)
+def test_requests_are_the_turns_before_each_answer(turns: list[str], asked: list[list[str]]):
+    found = requests_of(chat(*turns).messages)
+    assert [[message["content"] for message in request] for request in found] == asked
+
+
+def test_a_request_sees_the_targets_own_answers_and_none_that_were_found():
+    dialogue = Dialogue(0, 0, chat("s", "u1", "a1", "u2", "a2"))
+    dialogue.take(answer(0, "mine"), Rules())
+    assert [message["content"] for message in dialogue.history] == ["s", "u1", "mine", "u2"]
+    dialogue.take(answer(1, "mine too"), Rules())
+    assert dialogue.ended == "complete"
+    assert [turn["value"] for turn in dialogue.record(1)["conversations"]] == ["s", "u1", "mine", "u2", "mine too"]
+
+
+LOOPING = [1, 2] * 20
+
+
+@pytest.mark.parametrize(
+    ("new", "rules", "kept", "ended"),
+    [
+        (answer(1, finish="length"), Rules("end"), 2, CUT),
+        (answer(1, finish="length"), Rules("drop"), 1, CUT),
+        (answer(1, finish="length"), Rules("go_on"), 2, ""),
+        (answer(1, text=" \n"), Rules(), 1, EMPTY),
+        (answer(1, tokens=LOOPING), Rules(drop_loops=True), 1, LOOP),
+        (answer(1, tokens=LOOPING), Rules(), 2, ""),
+        (answer(1), Rules("drop", drop_loops=True), 2, ""),
+    ],
+)
+def test_what_an_answer_does_to_its_chat(new: Answer, rules: Rules, kept: int, ended: str):
+    dialogue = Dialogue(0, 0, chat("u1", "a1", "u2", "a2", "u3"))
+    dialogue.take(answer(0), rules)
+    dialogue.take(new, rules)
+    assert (dialogue.kept, dialogue.ended) == (kept, ended)
+    record = dialogue.record(1)
+    assert [turn.get("finish") for turn in record["conversations"]][1::2] == ["stop", new.finish][:kept]
+    assert record["conversations"][-1]["from"] == "gpt"
+
+
+def test_an_account_that_does_not_balance_is_an_error():
+    account = Account(input=2)
+    account.add(Dialogue(0, 0, chat("a0")))
+    with pytest.raises(AssertionError):
+        account.check()
+
+
+# --------------------------------------------------------------------------------------------------- the artefact
+def test_the_artefact_keeps_order_ids_and_requests_and_tells_of_every_answer(home: Path, tmp_path: Path):
+    records = regenerated(home / "target", home / "chats.jsonl", tmp_path)
+    assert [record["id"] for record in records] == [chat["id"] for chat in CHATS]
+    for record, found in zip(records, CHATS, strict=True):
+        asked = [text for role, text in found["conversations"] if role != "gpt"]
+        assert [turn["value"] for turn in record["conversations"] if turn["from"] != "gpt"] == asked
+        answers = [turn for turn in record["conversations"] if turn["from"] == "gpt"]
+        assert all(0 < turn["tokens"] <= 16 and turn["finish"] in ("stop", "length") for turn in answers)
+        assert not {turn["value"] for turn in answers} & {text for _, text in found["conversations"]}
+    chats, counts = read_chats(tmp_path / "chats.json")
+    assert (counts.read, counts.used) == (len(CHATS), len(CHATS))
+    assert [chat.id for chat in chats] == [record["id"] for record in records]
+    figures = metrics(tmp_path)
+    every = [turn for record in records for turn in record["conversations"] if turn["from"] == "gpt"]
+    assert figures["answers"] == len(every)
+    assert figures["answer_tokens"] == sum(turn["tokens"] for turn in every)
+    assert figures["finish"]["length"] == sum(turn["finish"] == "length" for turn in every)
+    assert figures["tokens_per_second"] > 0 and figures["block_efficiency"] == 1.0
+
+
+def test_training_supervises_the_answers_of_the_artefact(home: Path, tmp_path: Path):
+    regenerated(home / "target", home / "chats.jsonl", tmp_path)
+    data = DataConfig(chats=[str(tmp_path / "chats.json")], max_length=512)
+    tokenizer = AutoTokenizer.from_pretrained(home / "target")
+    samples = read_samples(tokenizer, data, "train")
+    assert len(samples) == len(CHATS)
+    told = json.loads((tmp_path / "chats.json").read_text())
+    for sample, record in zip(samples, told, strict=True):
+        text = tokenizer.decode(sample.ids[sample.mask].tolist(), skip_special_tokens=True)
+        answers = [turn["value"] for turn in record["conversations"] if turn["from"] == "gpt"]
+        assert "".join(text.split()) == "".join("".join(answers).split())
+
+
+def test_answers_that_training_reads_as_they_were_drawn_are_counted(embedded_target: Path):
+    tokenizer = AutoTokenizer.from_pretrained(embedded_target)
+    messages = [{"role": "user", "content": "def f(x):"}, {"role": "assistant", "content": "return x + 1"}]
+    rendered = render_chat(tokenizer, messages)
+    drawn = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
+    assert same_tokens(rendered, [answer(0, "return x + 1", drawn)]) == 1
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "return"]
+    assert same_tokens(rendered, [answer(0, "return x + 1", letters)]) == 0, "the same text in other tokens"
+    assert same_tokens(rendered, []) == 0
+
+
+def test_the_books_balance_over_input_of_every_kind(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    more = [
+        {"id": "deaf", "conversations": [("gpt", "nobody asked")]},
+        {"id": "huge", "conversations": [("human", "word " * 400), ("gpt", "x")]},
+        {**CHATS[0], "id": "again"},
+        {"id": "over", "conversations": [("human", "beyond the limit")]},
+    ]
+    file = write_chats(tmp_path / "chats.jsonl", CHATS + more, lines=("{broken", '{"id": "none", "conversations": []}'))
+    overrides = ("data.max_bad=0.5", "data.max_samples=9", "drop_duplicates=true", "samples=2")
+    records = regenerated(home / "target", file, tmp_path / "run", *overrides)
+    found = metrics(tmp_path / "run")
+    assert found["input"] == 2 * 12 == found["success"] + sum(found["skipped"].values()) + sum(found["failed"].values())
+    assert found["success"] == len(records) == 2 * len(CHATS)
+    assert found["skipped"] == {
+        "broken record, no JSON": 2,
+        "broken record, no turns (conversations or messages)": 2,
+        "no human turn": 2,
+        "no room in the context": 2,
+        "duplicate of an earlier chat": 2,
+        "over data.max_samples": 2,
+    }
+    said = capsys.readouterr().out
+    assert "chats: 24 in, 12 answered, 12 skipped, 0 failed" in said
+    assert f"2 skipped: no human turn ({file}:7" in said
+    assert f"{file}:11" in caplog.text, "the reader names broken lines"
+
+
+def test_a_chat_that_outgrows_the_context_ends_there(home: Path, tmp_path: Path):
+    records = regenerated(home / "target", home / "chats.jsonl", tmp_path, "data.max_length=48", "temperature=0")
+    (long,) = [record for record in records if record["id"] == "long"]
+    assert long["ended"] == "no room in the context"
+    assert 1 <= sum(turn["from"] == "gpt" for turn in long["conversations"]) < 4
+    assert long["conversations"][-1]["from"] == "gpt"
+    assert metrics(tmp_path)["ended_early"]["no room in the context"] >= 1
+
+
+def test_answers_that_loop_are_told_or_left_out(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A target that says one token without end: its layers add nothing, all tokens are embedded alike, and one row of its head fits."""
+    target = tmp_path / "target"
+    shutil.copytree(home / "target", target)
+    weights = load_file(target / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    weights["model.embed_tokens.weight"].fill_(1.0)
+    weights["lm_head.weight"][500] = 10.0
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    regenerated(target, home / "chats.jsonl", tmp_path / "told", "temperature=0")
+    assert metrics(tmp_path / "told")["loop_share"] == 1.0
+    assert "note: so many loops" in capsys.readouterr().out
+    with pytest.raises(
+        UserError, match=r"no chat is left, expected one or more.\nchats: 6 in, 0 answered, 0 skipped, 6 failed"
+    ):
+        run(configured(target, home / "chats.jsonl", tmp_path / "run", "temperature=0", "drop_loops=true"))
+    assert not (tmp_path / "run" / "chats.json").exists()
+
+
+# ------------------------------------------------------------------------------------------------------ dry runs
+def test_a_dry_run_counts_and_writes_nothing(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "run"
+    run(configured(home / "target", home / "chats.jsonl", folder, "dry_run=true", "assumed_tokens_per_second=100"))
+    said = capsys.readouterr().out
+    assert "would ask 11 requests of 6 chats (of 6, samples counted)" in said
+    assert f"at most {11 * 16:,} out" in said
+    assert f"at 100 tokens/s (as assumed): at most {11 * 16 / 100 / 3600:,.2f} hours" in said
+    run(configured(home / "target", home / "chats.jsonl", folder, "dry_run=true"))
+    assert "tokens/s (timed on a batch)" in capsys.readouterr().out
+    away = configured(home / "target", home / "chats.jsonl", folder, "dry_run=true", "target=llama2_7b")
+    away.target.path = "models/nowhere"
+    run(away)
+    assert "would ask 11 requests" in capsys.readouterr().out
+    assert not folder.exists()
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.chats=[]"], r"data.chats is \[\], expected ShareGPT files"),
+        (["data.chats=[nowhere.json]"], r"nowhere.json does not exist"),
+        (["data.texts=[x.txt]"], r"data.texts is .*x.txt.*a text makes no request"),
+        (["target.path=nowhere"], r"nowhere does not exist"),
+        (["data.max_length=1024"], r"data.max_length is 1024, the context of .* is 512 tokens"),
+        (["max_new_tokens=256"], r"max_new_tokens is 256, expected less than data.max_length \(256\)"),
+        (["max_new_tokens=0"], r"max_new_tokens is 0, expected 1 or more"),
+        (["batch_size=0"], r"batch_size is 0, expected 1 or more"),
+        (["samples=2", "temperature=0"], r"samples is 2, expected 1 where temperature is 0"),
+        (["on_length=stop"], r"on_length is stop, expected end, drop, go_on"),
+        (["temperature=-1"], r"temperature is -1"),
+        (["top_p=0"], r"top_p is 0"),
+        (["parallel=zero2", "parallel.processes=2"], r"parallel.kind is zero2, expected single or ddp"),
+        (
+            ["drafters=[prompt_lookup,lookahead]"],
+            r"drafters names 2 \(prompt_lookup, lookahead\), expected one at most",
+        ),
+        (["drafters=[nothing_such]"], r"neither a folder .* nor one of conf/drafter"),
+        (["drafters=[{use: prompt_lookup, schedule: pearl_virtual}]"], r"schedule=pearl_virtual, expected serial"),
+        (["data.template=nothing"], r"no chat is left.*unknown chat template 'nothing'"),
+        (["max_new_tokens=255"], r"no chat is left.*no room in the context"),
+    ],
+)
+def test_bad_input_is_named_and_takes_no_folder(overrides: list[str], message: str, home: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        run(configured(home / "target", home / "chats.jsonl", tmp_path / "run", *overrides))
+    assert not (tmp_path / "run" / "manifest.json").exists()
+    regenerated(
+        home / "target", home / "chats.jsonl", tmp_path / "run", "data.max_samples=1"
+    )  # the mended command runs
+
+
+def test_a_drafter_of_another_tokenizer_is_refused(home: Path, tmp_path: Path, chat24m: Path):
+    with pytest.raises(UserError, match="their tokenizers differ"):
+        run(configured(home / "target", home / "chats.jsonl", tmp_path / "run", f"drafters=[{chat24m}]"))
+    assert not (tmp_path / "run" / "manifest.json").exists()
+
+
+def test_a_file_of_broken_records_is_refused_with_their_places(home: Path, tmp_path: Path):
+    file = write_chats(tmp_path / "chats.jsonl", CHATS[:1], lines=("{broken",))
+    with pytest.raises(UserError, match=rf"1 skipped: no JSON \({file}:2\).*data.max_bad"):
+        run(configured(home / "target", file, tmp_path / "run"))
+
+
+# -------------------------------------------------------------------------------------------------------- a stage
+def ran(*arguments: str) -> str:
+    command = [sys.executable, "-m", "distill.train", *arguments]
+    end = subprocess.run(
+        command, cwd=CONF.parent, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert end.returncode == 0, end.stdout[-2000:] + end.stderr[-2000:]
+    return end.stdout
+
+
+@pytest.mark.long
+def test_an_experiment_trains_on_the_targets_own_answers(home: Path, tmp_path: Path):
+    toy = [
+        f"target.path={home / 'target'}",
+        "target.device=cpu",
+        f"data.chats=[{home / 'chats.jsonl'}]",
+        "data.max_length=320",
+        "loop.max_steps=2",
+        "loop.tokens_per_step=640",
+        "loop.micro_batch_tokens=640",
+        "loop.eval_every=0",
+        "held_out.max_prompts=2",
+        "held_out.max_new_tokens=8",
+        "loss.cache_mb=0",
+        "stages=[distill.regenerate,distill.train]",
+        f"output_dir={tmp_path / 'run'}",
+    ]
+    said = ran("+experiment=quickstart_regenerated", *toy, "dry_run=true")
+    assert "would ask 11 requests" in said and "chats.json is not there yet" in said
+    shutil.rmtree(tmp_path / "run")
+    ran("+experiment=quickstart_regenerated", *toy)
+    card = json.loads((tmp_path / "run" / "distill.train" / "drafter" / "drafter_card.json").read_text())
+    assert card["data"]["sources"] == [str(tmp_path / "run" / "distill.regenerate" / "chats.json")]

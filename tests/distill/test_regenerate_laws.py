@@ -1,0 +1,99 @@
+"""Every answer is the target's own: what decoding gives for the request alone, whatever drafts, and however requests are batched."""
+
+from pathlib import Path
+
+import pytest
+
+from decoding import generate, load
+from decoding.loop import Settings, decode
+from distill.answering import request_id
+from training.chat import render_prompt
+
+from .regenerating import CHATS, regenerated, with_stops, write_chats
+
+GREEDY, SAMPLED = ("temperature=0",), ("temperature=0.9", "top_k=40", "top_p=0.95")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    folder = tmp_path_factory.mktemp("regenerate")
+    with_stops(tiny_target, folder / "target", every=20)
+    write_chats(folder / "chats.jsonl")
+    return folder
+
+
+def run(home: Path, name: str, *overrides: str) -> bytes:
+    regenerated(home / "target", home / "chats.jsonl", home / name, *overrides)
+    return (home / name / "chats.json").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def greedy(home: Path) -> bytes:
+    return run(home, "greedy", *GREEDY)
+
+
+@pytest.fixture(scope="module")
+def sampled(home: Path) -> bytes:
+    return run(home, "sampled", *SAMPLED)
+
+
+@pytest.mark.parametrize("how", ["greedy", "sampled"])
+def test_an_answer_is_what_decoding_gives_for_the_request_alone(how: str, home: Path, request: pytest.FixtureRequest):
+    request.getfixturevalue(how)
+    records = regenerated(home / "target", home / "chats.jsonl", home / how, *(GREEDY if how == "greedy" else SAMPLED))
+    engine = load(home / "target", dtype="float64", max_length=256)
+    warpers = {} if how == "greedy" else {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
+    settings = Settings(16, verify="coupled", stop_token_ids=engine.stop_token_ids, **warpers)
+    finishes, number = set(), {chat["id"]: index for index, chat in enumerate(CHATS)}
+    for record in records:
+        history: list[dict[str, str]] = []
+        turn = 0
+        for said in record["conversations"]:
+            if said["from"] == "gpt":
+                ids, key = render_prompt(engine.tokenizer, history), request_id((number[record["id"]], 0, turn))
+                (alone,) = decode(engine.target, None, [ids], settings, request_ids=[key])
+                stopped = alone.finish == "stop"
+                text = engine.tokenizer.decode(alone.tokens[: -1 if stopped else None], skip_special_tokens=True)
+                assert (said["tokens"], said["finish"]) == (len(alone.tokens), alone.finish)
+                assert said["value"] == (text if stopped else text.rstrip("\ufffd"))
+                if how == "greedy":
+                    assert generate(engine, history, max_new_tokens=16).tokens == alone.tokens
+                finishes.add(alone.finish)
+                turn += 1
+            role = {"human": "user", "gpt": "assistant", "system": "system"}[said["from"]]
+            history.append({"role": role, "content": said["value"]})
+    assert finishes == {"stop", "length"}, "both ends are tested"
+
+
+@pytest.mark.parametrize("how", ["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("batch_size=1",),
+        ("batch_size=32",),
+        ("drafters=[prompt_lookup]",),
+        ("drafters=[TARGET]", "num_draft_tokens=3"),
+        ("drafters=[{use: chain_with_lookup, folder: TARGET, min_match: 2}]",),
+        ("drafters=[{use: multi_candidate, folder: TARGET, branching: [2, 1]}]", "batch_size=2"),
+    ],
+)
+def test_neither_batch_nor_drafter_changes_a_word(
+    how: str, overrides: tuple[str, ...], home: Path, tmp_path: Path, request: pytest.FixtureRequest
+):
+    given = [text.replace("TARGET", str(home / "target")) for text in overrides]
+    regenerated(home / "target", home / "chats.jsonl", tmp_path, *(GREEDY if how == "greedy" else SAMPLED), *given)
+    assert (tmp_path / "chats.json").read_bytes() == request.getfixturevalue(how)
+
+
+def test_another_seed_draws_other_answers_and_greedy_ones_stay(home: Path, greedy: bytes, sampled: bytes):
+    assert run(home, "other_seed", *SAMPLED, "seed=1") != sampled
+    assert run(home, "other_seed_greedy", *GREEDY, "seed=1") == greedy
+
+
+def test_samples_differ_and_the_first_is_that_of_one_sample(home: Path, sampled: bytes):
+    records = regenerated(home / "target", home / "chats.jsonl", home / "samples", *SAMPLED, "samples=2")
+    first, second = ({one["id"]: one["conversations"] for one in records if one["sample"] == s} for s in (0, 1))
+    alone = regenerated(home / "target", home / "chats.jsonl", home / "sampled", *SAMPLED)
+    assert first == {record["id"]: record["conversations"] for record in alone}
+    assert len(second) > 2
+    assert all(conversation != first.get(name) for name, conversation in second.items())

@@ -1,0 +1,181 @@
+"""A run that was interrupted anywhere, by kill -9 too, ends in the bytes of a straight one; ranks share a run, and a dead one is named."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from decoding.errors import UserError
+from distill.journal import Journal, read_journal
+from training.job import CONF
+
+from .regenerating import CHATS, arguments, configured, metrics, regenerated, run, with_stops, write_chats
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+MANY = [{**chat, "id": f"{chat['id']} {n}"} for n in range(8) for chat in CHATS]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    folder = tmp_path_factory.mktemp("regenerate_resume")
+    with_stops(tiny_target, folder / "target")
+    write_chats(folder / "chats.jsonl", MANY)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(home: Path) -> Path:
+    regenerated(home / "target", home / "chats.jsonl", home / "straight")
+    return home / "straight"
+
+
+def interrupted(straight: Path, folder: Path, size_bytes: int) -> Path:
+    """A copy of the straight run as a kill left it when its journal had so many bytes. Returns the journal."""
+    shutil.copytree(straight, folder)
+    (folder / "chats.json").unlink()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "finished": False}))
+    journal = folder / "answers" / "rank_0.jsonl"
+    os.truncate(journal, size_bytes)
+    return journal
+
+
+@pytest.mark.parametrize("share", [0.0, 0.031, 0.4, 0.77, 0.999, 1.0])
+def test_a_run_goes_on_from_any_byte_of_its_journal(
+    share: float, home: Path, straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    whole = (straight / "answers" / "rank_0.jsonl").read_bytes()
+    size = int(share * len(whole))
+    journal = interrupted(straight, tmp_path / "run", size)
+    kept = whole[: whole.rfind(b"\n", 0, size) + 1]
+    run(configured(home / "target", home / "chats.jsonl", tmp_path / "run"))
+    assert (tmp_path / "run" / "chats.json").read_bytes() == (straight / "chats.json").read_bytes()
+    assert journal.read_bytes().startswith(kept), "what was whole is not written again"
+    asked = [(line["chat"], line["sample"], line["turn"]) for line in read_journal(journal)]
+    assert len(asked) == len(set(asked)) == whole.count(b"\n")
+    assert ("is cut off" in capsys.readouterr().out) == (size > len(kept))
+
+
+def test_the_journal_is_what_is_gone_on_from(home: Path, straight: Path, tmp_path: Path):
+    """The control: an answer that was changed in the journal is in the result, and in what was asked after it."""
+    journal = interrupted(straight, tmp_path / "run", (straight / "answers" / "rank_0.jsonl").stat().st_size)
+    lines = read_journal(journal)
+    assert lines[0]["turn"] == 0
+    journal.write_text(json.dumps({**lines[0], "text": "something else"}) + "\n")
+    run(configured(home / "target", home / "chats.jsonl", tmp_path / "run"))
+    records = {record["id"]: record for record in json.loads((tmp_path / "run" / "chats.json").read_text())}
+    changed = records[MANY[lines[0]["chat"]]["id"]]["conversations"]
+    assert "something else" in [turn["value"] for turn in changed]
+
+
+def test_a_finished_run_is_passed_over_and_a_missing_artefact_made_again(
+    home: Path, straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    config = configured(home / "target", home / "chats.jsonl", folder)
+    run(config)
+    assert "finished before" in capsys.readouterr().out
+    (folder / "chats.json").unlink()
+    run(config)
+    assert (folder / "chats.json").read_bytes() == (straight / "chats.json").read_bytes()
+
+
+def test_another_configuration_or_input_is_refused(home: Path, straight: Path, tmp_path: Path):
+    chats = tmp_path / "chats.jsonl"
+    shutil.copy(home / "chats.jsonl", chats)
+    regenerated(home / "target", chats, tmp_path / "run", "data.max_samples=3")
+    with pytest.raises(UserError, match=r"belongs to another configuration; different: temperature"):
+        run(configured(home / "target", chats, tmp_path / "run", "data.max_samples=3", "temperature=0.5"))
+    manifest = tmp_path / "run" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "finished": False}))
+    write_chats(chats, MANY[1:])
+    with pytest.raises(UserError, match=r"chats.jsonl has changed since .* was begun with it"):
+        run(configured(home / "target", chats, tmp_path / "run", "data.max_samples=3"))
+
+
+def test_a_journal_cuts_a_torn_line_and_names_a_broken_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.append([{"a": 1}, {"a": "\u2028é"}])
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"a": 3')
+    assert read_journal(path) == [{"a": 1}, {"a": "\u2028é"}]
+    with Journal(path) as journal:
+        journal.append([{"a": 4}])
+    assert "half written (7 bytes) and is cut off" in capsys.readouterr().out
+    assert path.read_bytes() == whole + b'{"a": 4}\n'
+    path.write_bytes(b"\0\0\0\n" + whole)
+    with pytest.raises(UserError, match=r"journal.jsonl:1: no JSON, found .* take this line out"):
+        read_journal(path)
+    path.write_bytes(whole + b"\0\0\0\n")  # a power cut
+    assert len(read_journal(path)) == 2
+
+
+def started(home: Path, folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "distill.regenerate", *arguments(home / "target", home / "chats.jsonl", folder)]
+    return subprocess.Popen(
+        [*command, *overrides],
+        cwd=CONF.parent,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_answers(process: subprocess.Popen[str], journal: Path, count: int) -> None:
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if journal.is_file() and journal.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"ended with {process.poll()}: {process.communicate()}")
+
+
+def test_kill_9_in_the_middle_changes_nothing(home: Path, straight: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    journal = folder / "answers" / "rank_0.jsonl"
+    process = started(home, folder)
+    wait_for_answers(process, journal, 5)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    before = journal.read_bytes()
+    assert 5 <= before.count(b"\n") < len((straight / "answers" / "rank_0.jsonl").read_bytes().splitlines())
+    assert not (folder / "chats.json").exists()
+    run(configured(home / "target", home / "chats.jsonl", folder))
+    assert (folder / "chats.json").read_bytes() == (straight / "chats.json").read_bytes()
+    assert journal.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+
+
+@pytest.mark.long
+def test_two_ranks_share_a_run_and_end_in_the_same_bytes(home: Path, straight: Path, tmp_path: Path):
+    process = started(home, tmp_path, "parallel=ddp", "parallel.processes=2")
+    said, words = process.communicate(timeout=300)
+    assert process.returncode == 0, words
+    assert (tmp_path / "chats.json").read_bytes() == (straight / "chats.json").read_bytes()
+    counts = [len(read_journal(tmp_path / "answers" / f"rank_{rank}.jsonl")) for rank in (0, 1)]
+    assert min(counts) > 0 and sum(counts) == len(read_journal(straight / "answers" / "rank_0.jsonl"))
+    assert {**metrics(tmp_path), "tokens_per_second": 0} == {**metrics(straight), "tokens_per_second": 0}
+    assert said.count("chats:") >= 1
+
+
+@pytest.mark.long
+def test_a_dead_rank_is_named_and_one_process_ends_its_work(home: Path, straight: Path, tmp_path: Path):
+    process = started(home, tmp_path, "parallel=ddp", "parallel.processes=2")
+    wait_for_answers(process, tmp_path / "answers" / "rank_1.jsonl", 3)
+    (second,) = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1"]
+    second.kill()
+    _, words = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "rank 1 of 2 was ended by SIGKILL" in words
+    assert not (tmp_path / "chats.json").exists()
+    run(configured(home / "target", home / "chats.jsonl", tmp_path))
+    assert (tmp_path / "chats.json").read_bytes() == (straight / "chats.json").read_bytes()
