@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from decoding.folder import read_config
 from distill.config import PruneConfig, TrainConfig
-from distill.drafter_folder import write_card, write_untrained
+from distill.drafter_folder import write_card
 from distill.shapes import (
     bytes_a_step,
     forward_flops,
@@ -25,6 +25,7 @@ from distill.shapes import (
     target_widths,
 )
 from training.config import LoopConfig, ParallelConfig
+from training.drafter_folder import write_untrained
 from training.memory_plan import Shape, activation_bytes, bytes_per_rank
 from training.models import dtype_of, missing_of, random_model, target_config, target_is_here
 from training.paths import resolve

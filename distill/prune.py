@@ -18,8 +18,7 @@ from decoding.errors import UserError
 from decoding.folder import WEIGHTS, weight_files
 from distill.config import PruneConfig
 from distill.cut import cut_model, load_cut, refuse_other_shape, save_cut
-from distill.data import data_files, each_data, read_samples, sources
-from distill.drafter_folder import write_card, write_model
+from distill.drafter_folder import write_card
 from distill.dry_run import dry_prune
 from distill.masks import BETA, Masks
 from distill.prune_modes import MODES, Source, Workbench
@@ -27,7 +26,9 @@ from distill.shapes import bytes_a_step, millions, odd_widths, parameter_counts,
 from distill.student import chosen_layers
 from training.checkpoint import write_text
 from training.config import check_values, refuse_parallel
+from training.drafter_folder import write_model
 from training.job import job_main
+from training.job_data import data_files, each_data, read_samples, sources
 from training.launch import is_worker, launch, processes_wanted
 from training.models import dtype_of, folder_of, load_causal_lm, target_config
 from training.objectives import freeze

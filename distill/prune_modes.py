@@ -20,12 +20,12 @@ from distill import importance
 from distill.acceptance import HeldOutAcceptance
 from distill.config import PruneConfig
 from distill.cut import cut_model
-from distill.data import packed_data
 from distill.l0 import MaskedModel, masked
 from distill.layer_choice import candidates, removal_order
 from distill.masks import BETA, Masks
 from distill.shapes import forward_flops, parameter_counts, removal_flops
 from training.config import LoopConfig
+from training.job_data import packed_data
 from training.loop import Progress, fit
 from training.models import random_model
 from training.objectives import Distillation

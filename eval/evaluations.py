@@ -12,7 +12,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from decoding.errors import UserError
-from distill.drafter_folder import CARD
 from eval.drafters import describe
 from eval.records import Record, read_records
 from eval.rows import units_at
@@ -20,6 +19,7 @@ from eval.schema import Row, read_rows
 from eval.units import Unit
 from eval.words import main_rows
 from training.config import TargetConfig
+from training.drafter_folder import CARD
 
 JOB = "eval.run"
 FILES = ("config.yaml", "manifest.json", "results.jsonl", "records.jsonl")

@@ -24,7 +24,6 @@ from decoding.engine import encode, load
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from distill.config import ImportanceConfig, L0Config, PruneConfig
-from distill.drafter_folder import write_model
 from distill.dry_run import importance_flops
 from distill.prune import workbench
 from distill.prune_modes import MODES, Source
@@ -33,6 +32,7 @@ from scripts.bench.common import options, save
 from scripts.bench.mixing import paired
 from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig, TargetConfig
 from training.data import read_prompts
+from training.drafter_folder import write_model
 from training.models import target_config
 from training.paths import resolve
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from distill import corpus
+from training import corpus
 from training.config import DataConfig, LoopConfig
 from training.data import Chat, read_chats, read_texts
 from training.mixture import MixedData
