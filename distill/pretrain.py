@@ -13,7 +13,6 @@ from decoding.errors import UserError
 from decoding.folder import WEIGHTS
 from distill.config import PretrainConfig
 from distill.dry_run import print_cost
-from distill.shapes import millions
 from training.config import check_values
 from training.drafter_folder import write_model
 from training.job import job_main
@@ -28,6 +27,7 @@ from training.packing import PackedData, Sample, collate
 from training.parallel import Parallel
 from training.paths import resolve
 from training.run_folder import RunFolder
+from training.shapes import millions
 from training.tracker import Recording
 
 

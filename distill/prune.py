@@ -22,7 +22,7 @@ from distill.drafter_folder import write_card
 from distill.dry_run import dry_prune
 from distill.masks import BETA, Masks
 from distill.prune_modes import MODES, Source, Workbench
-from distill.shapes import bytes_a_step, millions, odd_widths, parameter_counts, refuse_wider, student_config
+from distill.shapes import odd_widths, refuse_wider, student_config
 from distill.student import chosen_layers
 from training.checkpoint import write_text
 from training.config import check_values, refuse_parallel
@@ -36,6 +36,7 @@ from training.packing import PackedData
 from training.parallel import Parallel
 from training.paths import resolve
 from training.run_folder import RunFolder, hash_input
+from training.shapes import bytes_a_step, millions, parameter_counts
 
 CHOICES = ("probe", "even", "influence", "greedy", "contiguous")
 MASKS = "masks.safetensors"

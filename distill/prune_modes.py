@@ -23,7 +23,7 @@ from distill.cut import cut_model
 from distill.l0 import MaskedModel, masked
 from distill.layer_choice import candidates, removal_order
 from distill.masks import BETA, Masks
-from distill.shapes import forward_flops, parameter_counts, removal_flops
+from distill.shapes import removal_flops
 from training.config import LoopConfig
 from training.job_data import packed_data
 from training.loop import Progress, fit
@@ -32,6 +32,7 @@ from training.objectives import Distillation
 from training.packing import Batch, PackedData, Sample, collate
 from training.parallel import Parallel
 from training.run_folder import hash_input
+from training.shapes import forward_flops, parameter_counts
 from training.tracker import Tracker
 
 LEAST_ROWS = 16  # of calibration text: below, a score is the luck of a few documents

@@ -27,7 +27,7 @@ from distill.config import ImportanceConfig, L0Config, PruneConfig
 from distill.dry_run import importance_flops
 from distill.prune import workbench
 from distill.prune_modes import MODES, Source
-from distill.shapes import parameter_counts, student_config
+from distill.shapes import student_config
 from scripts.bench.common import options, save
 from scripts.bench.mixing import paired
 from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig, TargetConfig
@@ -35,6 +35,7 @@ from training.data import read_prompts
 from training.drafter_folder import write_model
 from training.models import target_config
 from training.paths import resolve
+from training.shapes import parameter_counts
 
 SIDES = {
     "importance": "importance",
