@@ -86,7 +86,7 @@ def check_shape(shape: HeadShapeConfig, config: HeadConfig) -> None:
 
 
 def build_head(
-    shape: HeadShapeConfig, config: HeadConfig, lm_head_VH: Tensor, samples: Sequence[Sample]
+    shape: HeadShapeConfig, config: HeadConfig, lm_head_VH: Tensor, samples: Sequence[Sample], show: bool = True
 ) -> RecurrentHead:
     """The head in float32, to be trained; its weights by torch's random numbers. samples: whose answers the shortlist is counted in."""
     if shape.path:

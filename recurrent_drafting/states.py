@@ -70,6 +70,7 @@ class TargetStates:
         """The hidden states at where.kept_P, [P, H], by a forward."""
         return hidden_states(self.target, batch).flatten(0, 1)[where.kept_P]
 
+    @torch.no_grad()
     def __call__(self, batch: Batch, where: Positions) -> Tensor:
         """The same for training data: from the store where they are kept, and kept there."""
         if self.store is None:

@@ -116,7 +116,7 @@ def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:
     now = hash_input(target_folder)
     if now != before:
         raise UserError(
-            f"{run_folder.path} was begun with another target: {target_folder} had the hash {before[:12]}, it has {now[:12]} now, and a head is of use "
+            f"{run_folder.path} was begun with another target: {target_folder} had the hash {before[:12]} and has {now[:12]} now, and a head is "
             "to its own target alone. Give another output_dir=, or delete the folder to start over"
         )
 

@@ -22,8 +22,10 @@ import distill.skip_search
 import distill.train
 import eval.compare
 import eval.run
+import recurrent_drafting.train
 from distill.config import CompactConfig, PretrainConfig, PruneConfig, QualityConfig, SkipSearchConfig, TrainConfig
 from eval.config import CompareConfig, EvalConfig
+from recurrent_drafting.config import HeadTrainConfig
 from training.config import JobConfig, typed
 from training.job import CONF, check_arguments, register
 
@@ -38,6 +40,7 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.train": TrainConfig,
     "eval.compare": CompareConfig,
     "eval.run": EvalConfig,
+    "recurrent_drafting.train": HeadTrainConfig,
 }
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "distill.compact": distill.compact.run,
@@ -48,6 +51,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "distill.train": distill.train.run,
     "eval.compare": eval.compare.run,
     "eval.run": eval.run.run,
+    "recurrent_drafting.train": recurrent_drafting.train.run,
 }
 TOY_LOOP = "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 loop.eval_every=0 data.max_samples=20"
 # What makes a job small. `stages=[]`: the quickstart's stages together are what .ci/run runs.
@@ -61,6 +65,7 @@ TOY = {
     "distill.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4",
     "eval.compare": "dry_run=true",
     "eval.run": "max_prompts=4 sweep=[1,2] sweep_prompts=2 max_new_tokens=8 bootstrap_resamples=50 timing_repeats=2",
+    "recurrent_drafting.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4",
 }
 
 
@@ -73,7 +78,7 @@ def commands() -> list[str]:
 def test_the_readme_names_every_job():
     named = {command.split()[0] for command in commands()}
     assert named == set(SCHEMAS)
-    assert {path.stem.replace("_", ".", 1) for path in CONF.glob("*_*.yaml")} == set(SCHEMAS)
+    assert {path.stem for path in CONF.glob("*_*.yaml")} == {job.replace(".", "_") for job in SCHEMAS}
 
 
 def parts(command: str) -> tuple[str, list[str]]:

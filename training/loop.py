@@ -190,11 +190,8 @@ def _backward(
         optimizer.collect()
         totals += torch.cat([loss_sum.detach().double().reshape(1), metric_sums.double()])
     loss, *metrics = (parallel.sum(totals) / count).tolist()
-    return (
-        loss,
-        dict(zip(names, metrics, strict=True)),
-        sum(len(data.samples[index].ids) for row in rows for index in row),
-    )
+    tokens = sum(len(data.samples[index].ids) for row in rows for index in row)
+    return loss, dict(zip(names, metrics, strict=True)), tokens
 
 
 def _due(step: int, every: int, total: int) -> bool:

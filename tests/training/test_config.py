@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from decoding.errors import UserError
 from distill.config import CompactConfig, PretrainConfig, PruneConfig, QualityConfig, TrainConfig
 from eval.config import CompareConfig, EvalConfig
+from recurrent_drafting.config import HeadTrainConfig
 from training.config import JobConfig, plain, typed, valid_keys
 from training.help import field_docs, print_help
 from training.job import CONF, _guarded, check_arguments, register, run_typed
@@ -21,6 +22,7 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.train": TrainConfig,
     "eval.compare": CompareConfig,
     "eval.run": EvalConfig,
+    "recurrent_drafting.train": HeadTrainConfig,
 }
 
 
@@ -163,7 +165,17 @@ def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "schema", [TrainConfig, PretrainConfig, PruneConfig, QualityConfig, CompactConfig, EvalConfig, CompareConfig]
+    "schema",
+    [
+        TrainConfig,
+        PretrainConfig,
+        PruneConfig,
+        QualityConfig,
+        CompactConfig,
+        EvalConfig,
+        CompareConfig,
+        HeadTrainConfig,
+    ],
 )
 def test_every_setting_has_a_line_in_the_help(schema: type[JobConfig]):
     docs = field_docs(schema)
