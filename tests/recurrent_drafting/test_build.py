@@ -108,10 +108,9 @@ def test_a_head_goes_on_from_its_folder_with_its_own_shape(tmp_path: Path):
 @pytest.mark.parametrize(("name", "size"), [("hidden_size", 24), ("vocab_size", 67)])
 def test_a_head_of_a_target_of_other_sizes_is_refused(name: str, size: int, tmp_path: Path):
     save_head(tiny.head(dtype=torch.float32), tmp_path)
-    other = AutoConfig.for_model("llama", **({"hidden_size": H, "vocab_size": V} | {name: size}))
-    with pytest.raises(
-        UserError, match=f"the head has {name} {dict(hidden_size=H, vocab_size=V)[name]}, the target {size}"
-    ):
+    sizes = {"hidden_size": H, "vocab_size": V}
+    other = AutoConfig.for_model("llama", **(sizes | {name: size}))
+    with pytest.raises(UserError, match=f"the head has {name} {sizes[name]}, the target {size}"):
         head_config(HeadShapeConfig(path=str(tmp_path)), other)
 
 
