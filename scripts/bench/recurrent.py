@@ -1,6 +1,7 @@
 """The recurrent drafter in numbers, part by part.
 
-    python scripts/bench/recurrent.py part=training target=$SHALLOW_DRAFT_DATA/models/chat24m chats=[$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json]
+    python scripts/bench/recurrent.py part=training target=$SHALLOW_DRAFT_DATA/models/chat24m \
+        "chats=[$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json]"
 
 training: supervised tokens a second and peak memory of a step, ours against the published recipe (scripts/bench/recurrent_training.py), padded to
 its fixed length and to the longest row of each batch; same target, head, chats, loss and precision, the sides in turns.

@@ -1,6 +1,6 @@
 """Part `training` of scripts/bench/recurrent.py: the published recipe, written out, against our job's step.
 
-The published recipe (apple/ml-recurrent-drafter, recurrent_drafting/train and cmd/train.py at bd8586b), as it computes and not as it is written: every
+The published recipe (apple/ml-recurrent-drafter, train/ and cmd/train.py at bd8586b), as it computes and not as it is written: every
 chat padded; embeddings rolled left once a head; all heads' logits of all positions as a list, stacked, and copied to float32 (accelerate widens a
 model's outputs); the sum over heads of the mean cross-entropy on shifted contiguous copies; per head and k = 1 .. 5 a top-k of its own over the
 whole vocabulary; every figure fetched from the device at once; float32 weights under bfloat16 autocast, torch's AdamW, the norm clipped at 1.
