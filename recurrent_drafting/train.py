@@ -73,7 +73,7 @@ def run(config: HeadTrainConfig) -> Path:
 def check(config: HeadTrainConfig, shape: HeadConfig) -> None:
     """Raise UserError for values that would fail, or mislead, only after the models are loaded."""
     check_target(config.target, config.parallel)
-    check_mixture(config.data, ("acceptance",))
+    check_mixture(config.data, ())
     check_shape(config.head, shape)
     if config.loss.name not in LOSSES:
         raise UserError(f"loss.name is '{config.loss.name}'; expected one of {', '.join(LOSSES)}")
