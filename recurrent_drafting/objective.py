@@ -78,13 +78,13 @@ def predictions(head: RecurrentHead, states: TargetStates, hidden_PH: Tensor, wh
     context = head.context(hidden_PH[where.drafts_M])
     state_MH = head.start(states.embed(where.tokens_MK[:, 0]))
     drafts = where.draft_N.split(where.counts_K)
-    reached = [state_MH[drafts[0]]]
+    reached = [state_MH.index_select(0, drafts[0])]
     for number in range(1, len(drafts)):
         tokens_M = where.tokens_MK[:, number]
         if where.asks_own:
             tokens_M = torch.where(where.own_M, likeliest(head, context, state_MH), tokens_M)
         state_MH = head.advance(state_MH, states.embed(tokens_M))
-        reached.append(state_MH[drafts[number]])
+        reached.append(state_MH.index_select(0, drafts[number]))
     return head.features(context.select(where.draft_N), torch.cat(reached))
 
 
