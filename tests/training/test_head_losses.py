@@ -108,7 +108,7 @@ def test_no_rows_give_zeros_and_gradients_of_zero():
     empty = torch.zeros(0, dtype=torch.long)
     loss, sums = chunked_by_head(features, weight, cross_entropy_rows, lambda a, b: empty[a:b], empty, K)
     loss.backward()
-    assert (float(loss), sums.tolist()) == (0.0, [0.0] * 2 * K)
+    assert (loss.item(), sums.tolist()) == (0.0, [0.0] * 2 * K)
     assert weight.grad is not None and not weight.grad.any()
     assert chunked_argmax(features, weight).tolist() == []
 
