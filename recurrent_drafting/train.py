@@ -54,7 +54,7 @@ def run(config: HeadTrainConfig) -> Path:
     if run_folder.finished(folder / "config.json", folder / WEIGHTS):
         print(f"finished before: {folder}")
         return folder
-    inputs = input_paths(config, target_folder)
+    inputs = [target_folder] if config.dry_run else input_paths(config, target_folder)
     if config.dry_run:
         run_folder.write_manifest(inputs, {}, finished=False)
         return dry_run(config, shape, target, target_folder, folder, run_folder.was_dry)
@@ -117,7 +117,7 @@ def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:
     if now != before:
         raise UserError(
             f"{run_folder.path} was begun with another target: {target_folder} had the hash {before[:12]} and has {now[:12]} now, and a head is "
-            "to its own target alone. Give another output_dir=, or delete the folder to start over"
+            "of use to its own target alone. Give another output_dir=, or delete the folder to start over"
         )
 
 

@@ -230,7 +230,9 @@ def test_alpaca_evals_form_serves_as_evaluation_set(tiny_target: Path, tmp_path:
 def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Path):
     short = [{"conversations": [{"from": "human", "value": "x " * 300}, {"from": "gpt", "value": "y"}]}]
     (tmp_path / "chats.json").write_text(json.dumps(short * 3))
-    with pytest.raises(UserError, match="supervised"):
+    with pytest.raises(
+        UserError, match="the train split is empty: zero supervised tokens in 3 texts and chats of data"
+    ):
         run(configured(tiny_target, tmp_path / "run", f"data.chats=[{tmp_path / 'chats.json'}]"))
 
 
