@@ -35,6 +35,8 @@ def judged(loss: HeadLossConfig) -> bool:
 class HeadTraining(Constant):
     """Loss of the head over all its predictions in a batch."""
 
+    indices_V: Tensor | None
+
     def __init__(self, head: RecurrentHead, states: TargetStates, loss: HeadLossConfig) -> None:
         super().__init__()
         self.head, self.states, self.loss = head, states, loss

@@ -46,10 +46,10 @@ def positions(batch: Batch, heads: int, judged: bool, own_tokens: float = 0.0, s
     documents_RT, supervised_RT = batch.host_documents_RT, batch.host_supervised_RT
     rows, length = documents_RT.shape
     predicts_KRT = np.zeros((heads, rows, length), dtype=bool)
-    for head in range(min(heads, length - 1)):
-        ahead = head + 1
+    for number in range(min(heads, length - 1)):
+        ahead = number + 1
         within = documents_RT[:, :-ahead] == documents_RT[:, ahead:]
-        predicts_KRT[head, :, :-ahead] = supervised_RT[:, ahead:] & within
+        predicts_KRT[number, :, :-ahead] = supervised_RT[:, ahead:] & within
     predicts_KF = predicts_KRT.reshape(heads, rows * length)
     drafts = np.flatnonzero(predicts_KF.any(axis=0))
     head, draft = np.nonzero(predicts_KF[:, drafts])
