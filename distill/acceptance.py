@@ -8,74 +8,16 @@ Shapes: N answer tokens, V vocabulary, C tokens of a chunk.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.engine import stop_tokens
-from decoding.errors import UserError
-from decoding.loop import Settings, decode
-from decoding.target import load_target
-from distill.config import HeldOutConfig
-from training.chat import render_prompt
-from training.config import DataConfig, TargetConfig
-from training.data import read_prompts
 from training.objectives import hidden_states
 from training.packing import Sample, best_fit, collate
-from training.paths import resolve
 
 _CHUNK = 1024
-_BATCH = 16
-
-
-class Asks(Protocol):
-    """A job that has the target answer held-out prompts."""
-
-    target: TargetConfig
-    data: DataConfig
-    held_out: HeldOutConfig
-    seed: int
-
-
-def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sample]:
-    """The target's answers to the held-out prompts as samples whose answer tokens are supervised; prompts that do not fit are left out."""
-    chosen = config.held_out
-    room = config.data.max_length - chosen.max_new_tokens
-    if chosen.prompts.startswith("embedded:") and not config.target.path.startswith("embedded:"):
-        print(
-            f"warning: held-out prompts are {chosen.prompts} (Python functions); for your target give held_out.prompts=FILE of its own kind"
-        )
-    questions = ([{"role": "user", "content": prompt.turns[0]}] for prompt in read_prompts(resolve(chosen.prompts)))
-    rendered = (render_prompt(tokenizer, question, template=config.data.template) for question in questions)
-    prompts = [ids for ids in rendered if len(ids) <= room][: chosen.max_prompts]
-    if not prompts:
-        raise UserError(
-            f"no prompt of {chosen.prompts} fits into {room} tokens (data.max_length {config.data.max_length} less held_out.max_new_tokens "
-            f"{chosen.max_new_tokens}): raise data.max_length or lower held_out.max_new_tokens"
-        )
-    target = load_target(
-        target_folder,
-        backend=config.target.backend,
-        dtype=config.target.dtype,
-        device=config.target.device,
-        max_length=config.data.max_length,
-        parallel=config.target.parallel,
-        processes=config.target.processes,
-    )
-    stops = stop_tokens(target_folder, tokenizer)
-    settings = Settings(chosen.max_new_tokens, chosen.temperature, seed=config.seed, stop_token_ids=stops)
-    samples = []
-    for start in range(0, len(prompts), _BATCH):
-        part = prompts[start : start + _BATCH]
-        for ids, answer in zip(part, decode(target, None, part, settings), strict=True):
-            mask = np.zeros(len(ids) + len(answer.tokens), dtype=bool)
-            mask[len(ids) :] = True
-            samples.append(Sample(np.asarray(ids + answer.tokens, dtype=np.int32), mask))
-    return samples
 
 
 @dataclass

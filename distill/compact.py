@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS, load_state, read_config, weight_files
 from distill.config import CompactConfig
-from distill.drafter_folder import write_model
+from training.drafter_folder import write_model
 from training.job import job_main
 from training.models import dtype_of
 from training.optimizer import count_parameters

@@ -7,6 +7,7 @@ from omegaconf import MISSING
 
 from training.config import (
     DataConfig,
+    HeldOutConfig,
     JobConfig,
     LoopConfig,
     ParallelConfig,
@@ -23,16 +24,6 @@ class LossConfig:
     name: str = "forward_kl"  # forward_kl: KL(teacher || student) | cross_entropy: the text alone
     temperature: float = 1.0  # divides both sides' logits
     cache_mb: int = 0  # memory for the teacher's hidden states, so that later epochs skip its forward
-
-
-@dataclass
-class HeldOutConfig:
-    """Prompts on which checkpoints are compared: the target answers them once, the student is scored on those answers."""
-
-    prompts: str = "embedded:held_out_chats"  # evaluation JSONL or ShareGPT file that is never trained on
-    max_prompts: int = 48  # prompts used
-    max_new_tokens: int = 96  # length of the target's answer
-    temperature: float = 1.0  # temperature at which the target answers and acceptance is counted
 
 
 @dataclass

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decoding.errors import UserError
-from distill.shapes import target_widths
 from training.checkpoint import disk_error
 from training.models import random_model
+from training.shapes import target_widths
 from training.sharding import Wholes
 
 FORM = 1  # of a cut's file

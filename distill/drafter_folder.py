@@ -1,99 +1,12 @@
-"""A drafter folder that is complete and servable: weights, configuration, the target's tokenizer files, card, README, launch lines."""
+"""The folder of a distilled student: its card, its README, and launch lines for the engines that load it."""
 
 import json
-import math
-import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from transformers import GenerationConfig
-
-from decoding.folder import WEIGHTS, read_json
-from training.checkpoint import disk_error, write_text
-from training.run_folder import git_revision, hash_input, versions
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
-CARD = "drafter_card.json"
-_SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-
-
-def write_model(
-    model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype, draft_tokens: int | None = None
-) -> None:
-    """Weights (safetensors), configuration, generation settings and the tokenizer files of `tokenizer_folder`, copied byte for byte.
-
-    draft_tokens: pins assisted generation to a constant draft length, as a drafter's folder does. Raises UserError when a write fails.
-    """
-    stored = model.to(dtype)
-    stored.config.dtype = dtype
-    stored.generation_config = _generation_config(stored.config, draft_tokens)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        stored.save_pretrained(folder)
-        _copy_tokenizer(tokenizer_folder, folder)
-    except (OSError, SafetensorError) as error:
-        raise disk_error(folder, error) from error
-
-
-def write_untrained(model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype, draft_tokens: int) -> None:
-    """What `write_model` writes, with every weight zero in a sparse file, from a model whose tensors are on the meta device."""
-    config = model.config
-    config.dtype, config.architectures = dtype, [type(model).__name__]
-    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        del shapes["lm_head.weight"]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        config.save_pretrained(folder)
-        _generation_config(config, draft_tokens).save_pretrained(folder)
-        _write_zeros(folder / WEIGHTS, shapes, dtype)
-        _copy_tokenizer(tokenizer_folder, folder)
-    except OSError as error:
-        raise disk_error(folder, error) from error
-
-
-def _write_zeros(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype) -> None:
-    """A safetensors file of zeros: the header is written, the rest is a hole that takes no room on the disk."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file() and source.resolve() != folder.resolve():
-            shutil.copyfile(source / name, folder / name)
-
-
-def _generation_config(config: Any, draft_tokens: int | None) -> GenerationConfig:
-    assisted = {} if draft_tokens is None else _assistant_settings(draft_tokens)
-    special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return GenerationConfig(**special, **assisted)
-
-
-def _assistant_settings(draft_tokens: int) -> dict[str, Any]:
-    return {
-        "num_assistant_tokens": draft_tokens,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    }
+from decoding.folder import read_json
+from training import drafter_folder
+from training.drafter_folder import CARD, figures_on_card
 
 
 def pruning_on_card(folder: Path) -> dict[str, Any] | None:
@@ -130,23 +43,15 @@ def write_card(
             "vocab_size",
         )
     }
-    card = {
-        "name": name,
-        "target": target,
-        "target_hash": hash_input(target_folder),
-        "drafter_hash": hash_input(folder),
+    about = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "shape": shape,
         "data": data,
         "loss": loss,
         "acceptance": acceptance,
         "pruning": pruning,
-        "cost_ratio": None,  # eval.run measures it on the machine that will serve
-        "git_revision": git_revision(),
-        "versions": versions(),
     }
-    write_text(folder / CARD, json.dumps(card, indent=1))
-    write_text(folder / "README.md", readme(card))
+    drafter_folder.write_card(folder, name, target, target_folder, about, readme)
 
 
 def launch_lines(target: str, drafter: str, draft_tokens: int) -> dict[str, str]:
@@ -172,9 +77,6 @@ def readme(card: dict[str, Any]) -> str:
     lines = "\n\n".join(
         f"**{engine}**\n\n```\n{line}\n```" for engine, line in launch_lines(card["target"], ".", 4).items()
     )
-    acceptance = ", ".join(
-        f"{key.replace('_', ' ')} {value:.3f}" for key, value in card["acceptance"].items() if isinstance(value, float)
-    )
     shape = card["shape"]
     layers = "1 layer" if shape["num_hidden_layers"] == 1 else f"{shape['num_hidden_layers']} layers"
     return f"""---
@@ -185,7 +87,7 @@ tags: [speculative-decoding, drafter]
 # {card["name"]}
 
 A drafter for `{card["target"]}`: {layers}, width {shape["hidden_size"]}, {card["parameters"] / 1e6:.1f} M parameters,
-distilled with {card["loss"].get("name", "no loss")}. Held-out: {acceptance or "not measured"}.
+distilled with {card["loss"].get("name", "no loss")}. Held-out: {figures_on_card(card)}.
 It only proposes tokens; the target decides every one of them, so the output is the target's own.
 
 {lines}

@@ -13,23 +13,15 @@ from transformers import AutoConfig
 
 from decoding.folder import read_config
 from distill.config import PruneConfig, TrainConfig
-from distill.drafter_folder import write_card, write_untrained
-from distill.shapes import (
-    bytes_a_step,
-    forward_flops,
-    layers_of,
-    millions,
-    odd_widths,
-    parameter_counts,
-    removal_flops,
-    student_config,
-    target_widths,
-)
+from distill.drafter_folder import write_card
+from distill.shapes import odd_widths, removal_flops, student_config
 from training.config import LoopConfig, ParallelConfig
+from training.drafter_folder import write_untrained
 from training.memory_plan import Shape, activation_bytes, bytes_per_rank
 from training.models import dtype_of, missing_of, random_model, target_config, target_is_here
 from training.paths import resolve
 from training.ranks import ZERO
+from training.shapes import bytes_a_step, forward_flops, layers_of, millions, parameter_counts, target_widths
 
 
 def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: bool) -> Path:

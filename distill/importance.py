@@ -25,11 +25,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distill.cut import Cut
-from distill.shapes import target_widths
 from training.checkpoint import disk_error, write_text
 from training.objectives import hidden_states
 from training.packing import Batch
 from training.progress import ProgressBar
+from training.shapes import target_widths
 
 
 @dataclass

@@ -24,7 +24,7 @@ from training.packing import Batch
 class MaskedModel(nn.Module):
     """Cross-entropy under sampled masks, and the Lagrangian of their constraint: the objective of mode=l0."""
 
-    metric_name = "accuracy"
+    metric_names = ("accuracy",)
 
     def __init__(
         self, model: Any, masks: Masks, warmup_share: float, mask_lr: float, lr: float, train_weights: bool

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from decoding.errors import UserError
 from distill.cut import Cut
-from distill.shapes import target_widths
+from training.shapes import target_widths
 
 BETA = {"code": 2 / 3, "paper": 0.83}  # of the published code, and of the paper's appendix
 LOW, HIGH = -0.1, 1.1  # what the sigmoid is stretched to before it is clamped to [0, 1]

@@ -12,12 +12,11 @@ from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS
 from distill.config import PretrainConfig
-from distill.data import data_files, held_out_domains, read_samples, training_data
-from distill.drafter_folder import write_model
 from distill.dry_run import print_cost
-from distill.shapes import millions
 from training.config import check_values
+from training.drafter_folder import write_model
 from training.job import job_main
+from training.job_data import data_files, held_out_domains, read_samples, training_data
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import fit, total_steps
 from training.mixture import check_mixture
@@ -28,6 +27,7 @@ from training.packing import PackedData, Sample, collate
 from training.parallel import Parallel
 from training.paths import resolve
 from training.run_folder import RunFolder
+from training.shapes import millions
 from training.tracker import Recording
 
 

@@ -18,24 +18,17 @@ from decoding.errors import UserError
 from decoding.folder import WEIGHTS, weight_files
 from distill.config import PruneConfig
 from distill.cut import cut_model, load_cut, refuse_other_shape, save_cut
-from distill.data import data_files, held_out_domains, read_samples, sources, training_texts
-from distill.drafter_folder import write_card, write_model
+from distill.drafter_folder import write_card
 from distill.dry_run import dry_prune
 from distill.masks import BETA, Masks
 from distill.prune_modes import MODES, Source, Workbench, read_source
-from distill.shapes import (
-    bytes_a_step,
-    layers_of,
-    millions,
-    odd_widths,
-    parameter_counts,
-    refuse_wider,
-    student_config,
-)
+from distill.shapes import odd_widths, refuse_wider, student_config
 from distill.student import chosen_layers
 from training.checkpoint import write_text
 from training.config import DataConfig, check_values, refuse_parallel
+from training.drafter_folder import write_model
 from training.job import job_main
+from training.job_data import data_files, held_out_domains, read_samples, sources, training_texts
 from training.launch import is_worker, launch, processes_wanted
 from training.mixture import check_mixture
 from training.models import dtype_of, folder_of, load_causal_lm, target_config
@@ -43,6 +36,7 @@ from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
 from training.run_folder import RunFolder, hash_input
+from training.shapes import bytes_a_step, layers_of, millions, parameter_counts
 
 CHOICES = ("probe", "even", "influence", "greedy", "contiguous")
 MASKS = "masks.safetensors"

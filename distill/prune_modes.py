@@ -20,18 +20,19 @@ from distill import importance
 from distill.acceptance import HeldOutAcceptance
 from distill.config import PruneConfig
 from distill.cut import cut_model
-from distill.data import row_data, rows_of_step
 from distill.l0 import MaskedModel, masked
 from distill.layer_choice import candidates, removal_order
 from distill.masks import BETA, Masks
-from distill.shapes import forward_flops, parameter_counts, removal_flops
+from distill.shapes import removal_flops
 from training.config import LoopConfig
+from training.job_data import row_data, rows_of_step
 from training.loop import Progress, fit
 from training.models import dtype_of, load_causal_lm, random_model
 from training.objectives import Distillation, freeze
 from training.packing import Batch, PackedData, Sample, collate
 from training.parallel import Parallel
 from training.run_folder import hash_input
+from training.shapes import forward_flops, parameter_counts
 from training.tracker import Tracker
 
 LEAST_ROWS = 16  # of calibration text: below, a score is the luck of a few documents

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from decoding.loop import Settings, decode
 from decoding.target import load_target
-from distill import corpus
 from distill.config import QualityConfig
+from training import corpus
 from training.chat import render_prompt
 from training.checkpoint import write_text
 from training.data import read_prompts

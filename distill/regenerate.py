@@ -18,7 +18,6 @@ from decoding.sampling import Warper
 from decoding.target import BACKENDS
 from distill.answering import Answering, Local, Request, drafter_mapping
 from distill.config import RegenerateConfig
-from distill.data import data_files, split_chats
 from distill.dialogues import FULL, ON_LENGTH, Account, Answer, Dialogue, Key, Rules, dialogues_of
 from distill.journal import Journal, read_journal
 from distill.regenerated import FILE, Regenerated, broken, chats_text, figures, gather, show
@@ -28,6 +27,7 @@ from training.checkpoint import write_text
 from training.config import refuse_parallel
 from training.counts import Counts
 from training.job import job_main
+from training.job_data import data_files, split_chats
 from training.launch import is_worker, launch, processes_wanted
 from training.models import dtype_of, folder_of, target_config, target_is_here
 from training.paths import resolve

@@ -22,10 +22,10 @@ from decoding.native import NativeTarget, Skips
 from decoding.self_speculation import FILE, write_skips
 from decoding.target import load_target
 from decoding.timing import time_parts
-from distill.acceptance import target_answers
 from distill.config import SkipSearchConfig
 from training.checkpoint import write_text
 from training.config import refuse_parallel
+from training.held_out import target_answers
 from training.job import job_main
 from training.packing import Sample
 from training.paths import resolve

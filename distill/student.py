@@ -7,10 +7,11 @@ import torch
 from decoding.errors import UserError
 from decoding.folder import read_config
 from distill.cut import Cut, cut_model, whole
-from distill.shapes import WIDTHS, student_config, target_widths
+from distill.shapes import student_config
 from training.config import StudentConfig
 from training.models import load_causal_lm, random_model
 from training.paths import resolve
+from training.shapes import WIDTHS, target_widths
 
 INITS = ("layers", "folder", "random")
 

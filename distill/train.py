@@ -9,19 +9,20 @@ from transformers import AutoConfig
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS, weight_files
-from decoding.target import BACKENDS
-from distill.acceptance import HeldOutAcceptance, HeldOutMixture, target_answers
+from distill.acceptance import HeldOutAcceptance, HeldOutMixture
 from distill.config import TrainConfig
-from distill.data import data_files, held_out_domains, sources, training_data
-from distill.drafter_folder import pruning_on_card, write_card, write_model
+from distill.drafter_folder import pruning_on_card, write_card
 from distill.dry_run import dry_run
 from distill.student import build_student
-from training.config import check_values, plain, refuse_parallel
+from training.config import check_values, plain
+from training.drafter_folder import write_model
+from training.held_out import target_answers
 from training.job import job_main
+from training.job_data import data_files, held_out_domains, sources, training_data
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit, total_steps
 from training.mixture import check_mixture
-from training.models import dtype_of, folder_of, load_causal_lm, target_config
+from training.models import check_context, check_target, dtype_of, folder_of, load_causal_lm, target_config
 from training.objectives import Distillation, LanguageModelling, freeze
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
@@ -48,7 +49,7 @@ def run(config: TrainConfig) -> Path:
         run_folder.write_manifest(inputs, {}, finished=False)
         return dry_run(config, target_folder, folder, run_folder.was_dry)
     weight_files(target_folder)
-    check_context(config, target_folder)
+    check_context(config.target, config.data, target_folder)
     processes = processes_wanted(config.parallel)
     if processes > 1 and not is_worker():
         launch(config.job, run_folder.path / "config.yaml", processes)
@@ -59,12 +60,7 @@ def run(config: TrainConfig) -> Path:
 
 def check(config: TrainConfig) -> None:
     """Raise UserError for values that would fail, or mislead, only after the models are loaded."""
-    dtype_of(config.target.dtype)
-    if config.target.backend not in BACKENDS:
-        raise UserError(f"target.backend is '{config.target.backend}'; expected one of {', '.join(BACKENDS)}")
-    # A target too large for one card is trained with in shares, and answers the held-out prompts over several cards.
-    if config.parallel.kind not in SHARDED_WEIGHTS:
-        refuse_parallel(config.target)
+    check_target(config.target, config.parallel)
     if config.loss.cache_mb and config.parallel.kind in SHARDED_WEIGHTS:
         raise UserError(
             f"loss.cache_mb is {config.loss.cache_mb} with parallel.kind={config.parallel.kind}, expected 0: a target in shares is read by all "
@@ -125,15 +121,6 @@ def make_held_out(
     if not domains:
         return scored(answers)
     return HeldOutMixture(scored(answers), {name: scored(samples) for name, samples in domains.items()})
-
-
-def check_context(config: TrainConfig, target_folder: Path) -> None:
-    """Raise UserError when a row of training tokens is longer than the target's context."""
-    context = config.target.max_length or AutoConfig.from_pretrained(target_folder).max_position_embeddings
-    if config.data.max_length > context:
-        raise UserError(
-            f"data.max_length is {config.data.max_length}, the context of {target_folder} is {context} tokens: lower data.max_length"
-        )
 
 
 def make_objective(config: TrainConfig, student: Any, teacher: Any) -> Distillation | LanguageModelling:

@@ -12,13 +12,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from decoding.errors import UserError
-from distill.drafter_folder import CARD
 from eval.records import Record, read_records
 from eval.rows import units_at
 from eval.schema import Row, read_rows
 from eval.units import Unit
 from eval.words import main_rows
 from training.config import TargetConfig
+from training.drafter_folder import CARD
 from training.drafters import describe
 from training.heads import head_of
 

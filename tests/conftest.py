@@ -76,8 +76,8 @@ def embedded_target() -> Path:
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory, embedded_target: Path) -> Path:
     """A model folder with random weights: 4 layers, width 32, the embedded target's tokenizer and chat template."""
-    from distill.drafter_folder import write_model
     from training.config import StudentConfig
+    from training.drafter_folder import write_model
     from training.models import build_llama
 
     shape = StudentConfig(

@@ -24,8 +24,10 @@ import distill.train
 import eval.compare
 import eval.run
 import recurrent_drafting.generate
+import recurrent_drafting.train
 from distill.config import CompactConfig, PretrainConfig, PruneConfig, QualityConfig, SkipSearchConfig, TrainConfig
 from eval.config import CompareConfig, EvalConfig
+from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.generate_config import GenerateConfig
 from training.config import JobConfig, typed
 from training.job import CONF, check_arguments, register
@@ -42,6 +44,7 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "eval.compare": CompareConfig,
     "eval.run": EvalConfig,
     "recurrent_drafting.generate": GenerateConfig,
+    "recurrent_drafting.train": HeadTrainConfig,
 }
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "distill.compact": distill.compact.run,
@@ -53,6 +56,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "eval.compare": eval.compare.run,
     "eval.run": eval.run.run,
     "recurrent_drafting.generate": recurrent_drafting.generate.run,
+    "recurrent_drafting.train": recurrent_drafting.train.run,
 }
 TOY_LOOP = "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 loop.eval_every=0 data.max_samples=20"
 # What makes a job small. `stages=[]`: the quickstart's stages together are what .ci/run runs.
@@ -67,6 +71,7 @@ TOY = {
     "eval.compare": "dry_run=true",
     "eval.run": "max_prompts=4 sweep=[1,2] sweep_prompts=2 max_new_tokens=8 bootstrap_resamples=50 timing_repeats=2",
     "recurrent_drafting.generate": "dry_run=true",
+    "recurrent_drafting.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4",
 }
 
 

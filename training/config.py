@@ -157,6 +157,16 @@ class ParallelConfig:
 
 
 @dataclass
+class HeldOutConfig:
+    """Prompts on which checkpoints are compared: the target answers them once, the drafter is scored on those answers."""
+
+    prompts: str = "embedded:held_out_chats"  # evaluation JSONL or ShareGPT file that is never trained on
+    max_prompts: int = 48  # prompts used
+    max_new_tokens: int = 96  # length of the target's answer
+    temperature: float = 1.0  # temperature at which the target answers and acceptance is counted
+
+
+@dataclass
 class TrackerConfig:
     """Mirrors of metrics.jsonl."""
 

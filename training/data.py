@@ -1,7 +1,8 @@
 """Readers of chats, texts and prompts: what is used, what is not, and why, by file and line.
 
-Formats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`) or `{"messages": [{"role", "content"}]}`, as a JSON
-array or one object a line; texts as `.jsonl` with "text", `.txt`, `.py` and `.md`, or folders of them; prompts as
+Formats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`), `{"messages": [{"role", "content"}]}` or Alpaca
+(`{"instruction", "output"}`, as alpaca_eval writes its outputs), as a JSON array or one object a line; texts as `.jsonl` with "text", `.txt`,
+`.py` and `.md`, or folders of them; prompts as
 `{"id", "category", "turns": [...]}`, one object a line. Chats and texts may be tables with the same columns too (Parquet, Arrow, saved
 datasets). A bad record is skipped, counted and named in a warning; above a limit the file is refused.
 """
@@ -224,7 +225,9 @@ def _array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _chat(record: dict[str, Any], place: str) -> Chat:
-    """Return the chat in a record of either form."""
+    """Return the chat in a record of any form."""
+    if "instruction" in record:
+        record = {**record, "conversations": _turns_of_instruction(record)}
     key = "conversations" if "conversations" in record else "messages"
     role_key, text_key = ("from", "value") if key == "conversations" else ("role", "content")
     turns = record.get(key)
@@ -239,6 +242,14 @@ def _chat(record: dict[str, Any], place: str) -> Chat:
             raise _BadRecordError(f"a turn of {role} without text")
         messages.append({"role": ROLES[role], "content": text})
     return Chat(str(record.get("id", place)), messages, place)
+
+
+def _turns_of_instruction(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """An Alpaca record (instruction, input where there is one, output) as ShareGPT turns."""
+    request, further = record["instruction"], record.get("input")
+    if isinstance(further, str) and further.strip():
+        request = f"{request}\n\n{further}"
+    return [{"from": "human", "value": request}, {"from": "gpt", "value": record.get("output")}]
 
 
 def _prompt(record: dict[str, Any], place: str) -> Prompt:

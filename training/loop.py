@@ -30,11 +30,11 @@ from training.sharding import checkpoint_activations
 class Objective(Protocol):
     """What a job trains: a module whose call on a batch gives sums over that batch's supervised tokens."""
 
-    metric_name: str  # what the second value counts, such as accuracy or acceptance
+    metric_names: tuple[str, ...]  # what the second value counts, such as accuracy or acceptance
     rates: Mapping[str, Rate]  # of trained parameters that move otherwise than the rest
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(loss sum in nats, metric sum [1])."""
+        """(loss sum in nats, sums of the metrics [len(metric_names)])."""
 
     def begin(self, step: int, total: int) -> None:
         """An optimizer step begins (from 0, of `total`): for what follows a schedule."""
@@ -146,7 +146,7 @@ def _step(
     rows = data.step_rows(progress.step)
     progress.data = data.state()
     parallel.inner.begin(progress.step, total)
-    loss, metric, tokens = _backward(module, rows, data, config, parallel, optimizer)
+    loss, metrics, tokens = _backward(module, rows, data, config, parallel, optimizer)
     norm = float(optimizer.clip())
     if not math.isfinite(loss) or not math.isfinite(norm):
         clip = config.optimizer.clip
@@ -162,8 +162,7 @@ def _step(
     progress.tokens += tokens
     progress.supervised += data.supervised_in(rows)
     progress.seconds += seconds
-    name = parallel.inner.metric_name
-    record = {"loss": loss, name: metric, "lr": rate, "gradient_norm": norm, "tokens": progress.tokens}
+    record = {"loss": loss, **metrics, "lr": rate, "gradient_norm": norm, "tokens": progress.tokens}
     return record | {"supervised_tokens": progress.supervised, "tokens_per_second": tokens / seconds}
 
 
@@ -174,23 +173,25 @@ def _backward(
     config: LoopConfig,
     parallel: Parallel,
     optimizer: Optimizer,
-) -> tuple[float, float, int]:
-    """Loss and gradient of one step, divided by the global count of supervised tokens. Returns (loss, metric, tokens), all global."""
+) -> tuple[float, dict[str, float], int]:
+    """Loss and gradient of one step, divided by the global count of supervised tokens. Returns (loss, metrics, tokens), all global."""
     count = max(1, data.supervised_in(rows))
     rows_per_forward = max(1, config.micro_batch_tokens // data.capacity)
-    totals = torch.zeros(2, dtype=torch.float64, device=parallel.device)
+    names = parallel.inner.metric_names
+    totals = torch.zeros(1 + len(names), dtype=torch.float64, device=parallel.device)
     forwards = list(micro_batches(rows, parallel.rank, parallel.world_size, rows_per_forward))
     for number, part in enumerate(forwards):
         # Rounded weights add up their gradients in float32 masters, so theirs travel after every forward; others once a step.
         travel = optimizer.has_copies or number == len(forwards) - 1
         with parallel.exchange(module, last=travel):
             batch = collate(data.samples, part or [[]], data.capacity, parallel.device)
-            loss_sum, metric_sum = module(batch)
+            loss_sum, metric_sums = module(batch)
             parallel.backward(module, loss_sum / count)
         optimizer.collect()
-        totals += torch.stack([loss_sum.detach().double(), metric_sum[0].double()])
-    loss, metric = (parallel.sum(totals) / count).tolist()
-    return loss, metric, sum(len(data.samples[index].ids) for row in rows for index in row)
+        totals += torch.cat([loss_sum.detach().double().reshape(1), metric_sums.double()])
+    loss, *metrics = (parallel.sum(totals) / count).tolist()
+    tokens = sum(len(data.samples[index].ids) for row in rows for index in row)
+    return loss, dict(zip(names, metrics, strict=True)), tokens
 
 
 def _due(step: int, every: int, total: int) -> bool:

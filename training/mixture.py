@@ -184,7 +184,7 @@ def check_mixture(data: DataConfig, measured: Sequence[str]) -> None:
         return
     if data.mixing not in ("fixed", *measured):
         raise UserError(
-            f"data.mixing is {data.mixing}, which this job does not measure; expected fixed or {' or '.join(measured)}"
+            f"data.mixing is {data.mixing}, which this job does not measure; expected {' or '.join(('fixed', *measured))}"
         )
     if data.chats or data.texts or data.held_out_chats or data.held_out_texts:
         raise UserError(

@@ -18,9 +18,11 @@ from transformers import (
 
 from decoding.errors import UserError
 from decoding.folder import read_config
+from decoding.target import BACKENDS
 from training.attention import PACKED
-from training.config import StudentConfig, TargetConfig
+from training.config import DataConfig, ParallelConfig, StudentConfig, TargetConfig, refuse_parallel
 from training.paths import resolve
+from training.ranks import SHARDED_WEIGHTS
 
 CONF_TARGETS = Path(__file__).resolve().parent.parent / "conf" / "target"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -113,3 +115,24 @@ def missing_of(target: TargetConfig) -> str:
         f"{target.path} is not there: its shape is that of the published configuration, and its tokenizer is missing, so a drafter folder "
         "written now holds no tokenizer files"
     )
+
+
+def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
+    """Raise UserError for a target that a training job cannot load: unknown dtype or backend, or one in several processes.
+
+    A target too large for one card is trained with in shares, and answers the held-out prompts over several cards.
+    """
+    dtype_of(target.dtype)
+    if target.backend not in BACKENDS:
+        raise UserError(f"target.backend is '{target.backend}'; expected one of {', '.join(BACKENDS)}")
+    if parallel.kind not in SHARDED_WEIGHTS:
+        refuse_parallel(target)
+
+
+def check_context(target: TargetConfig, data: DataConfig, folder: Path) -> None:
+    """Raise UserError when a row of training tokens is longer than the target's context."""
+    context = target.max_length or AutoConfig.from_pretrained(folder).max_position_embeddings
+    if data.max_length > context:
+        raise UserError(
+            f"data.max_length is {data.max_length}, the context of {folder} is {context} tokens: lower data.max_length"
+        )

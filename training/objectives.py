@@ -35,7 +35,7 @@ class Constant(nn.Module):
 class LanguageModelling(Constant):
     """Cross-entropy of the next token: the objective of `distill.pretrain`."""
 
-    metric_name = "accuracy"
+    metric_names = ("accuracy",)
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Frozen:
 class Distillation(Constant):
     """Forward KL from a frozen teacher at the supervised positions."""
 
-    metric_name = "acceptance"
+    metric_names = ("acceptance",)
 
     def __init__(self, student: Any, teacher: Any, temperature: float = 1.0, cache_bytes: int = 0) -> None:
         super().__init__()

@@ -37,6 +37,8 @@ class Batch:
     supervised_RT: Tensor  # bool at t: the token at t + 1 is supervised and of the same document
     next_RT: Tensor  # int64, the token at t + 1 (0 where not supervised)
     rows: list[tuple[int, ...]]  # the samples in each row
+    host_documents_RT: np.ndarray  # documents_RT and supervised_RT where no card has to be asked for them
+    host_supervised_RT: np.ndarray
 
     def row(self, index: int) -> "Batch":
         """One row as a batch of its own."""
@@ -48,6 +50,8 @@ class Batch:
             self.supervised_RT[one],
             self.next_RT[one],
             self.rows[one],
+            self.host_documents_RT[one],
+            self.host_supervised_RT[one],
         )
 
     @property
@@ -121,7 +125,16 @@ def collate(
         return torch.from_numpy(array).to(device)
 
     keys = [tuple(row) for row in rows]
-    return Batch(tensor(ids), tensor(positions), tensor(documents), tensor(supervised), tensor(following), keys)
+    return Batch(
+        tensor(ids),
+        tensor(positions),
+        tensor(documents),
+        tensor(supervised),
+        tensor(following),
+        keys,
+        documents,
+        supervised,
+    )
 
 
 class PackedData:

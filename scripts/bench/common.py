@@ -145,3 +145,22 @@ def save(name: str, chosen: Any, figures: dict[str, Any], show: bool = True) -> 
     write_text(RESULTS / f"{name}.json", (text.replace(data, "$SHALLOW_DRAFT_DATA") if data else text) + "\n")
     if show:
         print(json.dumps(figures, indent=1))
+
+
+def peak_bytes(action: Callable[[], Any], device: str = "cpu") -> int:
+    """Most bytes that tensors made inside take at once, beyond what was there before."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        action()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        action()
+    level = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            peak = max(peak, level)
+    return peak

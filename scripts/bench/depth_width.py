@@ -21,13 +21,14 @@ import distill.prune
 import distill.train
 import eval.run
 from decoding.errors import UserError
-from distill.config import HeldOutConfig, ImportanceConfig, PruneConfig, TrainConfig
-from distill.shapes import bytes_a_step, parameter_counts, student_config
+from distill.config import ImportanceConfig, PruneConfig, TrainConfig
+from distill.shapes import student_config
 from eval.config import BenchmarkConfig, EvalConfig
 from eval.schema import read_rows
 from scripts.bench.common import options, save
-from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig, TargetConfig
+from training.config import DataConfig, HeldOutConfig, LoopConfig, OptimizerConfig, StudentConfig, TargetConfig
 from training.models import target_config
+from training.shapes import bytes_a_step, parameter_counts
 
 TOLERANCE = 0.03  # of bytes a step
 EXECUTIONS = ("native eager", "native compiled", "hf eager")

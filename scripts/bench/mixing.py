@@ -25,11 +25,11 @@ from scipy.stats import t as student_t
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from distill.acceptance import HeldOutAcceptance, Totals
-from distill.data import drawn_evenly
 from distill.student import build_student
 from scripts.bench.common import options, save
 from training.config import DataConfig, DomainConfig, LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
 from training.data import read_texts
+from training.job_data import drawn_evenly
 from training.loop import fit
 from training.mixture import MixedData
 from training.models import dtype_of, load_causal_lm

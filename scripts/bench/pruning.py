@@ -24,17 +24,18 @@ from decoding.engine import encode, load
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from distill.config import ImportanceConfig, L0Config, PruneConfig
-from distill.drafter_folder import write_model
 from distill.dry_run import importance_flops
 from distill.prune import stage_shapes, workbench
 from distill.prune_modes import MODES, Source
-from distill.shapes import forward_flops, parameter_counts, student_config
+from distill.shapes import student_config
 from scripts.bench.common import options, save
 from scripts.bench.mixing import paired
 from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig, TargetConfig
 from training.data import read_prompts
+from training.drafter_folder import write_model
 from training.models import target_config
 from training.paths import resolve
+from training.shapes import forward_flops, parameter_counts
 
 SIDES = {
     "importance": "importance",

@@ -14,7 +14,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from distill import corpus
+from training import corpus
 
 FOLDER = Path(__file__).resolve().parents[2] / "assets"
 MAX_CHATS_BYTES = 1_400_000

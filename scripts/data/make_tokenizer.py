@@ -15,7 +15,7 @@ from pathlib import Path
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from distill import corpus
+from training import corpus
 
 FOLDER = Path(__file__).resolve().parents[2] / "assets" / "target"
 VOCABULARY = 2048

@@ -11,9 +11,10 @@ from decoding.native import NativeTarget
 from decoding.target import prefill
 from distill.cut import Cut, cut_model, load_cut, refuse_other_shape, save_cut, whole
 from distill.l0 import masked
-from distill.shapes import odd_widths, parameter_counts, refuse_wider, student_config
+from distill.shapes import odd_widths, refuse_wider, student_config
 from training.attention import document_mask
 from training.config import StudentConfig
+from training.shapes import parameter_counts
 
 from .families import FAMILIES, family
 

@@ -16,9 +16,9 @@ import distill.train
 from decoding.errors import UserError
 from distill.acceptance import HeldOutAcceptance, HeldOutMixture
 from distill.config import PretrainConfig, TrainConfig
-from distill.data import drawn_evenly
 from training.config import StudentConfig, typed
 from training.job import CONF, register
+from training.job_data import drawn_evenly
 from training.models import build_llama
 from training.packing import Sample
 

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from decoding.errors import UserError
-from distill.data import read_samples
 from distill.dialogues import CUT, EMPTY, LOOP, Account, Answer, Dialogue, Rules, requests_of
 from distill.regenerated import same_tokens
 from training.chat import render_chat
 from training.config import DataConfig
 from training.data import Chat, read_chats
 from training.job import CONF
+from training.job_data import read_samples
 
 from .regenerating import CHATS, configured, metrics, regenerated, run, with_stops, write_chats
 

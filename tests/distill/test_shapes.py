@@ -4,9 +4,10 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
-from distill.shapes import bytes_a_step, millions, parameter_counts, refuse_wider, student_config
+from distill.shapes import refuse_wider, student_config
 from training.config import StudentConfig, typed
 from training.job import CONF
+from training.shapes import bytes_a_step, millions, parameter_counts
 
 # Names of "Decoding Speculative Decoding" (arXiv 2402.01528), and Sheared-LLaMA's (arXiv 2310.06694) by their shapes.
 PUBLISHED = {

@@ -13,8 +13,8 @@ from decoding.self_speculation import SelfSpeculation, read_skips
 from decoding.target import load_target
 from distill import skip_search
 from distill.config import SkipSearchConfig
-from distill.drafter_folder import write_model
 from training.config import StudentConfig, typed
+from training.drafter_folder import write_model
 from training.job import CONF, register
 from training.models import build_llama
 

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from decoding.errors import UserError
 from distill.config import CompactConfig, PretrainConfig, PruneConfig, QualityConfig, RegenerateConfig, TrainConfig
 from eval.config import CompareConfig, EvalConfig
+from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.generate_config import GenerateConfig
 from training.config import JobConfig, plain, typed, valid_keys
 from training.help import field_docs, print_help
@@ -24,6 +25,7 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "eval.compare": CompareConfig,
     "eval.run": EvalConfig,
     "recurrent_drafting.generate": GenerateConfig,
+    "recurrent_drafting.train": HeadTrainConfig,
 }
 
 
@@ -183,6 +185,7 @@ def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):
         EvalConfig,
         CompareConfig,
         GenerateConfig,
+        HeadTrainConfig,
     ],
 )
 def test_every_setting_has_a_line_in_the_help(schema: type[JobConfig]):

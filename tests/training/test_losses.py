@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from scripts.bench.common import peak_bytes
 from training.losses.chunked import chunked_cross_entropy, chunked_forward_kl, eager_cross_entropy, eager_forward_kl
 
 N, H, G, V = 37, 6, 5, 23
@@ -86,15 +87,7 @@ def test_nothing_of_the_size_of_the_vocabulary_is_held_whole():
     teacher_weight = torch.randn(vocabulary, width)
     whole = count * vocabulary * 4
 
-    def largest(function) -> int:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            function().backward()
-        level = peak = 0
-        for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-            if event.name() == "[memory]":
-                level += event.nbytes()
-                peak = max(peak, level)
-        return peak
-
-    assert largest(lambda: chunked_forward_kl(hidden, weight, teacher, teacher_weight, 64)[0]) < whole / 2
-    assert largest(lambda: eager_forward_kl(hidden, weight, teacher, teacher_weight)) > 2 * whole  # the control
+    assert peak_bytes(lambda: chunked_forward_kl(hidden, weight, teacher, teacher_weight, 64)[0].backward()) < whole / 2
+    assert (
+        peak_bytes(lambda: eager_forward_kl(hidden, weight, teacher, teacher_weight).backward()) > 2 * whole
+    )  # the control

@@ -14,11 +14,11 @@ from hydra import compose, initialize_config_dir
 
 from decoding.errors import UserError
 from distill.config import TrainConfig
-from distill.data import data_files
 from training import checkpoint
 from training.config import DataConfig, DomainConfig, LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig, typed
 from training.config import TrackerConfig as NoTracker
 from training.job import CONF, check_arguments, register
+from training.job_data import data_files
 from training.loop import Interrupted, Progress, fit
 from training.mixture import MixedData, acceptance_gaps, check_mixture, floored, loss_gaps, updated
 from training.models import build_llama

@@ -17,7 +17,7 @@ from torch import Tensor
 CHUNK = 1024  # rows whose logits are there at once
 
 # (student logits_CV in float32, what the chunk is held against) -> (loss_C, gradient of its sum with respect to the logits_CV, metrics_CM)
-RowLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+RowLoss = Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
 
 
 def cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,7 +45,7 @@ def forward_kl_rows(logits_CV: Tensor, teacher_logits_CV: Tensor) -> tuple[Tenso
     return loss_C, q_CV.sub_(p_CV), overlap_C[:, None]
 
 
-class _ChunkedLoss(torch.autograd.Function):
+class ChunkedLoss(torch.autograd.Function):
     """Sum of a row loss over all rows; the backward pass only scales what the forward pass has already computed."""
 
     @staticmethod
@@ -53,7 +53,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any,
         hidden_NH: Tensor,
         weight_VH: Tensor,
-        reference: Callable[[int, int], Tensor],
+        reference: Callable[[int, int], Any],
         rows: RowLoss,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def chunked_cross_entropy(
     hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
     """(sum of -log q(label), number of labels that are the argmax [1]) over all rows, in nats."""
-    return _ChunkedLoss.apply(hidden_NH, weight_VH, lambda a, b: labels_N[a:b], cross_entropy_rows, chunk)  # type: ignore[no-untyped-call]
+    return ChunkedLoss.apply(hidden_NH, weight_VH, lambda a, b: labels_N[a:b], cross_entropy_rows, chunk)  # type: ignore[no-untyped-call]
 
 
 def chunked_forward_kl(
@@ -120,7 +120,7 @@ def chunked_forward_kl(
         loss_C, gradient_CV, metric_CM = forward_kl_rows(logits_CV / temperature, teacher_logits_CV)
         return loss_C, gradient_CV / temperature, metric_CM
 
-    return _ChunkedLoss.apply(hidden_NH, weight_VH, teacher, forward_kl_rows if temperature == 1.0 else rows, chunk)  # type: ignore[no-untyped-call]
+    return ChunkedLoss.apply(hidden_NH, weight_VH, teacher, forward_kl_rows if temperature == 1.0 else rows, chunk)  # type: ignore[no-untyped-call]
 
 
 def eager_cross_entropy(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> Tensor:

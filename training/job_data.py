@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from distill import corpus
+from training import corpus
 from training.config import DataConfig, LoopConfig
 from training.counts import Counts
 from training.data import Chat, read_chats, read_texts
@@ -161,6 +161,11 @@ def read_samples(
         if account.read and show:
             print(f"{key.removeprefix('data').removeprefix('.domains.')} {split} {account.line(what)}".lstrip())
         samples += new
+    if not samples and (documents or chats):
+        raise UserError(
+            f"the {split} split is empty: zero supervised tokens in {len(documents) + len(chats):,} texts and chats of {key}. The line above "
+            "says why: look at data.max_length, the chat template and data.train_on"
+        )
     if not samples:
         raise UserError(
             f"the {split} split is empty: give {key}.{'' if split == 'train' else 'held_out_'}chats or _texts"

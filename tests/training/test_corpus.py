@@ -9,7 +9,7 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from distill import corpus
+from training import corpus
 
 
 def test_the_split_is_stable_across_machines() -> None:

@@ -1,0 +1,139 @@
+"""The head that training starts from: its shape by the target's, and its first weights.
+
+By default they are the published ones, PyTorch's own for every linear map. Ours, by configuration: an output layer that begins as the target's
+lm_head, residual blocks that begin as the identity (both as in Medusa, arXiv 2401.10774), and a shortlist of the vocabulary.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from decoding.errors import UserError
+from decoding.folder import read_json
+from recurrent_drafting.checkpoint import load_head, read_head_config
+from recurrent_drafting.config import HeadShapeConfig
+from recurrent_drafting.head import Block, HeadConfig, RecurrentHead
+from training.drafter_folder import CARD
+from training.packing import Sample
+from training.paths import resolve
+from training.run_folder import hash_input
+
+WARM_STARTS = ("none", "hidden", "state", "both")
+
+
+def head_config(shape: HeadShapeConfig, target: Any) -> HeadConfig:
+    """The head's shape for a target (its Hugging Face configuration), or that of the folder in shape.path. Raises UserError."""
+    if shape.path:
+        folder = resolve(shape.path)
+        config = read_head_config(folder)
+        check_sizes(folder, config, target)
+        return config
+    sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
+    exit_dim = shape.exit_dim or 2 * target.hidden_size
+    return HeadConfig(
+        **sizes,
+        exit_dim=exit_dim,
+        num_draft_layers=shape.num_draft_layers,
+        rnn=shape.rnn,
+        draft_vocab_size=shape.draft_vocab_size,
+    )
+
+
+def check_sizes(folder: Path, config: HeadConfig, target: Any) -> None:
+    """Raise UserError for a head that was made for a target of other sizes."""
+    for name in ("hidden_size", "vocab_size"):
+        ours, theirs = vars(config)[name], vars(target)[name]
+        if ours != theirs:
+            raise UserError(
+                f"{folder}: the head has {name} {ours}, the target {theirs}: a head reads the hidden states and the embedding of the very target it "
+                "was trained for. Take that target, or train a head for this one"
+            )
+
+
+def check_head_target(folder: Path, target_folder: Path) -> None:
+    """Raise UserError where the card beside a head says that it was trained for another target; without a card nothing is known."""
+    card = folder / CARD
+    if not card.is_file():
+        return
+    values = read_json(card)
+    expected, found = values.get("target_hash"), hash_input(target_folder)
+    if expected != found:
+        raise UserError(
+            f"{card}: the head was trained for the target {values.get('target')} with the hash {str(expected)[:12]}, "
+            f"{target_folder} has {found[:12]}: "
+            "it reads that target's hidden states. Take that target, or train a head for this one"
+        )
+
+
+def check_shape(shape: HeadShapeConfig, config: HeadConfig) -> None:
+    """Raise UserError for a start that this shape cannot have."""
+    if shape.warm_start not in WARM_STARTS:
+        raise UserError(f"head.warm_start is '{shape.warm_start}'; expected one of {', '.join(WARM_STARTS)}")
+    if shape.warm_start != "none" and config.exit_dim not in (config.hidden_size, 2 * config.hidden_size):
+        raise UserError(
+            f"head.warm_start is {shape.warm_start} with a width (exit_dim) of {config.exit_dim}, expected {config.hidden_size} or "
+            f"{2 * config.hidden_size}: the target's lm_head reads {config.hidden_size} channels. Take one of those, or head.warm_start=none"
+        )
+    if shape.warm_start == "both" and config.exit_dim == config.hidden_size:
+        raise UserError(
+            f"head.warm_start is both with a width (exit_dim) of {config.exit_dim}, which holds the hidden state or the drafted tokens' state: "
+            "expected hidden or state"
+        )
+
+
+def build_head(
+    shape: HeadShapeConfig, config: HeadConfig, lm_head_VH: Tensor, samples: Sequence[Sample], show: bool = True
+) -> RecurrentHead:
+    """The head in float32, to be trained; its weights by torch's random numbers. samples: whose answers the shortlist is counted in."""
+    if shape.path:
+        return load_head(resolve(shape.path)).requires_grad_(True).train()
+    head = RecurrentHead(config)
+    if config.draft_vocab_size:
+        head.token_ids_V = shortlist(samples, config, show)
+    if shape.zero_blocks:
+        for block in head.lm_head[:-1]:
+            assert isinstance(block, Block)
+            nn.init.zeros_(block.linear.weight)
+            nn.init.zeros_(block.linear.bias)
+    if shape.warm_start != "none":
+        start_warm(head, shape.warm_start, lm_head_VH.float().cpu())
+    return head
+
+
+def shortlist(samples: Sequence[Sample], config: HeadConfig, show: bool) -> Tensor:
+    """The ids [V] that are supervised most often, rising; among equals the smaller ones."""
+    counts = np.zeros(config.vocab_size, dtype=np.int64)
+    for sample in samples:
+        counts += np.bincount(sample.ids[sample.mask], minlength=config.vocab_size)
+    chosen = np.argsort(-counts, kind="stable")[: config.draft_vocab_size]
+    share = counts[chosen].sum() / max(1, counts.sum())
+    if show:
+        print(
+            f"shortlist: {len(chosen):,} of {config.vocab_size:,} tokens, {share:.2%} of the training answers' tokens"
+        )
+    return torch.from_numpy(np.sort(chosen))
+
+
+@torch.no_grad()
+def start_warm(head: RecurrentHead, half: str, lm_head_VH: Tensor) -> None:
+    """Let the output layer begin as the target's lm_head on the channels of the hidden state, of the drafted tokens' state, or of both.
+
+    The channels that it does not cover begin at zero. A head as wide as the target's hidden state projects to the chosen half at first.
+    """
+    H = head.config.hidden_size
+    drafted_VH = lm_head_VH if head.token_ids_V is None else lm_head_VH[head.token_ids_V]
+    if head.config.projects:
+        chosen = slice(0, H) if half == "hidden" else slice(H, 2 * H)
+        nn.init.zeros_(head.input_proj.weight)
+        nn.init.zeros_(head.input_proj.bias)
+        head.input_proj.weight[:, chosen] = torch.eye(H)
+        head.output.copy_(drafted_VH)
+        return
+    nn.init.zeros_(head.output)
+    for name, channels in (("hidden", slice(0, H)), ("state", slice(H, 2 * H))):
+        if half in (name, "both"):
+            head.output[:, channels] = drafted_VH

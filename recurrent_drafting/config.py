@@ -1,0 +1,67 @@
+"""Configuration of the head's training."""
+
+from dataclasses import dataclass, field
+
+from training.config import (
+    DataConfig,
+    HeldOutConfig,
+    JobConfig,
+    LoopConfig,
+    ParallelConfig,
+    TargetConfig,
+    TrackerConfig,
+)
+
+
+@dataclass
+class HeadShapeConfig:
+    """Shape of the head, and what its weights start from; by default both are as published."""
+
+    name: str = "redrafter"  # name in tables and in the head's card
+    num_draft_layers: int = 2  # residual blocks
+    rnn: bool = True  # recurrent; false: the state is the sum of the embeddings
+    exit_dim: int = 0  # width of the blocks; 0: twice the target's hidden size; other widths go through input_proj
+    draft_vocab_size: int = 0  # tokens of the shortlist, the most frequent ones of the training answers; 0: all
+    warm_start: str = "none"  # the output layer begins as the target's lm_head on: none | hidden | state | both
+    zero_blocks: bool = False  # residual blocks begin as the identity
+    path: str = ""  # head folder of the same target to go on from; its shape counts, not the one above
+
+
+@dataclass
+class HeadLossConfig:
+    """What every head's prediction is held against."""
+
+    name: str = "cross_entropy"  # cross_entropy: the text's tokens | forward_kl | lk (-log acceptance) | lk_hybrid
+    predict_n_tokens: int = 5  # heads: tokens behind the next one that are predicted
+    decay: float = 1.0  # weight of a head's loss beside that of the head before it
+    temperature: float = 1.0  # divides both sides' logits; the text's tokens are held against at 1
+    lk_eta: float = 3.0  # lk_hybrid: how fast KL gives way to acceptance as that grows
+    own_tokens: float = 0.0  # training-time test: share of the drafts that go on from the head's own tokens
+
+
+@dataclass
+class StatesConfig:
+    """The target's hidden states: made in every step, or kept after the first time, as the target is frozen."""
+
+    cache: str = "none"  # none | memory | disk
+    memory_mb: int = 1000  # cache=memory: rows beyond it are made anew
+    folder: str = "runs/states"  # cache=disk: one file for each target and data, whose size is told first
+
+
+@dataclass
+class HeadTrainConfig(JobConfig):
+    """`python -m recurrent_drafting.train`: a recurrent drafter head (ReDrafter) for the frozen target."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    head: HeadShapeConfig = field(default_factory=HeadShapeConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: HeadLossConfig = field(default_factory=HeadLossConfig)
+    states: StatesConfig = field(default_factory=StatesConfig)
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
+    top_k: int = 5  # per-head accuracies on data.held_out_chats: the token is among the k likeliest, k = 1 .. top_k
+    assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
+    assumed_tokens: int = 0  # tokens of one pass over the data, for the hours of a dry run without loop.max_steps
+    assumed_supervised: float = 0.6  # share of them that is supervised, for a dry run (ShareGPT: 60 %)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)

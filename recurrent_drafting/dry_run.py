@@ -1,0 +1,135 @@
+"""Dry runs of the head's training: parameters, operations, memory, hours, and a head folder of zeros, without weights or data.
+
+Operations are those of products with weights: two a weight and token forward, and for the head as much again twice backward; the target runs
+forward alone. What the hidden state gives to the first linear map is counted once a draft, as it is computed.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from recurrent_drafting.config import HeadTrainConfig
+from recurrent_drafting.head import HeadConfig
+from recurrent_drafting.head_folder import write_card, write_untrained
+from training.losses.chunked import CHUNK
+from training.memory_plan import bytes_per_rank
+from training.models import dtype_of, missing_of, target_is_here
+from training.shapes import forward_flops, millions, parameter_counts
+
+
+def head_parameters(config: HeadConfig) -> dict[str, int]:
+    """Parameters by part: `output`, `blocks`, `recurrence`, `projection`, and their sum as `all`."""
+    H, E = config.hidden_size, config.exit_dim
+    parts = {
+        "output": E * (config.draft_vocab_size or config.vocab_size),
+        "blocks": config.num_draft_layers * (E * E + E),
+        "recurrence": 2 * H * H + H if config.rnn else 0,
+        "projection": 2 * H * E + E if config.projects else 0,
+    }
+    return parts | {"all": sum(parts.values())}
+
+
+def draft_flops(config: HeadConfig, heads: int) -> float:
+    """Operations of the forward pass over one draft of `heads` predictions."""
+    H, E = config.hidden_size, config.exit_dim
+    context = H * E if config.projects or config.num_draft_layers else 0
+    blocks = config.num_draft_layers - (0 if config.projects or not config.num_draft_layers else 1)
+    prediction = context + blocks * E * E + E * (config.draft_vocab_size or config.vocab_size)
+    recurrence = (2 * heads - 1) * H * H if config.rnn else 0
+    return 2.0 * (context + heads * prediction + recurrence)
+
+
+def dry_run(
+    config: HeadTrainConfig, head: HeadConfig, target: Any, target_folder: Path, folder: Path, was_dry: bool
+) -> Path:
+    """Print what training takes and write the untrained head to `folder`, unless a trained one is there. Returns `folder`.
+
+    was_dry: what is there was written by a dry run, and is replaced.
+    """
+    describe(head, target)
+    print_cost(config, head, target)
+    print_memory(config, head, target)
+    if head.draft_vocab_size:
+        print("note: the shortlist is counted in the data, which a dry run does not read: no head folder is written")
+        return folder
+    if was_dry:
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        print(f"kept: {folder} is there already")
+        return folder
+    write_untrained(head, target_folder, folder)
+    about = {"name": "nothing yet (dry run)"}
+    parameters = head_parameters(head)["all"]
+    write_card(
+        folder, config.head.name, head, parameters, config.target.path, target_folder, {"sources": []}, about, {}
+    )
+    if not target_is_here(config.target):
+        print(f"note: {missing_of(config.target)}")
+    print(f"untrained head folder, to try loading with: {folder}")
+    return folder
+
+
+def describe(head: HeadConfig, target: Any) -> None:
+    """Parameters of target and head, part by part."""
+    counts = head_parameters(head)
+    print(f"target: {millions(parameter_counts(target)['all'])} parameters, {target.num_hidden_layers} layers, frozen")
+    parts = ", ".join(f"{millions(count)} {name}" for name, count in counts.items() if count and name != "all")
+    kind = "recurrent" if head.rnn else "without recurrence"
+    print(f"head: {millions(counts['all'])} parameters ({parts}), {kind}; {counts['all'] * 2 / 1e6:,.0f} MB in 16 bits")
+
+
+def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None:
+    """Operations, and hours where the number of tokens is known."""
+    teacher = forward_flops(target) - 2.0 * target.vocab_size * target.hidden_size  # its lm_head is not run
+    if config.loss.name != "cross_entropy":
+        teacher += (
+            2.0 * target.vocab_size * target.hidden_size * config.assumed_supervised * config.loss.predict_n_tokens
+        )
+    draft = 3 * draft_flops(head, config.loss.predict_n_tokens)
+    token = teacher + config.assumed_supervised * draft
+    share = f"{config.assumed_supervised:.0%}"
+    print(
+        f"cost: {token / 1e6:,.0f} MFLOP a token: target {teacher / 1e6:,.0f}, head {draft / 1e6:,.0f} at each of the {share} that are supervised "
+        f"({config.loss.predict_n_tokens} predictions)"
+    )
+    loop = config.loop
+    tokens = loop.max_steps * loop.tokens_per_step or int(loop.max_epochs * config.assumed_tokens)
+    if not tokens:
+        print(
+            f"plan: {loop.max_epochs:g} epochs; their tokens are known when the data is read (or give assumed_tokens)"
+        )
+        return
+    hours = token * tokens / config.assumed_tflops / 1e12 / 3600
+    print(
+        f"plan: {tokens:,} tokens in {-(-tokens // loop.tokens_per_step):,} steps, {token * tokens / 1e15:,.2f} PFLOP, {hours:,.2f} hours at "
+        f"{config.assumed_tflops:g} TFLOP/s"
+    )
+    if config.states.cache == "disk":
+        epoch = tokens if loop.max_steps else config.assumed_tokens
+        size = epoch * config.assumed_supervised * head.hidden_size * dtype_of(loop.dtype).itemsize
+        print(f"states: about {size / 1e9:,.1f} GB on disk in {config.states.folder}")
+
+
+def print_memory(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None:
+    """Megabytes of a rank, part by part: an estimate, the loss by its largest chunk."""
+    loop, width = config.loop, dtype_of(config.loop.dtype).itemsize
+    counts, frozen, ranks = head_parameters(head), parameter_counts(target), max(1, config.parallel.processes)
+    plan = bytes_per_rank(
+        counts["all"], frozen["all"], config.parallel.kind, ranks, loop.dtype, counts["all"], frozen["head"]
+    )
+    predictions = loop.micro_batch_tokens * config.assumed_supervised * config.loss.predict_n_tokens
+    kept = (3 * head.num_draft_layers + 2) * head.exit_dim + 3 * head.hidden_size  # of a prediction, by autograd
+    vocabulary = head.draft_vocab_size or head.vocab_size
+    logits = min(CHUNK, predictions) * vocabulary * 4 * 6
+    plan |= {
+        "activations": predictions * kept * width,
+        "loss": logits + vocabulary * head.exit_dim * (4 + width),
+        "target's layer": loop.micro_batch_tokens * (2 * target.intermediate_size + 6 * target.hidden_size) * width,
+    }
+    parts = {("target" if name == "frozen" else name): size for name, size in plan.items() if size and name != "total"}
+    of = f"each of {ranks} ranks ({config.parallel.kind})" if ranks > 1 else "one process"
+    told = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in parts.items())
+    print(f"memory of {of}: {sum(parts.values()) / 1e6:,.0f} MB ({told})")
+    print(
+        f"disk: {counts['all'] * (width + 12) / 1e6:,.0f} MB a checkpoint, {counts['all'] * 4 / 1e6:,.0f} MB the head"
+    )

@@ -1,0 +1,251 @@
+"""`python -m recurrent_drafting.train`: train a recurrent drafter head on the frozen target's hidden states; leaves a head folder.
+
+The same job as distill.train in form and machinery (training/): chats -> packed rows -> the loop -> the best checkpoint's folder. What is trained is
+the head alone (recurrent_drafting/objective.py); checkpoints are chosen by block efficiency on the target's held-out answers.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.compatible import load_tokenizer
+from decoding.errors import UserError
+from decoding.folder import WEIGHTS, weight_files
+from recurrent_drafting.build import build_head, check_head_target, check_shape, head_config
+from recurrent_drafting.config import HeadTrainConfig
+from recurrent_drafting.dry_run import describe, dry_run
+from recurrent_drafting.evaluation import GreedyChain, HeadAccuracy, Look, Looks
+from recurrent_drafting.head import HeadConfig, RecurrentHead
+from recurrent_drafting.head_folder import write_card, write_head
+from recurrent_drafting.objective import LOSSES, HeadTraining, judged
+from recurrent_drafting.positions import check_predictions
+from recurrent_drafting.states import MemoryStore, Store, TargetStates, states_on_disk
+from training.config import check_values, plain
+from training.held_out import target_answers
+from training.job import job_main
+from training.job_data import data_files, drawn_evenly, read_samples, sources, training_data
+from training.launch import is_worker, launch, processes_wanted
+from training.loop import Progress, fit, total_steps
+from training.mixture import check_mixture
+from training.models import check_context, check_target, dtype_of, folder_of, load_causal_lm, target_config
+from training.objectives import freeze
+from training.packing import PackedData
+from training.parallel import Parallel
+from training.paths import resolve
+from training.ranks import SHARDED_WEIGHTS
+from training.run_folder import RunFolder, hash_input
+from training.tracker import Recording
+
+CACHES = ("none", "memory", "disk")
+
+
+def run(config: HeadTrainConfig) -> Path:
+    """Train, and write the head to output_dir/drafter. Returns that folder."""
+    target = target_config(config.target)
+    target_folder = folder_of(config.target, config.dry_run)
+    shape = head_config(config.head, target)
+    check(config, shape)
+    if config.head.path and not config.dry_run:
+        check_head_target(resolve(config.head.path), target_folder)
+    run_folder = RunFolder(config)
+    folder = run_folder.path / "drafter"
+    if run_folder.finished(folder / "config.json", folder / WEIGHTS):
+        print(f"finished before: {folder}")
+        return folder
+    inputs = [target_folder] if config.dry_run else input_paths(config, target_folder)
+    if config.dry_run:
+        run_folder.write_manifest(inputs, {}, finished=False)
+        return dry_run(config, shape, target, target_folder, folder, run_folder.was_dry)
+    weight_files(target_folder)
+    check_context(config.target, config.data, target_folder)
+    processes = processes_wanted(config.parallel)
+    if not is_worker():
+        check_same_target(run_folder, target_folder)
+        if processes > 1:
+            launch(config.job, run_folder.path / "config.yaml", processes)
+            return folder
+    train(config, run_folder, shape, target_folder, folder, inputs)
+    return folder
+
+
+def check(config: HeadTrainConfig, shape: HeadConfig) -> None:
+    """Raise UserError for values that would fail, or mislead, only after the models are loaded."""
+    check_target(config.target, config.parallel)
+    check_mixture(config.data, ())
+    check_shape(config.head, shape)
+    if config.loss.name not in LOSSES:
+        raise UserError(f"loss.name is '{config.loss.name}'; expected one of {', '.join(LOSSES)}")
+    cache, heads = config.states.cache, config.loss.predict_n_tokens
+    if cache not in CACHES:
+        raise UserError(f"states.cache is '{cache}'; expected one of {', '.join(CACHES)}")
+    if cache != "none" and config.parallel.kind in SHARDED_WEIGHTS:
+        raise UserError(
+            f"states.cache is {cache} with parallel.kind={config.parallel.kind}, expected none: a target in shares is read by all ranks together, so "
+            "none can skip its forward"
+        )
+    drafted = shape.draft_vocab_size or shape.vocab_size
+    check_values(
+        config,
+        {
+            "loss.predict_n_tokens": (
+                2 <= heads <= config.data.max_length - 2,
+                "2 or more, and two less than data.max_length",
+            ),
+            "loss.decay": (config.loss.decay > 0, "more than 0"),
+            "loss.temperature": (config.loss.temperature > 0, "more than 0"),
+            "loss.lk_eta": (config.loss.lk_eta >= 0, "0 or more"),
+            "loss.own_tokens": (0 <= config.loss.own_tokens <= 1, "a share from 0 to 1"),
+            "top_k": (1 <= config.top_k <= drafted, f"1 to {drafted}, the tokens that are drafted from"),
+            "states.cache": (cache != "disk" or not config.data.domains, "none or memory with data.domains"),
+            "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
+            "held_out.max_new_tokens": (config.held_out.max_new_tokens > 1, "2 or more"),
+            "held_out.temperature": (config.held_out.temperature >= 0, "0 (greedy) or more"),
+            "assumed_tokens": (config.assumed_tokens >= 0, "0 (not known) or more"),
+            "assumed_supervised": (0 < config.assumed_supervised <= 1, "a share of more than 0, at most 1"),
+        },
+    )
+
+
+def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:
+    """Raise UserError where checkpoints of this run were made with other weights under the target's path."""
+    before = run_folder.manifest.get("inputs", {}).get(str(target_folder))
+    if before is None or not (run_folder.path / "checkpoints").exists():
+        return
+    now = hash_input(target_folder)
+    if now != before:
+        raise UserError(
+            f"{run_folder.path} was begun with another target: {target_folder} had the hash {before[:12]} and has {now[:12]} now, and a head is "
+            "of use to its own target alone. Give another output_dir=, or delete the folder to start over"
+        )
+
+
+def input_paths(config: HeadTrainConfig, target_folder: Path) -> list[Path]:
+    """Files and folders that the job reads, for the manifest."""
+    head = [resolve(config.head.path)] if config.head.path else []
+    return list(dict.fromkeys([target_folder, *head, *data_files(config.data), resolve(config.held_out.prompts)]))
+
+
+def train(
+    config: HeadTrainConfig,
+    run_folder: RunFolder,
+    shape: HeadConfig,
+    target_folder: Path,
+    folder: Path,
+    inputs: list[Path],
+) -> None:
+    """The work of one rank."""
+    torch.manual_seed(config.seed)
+    parallel = Parallel(config.parallel, config.target.device)
+    tokenizer = load_tokenizer(target_folder)
+    dtype = dtype_of(config.loop.dtype)
+    target = freeze(load_causal_lm(target_folder, dtype))
+    data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
+    check_predictions(data.samples, config.loss.predict_n_tokens)
+    lm_head_VH = target.get_output_embeddings().weight.detach()
+    head = build_head(config.head, shape, lm_head_VH, data.samples, parallel.is_main).to(parallel.device, dtype)
+    states = TargetStates(target)
+    parallel.place_frozen(target)
+    states.placed(parallel.device)
+    if parallel.is_main:
+        describe_job(config, shape, target, data)
+    evaluate = make_evaluation(config, head, states, tokenizer, parallel, target_folder)
+    objective = HeadTraining(head, states, config.loss)
+    states.store = make_store(config, data, target_folder, shape, parallel.is_main)
+    with Recording(run_folder, config, inputs, parallel.is_main) as tracker:
+        progress = fit("train head", objective, head, data, config.loop, parallel, run_folder.path, tracker, evaluate)
+    if parallel.is_main:
+        finish(config, run_folder, head, target_folder, folder, progress, inputs)
+    parallel.close()
+
+
+def make_store(
+    config: HeadTrainConfig, data: PackedData, target_folder: Path, shape: HeadConfig, show: bool
+) -> Store | None:
+    """Where the target's states are kept, by states.cache."""
+    if config.states.cache == "none":
+        return None
+    if config.states.cache == "memory":
+        return MemoryStore(config.states.memory_mb * 10**6)
+    heads, dtype = config.loss.predict_n_tokens, dtype_of(config.loop.dtype)
+    root, digest = Path(config.states.folder), hash_input(target_folder)
+    return states_on_disk(root, digest, data, heads, judged(config.loss), shape.hidden_size, dtype, show)
+
+
+def make_evaluation(
+    config: HeadTrainConfig,
+    head: RecurrentHead,
+    states: TargetStates,
+    tokenizer: Any,
+    parallel: Parallel,
+    target_folder: Path,
+    further: Sequence[Look] = (),
+) -> Looks:
+    """What is looked at between steps: accuracies of the heads where there are held-out chats, and the chain on the target's answers.
+
+    further: looks after these, such as real drafting; the score of the last that gives one chooses the checkpoint.
+    """
+    answers = parallel.broadcast(target_answers(target_folder, tokenizer, config) if parallel.is_main else None)
+    heads, length = config.loss.predict_n_tokens, config.data.max_length
+    looks: list[Look] = [GreedyChain(head, states, answers, heads, length, parallel.device)]
+    if config.data.held_out_chats or config.data.held_out_texts:
+        samples = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
+        chosen = drawn_evenly(samples, config.data.held_out_tokens)
+        looks.insert(0, HeadAccuracy(head, states, chosen, heads, config.top_k, length, parallel.device))
+    return Looks([*looks, *further])
+
+
+def describe_job(config: HeadTrainConfig, shape: HeadConfig, target: Any, data: PackedData) -> None:
+    """What will be trained on what, before the first step."""
+    steps = total_steps(config.loop, data)
+    describe(shape, target.config)
+    print(
+        f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, {data.fill:.1%} full, "
+        f"{data.supervised / data.tokens:.0%} supervised"
+    )
+    print(
+        f"plan: {steps:,} steps of {data.rows_per_step * data.capacity:,} tokens, {steps / data.steps_per_epoch:.2f} epochs; "
+        f"loss {config.loss.name}, {config.loss.predict_n_tokens} heads"
+    )
+
+
+def finish(
+    config: HeadTrainConfig,
+    run_folder: RunFolder,
+    head: RecurrentHead,
+    target_folder: Path,
+    folder: Path,
+    progress: Progress,
+    inputs: list[Path],
+) -> None:
+    """Export the best weights with their card, and close the manifest."""
+    write_head(head, target_folder, folder)
+    best = {key: value for key, value in progress.best.items() if key != "score"}
+    acceptance = best | {"temperature": config.held_out.temperature}
+    about_data = {
+        "sources": sources(config.data),
+        "tokens_seen": progress.tokens,
+        "supervised_tokens_seen": progress.supervised,
+    }
+    write_card(
+        folder,
+        config.head.name,
+        head.config,
+        head.num_parameters,
+        config.target.path,
+        target_folder,
+        about_data,
+        plain(config)["loss"],
+        acceptance,
+    )
+    metrics = {**acceptance, "best_step": progress.best_step, "training_seconds": round(progress.seconds, 1)}
+    run_folder.write_manifest(inputs, metrics | {"tokens": progress.tokens}, finished=True)
+    print(
+        f"held-out block efficiency {best['block_efficiency']:.3f} of a greedy chain at temperature {config.held_out.temperature:g}, acceptance "
+        f"{best['acceptance']:.3f}, after {progress.seconds:.0f} s of training; head: {folder}"
+    )
+
+
+if __name__ == "__main__":
+    job_main("recurrent_drafting.train", HeadTrainConfig, run)

@@ -1,0 +1,58 @@
+"""The recurrent drafter in numbers, part by part.
+
+    python scripts/bench/recurrent.py part=training target=$SHALLOW_DRAFT_DATA/models/chat24m \
+        "chats=[$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json]"
+
+training: supervised tokens a second and peak memory of a step, ours against the published recipe (scripts/bench/recurrent_training.py), padded to
+its fixed length and to the longest row of each batch; same target, head, chats, loss and precision, the sides in turns.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from decoding.errors import UserError
+from scripts.bench import recurrent_training
+from scripts.bench.common import options, save
+
+
+@dataclass
+class Options:
+    part: str = "training"  # what is measured
+    target: str = "embedded:target"  # model folder
+    chats: list[str] = field(default_factory=lambda: ["embedded:chats"])  # ShareGPT files
+    num_draft_layers: int = 2  # residual blocks of the head
+    heads: int = 5  # predictions of a draft
+    dtype: str = "bfloat16"  # of both sides: the published one keeps float32 weights and computes under autocast
+    max_length: int = 2048  # the published recipe pads every chat to it
+    context: int = 0  # tokens of our packed rows, and chats are cut there on all sides; 0: the target's context, at most max_length
+    rows: int = 4  # chats of a padded forward
+    forwards: int = 2  # padded forwards of an optimizer step; ours take as many supervised tokens
+    steps: int = 4  # optimizer steps a round, after one that warms up
+    rounds: int = 3  # rounds that count
+    threads: int = 1  # CPU threads
+    device: str = "cpu"  # cpu | cuda
+    name: str = "recurrent_training"  # of the results file
+
+
+PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {"training": recurrent_training.run}
+
+
+def main() -> None:
+    chosen = options(Options)
+    if chosen.part not in PARTS:
+        sys.exit(f"error: part is '{chosen.part}', expected one of {', '.join(PARTS)}")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    save(chosen.name, chosen, PARTS[chosen.part](chosen))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

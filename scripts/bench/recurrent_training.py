@@ -1,0 +1,265 @@
+"""Part `training` of scripts/bench/recurrent.py: the published recipe, written out, against our job's step.
+
+The published recipe (apple/ml-recurrent-drafter, train/ and cmd/train.py at bd8586b), as it computes and not as it is written: every
+chat padded; embeddings rolled left once a head; all heads' logits of all positions as a list, stacked, and copied to float32 (accelerate widens a
+model's outputs); the sum over heads of the mean cross-entropy on shifted contiguous copies; per head and k = 1 .. 5 a top-k of its own over the
+whole vocabulary; every figure fetched from the device at once; float32 weights under bfloat16 autocast, torch's AdamW, the norm clipped at 1.
+Its other costs (Trainer, data loader, gradient exchange of an unused lm_head) are left out, so that it is faster here than it was.
+"""
+
+import copy
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recurrent_drafting.config import HeadLossConfig
+from recurrent_drafting.head import HeadConfig, RecurrentHead
+from recurrent_drafting.objective import HeadTraining
+from recurrent_drafting.states import TargetStates
+from scripts.bench.common import peak_bytes, ratio, take_turns
+from training.config import LoopConfig, OptimizerConfig, ParallelConfig
+from training.data import read_chats
+from training.loop import fit
+from training.models import dtype_of, load_causal_lm
+from training.objectives import freeze
+from training.packing import PackedData, Sample, collate
+from training.parallel import Parallel
+from training.paths import resolve
+from training.samples import chat_samples
+
+IGNORED = -100
+TOP_K = 5
+SAME_LOSS = 0.02  # share by which the sides' losses may differ: their bfloat16 products are summed in another order
+
+
+class Published(nn.Module):
+    """The published model around a head's own modules: forward over padded ids gives all logits [heads, B, T, V] in float32."""
+
+    def __init__(self, target: Any, head: RecurrentHead, heads: int, autocast: bool) -> None:
+        super().__init__()
+        self.head, self.heads, self.autocast = head, heads, autocast
+        self.targets = [target]  # in a list: it is no part of what is trained
+        self.output = nn.Sequential(*head.lm_head)
+
+    def forward(self, ids_BT: Tensor, attention_BT: Tensor) -> Tensor:
+        target = self.targets[0]
+        with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=self.autocast):
+            with torch.inference_mode():
+                hidden_BTH = target.base_model(input_ids=ids_BT, attention_mask=attention_BT, use_cache=False)[0]
+                embedded_BTH = target.get_input_embeddings()(ids_BT)
+            hidden_BTH, embedded_BTH = hidden_BTH.clone(), embedded_BTH.clone()
+            state_BTH = torch.zeros_like(hidden_BTH)
+            logits = []
+            for _ in range(self.heads):
+                embedded_BTH = torch.roll(embedded_BTH, -1, dims=1)
+                state_BTH = F.silu(self.head.rnn_w(embedded_BTH) + self.head.rnn_u(state_BTH))
+                logits.append(self.output(torch.cat([hidden_BTH, state_BTH], dim=-1)))
+            return torch.stack(logits, dim=0).float()
+
+
+def published_loss(logits_KBTV: Tensor, labels_BT: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """(sum of the heads' mean cross-entropies, every head's loss and top-k accuracies, fetched one by one)."""
+    total = torch.zeros((), device=labels_BT.device)
+    log: dict[str, float] = {}
+    for i in range(len(logits_KBTV)):
+        logits_NV = logits_KBTV[i, :, : -(2 + i)].contiguous().view(-1, logits_KBTV.shape[-1])
+        labels_N = labels_BT[:, 2 + i :].contiguous().view(-1)
+        loss = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED)
+        total = total + loss
+        supervised_N = labels_N != IGNORED
+        for k in range(1, TOP_K + 1):
+            best_Nk = logits_NV.topk(k, dim=-1).indices[supervised_N]
+            right_N = (best_Nk == labels_N[supervised_N][:, None]).any(dim=-1)
+            log[f"redrafter{i}_top{k}"] = right_N.float().mean().item()
+        log[f"redrafter{i}_loss"] = loss.item()
+    return total, log
+
+
+def padded(rows: Sequence[Sample], length: int, device: str) -> dict[str, Tensor]:
+    """ids, attention and labels of chats, padded to `length`, or to the longest where it is 0."""
+
+    def stacked(parts: list[Tensor], fill: int) -> Tensor:
+        together = pad_sequence(parts, batch_first=True, padding_value=fill)
+        return F.pad(together, (0, max(0, length - together.shape[1])), value=fill).to(device)
+
+    ids = [torch.from_numpy(row.ids).long() for row in rows]
+    labels = [part.where(torch.from_numpy(row.mask), IGNORED) for part, row in zip(ids, rows, strict=True)]
+    return {
+        "ids": stacked(ids, 0),
+        "attention": stacked([torch.ones_like(part) for part in ids], 0),
+        "labels": stacked(labels, IGNORED),
+    }
+
+
+class PublishedSide:
+    """Optimizer steps of the published recipe over the chats in turn."""
+
+    def __init__(self, chosen: Any, target: Any, head: RecurrentHead, samples: Sequence[Sample], length: int) -> None:
+        self.chosen, self.samples, self.length, self.place = chosen, samples, length, 0
+        self.model = Published(target, copy.deepcopy(head), chosen.heads, chosen.dtype == "bfloat16").to(chosen.device)
+        self.optimizer = torch.optim.AdamW(self.model.head.parameters(), lr=1e-3, weight_decay=0.0)
+
+    def __call__(self) -> float:
+        """Supervised tokens a second of a round."""
+        self.step()
+        began, supervised = time.perf_counter(), 0
+        for _ in range(self.chosen.steps):
+            supervised += self.step()
+        return supervised / (time.perf_counter() - began)
+
+    def step(self) -> int:
+        """One optimizer step; its supervised tokens. Fetching the figures waits for the device."""
+        supervised = 0
+        for _ in range(self.chosen.forwards):
+            rows = self.next_rows()
+            self.backward(rows)
+            supervised += sum(int(row.mask.sum()) for row in rows)
+        nn.utils.clip_grad_norm_(self.model.head.parameters(), 1.0).item()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return supervised
+
+    def backward(self, rows: Sequence[Sample]) -> None:
+        given = padded(rows, self.length, self.chosen.device)
+        loss, _ = published_loss(self.model(given["ids"], given["attention"]), given["labels"])
+        (loss / self.chosen.forwards).backward()
+
+    def next_rows(self) -> list[Sample]:
+        count = self.chosen.rows
+        rows = [self.samples[(self.place + i) % len(self.samples)] for i in range(count)]
+        self.place += count
+        return rows
+
+
+class OurSide:
+    """Steps of our loop on packed rows; hard labels, states made in every step, so that both sides run the target alike."""
+
+    def __init__(self, chosen: Any, target: Any, head: RecurrentHead, data: PackedData, folder: Path) -> None:
+        self.chosen, self.data, self.folder = chosen, data, folder
+        dtype = dtype_of(chosen.dtype)
+        states = TargetStates(target)
+        self.objective = HeadTraining(
+            copy.deepcopy(head).to(chosen.device, dtype), states, HeadLossConfig(predict_n_tokens=chosen.heads)
+        )
+
+    def __call__(self) -> float:
+        """Supervised tokens a second of a round."""
+        chosen, records = self.chosen, _Records()
+        tokens = self.data.rows_per_step * self.data.capacity
+        config = LoopConfig(
+            max_steps=chosen.steps + 1,
+            tokens_per_step=tokens,
+            micro_batch_tokens=min(tokens, chosen.rows * chosen.max_length),
+            eval_every=0,
+            checkpoint_every=0,
+            dtype=chosen.dtype,
+            optimizer=OptimizerConfig(lr=1e-3),
+        )
+        parallel = Parallel(ParallelConfig(), chosen.device)
+        module = HeadTraining(copy.deepcopy(self.objective.head), self.objective.states, self.objective.loss)
+        with tempfile.TemporaryDirectory(dir=self.folder) as run:
+            fit("ours", module, module.head, self.data, config, parallel, Path(run), records, lambda: {"score": 0.0})
+        return records.supervised_a_second()
+
+
+class _Records:
+    """Stands in for the tracker: supervised tokens and seconds of every step but the first."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+
+    def rewind(self, step: int) -> None:
+        self.steps.clear()
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        if "tokens_per_second" in values:
+            self.steps.append(values)
+
+    def supervised_a_second(self) -> float:
+        pairs = list(zip(self.steps, self.steps[1:], strict=False))
+        seconds = sum((now["tokens"] - before["tokens"]) / now["tokens_per_second"] for before, now in pairs)
+        return (self.steps[-1]["supervised_tokens"] - self.steps[0]["supervised_tokens"]) / seconds
+
+
+@torch.no_grad()
+def losses(ours: OurSide, theirs: PublishedSide, samples: Sequence[Sample], capacity: int) -> dict[str, float]:
+    """Both sides' loss on the same chats and weights. Ends the benchmark where they differ: it would compare two things."""
+    chosen = ours.chosen
+    batch = collate(samples, [[i] for i in range(len(samples))], capacity, chosen.device)
+    mine = float(ours.objective(batch)[0]) / batch.supervised
+    given = padded(samples, 0, chosen.device)
+    published = float(published_loss(theirs.model(given["ids"], given["attention"]), given["labels"])[0])
+    if abs(mine / published - 1) > SAME_LOSS:
+        sys.exit(
+            f"error: the two sides' losses on the same chats are {mine:.4f} and {published:.4f}: they do not compute the same"
+        )
+    return {"ours": mine, "published": published}
+
+
+def run(chosen: Any) -> dict[str, Any]:
+    """Rates in turns, their ratios, peaks of a forward and backward pass, and how full the sides' batches are."""
+    folder, dtype = resolve(chosen.target), dtype_of(chosen.dtype)
+    eager = freeze(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")).to(
+        chosen.device
+    )
+    packed = freeze(load_causal_lm(folder, dtype)).to(chosen.device)
+    context = chosen.context or min(chosen.max_length, packed.config.max_position_embeddings)
+    chats, _ = read_chats([resolve(path) for path in chosen.chats])
+    samples, account = chat_samples(AutoTokenizer.from_pretrained(folder), chats, "auto", context, "answers")
+    print(account.line("chats"), file=sys.stderr)
+    samples = [samples[int(i)] for i in torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))]
+    torch.manual_seed(0)
+    width = packed.config.hidden_size
+    head = RecurrentHead(HeadConfig(packed.config.vocab_size, width, 2 * width, chosen.num_draft_layers))
+    tokens = account.tokens / len(samples) * chosen.rows * chosen.forwards
+    data = PackedData(samples, context, max(1, round(tokens / context)), 0)
+    with tempfile.TemporaryDirectory() as place:
+        ours = OurSide(chosen, packed, head, data, Path(place))
+        fixed, longest = (PublishedSide(chosen, eager, head, samples, length) for length in (chosen.max_length, 0))
+        same = losses(ours, fixed, samples[:4], context)
+        peaks = peak_memory(ours, fixed, longest)
+        sides: dict[str, Callable[[], float]] = {"ours": ours, "published": fixed, "published_to_longest": longest}
+        figures = take_turns(sides, chosen.rounds)
+    slots = account.tokens / (len(samples) * chosen.max_length)
+    return {
+        "supervised_tokens_per_second": {name: statistics.median(values) for name, values in figures.items()},
+        "ours_over_published": ratio(figures, "ours", "published"),
+        "ours_over_published_to_longest": ratio(figures, "ours", "published_to_longest"),
+        "peak_bytes": peaks,
+        "peak_of_published_over_ours": peaks["published"] / peaks["ours"],
+        "peak_of_published_to_longest_over_ours": peaks["published_to_longest"] / peaks["ours"],
+        "share_of_positions_with_a_token": {"ours": data.fill, "published": slots},
+        "supervised_share_of_tokens": data.supervised / data.tokens,
+        "loss_on_the_same_chats": same,
+    }
+
+
+def peak_memory(ours: OurSide, fixed: PublishedSide, longest: PublishedSide) -> dict[str, int]:
+    """Peak bytes of one forward and backward pass over as many positions: `rows` padded chats, and packed rows of no less tokens."""
+    chosen, data = ours.chosen, ours.data
+    rows = max(1, chosen.rows * chosen.max_length // data.capacity)
+    batch = collate(data.samples, [data.row(i) for i in range(rows)], data.capacity, chosen.device)
+    chats = fixed.next_rows()
+    fixed.place = 0
+    # A first pass makes the gradients, which stay.
+    passes: dict[str, Callable[[], None]] = {
+        "ours": lambda: ours.objective(batch)[0].backward(),
+        "published": lambda: fixed.backward(chats),
+        "published_to_longest": lambda: longest.backward(chats),
+    }
+    for one in passes.values():
+        one()
+    found = {name: peak_bytes(one, chosen.device) for name, one in passes.items()}
+    for module in (ours.objective, fixed.model, longest.model):
+        module.zero_grad(set_to_none=True)
+    return found

@@ -1,0 +1,127 @@
+"""What the head starts from: shapes by the target, warm starts, blocks of zero, shortlists, and heads of another target."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+from decoding.errors import UserError
+from recurrent_drafting.build import build_head, check_head_target, check_shape, head_config
+from recurrent_drafting.checkpoint import save_head
+from recurrent_drafting.config import HeadShapeConfig
+from recurrent_drafting.head import HeadConfig, RecurrentHead
+from tests.recurrent_drafting import tiny
+from training.drafter_folder import CARD
+from training.packing import Sample
+from training.run_folder import hash_input
+
+H, V = tiny.HIDDEN, tiny.VOCABULARY
+
+
+def built(shape: HeadShapeConfig, samples: list[Sample] | None = None) -> tuple[RecurrentHead, torch.Tensor]:
+    torch.manual_seed(0)
+    lm_head = torch.randn(V, H)
+    config = head_config(shape, tiny.target().config)
+    check_shape(shape, config)
+    return build_head(shape, config, lm_head, samples or [], show=False), lm_head
+
+
+def logits(head: RecurrentHead, hidden: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    return head.logits(head.features(head.context(hidden), state))
+
+
+def test_by_default_the_weights_are_pytorchs_own_as_published():
+    head, _ = built(HeadShapeConfig())
+    assert head.config == HeadConfig(vocab_size=V, hidden_size=H, exit_dim=2 * H, num_draft_layers=2, rnn=True)
+    for name, tensor in head.named_parameters():
+        bound = (H if name.startswith("rnn") else 2 * H) ** -0.5
+        assert float(tensor.detach().abs().max()) <= bound
+        assert tensor.numel() < 100 or float(tensor.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.2)
+
+
+def test_blocks_of_zero_are_the_identity_and_still_learn():
+    head, _ = built(HeadShapeConfig(zero_blocks=True))
+    hidden, state = torch.randn(2, 5, H)
+    features = head.features(head.context(hidden), state)
+    torch.testing.assert_close(features, torch.cat([hidden, state], dim=-1))
+    logits(head, hidden, state).square().sum().backward()
+    gradient = head.lm_head[0].linear.weight.grad
+    assert gradient is not None and gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("exit_dim", [0, H])
+@pytest.mark.parametrize("draft_vocab_size", [0, 7])
+@pytest.mark.parametrize("half", ["hidden", "state"])
+def test_a_warm_start_is_the_targets_lm_head_on_its_half(half: str, draft_vocab_size: int, exit_dim: int):
+    shape = HeadShapeConfig(
+        warm_start=half, zero_blocks=True, draft_vocab_size=draft_vocab_size, exit_dim=exit_dim, num_draft_layers=1
+    )
+    head, lm_head = built(shape, tiny.samples(40))
+    hidden, state = torch.randn(2, 5, H)
+    expected = (hidden if half == "hidden" else state) @ lm_head.T
+    if head.token_ids_V is not None:
+        expected = expected[:, head.token_ids_V]
+    torch.testing.assert_close(logits(head, hidden, state), expected)
+
+
+def test_a_warm_start_of_both_halves_adds_them():
+    head, lm_head = built(HeadShapeConfig(warm_start="both", zero_blocks=True))
+    hidden, state = torch.randn(2, 5, H)
+    torch.testing.assert_close(logits(head, hidden, state), (hidden + state) @ lm_head.T)
+
+
+def test_a_shortlist_holds_the_tokens_of_most_answers():
+    ids = np.array([50, 9, 9, 9, 4, 4, 60, 60, 3, 2], dtype=np.int32)
+    mask = np.array([False, True, True, True, True, True, False, True, True, True])
+    head, _ = built(HeadShapeConfig(draft_vocab_size=4), [Sample(ids, mask)])
+    assert head.token_ids_V is not None
+    assert head.token_ids_V.tolist() == [2, 3, 4, 9], "50 and one 60 are no answers; among equals the smaller ids"
+    assert head.output.shape == (4, 2 * H)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (HeadShapeConfig(warm_start="warm"), "head.warm_start is 'warm'; expected one of none, hidden, state, both"),
+        (HeadShapeConfig(warm_start="state", exit_dim=24), r"width \(exit_dim\) of 24, expected 16 or 32"),
+        (HeadShapeConfig(warm_start="both", exit_dim=H), "expected hidden or state"),
+        (HeadShapeConfig(draft_vocab_size=V + 1), "draft_vocab_size is 62, expected 0"),
+    ],
+)
+def test_starts_that_cannot_be_are_named(shape: HeadShapeConfig, words: str):
+    with pytest.raises(UserError, match=words):
+        built(shape)
+
+
+def test_a_head_goes_on_from_its_folder_with_its_own_shape(tmp_path: Path):
+    save_head(tiny.head("without recurrence", torch.float32), tmp_path)
+    head, _ = built(HeadShapeConfig(path=str(tmp_path), rnn=True, num_draft_layers=5))
+    assert not head.config.rnn and head.config.num_draft_layers == 2
+    assert all(parameter.requires_grad for parameter in head.parameters())
+    assert torch.equal(head.output, tiny.head("without recurrence", torch.float32).output)
+
+
+@pytest.mark.parametrize(("name", "size"), [("hidden_size", 24), ("vocab_size", 67)])
+def test_a_head_of_a_target_of_other_sizes_is_refused(name: str, size: int, tmp_path: Path):
+    save_head(tiny.head(dtype=torch.float32), tmp_path)
+    sizes = {"hidden_size": H, "vocab_size": V}
+    other = AutoConfig.for_model("llama", num_attention_heads=1, **(sizes | {name: size}))
+    with pytest.raises(UserError, match=f"the head has {name} {sizes[name]}, the target {size}"):
+        head_config(HeadShapeConfig(path=str(tmp_path)), other)
+
+
+def test_a_head_of_another_target_of_the_same_sizes_is_refused_by_hash(tiny_target: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    shutil.copytree(tiny_target, other)
+    (other / "generation_config.json").write_text("{}")
+    folder = tmp_path / "head"
+    folder.mkdir()
+    check_head_target(folder, other)  # without a card nothing is known
+    (folder / CARD).write_text(json.dumps({"target": "some/model", "target_hash": hash_input(tiny_target)}))
+    check_head_target(folder, tiny_target)
+    with pytest.raises(UserError, match="was trained for the target some/model with the hash"):
+        check_head_target(folder, other)

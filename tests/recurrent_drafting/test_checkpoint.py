@@ -1,0 +1,152 @@
+"""The published layout: names, shapes, dtypes and keys, and what is refused when it is read."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from decoding.errors import UserError
+from recurrent_drafting.checkpoint import extensions, load_head, read_head_config, save_head
+from tests.recurrent_drafting import tiny
+
+H, V = tiny.HIDDEN, tiny.VOCABULARY
+RECURRENCE = {"rnn_u.weight": [H, H], "rnn_u.bias": [H], "rnn_w.weight": [H, H]}
+
+
+def blocks(count: int, width: int) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {f"lm_head.{count}.weight": [V, width]}
+    for i in range(count):
+        found |= {f"lm_head.{i}.linear.weight": [width, width], f"lm_head.{i}.linear.bias": [width]}
+    return found
+
+
+PUBLISHED = {
+    "recurrent": blocks(2, 2 * H) | RECURRENCE,
+    "without recurrence": blocks(2, 2 * H),
+    "projected": blocks(2, 24) | RECURRENCE | {"input_proj.weight": [24, 2 * H], "input_proj.bias": [24]},
+    "projected without recurrence": blocks(1, H) | {"input_proj.weight": [H, 2 * H], "input_proj.bias": [H]},
+    "without blocks": blocks(0, 2 * H) | RECURRENCE,
+}
+
+
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_names_shapes_dtypes_and_keys_are_the_published_ones(form: str, tmp_path: Path):
+    head = tiny.head(form, torch.float32)
+    save_head(head, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {name: list(tensor.shape) for name, tensor in stored.items()} == PUBLISHED[form]
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config == {
+        "architectures": ["Drafter"],
+        "model_type": "recurrent_drafting_drafter",
+        "vocab_size": V,
+        "hidden_size": H,
+        "exit_dim": head.config.exit_dim,
+        "num_draft_layers": head.config.num_draft_layers,
+        "num_lookback_tokens": -1,
+        "rnn": head.config.rnn,
+        "torch_dtype": "float32",
+    }
+    assert not extensions(head.config)
+
+
+def test_a_head_trained_in_bfloat16_is_stored_in_float32(tmp_path: Path):
+    save_head(tiny.head(dtype=torch.bfloat16), tmp_path)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("form", tiny.FORMS)
+def test_a_head_comes_back_as_it_was(form: str, tmp_path: Path):
+    head = tiny.head(form, torch.float32)
+    save_head(head, tmp_path)
+    again = load_head(tmp_path)
+    assert again.config == head.config
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in head.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in again.parameters())
+
+
+def test_a_shortlist_is_told_as_an_extension(tmp_path: Path):
+    head = tiny.head("shortlist", torch.float32)
+    assert "a shortlist of 20 of 61 tokens" in extensions(head.config)[0]
+    save_head(head, tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["token_ids_V"].dtype == torch.int64
+    assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_head(tiny.head(dtype=torch.float32), tmp_path / "head")
+    return tmp_path / "head"
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_tensors(folder: Path, remove: str = "", **more: Tensor) -> None:
+    stored = load_file(folder / "model.safetensors")
+    stored.pop(remove, None)
+    save_file(stored | more, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_another_model_type_is_refused(folder: Path):
+    change_config(folder, model_type="llama")
+    with pytest.raises(UserError, match="model_type is 'llama', expected 'recurrent_drafting_drafter'"):
+        load_head(folder)
+
+
+def test_a_target_is_no_head(tiny_target: Path):
+    with pytest.raises(UserError, match="model_type is 'llama'"):
+        read_head_config(tiny_target)
+
+
+def test_the_other_form_is_refused_by_name(folder: Path, tmp_path: Path):
+    change_config(folder, rnn=False)
+    with pytest.raises(UserError, match="the head is recurrent .* but config.json says rnn=false"):
+        load_head(folder)
+    save_head(tiny.head("without recurrence", torch.float32), tmp_path / "plain")
+    change_config(tmp_path / "plain", rnn=True)
+    with pytest.raises(UserError, match="the head is without recurrence .* but config.json says rnn=true"):
+        load_head(tmp_path / "plain")
+
+
+def test_missing_unknown_and_misshapen_tensors_are_all_named(folder: Path):
+    change_tensors(
+        folder, remove="lm_head.0.linear.bias", **{"lm_head.1.linear.bias": torch.zeros(3), "extra": torch.ones(1)}
+    )
+    with pytest.raises(UserError) as error:
+        load_head(folder)
+    words = str(error.value)
+    assert "lm_head.0.linear.bias is missing" in words
+    assert "extra is unknown" in words
+    assert f"lm_head.1.linear.bias has the shape [3], expected [{2 * H}]" in words
+    assert "2 residual blocks" in words
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", -1), ("exit_dim", None), ("num_draft_layers", "two")])
+def test_wrong_keys_are_named(folder: Path, key: str, value: Any):
+    change_config(folder, **{key: value})
+    with pytest.raises(UserError, match=f"{key} is .* expected a whole number"):
+        load_head(folder)
+
+
+def test_a_damaged_shortlist_is_refused(tmp_path: Path):
+    save_head(tiny.head("shortlist", torch.float32), tmp_path)
+    ids = load_file(tmp_path / "model.safetensors")["token_ids_V"]
+    for wrong in (ids.flip(0), ids + V):
+        change_tensors(tmp_path, token_ids_V=wrong)
+        with pytest.raises(UserError, match="token_ids_V is no rising list of token ids"):
+            load_head(tmp_path)
+
+
+def test_a_folder_without_weights_is_named(folder: Path, tmp_path: Path):
+    shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(UserError, match="model.safetensors is missing"):
+        load_head(tmp_path / "bare")

@@ -1,0 +1,297 @@
+"""`recurrent_drafting.train` end to end on a random target: the folder it leaves, resume, ranks, dry runs, bad input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+
+from decoding.errors import UserError
+from recurrent_drafting.checkpoint import load_head, read_head_config
+from recurrent_drafting.config import HeadTrainConfig
+from recurrent_drafting.train import run
+from training.config import typed
+from training.job import CONF, register
+from training.run_folder import hash_input
+
+ROOT = CONF.parent
+JOB = "recurrent_drafting.train"
+SMALL = [
+    "data.max_samples=40",
+    "data.max_length=256",
+    "held_out.max_prompts=4",
+    "held_out.max_new_tokens=16",
+    "loop.max_steps=6",
+    "loop.tokens_per_step=1024",
+    "loop.micro_batch_tokens=512",
+    "loop.eval_every=3",
+    "loop.checkpoint_every=2",
+    "target.device=cpu",
+]
+
+
+def configured(target: Path, folder: Path, *overrides: str) -> HeadTrainConfig:
+    register(JOB, HeadTrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        given = [*SMALL, f"target.path={target}", f"output_dir={folder}", *overrides]
+        return typed(compose("recurrent_drafting_train", given), HeadTrainConfig)
+
+
+def command(target: Path, folder: Path, *overrides: str) -> list[str]:
+    given = [*SMALL, f"target.path={target}", f"output_dir={folder}", "threads=1", *overrides]
+    return [sys.executable, "-m", JOB, *given]
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    run(configured(tiny_target, folder))
+    return folder
+
+
+def test_the_head_folder_is_complete_and_loads(finished: Path, tiny_target: Path):
+    folder = finished / "drafter"
+    head = load_head(folder)
+    assert (head.config.hidden_size, head.config.vocab_size, head.config.exit_dim) == (32, 2048, 64)
+    card = json.loads((folder / "drafter_card.json").read_text())
+    assert card["parameters"] == head.num_parameters
+    assert card["target_hash"] == hash_input(tiny_target)
+    assert card["drafter_hash"] == hash_input(folder)
+    assert card["loss"]["name"] == "cross_entropy"
+    assert card["acceptance"]["block_efficiency"] >= 1
+    assert card["data"]["supervised_tokens_seen"] > 0
+    readme = (folder / "README.md").read_text()
+    assert (
+        "python -m eval.run" in readme and "recurrent_drafting.cmd.generate" in readme and "published layout" in readme
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (folder / name).read_bytes() == (tiny_target / name).read_bytes()
+
+
+def test_the_run_folder_tells_what_was_done(finished: Path):
+    manifest = json.loads((finished / "manifest.json").read_text())
+    assert manifest["finished"] is True
+    assert all(len(digest) == 64 for digest in manifest["inputs"].values())
+    steps = [record for record in records(finished) if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert {f"redrafter{i}_{what}" for i in range(5) for what in ("top1", "loss")} <= steps[0].keys()
+    assert steps[0]["loss"] == pytest.approx(sum(steps[0][f"redrafter{i}_loss"] for i in range(5)))
+    looks = [record for record in records(finished) if "held_out_block_efficiency" in record]
+    assert [record["step"] for record in looks] == [3, 6]
+    assert {f"held_out_accuracy/redrafter{i}_top{k}" for i in range(5) for k in range(1, 6)} <= looks[0].keys()
+
+
+def test_a_finished_run_is_passed_over(finished: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]):
+    before = (finished / "drafter" / "model.safetensors").stat().st_mtime_ns
+    run(configured(tiny_target, finished))
+    assert "finished before" in capsys.readouterr().out
+    assert (finished / "drafter" / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "lk"])
+def test_training_lowers_the_loss_and_raises_accuracy(name: str, tiny_target: Path, tmp_path: Path):
+    steps = ["loop.max_steps=40", "loop.eval_every=20", "loop.optimizer.lr=1e-2", f"loss.name={name}"]
+    run(configured(tiny_target, tmp_path, *steps, "states.cache=memory"))
+    losses = [record["loss"] for record in records(tmp_path) if "loss" in record]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["head.rnn=false", "head.exit_dim=32", "head.warm_start=hidden", "head.zero_blocks=true"],
+        [
+            "head.draft_vocab_size=300",
+            "head.warm_start=both",
+            "loss.name=lk_hybrid",
+            "states.cache=disk",
+            "loss.own_tokens=0.5",
+        ],
+    ],
+)
+def test_every_extension_trains_and_is_told(
+    overrides: list[str], tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run(configured(tiny_target, tmp_path / "run", *overrides, f"states.folder={tmp_path / 'states'}"))
+    head, said = load_head(tmp_path / "run" / "drafter"), capsys.readouterr().out
+    shortlist = head.config.draft_vocab_size == 300
+    assert ("only this project loads it" in said) == shortlist
+    assert ("GB on disk in" in said) == shortlist
+    card = json.loads((tmp_path / "run" / "drafter" / "drafter_card.json").read_text())
+    assert bool(card["extensions"]) == shortlist
+
+
+@pytest.mark.parametrize("cache", ["none", "disk"])
+def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(cache: str, tiny_target: Path, tmp_path: Path):
+    more = [f"states.cache={cache}", f"states.folder={tmp_path / 'states'}", "loss.own_tokens=0.5"]
+    process = subprocess.Popen(
+        command(tiny_target, tmp_path / "killed", *more), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not list(checkpoints.glob("step_*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    assert not (tmp_path / "killed" / "drafter").exists()
+    run(configured(tiny_target, tmp_path / "killed", *more, "threads=1"))
+    run(configured(tiny_target, tmp_path / "straight", *more, "threads=1"))
+    ours, straight = (load_file(tmp_path / one / "drafter" / "model.safetensors") for one in ("killed", "straight"))
+    assert all(torch.equal(ours[name], straight[name]) for name in straight)
+
+
+def test_ranks_make_the_same_head(finished: Path, tiny_target: Path, tmp_path: Path):
+    same_in_ranks("ddp", finished, tiny_target, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "fsdp"])
+def test_ranks_of_every_kind_make_the_same_head(
+    kind: str, finished: Path, tiny_target: Path, tmp_path: Path, request: pytest.FixtureRequest
+):
+    if kind.startswith("zero"):
+        request.getfixturevalue("deepspeed")
+    same_in_ranks(kind, finished, tiny_target, tmp_path)
+
+
+def same_in_ranks(kind: str, alone: Path, target: Path, folder: Path) -> None:
+    given = command(target, folder, f"parallel={kind}", "parallel.processes=2")
+    done = subprocess.run(
+        given, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    ours, theirs = ([record["loss"] for record in records(one) if "loss" in record] for one in (folder, alone))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    weights, expected = (load_file(one / "drafter" / "model.safetensors") for one in (folder, alone))
+    assert weights.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_another_target_under_the_same_path_is_refused_on_resume(tiny_target: Path, tmp_path: Path):
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    run(configured(target, tmp_path / "run"))
+    manifest = tmp_path / "run" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"finished": true', '"finished": false'))
+    (target / "generation_config.json").write_text("{}")
+    with pytest.raises(UserError, match="was begun with another target: .* of use to its own target alone"):
+        run(configured(target, tmp_path / "run"))
+
+
+def test_a_head_goes_on_from_a_folder_of_the_same_target_only(finished: Path, tiny_target: Path, tmp_path: Path):
+    run(configured(tiny_target, tmp_path / "on", f"head.path={finished / 'drafter'}", "loop.max_steps=1"))
+    first = records(tmp_path / "on")[0]["loss"]
+    assert first < records(finished)[0]["loss"], "it begins where the other ended"
+    other = tmp_path / "other"
+    shutil.copytree(tiny_target, other)
+    (other / "generation_config.json").write_text("{}")
+    with pytest.raises(UserError, match="the head was trained for the target"):
+        run(configured(other, tmp_path / "no", f"head.path={finished / 'drafter'}"))
+
+
+def test_broken_sharegpt_records_are_counted_and_named(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    good = json.loads((ROOT / "assets" / "chats.json").read_text())[:40]
+    bad = [{"id": "x"}, {"conversations": [{"from": "martian", "value": "hello"}]}]
+    (tmp_path / "chats.json").write_text(json.dumps([*good[:20], *bad, *good[20:]]))
+    chats = [f"data.chats=[{tmp_path / 'chats.json'}]", "loop.max_steps=1"]
+    with pytest.raises(UserError, match=r"2 .*|more than 1.0% are bad") as error:
+        run(configured(tiny_target, tmp_path / "strict", *chats))
+    assert "no turns (conversations or messages)" in str(error.value) and "unknown role 'martian'" in str(error.value)
+    assert "chats.json:" in str(error.value)
+    run(configured(tiny_target, tmp_path / "lenient", *chats, "data.max_bad=0.2"))
+    assert (tmp_path / "lenient" / "drafter" / "model.safetensors").is_file()
+
+
+def test_alpaca_evals_form_serves_as_evaluation_set(tiny_target: Path, tmp_path: Path):
+    rows = [{"instruction": f"Say {i}", "output": f"The number {i} is a number.", "dataset": "d"} for i in range(12)]
+    path = tmp_path / "alpaca_eval.json"
+    path.write_text(json.dumps(rows))
+    given = [f"data.held_out_chats=[{path}]", f"held_out.prompts={path}", "loop.max_steps=1"]
+    run(configured(tiny_target, tmp_path / "run", *given))
+    assert "held_out_accuracy/redrafter0_top1" in records(tmp_path / "run")[-1]
+
+
+def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Path):
+    short = [{"conversations": [{"from": "human", "value": "x " * 300}, {"from": "gpt", "value": "y"}]}]
+    (tmp_path / "chats.json").write_text(json.dumps(short * 3))
+    with pytest.raises(
+        UserError, match="the train split is empty: zero supervised tokens in 3 texts and chats of data"
+    ):
+        run(configured(tiny_target, tmp_path / "run", f"data.chats=[{tmp_path / 'chats.json'}]"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("loss.name=reverse_kl", "loss.name is 'reverse_kl'; expected one of cross_entropy, forward_kl, lk, lk_hybrid"),
+        ("loss.predict_n_tokens=1", "loss.predict_n_tokens is 1, expected 2 or more"),
+        ("loss.own_tokens=2", "loss.own_tokens is 2.0, expected a share from 0 to 1"),
+        ("states.cache=tape", "states.cache is 'tape'; expected one of none, memory, disk"),
+        ("top_k=0", "top_k is 0, expected 1 to 2048"),
+        ("head.warm_start=cold", "head.warm_start is 'cold'"),
+        ("data.max_length=4096", "data.max_length is 4096, the context of .* is 512 tokens"),
+    ],
+)
+def test_values_that_cannot_be_are_named(override: str, words: str, tiny_target: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=words):
+        run(configured(tiny_target, tmp_path, override))
+
+
+def test_a_dry_run_writes_an_untrained_head_that_loads(finished: Path, tiny_target: Path, tmp_path: Path):
+    run(configured(tiny_target, tmp_path, "dry_run=true"))
+    shapes = [
+        {name: tensor.shape for name, tensor in load_file(folder / "drafter" / "model.safetensors").items()}
+        for folder in (tmp_path, finished)
+    ]
+    assert shapes[0] == shapes[1]
+    assert not any(parameter.any() for parameter in load_head(tmp_path / "drafter").parameters())
+    assert not (tmp_path / "checkpoints").exists()
+    run(configured(tiny_target, tmp_path, "loop.max_steps=1"))  # the real run replaces it
+    assert any(parameter.any() for parameter in load_head(tmp_path / "drafter").parameters())
+
+
+def test_the_published_recipe_tells_its_price_without_weights_or_data(tmp_path: Path):
+    """By the shell wrapper, which takes that experiment by itself."""
+    wrapper = ROOT / "recurrent_drafting" / "cmd" / "train.sh"
+    given = [str(wrapper), "dry_run=true", f"output_dir={tmp_path}"]
+    done = subprocess.run(
+        given, cwd=tmp_path, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "head: 429.9 M parameters (262.1 M output, 134.2 M blocks, 33.6 M recurrence), recurrent" in done.stdout
+    assert "target: 6738.4 M parameters, 32 layers, frozen" in done.stdout
+    assert "memory of each of 8 ranks (ddp)" in done.stdout
+    assert "248,000,000 tokens in 947 steps" in done.stdout and "hours at 2400 TFLOP/s" in done.stdout
+    assert "is not there" in done.stdout
+    folder = tmp_path / "drafter"
+    assert read_head_config(folder).hidden_size == 4096
+    stored = (folder / "model.safetensors").stat()
+    assert 1.71e9 < stored.st_size < 1.73e9
+    assert stored.st_blocks * 512 < 10**6, "the zeros take no room"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["+experiment=redrafter_quickstart", "--help"]])
+def test_the_wrapper_hands_every_argument_on(arguments: list[str]):
+    wrapper = ROOT / "recurrent_drafting" / "cmd" / "train.sh"
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run([str(wrapper), *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    named = "redrafter_quickstart" if len(arguments) > 1 else "redrafter_vicuna_7b"
+    assert f"experiment={named}" in done.stdout
+    assert "loss.predict_n_tokens=5" in done.stdout

@@ -1,0 +1,207 @@
+"""The objective against a plain loop over documents, positions and heads; packing, training-time test, memory, and waiting for the device."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoding.errors import UserError
+from recurrent_drafting.config import HeadLossConfig
+from recurrent_drafting.head import RecurrentHead
+from recurrent_drafting.objective import HeadTraining
+from recurrent_drafting.positions import check_predictions, positions
+from recurrent_drafting.states import TargetStates
+from scripts.bench.common import peak_bytes
+from tests.recurrent_drafting import tiny
+from training.losses.soft import eager_soft
+from training.objectives import hidden_states
+from training.packing import Sample, collate
+
+
+def plainly(
+    head: RecurrentHead, target: Any, documents: list[Sample], loss: HeadLossConfig
+) -> tuple[Tensor, list[int]]:
+    """(weighted loss, predictions of each head), one document, position and head at a time."""
+    total, counts = torch.zeros((), dtype=torch.float64), [0] * loss.predict_n_tokens
+    table, lm_head = target.get_input_embeddings().weight, target.lm_head.weight
+    for document in documents:
+        ids = torch.from_numpy(document.ids.astype(np.int64))
+        hidden = hidden_states(target, collate([document], [[0]], len(ids)))[0]
+        for t in range(len(ids)):
+            own = bool(loss.own_tokens)
+            state, taken = None, -1
+            for i in range(loss.predict_n_tokens):
+                if t + 2 + i >= len(ids):
+                    break
+                taken = int(ids[t + 1 + i]) if not own or i == 0 else taken
+                e = table[taken][None]
+                state = head.start(e) if state is None else head.advance(state, e)
+                logits = head.logits(head.features(head.context(hidden[t][None]), state))[0]
+                taken = int(head.to_target_ids(logits.argmax()))
+                if not document.mask[t + 2 + i]:
+                    continue
+                counts[i] += 1
+                total = total + loss.decay**i * one_loss(
+                    head, logits, ids[t + 2 + i], hidden[t + 1 + i] @ lm_head.T, loss
+                )
+    return total, counts
+
+
+def one_loss(head: RecurrentHead, logits: Tensor, label: Tensor, targets: Tensor, loss: HeadLossConfig) -> Tensor:
+    drafted = range(tiny.VOCABULARY) if head.token_ids_V is None else head.token_ids_V.tolist()
+    if loss.name == "cross_entropy":
+        if int(label) not in drafted:
+            return logits.sum() * 0
+        return F.cross_entropy(logits[None], torch.tensor([list(drafted).index(int(label))]))
+    log_p = F.log_softmax(targets / loss.temperature, dim=-1)[list(drafted)]
+    return eager_soft(loss.name, logits[None] / loss.temperature, log_p[None])[0]
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((form, {}) for form in tiny.FORMS),
+    ("recurrent", {"name": "forward_kl", "decay": 0.7, "temperature": 1.5}),
+    ("shortlist", {"name": "forward_kl"}),
+    ("projected", {"name": "lk", "decay": 0.8}),
+    ("shortlist", {"name": "lk"}),
+    ("without recurrence", {"name": "lk_hybrid"}),
+    ("recurrent", {"own_tokens": 1.0}),
+    ("shortlist", {"own_tokens": 1.0, "name": "lk"}),
+]
+
+
+@pytest.mark.parametrize(("form", "given"), CASES)
+def test_the_loss_and_its_gradient_are_those_of_a_plain_loop(form: str, given: dict[str, Any]):
+    target, head, documents = tiny.target(), tiny.head(form), tiny.samples()
+    objective = tiny.objective(head, target, **given)
+    loss, sums = objective(tiny.packed(documents))
+    expected, counts = plainly(head, target, documents, objective.loss)
+    torch.testing.assert_close(loss, expected)
+    names = dict(head.named_parameters())
+    ours = torch.autograd.grad(loss, list(names.values()))
+    theirs = torch.autograd.grad(expected, list(names.values()))
+    for name, mine, plain in zip(names, ours, theirs):
+        torch.testing.assert_close(mine, plain, msg=name)
+        assert mine.abs().sum() > 0, f"{name} is trained"
+    assert len(sums) == len(objective.metric_names) == 2 * tiny.HEADS
+    assert all(0 <= float(value) <= count for value, count in zip(sums[: tiny.HEADS], counts))
+
+
+def test_nothing_is_predicted_across_documents():
+    """Packed rows give the loss of documents apart; the control forgets where documents end, and does not."""
+    target, head, documents = tiny.target(), tiny.head(), tiny.samples()
+    objective = tiny.objective(head, target)
+    together = objective(tiny.packed(documents))[0]
+    apart = sum(objective(collate([one], [[0]], tiny.ROW))[0] for one in documents)
+    torch.testing.assert_close(together, apart)
+    merged = tiny.packed(documents)
+    merged.host_documents_RT[:] = (merged.host_documents_RT > 0).astype(np.int64)
+    assert abs(float((objective(merged)[0] - apart).detach())) > 1e-3
+
+
+def test_positions_are_where_tokens_are_supervised_and_nowhere_else():
+    documents = tiny.samples()
+    batch = tiny.packed(documents)
+    where = positions(batch, tiny.HEADS, judged=True)
+    wanted = [
+        sum(int(one.mask[t + 2 + i]) for one in documents for t in range(len(one.ids) - 2 - i))
+        for i in range(tiny.HEADS)
+    ]
+    assert where.counts_K == wanted
+    flat = where.kept_P[where.drafts_M[where.draft_N]]
+    assert torch.equal(batch.ids_RT.flatten()[flat + 2 + where.head_N], where.labels_N)
+    assert torch.equal(where.kept_P[where.judges_N], flat + 1 + where.head_N)
+    assert torch.equal(where.kept_P, where.kept_P.unique())
+    assert sum(where.kept_R) == len(where.kept_P)
+    documents_F = batch.documents_RT.flatten()
+    assert torch.equal(documents_F[flat], documents_F[flat + 2 + where.head_N])
+    few = positions(batch, tiny.HEADS, judged=False)
+    assert len(few.kept_P) == len(few.drafts_M) < len(where.kept_P)
+
+
+def test_own_tokens_are_a_share_that_changes_from_step_to_step():
+    batch = collate([Sample(np.arange(400, dtype=np.int32) % 61, np.arange(400) > 0)], [[0]], 400)
+    shares = [positions(batch, 3, False, 0.3, step).own_M for step in range(20)]
+    assert 0.25 < float(torch.stack(shares).float().mean()) < 0.35
+    assert not torch.equal(shares[0], shares[1])
+    assert torch.equal(shares[4], positions(batch, 3, False, 0.3, 4).own_M)
+    assert not positions(batch, 3, False).own_M.any()
+
+
+def test_own_tokens_are_another_loss_between_all_and_none():
+    target, head, batch = tiny.target(), tiny.head(), tiny.packed(tiny.samples())
+    losses = [float(tiny.objective(head, target, own_tokens=share)(batch)[0]) for share in (0.0, 0.5, 1.0)]
+    assert len({round(loss, 6) for loss in losses}) == 3
+
+
+def test_the_target_gets_no_gradient_and_is_no_part_of_the_objective():
+    target, head = tiny.target(), tiny.head()
+    objective = tiny.objective(head, target, name="lk")
+    assert {id(parameter) for parameter in objective.parameters()} == {id(parameter) for parameter in head.parameters()}
+    objective(tiny.packed(tiny.samples()))[0].backward()
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.parameters())
+    assert all(parameter.grad is not None for parameter in head.parameters())
+
+
+def test_an_empty_batch_has_zero_loss_and_gradients():
+    head = tiny.head()
+    objective = tiny.objective(head, tiny.target())
+    loss, sums = objective(collate([], [[]], tiny.ROW))
+    loss.backward()
+    assert float(loss) == 0 and not sums.any()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in head.parameters())
+
+
+def test_texts_without_a_prediction_are_refused():
+    short = Sample(np.array([1, 2], dtype=np.int32), np.array([False, True]))
+    with pytest.raises(UserError, match="zero supervised positions for 4 heads in 2 samples"):
+        check_predictions([short, short], 4)
+    check_predictions(tiny.samples(), 4)
+
+
+@pytest.mark.parametrize("given", [{}, {"name": "lk"}, {"own_tokens": 0.5}])
+def test_a_step_never_waits_for_the_device(given: dict[str, Any]):
+    """No operation whose result's size or value the host must know; `item` is the control that is seen."""
+    objective = tiny.objective(tiny.head(), tiny.target(), **given)
+    batch = tiny.packed(tiny.samples())
+    waits = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::masked_select", "aten::is_nonzero"}
+
+    def seen(step: Any) -> set[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step()
+        return waits & {event.key for event in profile.key_averages()}
+
+    assert not seen(lambda: objective(batch)[0].backward())
+    assert seen(lambda: objective(batch)[0].item())
+
+
+def test_no_tensor_of_heads_and_vocabulary_is_there():
+    """Peak memory of a step beside one [heads, rows, tokens, vocabulary] tensor in float32, which the control holds."""
+    vocabulary, rows, length, heads = 8192, 4, 128, 5
+    torch.manual_seed(0)
+    made = RecurrentHead(tiny.HeadConfig(vocab_size=vocabulary, hidden_size=8, exit_dim=16, num_draft_layers=1))
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4, "intermediate_size": 8}
+    model = tiny.freeze(
+        tiny.build_llama(
+            tiny.StudentConfig(**shape), torch.float32, vocab_size=vocabulary, max_position_embeddings=length
+        )
+    )
+    documents = [Sample(np.arange(length, dtype=np.int32), np.arange(length) > 0) for _ in range(rows)]
+    batch = collate(documents, [[i] for i in range(rows)], length)
+    objective = HeadTraining(made, TargetStates(model), HeadLossConfig(predict_n_tokens=heads))
+    whole = heads * rows * length * vocabulary * 4
+
+    def published() -> Tensor:
+        hidden, ids = hidden_states(model, batch), batch.ids_RT
+        logits, state = [], torch.zeros_like(hidden)
+        for i in range(heads):
+            state = made.advance(state, objective.states.embed(torch.roll(ids, -1 - i, dims=1)))
+            logits.append(made.logits(made.features(made.context(hidden), state)))
+        return torch.stack(logits).logsumexp(-1).sum()
+
+    objective(batch)[0].backward()  # buffers that stay
+    assert peak_bytes(lambda: published().backward()) > whole  # the control
+    chunk = 1024 * vocabulary * 4
+    assert peak_bytes(lambda: objective(batch)[0].backward()) < 5 * chunk + whole / 8

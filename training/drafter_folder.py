@@ -1,0 +1,130 @@
+"""What every drafter folder holds, whoever made it: weights, the target's tokenizer files, and the card that says where it comes from."""
+
+import json
+import math
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import GenerationConfig
+
+from decoding.folder import WEIGHTS
+from training.checkpoint import disk_error, write_text
+from training.run_folder import git_revision, hash_input, versions
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+CARD = "drafter_card.json"
+_SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+def write_model(
+    model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype, draft_tokens: int | None = None
+) -> None:
+    """Weights (safetensors), configuration, generation settings and the tokenizer files of `tokenizer_folder`, copied byte for byte.
+
+    draft_tokens: pins assisted generation to a constant draft length, as a drafter's folder does. Raises UserError when a write fails.
+    """
+    stored = model.to(dtype)
+    stored.config.dtype = dtype
+    stored.generation_config = _generation_config(stored.config, draft_tokens)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stored.save_pretrained(folder)
+        copy_tokenizer(tokenizer_folder, folder)
+    except (OSError, SafetensorError) as error:
+        raise disk_error(folder, error) from error
+
+
+def write_untrained(model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype, draft_tokens: int) -> None:
+    """What `write_model` writes, with every weight zero in a sparse file, from a model whose tensors are on the meta device."""
+    config = model.config
+    config.dtype, config.architectures = dtype, [type(model).__name__]
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(folder)
+        _generation_config(config, draft_tokens).save_pretrained(folder)
+        write_zeros(folder / WEIGHTS, shapes, dtype)
+        copy_tokenizer(tokenizer_folder, folder)
+    except OSError as error:
+        raise disk_error(folder, error) from error
+
+
+def write_zeros(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype) -> None:
+    """A safetensors file of zeros: the header is written, the rest is a hole that takes no room on the disk."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """The tokenizer files that `source` has, byte for byte."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file() and source.resolve() != folder.resolve():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _generation_config(config: Any, draft_tokens: int | None) -> GenerationConfig:
+    assisted = {} if draft_tokens is None else _assistant_settings(draft_tokens)
+    special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return GenerationConfig(**special, **assisted)
+
+
+def _assistant_settings(draft_tokens: int) -> dict[str, Any]:
+    return {
+        "num_assistant_tokens": draft_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+
+
+def write_card(
+    folder: Path,
+    name: str,
+    target: str,
+    target_folder: Path,
+    about: dict[str, Any],
+    readme: Callable[[dict[str, Any]], str],
+) -> None:
+    """drafter_card.json (where the drafter comes from and what it was measured to do) and README.md, which `readme` makes of the card.
+
+    about: what is told of this kind of drafter: parameters, shape, data, loss, acceptance and what else belongs to it.
+    """
+    card = {
+        "name": name,
+        "target": target,
+        "target_hash": hash_input(target_folder),
+        "drafter_hash": hash_input(folder),
+        **about,
+        "cost_ratio": None,  # eval.run measures it on the machine that will serve
+        "git_revision": git_revision(),
+        "versions": versions(),
+    }
+    write_text(folder / CARD, json.dumps(card, indent=1))
+    write_text(folder / "README.md", readme(card))
+
+
+def figures_on_card(card: dict[str, Any]) -> str:
+    """The held-out figures of a card in a line; `not measured` where it has none."""
+    figures = {key.replace("_", " "): value for key, value in card["acceptance"].items() if isinstance(value, float)}
+    return ", ".join(f"{key} {value:.3f}" for key, value in figures.items()) or "not measured"

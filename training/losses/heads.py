@@ -1,0 +1,74 @@
+"""The loss of a drafter that predicts several tokens ahead, over the predictions of all its heads at once.
+
+The predictions of every head are rows of one chunked loss (training/losses/chunked.py), so that the output layer's gradient is added up once and
+no [heads, tokens, vocabulary] tensor is ever there. Sums by head stay on the device.
+
+Shapes: N predictions of all heads, C of a chunk, K heads, E features, V vocabulary that is drafted from.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from training.losses.chunked import CHUNK, ChunkedLoss, RowLoss, cross_entropy_rows
+
+
+def listed_cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy where a label may be -1, no token that is drafted from: such a row counts nothing, and is predicted wrongly."""
+    known_C = (labels_C >= 0).to(logits_CV.dtype)
+    loss_C, gradient_CV, metric_C1 = cross_entropy_rows(logits_CV, labels_C.clamp_min(0))
+    return loss_C * known_C, gradient_CV.mul_(known_C[:, None]), metric_C1 * known_C[:, None]
+
+
+def at_temperature(rows: RowLoss, temperature: float) -> RowLoss:
+    """The loss of logits / temperature, not rescaled."""
+    if temperature == 1.0:
+        return rows
+
+    def cooled(logits_CV: Tensor, against: Any) -> tuple[Tensor, Tensor, Tensor]:
+        loss_C, gradient_CV, metric_CM = rows(logits_CV / temperature, against)
+        return loss_C, gradient_CV.div_(temperature), metric_CM
+
+    return cooled
+
+
+def chunked_by_head(
+    features_NE: Tensor,
+    weight_VE: Tensor,
+    rows: RowLoss,
+    against: Callable[[int, int], Any],
+    head_N: Tensor,
+    heads: int,
+    decay: float = 1.0,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """(sum over predictions of decay^head x loss, [2 K]: by head the sum of the row loss's metric, then of the loss unweighted).
+
+    against(start, end): what those rows are held against, as `rows` takes it. Gradients flow into features and output layer.
+    """
+    heads_K = torch.arange(heads, device=head_N.device)
+
+    def with_heads(start: int, end: int) -> Any:
+        return against(start, end), head_N[start:end]
+
+    def weighed(logits_CV: Tensor, given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        of_chunk, head_C = given
+        loss_C, gradient_CV, metric_C1 = rows(logits_CV, of_chunk)
+        of_head_CK = (head_C[:, None] == heads_K).to(loss_C.dtype)
+        weight_C = torch.pow(decay, head_C.to(loss_C.dtype))
+        sums_CM = torch.cat((of_head_CK * metric_C1, of_head_CK * loss_C[:, None]), dim=1)
+        return loss_C * weight_C, gradient_CV.mul_(weight_C[:, None]), sums_CM
+
+    loss, sums = ChunkedLoss.apply(features_NE, weight_VE, with_heads, weighed, chunk)  # type: ignore[no-untyped-call]
+    return loss, sums if len(features_NE) else sums.new_zeros(2 * heads)
+
+
+@torch.no_grad()
+def chunked_argmax(features_NE: Tensor, weight_VE: Tensor, chunk: int = CHUNK) -> Tensor:
+    """The index of the largest logit of every row [N]."""
+    starts = range(0, len(features_NE), chunk)
+    parts = [F.linear(features_NE[start : start + chunk], weight_VE).argmax(dim=-1) for start in starts]
+    return torch.cat(parts) if parts else features_NE.new_zeros(0, dtype=torch.long)

@@ -1,0 +1,91 @@
+"""Losses against a teacher's distribution p, row by row: forward KL, and the losses of acceptance itself.
+
+A draft drawn from q passes the test of speculative sampling with the chance alpha = sum_v min(p_v, q_v) = 1 - TV(p, q) (Leviathan et al. 2023,
+section 3.3). LK losses (arXiv 2602.23881) train on it: -log alpha, or KL that gives way to TV as alpha grows. All of them have closed gradients,
+so that they run in chunks (training/losses/chunked.py).
+
+Where q covers a shortlist of the vocabulary, p comes with its true probabilities there, which add up to less than 1: what lies outside can never
+be accepted, and a row counts by the mass that p leaves to the shortlist.
+
+Shapes: C rows of a chunk, V vocabulary that q covers.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from training.losses.chunked import RowLoss
+
+_LEAST = 1e-30  # of alpha, so that its logarithm is finite
+
+
+def kl_rows(logits_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """mass x KL(p / mass || q), with mass = sum p (1 over a whole vocabulary); d/dlogits = mass q - p. Metric: alpha."""
+    p_CV, log_q_CV = log_p_CV.exp(), F.log_softmax(logits_CV, dim=-1)
+    q_CV = log_q_CV.exp()
+    mass_C1 = p_CV.sum(dim=-1, keepdim=True)
+    loss_C = (p_CV * (log_p_CV - log_q_CV)).sum(dim=-1) - (mass_C1 * mass_C1.clamp_min(_LEAST).log()).squeeze(1)
+    alpha_C = torch.minimum(p_CV, q_CV).sum(dim=-1)
+    return loss_C, q_CV.mul_(mass_C1).sub_(p_CV), alpha_C[:, None]
+
+
+def lk_rows(logits_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """-log alpha; d/dlogits = (d TV / dlogits) / alpha. Metric: alpha."""
+    alpha_C, slope_CV = _acceptance(logits_CV, log_p_CV)
+    kept_C = alpha_C.clamp_min(_LEAST)
+    return -kept_C.log(), slope_CV.div_(-kept_C[:, None]), alpha_C[:, None]
+
+
+def lk_hybrid_rows(eta: float) -> RowLoss:
+    """lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha), through which no gradient flows. Metric: alpha."""
+
+    def rows(logits_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        kl_C, gradient_CV, metric_C1 = kl_rows(logits_CV, log_p_CV)
+        alpha_C, slope_CV = _acceptance(logits_CV, log_p_CV)
+        share_C = torch.exp(-eta * alpha_C)
+        gradient_CV.mul_(share_C[:, None]).sub_(slope_CV.mul_((1 - share_C)[:, None]))
+        return share_C * kl_C + (1 - share_C) * (1 - alpha_C), gradient_CV, metric_C1
+
+    return rows
+
+
+def _acceptance(logits_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """(alpha, its gradient q (m - sum m q) with respect to the logits, where m marks q < p)."""
+    p_CV, q_CV = log_p_CV.exp(), torch.softmax(logits_CV, dim=-1)
+    alpha_C = torch.minimum(p_CV, q_CV).sum(dim=-1)
+    below_CV = torch.where(q_CV < p_CV, q_CV, 0)
+    slope_CV = below_CV - q_CV * below_CV.sum(dim=-1, keepdim=True)
+    return alpha_C, slope_CV
+
+
+def teacher_log_probs(
+    hidden_NG: Tensor, weight_VG: Tensor, temperature: float = 1.0, shortlist_V: Tensor | None = None
+) -> Callable[[int, int], Tensor]:
+    """What gives log p of rows [start, end), made from the teacher's hidden states when asked.
+
+    shortlist_V: the ids that q covers, rising; None: all.
+    """
+
+    def log_probs(start: int, end: int) -> Tensor:
+        logits_CV = F.linear(hidden_NG[start:end], weight_VG)
+        wide_CV = (logits_CV.double() if logits_CV.dtype == torch.float64 else logits_CV.float()) / temperature
+        log_p_CV = F.log_softmax(wide_CV, dim=-1)
+        return log_p_CV if shortlist_V is None else log_p_CV.index_select(1, shortlist_V)
+
+    return log_probs
+
+
+def eager_soft(name: str, logits_NV: Tensor, log_p_NV: Tensor, eta: float = 3.0) -> Tensor:
+    """The reference of the row losses [N], for autograd: `forward_kl`, `lk` or `lk_hybrid`."""
+    log_q_NV = F.log_softmax(logits_NV, dim=-1)
+    alpha_N = torch.minimum(log_p_NV.exp(), log_q_NV.exp()).sum(dim=-1)
+    mass_N = log_p_NV.exp().sum(dim=-1)
+    kl_N = (log_p_NV.exp() * (log_p_NV - mass_N.log()[:, None] - log_q_NV)).sum(dim=-1)
+    if name == "forward_kl":
+        return kl_N
+    if name == "lk":
+        return -alpha_N.log()
+    share_N = torch.exp(-eta * alpha_N.detach())
+    return share_N * kl_N + (1 - share_N) * (1 - alpha_N)
