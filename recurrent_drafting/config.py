@@ -59,6 +59,7 @@ class HeadTrainConfig(JobConfig):
     states: StatesConfig = field(default_factory=StatesConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     top_k: int = 5  # per-head accuracies on data.held_out_chats: the token is among the k likeliest, k = 1 .. top_k
+    beam_width: int = 8  # beams of the real drafting that the finished head is measured by
     assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
     assumed_tokens: int = 0  # tokens of one pass over the data, for the hours of a dry run without loop.max_steps
     assumed_supervised: float = 0.6  # share of them that is supervised, for a dry run (ShareGPT: 60 %)

@@ -21,6 +21,7 @@ from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.head_folder import write_card, write_head
 from recurrent_drafting.objective import LOSSES, HeadTraining, judged
 from recurrent_drafting.positions import check_predictions
+from recurrent_drafting.real_drafting import block_efficiency
 from recurrent_drafting.states import MemoryStore, Store, TargetStates, states_on_disk
 from training.config import check_values, plain
 from training.held_out import target_answers
@@ -31,7 +32,7 @@ from training.loop import Progress, fit, total_steps
 from training.mixture import check_mixture
 from training.models import check_context, check_target, dtype_of, folder_of, load_causal_lm, target_config
 from training.objectives import freeze
-from training.packing import PackedData
+from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
 from training.ranks import SHARDED_WEIGHTS
@@ -98,6 +99,7 @@ def check(config: HeadTrainConfig, shape: HeadConfig) -> None:
             "loss.lk_eta": (config.loss.lk_eta >= 0, "0 or more"),
             "loss.own_tokens": (0 <= config.loss.own_tokens <= 1, "a share from 0 to 1"),
             "top_k": (1 <= config.top_k <= drafted, f"1 to {drafted}, the tokens that are drafted from"),
+            "beam_width": (1 <= config.beam_width <= drafted, f"1 to {drafted}, the tokens that are drafted from"),
             "states.cache": (cache != "disk" or not config.data.domains, "none or memory with data.domains"),
             "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
             "held_out.max_new_tokens": (config.held_out.max_new_tokens > 1, "2 or more"),
@@ -150,13 +152,15 @@ def train(
     states.placed(parallel.device)
     if parallel.is_main:
         describe_job(config, shape, target, data)
-    evaluate = make_evaluation(config, head, states, tokenizer, parallel, target_folder)
+    answers = parallel.broadcast(target_answers(target_folder, tokenizer, config) if parallel.is_main else None)
+    evaluate = make_evaluation(config, head, states, tokenizer, parallel, answers)
     objective = HeadTraining(head, states, config.loss)
     states.store = make_store(config, data, target_folder, shape, parallel.is_main)
     with Recording(run_folder, config, inputs, parallel.is_main) as tracker:
         progress = fit("train head", objective, head, data, config.loop, parallel, run_folder.path, tracker, evaluate)
     if parallel.is_main:
-        finish(config, run_folder, head, target_folder, folder, progress, inputs)
+        drafted = block_efficiency(head, config, target_folder, tokenizer, answers)
+        finish(config, run_folder, head, target_folder, folder, progress, drafted, inputs)
     parallel.close()
 
 
@@ -179,21 +183,19 @@ def make_evaluation(
     states: TargetStates,
     tokenizer: Any,
     parallel: Parallel,
-    target_folder: Path,
-    further: Sequence[Look] = (),
+    answers: Sequence[Sample],
 ) -> Looks:
     """What is looked at between steps: accuracies of the heads where there are held-out chats, and the chain on the target's answers.
 
-    further: looks after these, such as real drafting; the score of the last that gives one chooses the checkpoint.
+    The chain's block efficiency is that of real decoding, so it chooses the checkpoint; beams are measured once, when the head is done.
     """
-    answers = parallel.broadcast(target_answers(target_folder, tokenizer, config) if parallel.is_main else None)
     heads, length = config.loss.predict_n_tokens, config.data.max_length
     looks: list[Look] = [GreedyChain(head, states, answers, heads, length, parallel.device)]
     if config.data.held_out_chats or config.data.held_out_texts:
         samples = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
         chosen = drawn_evenly(samples, config.data.held_out_tokens)
         looks.insert(0, HeadAccuracy(head, states, chosen, heads, config.top_k, length, parallel.device))
-    return Looks([*looks, *further])
+    return Looks(looks)
 
 
 def describe_job(config: HeadTrainConfig, shape: HeadConfig, target: Any, data: PackedData) -> None:
@@ -217,11 +219,13 @@ def finish(
     target_folder: Path,
     folder: Path,
     progress: Progress,
+    drafted: float,
     inputs: list[Path],
 ) -> None:
-    """Export the best weights with their card, and close the manifest."""
+    """Export the best weights with their card, and close the manifest. drafted: block efficiency of real drafting with beams."""
     write_head(head, target_folder, folder)
     best = {key: value for key, value in progress.best.items() if key != "score"}
+    best |= {"beams_block_efficiency": drafted, "beam_width": config.beam_width}
     acceptance = best | {"temperature": config.held_out.temperature}
     about_data = {
         "sources": sources(config.data),
@@ -243,7 +247,8 @@ def finish(
     run_folder.write_manifest(inputs, metrics | {"tokens": progress.tokens}, finished=True)
     print(
         f"held-out block efficiency {best['block_efficiency']:.3f} of a greedy chain at temperature {config.held_out.temperature:g}, acceptance "
-        f"{best['acceptance']:.3f}, after {progress.seconds:.0f} s of training; head: {folder}"
+        f"{best['acceptance']:.3f}, {drafted:.3f} by real drafting with {config.beam_width} beams, after {progress.seconds:.0f} s of training; "
+        f"head: {folder}"
     )
 
 

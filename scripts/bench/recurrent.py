@@ -5,6 +5,12 @@
 
 training: supervised tokens a second and peak memory of a step, ours against the published recipe (scripts/bench/recurrent_training.py), padded to
 its fixed length and to the longest row of each batch; same target, head, chats, loss and precision, the sides in turns.
+
+    python scripts/bench/recurrent.py part=drafting head=HEAD target=MODEL prompts=PROMPTS.jsonl name=recurrent_drafting
+    python scripts/bench/recurrent.py part=generation head=HEAD target=MODEL prompts=PROMPTS.jsonl max_prompts=40 name=recurrent_generation
+
+drafting: what a round costs outside the target's and the head's forwards, in time and in operations that launch a kernel. generation: speedup by
+beam width and length over our own autoregressive decoding, and prompt lookup (both: scripts/bench/recurrent_decoding.py).
 """
 
 import logging
@@ -17,13 +23,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from decoding.errors import UserError
-from scripts.bench import recurrent_training
+from scripts.bench import recurrent_decoding, recurrent_training
 from scripts.bench.common import options, save
 
 
 @dataclass
 class Options:
-    part: str = "training"  # what is measured
+    part: str = "training"  # training | drafting | generation
     target: str = "embedded:target"  # model folder
     chats: list[str] = field(default_factory=lambda: ["embedded:chats"])  # ShareGPT files
     num_draft_layers: int = 2  # residual blocks of the head
@@ -35,12 +41,27 @@ class Options:
     forwards: int = 2  # padded forwards of an optimizer step; ours take as many supervised tokens
     steps: int = 4  # optimizer steps a round, after one that warms up
     rounds: int = 3  # rounds that count
+    head: str = ""  # drafting, generation: folder of the head
+    prompts: str = "embedded:prompts"  # drafting, generation: evaluation JSONL
+    max_prompts: int = 8  # of them
+    max_new_tokens: int = 64  # of each
+    decode_dtype: str = "float32"  # drafting, generation: of target and head
+    beam_width: int = 8  # drafting: beams
+    beam_length: int = 5  # drafting: drafted tokens of a beam
+    widths: list[int] = field(default_factory=lambda: [1, 4, 10])  # generation: beams
+    lengths: list[int] = field(default_factory=lambda: [2, 3, 4, 5])  # generation: drafted tokens of a beam
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # generation
+    work: str = ""  # generation: folder of the run, kept; empty: a temporary one
     threads: int = 1  # CPU threads
     device: str = "cpu"  # cpu | cuda
     name: str = "recurrent_training"  # of the results file
 
 
-PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {"training": recurrent_training.run}
+PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "training": recurrent_training.run,
+    "drafting": recurrent_decoding.drafting,
+    "generation": recurrent_decoding.generation,
+}
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from decoding.chooser import Chooser
 from decoding.sampling import Warper
 from recurrent_drafting.beams import Beams, Draws, Picks, Step, search
 from recurrent_drafting.head import RecurrentHead
+from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
 
-from .operations import Operations
 from .toys import knowing_head, markov
 
 TARGET = markov(symbols=12)

@@ -10,10 +10,9 @@ from decoding.batch import Batch
 from decoding.loop import Settings, start
 from decoding.native import NativeTarget
 from recurrent_drafting.drafter import RecurrentDrafter
+from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
 from tests.decoding.tiny import hf_model, native_of, random_prompts
-
-from .operations import Operations
 
 MOST = 150  # published: about 1,300 of 3,900
 WIDTH, LENGTH = 8, 5
