@@ -127,10 +127,13 @@ class ChatSession:
                 batch.round()
         self.plain_tokens += len(plain.tokens)
         self.plain_seconds += plain.decode_seconds
-        if self.settings.temperature > 0 and self.settings.verify != "coupled":
-            return None
-        again = tokens[len(tokens) - count :][: len(plain.tokens)]
-        return first_difference(again, plain.tokens)
+        written = tokens[len(tokens) - count :][: len(plain.tokens)]
+        differs = first_difference(written, plain.tokens)
+        if (
+            differs is not None and not self.last.context_full
+        ):  # put the answer itself back, before the next message asks for it
+            self.session.start([*self.prompt, *tokens])
+        return differs if self.settings.temperature == 0 or self.settings.verify == "coupled" else None
 
     def _rendered(self, messages: list[dict[str, str]]) -> list[int]:
         tokenizer, template = self.engine.tokenizer, self.cfg.template

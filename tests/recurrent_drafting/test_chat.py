@@ -85,6 +85,21 @@ def test_every_turn_is_a_fresh_decode_of_the_conversation(drafter: str, tiny_tar
         assert session.plain_rate is not None and session.plain_rate > 0
 
 
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "head"])
+def test_measuring_plain_draws_leaves_the_answer_in_the_cache(drafter: str, tiny_target: Path, head: Path):
+    cfg = config_of(tiny_target, str(head) if drafter == "head" else drafter, temperature=1.0)
+    loaded = load(cfg)
+    session = ChatSession(loaded, cfg)
+    for turn, text in enumerate(["Hello there", "And what then?", "Why"]):
+        said(session, text)
+        assert session.last is not None
+        generation, ids = session.last.generation, session.prompt
+        assert session.time_plain() is None, "draws are not compared"
+        new = len(loaded.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert not turn or generation.prefilled <= new + 4 < len(ids)
+    assert session.plain_tokens > 20
+
+
 def test_an_answer_in_other_tokens_than_the_tokenizers_is_kept_as_it_was_written(tiny_target: Path):
     tokenizer = load(config_of(tiny_target, "none")).engine.tokenizer
     turns = [
