@@ -29,6 +29,7 @@ from recurrent_drafting.beams import Picks, search, timed_step
 from recurrent_drafting.checkpoint import load_head
 from recurrent_drafting.drafts import DrawnDraft, PickedDraft
 from recurrent_drafting.head import RecurrentHead
+from recurrent_drafting.packed import for_drafting
 from recurrent_drafting.recorded import RecordedPicks
 from recurrent_drafting.worth import Worth
 
@@ -67,11 +68,11 @@ class RecurrentDrafter:
             if dtype not in DTYPES:
                 raise UserError(f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}.")
             head = load_head(Path(folder), DTYPES[dtype], device_of(device))
-        self.head = head
+        self.head = for_drafting(head)
         self.name = name or (Path(folder).resolve().name if folder is not None else "recurrent")
         if draws not in DRAWS:
             raise UserError(f"drafter '{self.name}': draws is '{draws}', expected {' or '.join(DRAWS)}.")
-        drafted = head.output.shape[0]
+        drafted = head.config.num_drafted
         if not 1 <= beam_width <= drafted:
             raise UserError(
                 f"drafter '{self.name}': beam_width is {beam_width}, expected 1 to {drafted}, the tokens that its head drafts from."
@@ -117,7 +118,7 @@ class RecurrentDrafter:
                 f"{head} is on {self.device}, but '{target.name}' is on {target.device}: give both one device."
             )
         if self.execution != "eager" and target is not self._target:
-            self._recorded = RecordedPicks(self.head, self.beam_width, self._embed)
+            self._recorded = RecordedPicks(self.head, self.beam_width, self._embed, self.device)
         self._target, self._costs = target, costs if self.caps.needs_costs else None
 
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:

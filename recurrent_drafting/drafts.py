@@ -12,7 +12,7 @@ from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Proposal, TopRows
 from recurrent_drafting.beams import Beams, Choose, Draws, Picks, Step
-from recurrent_drafting.head import RecurrentHead
+from recurrent_drafting.packed import Head
 from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
 from recurrent_drafting.worth import Worth
 
@@ -25,7 +25,7 @@ class Draft:
     choose: Choose
 
     def __init__(
-        self, head: RecurrentHead, width: int, chooser: Chooser, depths_B: Sequence[int], worth_B: Sequence[Worth]
+        self, head: Head, width: int, chooser: Chooser, depths_B: Sequence[int], worth_B: Sequence[Worth]
     ) -> None:
         self.head, self.width, self.chooser = head, width, chooser
         self.depths_B, self.worth_B = list(depths_B), worth_B
@@ -69,7 +69,7 @@ class PickedDraft(Draft):
     """The likeliest beams, point masses. Fixed, the tree is that of the last step's beams; by cost, of the nodes that are worth it."""
 
     def __init__(
-        self, head: RecurrentHead, width: int, chooser: Chooser, depths_B: Sequence[int], worth_B: Sequence[Worth]
+        self, head: Head, width: int, chooser: Chooser, depths_B: Sequence[int], worth_B: Sequence[Worth]
     ) -> None:
         super().__init__(head, width, chooser, depths_B, worth_B)
         temperature = 1.0 if chooser.warper.greedy else chooser.warper.temperature
@@ -103,7 +103,7 @@ class DrawnDraft(Draft):
     """Beams drawn without replacement (see `Draws`), with what they were drawn from. Every drawn node is in the tree."""
 
     def __init__(
-        self, head: RecurrentHead, width: int, chooser: Chooser, depths_B: Sequence[int], worth_B: Sequence[Worth]
+        self, head: Head, width: int, chooser: Chooser, depths_B: Sequence[int], worth_B: Sequence[Worth]
     ) -> None:
         super().__init__(head, width, chooser, depths_B, worth_B)
         admit = self._admit if worth_B else None

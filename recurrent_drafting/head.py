@@ -50,6 +50,11 @@ class HeadConfig:
             )
 
     @property
+    def num_drafted(self) -> int:
+        """Tokens that are drafted from."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
     def projects(self) -> bool:
         """Whether [h; s] is projected before the blocks."""
         return self.exit_dim != 2 * self.hidden_size

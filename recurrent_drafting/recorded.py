@@ -16,7 +16,7 @@ from decoding import cuda
 from decoding.drafter import Proposal
 from recurrent_drafting.beams import Embed, Picks, search
 from recurrent_drafting.drafts import last_beams, proposal_of
-from recurrent_drafting.head import RecurrentHead
+from recurrent_drafting.packed import Head
 from recurrent_drafting.prefix_tree import Tree
 
 
@@ -33,9 +33,8 @@ class _Recording:
 class RecordedPicks:
     """The recorded drafts of one head for one target. A recording holds addresses: another target needs others."""
 
-    def __init__(self, head: RecurrentHead, width: int, embed: Embed) -> None:
-        self.head, self.width, self.embed = head, width, embed
-        self.device = head.output.device
+    def __init__(self, head: Head, width: int, embed: Embed, device: torch.device) -> None:
+        self.head, self.width, self.embed, self.device = head, width, embed, device
         self._recordings: dict[tuple[int, int, float], _Recording] = {}
         self._memory = cuda.pool(self.device)
 

@@ -1,0 +1,51 @@
+"""The head that drafts on a CPU gives the numbers of the head that was trained."""
+
+import pytest
+import torch
+
+from decoding.linear import can_pack
+from recurrent_drafting.head import HeadConfig, RecurrentHead
+from recurrent_drafting.packed import PackedHead, for_drafting
+
+V, H = 50, 16
+SHAPES = {
+    "published": HeadConfig(V, H, 2 * H, 2),
+    "one_block": HeadConfig(V, H, 2 * H, 1),
+    "no_block": HeadConfig(V, H, 2 * H, 0),
+    "sum": HeadConfig(V, H, 2 * H, 2, rnn=False),
+    "projected": HeadConfig(V, H, 24, 2),
+    "projected_no_block": HeadConfig(V, H, 24, 0),
+    "shortlist": HeadConfig(V, H, 2 * H, 2, draft_vocab_size=20),
+}
+
+
+def made(config: HeadConfig, dtype: torch.dtype = torch.float32) -> RecurrentHead:
+    torch.manual_seed(0)
+    return RecurrentHead(config).to(dtype).requires_grad_(False).eval()
+
+
+def logits_of(head: RecurrentHead | PackedHead, dtype: torch.dtype) -> torch.Tensor:
+    """After two tokens, of three rows of four beams, in the strides that a search has."""
+    generator = torch.Generator().manual_seed(1)
+    hidden_BH, first_BH = (torch.randn(3, H, generator=generator).to(dtype) for _ in range(2))
+    second_BWH = torch.randn(3, 4, H, generator=generator).to(dtype)
+    state_BWH = head.start(first_BH)[:, None].expand(3, 4, H)
+    state_BWH = head.advance(state_BWH, second_BWH)
+    return head.logits(head.features(head.context(hidden_BH).unsqueeze(1), state_BWH))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_plain_and_packed_products_give_the_heads_logits(name: str) -> None:
+    head = made(SHAPES[name], torch.float64)
+    expected = logits_of(head, torch.float64)
+    assert torch.allclose(logits_of(PackedHead(head, packed=False), torch.float64), expected, atol=1e-12)
+    single = made(SHAPES[name])
+    assert can_pack(torch.device("cpu"), torch.float32)
+    packed = logits_of(PackedHead(single), torch.float32)
+    assert torch.allclose(packed.double(), expected, atol=1e-4)
+    assert not torch.allclose(packed[0], packed[1], atol=1e-2), "logits that say nothing prove nothing"
+
+
+def test_what_can_be_packed_is() -> None:
+    assert isinstance(for_drafting(made(SHAPES["published"])), PackedHead)
+    assert isinstance(for_drafting(made(SHAPES["published"], torch.float64)), RecurrentHead)
