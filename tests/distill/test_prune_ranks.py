@@ -100,7 +100,7 @@ def test_two_processes_learn_the_masks_of_one(kind: str, alone: Path, tiny_targe
 def test_masks_learned_in_shares_go_on_in_one_process(alone: Path, tiny_target: Path, tmp_path: Path):
     """Half of the steps under FSDP, stopped by a signal, the rest alone."""
     folder = tmp_path / "run"
-    given = arguments(tiny_target, folder, *MASKS, "loop.checkpoint_every=1")
+    given = arguments(tiny_target, folder, *MASKS, "loop.checkpoint_every=1", f"importance.cache_dir={folder}_cache")
     shared = [*given, "parallel=fsdp", "parallel.processes=2"]
     process = subprocess.Popen([sys.executable, "-m", "distill.prune", *shared], cwd=CONF.parent, env=ENVIRONMENT)
     deadline = time.monotonic() + 120
