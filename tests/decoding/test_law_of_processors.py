@@ -19,7 +19,7 @@ from .rows import COSTS
 from .test_law_of_overlap import SCHEDULES
 from .tiny import hf_model, native_of
 
-PROMPT = [2, 4]
+PROMPT = [2, 4, 1, 2, 4]
 PENALTY = 3.0
 WARPER = {"temperature": 1.2, "min_p": 0.1}
 ROWS = [("chain", "token"), ("chain", "block"), ("multi_candidate", "token"), ("static_tree", "token")]
@@ -27,9 +27,12 @@ ROWS += [(name, "token") for name in ("ranked_tree", "budget_tree", "lookahead")
 LONG_ROWS = [(name, "token") for name in ("graph", "ouroboros", "prompt_lookup", "chain_with_lookup")]
 
 
+ALLOWED = [[symbol for symbol in range(5) if symbol != banned] for banned in range(5)]
+
+
 def four_of_five(text: Sequence[int]) -> list[int]:
     """All symbols but one, which hangs on the whole text."""
-    return [symbol for symbol in range(5) if symbol != sum(text) % 5]
+    return ALLOWED[sum(text) % 5]
 
 
 def some_of_many(text: Sequence[int]) -> list[int]:
@@ -65,7 +68,7 @@ def test_law_3(row: str, rule: str) -> None:
     assert law_of(target_table(), drafter_of(row), PROMPT, 20_000, rule) > P_LIMIT
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["pearl", "without_pre", "plus_eager"])
 def test_law_3_under_overlapped_schedules(name: str) -> None:
     assert law_of(target_table(), drafter_of("chain"), PROMPT, 20_000, **SCHEDULES[name]) > P_LIMIT
 

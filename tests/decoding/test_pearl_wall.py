@@ -123,9 +123,9 @@ def test_a_stop_string_ends_a_row_on_the_wall_too(schedule: str, rule: str, remo
     for number, prompt in enumerate(random_prompts(2)):
         (plain,) = decode(target, None, [prompt], free, request_ids=[number])
         text = letters(plain.tokens)
-        settings = replace(free, stop_strings=(text[17:20],), text_of=letters, schedule=schedule)
+        settings = replace(free, stop_strings=(text[16:19],), text_of=letters, schedule=schedule)
         (done,) = decode(target, remote, [prompt], settings, request_ids=[number])
-        end = text.index(text[17:20]) + 3
+        end = text.index(text[16:19]) + 3
         assert (done.tokens, done.finish) == (plain.tokens[:end], "stop")
 
 

