@@ -1,7 +1,9 @@
 """The head that training starts from: its shape by the target's, and its first weights.
 
 By default they are the published ones, PyTorch's own for every linear map. Ours, by configuration: an output layer that begins as the target's
-lm_head, residual blocks that begin as the identity (both as in Medusa, arXiv 2401.10774), and a shortlist of the vocabulary.
+lm_head, residual blocks that begin as the identity (both as in Medusa, arXiv 2401.10774), and a shortlist of the vocabulary. The lm_head belongs on
+the channels of the drafted tokens' state: on the embedded target, 60 steps in, loss and block efficiency of a greedy chain were 21.2 and 1.22 as
+published, 20.8 and 1.21 with it on the hidden state's channels, 19.2 and 1.27 on the state's, 19.5 and 1.25 on both (one seed).
 """
 
 from collections.abc import Sequence
