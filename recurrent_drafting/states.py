@@ -189,4 +189,4 @@ def _free_bytes(folder: Path) -> int:
 
 def _checksum(part: Tensor) -> int:
     """CRC-32 of the bytes, never 0, which stands for a row that was not written."""
-    return zlib.crc32(memoryview(part.numpy())) or 1
+    return zlib.crc32(part.numpy().data) or 1
