@@ -32,7 +32,7 @@ def block_efficiency(
         backend=config.target.backend,
         dtype=config.target.dtype,
         device=config.target.device,
-        max_length=config.data.max_length + config.beam_width * length + 1,
+        max_length=config.data.max_length,
         parallel=config.target.parallel,
         processes=config.target.processes,
     )

@@ -19,13 +19,22 @@ import distill.compact
 import distill.pretrain
 import distill.prune
 import distill.quality
+import distill.regenerate
 import distill.skip_search
 import distill.train
 import eval.compare
 import eval.run
 import recurrent_drafting.generate
 import recurrent_drafting.train
-from distill.config import CompactConfig, PretrainConfig, PruneConfig, QualityConfig, SkipSearchConfig, TrainConfig
+from distill.config import (
+    CompactConfig,
+    PretrainConfig,
+    PruneConfig,
+    QualityConfig,
+    RegenerateConfig,
+    SkipSearchConfig,
+    TrainConfig,
+)
 from eval.config import CompareConfig, EvalConfig
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.generate_config import GenerateConfig
@@ -39,6 +48,7 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.pretrain": PretrainConfig,
     "distill.prune": PruneConfig,
     "distill.quality": QualityConfig,
+    "distill.regenerate": RegenerateConfig,
     "distill.skip_search": SkipSearchConfig,
     "distill.train": TrainConfig,
     "eval.compare": CompareConfig,
@@ -51,6 +61,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "distill.pretrain": distill.pretrain.run,
     "distill.prune": distill.prune.run,
     "distill.quality": distill.quality.run,
+    "distill.regenerate": distill.regenerate.run,
     "distill.skip_search": distill.skip_search.run,
     "distill.train": distill.train.run,
     "eval.compare": eval.compare.run,
@@ -66,6 +77,7 @@ TOY = {
     "distill.prune": "importance.sequences=16 importance.greedy_sequences=1 importance.probe_sequences=2 importance.probe_steps=1 "
     "between.tokens_per_step=512 between.micro_batch_tokens=512",
     "distill.quality": "functions=1 max_new_tokens=4",
+    "distill.regenerate": "data.max_samples=3 max_new_tokens=8",
     "distill.skip_search": "held_out.max_prompts=2 held_out.max_new_tokens=4 max_skips=2",
     "distill.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4",
     "eval.compare": "dry_run=true",
