@@ -114,7 +114,8 @@ class ImportanceConfig:
 
 @dataclass
 class L0Config:
-    """mode=l0: Sheared-LLaMA's masks; its training schedule is `loop`."""
+    """mode=l0: Sheared-LLaMA's masks; its training schedule is `loop`. Ranks share weights and states under zero kinds and fsdp, but every
+    evaluation holds the weights whole on each."""
 
     beta: str = "code"  # of the hard-concrete distribution: code (2/3, what was run) | paper (0.83, its appendix)
     warmup_share: float = 0.2  # share of the steps over which the sparsity grows to its target

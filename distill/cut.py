@@ -21,6 +21,7 @@ from decoding.errors import UserError
 from distill.shapes import target_widths
 from training.checkpoint import disk_error
 from training.models import random_model
+from training.sharding import Wholes
 
 FORM = 1  # of a cut's file
 
@@ -59,20 +60,17 @@ def whole(config: Any) -> Cut:
     )
 
 
-def cut_state(state: Mapping[str, Tensor], cut: Cut, head_dim: int) -> dict[str, Tensor]:
-    """The student's weights out of the target's, by Hugging Face names; tensors are copies."""
+def cut_state(state: Mapping[str, Tensor], cut: Cut, head_dim: int, head: bool = True) -> dict[str, Tensor]:
+    """The student's weights out of the target's, by Hugging Face names; tensors are copies. What goes is not read."""
     hidden = cut.hidden_K
     kept = {"model.embed_tokens.weight": state["model.embed_tokens.weight"][:, hidden].clone()}
     for new, old in enumerate(cut.layers):
-        source = {
-            name.removeprefix(f"model.layers.{old}."): tensor
-            for name, tensor in state.items()
-            if name.startswith(f"model.layers.{old}.")
-        }
+        prefix = f"model.layers.{old}."
+        source = {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
         for name, tensor in _cut_layer(source, cut, new, head_dim).items():
             kept[f"model.layers.{new}.{name}"] = tensor
     kept["model.norm.weight"] = state["model.norm.weight"][hidden] * cut.norm_scale[-1]
-    if "lm_head.weight" in state:
+    if head and "lm_head.weight" in state:
         kept["lm_head.weight"] = state["lm_head.weight"][:, hidden].clone()
     return kept
 
@@ -111,13 +109,14 @@ def _channels(heads_K: Tensor, head_dim: int) -> Tensor:
 
 
 def cut_model(model: Any, cut: Cut, config: Any) -> Any:
-    """A student of `config` (distill.shapes.student_config), cut out of the Hugging Face model `model`, in its dtype and on its device."""
+    """A student of `config` (distill.shapes.student_config), cut out of the Hugging Face model `model`, in its dtype and on its device.
+
+    Ranks that hold `model` in shares must all ask; each gets a whole student, and one layer of the model is whole at a time.
+    """
     weight = model.model.embed_tokens.weight
     student = random_model(config, weight.dtype, empty=True)
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
-    kept = cut_state(state, cut, target_widths(config)["head_dim"])
+    state, head_dim = Wholes(model.state_dict()), target_widths(config)["head_dim"]
+    kept = cut_state(state, cut, head_dim, head=not config.tie_word_embeddings)
     kept = {name: tensor.to(weight.dtype) for name, tensor in kept.items()}
     for name, wanted in student.state_dict().items():
         if name.endswith("o_proj.bias") and name not in kept:  # a LLaMA with biases has one more than Qwen2

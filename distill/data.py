@@ -17,16 +17,27 @@ from training.samples import chat_samples, text_samples
 
 def training_data(tokenizer: Any, data: DataConfig, loop: LoopConfig, seed: int, show: bool = True) -> PackedData:
     """The train split as rows of data.max_length tokens, loop.tokens_per_step of them a step; of domains, if there are any."""
+    made = row_data(training_texts(tokenizer, data, show), data, rows_of_step(data, loop), seed)
+    if show and isinstance(made, MixedData):
+        print(made.describe())
+    return made
+
+
+def training_texts(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[str, list[Sample]]:
+    """The train split by domain; without domains under an empty name."""
     if not data.domains:
-        return packed_data(read_samples(tokenizer, data, "train", show), data, loop, seed)
-    domains = {
+        return {"": read_samples(tokenizer, data, "train", show)}
+    return {
         name: read_samples(tokenizer, domain_data(data, name), "train", show, f"data.domains.{name}")
         for name in data.domains
     }
-    mixed = MixedData(domains, data, rows_of_step(data, loop), seed)
-    if show:
-        print(mixed.describe())
-    return mixed
+
+
+def row_data(texts: dict[str, list[Sample]], data: DataConfig, rows_per_step: int, seed: int) -> PackedData:
+    """What `training_texts` read, in rows of data.max_length tokens; of domains by their shares."""
+    if data.domains:
+        return MixedData(texts, data, rows_per_step, seed)
+    return PackedData(texts[""], data.max_length, rows_per_step, seed)
 
 
 def held_out_domains(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[str, list[Sample]]:
@@ -88,11 +99,6 @@ def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:
             "or lower the other"
         )
     return rows_per_step
-
-
-def packed_data(samples: list[Sample], data: DataConfig, loop: LoopConfig, seed: int) -> PackedData:
-    """The samples in rows of data.max_length tokens, loop.tokens_per_step of them a step."""
-    return PackedData(samples, data.max_length, rows_of_step(data, loop), seed)
 
 
 def data_files(data: DataConfig) -> list[Path]:

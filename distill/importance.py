@@ -12,6 +12,7 @@ Shapes: R rows, T tokens, L layers, C hidden size, Q query heads, H key/value he
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -79,16 +80,25 @@ class Scores:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+def dealt(batches: Sequence[Batch], rank: int, ranks: int) -> list[tuple[Batch, float]]:
+    """A rank's batches, every `ranks`-th, and what each counts: 1.
+
+    All ranks get as many, as a model in shares is run by all of them together: where one would have fewer, a batch more that counts 0.
+    """
+    places = range(rank, math.ceil(len(batches) / ranks) * ranks, ranks)
+    return [(batches[place % len(batches)], float(place < len(batches))) for place in places]
+
+
 @torch.no_grad()
-def collect(model: Any, batches: Sequence[Batch], show: bool = True) -> Scores:
-    """Sums over the rows of `batches` for a Hugging Face model built with packed attention."""
-    scores = Scores.zeros(model.config)
-    with ProgressBar("importance", len(batches), 0, show) as bar, _watched(model, scores) as watch:
-        for number, batch in enumerate(batches, start=1):
+def collect(model: Any, batches: Sequence[Batch], show: bool = True, rank: int = 0, ranks: int = 1) -> Scores:
+    """Sums over the rows of `batches` that are this rank's, for a Hugging Face model built with packed attention; ranks' sums add up."""
+    scores, mine = Scores.zeros(model.config), dealt(batches, rank, ranks)
+    with ProgressBar("importance", len(mine), 0, show) as bar, _watched(model, scores) as watch:
+        for number, (batch, counts) in enumerate(mine, start=1):
             watch.weights_RT = (batch.documents_RT > 0).float()
-            watch.weights_RT /= watch.weights_RT.sum(1, keepdim=True).clamp_(min=1)
+            watch.weights_RT *= counts / watch.weights_RT.sum(1, keepdim=True).clamp_(min=1)
             hidden_states(model, batch)
-            scores.rows += len(batch.ids_RT)
+            scores.rows += counts * len(batch.ids_RT)
             bar.update(number)
     return scores
 

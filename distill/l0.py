@@ -27,7 +27,7 @@ class MaskedModel(nn.Module):
     metric_name = "accuracy"
 
     def __init__(
-        self, model: Any, masks: Masks, warmup_share: float, mask_lr: float, lr: float, rank: int, train_weights: bool
+        self, model: Any, masks: Masks, warmup_share: float, mask_lr: float, lr: float, train_weights: bool
     ) -> None:
         """warmup_share: of all steps, over which the target sparsity grows; mask_lr beside the weights' lr: of logits and multipliers."""
         super().__init__()
@@ -39,26 +39,33 @@ class MaskedModel(nn.Module):
             for name, _ in self.named_parameters()
             if name.startswith("masks.")
         }
-        self._warmup_share, self._rank = warmup_share, rank
-        self.step = self._forwards = 0
-        self._warm = 0.0
+        self._warmup_share = warmup_share
+        self.step, self._warm = 0, 0.0
+        self._hooks = contextlib.ExitStack()
 
     def begin(self, step: int, total: int) -> None:
-        """The target sparsity of this step."""
-        self.step, self._forwards = step, 0
+        """The target sparsity of this step: t min(1, step / warm-up)."""
+        self.step = step
         for _, masks in self.masks.each():
             masks.bound()
-        self._warm = min(1.0, (step + 1) / max(1.0, self._warmup_share * total))
+        warmup = self._warmup_share * total
+        self._warm = min(1.0, step / warmup) if warmup else 1.0
+
+    def unmask(self) -> None:
+        """Take the masks of the last forward off the model."""
+        self._hooks.close()
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum of -log q in nats and of the penalty, number of right argmaxes [1]) over supervised tokens.
 
-        The penalty is counted once a supervised token, so that after the loop's division by their global count it stands there once.
+        The penalty is counted once a supervised token, so that after the loop's division by their global count it stands there once. A
+        mask is drawn for every forward, by its rows: whichever rank runs them. It stays on through the backward pass, which may run layers
+        again (loop.activation_checkpointing), until the next forward or `unmask`.
         """
-        z = self.masks.sample(self.step, self._rank, self._forwards)
-        self._forwards += 1
-        with masked(self.model, z):
-            hidden_NC = hidden_states(self.model, batch)[batch.supervised_RT]
+        self.unmask()
+        z = self.masks.sample(self.step, *(index for row in batch.rows for index in row))
+        self._hooks.enter_context(masked(self.model, z))
+        hidden_NC = hidden_states(self.model, batch)[batch.supervised_RT]
         following_N = batch.next_RT[batch.supervised_RT]
         loss, right = chunked_cross_entropy(hidden_NC, self.model.lm_head.weight, following_N)
         return loss + self.masks.penalty(self._warm) * len(following_N), right

@@ -6,15 +6,17 @@ the target least (by KL of the next token) is taken away again and again; the fi
 Shapes: N supervised tokens, C hidden size, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distill.importance import dealt
 from distill.student import evenly_spaced
 from training.attention import document_mask
+from training.objectives import hidden_states
 from training.packing import Batch
 from training.progress import ProgressBar
 
@@ -41,21 +43,31 @@ def candidates(
 
 
 @torch.no_grad()
-def removal_order(model: Any, batches: Sequence[Batch], show: bool = True) -> list[int]:
+def removal_order(
+    model: Any,
+    batches: Sequence[Batch],
+    show: bool = True,
+    rank: int = 0,
+    ranks: int = 1,
+    add: Callable[[Tensor], Tensor] = lambda mine: mine,
+) -> list[int]:
     """All layers but one, in the order in which they are taken from a Hugging Face model: each time the one whose absence leaves the next
     token's distribution nearest (forward KL) to the whole model's. Ties go to the later layer.
 
-    What lies before a candidate is run once for all of them, so a step over k layers costs about k^2 / 2 layers of forward.
+    What lies before a candidate is run once for all of them, so a step over k layers costs about k^2 / 2 layers of forward. Ranks share the
+    batches; add: the sum over them.
     """
     layers = list(range(model.config.num_hidden_layers))
-    whole = [model.model.norm(_run(model, batch, layers))[batch.supervised_RT] for batch in batches]
+    mine = dealt(batches, rank, ranks)
+    whole = [hidden_states(model, batch)[batch.supervised_RT] for batch, _ in mine]
     order: list[int] = []
     with ProgressBar("layers by KL", len(layers) - 1, 0, show) as bar:
         while len(layers) > 1:
             kl = torch.zeros(len(layers), dtype=torch.float64)
-            for batch, whole_NC in zip(batches, whole, strict=True):
+            for (batch, counts), whole_NC in zip(mine, whole, strict=True):
                 whole_NV = F.linear(whole_NC, model.lm_head.weight).float().log_softmax(-1)
-                kl += _kl_without_each(model, batch, layers, whole_NV)
+                kl += counts * _kl_without_each(model, batch, layers, whole_NV)
+            kl = add(kl)
             gone = int((kl == kl.min()).nonzero()[-1])
             order.append(layers.pop(gone))
             bar.update(len(order))
@@ -74,10 +86,8 @@ def _kl_without_each(model: Any, batch: Batch, layers: Sequence[int], whole_NV: 
     return found
 
 
-def _run(model: Any, batch: Batch, layers: Sequence[int], hidden_RTC: Tensor | None = None) -> Tensor:
+def _run(model: Any, batch: Batch, layers: Sequence[int], hidden_RTC: Tensor) -> Tensor:
     """These layers, one after the other, without the final norm."""
-    if hidden_RTC is None:
-        hidden_RTC = model.model.embed_tokens(batch.ids_RT)
     bias = document_mask(batch.documents_RT, model.dtype)
     rope = model.model.rotary_emb(hidden_RTC, batch.positions_RT)
     for layer in layers:

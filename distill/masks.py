@@ -25,7 +25,9 @@ LOW, HIGH = -0.1, 1.1  # what the sigmoid is stretched to before it is clamped t
 EPSILON = 1e-6
 BOUND = math.log(100)  # of the logits, either way
 START, SPREAD = 5.0, 0.01
-REACHABLE = 0.95  # sparsity that every kind can be driven to; beyond, all logits lie on their bound
+REACHABLE = (
+    0.95  # sparsity beyond which no kind is driven: at 95.29 %, with the code's beta, all logits lie on their bound
+)
 
 
 class HardConcrete(nn.Module):
@@ -103,7 +105,7 @@ class Masks(nn.Module):
         )
         torch.random.set_rng_state(state)
         for kind, masks in self.each():
-            refuse_unreachable(kind, masks.target_sparsity, layers)
+            refuse_unreachable(kind, masks.target_sparsity, layers, beta)
 
     def each(self) -> Iterator[tuple[str, HardConcrete]]:
         """Kind and masks."""
@@ -112,7 +114,7 @@ class Masks(nn.Module):
             yield kind, masks
 
     def sample(self, *place: int) -> dict[str, Tensor]:
-        """A fresh mask of every kind; its numbers hang on (seed, *place) alone, so that a resumed run draws the same."""
+        """A fresh mask of every kind; its numbers hang on (seed, *place) alone, so that a resumed run draws the same, on any ranks."""
         mixed = np.random.SeedSequence([self.seed, *place]).generate_state(2)
         generator = torch.Generator().manual_seed(int(mixed[0]) << 31 | int(mixed[1]) >> 1)
         found = {}
@@ -162,16 +164,23 @@ class Masks(nn.Module):
         )
 
 
-def refuse_unreachable(kind: str, sparsity: float, layers: int) -> None:
+def reachable(beta: float) -> float:
+    """The largest expected sparsity that masks are driven to: REACHABLE, or what the bound of the logits allows where that is less."""
+    edge = beta * math.log(-LOW / HIGH)
+    return min(REACHABLE, 1 / (1 + math.exp(-BOUND - edge)))
+
+
+def refuse_unreachable(kind: str, sparsity: float, layers: int, beta: float) -> None:
     """Raise UserError where the relaxation cannot take away as much as asked."""
-    if sparsity > REACHABLE:
-        hint = (
-            f"such as stages=[{max(2, round((layers * (1 - sparsity) * layers) ** 0.5))}], " if kind == "layers" else ""
-        )
-        raise UserError(
-            f"mode=l0 is asked to take {sparsity:.1%} of the {kind}, but its masks reach {REACHABLE:.0%} at most (their logits are bounded; beyond, "
-            f"all lie on the bound and the choice is arbitrary): prune in stages ({hint}each from the one before), or take mode=importance"
-        )
+    most = reachable(beta)
+    if sparsity <= most:
+        return
+    between = max(2, round((layers * (1 - sparsity) * layers) ** 0.5))
+    remedy = f"prune in stages (such as depths=[{between}])" if kind == "layers" else "take a wider shape"
+    raise UserError(
+        f"mode=l0 is asked to take {sparsity:.1%} of the {kind}, but its masks reach {most:.1%} at most (their logits are bounded; beyond, "
+        f"all lie on the bound and the choice is arbitrary): {remedy}, or take mode=importance"
+    )
 
 
 def _kept(mask: Tensor) -> Tensor:

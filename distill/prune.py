@@ -9,7 +9,7 @@ import math
 import shutil
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,27 +18,34 @@ from decoding.errors import UserError
 from decoding.folder import WEIGHTS, weight_files
 from distill.config import PruneConfig
 from distill.cut import cut_model, load_cut, refuse_other_shape, save_cut
-from distill.data import data_files, each_data, read_samples, sources
+from distill.data import data_files, held_out_domains, read_samples, sources, training_texts
 from distill.drafter_folder import write_card, write_model
 from distill.dry_run import dry_prune
 from distill.masks import BETA, Masks
-from distill.prune_modes import MODES, Source, Workbench
-from distill.shapes import bytes_a_step, millions, odd_widths, parameter_counts, refuse_wider, student_config
+from distill.prune_modes import MODES, Source, Workbench, read_source
+from distill.shapes import (
+    bytes_a_step,
+    layers_of,
+    millions,
+    odd_widths,
+    parameter_counts,
+    refuse_wider,
+    student_config,
+)
 from distill.student import chosen_layers
 from training.checkpoint import write_text
-from training.config import check_values, refuse_parallel
+from training.config import DataConfig, check_values, refuse_parallel
 from training.job import job_main
 from training.launch import is_worker, launch, processes_wanted
+from training.mixture import check_mixture
 from training.models import dtype_of, folder_of, load_causal_lm, target_config
-from training.objectives import freeze
-from training.packing import PackedData
+from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
 from training.run_folder import RunFolder, hash_input
 
 CHOICES = ("probe", "even", "influence", "greedy", "contiguous")
 MASKS = "masks.safetensors"
-SPLITS: tuple[Literal["train", "held_out"], ...] = ("train", "held_out")
 
 
 def run(config: PruneConfig) -> Path:
@@ -69,6 +76,7 @@ def check(config: PruneConfig) -> None:
     """Raise UserError for values that would fail, or mislead, only after the target is loaded."""
     dtype_of(config.target.dtype)
     refuse_parallel(config.target)
+    check_mixture(config.data, ())
     for key, value, known in (
         ("mode", config.mode, (*MODES,)),
         ("importance.choice", config.importance.choice, CHOICES),
@@ -87,6 +95,10 @@ def check(config: PruneConfig) -> None:
             "importance.probe_steps": (config.importance.probe_steps >= 0, "0 (none) or more"),
             "l0.warmup_share": (0 <= config.l0.warmup_share <= 1, "a share from 0 to 1"),
             "l0.mask_lr": (config.l0.mask_lr > 0, "more than 0"),
+            "l0.train_weights": (
+                config.mode != "l0" or config.l0.train_weights or config.parallel.kind in ("single", "ddp"),
+                "true with zero kinds and fsdp, which share what is trained: masks alone are few (parallel=ddp trains them)",
+            ),
             "loop.max_steps": (
                 config.mode != "l0" or config.loop.max_steps > 0,
                 "more than 0: masks follow a schedule",
@@ -149,7 +161,7 @@ def prune(
         notes = stage(bench, source, shape, place, run_folder.path / "work" / str(number), distil=not last)
         told.append(notes)
         if not last:
-            source = Source(load_causal_lm(place, dtype_of(config.target.dtype)).to(bench.parallel.device), place)
+            source = read_source(config, place, bench.parallel)
     if bench.parallel.is_main:
         finish(config, run_folder, bench, folder, told, inputs)
     bench.parallel.close()
@@ -159,22 +171,33 @@ def workbench(config: PruneConfig, target_folder: Path) -> Workbench:
     """The target, the text and the processes."""
     parallel = Parallel(config.parallel, config.target.device)
     tokenizer = load_tokenizer(target_folder)
-    teacher = freeze(load_causal_lm(target_folder, dtype_of(config.target.dtype))).to(parallel.device)
-    samples, held_out = (
-        [sample for data in each_data(config.data) for sample in read_samples(tokenizer, data, split, parallel.is_main)]
-        for split in SPLITS
-    )
+    texts = training_texts(tokenizer, config.data, parallel.is_main)
+    held_out = held_out_texts(tokenizer, config.data, parallel.is_main)
     packed = PackedData(held_out, config.data.max_length, 1, config.seed)
     rows = [packed.step_rows(step)[0] for step in range(min(config.importance.probe_sequences, len(packed.rows)))]
-    return Workbench(config, teacher, samples, [held_out[index] for row in rows for index in row], parallel)
+    teacher = read_source(config, target_folder, parallel).model
+    return Workbench(config, teacher, texts, [held_out[index] for row in rows for index in row], parallel)
+
+
+def held_out_texts(tokenizer: Any, data: DataConfig, show: bool) -> list[Sample]:
+    """The held-out split, of domains all together. Raises UserError where there is none."""
+    if not data.domains:
+        return read_samples(tokenizer, data, "held_out", show)
+    found = [sample for samples in held_out_domains(tokenizer, data, show).values() for sample in samples]
+    if not found:
+        raise UserError(
+            f"no domain has held-out text ({', '.join(data.domains)}): give at least one held_out_chats or held_out_texts"
+        )
+    return found
 
 
 def stage(bench: Workbench, source: Source, shape: Any, place: Path, work: Path, distil: bool) -> dict[str, Any]:
     """One cut, and the distillation behind it where another cut follows; the model is written to `place`. Returns notes."""
-    done = work / "done.json"
-    if done.is_file() and (place / WEIGHTS).is_file():
+    config, parallel, done = bench.config, bench.parallel, work / "done.json"
+    # Rank 0 looks for all: it may end the stage before another one has looked.
+    finished = parallel.broadcast(done.is_file() and (place / WEIGHTS).is_file())
+    if finished:
         return dict(json.loads(done.read_text()))
-    config, parallel = bench.config, bench.parallel
     target_hash = hash_input(source.folder)
     if config.masks:
         cut = load_cut(resolve(config.masks), target_hash)
@@ -203,7 +226,7 @@ def stage(bench: Workbench, source: Source, shape: Any, place: Path, work: Path,
 
 
 def stored_dtype(config: PruneConfig) -> torch.dtype:
-    """Of the student's weights on the disk: float32 while they are still to be trained in it."""
+    """Of the student's weights on the disk: the target's, as it is run here."""
     return dtype_of(config.target.dtype)
 
 
@@ -212,9 +235,9 @@ def describe(config: PruneConfig, bench: Workbench, shape: Any) -> None:
     if not bench.parallel.is_main:
         return
     counts = [parameter_counts(model)["all"] for model in (bench.teacher.config, shape)]
-    print(f"target: {millions(counts[0])} parameters, {bench.teacher.config.num_hidden_layers} layers")
+    print(f"target: {millions(counts[0])} parameters, {layers_of(bench.teacher.config)}")
     print(
-        f"student: {millions(counts[1])} parameters, {shape.num_hidden_layers} layers, {bytes_a_step(shape) / 1e6:,.1f} MB a step in 16 bits"
+        f"student: {millions(counts[1])} parameters, {layers_of(shape)}, {bytes_a_step(shape) / 1e6:,.1f} MB a step in 16 bits"
     )
     for warning in odd_widths(shape):
         print(f"warning: {warning}")

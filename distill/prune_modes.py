@@ -3,7 +3,6 @@
 The source is the target, or the student of the stage before; what acceptance is measured against is the target in every stage.
 """
 
-import copy
 import dataclasses
 import hashlib
 import time
@@ -14,21 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from decoding.errors import UserError
 from distill import importance
 from distill.acceptance import HeldOutAcceptance
 from distill.config import PruneConfig
 from distill.cut import cut_model
-from distill.data import packed_data
+from distill.data import row_data, rows_of_step
 from distill.l0 import MaskedModel, masked
 from distill.layer_choice import candidates, removal_order
 from distill.masks import BETA, Masks
 from distill.shapes import forward_flops, parameter_counts, removal_flops
 from training.config import LoopConfig
 from training.loop import Progress, fit
-from training.models import random_model
-from training.objectives import Distillation
+from training.models import dtype_of, load_causal_lm, random_model
+from training.objectives import Distillation, freeze
 from training.packing import Batch, PackedData, Sample, collate
 from training.parallel import Parallel
 from training.run_folder import hash_input
@@ -39,10 +39,15 @@ LEAST_ROWS = 16  # of calibration text: below, a score is the luck of a few docu
 
 @dataclass
 class Source:
-    """A model to cut, and the folder that it was read from."""
+    """A frozen model to cut, and the folder that it was read from."""
 
     model: Any
     folder: Path
+
+
+def read_source(config: PruneConfig, folder: Path, parallel: Parallel) -> Source:
+    """The model in a folder; in shares where ranks hold weights so, as a target too large for one card must be."""
+    return Source(parallel.place_frozen(freeze(load_causal_lm(folder, dtype_of(config.target.dtype)))), folder)
 
 
 @dataclass
@@ -51,7 +56,7 @@ class Workbench:
 
     config: PruneConfig
     teacher: Any  # the target, frozen
-    samples: list[Sample]
+    texts: dict[str, list[Sample]]  # to train on and to score by, by domain; without domains under an empty name
     held_out: list[Sample]
     parallel: Parallel
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the work, of this process
@@ -75,23 +80,30 @@ class Workbench:
         self.scorer.student = student
         return self.scorer()
 
-    def rows(self, count: int) -> list[Batch]:
-        """`count` packed rows of the training text, or all there are, each as a batch."""
-        data = PackedData(self.samples, self.config.data.max_length, 1, self.config.seed)
+    def data(self, rows_a_step: int) -> PackedData:
+        """The training text in packed rows; of domains, drawn by their shares. Raises UserError where there is too little."""
+        data = row_data(self.texts, self.config.data, rows_a_step, self.config.seed)
         if len(data.rows) < LEAST_ROWS:
             raise UserError(
                 f"too little calibration text: {len(data.rows)} rows of {data.capacity} tokens, expected at least {LEAST_ROWS} (about a thousand "
                 "is usual): give more data.texts or data.chats, or lower data.max_length"
             )
-        rows = [data.step_rows(step)[0] for step in range(min(count, len(data.rows)))]
+        return data
+
+    def rows(self, count: int) -> list[Batch]:
+        """`count` packed rows of the training text, or all there are, each as a batch."""
+        data = self.data(1)
+        rows: list[list[int]] = []
+        while len(rows) < min(count, len(data.rows)) and not data.ended:
+            rows += data.step_rows(len(rows))
         if len(rows) < count and self.parallel.is_main:
             print(f"note: the text makes {len(rows):,} rows of {data.capacity} tokens; {count:,} were asked for")
-        return [collate(self.samples, [row], data.capacity, self.parallel.device) for row in rows]
+        return [collate(data.samples, [row], data.capacity, self.parallel.device) for row in rows]
 
     def distil(self, title: str, student: Any, loop: LoopConfig, folder: Path) -> Progress:
-        """Distil the target into `student` for a while; resumes from `folder`."""
-        data = packed_data(self.samples, self.config.data, loop, self.config.seed)
-        objective = Distillation(student, self.teacher)
+        """Distil the target into `student`, in loop.dtype, for a while; resumes from `folder`."""
+        data = self.data(rows_of_step(self.config.data, loop))
+        objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher)
         tokens = loop.max_steps * loop.tokens_per_step
         a_token = 6 * parameter_counts(student.config)["all"] + forward_flops(self.teacher.config)
         with self.account(title, a_token * tokens):
@@ -114,6 +126,7 @@ def by_importance(bench: Workbench, source: Source, shape: Any, folder: Path) ->
             if bench.parallel.is_main:
                 print(f"probe: {name} {chosen} acceptance {found[name]:.3f}")
     best = max(found, key=lambda name: found[name]) if found else next(iter(proposed))
+    best = bench.parallel.broadcast(best)  # where ranks' last digits differ
     cut = importance.strongest(scores, proposed[best], shape, source.model.config, settings.rescale_norms)
     notes = {"layers": proposed[best], "proposed_by": best, "probe_acceptance": found, "candidates": proposed}
     return cut_model(source.model, cut, shape).requires_grad_(True), notes, cut
@@ -133,7 +146,7 @@ def _scores(bench: Workbench, source: Source) -> importance.Scores:
     tokens = len(batches) * bench.config.data.max_length
     parallel = bench.parallel
     with bench.account("scores", forward_flops(source.model.config) * tokens):
-        mine = importance.collect(source.model, batches[parallel.rank :: parallel.world_size], parallel.is_main)
+        mine = importance.collect(source.model, batches, parallel.is_main, parallel.rank, parallel.world_size)
         summed = {name: parallel.sum(tensor.to(parallel.device)).cpu() for name, tensor in mine.tensors().items()}
         scores = importance.Scores(**summed).finished()
     if parallel.is_main:
@@ -143,15 +156,17 @@ def _scores(bench: Workbench, source: Source) -> importance.Scores:
 
 def _cached(bench: Workbench, source: Source, rows: int) -> Path:
     """Where what was found out about a source on so many rows of this text is kept."""
-    data = [rows, bench.config.data.max_length, bench.config.seed, _samples_hash(bench.samples)]
+    shares = {name: domain.share for name, domain in bench.config.data.domains.items()}
+    data = [rows, bench.config.data.max_length, bench.config.seed, _samples_hash(bench.texts), shares]
     return Path(bench.config.importance.cache_dir) / importance.cache_key(hash_input(source.folder), str(data))
 
 
-def _samples_hash(samples: list[Sample]) -> str:
+def _samples_hash(texts: dict[str, list[Sample]]) -> str:
     digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(sample.ids.tobytes())
-        digest.update(sample.mask.tobytes())
+    for samples in texts.values():
+        for sample in samples:
+            digest.update(sample.ids.tobytes())
+            digest.update(sample.mask.tobytes())
     return digest.hexdigest()
 
 
@@ -178,10 +193,19 @@ def _removal(bench: Workbench, source: Source) -> list[int]:
         batches = bench.rows(settings.greedy_sequences)
         tokens = len(batches) * bench.config.data.max_length
         with bench.account("layers by KL", tokens * removal_flops(source.model.config)):
-            order = removal_order(source.model, batches, bench.parallel.is_main)
+            order = _ordered(source.model, batches, bench.parallel)
         if bench.parallel.is_main:
             importance.write_order(path, order)
     return order
+
+
+def _ordered(model: Any, batches: list[Batch], parallel: Parallel) -> list[int]:
+    """`removal_order` by all ranks together."""
+
+    def add(mine: Tensor) -> Tensor:
+        return parallel.sum(mine.to(parallel.device)).cpu()
+
+    return removal_order(model, batches, parallel.is_main, parallel.rank, parallel.world_size, add)
 
 
 def _probe(bench: Workbench, student: Any, name: str, folder: Path) -> float:
@@ -199,23 +223,19 @@ def by_masks(bench: Workbench, source: Source, shape: Any, folder: Path) -> tupl
     """Masks and weights learned together. Returns (student, notes, cut)."""
     config = bench.config
     masks = Masks(shape, source.model.config, BETA[config.l0.beta], config.seed).to(bench.parallel.device)
-    model = copy.deepcopy(source.model).train()  # the target itself stays what acceptance is measured against
-    objective = MaskedModel(
-        model,
-        masks,
-        config.l0.warmup_share,
-        config.l0.mask_lr,
-        config.loop.optimizer.lr,
-        bench.parallel.rank,
-        config.l0.train_weights,
-    )
+    # A model of its own: the target stays what acceptance is measured against.
+    model = load_causal_lm(source.folder, dtype_of(config.loop.dtype)).train()
+    settings, lr = config.l0, config.loop.optimizer.lr
+    objective = MaskedModel(model, masks, settings.warmup_share, settings.mask_lr, lr, settings.train_weights)
 
     def evaluate() -> dict[str, float]:
+        objective.unmask()
         with masked(model, masks.binary()):
             figures = bench.acceptance(model)
-        return figures | masks.figures() | {"score": float(objective.step)}  # the last masks are the ones that count
+        # The last masks are the ones that count.
+        return figures | masks.figures() | {"score": float(bench.parallel.inner.step)}
 
-    data = packed_data(bench.samples, config.data, config.loop, config.seed)
+    data = bench.data(rows_of_step(config.data, config.loop))
     a_token = (6 if config.l0.train_weights else 4) * parameter_counts(model.config)["all"]
     folder.mkdir(parents=True, exist_ok=True)
     tracker = Tracker(folder, config.tracker, config.experiment, {}) if bench.parallel.is_main else None
@@ -225,7 +245,7 @@ def by_masks(bench: Workbench, source: Source, shape: Any, folder: Path) -> tupl
     if tracker is not None:
         tracker.close()
     figures = {key: value for key, value in progress.best.items() if key not in ("step", "score")}
-    cut = masks.cut()
+    cut = bench.parallel.broadcast(masks.cut())
     notes = {"layers": list(cut.layers), "steps": progress.step, "masks": figures}
     return cut_model(model, cut, shape).requires_grad_(True), notes, cut
 

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from decoding.errors import UserError
+from decoding.folder import refuse_unsupported_attention
 from decoding.weights import FAMILIES
 from training.config import StudentConfig
 
@@ -35,6 +36,7 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
         raise UserError(
             f"the target is of the family '{target.model_type}', students are cut from {', '.join(FAMILIES)}: take a target of those"
         )
+    refuse_unsupported_attention(target.to_dict(), "the target")
     theirs = target_widths(target)
     given: dict[str, Any] = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}
     if shape.num_attention_heads and not shape.num_key_value_heads:
@@ -128,6 +130,11 @@ def parameter_counts(config: PreTrainedConfig | Any) -> dict[str, int]:
 def millions(count: int) -> str:
     """`796.3 M`."""
     return f"{count / 1e6:.1f} M"
+
+
+def layers_of(config: Any) -> str:
+    """`1 layer`, `5 layers`."""
+    return f"{config.num_hidden_layers} layer{'s' if config.num_hidden_layers != 1 else ''}"
 
 
 def bytes_a_step(config: Any, itemsize: int = 2) -> int:

@@ -5,7 +5,7 @@ and the rounded result is written back after every step. For float32 weights the
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,7 +37,9 @@ class Optimizer(Protocol):
 
     def collect(self) -> None: ...
 
-    def clip(self) -> Tensor: ...
+    def norm(self) -> Tensor: ...
+
+    def clip(self, norm: Tensor | None = None) -> Tensor: ...
 
     def step(self, lr: float) -> None: ...
 
@@ -107,10 +109,16 @@ class MasterAdamW:
             if master is not parameter:
                 parameter.copy_(master)
 
-    def clip(self) -> Tensor:
-        """Clip the global gradient norm. Returns it as it was before."""
-        limit = self.config.clip if self.config.clip > 0 else math.inf
-        return whole(nn.utils.clip_grad_norm_(self.masters, limit))
+    def norm(self) -> Tensor:
+        """The norm of all gradients, over all ranks."""
+        gradients = [master.grad for master in self.masters if master.grad is not None]
+        return whole(nn.utils.get_total_norm(gradients))
+
+    def clip(self, norm: Tensor | None = None) -> Tensor:
+        """Clip the global gradient norm; norm: the one to clip by, where more than these gradients make it up. Returns it as it was before."""
+        norm = self.norm() if norm is None else norm
+        nn.utils.clip_grads_with_norm_(self.masters, self.config.clip if self.config.clip > 0 else math.inf, norm)
+        return norm
 
     def state(self, keep: bool = True) -> dict[str, Tensor]:
         """Everything the next step depends on, whole, as named tensors. All ranks ask; those without `keep` get nothing."""
@@ -136,6 +144,50 @@ class MasterAdamW:
                 assign(state[key], tensors[f"{key}.{name}"])
             self.optimizer.state[master] = state
         self.write_back()
+
+
+class WithApart:
+    """An optimizer of weights that ranks hold in shares, and one of the few parameters that every rank keeps whole, at rates of their own.
+
+    The gradients of the latter are added over ranks here; the norm that both are clipped by is of all gradients together.
+    """
+
+    def __init__(self, shared: Optimizer, apart: MasterAdamW, add: Callable[[Tensor], Tensor], ranks: int) -> None:
+        """add: the sum over ranks, of whose losses each is `ranks` times its share (training.parallel)."""
+        self.shared, self.apart = shared, apart
+        self._add, self._ranks = add, ranks
+
+    @property
+    def has_copies(self) -> bool:
+        return self.shared.has_copies
+
+    def collect(self) -> None:
+        self.shared.collect()
+        self.apart.collect()
+
+    def norm(self) -> Tensor:
+        return (self.shared.norm().double().square() + self.apart.norm().double().square()).sqrt().float()
+
+    def clip(self, norm: Tensor | None = None) -> Tensor:
+        """Add what is whole over the ranks, then clip both alike. Returns the norm of all gradients as it was before."""
+        for master in self.apart.masters:
+            mine = torch.zeros_like(master) if master.grad is None else master.grad
+            master.grad = self._add(mine) / self._ranks
+        norm = self.norm() if norm is None else norm
+        self.shared.clip(norm)
+        self.apart.clip(norm)
+        return norm
+
+    def step(self, lr: float) -> None:
+        self.shared.step(lr)
+        self.apart.step(lr)
+
+    def state(self, keep: bool) -> dict[str, Tensor]:
+        return self.shared.state(keep) | self.apart.state(keep)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        self.shared.load(tensors)
+        self.apart.load(tensors)
 
 
 def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:

@@ -19,7 +19,7 @@ from decoding.errors import UserError
 from decoding.target import device_of
 from training import ranks, sharding, zero
 from training.config import OptimizerConfig, ParallelConfig
-from training.optimizer import MasterAdamW, Optimizer, Rate
+from training.optimizer import MasterAdamW, Optimizer, Rate, WithApart
 
 
 class Parallel:
@@ -93,26 +93,32 @@ class Parallel:
     def prepare(
         self, module: nn.Module, trained: nn.Module, config: OptimizerConfig, rates: Mapping[str, Rate]
     ) -> tuple[nn.Module, Optimizer]:
-        """(the objective to call in the loop, its optimizer). `trained` is the part of `module` that is saved; see `whole`."""
+        """(the objective to call in the loop, its optimizer). `trained` is the part of `module` that is saved; see `whole`.
+
+        rates: of the parameters that move otherwise than the rest. Where ranks cut what is trained, the children of `trained` that they
+        lie in stay whole on every rank: they are few, bounded between steps, and read outside of any forward of their own.
+        """
         module.to(self.device)
         if not self.cuts:
             self._inner = module
             wrapped = self.accelerator.prepare_model(module) if self.world_size > 1 else module
             return wrapped, MasterAdamW(trained, config, rates)
-        if rates:
-            raise UserError(
-                f"parallel.kind is {self.kind}, but '{next(iter(rates))}' moves at a rate of its own and is bounded at every step: use "
-                "parallel=single or ddp for masks"
-            )
-        self._inner, live = sharding.copy_objective(module, trained)
+        apart = {name.partition(".")[0] for name in rates}
+        self._inner, live = sharding.copy_objective(module, trained, apart)
         read = zero.read_whole if self.stage else _read_share
         self._shell = sharding.Shell(trained, live, read)
         self._shell.empty()
+        optimizer: Optimizer
         if self.stage:
             optimizer = zero.ZeroAdamW(self.accelerator, self._inner, live, config)
-            return optimizer.engine, optimizer
-        sharding.shard_trained(self._inner, self._mesh())
-        return self._inner, MasterAdamW(live, config)
+            wrapped = optimizer.engine
+        else:
+            sharding.shard_trained(self._inner, self._mesh())
+            wrapped, optimizer = self._inner, MasterAdamW(live, config)
+        if apart:
+            whole = nn.ModuleDict({name: trained.get_submodule(name) for name in sorted(apart)})
+            optimizer = WithApart(optimizer, MasterAdamW(whole, config, rates), self.sum, self.world_size)
+        return wrapped, optimizer
 
     @property
     def inner(self) -> Any:

@@ -6,7 +6,7 @@ outside this package knows of shares.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,27 +23,44 @@ class Shell:
     """The caller's model while ranks hold its weights in shares: its parameters are empty between `fill` and `empty`."""
 
     def __init__(self, trained: nn.Module, live: nn.Module, read: Callable[[Tensor], Tensor]) -> None:
-        """live: the copy of `trained` that holds the shares. read: a parameter of it -> its whole, in new memory, asked by all ranks."""
+        """live: the copy of `trained` that holds the shares. read: a parameter of it -> its whole, in new memory, asked by all ranks.
+
+        What `live` does not own (`copy_objective`, apart) both have in common: it is always there.
+        """
         self._trained, self._live, self._read = trained, live, read
+        self._names = {name for name, _ in live.named_parameters()}
 
     @torch.no_grad()
     def fill(self) -> None:
         """Put the present weights into the caller's model, whole, on every rank."""
         # Asked anew each time: cutting puts other parameters in the place of whole ones.
-        for parameter, share in zip(self._trained.parameters(), self._live.parameters(), strict=True):
-            parameter.data = self._read(share)
+        shares = dict(self._live.named_parameters())
+        for name, parameter in self._cut():
+            parameter.data = self._read(shares[name])
 
     def empty(self) -> None:
         """Give the memory back."""
-        for parameter in self._trained.parameters():
+        for _, parameter in self._cut():
             parameter.data = parameter.data.new_empty(0)
 
+    def _cut(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self._trained.named_parameters() if name in self._names]
 
-def copy_objective(module: nn.Module, trained: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """(a copy of the objective, the copy of `trained` in it); frozen models (training.objectives.Frozen) are shared with the original."""
-    memo: dict[int, Any] = {}
+
+def copy_objective(module: nn.Module, trained: nn.Module, apart: Collection[str] = ()) -> tuple[nn.Module, nn.Module]:
+    """(a copy of the objective, the copy of `trained` in it); frozen models (training.objectives.Frozen) are shared with the original.
+
+    apart: children of `trained` that are shared too. The copy reads them and does not own them: they are not among its parameters, so
+    whoever cuts those leaves them whole.
+    """
+    children = {name: trained.get_submodule(name) for name in apart}
+    memo: dict[int, Any] = {id(child): child for child in children.values()}
     live = copy.deepcopy(module, memo)
-    return live, memo[id(trained)]
+    copied = memo[id(trained)]
+    for name, child in children.items():
+        delattr(copied, name)
+        object.__setattr__(copied, name, child)  # a plain attribute: nn.Module's own would register it
+    return live, copied
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -85,12 +102,31 @@ def shard_frozen(model: Any, mesh: DeviceMesh) -> None:
     """Cut a frozen Hugging Face causal LM over the ranks, in place: each decoder layer is whole only while it runs.
 
     The lm_head stays whole on every rank: losses read it in chunks, outside of any forward. So every forward of `model.model` is a
-    message among all ranks, and they must run it equally often.
+    message among all ranks, and they must run it equally often. After one, its parts (embedding, layers, last norm) can be called too.
     """
     model.get_output_embeddings().to(mesh.device_type)
-    for layer in decoder_layers(model.model):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    for part in (model.model.embed_tokens, *decoder_layers(model.model), model.model.norm):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
     fully_shard(model.model, mesh=mesh, reshard_after_forward=True)
+
+
+class Wholes(Mapping[str, Tensor]):
+    """A state dict whose tensors are whole when they are read, one at a time, on every rank.
+
+    Where ranks hold them in shares, all must read the same names in the same order.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Tensor:
+        return whole(self._state[name].detach())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 def whole(tensor: Tensor) -> Tensor:

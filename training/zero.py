@@ -86,6 +86,7 @@ class ZeroAdamW:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.device = self.parameters[0].device
+        self._limit = config.clip
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         self.stage = settings["zero_optimization"]["stage"]
         _complete(settings, self.stage, dtypes.pop(), config, self.parameters)
@@ -107,14 +108,28 @@ class ZeroAdamW:
     def collect(self) -> None:
         """DeepSpeed has collected the gradients in its backward pass."""
 
-    def clip(self) -> Tensor:
-        """The global gradient norm before clipping; `step` clips by it."""
-        shares = [share for shares in self.engine.optimizer.averaged_gradients.values() for share in shares or ()]
+    @property
+    def _gradients(self) -> list[Tensor]:
+        """This rank's shares."""
+        return [share for shares in self.engine.optimizer.averaged_gradients.values() for share in shares or ()]
+
+    def norm(self) -> Tensor:
+        """The norm of all gradients, over all ranks."""
         square = torch.zeros((), dtype=torch.float64, device=self.device)
-        for share in shares:
+        for share in self._gradients:
             square += share.double().square().sum()
         torch.distributed.all_reduce(square)
         return square.sqrt()
+
+    def clip(self, norm: Tensor | None = None) -> Tensor:
+        """The global gradient norm before clipping; `step` clips by it. norm: the one to clip by, where more than these gradients make it up."""
+        if norm is None:
+            return self.norm()
+        if self._limit > 0:
+            factor = (self._limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+            for share in self._gradients:
+                share.mul_(factor)
+        return norm
 
     def step(self, lr: float) -> None:
         """Clip, and one update at learning rate `lr`."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distill.cut import cut_model
-from distill.importance import Scores, collect, read_order, read_scores, strongest, write_order, write_scores
+from distill.importance import Scores, collect, dealt, read_order, read_scores, strongest, write_order, write_scores
 from distill.layer_choice import candidates, removal_order
 from distill.shapes import student_config
 from training.config import StudentConfig
@@ -53,12 +53,17 @@ def test_scores_are_what_their_formulas_say():
     torch.testing.assert_close(scores.square_NC[2].float(), square)
 
 
-def test_the_scores_of_two_ranks_add_up():
-    target, rows = family("llama"), batches()
-    parts = [collect(target, rows[rank::2], show=False) for rank in (0, 1)]
-    summed = Scores(**{name: tensor + parts[1].tensors()[name] for name, tensor in parts[0].tensors().items()})
-    for name, tensor in collect(target, rows, show=False).finished().tensors().items():
-        torch.testing.assert_close(summed.finished().tensors()[name], tensor)
+def test_the_scores_of_ranks_add_up():
+    """Also where one rank has fewer rows than another: it runs one more, which counts nothing."""
+    target, rows = family("llama"), batches(rows=5)
+    whole = collect(target, rows, show=False).finished().tensors()
+    for ranks in (2, 3, 7):
+        parts = [collect(target, rows, False, rank, ranks).tensors() for rank in range(ranks)]
+        summed = Scores(**{name: sum(part[name] for part in parts) for name in whole}).finished()
+        for name, tensor in whole.items():
+            torch.testing.assert_close(summed.tensors()[name], tensor)
+    assert [len(dealt(rows, rank, 3)) for rank in range(3)] == [2, 2, 2], "all run as many forwards"
+    assert [sum(counts for _, counts in dealt(rows, rank, 3)) for rank in range(3)] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

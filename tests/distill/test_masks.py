@@ -14,6 +14,7 @@ from training.config import OptimizerConfig, StudentConfig
 from training.objectives import hidden_states
 from training.optimizer import MasterAdamW
 from training.packing import Sample, collate
+from training.sharding import checkpoint_activations
 
 from .families import family
 from .test_cut import SHAPE, logits
@@ -39,9 +40,15 @@ def test_the_most_that_can_go_is_what_the_bound_allows():
             masks.logit_WU.fill_(-100.0)
             masks.bound()
         assert float(masks.sparsity_W()[0].detach()) == pytest.approx(most, abs=1e-3)
-    refuse_unreachable("layers", 1 - 5 / 80, 80)
-    with pytest.raises(UserError, match=r"96.9% of the layers.*95% at most.*stages=\[6\]"):
-        refuse_unreachable("layers", 1 - 1 / 32, 32)
+    refuse_unreachable("layers", 1 - 5 / 80, 80, BETA["code"])
+    with pytest.raises(UserError, match=r"96.9% of the layers.*95.0% at most.*depths=\[6\]"):
+        refuse_unreachable("layers", 1 - 1 / 32, 32, BETA["code"])
+    with pytest.raises(UserError, match=r"93.8% of the layers.*93.2% at most"):
+        refuse_unreachable("layers", 1 - 5 / 80, 80, BETA["paper"])
+    with pytest.raises(
+        UserError, match=r"96.0% of the units.*95.0% at most.*take a wider shape, or take mode=importance"
+    ):
+        refuse_unreachable("units", 0.96, 32, BETA["code"])
 
 
 def test_masks_start_open_and_logits_stay_in_their_bound():
@@ -53,7 +60,7 @@ def test_masks_start_open_and_logits_stay_in_their_bound():
 def trained(masks: Masks, weight_of: dict[str, torch.Tensor], steps: int, train: bool = True) -> None:
     """Minimize -sum(importance x mask) under the constraint, with Sheared-LLaMA's optimizer constants."""
     lr = 1e-4
-    rates = MaskedModel(torch.nn.Linear(1, 1), masks, 0.2, 1.0, lr, 0, False).rates
+    rates = MaskedModel(torch.nn.Linear(1, 1), masks, 0.2, 1.0, lr, False).rates
     holder = torch.nn.ModuleDict({"masks": masks})
     optimizer = MasterAdamW(holder, OptimizerConfig(lr=lr), rates)
     for step in range(steps):
@@ -104,9 +111,10 @@ def test_the_cut_of_the_masks_computes_what_the_masked_model_does(name: str):
 def test_a_mask_hangs_on_its_place_alone():
     target = family("llama").config
     masks = Masks(student_config(SHAPE, target), target, BETA["code"], 7)
-    first, again, other = masks.sample(3, 0, 1), masks.sample(3, 0, 1), masks.sample(3, 1, 1)
+    first, again, other, later = (masks.sample(*place) for place in ((3, 0, 1), (3, 0, 1), (3, 1, 1), (4, 0, 1)))
     assert all(torch.equal(first[kind], again[kind]) for kind in first)
-    assert not torch.equal(first["units"], other["units"]), "ranks draw masks of their own"
+    assert not torch.equal(first["units"], other["units"]), "other rows, another mask"
+    assert not torch.equal(first["units"], later["units"]), "a fresh one every step"
 
 
 def test_the_penalty_is_counted_once_however_a_step_is_cut():
@@ -120,7 +128,7 @@ def test_the_penalty_is_counted_once_however_a_step_is_cut():
     for rows in ([[0], [1]], [[0, 1]]):
         masks = Masks(shape, target.config, BETA["code"], 0)
         masks.sample = lambda *_, masks=masks: masks.binary()  # type: ignore[method-assign]
-        objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, 0, False)
+        objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, False)
         objective.begin(50, 100)
         total = torch.zeros(())
         for row in rows:
@@ -135,9 +143,60 @@ def test_frozen_weights_get_no_gradient_and_masks_do():
     target = family("llama")
     masks = Masks(student_config(SHAPE, target.config), target.config, BETA["code"], 0)
     batch = collate([Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())], [[0]], 12)
-    objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, 0, train_weights=False)
+    objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, train_weights=False)
     objective.begin(0, 10)
     objective(batch)[0].backward()
     assert all(parameter.grad is None for parameter in target.parameters())
     assert any(bool(mask.logit_WU.grad.abs().sum() > 0) for _, mask in masks.each())
-    assert hidden_states(target, batch).shape == (1, 12, 24), "the hooks are off again"
+    plain = hidden_states(family("llama"), batch)
+    assert not torch.equal(hidden_states(target, batch), plain), "the masks stay on for the backward pass"
+    objective.unmask()
+    assert torch.equal(hidden_states(target, batch), plain)
+
+
+def test_layers_that_run_again_see_the_same_masks():
+    """Activation checkpointing runs the layers' forward once more in the backward pass: gradients are those without it."""
+    batch = collate([Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())], [[0]], 12)
+    found = []
+    for again in (False, True):
+        target = family("llama").train()
+        masks = Masks(student_config(SHAPE, target.config), target.config, BETA["code"], 0)
+        objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, train_weights=True)
+        if again:
+            checkpoint_activations(objective)
+        with torch.no_grad():
+            for _, mask in masks.each():
+                mask.logit_WU.zero_()  # half-open masks: all differ from the unmasked model
+        objective.begin(50, 100)
+        objective(batch)[0].backward()
+        found.append({name: parameter.grad for name, parameter in objective.named_parameters()})
+    assert any(bool(gradient.abs().sum() > 0) for name, gradient in found[0].items() if "logit_WU" in name)
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, msg=name)
+
+
+def test_the_target_grows_from_nothing_over_the_warm_up():
+    """t(step) = t min(1, step / warm-up), and the Lagrangian at that target, written out (Sheared-LLaMA's equations)."""
+    target = family("llama")
+    masks = Masks(student_config(SHAPE, target.config), target.config, BETA["code"], 0)
+    objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, train_weights=False)
+    batch = collate([Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())], [[0]], 12)
+    with torch.no_grad():
+        for _, mask in masks.each():
+            mask.logit_WU.uniform_(-2, 2)
+    differences = []
+    for multipliers in ((0.0, 0.0), (0.7, 30.0)):
+        for _, mask in masks.each():
+            mask.multipliers.data = torch.tensor(multipliers)
+        for step in (0, 10, 20, 90):
+            objective.begin(step, 100)
+            differences.append(float(objective(batch)[0].detach()) * (1 if multipliers[1] else -1))
+    supervised = batch.supervised
+    for place, share in enumerate((0.0, 0.5, 1.0, 1.0)):
+        expected = 0.0
+        for _, mask in masks.each():
+            edge = mask.beta * math.log(0.1 / 1.1)
+            sparsity_W = 1 - torch.sigmoid(mask.logit_WU.detach() - edge).mean(1)
+            gap_W = sparsity_W - share * (1 - mask.keep / mask.logit_WU.shape[1])
+            expected += float((0.7 * gap_W + 30.0 * gap_W**2).mean())
+        assert (differences[place] + differences[place + 4]) / supervised == pytest.approx(expected, rel=1e-3)

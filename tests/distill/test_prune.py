@@ -1,10 +1,7 @@
 """`distill.prune` end to end on a random target: every mode, the cache, stages, resume, workers, bad input."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -173,22 +170,6 @@ def test_an_interrupted_stage_is_done_again_and_finished_ones_are_not(
     assert same(weights(tmp_path / "straight"), weights(folder))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mode", [("mode=importance",), BRIEF])
-def test_two_processes_prune_as_one(tiny_target: Path, tmp_path: Path, mode: tuple[str, ...]):
-    """Scores add up over ranks; masks are drawn by rank, so only what they must agree on is compared for l0: the shape."""
-    for name, more in (("one", []), ("two", ["parallel=ddp", "parallel.processes=2"])):
-        given = arguments(
-            tiny_target, tmp_path / name, *NARROW, *mode, f"importance.cache_dir={tmp_path}/{name}_cache", *more
-        )
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-m", "distill.prune", *given], check=True, cwd=CONF.parent, env=environment)
-    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
-    assert {name: tensor.shape for name, tensor in one.items()} == {name: tensor.shape for name, tensor in two.items()}
-    if mode == ("mode=importance",):
-        assert same(one, two)
-
-
 def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
     assert between_depths(32, 3, 0.625) == [12, 5]
     assert between_depths(32, 5, 0.625) == [12]
@@ -205,15 +186,22 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
         (["drafter.num_hidden_layers=5"], "num_hidden_layers is 5, the target has 4"),
         (["drafter.hidden_size=64"], "hidden_size is 64, the target has 32"),
         (["drafter.num_attention_heads=4", "drafter.num_key_value_heads=1"], "has 2 query heads to a key/value head"),
+        (
+            ["drafter.num_attention_heads=3", "drafter.num_key_value_heads=2"],
+            r"num_attention_heads \(3\) is no multiple of num_key_value_heads \(2\)",
+        ),
+        (["drafter.hidden_size=18"], r"hidden_size \(18\) is no multiple of its 4 query heads.*16 is the nearest"),
         (["mode=magic"], "mode is 'magic'; expected one of importance, l0, random"),
         (["importance.choice=best"], "importance.choice is 'best'"),
         (["l0.beta=half", "mode=l0"], "l0.beta is 'half'; expected one of code, paper"),
-        (["mode=l0", "drafter.intermediate_size=2"], "95.8% of the units.*prune in stages"),
+        (["mode=l0", "drafter.intermediate_size=2"], "95.8% of the units.*95.0% at most.*take a wider shape"),
         (
             ["depths=[2]"],
             r"depths is \[2\]: expected falling numbers of layers between the target's 4 and the student's 2",
         ),
         (["data.max_samples=2", "data.max_length=512"], "too little calibration text"),
+        (["data.max_samples=2", "data.max_length=512", "mode=l0", "loop.max_steps=2"], "too little calibration text"),
+        (["data.mixing=loss"], "data.mixing is loss, but data.domains is empty"),
         (["masks=/nowhere/masks.safetensors"], "/nowhere/masks.safetensors does not exist"),
         (["masks=/nowhere", "depths=[3]"], "a file holds one cut"),
         (["drafter.layers=[0,9]"], "from 0 to 3"),
@@ -222,6 +210,61 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
 def test_bad_input_is_named(tiny_target: Path, tmp_path: Path, overrides: list[str], words: str):
     with pytest.raises(UserError, match=words):
         run(configured(tiny_target, tmp_path / "run", *overrides))
+
+
+def test_targets_that_are_not_cut_are_named(tiny_target: Path, tmp_path: Path):
+    """Another family, and attention that no student has."""
+    for kind, more, words in (
+        ("gpt2", "", "family 'gpt2', students are cut from llama, mistral, qwen2, qwen3"),
+        ("mistral", ", sliding_window: 4096", "the target: mistral has a sliding attention window of 4096 tokens"),
+    ):
+        given = ("target.path=/nowhere", f"+target.config={{model_type: {kind}{more}}}", "dry_run=true")
+        with pytest.raises(UserError, match=words):
+            run(configured(tiny_target, tmp_path / "run", *given))
+
+
+def test_odd_sizes_are_warned_of(tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run(configured(tiny_target, tmp_path / "run", "mode=random", "drafter.intermediate_size=40"))
+    said = capsys.readouterr().out
+    assert "warning: drafter.intermediate_size is 40, no multiple of 64: 64 is often as fast" in said
+
+
+def test_domains_are_drawn_by_their_shares(tiny_target: Path, tmp_path: Path):
+    """The scores of one domain are those of two where the other has no share; mixing by what pruning does not measure is refused."""
+    texts = {"prose": CONF.parent / "LOG.md", "licence": CONF.parent / "assets" / "LICENSE-PYTHON.txt"}
+
+    def scores(name: str, *shares: float) -> dict[str, torch.Tensor]:
+        given = [
+            "data=domains",
+            "data.mixing=fixed",
+            "importance.choice=even",
+            f"importance.cache_dir={tmp_path}/{name}",
+        ]
+        for (label, path), share in zip(texts.items(), shares):
+            given.append(f"+data.domains.{label}={{texts: [{path}], held_out_texts: [{path}], share: {share}}}")
+        run(configured(tiny_target, tmp_path / f"{name}_run", *given))
+        (found,) = (tmp_path / name).glob("*/scores.safetensors")
+        return load_file(found)
+
+    one = scores("one", 1.0)
+    assert same(one, scores("both", 1.0, 0.0))
+    assert not same(one, scores("half", 0.5, 0.5)), "the control: shares matter"
+    domain = f"+data.domains.a={{texts: [{texts['prose']}], held_out_texts: [{texts['prose']}]}}"
+    with pytest.raises(UserError, match="data.mixing is acceptance, which this job does not measure; expected fixed"):
+        run(configured(tiny_target, tmp_path / "moving", "data=domains", domain))
+
+
+def test_the_short_distillation_is_in_its_own_dtype(tiny_target: Path, tmp_path: Path):
+    """between.dtype of the weights that are distilled; what is stored has the target's."""
+    given = ("drafter.num_hidden_layers=1", "depths=[3]", "importance.choice=even")
+    run(configured(tiny_target, tmp_path / "wide", *given))
+    run(configured(tiny_target, tmp_path / "narrow", *given, "between.dtype=bfloat16"))
+    wide, narrow = (
+        load_file(tmp_path / name / "stages" / "1_3_layers" / "model.safetensors") for name in ("wide", "narrow")
+    )
+    assert all(tensor.dtype == torch.float32 for tensor in narrow.values())
+    assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in narrow.values())
+    assert not all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in wide.values()), "the control"
 
 
 def test_a_pruned_student_is_distilled_from_its_folder(tiny_target: Path, tmp_path: Path):

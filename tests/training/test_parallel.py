@@ -12,9 +12,8 @@ import torch
 
 from decoding.errors import UserError
 from training import checkpoint
-from training.config import OptimizerConfig, ParallelConfig
+from training.config import ParallelConfig
 from training.memory_plan import bytes_per_rank
-from training.optimizer import Rate
 from training.parallel import Parallel
 
 from .rank_job import Spec, exported, make_model, run, run_ranks, start_ranks
@@ -186,11 +185,3 @@ def test_a_missing_deepspeed_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"zero2, but DeepSpeed is not installed: pip install shallow-draft\[train\]"):
         zero.plugin(2, use_cpu=True)
-
-
-def test_masks_are_refused_where_weights_are_cut():
-    parallel = Parallel(ParallelConfig(), "cpu")
-    parallel.kind = "fsdp"
-    model = make_model(1, 0, torch.float32)
-    with pytest.raises(UserError, match="'masks.logits' moves at a rate of its own"):
-        parallel.prepare(model, model, OptimizerConfig(), {"masks.logits": Rate(100.0)})
