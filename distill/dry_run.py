@@ -17,6 +17,7 @@ from distill.drafter_folder import write_card, write_untrained
 from distill.shapes import (
     bytes_a_step,
     forward_flops,
+    layers_of,
     millions,
     odd_widths,
     parameter_counts,
@@ -28,6 +29,7 @@ from training.config import LoopConfig, ParallelConfig
 from training.memory_plan import Shape, activation_bytes, bytes_per_rank
 from training.models import dtype_of, missing_of, random_model, target_config, target_is_here
 from training.paths import resolve
+from training.ranks import ZERO
 
 
 def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: bool) -> Path:
@@ -58,16 +60,58 @@ def dry_prune(
     source = target
     for number, shape in enumerate(shapes, start=1):
         if len(shapes) > 1:
-            print(f"stage {number}: {source.num_hidden_layers} -> {shape.num_hidden_layers} layers")
+            print(f"stage {number} of {len(shapes)}: {source.num_hidden_layers} -> {layers_of(shape)}")
         describe(shape, target)
-        if config.mode == "importance":
-            _say("importance", importance_flops(config, source, target, shape), config.assumed_tflops)
-        if config.mode == "l0":
-            print_cost(config.loop, config.parallel, source, target, config.assumed_tflops)
+        if config.masks:
+            print("cut by the saved masks: nothing is scored or trained")
+        elif config.mode == "importance":
+            _print_importance(config, source, target, shape)
+        elif config.mode == "l0":
+            _print_masks(config, source, target)
+        else:
+            print("random weights: nothing is scored or trained")
         if number < len(shapes):
-            print_cost(config.between, config.parallel, shape, target, config.assumed_tflops)
+            print("then a short distillation, before the next cut:")
+            print_cost(config.between, config.parallel, shape, target, config.assumed_tflops, config.target.dtype)
         source = shape
+    stored = parameter_counts(shapes[-1])["all"] * dtype_of(config.target.dtype).itemsize
+    print(f"disk: {size(stored)} for the student's folder ({config.target.dtype})")
     return _write(config, shapes[-1], target, target_folder, folder, was_dry)
+
+
+def _print_importance(config: PruneConfig, source: Any, target: Any, shape: Any) -> None:
+    """Of mode=importance: tokens that are read and operations; memory of what is in it longest, a probe or the scores."""
+    settings, row = config.importance, config.data.max_length
+    flops = importance_flops(config, source, target, shape)
+    probing = settings.choice == "probe"
+    if probing and settings.probe_steps:
+        distilled = settings.probe_steps * config.between.tokens_per_step
+        what = (
+            f", and 4 candidates distilled on {distilled:,} tokens each (importance.probe_steps={settings.probe_steps})"
+        )
+    else:
+        what = ", and 4 candidates compared on held-out text" if probing else ""
+    _say(f"importance: scores from {settings.sequences * row:,} tokens{what}", flops, config.assumed_tflops)
+    training = config.between if probing and settings.probe_steps else None
+    _print_memory(training, config.parallel, shape, target, config.target.dtype)
+
+
+def _print_masks(config: PruneConfig, source: Any, target: Any) -> None:
+    """Of mode=l0: the source is trained under masks, and the target only looks at evaluations."""
+    loop, trained = config.loop, parameter_counts(source)["all"]
+    tokens, a_token = loop.max_steps * loop.tokens_per_step, 6.0 if config.l0.train_weights else 4.0
+    what = "weights and masks" if config.l0.train_weights else "masks, the weights frozen,"
+    _say(
+        f"l0: {what} trained on {tokens:,} tokens in {loop.max_steps:,} steps",
+        a_token * trained * tokens,
+        config.assumed_tflops,
+    )
+    _print_memory(loop, config.parallel, source, target, config.target.dtype, config.l0.train_weights)
+    if config.parallel.kind in (*ZERO, "fsdp"):
+        print(
+            f"and {size(trained * dtype_of(loop.dtype).itemsize)} more at evaluations, which hold the weights whole on each rank"
+        )
+    _print_checkpoint(loop, trained if config.l0.train_weights else 0, trained)
 
 
 def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) -> float:
@@ -88,19 +132,23 @@ def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) 
 def describe(student: Any, target: Any) -> None:
     """Parameters, bytes of a step, and warnings of odd widths."""
     counts, whole = parameter_counts(student), parameter_counts(target)["all"]
-    print(f"target: {millions(whole)} parameters, {target.num_hidden_layers} layers")
+    print(f"target: {millions(whole)} parameters, {layers_of(target)}")
     print(
-        f"student: {millions(counts['all'])} parameters ({millions(counts['layers'])} in {student.num_hidden_layers} layers, "
-        f"{millions(counts['embedding'])} embedding, {millions(counts['head'])} head); a step reads {bytes_a_step(student) / 1e6:,.0f} MB in 16 bits"
+        f"student: {millions(counts['all'])} parameters ({millions(counts['layers'])} in {layers_of(student)}, "
+        f"{millions(counts['embedding'])} embedding, {millions(counts['head'])} head); a step reads {size(bytes_a_step(student))} in 16 bits"
     )
     for warning in odd_widths(student):
         print(f"warning: {warning}")
 
 
-def print_cost(loop: LoopConfig, parallel: ParallelConfig, student: Any, teacher: Any, tflops: float) -> None:
-    """Say what training a student of this configuration takes, and running a frozen teacher (None: there is none) beside it."""
-    counts = parameter_counts(student)
-    trained, frozen = counts["all"], parameter_counts(teacher)["all"] if teacher is not None else 0
+def print_cost(
+    loop: LoopConfig, parallel: ParallelConfig, student: Any, teacher: Any, tflops: float, teacher_dtype: str = ""
+) -> None:
+    """Say what training a student of this configuration takes, and running a frozen teacher (None: there is none) beside it.
+
+    teacher_dtype: of its weights; empty: the loop's.
+    """
+    trained, frozen = parameter_counts(student)["all"], parameter_counts(teacher)["all"] if teacher is not None else 0
     flops = 6 * trained + 2 * frozen
     print(f"cost: {flops / 1e6:,.0f} MFLOP a token (6 x student{' + 2 x teacher' if frozen else ''})")
     if loop.max_steps:
@@ -110,19 +158,55 @@ def print_cost(loop: LoopConfig, parallel: ParallelConfig, student: Any, teacher
         print(
             f"plan: {loop.max_epochs:g} epochs; their tokens are known when the data is read (or give loop.max_steps)"
         )
-    _print_memory(loop, parallel, student, teacher)
-    width = dtype_of(loop.dtype).itemsize
-    print(f"disk: {trained * (width + 12) / 1e6:,.0f} MB a checkpoint (weights, float32 masters, two moments)")
+    _print_memory(loop, parallel, student, teacher, teacher_dtype or loop.dtype)
+    _print_checkpoint(loop, trained, trained)
 
 
-def _print_memory(loop: LoopConfig, parallel: ParallelConfig, student: Any, teacher: Any) -> None:
-    """Megabytes of a rank, part by part."""
-    counts, widths = parameter_counts(student), target_widths(student)
-    frozen = parameter_counts(teacher) if teacher is not None else {"all": 0, "head": 0}
-    ranks = max(1, parallel.processes)
-    outside = (counts["embedding"] + counts["head"], frozen["head"])
-    plan = bytes_per_rank(counts["all"], frozen["all"], parallel.kind, ranks, loop.dtype, *outside)
-    shape = Shape(
+def _print_checkpoint(loop: LoopConfig, trained: int, stored: int) -> None:
+    """Bytes of a checkpoint of `stored` weights, `trained` of them with an optimizer's states, and how many are kept."""
+    stored_bytes = stored * dtype_of(loop.dtype).itemsize + 12 * trained
+    print(
+        f"disk: {size(stored_bytes)} a checkpoint (weights, float32 masters, two moments), {loop.keep + 1} of them at most"
+    )
+
+
+def _print_memory(
+    loop: LoopConfig | None,
+    parallel: ParallelConfig,
+    student: Any,
+    teacher: Any,
+    teacher_dtype: str,
+    trains: bool = True,
+) -> None:
+    """What a rank holds, part by part. loop: None where nothing is trained; trains: False where masks alone are."""
+    ranks, known = _ranks(parallel)
+    kept: dict[str, float] = {}
+    if teacher is not None:
+        whole = parameter_counts(teacher)
+        frozen = bytes_per_rank(0, whole["all"], parallel.kind, ranks, "bfloat16", 0, whole["head"])["frozen"]
+        kept["target"] = frozen * dtype_of(teacher_dtype).itemsize / 2
+    if loop is not None:
+        counts = parameter_counts(student)
+        outside = counts["embedding"] + counts["head"]
+        plan = bytes_per_rank(counts["all"], 0, parallel.kind, ranks, loop.dtype, outside)
+        parts = ("weights", "gradients", "optimizer", "buffers") if trains else ("weights",)
+        kept |= {name: plan[name] for name in parts}
+        made = activation_bytes(_shape(student), loop.micro_batch_tokens, loop.dtype, loop.activation_checkpointing)
+        kept |= {"activations": made["layers"], "loss": made["loss"]}
+    told = ", ".join(f"{name} {size(held)}" for name, held in kept.items() if held)
+    of = f"each of {ranks} ranks ({parallel.kind}{known})" if parallel.kind != "single" else "one process"
+    print(f"memory of {of}: {size(sum(kept.values()))} ({told})")
+
+
+def _ranks(parallel: ParallelConfig) -> tuple[int, str]:
+    """How many ranks the memory is told for, and a remark where nobody has said."""
+    ranks = 1 if parallel.kind == "single" else parallel.processes or torch.cuda.device_count()
+    return (ranks, "") if ranks else (8, "; give parallel.processes for another number")
+
+
+def _shape(student: Any) -> Shape:
+    widths = target_widths(student)
+    return Shape(
         student.num_hidden_layers,
         widths["hidden_size"],
         widths["num_attention_heads"],
@@ -130,18 +214,24 @@ def _print_memory(loop: LoopConfig, parallel: ParallelConfig, student: Any, teac
         widths["intermediate_size"],
         student.vocab_size,
     )
-    plan |= activation_bytes(shape, loop.micro_batch_tokens, loop.dtype, loop.activation_checkpointing)
-    words = {"frozen": "teacher", "layers": "activations"}
-    parts = ", ".join(
-        f"{words.get(name, name)} {size / 1e6:,.0f}" for name, size in plan.items() if size and name != "total"
-    )
-    total = sum(size for name, size in plan.items() if name != "total")
-    of = f"each of {ranks} ranks ({parallel.kind})" if ranks > 1 else "one process"
-    print(f"memory of {of}: {total / 1e6:,.0f} MB ({parts})")
+
+
+def size(count: float) -> str:
+    """`1.4 GB`, `96 MB`, `0.3 MB`: bytes in powers of ten."""
+    if count >= 1e9:
+        return f"{count / 1e9:,.1f} GB"
+    return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
 
 
 def _say(what: str, flops: float, tflops: float) -> None:
-    print(f"{what}, {flops / 1e12:,.1f} TFLOP, {flops / tflops / 1e12 / 3600:,.2f} hours at {tflops:g} TFLOP/s")
+    hours = flops / tflops / 1e12 / 3600
+    print(f"{what}, {operations(flops)}, {hours:,.2f} hours at {tflops:g} TFLOP/s (assumed_tflops)")
+
+
+def operations(count: float) -> str:
+    """`36.5 EFLOP`, `5.6 TFLOP`."""
+    letter, unit = next(((letter, unit) for letter, unit in (("E", 1e18), ("P", 1e15)) if count >= unit), ("T", 1e12))
+    return f"{count / unit:,.1f} {letter}FLOP"
 
 
 def _write(

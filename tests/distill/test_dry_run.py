@@ -1,0 +1,85 @@
+"""Dry runs of pruning: what is said, against counts written out, and the folder that they leave."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distill.dry_run import operations, size
+from distill.prune import run
+
+from .test_prune import configured
+
+SEVEN = ("target=llama_7b", "target.path=/nowhere/llama", "target.dtype=bfloat16", "data.max_length=4096")
+TARGET, STUDENT = 6_738_415_616, 796_290_560
+
+
+def said(tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """What a dry run at LLaMA-7B's shape prints."""
+    given = [*SEVEN, "drafter=llama_796m", "drafter.num_hidden_layers=5", *overrides, "dry_run=true"]
+    config = configured(tiny_target, tmp_path / "run", *given)
+    run(config)
+    return capsys.readouterr().out
+
+
+def test_importance_says_parameters_operations_tokens_hours_memory_and_disk(tiny_target, tmp_path, capsys):
+    words = said(tiny_target, tmp_path, capsys, "importance.choice=even", "importance.sequences=1024")
+    assert "target: 6738.4 M parameters, 32 layers" in words
+    assert "student: 796.3 M parameters" in words
+    flops = 2 * (TARGET - 32000 * 4096 - 4096) * 1024 * 4096  # the embedding is read, not multiplied with
+    found = re.search(r"scores from 4,194,304 tokens, ([\d.]+ PFLOP), ([\d.]+) hours at 100 TFLOP/s", words)
+    assert found is not None, words
+    assert found[1] == operations(flops)
+    assert float(found[2]) == pytest.approx(flops / 1e14 / 3600, abs=0.006)
+    assert f"memory of one process: {size(2 * TARGET)} (target {size(2 * TARGET)})" in words
+    assert f"disk: {size(2 * STUDENT)} for the student's folder (bfloat16)" in words
+    assert "/nowhere/llama is not there" in words and "its tokenizer is missing" in words
+
+
+def test_a_target_in_shares_takes_a_share_of_the_memory(tiny_target, tmp_path, capsys):
+    words = said(tiny_target, tmp_path, capsys, "importance.choice=even", "parallel=fsdp", "parallel.processes=8")
+    head = 2 * 32000 * 4096
+    assert f"memory of each of 8 ranks (fsdp): {size(2 * TARGET / 8 + head * 7 / 8)}" in words
+    words = said(tiny_target, tmp_path / "unsaid", capsys, "importance.choice=even", "parallel=fsdp")
+    if not torch.cuda.is_available():
+        assert "memory of each of 8 ranks (fsdp; give parallel.processes for another number)" in words
+
+
+def test_masks_say_what_their_training_takes(tiny_target, tmp_path, capsys):
+    """The published schedule: 0.419 B tokens at 6 operations a weight; the target is read by evaluations alone."""
+    schedule = ("mode=l0", "loop.max_steps=3200", "loop.tokens_per_step=131072", "loop.dtype=bfloat16")
+    words = said(tiny_target, tmp_path, capsys, *schedule)
+    found = re.search(r"l0: weights and masks trained on 419,430,400 tokens in 3,200 steps, ([\d.]+ EFLOP)", words)
+    assert found is not None, words
+    assert found[1] == operations(6 * TARGET * 419_430_400) == "17.0 EFLOP"
+    memory = re.search(
+        r"memory of one process: ([\d,.]+) GB \(target 13\.5 GB, weights 13\.5 GB, gradients ([\d.]+)", words
+    )
+    assert memory is not None, words
+    assert float(memory[1]) > 13.5 + 16 * TARGET / 1e9
+    frozen = said(tiny_target, tmp_path / "frozen", capsys, *schedule, "l0.train_weights=false")
+    assert "masks, the weights frozen, trained on" in frozen
+    assert "gradients" not in frozen and "optimizer" not in frozen
+
+
+def test_a_dry_run_leaves_a_folder_that_loads(tiny_target: Path, tmp_path: Path):
+    """With a target that is there the tokenizer is too; every weight is zero."""
+    config = configured(tiny_target, tmp_path / "run", "drafter.hidden_size=16", "data.texts=[]", "dry_run=true")
+    folder = run(config)
+    student = AutoModelForCausalLM.from_pretrained(folder)
+    assert (student.config.hidden_size, student.config.num_hidden_layers) == (16, 2)
+    assert not any(parameter.any() for parameter in student.parameters())
+    assert AutoTokenizer.from_pretrained(folder)("def f(x):")["input_ids"]
+    assert student.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
+
+
+def test_sizes_are_read_at_a_glance():
+    assert [size(count) for count in (13.48e9, 96.4e6, 320_000)] == ["13.5 GB", "96 MB", "0.3 MB"]
+    assert [operations(count) for count in (3.65e19, 1.5e17, 5.6e12, 4e10)] == [
+        "36.5 EFLOP",
+        "150.0 PFLOP",
+        "5.6 TFLOP",
+        "0.0 TFLOP",
+    ]
