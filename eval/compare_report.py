@@ -19,6 +19,7 @@ from eval.compare_words import (
     kept_apart,
     losses,
     prompts_label,
+    terms,
 )
 from eval.comparison import Panel
 from eval.entries import Entry
@@ -127,12 +128,18 @@ def _panel(panel: Panel, plots: Sequence[Plot]) -> str:
     note = f'<p class="note">{escape(headline_note(panel.entries[0]))}</p>' if plots else ""
     return section(
         escape(heading(panel)),
-        f"<p>{escape(_work(panel))}</p>{table(columns, body)}{_plots(drawings, note)}<h3>Where each loses</h3>{bullets(losses(panel))}",
+        f"<p>{escape(_work(panel))}</p>{table(columns, body)}{_terms(panel)}{_plots(drawings, note)}"
+        f"<h3>Where each loses</h3>{bullets(losses(panel))}",
     )
 
 
 def _plots(drawings: str, note: str) -> str:
     return f'<div class="plots">{drawings}</div>{note}' if drawings else ""
+
+
+def _terms(panel: Panel) -> str:
+    found = terms(panel)
+    return f"<h3>On what terms they meet</h3>{bullets(found)}" if found else ""
 
 
 def _work(panel: Panel) -> str:

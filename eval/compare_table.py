@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eval.compare_words import best_sentence, cautions, cells, kept_apart, losses
+from eval.compare_words import best_sentence, cautions, cells, kept_apart, losses, terms
 from eval.comparison import Panel
 from eval.evaluations import Evaluation
 
@@ -28,7 +28,7 @@ def print_comparison(
     for panel in panels:
         console.print()
         console.print(_table(panel, console))
-        for sentence in losses(panel):
+        for sentence in (*terms(panel), *losses(panel)):
             console.print(Text(sentence, style="dim"), soft_wrap=not console.is_terminal)
     console.print()
     for panel in panels:

@@ -12,6 +12,7 @@ from eval.evaluations import Evaluation
 from eval.lossless import DIFFERS
 from eval.records import CONTROL
 from eval.schema import LOOPING_BELOW
+from eval.series import EQUAL_WITHIN, rounded
 
 DRIFT = 0.1  # baselines of two runs that differ by more are told
 # Settings of eval.run that change what a speedup stands on, though not what is compared with what.
@@ -135,6 +136,34 @@ def prompts_label(entry: Entry) -> str:
 def losses(panel: Panel) -> list[str]:
     """Where each drafter loses, one sentence a row."""
     return [f"{entry.name}, gamma {entry.row.num_draft_tokens}: {words.losses(entry.row)}." for entry in panel.entries]
+
+
+def terms(panel: Panel) -> list[str]:
+    """On what terms the drafters of a panel meet: at equal training and equal cost, or what differs; empty where there is nothing to meet."""
+    models = sorted(
+        (one for one in panel.fastest if one.row.drafter_parameters), key=lambda one: one.row.drafter_layers
+    )
+    if len(models) < 2:
+        return []
+    return [
+        _term("training", "saw", "tokens", " tokens", {one.name: one.training_tokens for one in models}),
+        _term("cost", "reads", "B", " a draft step", {one.name: one.bytes_per_step for one in models}),
+    ]
+
+
+def _term(what: str, done: str, unit: str, of: str, values: dict[str, int | None]) -> str:
+    """One sentence: equal within 3 %, or who has how much."""
+    names: dict[int, list[str]] = {}
+    for name, value in zip(values, rounded(list(values.values())), strict=True):
+        if value is not None:
+            names.setdefault(value, []).append(name)
+    unknown = [name for name, value in values.items() if value is None]
+    amounts = {value: f"{_count(value, unit)}{of}" for value in sorted(names)}
+    if len(amounts) == 1 and not unknown:
+        return f"Equal {what}: every drafter {done} {amounts.popitem()[1]}, within {EQUAL_WITHIN:.0%}."
+    said = [f"{amount} ({', '.join(names[value])})" for value, amount in amounts.items()]
+    said += [f"not known of {', '.join(unknown)}"] if unknown else []
+    return f"Not at equal {what}: {'; '.join(said)}."
 
 
 def kept_apart(panels: Sequence[Panel]) -> list[str]:

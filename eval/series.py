@@ -27,7 +27,7 @@ def with_series(entries: Sequence[Entry], labels: Mapping[str, str], group_by: S
                 f"group_by: no drafter's card has the field '{field}'; expected bytes_per_step, training_tokens or a dotted field of "
                 f"drafter_card.json, such as {_fields(entries)}"
             )
-    grouped = {field: _rounded(found) for field, found in values.items()}
+    grouped = {field: rounded(found) for field, found in values.items()}
     made = []
     for index, entry in enumerate(entries):
         mine = {field: found[index] for field, found in grouped.items()}
@@ -69,7 +69,7 @@ def _value(entry: Entry, field: str) -> Any:
     return value
 
 
-def _rounded(values: Sequence[Any]) -> list[Any]:
+def rounded(values: Sequence[Any]) -> list[Any]:
     """The values, with numbers within EQUAL_WITHIN of a smaller one replaced by the smallest of them."""
     first: dict[Any, Any] = {}
     least: float | None = None

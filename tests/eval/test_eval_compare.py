@@ -8,7 +8,7 @@ import pytest
 from decoding.errors import UserError
 from eval import metrics
 from eval.compare_plots import iso_speedup_curves, looks
-from eval.compare_words import best_sentence, cautions, kept_apart
+from eval.compare_words import best_sentence, cautions, kept_apart, terms
 from eval.comparison import chains, panels_of, pareto_front, usual_costs
 from eval.entries import entries_of
 from eval.evaluations import labels_of
@@ -235,6 +235,28 @@ def test_the_best_is_named_with_what_is_sure_of_it(runs, tmp_path):
     )
     entries = [entry for entry in entries_of(evaluations_of(slow), "headline") if entry.row.drafter_parameters]
     assert "the least slow, and slower than no drafter" in best_sentence(panels_of(entries, 50, 0)[1])
+
+
+def test_on_what_terms_drafters_meet_is_said(runs, tmp_path):
+    """Equal training and equal cost within 3 %, or who has how much, or that it is not known."""
+    for panel in panels(*three(runs)):
+        training, cost = terms(panel)
+        assert training == (
+            "Not at equal training: 1.0 M tokens (simulated-1); 2.0 M tokens (simulated-4); 3.0 M tokens (simulated-6)."
+        )
+        assert cost.startswith("Not at equal cost: 12.1 MB a draft step (simulated-1); 36.5 MB a draft step")
+    sizes = {"simulated-a": 9_000_000, "simulated-b": 9_200_000}
+    drafters = {
+        name: simulated_runs.drafter(0.6, layers, size, 0.5) for layers, (name, size) in enumerate(sizes.items(), 1)
+    }
+    alike = simulated_runs.write(tmp_path / "alike", drafters, tokens_seen=5_000_000)
+    assert terms(panels(alike)[0]) == [
+        "Equal training: every drafter saw 5.0 M tokens, within 3%.",
+        "Equal cost: every drafter reads 35.7 MB a draft step, within 3%.",
+    ]
+    untold = simulated_runs.write(tmp_path / "untold", DEEP)
+    assert "not known of simulated-4" in terms(panels(three(runs)[0], untold)[0])[0]
+    assert terms(panels(three(runs)[0])[0]) == [], "one drafter meets nobody"
 
 
 def test_a_machine_that_changed_its_pace_is_named(runs, tmp_path):

@@ -70,6 +70,8 @@ def test_the_page_says_what_matters(compared):
         "temperature 1, token verification",
         "Prompt lookup, the control",
         "Where each loses",
+        "On what terms they meet",
+        "Not at equal training: 1.0 M tokens (simulated-1)",
         "slower on",
         "simulated processor",
         "2 threads",
