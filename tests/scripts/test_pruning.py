@@ -12,6 +12,8 @@ def test_importance_costs_a_fiftieth_of_masks_at_published_settings():
     found = pruning.published()
     assert found["l0"] == pytest.approx(6 * 6_738_415_616 * 419_430_400)
     assert found["ratio"] > 50
+    assert found["importance_in_stages"] > found["importance"]
+    assert found["ratio_in_stages"] > 50, "the recipe's two cuts, with the probes of both"
 
 
 @pytest.mark.long
