@@ -149,14 +149,18 @@ class PearlPlus(Pearl):
         generation = self.rows[0].generation
         passed, tested = generation.accepted, generation.tested
         super().round()
-        passed, tested = generation.accepted - passed, generation.tested - tested
-        firsts = int(self._fresh and tested > 0)
-        if tested:
-            self._fresh = False
-            # All forget: what a choice no longer tests goes back to where it began, and is tried again some day.
-            self.overall.add(passed, tested)
-            self.first.add(min(passed, firsts), firsts)
-            self.next.add(passed - min(passed, firsts), tested - firsts)
+        self._learn(generation.accepted - passed, generation.tested - tested)
+
+    def _learn(self, passed: int, tested: int) -> None:
+        """What a round's tests say of the request's acceptance."""
+        if not tested:
+            return
+        firsts = int(self._fresh)
+        self._fresh = False
+        # All forget: what a choice no longer tests goes back to where it began, and is tried again some day.
+        self.overall.add(passed, tested)
+        self.first.add(min(passed, firsts), firsts)
+        self.next.add(passed - min(passed, firsts), tested - firsts)
 
     def _ask_for(self, gamma: int) -> None:
         """The next chunk."""

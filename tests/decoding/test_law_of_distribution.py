@@ -1,12 +1,11 @@
 """Law 3: the joint distribution of the first three sampled tokens is the target's own, warpers included.
 
-A 5-symbol target whose next token hangs on the last two lets the exact law be written down. The same test rejects three
-well-known ways of getting it wrong, so its silence means something.
+The same test rejects well-known ways of getting it wrong, so its silence means something. Overlapped schedules have a file of their own,
+test_law_of_overlap.py, and so have logits that change with the text, test_law_of_processors.py.
 
 Shapes: V = 5 symbols.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,17 +20,21 @@ from decoding.loop import Settings, decode
 from decoding.self_speculation import SelfSpeculation
 from decoding.stopping import NAMES
 
+from .law_3 import (
+    P_LIMIT,
+    PROMPT,
+    WARPERS,
+    count_triples,
+    drafter_of,
+    exact_row,
+    joint,
+    law_holds,
+    p_value,
+    target_table,
+)
 from .rows import COSTS, ROWS, draft_table
-from .tiny import TableTarget, hf_model, native_of
+from .tiny import hf_model, native_of
 
-P_LIMIT = 1e-6
-PROMPT = [3, 1, 4, 2, 4]
-WARPERS = {
-    "plain": {"temperature": 1.0},
-    "cold_top_k": {"temperature": 0.7, "top_k": 3},
-    "hot_top_p": {"temperature": 1.5, "top_p": 0.85},
-    "min_p": {"temperature": 1.2, "min_p": 0.15},
-}
 SAMPLED = [(row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"]
 # Every warper where a rule is at stake, one where a row only brings other drafts to it.
 RULE_ROWS = ("chain", "multi_candidate", "prompt_lookup")
@@ -51,87 +54,10 @@ LONG_CASES += [("chain", rule, "hot_top_p", 1_000_000) for rule in ("token", "bl
 LONG_CASES += [("autoregressive", "coupled", "plain", 1_000_000)]
 
 
-def target_table() -> TableTarget:
-    return TableTarget(torch.randn(5, 5, 5, generator=torch.Generator().manual_seed(1)) * 1.5)
-
-
-def exact_row(
-    logits: list[float], temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> list[float]:
-    """The warped distribution of one row, written as its definition reads."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    kept = order[:top_k] if top_k else order
-    weights = {i: torch.tensor(logits[i] / temperature, dtype=torch.float64).exp().item() for i in kept}
-    total = sum(weights.values())
-    probs = {i: w / total for i, w in weights.items()}
-    nucleus, reached = {}, 0.0
-    for i in kept:
-        if reached >= top_p:
-            break
-        nucleus[i] = probs[i]
-        reached += probs[i]
-    best = max(nucleus.values())
-    final = {i: p for i, p in nucleus.items() if p >= min_p * best}
-    return [final.get(i, 0.0) / sum(final.values()) for i in range(len(logits))]
-
-
-def exact_joint(target: TableTarget, warper: dict) -> dict[tuple[int, ...], float]:
-    joint = {}
-    for triple in itertools.product(range(5), repeat=3):
-        context, probability = PROMPT[-2:], 1.0
-        for token in triple:
-            probability *= exact_row(target.table_VVV[context[0], context[1]].tolist(), **warper)[token]
-            context = [context[1], token]
-        joint[triple] = probability
-    return joint
-
-
-def p_value(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float], draws: int) -> float:
-    """Chi-square test; cells with fewer than 5 expected draws are pooled. An impossible outcome gives 0."""
-    if any(law[cell] == 0 for cell in counts):
-        return 0.0
-    large = {cell: p * draws for cell, p in law.items() if p * draws >= 5}
-    pairs = [(counts.get(cell, 0), expected) for cell, expected in large.items()]
-    rest = draws - sum(expected for _, expected in pairs)
-    if rest >= 5:
-        pairs.append((draws - sum(count for count, _ in pairs), rest))
-    statistic = sum((count - expected) ** 2 / expected for count, expected in pairs)
-    freedom = torch.tensor((len(pairs) - 1) / 2, dtype=torch.float64)
-    return torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)).item()
-
-
-def law_holds(drafter: Drafter | None, rule: str, warper: str, draws: int, seed: int = 0, **more: object) -> float:
-    """The p-value of `draws` independent requests under this drafter and rule."""
-    target = target_table()
-    fields = {
-        "max_new_tokens": 5,
-        "num_draft_tokens": 4,
-        "verify": rule,
-        "seed": seed,
-        "costs": COSTS,
-        **WARPERS[warper],
-        **more,
-    }
-    settings = Settings(**fields)  # type: ignore[arg-type]
-    counts: dict[tuple[int, ...], int] = {}
-    block = 20_000
-    for start in range(0, draws, block):
-        ids = list(range(start, min(start + block, draws)))
-        for generation in decode(target, drafter, [PROMPT] * len(ids), settings, request_ids=ids):
-            triple = tuple(generation.tokens[:3])
-            counts[triple] = counts.get(triple, 0) + 1
-    return p_value(counts, exact_joint(target, WARPERS[warper]), draws)
-
-
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("stopping", NAMES)
 def test_law_3_holds_under_every_stopping_policy(stopping: str, rule: str) -> None:
     assert law_holds(drafter_of("chain"), rule, "plain", 20_000, stopping=stopping, costs=COSTS) > P_LIMIT
-
-
-def drafter_of(name: str) -> Drafter | None:
-    make = {row.name: row.table for row in ROWS}.get(name)
-    return make() if make is not None else None
 
 
 @pytest.mark.parametrize(("name", "rule", "warper"), CASES)
@@ -222,9 +148,11 @@ def test_block_verification_accepts_more_than_token_verification() -> None:
     assert rates["block"] > rates["token"] * 1.02
 
 
-def test_law_3_rejects_siblings_without_residual_update(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("row", ["multi_candidate", "static_tree", "ranked_tree"])
+def test_law_3_rejects_siblings_without_residual_update(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn siblings and point masses alike: each is tested against p itself, as if none before it had failed."""
     monkeypatch.setattr(verify, "_after_failure", lambda p_V, q_V, token: (p_V, q_V))
-    assert law_holds(drafter_of("multi_candidate"), "token", "plain", 20_000) < P_LIMIT
+    assert law_holds(drafter_of(row), "token", "plain", 20_000) < P_LIMIT
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -238,16 +166,8 @@ def test_law_3_of_a_target_that_drafts_for_itself(rule: str) -> None:
         target.open(1, 16)
         return exact_row(target.forward(torch.tensor([text]))[0][0, -1].tolist(), **fields)
 
-    law, prompt = {}, [7, 9, 5]
-    for first, p_1 in enumerate(next_row(prompt)):
-        for second, p_2 in enumerate(next_row([*prompt, first]) if p_1 else []):
-            for third, p_3 in enumerate(next_row([*prompt, first, second]) if p_2 else []):
-                if p_3:
-                    law[first, second, third] = p_1 * p_2 * p_3
-    counts: dict[tuple[int, ...], int] = {}
-    drafter = SelfSpeculation(attention=(1,), mlp=(0,))
-    for generation in decode(target, drafter, [prompt] * 20_000, settings):
-        triple = tuple(generation.tokens[:3])
-        counts[triple] = counts.get(triple, 0) + 1
+    prompt, draws = [7, 9, 5], 20_000
+    law = joint(next_row, prompt)
+    counts = count_triples(target, SelfSpeculation(attention=(1,), mlp=(0,)), prompt, settings, draws)
     assert set(counts) <= set(law)
-    assert p_value(counts, law, 20_000) > P_LIMIT
+    assert p_value(counts, law, draws) > P_LIMIT

@@ -1,4 +1,7 @@
-"""PEARL's schedule under the laws: the same output as serial decoding, the closed forms, and its edges."""
+"""PEARL's schedule under the laws: the same output as serial decoding, the closed forms, and its edges.
+
+Law 3 has a file of its own, test_law_of_overlap.py.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,25 +11,19 @@ from typing import Any
 import pytest
 
 from decoding.chain import ChainDrafter
+from decoding.drafter import Caps
 from decoding.errors import UserError
 from decoding.loop import Generation, Settings, decode
 from decoding.pearl import Pearl
 from decoding.schedules import VIRTUAL
 from decoding.with_lookup import ChainWithLookup
 
+from .law_3 import WARPERS
+from .oracles import Oracle
 from .rows import COSTS
-from .test_law_of_distribution import (
-    P_LIMIT,
-    PROMPT,
-    WARPERS,
-    drafter_of,
-    exact_joint,
-    law_holds,
-    p_value,
-    target_table,
-)
+from .test_law_controls import Breaker, key_noise_by_place
 from .test_laws import models, with_rule
-from .tiny import hf_model, native_of, random_prompts
+from .tiny import VOCABULARY, hf_model, native_of, random_prompts
 
 BATCHED = ["pearl_virtual", "pearl_virtual_wo_post"]
 PUBLISHED = [name for name in VIRTUAL if "plus" not in name]
@@ -60,54 +57,6 @@ def test_law_2_coupled_output_is_the_targets_own_sample(schedule: str, warper: s
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
 
 
-@pytest.mark.parametrize(("gamma", "warper"), [(2, "plain"), (4, "plain"), (3, "hot_top_p"), (3, "cold_top_k")])
-@pytest.mark.parametrize("schedule", BATCHED)
-def test_law_3(schedule: str, gamma: int, warper: str) -> None:
-    assert law_holds(drafter_of("chain"), "token", warper, 20_000, schedule=schedule, num_draft_tokens=gamma) > P_LIMIT
-
-
-def test_law_3_of_the_schedule_that_runs_one_prompt_at_a_time() -> None:
-    target, drafter, counts = target_table(), drafter_of("chain"), {}
-    settings = Settings(max_new_tokens=5, num_draft_tokens=3, temperature=1.0, schedule="pearl_virtual_wo_pre")
-    for request in range(4_000):
-        (generation,) = decode(target, drafter, [PROMPT], settings, request_ids=[request])
-        triple = tuple(generation.tokens[:3])
-        counts[triple] = counts.get(triple, 0) + 1
-    assert p_value(counts, exact_joint(target, WARPERS["plain"]), 4_000) > P_LIMIT
-    swapped = {(b, a, c): count for (a, b, c), count in counts.items()}
-    assert p_value(swapped, exact_joint(target, WARPERS["plain"]), 4_000) < P_LIMIT, "the test tells laws apart"
-
-
-@pytest.mark.long
-def test_law_3_with_many_draws() -> None:
-    assert law_holds(drafter_of("chain"), "token", "plain", 200_000, seed=1, schedule="pearl_virtual") > P_LIMIT
-
-
-def test_law_3_rejects_the_uniform_that_the_published_code_uses_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first test of post-verify takes the uniform of the pre-verify test before it."""
-    from decoding import noise
-    from decoding.chooser import Chooser
-
-    original, last = Chooser.uniform, {}
-
-    def reused(self: Chooser, row: int, depth: int, purpose: int, node: int | None = None) -> float:
-        if purpose != noise.ACCEPT or depth:
-            return original(self, row, depth, purpose, node)
-        key = (self._request_keys_B[row], self._positions_B[row])
-        last[key] = last.get((key[0], key[1] - 1)) or original(self, row, depth, purpose, node)
-        return last[key]
-
-    begin = Chooser.begin
-
-    def remember(self: Chooser, request_keys_B, *more) -> None:  # type: ignore[no-untyped-def]
-        self._request_keys_B = list(request_keys_B)  # type: ignore[attr-defined]
-        begin(self, request_keys_B, *more)
-
-    monkeypatch.setattr(Chooser, "begin", remember)
-    monkeypatch.setattr(Chooser, "uniform", reused)
-    assert law_holds(drafter_of("chain"), "token", "plain", 20_000, schedule="pearl_virtual") < P_LIMIT
-
-
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
 def test_law_4_a_perfect_drafter_gains_its_closed_form(rule: str) -> None:
     """1 token in the pre-verify round, and gamma in every post-verify round after it."""
@@ -132,6 +81,25 @@ def test_the_ablations_gain_their_closed_forms() -> None:
         assert generation.rounds == 6  # gamma + 1 in the first, gamma in every other one
 
 
+class Adversary(Oracle):
+    """Never right, and drafts while the target verifies."""
+
+    caps = Caps(shape="chain", steps="round", can_overlap=True)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("schedule", VIRTUAL)
+def test_law_4_an_adversarial_drafter_changes_nothing(schedule: str, rule: str) -> None:
+    target, _, _ = models()
+    settings = with_rule(rule, max_new_tokens=24, costs=COSTS)
+    for number, prompt in enumerate(random_prompts(6)):
+        (plain,) = decode(target, None, [prompt], settings, request_ids=[number])
+        drafter = Adversary([plain.tokens], VOCABULARY, wrong=True)
+        (done,) = decode(target, drafter, [prompt], replace(settings, schedule=schedule), request_ids=[number])
+        assert (done.tokens, done.accepted, done.block_efficiency) == (plain.tokens, 0, 1)
+        assert done.tested > 0
+
+
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
 @pytest.mark.parametrize("schedule", BATCHED)
 def test_law_5_ragged_batches_equal_single_rows(schedule: str, rule: str) -> None:
@@ -150,6 +118,28 @@ def test_law_5_ragged_batches_equal_single_rows(schedule: str, rule: str) -> Non
             expected.finish,
         )
     assert {g.finish for g in together} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("rule", ["token", "coupled"])
+def test_law_5_rejects_noise_of_the_place(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    key_noise_by_place(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_law_5_ragged_batches_equal_single_rows("pearl_virtual", rule)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
+@pytest.mark.parametrize("schedule", [name for name, kind in VIRTUAL.items() if kind.one_row])
+def test_law_5_the_same_whatever_was_decoded_before(schedule: str, rule: str) -> None:
+    """Schedules that take no batches: what a request left behind in target and drafter is nothing."""
+    settings = with_rule(rule, max_new_tokens=20, stop_token_ids=(3, 4), schedule=schedule, costs=COSTS)
+    target, _, draft_model = models()
+    drafter, found = ChainDrafter(model=draft_model), []
+    requests = list(enumerate(random_prompts(10, seed=3)))
+    for order in (requests, requests[::-1]):
+        done = {i: decode(target, drafter, [prompt], settings, request_ids=[i])[0] for i, prompt in order}
+        found.append([(g.tokens, g.rounds, g.drafted, g.accepted_by_depth) for _, g in sorted(done.items())])
+        assert {g.finish for g in done.values()} == {"stop", "length"}
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
@@ -207,20 +197,48 @@ def test_law_5_one_token_prompts_and_one_token_outputs(schedule: str, rule: str)
 @pytest.mark.parametrize("schedule", VIRTUAL)
 def test_law_5_cache_lengths_after_every_round(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = 0
-    original = Pearl._settle
+    original = Pearl.round
 
-    def checked(self: Pearl, *given: object) -> list[int]:
+    def checked(self: Pearl) -> None:
         nonlocal seen
-        keep = original(self, *given)  # type: ignore[arg-type]
-        for b in keep:
-            assert self.target.lengths_B[b] == len(self.rows[b].sequence) - 1
+        original(self)
+        assert isinstance(self.drafter, ChainDrafter)
+        for row, lane, held, drafted in zip(self.rows, self.lanes, self.target.lengths_B, self.drafter.model.lengths_B):
+            # The tip is in no cache, and what is assumed only in the drafter's.
+            assert held == len(row.sequence) - 1
+            assert drafted < len(row.sequence) + len(lane.tokens) <= row.limit
             seen += 1
-            assert len(self.rows[b].sequence) + len(self.lanes[b].tokens) <= self.rows[b].limit
-        return keep
 
-    monkeypatch.setattr(Pearl, "_settle", checked)
+    monkeypatch.setattr(Pearl, "round", checked)
     run(random_prompts(8), Settings(max_new_tokens=40, num_draft_tokens=3, schedule=schedule, costs=COSTS))
     assert seen > 100
+
+
+def keep_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's cache keeps the entry of one token more than was accepted."""
+    original = Pearl._settle
+
+    def longer(self: Pearl, *given: object) -> list[int]:
+        keep = original(self, *given)  # type: ignore[arg-type]
+        self.target.commit(None, [1] * len(self.rows))
+        return keep
+
+    monkeypatch.setattr(Pearl, "_settle", longer)
+
+
+def keep_what_was_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter's cache keeps the entries of rejected tokens."""
+    monkeypatch.setattr(ChainDrafter, "rollback", lambda self, lengths_B: None)
+
+
+@pytest.mark.parametrize("broken", [keep_one_too_many, keep_what_was_drafted])
+@pytest.mark.parametrize("schedule", VIRTUAL)
+def test_law_5_rejects_a_cache_that_is_too_long(
+    schedule: str, broken: Breaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_law_5_cache_lengths_after_every_round(schedule, monkeypatch)
 
 
 @pytest.mark.parametrize(("draft_ms", "target_ms"), [(12, 3), (3, 12)])

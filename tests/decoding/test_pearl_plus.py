@@ -1,4 +1,4 @@
-"""PEARL+ under the laws, its closed forms against a simulation of the state machine, and what it chooses."""
+"""PEARL+ under the laws (law 3 is in test_law_of_overlap.py), its closed forms against a simulation of the state machine, and what it chooses."""
 
 import random
 from collections.abc import Sequence
@@ -6,13 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 from decoding.chain import ChainDrafter
-from decoding.drafter import Proposal
 from decoding.errors import UserError
 from decoding.loop import Settings, decode, start
 from decoding.pearl_plus import Acceptance, Choice, PearlPlus, choose, eager_rate, pearl_rate, serial_rate
 from decoding.stopping import RoundCosts
 
-from .test_law_of_distribution import P_LIMIT, PROMPT, WARPERS, drafter_of, exact_joint, p_value, target_table
 from .test_laws import models, with_rule
 from .tiny import random_prompts
 
@@ -52,46 +50,6 @@ def test_laws_1_and_2(regime: str, rule: str) -> None:
     tokens, modes = run(prompts, settings, ChainDrafter(model=draft_model))
     assert tokens == plain
     assert regime in modes
-
-
-def law_of(regime: str, draws: int = 4_000) -> float:
-    """The p-value of PEARL+'s first three tokens; its requests run one at a time."""
-    target, drafter, counts = target_table(), drafter_of("chain"), {}
-    settings = Settings(
-        max_new_tokens=5, num_draft_tokens=4, temperature=1.0, costs=REGIMES[regime], schedule="pearl_plus_virtual"
-    )
-    for request in range(draws):
-        (generation,) = decode(target, drafter, [PROMPT], settings, request_ids=[request])
-        triple = tuple(generation.tokens[:3])
-        counts[triple] = counts.get(triple, 0) + 1
-    return p_value(counts, exact_joint(target, WARPERS["plain"]), draws)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("regime", REGIMES)
-def test_law_3_with_many_draws(regime: str) -> None:
-    assert law_of(regime, 20_000) > P_LIMIT
-
-
-@pytest.mark.parametrize("regime", REGIMES)
-def test_law_3(regime: str) -> None:
-    """A choice hangs on what was verified, never on what is being drafted, so the distribution stays."""
-    assert law_of(regime) > P_LIMIT
-
-
-@pytest.mark.parametrize("regime", ["eager"])
-def test_law_3_rejects_a_choice_that_drops_what_was_drafted(regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk whose first token is the symbol 0 goes untested: the drafter saw it, so it must not be dropped."""
-    propose = ChainDrafter.propose
-
-    def choosy(self: ChainDrafter, *asked: object) -> Proposal:
-        chunk = propose(self, *asked)  # type: ignore[arg-type]
-        if chunk.tokens_BN.shape[1] and chunk.tokens_BN[0, 0] == 0:
-            return Proposal(chunk.tokens_BN[:, :0], [0], steps=chunk.steps)
-        return chunk
-
-    monkeypatch.setattr(ChainDrafter, "propose", choosy)
-    assert law_of(regime) < P_LIMIT
 
 
 @pytest.mark.parametrize("regime", REGIMES)

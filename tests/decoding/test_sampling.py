@@ -13,7 +13,7 @@ from decoding.chooser import Chooser
 from decoding.errors import UserError
 from decoding.sampling import GUESSES, Warper, draw
 
-from .test_law_of_distribution import exact_row
+from .law_3 import exact_row
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,136 @@
+"""Law 3's measure: the first three tokens of many requests, counted, against the joint distribution that they should have.
+
+A 5-symbol target whose next token hangs on the last two lets the exact law be written down.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from decoding.chain import ChainDrafter
+from decoding.drafter import Drafter
+from decoding.loop import Settings, decode
+from decoding.target import Target
+
+from .alike import MANY, decode_alike
+from .rows import COSTS, ROWS
+from .tiny import TableTarget
+
+P_LIMIT = 1e-6
+PROMPT = [3, 1, 4, 2, 4]
+WARPERS = {
+    "plain": {"temperature": 1.0},
+    "cold_top_k": {"temperature": 0.7, "top_k": 3},
+    "hot_top_p": {"temperature": 1.5, "top_p": 0.85},
+    "min_p": {"temperature": 1.2, "min_p": 0.15},
+}
+ROWS_AT_ONCE = 20_000
+Triple = tuple[int, ...]
+
+
+def target_table() -> TableTarget:
+    return TableTarget(torch.randn(5, 5, 5, generator=torch.Generator().manual_seed(1)) * 1.5)
+
+
+def drafter_of(name: str) -> Drafter | None:
+    """The row's drafter for the 5-symbol target; None decodes autoregressively."""
+    make = {row.name: row.table for row in ROWS}.get(name)
+    return make() if make is not None else None
+
+
+def exact_row(
+    logits: Sequence[float], temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[float]:
+    """The warped distribution of one row, written as its definition reads."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    kept = order[:top_k] if top_k else order
+    weights = {i: torch.tensor(logits[i] / temperature, dtype=torch.float64).exp().item() for i in kept}
+    total = sum(weights.values())
+    probs = {i: w / total for i, w in weights.items()}
+    nucleus, reached = {}, 0.0
+    for i in kept:
+        if reached >= top_p:
+            break
+        nucleus[i] = probs[i]
+        reached += probs[i]
+    best = max(nucleus.values())
+    final = {i: p for i, p in nucleus.items() if p >= min_p * best}
+    return [final.get(i, 0.0) / sum(final.values()) for i in range(len(logits))]
+
+
+def joint(next_row: Callable[[list[int]], Sequence[float]], prompt: Sequence[int]) -> dict[Triple, float]:
+    """The law of the first three tokens. next_row: a text's next-token probabilities."""
+    law: dict[Triple, float] = {(): 1.0}
+    for _ in range(3):
+        law = {
+            (*begun, token): probability * p
+            for begun, probability in law.items()
+            for token, p in enumerate(next_row([*prompt, *begun]))
+            if p
+        }
+    return law
+
+
+def exact_joint(target: TableTarget, warper: Mapping[str, float]) -> dict[Triple, float]:
+    """The law of the table's first three tokens after PROMPT."""
+    return joint(lambda text: exact_row(target.table_VVV[text[-2], text[-1]].tolist(), **warper), PROMPT)  # type: ignore[arg-type]
+
+
+def p_value(counts: Mapping[Triple, int], law: Mapping[Triple, float], draws: int) -> float:
+    """Chi-square test; cells with fewer than 5 expected draws are pooled. An impossible outcome gives 0."""
+    if any(cell not in law for cell in counts):
+        return 0.0
+    large = {cell: p * draws for cell, p in law.items() if p * draws >= 5}
+    pairs = [(counts.get(cell, 0), expected) for cell, expected in large.items()]
+    rest = draws - sum(expected for _, expected in pairs)
+    if rest >= 5:
+        pairs.append((draws - sum(count for count, _ in pairs), rest))
+    statistic = sum((count - expected) ** 2 / expected for count, expected in pairs)
+    freedom = torch.tensor((len(pairs) - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)).item()
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Rows are many small objects and no circles: Python's walks over all of them took half of a draw's time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@without_collector()
+def count_triples(
+    target: Target, drafter: Drafter | None, prompt: Sequence[int], settings: Settings, draws: int
+) -> Counter[Triple]:
+    """How often each triple began the output, over the requests 0, 1, 2 ... of one prompt."""
+    counts: Counter[Triple] = Counter()
+    for start in range(0, draws, ROWS_AT_ONCE):
+        ids = range(start, min(start + ROWS_AT_ONCE, draws))
+        if settings.schedule in MANY:
+            assert isinstance(drafter, ChainDrafter)
+            done = decode_alike(target, drafter, prompt, settings, ids, 3)
+        else:
+            done = [g.tokens[:3] for g in decode(target, drafter, [prompt] * len(ids), settings, request_ids=ids)]
+        counts.update(map(tuple, done))
+    return counts
+
+
+def law_holds(drafter: Drafter | None, rule: str, warper: str, draws: int, seed: int = 0, **more: object) -> float:
+    """The p-value of `draws` independent requests under this drafter and rule."""
+    target = target_table()
+    fields = {
+        "max_new_tokens": 5,
+        "num_draft_tokens": 4,
+        "verify": rule,
+        "seed": seed,
+        "costs": COSTS,
+        **WARPERS[warper],
+        **more,
+    }
+    counts = count_triples(target, drafter, PROMPT, Settings(**fields), draws)  # type: ignore[arg-type]
+    return p_value(counts, exact_joint(target, WARPERS[warper]), draws)

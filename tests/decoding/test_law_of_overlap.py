@@ -1,0 +1,140 @@
+"""Law 3 under the overlapped schedules, and the ways of breaking it that only they have.
+
+The schedules of two workers decode what these do, token for token under token verification (test_pearl_wall.py), so the law holds there too.
+"""
+
+import pytest
+import torch
+
+from decoding import noise
+from decoding.chain import ChainDrafter
+from decoding.chooser import Chooser
+from decoding.drafter import Outcome, Proposal
+from decoding.loop import Settings, decode
+from decoding.pearl import Pearl
+from decoding.schedules import VIRTUAL
+
+from .alike import MANY, decode_alike
+from .law_3 import P_LIMIT, PROMPT, drafter_of, law_holds, target_table
+from .rows import COSTS
+from .test_laws import models
+from .test_pearl_plus import REGIMES
+
+SCHEDULES: dict[str, dict] = {
+    "pearl": {"schedule": "pearl_virtual"},
+    "without_post": {"schedule": "pearl_virtual_wo_post"},
+    "without_pre": {"schedule": "pearl_virtual_wo_pre"},
+} | {f"plus_{name}": {"schedule": "pearl_plus_virtual", "costs": costs} for name, costs in REGIMES.items()}
+# Every length and warper where the schedule is PEARL's own, two of them where it only orders PEARL's rounds otherwise.
+CASES = [
+    (name, gamma, warper)
+    for name in ("pearl", "without_post", "without_pre")
+    for gamma, warper in ((2, "plain"), (4, "plain"), (3, "hot_top_p"), (3, "cold_top_k"))
+]
+CASES += [(f"plus_{name}", gamma, warper) for name in REGIMES for gamma, warper in ((4, "plain"), (3, "hot_top_p"))]
+
+
+def law_of(name: str, draws: int = 20_000, warper: str = "plain", gamma: int = 4, seed: int = 0) -> float:
+    """The p-value of the first three tokens under token verification."""
+    more = {"num_draft_tokens": gamma, "seed": seed, **SCHEDULES[name]}
+    return law_holds(drafter_of("chain"), "token", warper, draws, **more)
+
+
+@pytest.mark.parametrize(("name", "gamma", "warper"), CASES)
+def test_law_3(name: str, gamma: int, warper: str) -> None:
+    """PEARL+'s choice hangs on what was verified, never on what is being drafted, so the distribution stays there too."""
+    assert law_of(name, warper=warper, gamma=gamma) > P_LIMIT
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_law_3_with_many_draws(name: str) -> None:
+    assert law_of(name, 1_000_000, "hot_top_p", gamma=3, seed=1) > P_LIMIT
+
+
+@pytest.mark.parametrize("warper", [{"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.85}])
+@pytest.mark.parametrize("name", [name for name, fields in SCHEDULES.items() if fields["schedule"] in MANY])
+def test_a_request_among_those_that_went_alike_decodes_what_it_does_alone(name: str, warper: dict) -> None:
+    """What law 3 is tested on here (alike.py) is the product's own output."""
+    settings = Settings(max_new_tokens=12, num_draft_tokens=3, **warper, **SCHEDULES[name])
+    target, drafter, ids = target_table(), drafter_of("chain"), range(100, 160)
+    assert isinstance(drafter, ChainDrafter)
+    together = decode_alike(target, drafter, PROMPT, settings, ids, 9)
+    alone = [decode(target, drafter, [PROMPT], settings, request_ids=[i])[0].tokens[:9] for i in ids]
+    assert together == alone
+
+
+@pytest.mark.parametrize("name", ["pearl", "without_post"])
+def test_law_3_rejects_the_uniform_that_the_published_code_uses_twice(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first test of post-verify takes the uniform of the pre-verify test before it."""
+    original, last = Chooser.uniform, {}
+
+    def reused(self: Chooser, row: int, depth: int, purpose: int, node: int | None = None) -> float:
+        if purpose != noise.ACCEPT or depth:
+            return original(self, row, depth, purpose, node)
+        request, position = self.begun[0][row], self.begun[2][row]
+        last[request, position] = last.get((request, position - 1)) or original(self, row, depth, purpose, node)
+        return last[request, position]
+
+    monkeypatch.setattr(Chooser, "uniform", reused)
+    assert law_of(name) < P_LIMIT
+
+
+def accept_fresh_chunks_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh chunk's first token goes untested, as in the published code's ablation without pre-verify (`para_sd_wo_1`).
+
+    The target's row for it is made to say that very token.
+    """
+    test, assume_whole = Pearl._test, Pearl._assume_whole
+
+    def assume(self: Pearl, chunk: Proposal) -> None:
+        assume_whole(self, chunk)
+        self.whole = True  # type: ignore[attr-defined]
+
+    def blind(self: Pearl, logits_BNV: torch.Tensor, window: Proposal) -> Outcome:
+        whole, self.whole = getattr(self, "whole", False), False  # type: ignore[attr-defined]
+        logits_BNV = logits_BNV.clone()
+        for b, lane in enumerate(self.lanes):
+            if window.counts_B[b] and (whole or not lane.tokens):
+                logits_BNV[b, 0] = float("-inf")
+                logits_BNV[b, 0, window.tokens_BN[b, 0]] = 0.0
+        return test(self, logits_BNV, window)
+
+    monkeypatch.setattr(Pearl, "_assume_whole", assume)
+    monkeypatch.setattr(Pearl, "_test", blind)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_law_3_rejects_an_untested_first_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept_fresh_chunks_first_token(monkeypatch)
+    assert law_of(name) < P_LIMIT
+
+
+@pytest.mark.parametrize("schedule", VIRTUAL)
+def test_law_1_rejects_an_untested_first_token(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept_fresh_chunks_first_token(monkeypatch)
+    target, _, draft_model = models()
+    settings = Settings(max_new_tokens=40, num_draft_tokens=3, schedule=schedule, costs=COSTS)
+    (plain,), (done,) = (decode(target, d, [[4, 5]], settings) for d in (None, ChainDrafter(model=draft_model)))
+    assert done.tokens != plain.tokens
+
+
+@pytest.mark.parametrize("name", ["plus_eager"])
+def test_law_3_rejects_a_choice_that_drops_what_was_drafted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk whose first token is the symbol 0 goes untested: the drafter saw it, so it must not be dropped."""
+    propose = ChainDrafter.propose
+
+    def choosy(self: ChainDrafter, *asked: object) -> Proposal:
+        chunk = propose(self, *asked)  # type: ignore[arg-type]
+        if chunk.tokens_BN.shape[1]:
+            kept_B = (chunk.tokens_BN[:, 0] != 0).tolist()
+            chunk.counts_B = [count * kept for count, kept in zip(chunk.counts_B, kept_B)]
+            lengths_B = self.model.lengths_B
+            before_B = [len(sequence) - 1 for sequence in asked[0]]  # type: ignore[attr-defined]
+            self.model.truncate([now if kept else old for now, old, kept in zip(lengths_B, before_B, kept_B)])
+        return chunk
+
+    monkeypatch.setattr(ChainDrafter, "propose", choosy)
+    assert law_of(name) < P_LIMIT
