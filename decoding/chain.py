@@ -93,7 +93,7 @@ class ChainDrafter:
             fitted_BV = self._fit(logits_BV, chooser)
             if chooser.processors is not None:
                 texts_B = [[*s, *row] for s, row in zip(sequences_B, _by_row(tokens, len(counts_B)))]
-                fitted_BV = chooser.processors(fitted_BV[:, None], texts_B)[:, 0]
+                fitted_BV = chooser.processors.drafting(fitted_BV, texts_B)
             tokens_B, q_BV = chooser.draft(fitted_BV, len(tokens))
             tokens.append(tokens_B)
             if q_BV is not None:

@@ -9,10 +9,12 @@ Shapes: B rows, N drafted nodes, V vocabulary. Logits have one node more: the ti
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding import cuda
 from decoding.cache import ancestors
 from decoding.errors import UserError
 
@@ -47,6 +49,20 @@ class Processors:
             logits_BNV = self._masked(logits_BNV, sequences_B, tokens_BN, paths_BN)
         return logits_BNV
 
+    def drafting(self, logits_BV: Tensor, texts_B: Sequence[Sequence[int]]) -> Tensor:
+        """A drafter's logits after each text, changed alike; free where it could say nothing that is allowed.
+
+        A text may end with drafted tokens that decoding never comes to: behind a stop token a caller need not allow anything.
+        """
+        changed_BNV = logits_BV[:, None]
+        if self.repetition_penalty != 1:
+            changed_BNV = self._penalised(changed_BNV, texts_B, None, None)
+        if self.allowed is not None:
+            masked_BNV = self._masked(changed_BNV, texts_B, None, None, may_end=True)
+            silent_BN1 = masked_BNV.isneginf().all(-1, keepdim=True)
+            changed_BNV = torch.where(silent_BN1, changed_BNV, masked_BNV)
+        return changed_BNV[:, 0]
+
     def _penalised(
         self,
         logits_BNV: Tensor,
@@ -55,9 +71,10 @@ class Processors:
         paths_BN: Tensor | None,
     ) -> Tensor:
         V = logits_BNV.shape[-1]
-        seen_BV = torch.zeros(len(sequences_B), V, dtype=torch.bool, device=logits_BNV.device)
-        for row, sequence in enumerate(sequences_B):
-            seen_BV[row, torch.tensor(sequence, device=logits_BNV.device).clamp_(max=V - 1)] = True
+        longest = max(len(sequence) for sequence in sequences_B)
+        padded = [[*sequence, *[sequence[-1]] * (longest - len(sequence))] for sequence in sequences_B]
+        seen_BV = torch.zeros(len(padded), V, dtype=torch.bool, device=logits_BNV.device)
+        seen_BV.scatter_(1, cuda.tensor(padded, logits_BNV.device).clamp_(max=V - 1), True)
         seen_BNV = seen_BV[:, None].expand(-1, logits_BNV.shape[1], -1)
         if tokens_BN is not None and paths_BN is not None:
             on_path_BNV = paths_BN.float() @ F.one_hot(tokens_BN.clamp(max=V - 1), V).float() > 0
@@ -73,25 +90,27 @@ class Processors:
         sequences_B: Sequence[Sequence[int]],
         tokens_BN: Tensor | None,
         paths_BN: Tensor | None,
+        may_end: bool = False,
     ) -> Tensor:
+        """may_end: a sequence after which nothing is allowed has no rule, rather than being an error."""
         assert self.allowed is not None
-        masked_BNV = torch.full_like(logits_BNV, float("-inf"))
+        forbidden_BNV = np.zeros(logits_BNV.shape, dtype=bool)
         drafted = [[]] * len(sequences_B) if tokens_BN is None else tokens_BN.tolist()
         paths = None if paths_BN is None else paths_BN.tolist()
         for row, sequence in enumerate(sequences_B):
             for node in range(logits_BNV.shape[1]):
                 way = paths[row][node - 1] if paths is not None and node else []
                 ids = self.allowed([*sequence, *(token for token, on in zip(drafted[row], way) if on)])
-                if ids is None or (node and not len(ids)):  # no rule; or behind a token that is not allowed itself
-                    masked_BNV[row, node] = logits_BNV[row, node]
-                elif not len(ids):
+                # Behind a token that ends the text, or is not allowed itself, there is no rule.
+                if ids is None or (not len(ids) and (node or may_end)):
+                    continue
+                if not len(ids):
                     raise UserError(
                         f"allowed() allows no token after {len(sequence)} tokens: let it allow a stop token there."
                     )
-                else:
-                    index = torch.tensor(list(ids), device=logits_BNV.device)
-                    masked_BNV[row, node, index] = logits_BNV[row, node, index]
-        return masked_BNV
+                forbidden_BNV[row, node] = True
+                forbidden_BNV[row, node, list(ids)] = False
+        return logits_BNV.masked_fill(torch.from_numpy(forbidden_BNV).to(logits_BNV.device), float("-inf"))
 
 
 def make_processors(repetition_penalty: float, allowed: Allowed | None) -> Processors | None:

@@ -1,0 +1,102 @@
+"""Law 3 with logits that change as the text grows: a repetition penalty, allowed tokens and min-p together, for trees and overlapped schedules too.
+
+Both changes hang on all of the text, so a drafted position that is judged by another text than its own shows in the distribution.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from decoding.drafter import Drafter
+from decoding.loop import Settings
+from decoding.processors import Processors
+from decoding.self_speculation import SelfSpeculation
+from decoding.target import Target
+
+from .law_3 import P_LIMIT, count_triples, drafter_of, exact_row, joint, p_value, target_table
+from .rows import COSTS
+from .test_law_of_overlap import SCHEDULES
+from .tiny import hf_model, native_of
+
+PROMPT = [2, 4, 1, 2, 4]
+PENALTY = 3.0
+WARPER = {"temperature": 1.2, "min_p": 0.1}
+ROWS = [("chain", "token"), ("chain", "block"), ("multi_candidate", "token"), ("static_tree", "token")]
+ROWS += [(name, "token") for name in ("ranked_tree", "budget_tree", "lookahead")]
+LONG_ROWS = [(name, "token") for name in ("graph", "ouroboros", "prompt_lookup", "chain_with_lookup")]
+
+
+ALLOWED = [[symbol for symbol in range(5) if symbol != banned] for banned in range(5)]
+
+
+def four_of_five(text: Sequence[int]) -> list[int]:
+    """All symbols but one, which hangs on the whole text."""
+    return ALLOWED[sum(text) % 5]
+
+
+def some_of_many(text: Sequence[int]) -> list[int]:
+    """Five tokens of a larger vocabulary, which hang on the whole text."""
+    return [(sum(text) + 9 * i) % 48 for i in range(5)]
+
+
+def changed(logits: Sequence[float], text: Sequence[int], allowed: Sequence[int]) -> list[float]:
+    """A row after both changes, as their definitions read."""
+    penalised = [(x / PENALTY if x > 0 else x * PENALTY) if i in text else x for i, x in enumerate(logits)]
+    return [x if i in allowed else float("-inf") for i, x in enumerate(penalised)]
+
+
+def law_of(
+    target: Target, drafter: Drafter | None, prompt: list[int], draws: int, rule: str = "token", **more: object
+) -> float:
+    """The p-value of the first three tokens, the exact law from a forward over each of their beginnings."""
+    allowed = four_of_five if target.vocab_size == 5 else some_of_many
+
+    def next_row(text: list[int]) -> list[float]:
+        target.open(1, 16)
+        logits_V = target.forward(torch.tensor([text]))[0][0, -1]
+        return exact_row(changed(logits_V.tolist(), text, allowed(text)), **WARPER)
+
+    law = joint(next_row, prompt)
+    fields = {"max_new_tokens": 5, "num_draft_tokens": 4, "verify": rule, "costs": COSTS, **WARPER, **more}
+    settings = Settings(repetition_penalty=PENALTY, allowed=allowed, **fields)  # type: ignore[arg-type]
+    return p_value(count_triples(target, drafter, prompt, settings, draws), law, draws)
+
+
+@pytest.mark.parametrize(("row", "rule"), ROWS)
+def test_law_3(row: str, rule: str) -> None:
+    assert law_of(target_table(), drafter_of(row), PROMPT, 20_000, rule) > P_LIMIT
+
+
+@pytest.mark.parametrize("name", ["pearl", "without_pre", "plus_eager"])
+def test_law_3_under_overlapped_schedules(name: str) -> None:
+    assert law_of(target_table(), drafter_of("chain"), PROMPT, 20_000, **SCHEDULES[name]) > P_LIMIT
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("row", "rule"), ROWS + LONG_ROWS)
+def test_law_3_with_many_draws(row: str, rule: str) -> None:
+    assert law_of(target_table(), drafter_of(row), PROMPT, 200_000, rule, seed=1) > P_LIMIT
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_law_3_of_a_target_that_drafts_for_itself(rule: str) -> None:
+    target, drafter = native_of(hf_model("llama", layers=2)), SelfSpeculation(attention=(1,), mlp=(0,))
+    assert law_of(target, drafter, [7, 9, 5], 20_000, rule, num_draft_tokens=3, max_new_tokens=4) > P_LIMIT
+
+
+@pytest.mark.parametrize("row", ["chain", "static_tree", "lookahead"])
+def test_law_3_rejects_changes_that_leave_the_drafted_tokens_out(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Processors.__call__
+    monkeypatch.setattr(
+        Processors, "__call__", lambda self, logits, sequences, *path: original(self, logits, sequences)
+    )
+    assert law_of(target_table(), drafter_of(row), PROMPT, 4_000) < P_LIMIT
+
+
+def test_law_3_rejects_an_assumed_span_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Processors.__call__
+    monkeypatch.setattr(
+        Processors, "__call__", lambda self, logits, sequences, *path: original(self, logits, sequences)
+    )
+    assert law_of(target_table(), drafter_of("chain"), PROMPT, 4_000, **SCHEDULES["pearl"]) < P_LIMIT
