@@ -22,6 +22,7 @@ from decoding.stopping import Fixed, RoundCosts
 from decoding.worker import RemoteChain, lanes
 
 from .test_laws import models, with_rule
+from .test_processors import letters
 from .tiny import VOCABULARY, hf_model, random_prompts
 
 
@@ -53,7 +54,8 @@ def test_the_wall_decodes_what_the_virtual_clock_decodes(
     target, _, _ = models()
     local = ChainDrafter(folder, dtype="float64")
     settings = with_rule(rule, max_new_tokens=40, stop_token_ids=(3,), num_draft_tokens=3)
-    groups = [random_prompts(6)] if schedule == "pearl_wall" else [[prompt] for prompt in random_prompts(4)]
+    several = [[7], *random_prompts(5)]
+    groups = [several] if schedule == "pearl_wall" else [[prompt] for prompt in several[:4]]
     accepted = 0
     for prompts in groups:
         virtual = decode(target, local, prompts, replace(settings, schedule=schedule.replace("wall", "virtual")))
@@ -109,6 +111,20 @@ def test_what_the_caller_allows_stays_with_the_caller(remote: RemoteChain) -> No
     )
     plain = decode(target, None, random_prompts(4), settings)
     assert [g.tokens for g in decode(target, remote, random_prompts(4), settings)] == [g.tokens for g in plain]
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("schedule", WALL)
+def test_a_stop_string_ends_a_row_on_the_wall_too(schedule: str, rule: str, remote: RemoteChain) -> None:
+    target, _, _ = models()
+    free = with_rule(rule, max_new_tokens=40, num_draft_tokens=4, costs=RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3)))
+    for number, prompt in enumerate(random_prompts(2)):
+        (plain,) = decode(target, None, [prompt], free, request_ids=[number])
+        text = letters(plain.tokens)
+        settings = replace(free, stop_strings=(text[16:19],), text_of=letters, schedule=schedule)
+        (done,) = decode(target, remote, [prompt], settings, request_ids=[number])
+        end = text.index(text[16:19]) + 3
+        assert (done.tokens, done.finish) == (plain.tokens[:end], "stop")
 
 
 def test_the_clock_is_the_walls(remote: RemoteChain) -> None:
