@@ -8,7 +8,7 @@ the gap between the target's two best tokens where the first one stands.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -51,16 +51,8 @@ RANDOM = Shape(2, 64, 4, 96, 2, 16, 24)
 SPREAD = 0.3  # of the random target's weights: with less it says one token for ever
 
 
-class Makes(Protocol):
-    """Models of one dtype; weights are shared by the executions."""
-
-    def make(self, execution: str, kind: str) -> tuple[NativeTarget, Drafter]:
-        """A target and a drafter of this kind."""
-        ...
-
-
 class Models:
-    """The embedded target and its first layers."""
+    """The embedded target and its first layers in one dtype; weights are shared by the executions."""
 
     def __init__(self, dtype: str, device: str) -> None:
         config, state = read_config(TARGET), load_state(TARGET)
@@ -71,20 +63,20 @@ class Models:
         ]
 
     def make(self, execution: str, kind: str) -> tuple[NativeTarget, Drafter]:
-        """See `Makes`. kind: chain, tree."""
+        """A target and a drafter of this kind: chain or tree."""
         whole, first = (NativeTarget(w, "embedded", None, None, execution) for w in self.weights)
         return whole, ChainDrafter(model=first) if kind == "chain" else MultiCandidate(model=first, branching=(3, 2, 1))
 
 
 class Heads:
-    """A random target and a random head of it."""
+    """A random target and a random head of it in one dtype; weights are shared by the executions."""
 
     def __init__(self, dtype: str, device: str) -> None:
         self.weights = random_weights(RANDOM, DTYPES[dtype], device, 512, SPREAD)
         self.head = random_head(RANDOM, 2, DTYPES[dtype], device).requires_grad_(False)
 
     def make(self, execution: str, kind: str) -> tuple[NativeTarget, Drafter]:
-        """See `Makes`. kind: a name of BEAMS."""
+        """A target and a drafter of this kind, a name of BEAMS."""
         target = NativeTarget(self.weights, "random", None, None, execution)
         return target, RecurrentDrafter(head=self.head, execution=execution, **BEAMS[kind])
 
@@ -127,7 +119,7 @@ def texts(
 
 
 def equality(
-    models: Makes,
+    models: Models | Heads,
     execution: str,
     prompts_B: list[list[int]],
     tokens: int,
@@ -172,7 +164,12 @@ def same_noise(device: str) -> dict[str, Any]:
 
 
 def waiting(
-    models: Makes, execution: str, prompts_B: list[list[int]], tokens: int, kind: str, ways: dict[str, dict[str, Any]]
+    models: Models | Heads,
+    execution: str,
+    prompts_B: list[list[int]],
+    tokens: int,
+    kind: str,
+    ways: dict[str, dict[str, Any]],
 ) -> dict[str, str]:
     """Rounds in CUDA's sync debug mode: 'none', or what waited. The first pass makes every shape."""
     found = {}

@@ -81,7 +81,7 @@ TOY = Sizes(
     batch=2,
     batch_width=3,
     max_length=64,
-    parts_every=2,
+    parts_every=8,
     repeats=1,
 )
 

@@ -83,7 +83,8 @@ def chats(sizes: Sizes) -> list[Sample]:
 
 def frozen_target(sizes: Sizes, device: str) -> Any:
     """The Hugging Face target that a training job reads hidden states of."""
-    config = AutoConfig.for_model(**sizes.target.config(sizes.row))
+    values: dict[str, Any] = sizes.target.config(sizes.row)
+    config = AutoConfig.for_model(**values)
     with torch.device(device):
         return freeze(AutoModelForCausalLM.from_config(config, dtype=sizes.dtype, attn_implementation=PACKED))
 
