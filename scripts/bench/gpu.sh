@@ -5,7 +5,7 @@
 #   decode     LLaMA-7B and drafters of 1 to 12 layers against the card's bandwidth, whole rounds, V(n) at contexts of 1k, 8k and 32k
 #   train      a drafter made there, decoding and distillation beside Hugging Face; needs the whole project installed (status 3 where it is not)
 #   recurrent  a recurrent head of LLaMA-7B: training tokens a second and the hours of ShareGPT, milliseconds of a round by beam width and
-#              length, and the published command's setting, batch 8 and 45 beams; wants about 30 GB on the card
+#              length, and the published command's setting, batch 8 and 45 beams; about 30 GB of the card, by estimate
 #
 # exact, decode and recurrent import torch, transformers, accelerate, safetensors and numpy alone. Figures: scripts/bench/results/.
 #   DEVICE   cuda (default), cuda:N, or cpu to try all but train (TOY=true for seconds instead of hours)
