@@ -135,6 +135,15 @@ def memory_bytes(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.mem_get_info(device) if device.type == "cuda" else None
 
 
+def peak_bytes(device: torch.device) -> int | None:
+    """The most bytes that tensors took at once since the last call; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    most = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return most
+
+
 def card(device: torch.device) -> str:
     """The card's name and compute capability, or 'cpu'."""
     if device.type != "cuda":

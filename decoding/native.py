@@ -22,7 +22,7 @@ from decoding.cache import Plan, Slots
 from decoding.errors import UserError
 from decoding.linear import can_pack, rms_norm
 from decoding.rope import inverse_frequencies, rope_tables
-from decoding.static import WIDEST, StaticForward, bucket
+from decoding.static import SLOT_MULTIPLE, WIDEST, StaticForward, bucket
 from decoding.weights import Layer, NativeConfig, Weights
 
 EXECUTIONS = ("eager", "graph", "compiled")  # one by one; recorded; recorded with fused layers
@@ -133,7 +133,7 @@ class NativeTarget:
             if (
                 self._static is not None
             ):  # a whole bucket, or the context: masked attention wants an even number of slots
-                slots = bucket(slots, -(-max(slots, self.max_length) // WIDEST) * WIDEST)
+                slots = bucket(slots, -(-max(slots, self.max_length) // SLOT_MULTIPLE) * SLOT_MULTIPLE)
             config = self.config
             shape = (config.num_layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
             self._cache_L2BHTD = None  # give the old one back first

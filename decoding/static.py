@@ -23,7 +23,8 @@ from decoding.linear import rms_norm
 from decoding.weights import Layer, NativeConfig, Weights
 
 SMALLEST_BUCKET = 512  # slots; then four buckets to each doubling: 640, 768, 896, 1024, 1280 ...
-WIDEST = 64  # new tokens of a recorded step; wider forwards are prefill, where launches do not matter
+SLOT_MULTIPLE = 64  # slots of a cache come in multiples of it
+WIDEST = 512  # new tokens of a recorded step: wide beams are 257 and more; what is wider still waits for its products, not for launches
 
 
 def bucket(slots: int, most: int) -> int:

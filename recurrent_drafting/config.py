@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from recurrent_drafting.loss_config import HeadLossConfig
 from training.config import (
     DataConfig,
     HeldOutConfig,
@@ -25,18 +26,6 @@ class HeadShapeConfig:
     warm_start: str = "none"  # the output layer begins as the target's lm_head on: none | hidden | state | both
     zero_blocks: bool = False  # residual blocks begin as the identity
     path: str = ""  # head folder of the same target to go on from; its shape counts, not the one above
-
-
-@dataclass
-class HeadLossConfig:
-    """What every head's prediction is held against."""
-
-    name: str = "cross_entropy"  # cross_entropy: the text's tokens | forward_kl | lk (-log acceptance) | lk_hybrid
-    predict_n_tokens: int = 5  # heads: tokens behind the next one that are predicted
-    decay: float = 1.0  # weight of a head's loss beside that of the head before it
-    temperature: float = 1.0  # divides both sides' logits; the text's tokens are held against at 1
-    lk_eta: float = 3.0  # lk_hybrid: how fast KL gives way to acceptance as that grows
-    own_tokens: float = 0.0  # training-time test: share of the drafts that go on from the head's own tokens
 
 
 @dataclass

@@ -192,7 +192,8 @@ class RecurrentDrafter:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        self._hidden_BH = self._hidden_BH[list(rows)]
+        kept = cuda.tensor(list(rows), self.device)  # a list as an index would wait for the device
+        self._hidden_BH = self._hidden_BH[kept]
         self._worth_B = [self._worth_B[row] for row in rows] if self._worth_B else []
 
     def time_step(self) -> None:

@@ -16,7 +16,7 @@ from recurrent_drafting.packed import Head
 from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
 from recurrent_drafting.worth import Worth
 
-NODES_STEP = 8  # on a GPU the number of nodes is rounded up to a multiple of it, so that few widths are recorded
+TOKENS_STEP = 8  # on a GPU a forward's tokens, nodes and tip, come in multiples of it: few widths are recorded, and products fill their tiles
 
 
 class Draft:
@@ -43,7 +43,7 @@ class Draft:
 def nodes_of(counts_B: Sequence[int], most: int, device: torch.device) -> int:
     """Nodes that the target's forward runs over."""
     nodes = max(counts_B)
-    return min(-(-nodes // NODES_STEP) * NODES_STEP, most) if cuda.runs_ahead(device) else nodes
+    return min(-(-(nodes + 1) // TOKENS_STEP) * TOKENS_STEP - 1, most) if cuda.runs_ahead(device) else nodes
 
 
 def proposal_of(tree: Tree, counts_B: list[int] | None, steps: int) -> Proposal:

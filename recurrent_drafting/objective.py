@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recurrent_drafting.config import HeadLossConfig
 from recurrent_drafting.head import Context, RecurrentHead
+from recurrent_drafting.loss_config import HeadLossConfig
 from recurrent_drafting.positions import Positions, positions
 from recurrent_drafting.states import TargetStates
 from training.losses.chunked import RowLoss, cross_entropy_rows

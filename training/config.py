@@ -14,6 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decoding.errors import UserError
+from training.optimizer_config import OptimizerConfig
 
 Schema = TypeVar("Schema")
 
@@ -115,18 +116,6 @@ class DataConfig:
     floor_share: float = 0.01  # no update leaves a domain less than this share of the rows
     when_exhausted: str = "wrap"  # a domain whose rows are used up: wrap (through it again) | stop (end the training)
     held_out_tokens: int = 16384  # held-out tokens of each domain that an evaluation reads, evenly drawn; 0: all
-
-
-@dataclass
-class OptimizerConfig:
-    """torch's AdamW and its schedule."""
-
-    lr: float = 1e-3  # peak learning rate
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW betas
-    weight_decay: float = 0.0  # on matrices; norms and biases are never decayed
-    warmup_steps: int = 20  # linear warm-up from 0
-    final_lr: float = 0.1  # share of the peak that the cosine ends at
-    clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from training.config import OptimizerConfig
+from training.optimizer_config import OptimizerConfig
 from training.sharding import assign, whole
 
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from training.config import OptimizerConfig
 from training.optimizer import parameter_groups
+from training.optimizer_config import OptimizerConfig
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET = 50_000_000  # gradients that travel together; DeepSpeed keeps a buffer of this size, two where it overlaps

@@ -1,4 +1,5 @@
-"""What wants a GPU, in parts of under eight minutes: `exact` (are the tokens right there?) and `decode` (how fast, against what the card can read).
+"""What wants a GPU, in parts of under eight minutes: `exact` (are the tokens right there?), `decode` (how fast, against what the card can read)
+and `recurrent` (a recurrent head of a 7B target: its training and its rounds).
 
     python scripts/bench/gpu.py part=decode device=cuda
     python scripts/bench/gpu.py part=exact device=cpu toy=true     # every line but those that it lists, in seconds
@@ -24,12 +25,13 @@ import torch
 from decoding import cuda
 
 ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("exact", "decode", "recurrent")
 LAST_START_S = 400.0  # no further figure is begun after that, so that a part stays under eight minutes
 
 
 @dataclass
 class Options:
-    part: str = "exact"  # exact | decode
+    part: str = "exact"  # exact | decode | recurrent
     device: str = "cuda"  # cpu | cuda | cuda:N
     toy: bool = False  # small shapes, to try the script itself
     out: str = "scripts/bench/results"  # folder of gpu_<part>.json
@@ -123,8 +125,8 @@ def parse(words: list[str]) -> Options:
             sys.exit(f"error: '{word}' is no option; expected {', '.join(f'{name}=' for name in kinds)}")
         given[key] = value.lower() == "true" if kinds[key] is bool else value
     options = Options(**given)
-    if options.part not in ("exact", "decode"):
-        sys.exit(f"error: part '{options.part}' is unknown, expected exact or decode")
+    if options.part not in PARTS:
+        sys.exit(f"error: part '{options.part}' is unknown, expected one of {', '.join(PARTS)}")
     options.device = cuda.device_of(options.device)
     return options
 
@@ -134,15 +136,16 @@ def main(words: list[str]) -> int:
     if {"--help", "-h"} & {*words}:
         print(usage())
         return 0
-    from scripts.bench import gpu_decode, gpu_exact
+    from scripts.bench import gpu_decode, gpu_exact, gpu_recurrent
 
+    parts = dict(zip(PARTS, (gpu_exact.run, gpu_decode.run, gpu_recurrent.run), strict=True))
     options = parse(words)
     untested = untested_lines()
     print(f"{len(untested)} lines that only a GPU runs: {' '.join(untested)}", flush=True)
     figures = Figures(options)
     figures.record["untested_lines"] = untested
     with torch.inference_mode():
-        {"exact": gpu_exact.run, "decode": gpu_decode.run}[options.part](options.device, options.toy, figures)
+        parts[options.part](options.device, options.toy, figures)
     figures.add("done", not figures.failed)
     for name in figures.failed:
         print(f"FAILED: {name}", file=sys.stderr)

@@ -1,7 +1,8 @@
 """Part `exact`: on this device, drafted text is autoregressive text, the noise is the CPU's, and a round waits for nothing but its `read`.
 
-The target is the embedded one, the drafter its own first layers, so nothing has to be trained. In float64 no token may differ; below that
-differences are counted, with the gap between the target's two best tokens where the first one stands.
+The target is the embedded one, the drafter its own first layers, so nothing has to be trained. A recurrent head, which would have to be, is
+random, and so is its target, whose few tokens let some drafts pass. In float64 no token may differ; below that differences are counted, with
+the gap between the target's two best tokens where the first one stands.
 """
 
 import json
@@ -21,6 +22,8 @@ from decoding.multi_candidate import MultiCandidate
 from decoding.native import NativeTarget
 from decoding.target import DTYPES
 from decoding.weights import NativeConfig, Weights
+from recurrent_drafting.drafter import RecurrentDrafter
+from scripts.bench.random_models import Shape, random_head, random_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "assets" / "target"
@@ -37,10 +40,19 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "block": {"temperature": 1.0, "verify": "block"},
     "coupled": {"temperature": 1.0, "verify": "coupled"},
 }
+SAMPLED_TREES = {way: named for way, named in SAMPLED.items() if way != "block"}  # which tests chains
+# kind -> how a random head drafts
+BEAMS: dict[str, dict[str, Any]] = {
+    "one beam": {"beam_width": 1},
+    "beams": {"beam_width": 8},
+    "drawn beams": {"beam_width": 8, "draws": "drawn"},
+}
+RANDOM = Shape(2, 64, 4, 96, 2, 16, 24)
+SPREAD = 0.3  # of the random target's weights: with less it says one token for ever
 
 
 class Models:
-    """The target and its first layers in one dtype; weights are shared by the executions."""
+    """The embedded target and its first layers in one dtype; weights are shared by the executions."""
 
     def __init__(self, dtype: str, device: str) -> None:
         config, state = read_config(TARGET), load_state(TARGET)
@@ -51,9 +63,22 @@ class Models:
         ]
 
     def make(self, execution: str, kind: str) -> tuple[NativeTarget, Drafter]:
-        """A target and a drafter of this kind."""
+        """A target and a drafter of this kind: chain or tree."""
         whole, first = (NativeTarget(w, "embedded", None, None, execution) for w in self.weights)
         return whole, ChainDrafter(model=first) if kind == "chain" else MultiCandidate(model=first, branching=(3, 2, 1))
+
+
+class Heads:
+    """A random target and a random head of it in one dtype; weights are shared by the executions."""
+
+    def __init__(self, dtype: str, device: str) -> None:
+        self.weights = random_weights(RANDOM, DTYPES[dtype], device, 512, SPREAD)
+        self.head = random_head(RANDOM, 2, DTYPES[dtype], device).requires_grad_(False)
+
+    def make(self, execution: str, kind: str) -> tuple[NativeTarget, Drafter]:
+        """A target and a drafter of this kind, a name of BEAMS."""
+        target = NativeTarget(self.weights, "random", None, None, execution)
+        return target, RecurrentDrafter(head=self.head, execution=execution, **BEAMS[kind])
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -94,7 +119,7 @@ def texts(
 
 
 def equality(
-    models: Models,
+    models: Models | Heads,
     execution: str,
     prompts_B: list[list[int]],
     tokens: int,
@@ -138,22 +163,44 @@ def same_noise(device: str) -> dict[str, Any]:
     }
 
 
-def waiting(models: Models, execution: str, prompts_B: list[list[int]], tokens: int) -> dict[str, str]:
+def waiting(
+    models: Models | Heads,
+    execution: str,
+    prompts_B: list[list[int]],
+    tokens: int,
+    kind: str,
+    ways: dict[str, dict[str, Any]],
+) -> dict[str, str]:
     """Rounds in CUDA's sync debug mode: 'none', or what waited. The first pass makes every shape."""
     found = {}
-    for way, named in SAMPLED.items():
+    for way, named in ways.items():
         settings = Settings(max_new_tokens=tokens, num_draft_tokens=3, ignore_eos=True, **named)
-        target, drafter = models.make(execution, "chain")
+        target, drafter = models.make(execution, kind)
         decode(target, drafter, prompts_B, settings)
         running = start(target, drafter, prompts_B, settings)
-        found[way] = "none"
+        found[f"{way}, {kind}"] = "none"
         try:
             with cuda.no_waiting(target.device):
                 while running.rows:
                     running.round()
         except RuntimeError as error:  # what the debug mode raises; the other ways are still worth knowing
-            found[way] = str(error)
+            found[f"{way}, {kind}"] = str(error)
     return found
+
+
+def all_waits(execution: str, device: str, tokens: int) -> dict[str, str]:
+    """Of chains and of a recurrent head's beams."""
+    embedded, heads = Models("float32", device), Heads("float32", device)
+    found = waiting(embedded, execution, prompts(2), tokens, "chain", SAMPLED)
+    for kind in BEAMS:
+        ways = SAMPLED if kind == "one beam" else SAMPLED_TREES
+        found |= waiting(heads, execution, shortened(prompts(2)), tokens, kind, ways)
+    return found
+
+
+def shortened(prompts_B: list[list[int]]) -> list[list[int]]:
+    """The prompts in the random target's few tokens."""
+    return [[token % RANDOM.vocab_size for token in prompt] for prompt in prompts_B]
 
 
 def run(device: str, toy: bool, figures: Any) -> None:
@@ -161,17 +208,25 @@ def run(device: str, toy: bool, figures: Any) -> None:
     found = same_noise(device)
     figures.add("noise", found)
     figures.expect("the noise hash equals the CPU's", found["equal_hashes"])
-    models = Models("float32", device)
-    for execution in ("graph",) if toy else ("eager", "graph"):
-        waits = waiting(models, execution, prompts(2), 4 if toy else 64)
+    executions = ("graph",) if toy else ("eager", "graph")
+    for execution in executions:
+        waits = all_waits(execution, device, 4 if toy else 64)
         figures.add(f"waits inside rounds, {execution}", waits)
         figures.expect(f"no wait inside a round, {execution}", set(waits.values()) == {"none"})
+    count, tokens = (2, 4) if toy else (64, 128)  # the law's own size
+    for execution in executions:
+        name = f"equality, recurrent, float64, {execution}"
+        if figures.in_time(name):
+            heads, asked = Heads("float64", device), shortened(prompts(count))
+            equal = equality(heads, execution, asked, tokens, min(32, count), ("one beam", "beams"))
+            figures.add(name, equal)
+            figures.expect(name, all(row["texts_that_differ"] == 0 for row in equal.values()))
     # In float64 the law's own size; below it, enough to see how often rounding decides.
     for dtype, count, tokens in (
         (("float64", 2, 4),) if toy else (("float64", 64, 128), ("float32", 32, 64), ("bfloat16", 32, 64))
     ):
         models = Models(dtype, device)
-        for execution in ("graph",) if toy else ("eager", "graph"):
+        for execution in executions:
             if figures.in_time(f"equality, {dtype}, {execution}"):
                 equal = equality(models, execution, prompts(count), tokens, batch=min(16, count))
                 figures.add(f"equality, {dtype}, {execution}", equal)

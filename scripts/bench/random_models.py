@@ -1,4 +1,4 @@
-"""LLaMAs whose weights nobody trained: speed hangs on shapes, not on what the numbers are."""
+"""LLaMAs and recurrent heads whose weights nobody trained: speed hangs on shapes, not on what the numbers are."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,9 @@ from torch import Tensor
 
 from decoding.native import NativeTarget
 from decoding.weights import NativeConfig, Weights
+from recurrent_drafting.head import HeadConfig, RecurrentHead
+
+SPREAD = 0.02  # standard deviation of all matrices
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class Shape:
         return 2 * self.vocab_size * C + self.layers * (2 * C * (queries + keys) + 3 * C * self.intermediate_size)
 
 
-def random_state(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """A Hugging Face state dict of this shape; equal for equal shapes."""
+def random_state(shape: Shape, dtype: torch.dtype, device: str, spread: float = SPREAD) -> dict[str, Tensor]:
+    """A Hugging Face state dict of this shape; equal for equal shapes and spreads."""
     C, F = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.heads * shape.head_dim, (shape.kv_heads or shape.heads) * shape.head_dim
     sizes: dict[str, tuple[int, ...]] = {
@@ -59,20 +62,29 @@ def random_state(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Ten
         sizes |= {f"{before}mlp.gate_proj": (F, C), f"{before}mlp.up_proj": (F, C), f"{before}mlp.down_proj": (C, F)}
     generator = torch.Generator(device).manual_seed(0)
     return {
-        f"{name}.weight": torch.empty(size, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+        f"{name}.weight": torch.empty(size, dtype=dtype, device=device).normal_(0, spread, generator=generator)
         if len(size) == 2
         else torch.ones(size, dtype=dtype, device=device)
         for name, size in sizes.items()
     }
 
 
-def random_weights(shape: Shape, dtype: torch.dtype, device: str, max_length: int) -> Weights:
+def random_weights(shape: Shape, dtype: torch.dtype, device: str, max_length: int, spread: float = SPREAD) -> Weights:
     """Plain (unpacked) weights of this shape, for targets of every execution to share."""
     config = NativeConfig.from_dict(shape.config(max_length))
-    return Weights(config, random_state(shape, dtype, device), dtype, torch.device(device), packed=False)
+    return Weights(config, random_state(shape, dtype, device, spread), dtype, torch.device(device), packed=False)
 
 
 def random_target(shape: Shape, dtype: torch.dtype, device: str, max_length: int) -> NativeTarget:
     """A target of this shape."""
     state = random_state(shape, dtype, device)
     return NativeTarget.from_state(shape.config(max_length), state, dtype=dtype, device=device, name="random-weights")
+
+
+def random_head(target: Shape, blocks: int, dtype: torch.dtype, device: str) -> RecurrentHead:
+    """A recurrent head of the published form for a target of this shape, `blocks` residual blocks deep; equal for equal shapes."""
+    torch.manual_seed(0)
+    C = target.hidden_size
+    with torch.device(device):
+        head = RecurrentHead(HeadConfig(target.vocab_size, C, 2 * C, blocks))
+    return head.to(dtype)

@@ -82,6 +82,19 @@ def test_static_steps_equal_the_eager_twin(shape: str, batch: int, execution: st
         both(targets, ids(1, 4, seed=4))
 
 
+@pytest.mark.parametrize(("tokens", "recorded"), [(257, True), (static.WIDEST + 1, False)])
+def test_the_tree_of_sixty_four_beams_is_one_step(tokens: int, recorded: bool) -> None:
+    targets = pair()
+    parents_BN = torch.tensor([[-1, *range(64), *range(tokens - 65)]])
+    with torch.inference_mode():
+        for target in targets:
+            target.open(1, 600)
+            prefill(target, [[5, 6, 7]])
+        both(targets, ids(1, tokens), parents_BN)
+    assert targets[0]._static is not None
+    assert bool(targets[0]._static._steps) == recorded
+
+
 @pytest.mark.usefixtures("small_buckets")
 def test_one_step_is_made_for_each_shape_and_bucket() -> None:
     target, _ = pair()

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoding import cuda
+from recurrent_drafting.drafts import nodes_of
 from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
 
 
@@ -84,3 +86,12 @@ def test_places_tell_where_each_node_went() -> None:
             assert (place < M) == bool(keep_BM[row, node])
             if place < M:
                 assert tree.tokens_BM[row, place] == tokens_BLW[row].flatten()[node]
+
+
+def test_beside_a_gpu_few_widths_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    assert nodes_of([9, 4], 40, device) == 9, "where the host waits anyway, no node is added"
+    monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+    widths = [nodes_of([count, 1], 40, device) for count in range(1, 41)]
+    assert all(width >= count for count, width in enumerate(widths, 1))
+    assert sorted(set(widths)) == [7, 15, 23, 31, 39, 40], "with the tip 8, 16 ..., and no more than there are"

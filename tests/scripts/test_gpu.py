@@ -16,6 +16,8 @@ FILES = (
     "scripts/bench/gpu.py",
     "scripts/bench/gpu_exact.py",
     "scripts/bench/gpu_decode.py",
+    "scripts/bench/gpu_recurrent.py",
+    "scripts/bench/gpu_recurrent_training.py",
     "scripts/bench/random_models.py",
 )
 MOST_UNTESTED = 40
@@ -26,8 +28,9 @@ root, out = sys.argv[1:]
 sys.path.insert(0, root)
 
 class Without(importlib.machinery.PathFinder):
-    # as if these were not installed: what the project needs elsewhere, and its packages but decoding
-    names = "hydra omegaconf datasets wandb rich matplotlib deepspeed sentencepiece training distill eval recurrent_drafting".split()
+    # as if these were not installed: what the project needs elsewhere, and its packages that need them; of training and recurrent_drafting
+    # what the benchmark imports does without
+    names = "hydra omegaconf datasets wandb rich matplotlib deepspeed sentencepiece distill eval".split()
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         return None if name.split(".")[0] in cls.names else super().find_spec(name, path, target)
@@ -54,7 +57,7 @@ from scripts.bench import gpu, gpu_exact, gpu_decode, random_models
 def run(part, *words):
     return gpu.main([f"part={part}", "device=cpu", "toy=true", f"out={out}", *words])
 
-for part in ("exact", "decode"):
+for part in ("exact", "decode", "recurrent"):
     assert run(part) == 0, part
 
 real = cuda.runs_ahead
@@ -70,6 +73,7 @@ assert run("exact") == 1, "a wait is a broken promise"
 cuda.no_waiting = waits
 gpu.LAST_START_S = 0.0
 assert run("decode") == 0
+assert run("recurrent") == 0
 settings = gpu_exact.Settings(temperature=1.0, verify="coupled")
 target, _ = gpu_exact.Models("float32", "cpu").make("eager", "chain")
 with torch.inference_mode():
@@ -121,9 +125,11 @@ def test_every_line_but_the_listed_ones_runs_on_a_cpu(tmp_path: Path) -> None:
     assert missing <= listed, f"neither run nor listed: {sorted(missing - listed)}"
     assert len(listed) <= MOST_UNTESTED
     assert record["figures"]["done"] is True and record["figures"]["1 layer, graph"].startswith("left out")
-    assert {"noise", "equality, float64, graph"} <= set(
-        json.loads((tmp_path / "gpu_exact.json").read_text())["figures"]
-    )
+    exact = json.loads((tmp_path / "gpu_exact.json").read_text())["figures"]
+    assert {"noise", "equality, float64, graph", "equality, recurrent, float64, graph"} <= set(exact)
+    recurrent = json.loads((tmp_path / "gpu_recurrent.json").read_text())["figures"]
+    assert recurrent["training"]["tokens_per_second"] > 0
+    assert recurrent["rounds, 3 beams of 2, graph"].startswith("left out")
 
 
 def test_the_shapes_are_the_published_ones() -> None:
@@ -135,9 +141,65 @@ def test_the_shapes_are_the_published_ones() -> None:
     assert sizes == [290, 543, 796, 1334]
 
 
+def test_the_recurrent_part_measures_the_published_setting() -> None:
+    sys.path.insert(0, str(ROOT))
+    from scripts.bench import gpu_recurrent, gpu_recurrent_training
+    from scripts.bench.random_models import random_head
+
+    rounds, training = gpu_recurrent.REAL, gpu_recurrent_training.REAL
+    assert rounds.target == training.target
+    head = random_head(rounds.target, gpu_recurrent.BLOCKS, rounds.dtype, "meta")
+    assert round(head.num_parameters / 1e5) == 4299, "429.9 M"
+    assert (rounds.batch, rounds.batch_width, 1 + rounds.lengths[0]) == (8, 45, 5)
+    assert training.row * training.step_rows == 128 * 2048
+    made = gpu_recurrent_training.chats(training)
+    supervised = sum(chat.mask.sum() for chat in made) / sum(len(chat.ids) for chat in made)
+    assert abs(supervised - gpu_recurrent_training.SUPERVISED) < 0.02
+    assert all(not chat.mask[0] and len(chat.ids) <= training.row for chat in made)
+
+
+def test_a_timed_training_step_is_the_loops(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT))
+    from recurrent_drafting.loss_config import HeadLossConfig
+    from recurrent_drafting.objective import HeadTraining
+    from recurrent_drafting.states import TargetStates
+    from scripts.bench.gpu_recurrent_training import HEADS, TOY, chats, frozen_target, step
+    from scripts.bench.random_models import random_head
+    from training.config import LoopConfig, OptimizerConfig, ParallelConfig
+    from training.loop import fit
+    from training.optimizer import MasterAdamW
+    from training.packing import PackedData
+    from training.parallel import Parallel
+
+    torch.manual_seed(0)
+    states, data = TargetStates(frozen_target(TOY, "cpu")), PackedData(chats(TOY), TOY.row, TOY.step_rows, 0)
+    config = OptimizerConfig(warmup_steps=1)
+
+    def trained(number: int) -> torch.Tensor:
+        head = random_head(TOY.target, 2, TOY.dtype, "cpu")
+        objective = HeadTraining(head, states, HeadLossConfig(predict_n_tokens=HEADS))
+        step(objective, MasterAdamW(head, config), data, data.step_rows(number), TOY)
+        return torch.cat([weight.flatten() for weight in head.parameters()])
+
+    head = random_head(TOY.target, 2, TOY.dtype, "cpu")
+    loop = LoopConfig(
+        max_steps=1,
+        tokens_per_step=TOY.step_rows * TOY.row,
+        micro_batch_tokens=TOY.forward_rows * TOY.row,
+        dtype="bfloat16",
+        optimizer=config,
+    )
+    objective = HeadTraining(head, states, HeadLossConfig(predict_n_tokens=HEADS))
+    parallel = Parallel(ParallelConfig(), "cpu")
+    fit("loop", objective, head, data, loop, parallel, tmp_path, None, lambda: {"score": 0.0})
+    expected = torch.cat([weight.flatten() for weight in head.parameters()])
+    assert torch.equal(trained(0), expected)
+    assert not torch.equal(trained(1), expected), "the rows of another step"
+
+
 @pytest.mark.parametrize(
     ("part", "words"),
-    [("train", "needs the project's packages"), ("recurrent", "not there yet"), ("speed", "is unknown")],
+    [("train", "needs the project's packages"), ("speed", "is unknown")],
 )
 def test_a_part_that_cannot_run_says_why_and_ends_with_an_error(part: str, words: str, tmp_path: Path) -> None:
     bare = tmp_path / "python"  # a Python that has none of the packages
