@@ -37,7 +37,7 @@ from .tiny import hf_model, native_of
 
 SAMPLED = [(row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"]
 # Every warper where a rule is at stake, one where a row only brings other drafts to it.
-RULE_ROWS = ("chain", "multi_candidate", "prompt_lookup", "recurrent_drawn")
+RULE_ROWS = ("chain", "prompt_lookup")
 CASES = [
     (row.name, rule, warper)
     for row, rule in SAMPLED
@@ -46,8 +46,15 @@ CASES = [
 ]
 CASES += [(row.name, "coupled", "hot_top_p") for row, rule in SAMPLED if rule == "coupled"]
 CASES += [("autoregressive", "token", "cold_top_k"), ("autoregressive", "coupled", "plain")]
+# Trees whose children are drawn bring the recursive rule: every warper, in the long suite.
+TREE_CASES = [
+    (name, "token", warper, 20_000)
+    for name in ("multi_candidate", "recurrent_drawn")
+    for warper in WARPERS
+    if warper != "hot_top_p"
+]
 # A million draws where a rule is proven, fewer where a row only brings other drafts to it.
-LONG_CASES = [
+LONG_CASES = TREE_CASES + [
     (row.name, "token", "hot_top_p", 200_000) for row, rule in SAMPLED if rule == "token" and row.name != "chain"
 ]
 LONG_CASES += [("chain", rule, "hot_top_p", 1_000_000) for rule in ("token", "block")]

@@ -82,6 +82,7 @@ def test_laws_1_and_2_on_a_parallel_target(kind: str, targets: Callable[[str], P
     assert sum(g.accepted for g in found) > 0
 
 
+@pytest.mark.long
 def test_pearl_drafts_in_a_worker_beside_the_ranks(targets: Callable[[str], ParallelTarget], folder: Path) -> None:
     target, settings = targets("tp"), with_rule("greedy", max_new_tokens=24, schedule="pearl_wall")
     drafter = RemoteChain(folder, dtype="float64", draft_cores=0)
@@ -138,6 +139,7 @@ def test_a_killed_rank_is_named_at_once(link: str, folder: Path) -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.long
 def test_an_interrupt_within_a_forward_ends_the_ranks_for_good(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be out of step: the next forward would meet the sums of this one."""
     target = start(folder)
@@ -157,6 +159,7 @@ def test_an_interrupt_within_a_forward_ends_the_ranks_for_good(folder: Path, mon
         target.forward(ids(1, 2))
 
 
+@pytest.mark.long
 def test_no_rank_outlives_its_parent(folder: Path) -> None:
     """However it ends: after its last line, or killed in the midst of it."""
     script = (

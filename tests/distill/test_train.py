@@ -241,6 +241,7 @@ def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: P
     assert not (tmp_path / "drafter").exists()
 
 
+@pytest.mark.long
 def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, tmp_path: Path):
     given = command(
         tiny_target,
@@ -284,6 +285,7 @@ def test_bad_input_is_named(tiny_target: Path, tmp_path: Path, overrides: list[s
         run(configured(tiny_target, tmp_path, *overrides))
 
 
+@pytest.mark.long
 def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Path):
     """And one that fails does not keep the others from running."""
     given = command(tiny_target, tmp_path / "sweep", "-m", "drafter.num_hidden_layers=0,1,2", "dry_run=true")

@@ -87,6 +87,7 @@ def test_a_finished_run_is_not_measured_again(home, finished, capsys):
     assert (finished / "records.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
 def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
     """Drafters in this process and in a worker of their own; the tokens are those of the target in one process."""
     target = TargetConfig(path=str(home / "target"), dtype="float64", device="cpu", parallel="tp", processes=2)

@@ -33,6 +33,7 @@ def suite(home, folder, *more):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_pearls_comparison_runs_every_benchmark_on_any_pair_of_models(home, tmp_path):
     """Stages that are the called job itself take its overrides, and their own values."""
     for name in ("humaneval", "gsm8k_test"):
@@ -48,6 +49,7 @@ def test_pearls_comparison_runs_every_benchmark_on_any_pair_of_models(home, tmp_
     assert lengths[1] == lengths[0] + len("Q: \nA:"), "only GSM8K's prompts stand in a frame"
 
 
+@pytest.mark.long
 def test_pearls_ablation_has_both_on_both_clocks(home, tmp_path):
     tiny.prompts(tmp_path / "humaneval.jsonl", count=3)
     suite(home, tmp_path, "+experiment=pearl_ablation", "stages=['eval.run:humaneval']", "temperatures=[0.0]")
@@ -65,6 +67,7 @@ def test_pearls_case_study_shows_who_wrote_what(home, tmp_path):
     assert {row.drafter for row in read_rows(tmp_path / "out" / "results.jsonl")} >= {"sd", "pearl", "pearl+"}
 
 
+@pytest.mark.long
 def test_a_suite_measures_every_published_prompt_and_sweeps_on_others_of_their_kind(home, tmp_path):
     """GSM8K's are the first hundred of its file, its sweep's the further ones; HumanEval's are all of its file, its sweep's MBPP's."""
     for name, count in (("humaneval", 4), ("gsm8k_test", 103), ("mbpp_test", 9)):

@@ -153,6 +153,7 @@ def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(cache: 
     assert all(torch.equal(ours[name], straight[name]) for name in straight)
 
 
+@pytest.mark.long
 def test_ranks_make_the_same_head(finished: Path, tiny_target: Path, tmp_path: Path):
     same_in_ranks("ddp", finished, tiny_target, tmp_path)
 
