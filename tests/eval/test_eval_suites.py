@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from eval.records import read_records
 from eval.schema import read_rows
 
