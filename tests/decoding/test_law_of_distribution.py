@@ -61,7 +61,7 @@ LONG_CASES += [("chain", rule, "hot_top_p", 1_000_000) for rule in ("token", "bl
 LONG_CASES += [("autoregressive", "coupled", "plain", 1_000_000)]
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("rule", ["token", pytest.param("block", marks=pytest.mark.long)])
 @pytest.mark.parametrize("stopping", NAMES)
 def test_law_3_holds_under_every_stopping_policy(stopping: str, rule: str) -> None:
     assert law_holds(drafter_of("chain"), rule, "plain", 20_000, stopping=stopping, costs=COSTS) > P_LIMIT
@@ -132,7 +132,7 @@ def test_law_3_rejects_a_lookup_without_residual(monkeypatch: pytest.MonkeyPatch
     assert law_holds(drafter_of("prompt_lookup"), "token", "plain", 20_000) < P_LIMIT
 
 
-@pytest.mark.parametrize(("rule", "exact"), [("block", False), ("token", True)])
+@pytest.mark.parametrize(("rule", "exact"), [("block", False), pytest.param("token", True, marks=pytest.mark.long)])
 def test_block_verification_needs_fresh_noise_every_round(
     rule: str, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

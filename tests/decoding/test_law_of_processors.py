@@ -22,9 +22,9 @@ from .tiny import hf_model, native_of
 PROMPT = [2, 4, 1, 2, 4]
 PENALTY = 3.0
 WARPER = {"temperature": 1.2, "min_p": 0.1}
-ROWS = [("chain", "token"), ("chain", "block"), ("multi_candidate", "token"), ("static_tree", "token")]
-ROWS += [(name, "token") for name in ("ranked_tree", "budget_tree", "lookahead")]
-LONG_ROWS = [(name, "token") for name in ("graph", "ouroboros", "prompt_lookup", "chain_with_lookup")]
+ROWS = [("chain", "token"), ("chain", "block"), ("ranked_tree", "token")]
+LONG_ROWS = [(name, "token") for name in ("multi_candidate", "static_tree", "budget_tree", "lookahead")]
+LONG_ROWS += [(name, "token") for name in ("graph", "ouroboros", "prompt_lookup", "chain_with_lookup")]
 
 
 ALLOWED = [[symbol for symbol in range(5) if symbol != banned] for banned in range(5)]

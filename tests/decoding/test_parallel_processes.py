@@ -58,7 +58,7 @@ def start(folder: Path, kind: str = "tp") -> ParallelTarget:
     return target
 
 
-by_kind = pytest.mark.parametrize("kind", ["tp", "layers"])
+by_kind = pytest.mark.parametrize("kind", ["tp", pytest.param("layers", marks=pytest.mark.long)])
 
 
 @by_kind

@@ -47,6 +47,7 @@ def test_a_target_in_shares_takes_a_share_of_the_memory(tiny_target, tmp_path, c
         assert "memory of each of 8 ranks (fsdp; give parallel.processes for another number)" in words
 
 
+@pytest.mark.long
 def test_masks_say_what_their_training_takes(tiny_target, tmp_path, capsys):
     """The published schedule: 0.419 B tokens at 6 operations a weight; the target is read by evaluations alone."""
     schedule = ("mode=l0", "loop.max_steps=3200", "loop.tokens_per_step=131072", "loop.dtype=bfloat16")

@@ -171,13 +171,15 @@ def test_a_function_says_which_tokens_may_follow(home):
     ("given", "found"),
     [
         (["+experiment=every_way"], "draft_model is empty, but experiment 'every_way' builds on it: give draft_model="),
-        (
+        pytest.param(
             ["+experiment=pearl_case_study", "draft_model=runs/x"],
             "benchmark_folder is empty, but experiment 'pearl_case_study' builds",
+            marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             ["+experiment=every_way", "draft_model=runs/x", "drafters=[{use: chain, foo: 1}]"],
             "drafters: chain has the key 'foo'",
+            marks=pytest.mark.long,
         ),
     ],
 )

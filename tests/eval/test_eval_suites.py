@@ -61,6 +61,7 @@ def test_pearls_ablation_has_both_on_both_clocks(home, tmp_path):
     assert {row.lossless for row in rows} == {"equal"}
 
 
+@pytest.mark.long
 def test_pearls_case_study_shows_who_wrote_what(home, tmp_path):
     tiny.prompts(tmp_path / "mt_bench.jsonl", count=3)
     suite(home, tmp_path, "+experiment=pearl_case_study")

@@ -101,7 +101,7 @@ def test_a_finished_run_is_passed_over(finished: Path, tiny_target: Path, capsys
     assert (finished / "drafter" / "model.safetensors").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "lk"])
+@pytest.mark.parametrize("name", ["cross_entropy", pytest.param("lk", marks=pytest.mark.long)])
 def test_training_lowers_the_loss_and_raises_accuracy(name: str, tiny_target: Path, tmp_path: Path):
     steps = ["loop.max_steps=40", "loop.eval_every=20", "loop.optimizer.lr=1e-2", f"loss.name={name}"]
     run(configured(tiny_target, tmp_path, *steps, "states.cache=memory"))
@@ -134,7 +134,7 @@ def test_every_extension_trains_and_is_told(
     assert bool(card["extensions"]) == shortlist
 
 
-@pytest.mark.parametrize("cache", ["none", "disk"])
+@pytest.mark.parametrize("cache", ["none", pytest.param("disk", marks=pytest.mark.long)])
 def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(cache: str, tiny_target: Path, tmp_path: Path):
     more = [f"states.cache={cache}", f"states.folder={tmp_path / 'states'}", "loss.own_tokens=0.5"]
     process = subprocess.Popen(
@@ -267,6 +267,7 @@ def test_a_dry_run_writes_an_untrained_head_that_loads(finished: Path, tiny_targ
     assert any(parameter.any() for parameter in load_head(tmp_path / "drafter").parameters())
 
 
+@pytest.mark.long
 def test_the_published_recipe_tells_its_price_without_weights_or_data(tmp_path: Path):
     """By the shell wrapper, which takes that experiment by itself."""
     wrapper = ROOT / "recurrent_drafting" / "cmd" / "train.sh"
@@ -287,7 +288,9 @@ def test_the_published_recipe_tells_its_price_without_weights_or_data(tmp_path: 
     assert stored.st_blocks * 512 < 10**6, "the zeros take no room"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["+experiment=redrafter_quickstart", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [pytest.param(["--help"], marks=pytest.mark.long), ["+experiment=redrafter_quickstart", "--help"]]
+)
 def test_the_wrapper_hands_every_argument_on(arguments: list[str]):
     wrapper = ROOT / "recurrent_drafting" / "cmd" / "train.sh"
     environment = {**os.environ, "PYTHON": sys.executable}

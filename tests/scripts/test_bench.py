@@ -44,6 +44,7 @@ def test_help_says_what_a_script_is_and_every_option(
         assert docs[key] and line.endswith(docs[key]), f"{key} has a comment, and help shows it"
 
 
+@pytest.mark.long
 def test_help_comes_from_the_command_line_too() -> None:
     done = subprocess.run(
         [sys.executable, "scripts/bench/bandwidth.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120

@@ -112,6 +112,7 @@ def statements(path: Path) -> set[int]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU other lines are the untested ones")
+@pytest.mark.long
 def test_every_line_but_the_listed_ones_runs_on_a_cpu(tmp_path: Path) -> None:
     environment = {**os.environ, "FILES": json.dumps(FILES), "OMP_NUM_THREADS": "1"}
     made = subprocess.run(

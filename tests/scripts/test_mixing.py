@@ -22,6 +22,7 @@ def toy(tiny_target: Path, folder: Path, *more: str) -> "subprocess.CompletedPro
     return subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_it_runs_at_toy_size(tiny_target: Path, tmp_path: Path):
     done = toy(tiny_target, tmp_path, f"name={tmp_path / 'figures'}", "seeds=2", "smoothing=0", "rate=5")
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ def test_the_split_is_stable_across_machines() -> None:
     assert 0.07 < share < 0.09
 
 
+@pytest.mark.long
 def test_documents_are_programs_of_the_standard_library() -> None:
     train, held_out = corpus.documents("train"), corpus.documents("held_out")
     assert not set(train) & set(held_out)
