@@ -8,10 +8,10 @@ import numpy as np
 
 from decoding.engine import stop_tokens
 from decoding.loop import Settings, decode
-from decoding.target import load_target
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import RecurrentHead
+from training.held_out import asked_target
 from training.packing import Sample
 
 _BATCH = 16
@@ -27,15 +27,7 @@ def block_efficiency(
     """
     asked, length = config.held_out, config.loss.predict_n_tokens
     prompts = [sample.ids[: int(np.argmax(sample.mask))].tolist() for sample in answers]
-    target = load_target(
-        folder,
-        backend=config.target.backend,
-        dtype=config.target.dtype,
-        device=config.target.device,
-        max_length=config.data.max_length,
-        parallel=config.target.parallel,
-        processes=config.target.processes,
-    )
+    target = asked_target(folder, config)
     draws = "drawn" if asked.temperature else "picked"
     drafter = RecurrentDrafter(head=head.to(target.device), beam_width=config.beam_width, draws=draws)
     settings = Settings(

@@ -11,7 +11,7 @@ import numpy as np
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.target import load_target
+from decoding.target import Target, load_target
 from training.chat import render_prompt
 from training.config import DataConfig, HeldOutConfig, TargetConfig
 from training.data import read_prompts
@@ -46,15 +46,7 @@ def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sa
             f"no prompt of {chosen.prompts} fits into {room} tokens (data.max_length {config.data.max_length} less held_out.max_new_tokens "
             f"{chosen.max_new_tokens}): raise data.max_length or lower held_out.max_new_tokens"
         )
-    target = load_target(
-        target_folder,
-        backend=config.target.backend,
-        dtype=config.target.dtype,
-        device=config.target.device,
-        max_length=config.data.max_length,
-        parallel=config.target.parallel,
-        processes=config.target.processes,
-    )
+    target = asked_target(target_folder, config)
     stops = stop_tokens(target_folder, tokenizer)
     settings = Settings(chosen.max_new_tokens, chosen.temperature, seed=config.seed, stop_token_ids=stops)
     samples = []
@@ -65,3 +57,16 @@ def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sa
             mask[len(ids) :] = True
             samples.append(Sample(np.asarray(ids + answer.tokens, dtype=np.int32), mask))
     return samples
+
+
+def asked_target(folder: Path, config: Asks) -> Target:
+    """The target as it decodes held-out prompts: in its own dtype, where the job's configuration puts it."""
+    return load_target(
+        folder,
+        backend=config.target.backend,
+        dtype=config.target.dtype,
+        device=config.target.device,
+        max_length=config.data.max_length,
+        parallel=config.target.parallel,
+        processes=config.target.processes,
+    )
