@@ -28,7 +28,7 @@ from training.config import LoopConfig
 from training.job_data import row_data, rows_of_step
 from training.loop import Progress, fit
 from training.models import dtype_of, load_causal_lm, random_model
-from training.objectives import Distillation, freeze
+from training.objectives import Distillation, TeacherStates, freeze
 from training.packing import Batch, PackedData, Sample, collate
 from training.parallel import Parallel
 from training.run_folder import hash_input
@@ -65,6 +65,10 @@ class Workbench:
         default_factory=dict
     )  # products of matrices with weights; attention's own are left out
     scorer: HeldOutAcceptance | None = None
+    states: TeacherStates = field(init=False)  # the target's on the training text, for all that is distilled here
+
+    def __post_init__(self) -> None:
+        self.states = TeacherStates(self.teacher, self.config.cache_mb * 10**6)
 
     @contextmanager
     def account(self, part: str, flops: float) -> Iterator[None]:
@@ -104,13 +108,16 @@ class Workbench:
     def distil(self, title: str, student: Any, loop: LoopConfig, folder: Path) -> Progress:
         """Distil the target into `student`, in loop.dtype, for a while; resumes from `folder`."""
         data = self.data(rows_of_step(self.config.data, loop))
-        objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher)
-        tokens = loop.max_steps * loop.tokens_per_step
-        a_token = 6 * parameter_counts(student.config)["all"] + forward_flops(self.teacher.config)
-        with self.account(title, a_token * tokens):
-            return fit(
+        objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher, states=self.states)
+        flops = 6.0 * parameter_counts(student.config)["all"] * loop.max_steps * loop.tokens_per_step
+        before = self.states.tokens_read
+        with self.account(title, flops):
+            progress = fit(
                 title, objective, student, data, loop, self.parallel, folder, None, lambda: self.acceptance(student)
             )
+        read = self.parallel.sum(torch.tensor(self.states.tokens_read - before, device=self.parallel.device))
+        self.flops[title] += forward_flops(self.teacher.config) * float(read)
+        return progress
 
 
 def by_importance(bench: Workbench, source: Source, shape: Any, folder: Path) -> tuple[Any, dict[str, Any], Any]:

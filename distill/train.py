@@ -23,7 +23,7 @@ from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit, total_steps
 from training.mixture import check_mixture
 from training.models import check_context, check_target, dtype_of, folder_of, load_causal_lm, target_config
-from training.objectives import Distillation, LanguageModelling, freeze
+from training.objectives import Distillation, LanguageModelling, TeacherStates, freeze
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
@@ -126,7 +126,8 @@ def make_held_out(
 def make_objective(config: TrainConfig, student: Any, teacher: Any) -> Distillation | LanguageModelling:
     """The training objective by its name in loss.name."""
     if config.loss.name == "forward_kl":
-        return Distillation(student, teacher, config.loss.temperature, config.loss.cache_mb * 10**6)
+        states = TeacherStates(teacher, config.loss.cache_mb * 10**6)
+        return Distillation(student, teacher, config.loss.temperature, states)
     if config.loss.name == "cross_entropy":
         return LanguageModelling(student)
     raise AssertionError(config.loss.name)
