@@ -14,7 +14,7 @@ from decoding.errors import UserError
 from decoding.schedules import SCHEDULES
 from eval.benchmarks import spread
 from eval.config import EvalConfig
-from eval.measure import measure_unit, runs_at, units_of
+from eval.measure import decodings, measure_unit, units_of
 from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, read_slices, time_slice
 from eval.prediction import predicted_speedup
 from eval.records import BASELINE, Arm, Condition, Record, append_records, read_records, stalled, write_records
@@ -46,7 +46,7 @@ class Session:
     def measure(self) -> None:
         """Measure everything that is missing."""
         bench, cfg = self.loaded.bench, self.cfg
-        total = generations(cfg, self.loaded)
+        total = sum(generations(cfg, self.loaded).values())
         deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
         weighing = [drafter.width(deepest) for drafter in bench.drafters.values() if drafter.caps.needs_costs]
         weighed = range(1, max([deepest, *weighing]) + 2)
@@ -67,7 +67,7 @@ class Session:
             place = (condition, part, unit)
             have = [record for record in self.records if (record.condition, record.part, record.unit) == place]
             if _complete(have, arms):
-                progress.skip(runs_at(self.loaded.bench, condition) * (len(arms) + 1))
+                progress.skip(decodings(self.loaded.bench, condition, prompts, len(arms)))
                 continue
             # A unit that a killed run wrote in part is measured again as a whole: its pairs must be neighbours in time.
             if have:
@@ -81,7 +81,7 @@ class Session:
                 new = [dataclasses.replace(record, attempt=attempt) for record in new]
                 if attempt == ATTEMPTS or not stalled(new, before):
                     break
-                progress.skip(-runs_at(self.loaded.bench, condition) * (len(arms) + 1))
+                progress.skip(-decodings(self.loaded.bench, condition, prompts, len(arms)))
             self.records += new
             append_records(self.records_file, new)
 
@@ -154,16 +154,18 @@ def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[G
     return sweep, main
 
 
-def generations(cfg: EvalConfig, loaded: Loaded) -> int:
-    """Batches decoded in a whole run, for the progress bar and the dry run."""
-    total = 0
-    for condition in conditions(cfg):
-        sweep, main = split(cfg, loaded, condition)
-        drafters, lengths = len(drafting(loaded)), max(len(cfg.num_draft_tokens), 1)
-        alone = len(loaded.facts) - drafters
-        arms = len(sweep) * (1 + drafters * len(cfg.sweep)) + len(main) * (1 + alone + drafters * lengths)
-        total += runs_at(loaded.bench, condition) * arms
-    return total
+def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
+    """Batches decoded under each condition, for the progress bar and the dry run."""
+    drafters, lengths = len(drafting(loaded)), max(len(cfg.num_draft_tokens), 1)
+    arms = (drafters * len(cfg.sweep), len(loaded.facts) - drafters + drafters * lengths)
+    return {
+        condition: sum(
+            decodings(loaded.bench, condition, prompts, count)
+            for units, count in zip(split(cfg, loaded, condition), arms, strict=True)
+            for _, prompts in units
+        )
+        for condition in conditions(cfg)
+    }
 
 
 class _Progress:
