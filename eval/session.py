@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decoding.errors import UserError
-from decoding.schedules import SCHEDULES
 from eval.benchmarks import spread
 from eval.config import EvalConfig
 from eval.measure import decodings, measure_unit, units_of
@@ -92,24 +91,26 @@ class Session:
         append_slices(self.slices_file, new)
 
     def _chosen_arms(self, condition: Condition) -> list[Arm]:
-        """The arms of the main part: the draft lengths asked for, else each drafter's best by prediction (overlapped: by the sweep)."""
-        cfg, facts = self.cfg, self.loaded.facts
+        """The arms of the main part: every drafter at its draft lengths, found by its rule (eval/lengths.py)."""
+        facts = self.loaded.facts
         names = drafting(self.loaded)
         arms = [Arm(name, 0) for name in facts if name not in names]
-        if cfg.num_draft_tokens:
-            return arms + [Arm(name, gamma) for name in names for gamma in cfg.num_draft_tokens]
-        for name in names:
-            if "plus" in facts[name].schedule:  # it chooses the length itself, up to the longest
-                arms.append(Arm(name, max(cfg.sweep)))
-                continue
-            # An overlapped schedule's closed form takes acceptance as even: the sweep itself knows better.
-            if facts[name].schedule in SCHEDULES:
-                arms.append(Arm(name, self._fastest(name, condition)))
-                continue
-            pool = pool_of(name, condition, "sweep", facts[name], self.slices, self.records, cfg.max_new_tokens)
-            speedups = {gamma: predicted_speedup(pool.pass_rates, gamma, pool.costs) for gamma in cfg.sweep}
-            arms.append(Arm(name, max(speedups, key=lambda gamma: speedups[gamma])))
-        return arms
+        return arms + [Arm(name, gamma) for name in names for gamma in self._lengths(name, condition)]
+
+    def _lengths(self, name: str, condition: Condition) -> list[int]:
+        rule = self.loaded.facts[name].length_rule
+        if rule == "given":
+            return self.cfg.num_draft_tokens
+        if rule == "own":
+            return [max(self.cfg.sweep)]
+        return [self._fastest(name, condition) if rule == "fastest" else self._promising(name, condition)]
+
+    def _promising(self, name: str, condition: Condition) -> int:
+        """The draft length with the highest speedup by the formula, from what the sweep measured."""
+        facts = self.loaded.facts[name]
+        pool = pool_of(name, condition, "sweep", facts, self.slices, self.records, self.cfg.max_new_tokens)
+        speedups = {gamma: predicted_speedup(pool.pass_rates, gamma, pool.costs) for gamma in self.cfg.sweep}
+        return max(speedups, key=lambda gamma: speedups[gamma])
 
     def _fastest(self, name: str, condition: Condition) -> int:
         """The draft length with the most tokens a second in the sweep."""
