@@ -164,7 +164,8 @@ def render_turns(turns: list[str], answers: list[str], tokenizer: Any, render: s
         raise ValueError(f"{len(turns)} turns need {len(turns) - 1} answers, got {len(answers)}")
     if render == "text":
         history = "".join(f"{turn}\n{answer}\n" for turn, answer in zip(turns, answers, strict=False))
-        return list(tokenizer(history + turns[-1])["input_ids"])
+        # not verbose: prompts over the context are counted, not run, so its warning of them would mislead
+        return list(tokenizer(history + turns[-1], verbose=False)["input_ids"])
     messages = []
     for index, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})
