@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from decoding import cuda
 from decoding.folder import read_config
 from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import write_card
@@ -192,7 +193,7 @@ def _print_memory(
 
 def _ranks(parallel: ParallelConfig) -> tuple[int, str]:
     """How many ranks the memory is told for, and a remark where nobody has said."""
-    ranks = 1 if parallel.kind == "single" else parallel.processes or torch.cuda.device_count()
+    ranks = 1 if parallel.kind == "single" else parallel.processes or cuda.cards()
     return (ranks, "") if ranks else (8, "; give parallel.processes for another number")
 
 
