@@ -95,6 +95,11 @@ def shape_of(text: str) -> StudentConfig:
 def equal_bytes(chosen: Options) -> dict[str, int]:
     """Bytes a step of every shape. Raises UserError where one differs from the first by more than TOLERANCE."""
     target = target_config(TargetConfig(path=chosen.target))
+    names = [shape_of(text).name for text in chosen.shapes]
+    if len({*names}) < len(names):
+        raise UserError(
+            f"shapes are told apart by layers and hidden size, found {', '.join(names)}: give each pair once"
+        )
     found = {text: bytes_a_step(student_config(shape_of(text), target)) for text in chosen.shapes}
     first = found[chosen.shapes[0]]
     for text, size in found.items():
