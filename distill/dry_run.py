@@ -101,8 +101,10 @@ def _print_masks(config: PruneConfig, source: Any, target: Any) -> None:
     )
     _print_memory(loop, config.parallel, source, target, config.target.dtype, config.l0.train_weights)
     if config.parallel.kind in (*ZERO, "fsdp"):
+        whole = trained * dtype_of(loop.dtype).itemsize
         print(
-            f"and {size(trained * dtype_of(loop.dtype).itemsize)} more at evaluations, which hold the weights whole on each rank"
+            f"and {size(whole)} more at evaluations, which hold the weights whole on each rank; before the first step a rank reads them whole "
+            f"({size(whole)} of the machine's memory) and has them twice ({size(2 * whole)}) while they are cut"
         )
     _print_checkpoint(loop, trained if config.l0.train_weights else 0, trained)
 

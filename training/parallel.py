@@ -83,7 +83,7 @@ class Parallel:
         """Move a frozen model to the device: in shares under zero3 and fsdp, else a whole one on every rank. Returns it.
 
         Shares are `fully_shard`'s under zero3 too, as DeepSpeed cuts only what its engine trains. Ranks must then run the model equally
-        often.
+        often. One on the meta device gets memory for its shares, to be filled (training.frozen).
         """
         if self.shards_weights:
             sharding.shard_frozen(model, self._mesh())

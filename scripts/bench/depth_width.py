@@ -10,6 +10,7 @@ Pieces such as `seeds=[0]` or `executions=["hf eager"]` (none with `executions=[
 and `work`, the figures are of all that was run so far.
 """
 
+import hashlib
 import json
 import logging
 import statistics
@@ -33,7 +34,7 @@ from eval.schema import read_rows
 from scripts.bench.common import options, save
 from scripts.bench.kept import Kept, paired
 from scripts.bench.students import Students, configured
-from training.config import DataConfig, HeldOutConfig, StudentConfig, TargetConfig
+from training.config import DataConfig, HeldOutConfig, StudentConfig, TargetConfig, plain
 from training.drafter_folder import write_model
 from training.held_out import target_answers
 from training.models import target_config
@@ -42,6 +43,7 @@ from training.paths import resolve
 from training.shapes import bytes_a_step, parameter_counts
 
 TOLERANCE = 0.03  # of bytes a step
+DECODING = ("prompts", "max_prompts", "max_new_tokens", "temperatures", "sweep")  # options that students do not hang on
 EXECUTIONS = ("native eager", "native compiled", "hf eager")
 
 
@@ -95,6 +97,11 @@ def shape_of(text: str) -> StudentConfig:
 def equal_bytes(chosen: Options) -> dict[str, int]:
     """Bytes a step of every shape. Raises UserError where one differs from the first by more than TOLERANCE."""
     target = target_config(TargetConfig(path=chosen.target))
+    names = [shape_of(text).name for text in chosen.shapes]
+    if len({*names}) < len(names):
+        raise UserError(
+            f"shapes are told apart by layers and hidden size, found {', '.join(names)}: give each pair once"
+        )
     found = {text: bytes_a_step(student_config(shape_of(text), target)) for text in chosen.shapes}
     first = found[chosen.shapes[0]]
     for text, size in found.items():
@@ -143,10 +150,16 @@ def distilled(
     }
 
 
+def decoding(chosen: Options) -> dict[str, Any]:
+    """What the students are decoded with."""
+    return {key: value for key, value in plain(chosen).items() if key in DECODING}
+
+
 def measured(chosen: Options, drafters: dict[str, Path], execution: str, seed: int, work: Path) -> list[dict[str, Any]]:
     """All drafters in one interleaved run on one backend and execution."""
     backend, how = execution.split()
-    folder = work / f"eval_{execution.replace(' ', '_')}_seed{seed}"
+    how_decoded = hashlib.sha256(json.dumps(decoding(chosen)).encode()).hexdigest()[:8]
+    folder = work / f"eval_{execution.replace(' ', '_')}_seed{seed}_{how_decoded}"
     target = TargetConfig(
         path=chosen.target, device=chosen.device, backend=backend, execution=how if backend == "native" else ""
     )
@@ -188,7 +201,8 @@ def main() -> None:
         sys.exit(f"error: executions has '{unknown[0]}', expected some of {', '.join(EXECUTIONS)}")
     sizes = equal_bytes(chosen)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    kept, students, answers = Kept(chosen.work, chosen, ("seeds", "executions")), Students(), Answers(chosen)
+    kept = Kept(chosen.work, chosen, ("seeds", "executions", *DECODING))
+    students, answers = Students(), Answers(chosen)
     shapes = {shape_of(text).name: shape_of(text) for text in chosen.shapes}
     for seed in chosen.seeds:
         drafters = {name: kept.folder / f"{name}_seed{seed}" for name in shapes}
@@ -198,7 +212,8 @@ def main() -> None:
             save(chosen.name, chosen, figures(chosen, sizes, kept), show=False)
         for execution in chosen.executions:
             given = (chosen, drafters, execution, seed, kept.folder)
-            kept.figures({"execution": execution, "seed": seed}, lambda given=given: {"rows": measured(*given)})
+            part = {"execution": execution, "seed": seed, **decoding(chosen)}
+            kept.figures(part, lambda given=given: {"rows": measured(*given)})
             save(chosen.name, chosen, figures(chosen, sizes, kept), show=False)
     found = figures(chosen, sizes, kept)
     print(json.dumps({key: found[key] for key in ("acceptance", "over_first", "mean_speedup")}, indent=1))
@@ -213,7 +228,7 @@ def figures(chosen: Options, sizes: dict[str, int], kept: Kept) -> dict[str, Any
     for part, found in kept.all():
         if "shape" in part:
             acceptance[part["shape"]][str(part["seed"])] = found["acceptance"]
-        else:
+        elif decoding(chosen).items() <= part.items():
             rows.setdefault(part["execution"], {})[str(part["seed"])] = found["rows"]
     first, *others = shapes
     return {
