@@ -103,6 +103,8 @@ class Batch:
         self.chooser.processors = make_processors(settings.repetition_penalty, settings.allowed)
         self.rule = RULES[self.chooser.rule]
         self.stop_strings, self.text_of = settings.stop_strings, settings.text_of
+        # Called with the place and the row of each row that ends, while its keys and values are still there.
+        self.on_end: Callable[[int, Row], None] | None = None
 
     def width(self) -> int:
         """The most tokens that a round puts behind the tip."""
@@ -151,6 +153,9 @@ class Batch:
             if row.generation.rounds == 1:
                 row.generation.first_token_seconds = row.generation.prefill_seconds + ended - began
         if len(keep) < len(rows):
+            if self.on_end is not None:
+                for b in sorted({*range(len(rows))} - {*keep}):
+                    self.on_end(b, rows[b])
             self._select(keep)
 
     def _propose(self) -> Proposal | None:

@@ -100,6 +100,9 @@ class HFTarget:
         self.slots = Slots(model.dtype, model.device)
         self.cache = RowCache(self.num_layers, 0, 0)
         self._hidden: Tensor | None = None
+        self._kept: dict[
+            int, list[tuple[Tensor, Tensor]]
+        ] = {}  # name -> keys and values of every layer, (1, H, tokens, D)
         model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
         self._refuse_deaf_model()
 
@@ -211,6 +214,25 @@ class HFTarget:
             src, dst = [m[0] for m in moves], [m[1] for m in moves]
             for store in self.cache.stores():
                 store[dst] = store[src]
+
+    def keep(self, row: int, name: int) -> None:
+        """Put a copy of what a row has committed aside (see `Target.keep`)."""
+        length, stores = self.lengths_B[row], self.cache.stores()
+        copies = [store[row : row + 1, :, :length].clone() for store in stores]
+        self._kept[name] = list(zip(copies[::2], copies[1::2], strict=True))
+
+    def begin(self, row: int, name: int, length: int) -> None:
+        """Let a row begin with the first `length` tokens of what was kept."""
+        for layer, (keys, values) in zip(self.cache.rows, self._kept[name], strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys, values)
+            assert layer.keys is not None and layer.values is not None
+            layer.keys[row, :, :length], layer.values[row, :, :length] = keys[0, :, :length], values[0, :, :length]
+        self.slots.lengths_B[row] = length
+
+    def forget(self) -> None:
+        """Drop all that was kept."""
+        self._kept = {}
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings, (..., C)."""

@@ -77,6 +77,7 @@ class NativeTarget:
         self._cache_L2BHTD: Tensor | None = None
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
+        self._kept: dict[int, Tensor] = {}  # name -> (L, 2, H, tokens, D)
         self._rope: tuple[Tensor, Tensor] | None = None
         self._frequencies = inverse_frequencies(config.rope, config.head_dim, config.max_positions)
 
@@ -259,6 +260,21 @@ class NativeTarget:
             src, dst = (cuda.tensor(list(ends), self.device) for ends in zip(*moves))
             self._cache_L2BHTD[:, :, dst] = self._cache_L2BHTD[:, :, src]
         self._view_rows(len(rows))
+
+    def keep(self, row: int, name: int) -> None:
+        """Put a copy of what a row has committed aside (see `Target.keep`)."""
+        assert self._cache_L2BHTD is not None
+        self._kept[name] = self._cache_L2BHTD[:, :, row, :, : self.lengths_B[row]].clone()
+
+    def begin(self, row: int, name: int, length: int) -> None:
+        """Let a row begin with the first `length` tokens of what was kept."""
+        assert self._cache_L2BHTD is not None
+        self._cache_L2BHTD[:, :, row, :, :length] = self._kept[name][..., :length, :]
+        self.slots.lengths_B[row] = length
+
+    def forget(self) -> None:
+        """Drop all that was kept."""
+        self._kept = {}
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings, (..., C)."""

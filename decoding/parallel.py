@@ -131,6 +131,24 @@ class ParallelTarget:
             self.ranks.tell("select", list(rows))
             self._target.select(rows)
 
+    def keep(self, row: int, name: int) -> None:
+        """See `Target.keep`; every rank keeps its part."""
+        with self.ranks.together():
+            self.ranks.tell("keep", row, name)
+            self._target.keep(row, name)
+
+    def begin(self, row: int, name: int, length: int) -> None:
+        """See `Target.begin`."""
+        with self.ranks.together():
+            self.ranks.tell("begin", row, name, length)
+            self._target.begin(row, name, length)
+
+    def forget(self) -> None:
+        """See `Target.forget`."""
+        with self.ranks.together():
+            self.ranks.tell("forget")
+            self._target.forget()
+
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings, (..., C); rank 0 has them all."""
         return self._target.embed(ids)

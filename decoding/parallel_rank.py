@@ -177,6 +177,9 @@ def serve(pipe: Connection) -> None:
         "commit": target.commit,
         "truncate": target.truncate,
         "select": target.select,
+        "keep": target.keep,
+        "begin": target.begin,
+        "forget": target.forget,
     }
     try:
         while True:

@@ -1,23 +1,23 @@
-"""One row that goes on from turn to turn: a chat keeps the target's and the drafter's caches, and only what is new is read.
+"""Rows that go on from turn to turn, so that only what is new is read: one row with all its caches, or many conversations in batches.
 
 Every turn is given the whole text so far. What its beginning shares with the tokens in the cache stays there; the cache is rolled back to that
 and the rest is read. So a turn's tokens are those of a fresh decode over the whole text, whatever was edited, left out or rendered
 differently since, and what they cost is what is new.
 
-Shapes: B rows (one here), N new tokens, C hidden size.
+Shapes: B rows (one of a `Session`), N new tokens, C hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from decoding.batch import Batch, OnTokens, Settings
+from decoding.batch import Batch, OnTokens, Row, Settings
 from decoding.drafter import Drafter
 from decoding.errors import UserError
-from decoding.loop import unread
+from decoding.loop import Generation, unread
 from decoding.target import Target, prefill
 
 
@@ -93,6 +93,77 @@ class Session:
             self._drafted = self._drafted[:known]
             drafter.resume(prompt, known, None if hidden_BNC is None else hidden_BNC[0])
         self._drafted, self._drafts = list(prompt[:-1]), True
+
+
+class Turns:
+    """Conversations that are answered in batches, a batch taking one turn of each: what a turn left in the target's cache is there for the next.
+
+    Rows end at different times and batches differ, so a row's keys and values are copied out when it ends and copied in when its conversation goes
+    on: as much memory again, beside the cache, as the batch has committed. The drafter reads every prompt anew. One that wants the target's
+    hidden states wants those of the whole prompt, so for it the target reads anew as well.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None) -> None:
+        self.target, self.drafter = target, drafter
+        # Conversation -> (the target's name for what is kept, its tokens).
+        self._held: dict[Hashable, tuple[int, list[int]]] = {}
+
+    def forget(self) -> None:
+        """Let the next batch begin from nothing."""
+        self._held = {}
+        self.target.forget()
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        names: Sequence[Hashable],
+        prompts: Sequence[Sequence[int]],
+        last: Sequence[bool],
+        settings: Settings,
+        *,
+        request_ids: Sequence[int] | None = None,
+    ) -> list[Generation]:
+        """Continue every prompt as `decoding.loop.decode` does; those of conversations in the last batch read what is new alone.
+
+        names: the prompts' conversations, no two alike. prompts: the whole texts so far. last: whether a conversation ends with this turn, so that
+        nothing of it is kept. Raises UserError as `decode` does.
+        """
+        batch = unread(self.target, self.drafter, prompts, settings, request_ids=request_ids)
+        generations = [row.generation for row in batch.rows]
+        self._open(batch, names)
+
+        def keep(place: int, row: Row) -> None:
+            if last[row.index]:
+                return
+            self.target.keep(place, row.index)
+            self._held[names[row.index]] = row.index, row.sequence[: self.target.lengths_B[place]]
+
+        batch.on_end = keep
+        while batch.rows:
+            batch.round()
+        return generations
+
+    def _open(self, batch: Batch, names: Sequence[Hashable]) -> None:
+        """As `Batch.open`, but for what is kept of the last batch, which is then forgotten."""
+        began = perf_counter()
+        drafter, wants_hidden = self.drafter, self.drafter is not None and self.drafter.caps.needs_hidden
+        prompts_B = [row.sequence for row in batch.rows]
+        held_B = [(0, []) if wants_hidden else self._held.get(name, (0, [])) for name in names]
+        kept_B = [shared(held, prompt) for (_, held), prompt in zip(held_B, prompts_B, strict=True)]
+        new_B = [prompt[kept:-1] for kept, prompt in zip(kept_B, prompts_B, strict=True)]
+        # Rows near their limit are padded past it, and short ones beside a long new part past its end.
+        capacity = max(max(row.limit for row in batch.rows) + batch.width() + 1, max(kept_B) + max(map(len, new_B)))
+        self.target.open(len(prompts_B), capacity)
+        for place, ((name, _), kept) in enumerate(zip(held_B, kept_B, strict=True)):
+            if kept:
+                self.target.begin(place, name, kept)
+        self.forget()
+        hidden_BNC = prefill(self.target, new_B, wants_hidden)
+        if drafter is not None:
+            drafter.open(prompts_B, hidden_BNC, capacity)
+        for row, new in zip(batch.rows, new_B, strict=True):
+            row.generation.prefilled = len(new)
+            row.generation.prefill_seconds = perf_counter() - began
 
 
 def shared(held: Sequence[int], prompt: Sequence[int]) -> int:

@@ -86,6 +86,18 @@ class Target(Protocol):
         """Keep only these rows of the batch, in this order."""
         ...
 
+    def keep(self, row: int, name: int) -> None:
+        """Put a copy of what a row has committed aside under a name, for `begin`; it stays until `forget`."""
+        ...
+
+    def begin(self, row: int, name: int, length: int) -> None:
+        """Let a row, empty since `open`, begin with the first `length` tokens of what was kept under a name."""
+        ...
+
+    def forget(self) -> None:
+        """Drop all that was kept."""
+        ...
+
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings (..., C)."""
         ...

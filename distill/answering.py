@@ -18,8 +18,9 @@ from decoding.costs import measure_costs
 from decoding.drafter import Drafter
 from decoding.engine import MOST_NODES, stop_tokens
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.loop import Settings
 from decoding.schedules import weighs_costs
+from decoding.session import Turns
 from decoding.stats import Generation
 from decoding.stopping import RoundCosts
 from decoding.target import Target, device_of, load_target
@@ -39,10 +40,12 @@ class Request:
     key: Key
     messages: list[Message]
     ids: list[int]  # of the messages, with the generation prompt
+    last: bool  # of its chat
 
 
-# All that the job asks of a target, wherever it runs: one answer a request, in their order.
-Answering = Callable[[Sequence[Request]], list[Answer]]
+# All that the job asks of a target, wherever it runs: one answer a request, in their order. The second argument says that the requests are
+# the next ones of chats of the last call, whose caches may have stayed.
+Answering = Callable[[Sequence[Request], bool], list[Answer]]
 
 
 def request_id(key: Key) -> int:
@@ -98,9 +101,15 @@ class Local:
         """Load what is loaded by the first request otherwise. Raises UserError for a target or drafter that does not fit."""
         _ = self.target, self.drafting
 
-    def __call__(self, requests: Sequence[Request]) -> list[Answer]:
+    @cached_property
+    def turns(self) -> Turns:
+        return Turns(self.target, self.drafting[0])
+
+    def __call__(self, requests: Sequence[Request], goes_on: bool = False) -> list[Answer]:
         """One answer a request, in their order; all run as one ragged batch."""
         settings = self._settings(requests)
+        if not goes_on:
+            self.turns.forget()
         began = perf_counter()
         generations = self._decode(requests, settings)
         seconds = perf_counter() - began
@@ -115,21 +124,23 @@ class Local:
         few = min(_PACE_TOKENS, self.config.max_new_tokens)
         settings = replace(self._settings(requests), max_new_tokens=few, ignore_eos=True)
         self._decode(requests, settings)
+        self.turns.forget()
         began = perf_counter()
         generations = self._decode(requests, settings)
         return sum(len(generation.tokens) for generation in generations) / (perf_counter() - began)
 
     def _decode(self, requests: Sequence[Request], settings: Settings) -> list[Generation]:
-        keys = [request_id(request.key) for request in requests]
-        return decode(self.target, self.drafting[0], [request.ids for request in requests], settings, request_ids=keys)
+        chats, prompts = [request.key[:2] for request in requests], [request.ids for request in requests]
+        last, keys = [request.last for request in requests], [request_id(request.key) for request in requests]
+        return self.turns.decode(chats, prompts, last, settings, request_ids=keys)
 
     def _answer(self, request: Request, generation: Generation, seconds: float) -> Answer:
         tokens, stopped = list(generation.tokens), generation.finish == "stop"
         text = str(self.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True))
         if not stopped:
             text = text.rstrip("\ufffd")  # the bytes of a character that was cut in half
-        length, rounds = len(request.ids), generation.rounds
-        return Answer(*request.key, length, tokens, generation.finish, text, rounds, round(seconds, 6))
+        asked = len(request.ids), generation.prefilled
+        return Answer(*request.key, *asked, tokens, generation.finish, text, generation.rounds, round(seconds, 6))
 
     def _settings(self, requests: Sequence[Request]) -> Settings:
         """The settings with what the drafter's policy needs.

@@ -33,6 +33,7 @@ class Answer:
     sample: int
     turn: int  # number of the request in its chat
     prompt_tokens: int
+    read_tokens: int  # of the prompt; the rest but its last stood in the cache
     tokens: list[int]  # the stop token included
     finish: str  # stop | length
     text: str

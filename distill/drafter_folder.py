@@ -6,7 +6,7 @@ from typing import Any
 
 from decoding.folder import read_json
 from training import drafter_folder
-from training.drafter_folder import CARD, figures_on_card
+from training.drafter_folder import CARD, Origin, figures_on_card
 
 
 def pruning_on_card(folder: Path) -> dict[str, Any] | None:
@@ -15,43 +15,24 @@ def pruning_on_card(folder: Path) -> dict[str, Any] | None:
     return read_json(card).get("pruning") if card.is_file() else None
 
 
-def write_card(
-    folder: Path,
-    name: str,
-    model: Any,
-    target: str,
-    target_folder: Path,
-    data: dict[str, Any],
-    loss: dict[str, Any],
-    acceptance: dict[str, Any],
-    pruning: dict[str, Any] | None = None,
-) -> None:
-    """drafter_card.json (where the drafter comes from and what it was measured to do), README.md in Hub form and launch lines.
-
-    pruning: how it was cut out of the target; None where it was not.
-    """
+def write_card(folder: Path, model: Any, origin: Origin, pruning: dict[str, Any] | None = None) -> None:
+    """drafter_card.json, and README.md in Hub form with launch lines. pruning: how the model was cut out of the target; None where it was not."""
     config = model.config
-    shape = {
-        key: getattr(config, key)
-        for key in (
-            "num_hidden_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "intermediate_size",
-            "vocab_size",
-        )
-    }
+    keys = (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+    )
     about = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "shape": shape,
-        "data": data,
-        "loss": loss,
-        "acceptance": acceptance,
+        "shape": {key: getattr(config, key) for key in keys},
         "pruning": pruning,
     }
-    drafter_folder.write_card(folder, name, target, target_folder, about, readme)
+    drafter_folder.write_card(folder, origin, about, readme)
 
 
 def launch_lines(target: str, drafter: str, draft_tokens: int) -> dict[str, str]:

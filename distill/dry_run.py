@@ -17,7 +17,7 @@ from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import write_card
 from distill.shapes import odd_widths, removal_flops, student_config
 from training.config import LoopConfig, ParallelConfig
-from training.drafter_folder import write_untrained
+from training.drafter_folder import Origin, write_untrained
 from training.memory_plan import Shape, activation_bytes, bytes_per_rank
 from training.models import dtype_of, missing_of, random_model, target_config, target_is_here
 from training.paths import resolve
@@ -241,8 +241,7 @@ def _write(
     with torch.device("meta"):
         model = random_model(student, dtype_of(config.loop.dtype))
     write_untrained(model, target_folder, folder, target.dtype or torch.float32, draft_tokens=4)
-    about = {"name": "nothing yet (dry run)"}
-    write_card(folder, config.drafter.name, model, config.target.path, target_folder, {"sources": []}, about, {})
+    write_card(folder, model, Origin.untrained(config.drafter.name, config.target.path, target_folder))
     if not target_is_here(config.target):
         print(f"note: {missing_of(config.target)}")
     print(f"untrained student folder, to try serving with: {folder}")

@@ -26,7 +26,7 @@ from distill.shapes import odd_widths, refuse_wider, student_config
 from distill.student import chosen_layers
 from training.checkpoint import write_text
 from training.config import DataConfig, check_values, refuse_parallel
-from training.drafter_folder import write_model
+from training.drafter_folder import Origin, write_model
 from training.job import job_main
 from training.job_data import data_files, held_out_domains, read_samples, sources, training_texts
 from training.launch import is_worker, launch, processes_wanted
@@ -256,17 +256,15 @@ def finish(
         shutil.copyfile(last, run_folder.path / MASKS)
     student = load_causal_lm(folder, torch.float32)
     acceptance = {"acceptance": told[-1]["acceptance_before_distillation"]}
-    write_card(
-        folder,
+    origin = Origin(
         config.drafter.name,
-        student,
         config.target.path,
         resolve(config.target.path),
         {"sources": sources(config.data)},
         {"name": "none: cut, not distilled yet"},
         acceptance,
-        {"mode": config.mode, "stages": told},
     )
+    write_card(folder, student, origin, {"mode": config.mode, "stages": told})
     seconds, flops = (
         {part: sum(notes[what].get(part, 0.0) for notes in told) for part in _parts(told, what)}
         for what in ("seconds", "flops")

@@ -1,28 +1,26 @@
 """`python -m distill.regenerate`: the target's own answers to the chats' requests, as chats to train a drafter on.
 
 A drafter is accepted for saying what the target would say, so the target's own words teach it more than those that were found. Chats are
-answered turn by turn, each turn on the target's earlier answers: all first turns, then all second ones. Requests of like length
-share a batch, which follows from the configuration and the earlier answers alone. Every answer goes to a journal, so that
-a run that was killed goes on with the same batches and ends in the same bytes.
+answered turn by turn, each turn on the target's earlier answers, in batches whose caches stay from turn to turn (distill/turns.py). Every answer
+goes to a journal, so that a run that was killed goes on with the same batches and ends in the same bytes.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import weight_files
 from decoding.sampling import Warper
 from decoding.target import BACKENDS
-from distill.answering import Answering, Local, Request, drafter_mapping
+from distill.answering import Local, Request, drafter_mapping
 from distill.config import RegenerateConfig
-from distill.dialogues import FULL, ON_LENGTH, Account, Answer, Dialogue, Key, Rules, dialogues_of
+from distill.dialogues import ON_LENGTH, Account, Answer, Dialogue, dialogues_of
 from distill.journal import Journal, read_journal
 from distill.regenerated import FILE, Regenerated, broken, chats_text, figures, gather, show
+from distill.turns import answer_all, asked_now, next_request
 from training import ranks
-from training.chat import render_prompt
 from training.checkpoint import write_text
 from training.config import refuse_parallel
 from training.counts import Counts
@@ -31,7 +29,6 @@ from training.job_data import data_files, split_chats
 from training.launch import is_worker, launch, processes_wanted
 from training.models import dtype_of, folder_of, target_config, target_is_here
 from training.paths import resolve
-from training.progress import ProgressBar
 from training.run_folder import RunFolder, hash_input
 
 KINDS = ("single", "ddp")  # of parallelism: each rank answers chats of its own with a target of its own
@@ -128,8 +125,8 @@ class Regeneration:
             self.run_folder.write_manifest(self.inputs, {}, finished=False)
         with Journal(self.answers / f"rank_{self.rank}.jsonl") as journal:
 
-            def journaled(requests: Sequence[Request]) -> list[Answer]:
-                answers = self.local(requests)
+            def journaled(requests: Sequence[Request], goes_on: bool) -> list[Answer]:
+                answers = self.local(requests, goes_on)
                 journal.append(dataclasses.asdict(answer) for answer in answers if answer.key not in known)
                 return answers
 
@@ -161,63 +158,11 @@ class Regeneration:
         files = sorted(self.answers.glob("rank_*.jsonl"))
         return {file: [Answer(**record) for record in read_journal(file)] for file in files}
 
-    def _absent(self, requests: Sequence[Request]) -> list[Answer]:
+    def _absent(self, requests: Sequence[Request], goes_on: bool) -> list[Answer]:
         raise UserError(
             f"{self.answers} lacks the answer of rank {requests[0].key[0] % self.world_size} to chat {requests[0].key[0]}: all ranks must share "
             "output_dir on one file system. Run the same command there"
         )
-
-
-def answer_all(
-    dialogues: Sequence[Dialogue],
-    known: dict[Key, Answer],
-    answering: Answering,
-    tokenizer: Any,
-    config: RegenerateConfig,
-    show: bool,
-) -> None:
-    """Bring dialogues to their end. known: answers that are there already; new ones are added.
-
-    A batch of which one answer is missing is answered again as a whole: the same batch gives the same bits.
-    """
-    rules = Rules(config.on_length, config.drop_loops)
-    dialogues = [one for one in dialogues if not one.ended]
-    tokens, seconds = 0, 0.0
-    with ProgressBar("regenerate", sum(len(one.requests) for one in dialogues), show=show) as bar:
-        while asked := _asked(dialogues, tokenizer, config):
-            done = sum(len(one.requests) if one.ended else len(one.drawn) for one in dialogues)
-            for start in range(0, len(asked), config.batch_size):
-                batch = asked[start : start + config.batch_size]
-                if not all(request.key in known for _, request in batch):
-                    for answer in answering([request for _, request in batch]):
-                        known.setdefault(answer.key, answer)
-                        tokens, seconds = tokens + len(answer.tokens), seconds + answer.seconds
-                for dialogue, request in batch:
-                    dialogue.take(known[request.key], rules)
-                    done += 1 + (len(dialogue.requests) - len(dialogue.drawn) if dialogue.ended else 0)
-                bar.update(done, f"{tokens / seconds:.0f} tokens/s" if seconds else "answered before")
-
-
-def _asked(dialogues: Sequence[Dialogue], tokenizer: Any, config: RegenerateConfig) -> list[tuple[Dialogue, Request]]:
-    """The next request of every dialogue that has one, the longest first: a lack of memory shows at once."""
-    asked = [(one, next_request(one, tokenizer, config)) for one in dialogues]
-    found = [(dialogue, request) for dialogue, request in asked if request is not None]
-    return sorted(found, key=lambda pair: (-len(pair[1].ids), pair[1].key))
-
-
-def next_request(dialogue: Dialogue, tokenizer: Any, config: RegenerateConfig) -> Request | None:
-    """What is asked next; None where nothing is, and then the dialogue says why."""
-    if dialogue.ended:
-        return None
-    try:
-        ids = render_prompt(tokenizer, dialogue.history, template=config.data.template)
-    except UserError as error:
-        dialogue.ended = str(error)
-        return None
-    if len(ids) + config.max_new_tokens > config.data.max_length:
-        dialogue.ended = FULL
-        return None
-    return Request(dialogue.key, dialogue.history, ids)
 
 
 def read_dialogues(config: RegenerateConfig) -> tuple[list[Dialogue], Counts]:
@@ -250,7 +195,7 @@ def dry_run(config: RegenerateConfig) -> None:
         return
     folder = resolve(config.target.path)
     tokenizer = load_tokenizer(folder)
-    asked = _asked(dialogues, tokenizer, config)
+    asked = asked_now(dialogues, tokenizer, config)
     account = Account(counts.read * config.samples)
     account.skipped = broken(counts, config.samples)
     for dialogue in dialogues:

@@ -97,6 +97,7 @@ def figures(found: Regenerated, drawn_by_rank: Mapping[Path, Sequence[Answer]]) 
         "answers": len(kept),
         "answer_tokens": sum(len(answer.tokens) for answer in kept),
         "prompt_tokens": sum(answer.prompt_tokens for answer in kept),
+        "read_tokens": sum(answer.read_tokens for answer in kept),
         "finish": {how: sum(answer.finish == how for answer in kept) for how in ("stop", "length")},
         "as_drawn_share": found.as_drawn / len(kept),
         "distinct_4": fmean(answer.distinct_4 for answer in drawn),
@@ -115,7 +116,8 @@ def show(found: Regenerated, metrics: Mapping[str, Any], temperature: float, dro
     )
     print(
         f"distinct-4 {metrics['distinct_4']:.2f}, {metrics['loop_share']:.1%} of the answers loop (below {LOOPING_BELOW}); "
-        f"{metrics['tokens_per_second']:,.0f} tokens/s, {metrics['block_efficiency']:.2f} a target forward"
+        f"{metrics['tokens_per_second']:,.0f} tokens/s, {metrics['block_efficiency']:.2f} a target forward; of {metrics['prompt_tokens']:,} tokens "
+        f"of prompts {metrics['read_tokens']:,} were read, the others stood in the cache"
     )
     if metrics["loop_share"] > _MANY_LOOPS and not drop_loops:
         advice = " or a temperature above 0" if temperature == 0 else ""

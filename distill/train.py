@@ -14,12 +14,12 @@ from distill.config import TrainConfig
 from distill.drafter_folder import pruning_on_card, write_card
 from distill.dry_run import dry_run
 from distill.student import build_student
-from training.config import check_values, plain
-from training.drafter_folder import write_model
+from training.config import check_values
+from training.drafter_folder import close_run, origin_of, write_model
 from training.frozen import load_frozen
 from training.held_out import target_answers
 from training.job import job_main
-from training.job_data import data_files, held_out_domains, sources, training_data
+from training.job_data import data_files, held_out_domains, training_data
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit, total_steps
 from training.mixture import check_mixture
@@ -157,33 +157,15 @@ def finish(
     """Export the best weights with their card, and close the manifest."""
     stored_dtype = AutoConfig.from_pretrained(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
-    best = progress.best
-    acceptance = {key: value for key, value in best.items() if key != "score"} | {
-        "temperature": config.held_out.temperature
-    }
-    about_data = {
-        "sources": sources(config.data),
-        "tokens_seen": progress.tokens,
-        "supervised_tokens_seen": progress.supervised,
-    }
+    origin = origin_of(config, config.drafter.name, target_folder, progress)
     write_card(
         folder,
-        config.drafter.name,
         student,
-        config.target.path,
-        target_folder,
-        about_data,
-        plain(config)["loss"],
-        acceptance,
+        origin,
         pruning_on_card(resolve(config.drafter.path)) if config.drafter.init == "folder" else None,
     )
-    metrics = {
-        **acceptance,
-        "best_step": progress.best_step,
-        "training_seconds": round(progress.seconds, 1),
-        "tokens": progress.tokens,
-    }
-    run_folder.write_manifest(inputs, metrics, finished=True)
+    close_run(run_folder, inputs, origin, progress)
+    best = progress.best
     print(
         f"held-out acceptance {best['acceptance']:.3f} at temperature {config.held_out.temperature:g}, {best['greedy_acceptance']:.3f} greedy, "
         f"after {progress.seconds:.0f} s of training; drafter: {folder}"

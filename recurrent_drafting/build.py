@@ -15,14 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from decoding.errors import UserError
-from decoding.folder import read_json
 from recurrent_drafting.checkpoint import load_head, read_head_config
 from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.head import Block, HeadConfig, RecurrentHead
-from training.drafter_folder import CARD
 from training.packing import Sample
 from training.paths import resolve
-from training.run_folder import hash_input
 
 WARM_STARTS = ("none", "hidden", "state", "both")
 
@@ -54,21 +51,6 @@ def check_sizes(folder: Path, config: HeadConfig, target: Any) -> None:
                 f"{folder}: the head has {name} {ours}, the target {theirs}: a head reads the hidden states and the embedding of the very target it "
                 "was trained for. Take that target, or train a head for this one"
             )
-
-
-def check_head_target(folder: Path, target_folder: Path) -> None:
-    """Raise UserError where the card beside a head says that it was trained for another target; without a card nothing is known."""
-    card = folder / CARD
-    if not card.is_file():
-        return
-    values = read_json(card)
-    expected, found = values.get("target_hash"), hash_input(target_folder)
-    if expected != found:
-        raise UserError(
-            f"{card}: the head was trained for the target {values.get('target')} with the hash {str(expected)[:12]}, "
-            f"{target_folder} has {found[:12]}: "
-            "it reads that target's hidden states. Take that target, or train a head for this one"
-        )
 
 
 def check_shape(shape: HeadShapeConfig, config: HeadConfig) -> None:

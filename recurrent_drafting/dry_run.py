@@ -11,6 +11,7 @@ from typing import Any
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.head import HeadConfig
 from recurrent_drafting.head_folder import write_card, write_untrained
+from training.drafter_folder import Origin
 from training.losses.chunked import CHUNK
 from training.memory_plan import bytes_per_rank
 from training.models import dtype_of, missing_of, target_is_here
@@ -58,11 +59,8 @@ def dry_run(
         print(f"kept: {folder} is there already")
         return folder
     write_untrained(head, target_folder, folder)
-    about = {"name": "nothing yet (dry run)"}
-    parameters = head_parameters(head)["all"]
-    write_card(
-        folder, config.head.name, head, parameters, config.target.path, target_folder, {"sources": []}, about, {}
-    )
+    origin = Origin.untrained(config.head.name, config.target.path, target_folder)
+    write_card(folder, head, head_parameters(head)["all"], origin)
     if not target_is_here(config.target):
         print(f"note: {missing_of(config.target)}")
     print(f"untrained head folder, to try loading with: {folder}")

@@ -76,18 +76,21 @@ class GreedyChain:
 
     def __call__(self) -> dict[str, float]:
         """`acceptance` (accepted / tested draft tokens), `block_efficiency` (tokens a target forward, the bonus included), and `score`."""
-        rounds = emitted = accepted = tested = 0
+        rounds, emitted, accepted, tested = map(sum, zip(*self.counts(), strict=True))
+        efficiency = emitted / max(1, rounds)
+        return {"acceptance": accepted / max(1, tested), "block_efficiency": efficiency, "score": efficiency}
+
+    def counts(self) -> list[tuple[int, int, int, int]]:
+        """(rounds, emitted, accepted, tested) of every answer, in their order."""
+        found: dict[int, tuple[int, int, int, int]] = {}
         for number, (batch, where) in enumerate(self._fixed.batches):
             matches_F = self._matches(batch, where, self._fixed.hidden(number))
             begin = 0
             for index in batch.rows[0]:
                 sample = self.answers[index]
-                walked = walk(matches_F[begin : begin + len(sample.ids)], sample.mask, self.draft_tokens)
-                rounds, emitted = rounds + walked[0], emitted + walked[1]
-                accepted, tested = accepted + walked[2], tested + walked[3]
+                found[index] = walk(matches_F[begin : begin + len(sample.ids)], sample.mask, self.draft_tokens)
                 begin += len(sample.ids)
-        efficiency = emitted / max(1, rounds)
-        return {"acceptance": accepted / max(1, tested), "block_efficiency": efficiency, "score": efficiency}
+        return [found[index] for index in range(len(self.answers))]
 
     @torch.no_grad()
     def _matches(self, batch: Batch, where: Positions, hidden_PH: Tensor) -> np.ndarray:

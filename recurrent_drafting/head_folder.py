@@ -11,7 +11,7 @@ from recurrent_drafting.checkpoint import extensions, published_config, save_hea
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from training import drafter_folder
 from training.checkpoint import disk_error, write_text
-from training.drafter_folder import copy_tokenizer, figures_on_card, write_zeros
+from training.drafter_folder import Origin, copy_tokenizer, figures_on_card, write_zeros
 
 
 def write_head(head: RecurrentHead, target_folder: Path, folder: Path) -> None:
@@ -40,27 +40,10 @@ def write_untrained(config: HeadConfig, target_folder: Path, folder: Path) -> No
         raise disk_error(folder, error) from error
 
 
-def write_card(
-    folder: Path,
-    name: str,
-    config: HeadConfig,
-    parameters: int,
-    target: str,
-    target_folder: Path,
-    data: dict[str, Any],
-    loss: dict[str, Any],
-    acceptance: dict[str, Any],
-) -> None:
+def write_card(folder: Path, config: HeadConfig, parameters: int, origin: Origin) -> None:
     """drafter_card.json and README.md beside the head."""
-    about = {
-        "parameters": parameters,
-        "shape": vars(config),
-        "extensions": extensions(config),
-        "data": data,
-        "loss": loss,
-        "acceptance": acceptance,
-    }
-    drafter_folder.write_card(folder, name, target, target_folder, about, readme)
+    about = {"parameters": parameters, "shape": vars(config), "extensions": extensions(config)}
+    drafter_folder.write_card(folder, origin, about, readme)
 
 
 def readme(card: dict[str, Any]) -> str:

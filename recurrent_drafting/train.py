@@ -13,7 +13,7 @@ import torch
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS, weight_files
-from recurrent_drafting.build import build_head, check_head_target, check_shape, head_config
+from recurrent_drafting.build import build_head, check_shape, head_config
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.dry_run import describe, dry_run
 from recurrent_drafting.evaluation import GreedyChain, HeadAccuracy, Look, Looks
@@ -23,10 +23,12 @@ from recurrent_drafting.objective import LOSSES, HeadTraining, judged
 from recurrent_drafting.positions import check_predictions
 from recurrent_drafting.real_drafting import block_efficiency
 from recurrent_drafting.states import MemoryStore, Store, TargetStates, states_on_disk
-from training.config import check_values, plain
+from training.config import check_values
+from training.drafter_folder import close_run, origin_of
+from training.heads import check_fits
 from training.held_out import target_answers
 from training.job import job_main
-from training.job_data import data_files, drawn_evenly, read_samples, sources, training_data
+from training.job_data import data_files, drawn_evenly, read_samples, training_data
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit, total_steps
 from training.mixture import check_mixture
@@ -49,7 +51,7 @@ def run(config: HeadTrainConfig) -> Path:
     shape = head_config(config.head, target)
     check(config, shape)
     if config.head.path and not config.dry_run:
-        check_head_target(resolve(config.head.path), target_folder)
+        check_fits(target_folder, resolve(config.head.path))
     run_folder = RunFolder(config)
     folder = run_folder.path / "drafter"
     if run_folder.finished(folder / "config.json", folder / WEIGHTS):
@@ -224,27 +226,11 @@ def finish(
 ) -> None:
     """Export the best weights with their card, and close the manifest. drafted: block efficiency of real drafting with beams."""
     write_head(head, target_folder, folder)
-    best = {key: value for key, value in progress.best.items() if key != "score"}
-    best |= {"beams_block_efficiency": drafted, "beam_width": config.beam_width}
-    acceptance = best | {"temperature": config.held_out.temperature}
-    about_data = {
-        "sources": sources(config.data),
-        "tokens_seen": progress.tokens,
-        "supervised_tokens_seen": progress.supervised,
-    }
-    write_card(
-        folder,
-        config.head.name,
-        head.config,
-        head.num_parameters,
-        config.target.path,
-        target_folder,
-        about_data,
-        plain(config)["loss"],
-        acceptance,
-    )
-    metrics = {**acceptance, "best_step": progress.best_step, "training_seconds": round(progress.seconds, 1)}
-    run_folder.write_manifest(inputs, metrics | {"tokens": progress.tokens}, finished=True)
+    measured = {"beams_block_efficiency": drafted, "beam_width": config.beam_width}
+    origin = origin_of(config, config.head.name, target_folder, progress, **measured)
+    write_card(folder, head.config, head.num_parameters, origin)
+    close_run(run_folder, inputs, origin, progress)
+    best = progress.best
     print(
         f"held-out block efficiency {best['block_efficiency']:.3f} of a greedy chain at temperature {config.held_out.temperature:g}, acceptance "
         f"{best['acceptance']:.3f}, {drafted:.3f} by real drafting with {config.beam_width} beams, after {progress.seconds:.0f} s of training; "

@@ -5,8 +5,9 @@ import math
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +15,10 @@ from transformers import GenerationConfig
 
 from decoding.folder import WEIGHTS
 from training.checkpoint import disk_error, write_text
-from training.run_folder import git_revision, hash_input, versions
+from training.config import DataConfig, HeldOutConfig, TargetConfig, plain
+from training.job_data import sources
+from training.loop import Progress
+from training.run_folder import RunFolder, git_revision, hash_input, versions
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -98,24 +102,64 @@ def _assistant_settings(draft_tokens: int) -> dict[str, Any]:
     }
 
 
-def write_card(
-    folder: Path,
-    name: str,
-    target: str,
-    target_folder: Path,
-    about: dict[str, Any],
-    readme: Callable[[dict[str, Any]], str],
-) -> None:
-    """drafter_card.json (where the drafter comes from and what it was measured to do) and README.md, which `readme` makes of the card.
+@dataclass(frozen=True)
+class Origin:
+    """Where a drafter comes from and what it was measured to do: what every card says."""
 
-    about: what is told of this kind of drafter: parameters, shape, data, loss, acceptance and what else belongs to it.
-    """
+    name: str  # in tables and on the card
+    target: str  # as the configuration names it
+    target_folder: Path
+    data: dict[str, Any]  # sources, and the tokens that were seen
+    loss: dict[str, Any]
+    acceptance: dict[str, Any]  # held-out figures
+
+    @classmethod
+    def untrained(cls, name: str, target: str, target_folder: Path) -> "Origin":
+        """Of what a dry run writes."""
+        return cls(name, target, target_folder, {"sources": []}, {"name": "nothing yet (dry run)"}, {})
+
+
+class Trains(Protocol):
+    """The configuration of a job that trains a drafter, apart from its loss."""
+
+    target: TargetConfig
+    data: DataConfig
+    held_out: HeldOutConfig
+
+
+def origin_of(config: Trains, name: str, target_folder: Path, progress: Progress, **measured: float) -> Origin:
+    """Of a drafter whose training has ended: the figures of its best checkpoint, and `measured` after them."""
+    figures = {key: value for key, value in progress.best.items() if key != "score"}
+    data = {
+        "sources": sources(config.data),
+        "tokens_seen": progress.tokens,
+        "supervised_tokens_seen": progress.supervised,
+    }
+    acceptance = {**figures, **measured, "temperature": config.held_out.temperature}
+    return Origin(name, config.target.path, target_folder, data, plain(config)["loss"], acceptance)
+
+
+def close_run(run_folder: RunFolder, inputs: list[Path], origin: Origin, progress: Progress) -> None:
+    """The manifest of a training that has ended: the card's figures, and what they took."""
+    took = {
+        "best_step": progress.best_step,
+        "training_seconds": round(progress.seconds, 1),
+        "tokens": progress.tokens,
+    }
+    run_folder.write_manifest(inputs, origin.acceptance | took, finished=True)
+
+
+def write_card(folder: Path, origin: Origin, about: dict[str, Any], readme: Callable[[dict[str, Any]], str]) -> None:
+    """drafter_card.json and README.md, which `readme` makes of the card. about: what is told of this kind of drafter: parameters, shape and more."""
     card = {
-        "name": name,
-        "target": target,
-        "target_hash": hash_input(target_folder),
+        "name": origin.name,
+        "target": origin.target,
+        "target_hash": hash_input(origin.target_folder),
         "drafter_hash": hash_input(folder),
         **about,
+        "data": origin.data,
+        "loss": origin.loss,
+        "acceptance": origin.acceptance,
         "cost_ratio": None,  # eval.run measures it on the machine that will serve
         "git_revision": git_revision(),
         "versions": versions(),

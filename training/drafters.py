@@ -25,6 +25,7 @@ from decoding.schedules import SCHEDULES, UNTAUGHT, WALL, usual_stopping
 from decoding.with_lookup import with_lookup
 from decoding.worker import RemoteChain
 from training.config import TargetConfig
+from training.drafter_folder import CARD
 from training.heads import check_fits, head_of
 from training.paths import imported, resolve
 
@@ -118,7 +119,7 @@ def _expanded(entries: Sequence[Any]) -> list[Any]:
 
 
 def _name_on_card(folder: Path) -> str:
-    card = folder / "drafter_card.json"
+    card = folder / CARD
     return str(read_json(card)["name"]) if card.is_file() else str(folder)
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from decoding.errors import UserError
 from decoding.folder import read_config, read_json
+from training.drafter_folder import CARD
 from training.run_folder import hash_input
 
 # model_type -> the file of conf/drafter that drafts with it.
 HEADS = {"recurrent_drafting_drafter": "recurrent"}
-CARD = "drafter_card.json"
 
 
 def head_of(folder: str | Path) -> str:

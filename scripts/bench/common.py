@@ -5,7 +5,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -145,6 +145,32 @@ def save(name: str, chosen: Any, figures: dict[str, Any], show: bool = True) -> 
     write_text(RESULTS / f"{name}.json", (text.replace(data, "$SHALLOW_DRAFT_DATA") if data else text) + "\n")
     if show:
         print(json.dumps(figures, indent=1))
+
+
+def save_text(name: str, text: str) -> None:
+    """Write scripts/bench/results/<name>.md, and print it."""
+    RESULTS.mkdir(exist_ok=True)
+    write_text(RESULTS / f"{name}.md", text + "\n")
+    print(text)
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table in Markdown; numbers with three digits behind the point, nothing for None."""
+    lines = [[*titles], ["---"] * len(titles), *[[_cell(value) for value in row] for row in rows]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def interval(value: float | None, low: float | None, high: float | None, unit: str = "") -> str:
+    """`1.31x [1.20, 1.44]`; without an interval the value alone, and without a value nothing."""
+    if value is None:
+        return ""
+    return f"{value:.3f}{unit}" + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
 
 
 def peak_bytes(action: Callable[[], Any], device: str = "cpu") -> int:

@@ -6,11 +6,12 @@
 training: supervised tokens a second and peak memory of a step, ours against the published recipe (scripts/bench/recurrent_training.py), padded to
 its fixed length and to the longest row of each batch; same target, head, chats, loss and precision, the sides in turns.
 
-    python scripts/bench/recurrent.py part=drafting head=HEAD target=MODEL prompts=PROMPTS.jsonl name=recurrent_drafting
-    python scripts/bench/recurrent.py part=generation head=HEAD target=MODEL prompts=PROMPTS.jsonl max_prompts=40 name=recurrent_generation
+    python scripts/bench/recurrent.py part=drafting head=HEAD target=MODEL prompts=PROMPTS.jsonl max_prompts=8 name=recurrent_drafting
+    python scripts/bench/recurrent.py part=generation head=HEAD target=MODEL prompts=PROMPTS.jsonl name=recurrent_generation
 
-drafting: what a round costs outside the target's and the head's forwards, in time and in operations that launch a kernel. generation: speedup by
-beam width and length over our own autoregressive decoding, and prompt lookup (both: scripts/bench/recurrent_decoding.py).
+drafting: what a round costs outside the target's and the head's forwards, in time and in operations that launch a kernel
+(scripts/bench/recurrent_rounds.py). generation: speedups by beam width over our own autoregressive decoding, greedy and at temperature 1, with prompt
+lookup beside them and every goal with what was found (scripts/bench/recurrent_generation.py). Each with threads=1 and threads=2.
 """
 
 import logging
@@ -23,8 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from decoding.errors import UserError
-from scripts.bench import recurrent_decoding, recurrent_training
-from scripts.bench.common import options, save
+from scripts.bench import recurrent_generation, recurrent_rounds, recurrent_training
+from scripts.bench.common import options, save, save_text
 
 
 @dataclass
@@ -43,13 +44,24 @@ class Options:
     rounds: int = 3  # rounds that count
     head: str = ""  # drafting, generation: folder of the head
     prompts: str = "embedded:prompts"  # drafting, generation: evaluation JSONL
-    max_prompts: int = 8  # of them
+    max_prompts: int = (
+        32  # of them, besides the sweep's; generation takes those alone whose greedy answer does not loop
+    )
     max_new_tokens: int = 64  # of each
     decode_dtype: str = "float32"  # drafting, generation: of target and head
     beam_width: int = 8  # drafting: beams
-    beam_length: int = 5  # drafting: drafted tokens of a beam
+    beam_length: int = 5  # drafting, and generation's comparison of outputs: drafted tokens of a beam
     widths: list[int] = field(default_factory=lambda: [1, 4, 10])  # generation: beams
-    lengths: list[int] = field(default_factory=lambda: [2, 3, 4, 5])  # generation: drafted tokens of a beam
+    lengths: list[int] = field(
+        default_factory=lambda: [2, 3, 4, 5]
+    )  # generation: drafted tokens of a beam, in the sweep
+    sweep_prompts: int = (
+        8  # generation: prompts on which every drafter's best length is found, none of those that are judged
+    )
+    exact_widths: list[int] = field(
+        default_factory=lambda: [1, 4, 10, 45]
+    )  # generation: beams whose greedy output is compared
+    exact_prompts: int = 8  # generation: prompts of that comparison
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # generation
     work: str = ""  # generation: folder of the run, kept; empty: a temporary one
     threads: int = 1  # CPU threads
@@ -59,8 +71,8 @@ class Options:
 
 PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "training": recurrent_training.run,
-    "drafting": recurrent_decoding.drafting,
-    "generation": recurrent_decoding.generation,
+    "drafting": recurrent_rounds.drafting,
+    "generation": recurrent_generation.generation,
 }
 
 
@@ -69,7 +81,10 @@ def main() -> None:
     if chosen.part not in PARTS:
         sys.exit(f"error: part is '{chosen.part}', expected one of {', '.join(PARTS)}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    save(chosen.name, chosen, PARTS[chosen.part](chosen))
+    found = PARTS[chosen.part](chosen)
+    save(chosen.name, chosen, found, show=chosen.part != "generation")
+    if chosen.part == "generation":
+        save_text(chosen.name, recurrent_generation.report(found))
 
 
 if __name__ == "__main__":

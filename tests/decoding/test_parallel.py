@@ -54,6 +54,11 @@ def exercise(target: Target) -> Script:
         target.select([0, 2, 3])
         target.select([2, 0])
         seen += target.forward(ids(2, 2, seed=3))
+        target.keep(1, 7)
+        target.open(3, 60)
+        target.begin(2, 7, 4)
+        target.forget()
+        seen += target.forward(ids(3, 2, seed=5))
         target.open(1, 200)
         seen += target.forward(ids(1, 150, seed=4))  # more than a chunk of a socket
         seen.append(target.lm_head(seen[-1][:, -1]))

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from decoding.errors import UserError
-from distill.dialogues import CUT, EMPTY, LOOP, Account, Answer, Dialogue, Rules, requests_of
+from distill.answering import Request
+from distill.dialogues import CUT, EMPTY, LOOP, Account, Answer, Dialogue, Key, Rules, requests_of
 from distill.regenerated import same_tokens
+from distill.turns import series
 from training.chat import render_chat
 from training.config import DataConfig
 from training.data import Chat, read_chats
@@ -39,7 +42,7 @@ def chat(*turns: str) -> Chat:
 
 def answer(turn: int, text: str = "fine", tokens: list[int] | None = None, finish: str = "stop") -> Answer:
     tokens = [5, 6, 7, 2] if tokens is None else tokens
-    return Answer(0, 0, turn, 10, tokens, finish, text, rounds=len(tokens), seconds=0.1)
+    return Answer(0, 0, turn, 10, 9, tokens, finish, text, rounds=len(tokens), seconds=0.1)
 
 
 # ------------------------------------------------------------------------------------------- what is asked and fed on
@@ -92,6 +95,35 @@ def test_what_an_answer_does_to_its_chat(new: Answer, rules: Rules, kept: int, e
     record = dialogue.record(1)
     assert [turn.get("finish") for turn in record["conversations"]][1::2] == ["stop", new.finish][:kept]
     assert record["conversations"][-1]["from"] == "gpt"
+
+
+def test_a_series_goes_on_while_half_of_its_chats_do_and_begins_anew_behind_what_is_known():
+    turns = [["u", "a", "u", "a", "u"], ["u", "a", "u"], ["u", "a", "u", "a", "u"], ["u"], ["u", "a", "u"]]
+    calls: list[tuple[list[tuple[int, int, int]], bool]] = []
+
+    def answering(requests: Sequence[Request], goes_on: bool) -> list[Answer]:
+        calls.append(([request.key for request in requests], goes_on))
+        return [Answer(*request.key, 10, 9, [5, 2], "stop", "fine", 2, 0.1) for request in requests]
+
+    def ask(dialogue: Dialogue) -> Request | None:
+        last = len(dialogue.drawn) + 1 == len(dialogue.requests)
+        return None if dialogue.ended else Request(dialogue.key, dialogue.history, [1], last)
+
+    def run_all(known: dict[Key, Answer]) -> list[int]:
+        dialogues = [Dialogue(number, 0, chat(*parts)) for number, parts in enumerate(turns)]
+        batch = [(one, found) for one in dialogues if (found := ask(one)) is not None]
+        return [len(turn) for turn, _ in series(batch, known, answering, ask, Rules())]
+
+    known: dict[Key, Answer] = {}
+    first, second = [(n, 0, 0) for n in range(5)], [(n, 0, 1) for n in (0, 1, 2, 4)]
+    assert run_all(known) == [5, 4], "the two that have a third turn are fewer than half"
+    assert calls == [(first, False), (second, True)]
+    assert sorted(known) == sorted([*first, *second])
+    calls.clear()
+    assert run_all(known) == [5, 4] and not calls, "what is known is not asked again"
+    del known[(2, 0, 1)]
+    assert run_all(known) == [5, 4]
+    assert calls == [(first, False), (second, True)], "the same batches once more, so that the caches are the same"
 
 
 def test_an_account_that_does_not_balance_is_an_error():

@@ -3,10 +3,14 @@
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from decoding import generate, load
 from decoding.loop import Settings, decode
-from distill.answering import request_id
+from decoding.native import NativeTarget
+from distill.answering import Local, request_id
+from distill.dialogues import Answer
+from distill.journal import read_journal
 from training.chat import render_prompt
 
 from .regenerating import CHATS, regenerated, with_stops, write_chats
@@ -83,6 +87,52 @@ def test_neither_batch_nor_drafter_changes_a_word(
     given = [text.replace("TARGET", str(home / "target")) for text in overrides]
     regenerated(home / "target", home / "chats.jsonl", tmp_path, *(GREEDY if how == "greedy" else SAMPLED), *given)
     assert (tmp_path / "chats.json").read_bytes() == request.getfixturevalue(how)
+
+
+def answers_of(folder: Path) -> list[Answer]:
+    return [Answer(**record) for record in read_journal(folder / "answers" / "rank_0.jsonl")]
+
+
+def read_by_target(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Positions of every prefill's forward from now on."""
+    read: list[int] = []
+    features = NativeTarget.features
+
+    def counted(self: NativeTarget, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+        read.append(tokens_BN.numel())
+        return features(self, tokens_BN, parents_BN)
+
+    def forward(self: NativeTarget, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        hidden_BNC = features(self, tokens_BN, parents_BN)
+        return self.weights.head(hidden_BNC), hidden_BNC
+
+    monkeypatch.setattr(NativeTarget, "features", counted)
+    monkeypatch.setattr(NativeTarget, "forward", forward)
+    return read
+
+
+@pytest.mark.parametrize("warped", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_what_was_read_and_said_of_a_chat_is_not_read_again(
+    warped: tuple[str, ...], tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Counted: tokens of prompts that are read, and positions of the forwards that read them. Without the caches, the control, all are."""
+    long = [[turn for n in range(4) for turn in (("human", f"part {n} of {name}"), ("gpt", "ok"))] for name in "ab"]
+    chats = [{"id": str(number), "conversations": turns} for number, turns in enumerate([*long, long[0][:2]])]
+    write_chats(tmp_path / "chats.jsonl", chats)
+    read = read_by_target(monkeypatch)
+    regenerated(tiny_target, tmp_path / "chats.jsonl", tmp_path / "kept", *warped)
+    with_caches = sum(read)
+    read.clear()
+    monkeypatch.setattr(Local, "__call__", lambda self, requests, _, call=Local.__call__: call(self, requests, False))
+    regenerated(tiny_target, tmp_path / "chats.jsonl", tmp_path / "anew", *warped)
+    assert (tmp_path / "kept" / "chats.json").read_bytes() == (tmp_path / "anew" / "chats.json").read_bytes()
+    kept, anew = ({answer.key: answer for answer in answers_of(tmp_path / name)} for name in ("kept", "anew"))
+    assert len(kept) == 9 and all(answer.read_tokens == answer.prompt_tokens - 1 for answer in anew.values())
+    for (chat, sample, turn), answer in kept.items():
+        before = anew[chat, sample, turn - 1].prompt_tokens if turn else 1
+        assert answer.read_tokens <= answer.prompt_tokens - before, "no turn reads an earlier one's prompt"
+    assert sum(answer.read_tokens for answer in kept.values()) < sum(answer.read_tokens for answer in anew.values()) / 2
+    assert with_caches < sum(read) / 2
 
 
 def test_another_seed_draws_other_answers_and_greedy_ones_stay(home: Path, greedy: bytes, sampled: bytes):

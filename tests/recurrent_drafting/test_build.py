@@ -1,7 +1,5 @@
 """What the head starts from: shapes by the target, warm starts, blocks of zero, shortlists, and heads of another target."""
 
-import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +8,12 @@ import torch
 from transformers import AutoConfig
 
 from decoding.errors import UserError
-from recurrent_drafting.build import build_head, check_head_target, check_shape, head_config
+from recurrent_drafting.build import build_head, check_shape, head_config
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from tests.recurrent_drafting import tiny
-from training.drafter_folder import CARD
 from training.packing import Sample
-from training.run_folder import hash_input
 
 H, V = tiny.HIDDEN, tiny.VOCABULARY
 
@@ -112,16 +108,3 @@ def test_a_head_of_a_target_of_other_sizes_is_refused(name: str, size: int, tmp_
     other = AutoConfig.for_model("llama", num_attention_heads=1, **(sizes | {name: size}))
     with pytest.raises(UserError, match=f"the head has {name} {sizes[name]}, the target {size}"):
         head_config(HeadShapeConfig(path=str(tmp_path)), other)
-
-
-def test_a_head_of_another_target_of_the_same_sizes_is_refused_by_hash(tiny_target: Path, tmp_path: Path):
-    other = tmp_path / "other"
-    shutil.copytree(tiny_target, other)
-    (other / "generation_config.json").write_text("{}")
-    folder = tmp_path / "head"
-    folder.mkdir()
-    check_head_target(folder, other)  # without a card nothing is known
-    (folder / CARD).write_text(json.dumps({"target": "some/model", "target_hash": hash_input(tiny_target)}))
-    check_head_target(folder, tiny_target)
-    with pytest.raises(UserError, match="was trained for the target some/model with the hash"):
-        check_head_target(folder, other)

@@ -132,6 +132,30 @@ def test_a_shortlist_drafts_its_tokens_alone(rule: str, draws: str) -> None:
         assert [g.tokens for g in drafted] == [g.tokens for g in plain]
 
 
+def test_a_finished_row_costs_and_counts_nothing() -> None:
+    """The target's forward and the head's search run over the rows that go on, and no others."""
+    target = markov()
+    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=3)
+    seen: dict[str, list[int]] = {"target": [], "head": []}
+
+    def watched(owner: Any, method: str, rows: list[int]) -> None:
+        call = getattr(owner, method)
+
+        def counting(first: torch.Tensor, *rest: Any) -> Any:
+            rows.append(len(first))
+            return call(first, *rest)
+
+        setattr(owner, method, counting)
+
+    watched(target, "forward", seen["target"])
+    watched(drafter.head, "context", seen["head"])
+    done = decode(target, drafter, PROMPTS, settings_of("token", stop_token_ids=(3, 8)))
+    going = [sum(g.rounds > number for g in done) for number in range(max(g.rounds for g in done))]
+    assert len(set(going)) > 1, "all rows ended together: the test is of no use"
+    assert seen["target"][-len(going) :] == going
+    assert seen["head"] == going[: len(seen["head"])]
+
+
 def test_steps_are_counted_and_timed() -> None:
     target = markov()
     drafter = RecurrentDrafter(head=knowing_head(target), beam_width=3)

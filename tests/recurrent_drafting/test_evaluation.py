@@ -70,8 +70,10 @@ def test_the_walk_is_speculative_decoding_round_by_round(form: str):
     target = tiny.target()
     answers = answered(target, [[3, 5, 8], [1], [40, 2, 9, 11, 30]], 14)
     head = leaning(form, answers)
-    figures = GreedyChain(head, TargetStates(target), answers, DRAFT, tiny.ROW, CPU)()
-    rounds, emitted, accepted, tested = map(sum, zip(*(decoded(head, target, answer) for answer in answers)))
+    chain = GreedyChain(head, TargetStates(target), answers, DRAFT, tiny.ROW, CPU)
+    figures, by_hand = chain(), [decoded(head, target, answer) for answer in answers]
+    assert chain.counts() == by_hand
+    rounds, emitted, accepted, tested = map(sum, zip(*by_hand))
     assert accepted > 0, "the test is of no use with a head that is never right"
     assert figures["block_efficiency"] == pytest.approx(emitted / rounds)
     assert figures["acceptance"] == pytest.approx(accepted / tested)

@@ -200,7 +200,7 @@ def test_a_head_goes_on_from_a_folder_of_the_same_target_only(finished: Path, ti
     other = tmp_path / "other"
     shutil.copytree(tiny_target, other)
     (other / "generation_config.json").write_text("{}")
-    with pytest.raises(UserError, match="the head was trained for the target"):
+    with pytest.raises(UserError, match="names a target of the hash .* train the head again"):
         run(configured(other, tmp_path / "no", f"head.path={finished / 'drafter'}"))
 
 

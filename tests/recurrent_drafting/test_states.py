@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from decoding.errors import UserError
+from decoding.native import NativeTarget
 from recurrent_drafting import states as module
 from recurrent_drafting.positions import positions
 from recurrent_drafting.states import DiskStore, MemoryStore, Store, TargetStates, states_on_disk
+from tests.distill.families import FAMILIES, family
 from tests.recurrent_drafting import tiny
+from training.objectives import freeze
 from training.packing import PackedData, collate
 
 
@@ -46,6 +49,38 @@ def test_states_from_a_store_are_those_of_a_forward(kind: str, tmp_path: Path):
         there = positions(again, tiny.HEADS, judged=True)
         torch.testing.assert_close(kept(again, there), online(again, there))
     assert kept.reads == len(rows)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_head_of_every_family_is_trained_on_the_states_that_it_drafts_from(name: str):
+    """What the packed target of training says at a position is what the native target says that decodes."""
+    model = freeze(family(name))
+    native = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), execution="eager")
+    samples = tiny.samples()
+    batch = tiny.packed(samples)
+    where = positions(batch, tiny.HEADS, judged=True)
+    states_FH = torch.zeros(batch.ids_RT.numel(), model.config.hidden_size)
+    states_FH[where.kept_P] = TargetStates(model).read(batch, where)
+    kept = set(where.kept_P.tolist())
+    compared = 0
+    for number, row in enumerate(batch.rows):
+        start = number * tiny.ROW
+        for index in row:
+            ids = torch.from_numpy(samples[index].ids).long()[None]
+            with torch.inference_mode():
+                native.open(1, ids.shape[1])
+                decoded_NH = native.features(ids)[0]
+            for place, state_H in enumerate(decoded_NH, start):
+                if place in kept:
+                    torch.testing.assert_close(states_FH[place], state_H, rtol=1e-3, atol=1e-3)
+                    compared += 1
+            start += ids.shape[1]
+    assert compared == len(kept) > 40
+    with torch.inference_mode():  # the control: as one document, the row's second one says something else
+        native.open(1, tiny.ROW)
+        whole_TH = native.features(batch.ids_RT[:1])[0]
+    second = [place for place in kept if place < tiny.ROW and batch.documents_RT[0, place] == 2]
+    assert (states_FH[second] - whole_TH[second]).abs().max() > 0.1
 
 
 def test_a_store_that_is_full_makes_the_rest_anew():

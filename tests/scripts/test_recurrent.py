@@ -1,23 +1,49 @@
-"""The recurrent drafter's benchmark at toy size: both sides compute the same loss, and the published one looks where it says."""
+"""The recurrent drafter's benchmarks at toy size: both sides compute the same loss, goals are told as what they are, a run goes on where it ended."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from scripts.bench import common, recurrent
+from decoding.engine import load
+from decoding.errors import UserError
+from decoding.loop import Settings, decode
+from recurrent_drafting.checkpoint import save_head
+from recurrent_drafting.head import HeadConfig, RecurrentHead
+from scripts.bench import common, recurrent, recurrent_show
+from scripts.bench import recurrent_tables as tables
+from scripts.bench.recurrent_generation import arms, goals, unlooping
 from scripts.bench.recurrent_training import IGNORED, published_loss
+from training.data import Prompt
 
 
+def figures_of(script: Any, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *given: str) -> dict[str, Any]:
+    """What a script finds with these options."""
+    monkeypatch.setattr(common, "RESULTS", folder)
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *given, "threads=1", f"name={name}"])
+    script.main()
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())["figures"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained one for the tiny target."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("head")
+    save_head(RecurrentHead(HeadConfig(vocab_size=2048, hidden_size=32, exit_dim=64)), folder)
+    return folder
+
+
+# -------------------------------------------------------------------------------------------------------- training
 def test_training_runs_and_its_sides_compute_the_same(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-    small = ["max_length=256", "rows=2", "forwards=1", "steps=1", "rounds=1", "threads=1", "dtype=float32"]
-    monkeypatch.setattr("sys.argv", ["recurrent.py", "part=training", f"target={tiny_target}", *small])
-    recurrent.main()
-    figures = json.loads((tmp_path / "recurrent_training.json").read_text())["figures"]
+    small = ["max_length=256", "rows=2", "forwards=1", "steps=1", "rounds=1", "dtype=float32", f"target={tiny_target}"]
+    figures = figures_of(recurrent, "recurrent_training", tmp_path, monkeypatch, "part=training", *small)
     same = figures["loss_on_the_same_chats"]
     assert same["ours"] == pytest.approx(same["published"], rel=1e-3)
     assert all(value > 0 for value in figures["supervised_tokens_per_second"].values())
@@ -28,6 +54,9 @@ def test_an_unknown_part_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.argv", ["recurrent.py", "part=sleeping"])
     with pytest.raises(SystemExit, match="part is 'sleeping', expected one of training"):
         recurrent.main()
+    monkeypatch.setattr("sys.argv", ["recurrent_show.py", "parts=[sleeping]"])
+    with pytest.raises(SystemExit, match="parts has 'sleeping', expected some of recurrence"):
+        recurrent_show.main()
 
 
 def test_the_published_loss_is_the_sum_of_means_over_shifted_labels():
@@ -40,3 +69,149 @@ def test_the_published_loss_is_the_sum_of_means_over_shifted_labels():
     second = -(log_q[1, 0, 0, 4] + log_q[1, 0, 2, 6]) / 2
     torch.testing.assert_close(loss, first + second)
     assert set(log) == {f"redrafter{i}_{what}" for i in (0, 1) for what in (*(f"top{k}" for k in range(1, 6)), "loss")}
+
+
+# -------------------------------------------------------------------------------------------- drafting, generation
+def test_a_round_is_taken_apart(tiny_target: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    small = [f"target={tiny_target}", f"head={head}", "max_prompts=1", "max_new_tokens=8", "rounds=1", "beam_width=3"]
+    figures = figures_of(recurrent, "recurrent_drafting", tmp_path, monkeypatch, "part=drafting", *small)
+    for way in ("greedy", "picked", "drawn"):
+        one = figures[way]
+        assert one["share_of_target"] + one["share_of_head"] + one["share_outside"] == pytest.approx(1)
+        assert 0 < one["share_outside"] < 1 and one["tau"] >= 1
+        assert 0 < one["operations_outside_as_on_a_gpu"] <= figures["goals"]["operations_outside_as_on_a_gpu"]
+
+
+def test_prompts_whose_answer_loops_are_passed_over(tiny_target: Path):
+    engine = load(tiny_target)
+    prompts = [Prompt(str(number), "none", [f"def f{number}(x):"]) for number in range(6)]
+    asked, found = unlooping(engine, prompts, 2, 32)
+    assert asked == 6 and len(found) <= 2, "a batch is asked at once"
+    assert unlooping(engine, prompts, 9, 32)[1][: len(found)] == found
+    for _, ids, answer in found:
+        (alone,) = decode(engine.target, None, [ids], Settings(32, stop_token_ids=engine.stop_token_ids))
+        assert answer == alone.tokens
+
+
+def test_greedy_decoding_is_raced_without_drawn_beams():
+    chosen = SimpleNamespace(head="a head", widths=[1, 4])
+    assert [one["name"] for one in arms(chosen, 0.0)] == ["picked 1", "picked 4", "picked by cost"]
+    assert [one["name"] for one in arms(chosen, 1.0)][3:] == ["drawn 1", "drawn 4", "drawn by cost"]
+    assert all(one["beam_width"] == 4 for one in arms(chosen, 1.0) if one.get("by_cost"))
+
+
+def test_goals_are_met_or_not():
+    def row(temperature: float, drafter: str, speedup: float) -> Any:
+        return SimpleNamespace(temperature=temperature, drafter=drafter, headline_speedup=speedup)
+
+    rows = [row(0.0, "picked 4", 1.6), row(0.0, "prompt_lookup", 1.7), row(1.0, "prompt_lookup", 0.9)]
+    rows += [row(1.0, "picked by cost", 0.95), row(1.0, "drawn by cost", 1.25), row(1.0, "drawn 4", 0.5)]
+    met = {name: one["met"] for name, one in goals(rows, {"4": {"equal": 3, "tie": 1, "different": 0}}).items()}
+    assert met == {
+        "greedy output equal": True,
+        "greedy above 1.5": True,
+        "greedy above prompt lookup": False,
+        "T=1 above 1.2, better of picked and drawn by cost": True,
+        "T=1 by cost never below 0.97": False,
+    }
+    assert not goals(rows, {"45": {"equal": 3, "tie": 0, "different": 1}})["greedy output equal"]["met"]
+
+
+@pytest.mark.long
+def test_generation_runs(tiny_target: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    small = ["max_prompts=2", "sweep_prompts=1", "exact_prompts=2", "max_new_tokens=8", "widths=[1,3]", "lengths=[2]"]
+    given = [f"target={tiny_target}", f"head={head}", *small, "exact_widths=[1,3,45]", "beam_length=3"]
+    figures = figures_of(recurrent, "recurrent_generation", tmp_path, monkeypatch, "part=generation", *given)
+    assert all(counts["different"] == 0 for counts in figures["greedy_output_by_beams"].values())
+    assert set(figures["greedy_output_by_beams"]) == {"1", "3", "45"}
+    ways = ["picked 1", "picked 3", "picked by cost"]
+    for temperature, drafters in ((0.0, ways), (1.0, [*ways, "drawn 1", "drawn 3", "drawn by cost"])):
+        found = [row for row in figures["rows"] if row["temperature"] == temperature]
+        assert {row["drafter"] for row in found} == {*drafters, "prompt_lookup"}
+        assert all(row["prompts"] == 2 and row["speedup"] > 0 for row in found)
+    assert "greedy above 1.5" in (tmp_path / "recurrent_generation.md").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------------ show
+def test_a_notebook_goes_on_behind_a_torn_line_and_refuses_other_options(tmp_path: Path):
+    chosen = recurrent_show.Options(work=str(tmp_path))
+    notes, made = recurrent_show.Notebook(tmp_path, chosen), []
+
+    def make() -> list[int]:
+        made.append(1)
+        return [1, 2]
+
+    assert notes("one", make) == notes("one", make) == [1, 2] and len(made) == 1
+    with (tmp_path / "figures.jsonl").open("a") as file:
+        file.write('{"two": [3')
+    again = recurrent_show.Notebook(tmp_path, recurrent_show.Options(work=str(tmp_path), seeds=5, parts=["losses"]))
+    assert again("one", make) == [1, 2] and len(made) == 1
+    again("two", lambda: 4)
+    assert recurrent_show.Notebook(tmp_path, chosen).figures == {"one": [1, 2], "two": 4}
+    with pytest.raises(UserError, match=r"begun with other options: seconds \(30.0 -> 31.0\)"):
+        recurrent_show.Notebook(tmp_path, recurrent_show.Options(work=str(tmp_path), seconds=31.0))
+
+
+def head_figures(better: int) -> dict[str, Any]:
+    """Six prompts of 12 tokens; the n-th takes n + 6 rounds, or fewer."""
+    greedy = [[12, number + 6 - better] for number in range(6)]
+    return {"steps": 7, "seconds": 3.0, "epochs": 0.5, "greedy": greedy, "sampled": greedy}
+
+
+def test_tables_pair_prompts_and_seeds():
+    notes = {f"base/{seed}": head_figures(0) for seed in range(2)}
+    notes |= {f"LK/{seed}": head_figures(seed + 1) for seed in range(2)}
+    rounds = [sum(n + 6 - better for n in range(6)) for better in (0, 1, 2)]
+    ratio = tables.over([notes[f"LK/{seed}"]["greedy"] for seed in range(2)], [notes["base/0"]["greedy"]] * 2)
+    assert ratio.value == pytest.approx(2 * rounds[0] / (rounds[1] + rounds[2]))
+    assert ratio.low is not None and 1 < ratio.low < ratio.value < ratio.high  # type: ignore[operator]
+    same = tables.over([notes["base/0"]["greedy"]], [notes["base/1"]["greedy"]])
+    assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0), "pairs that are equal leave no doubt"
+    text = tables.trained(notes, ["base", "LK", "not there yet"], 2)
+    assert text.count("\n") == 3 and f"{72 / rounds[1]:.3f} {72 / rounds[2]:.3f}" in text
+
+
+def generation(drafter: str, seconds: float, prompt: str = "a", length: int = 4, seed: int = 0) -> dict[str, Any]:
+    shared = {"temperature": 0.0, "tokens": 10, "rounds": 5, "prompt_id": prompt}
+    return {"drafter": drafter, "num_draft_tokens": length, "seconds": seconds, **shared}
+
+
+def test_races_are_pooled_over_seeds_and_the_best_of_each_kind_meet():
+    seconds = {"head, picked": 1.0, "head, drawn": 3.0, "pruned 1": 1.5, "pruned 2": 4.0}
+    race = [generation("autoregressive", 2.0, length=0), *(generation(*one) for one in seconds.items())]
+    races = [race, race]
+    arms_found = tables.by_arm(races)
+    assert arms_found[0.0, "head, picked", 4] == {"tokens": [20], "rounds": [10], "seconds": [2.0]}
+    assert "| 0.000 | head, picked | 4 | 2.000 | 2.000 |" in tables.raced(races)
+    assert "| 0.000 | head, picked | pruned 1 | 1.500 |" in tables.head_over_pruned(races)
+
+
+@pytest.mark.long
+def test_every_part_runs_and_a_second_call_makes_nothing_anew(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    small = ["seeds=1", "seconds=0.05", "max_chats=60", "answer_tokens=24", "max_length=128", "tokens_per_step=256"]
+    small += ["max_prompts=3", "max_new_tokens=8", "race_prompts=2", "widths=[1,3]", "lengths=[2]", "race_width=3"]
+    small += ["pruned_layers=[1,2]", "pruned_sequences=16", "heads=3", f"work={tmp_path / 'work'}"]
+    given = [f"target={tiny_target}", *small]
+    found = figures_of(recurrent_show, "recurrent_show", tmp_path, monkeypatch, *given)
+    notes = found["notes"]
+    for part, sides in recurrent_show.TRAINED.items():
+        assert f"### {part}" in found["tables"]
+        for side in sides:
+            assert notes[f"{side}/0"]["steps"] >= 1
+            assert len(notes[f"{side}/0"]["greedy"]) == len(notes[f"{side}/0"]["sampled"]) == 3
+    ways = {(one["drafter"], one["temperature"]) for one in notes["pruned/0"]}
+    assert {name for name, _ in ways} == {
+        "autoregressive",
+        "head, picked",
+        "head, drawn",
+        "pruned 1",
+        "pruned 2",
+        "prompt_lookup",
+    }
+    assert {one["num_draft_tokens"] for one in notes["shape/0"]} == {0, 2}
+    assert (tmp_path / "recurrent_show.md").read_text().strip() == found["tables"]
+    before = (tmp_path / "work" / "figures.jsonl").read_bytes()
+    again = figures_of(recurrent_show, "recurrent_show", tmp_path, monkeypatch, *given, "parts=[losses,pruned]")
+    assert (tmp_path / "work" / "figures.jsonl").read_bytes() == before and "### starts" not in again["tables"]

@@ -1,33 +1,30 @@
-"""Parts `drafting` and `generation` of scripts/bench/recurrent.py: what a round with a recurrent head costs, and what it gains.
+"""Part `drafting` of scripts/bench/recurrent.py: what a round with a recurrent head costs outside the two models.
 
-`drafting`: share of a round that is neither the target's forward nor the head's, and operations outside both that would launch a kernel.
-`generation`: our autoregressive decoding against heads of several beam widths and lengths, prompt lookup beside them, interleaved by eval.run.
+The share of a round that is neither the target's forward nor the head's, and operations outside both that would launch a kernel: counted as they
+are here, and with the verification of trees that a GPU takes (decoding/verify_tree.py), as kernels are launched there alone.
 """
 
 import statistics
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-import eval.run
+from decoding import verify, verify_tree
 from decoding.engine import Engine, encode, load
 from decoding.errors import UserError
 from decoding.loop import Settings, start
-from eval.config import BenchmarkConfig, EvalConfig
-from eval.schema import read_rows
 from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.operations import Operations
-from training.config import TargetConfig
 from training.data import read_prompts
 from training.paths import resolve
 
 TARGET_CALLS = ("forward", "embed")
 HEAD_CALLS = ("start", "advance", "context", "features", "logits", "to_target_ids")
 OPERATION_ROUNDS = 12
+GOAL_SHARE, GOAL_OPERATIONS = 0.2, 150  # at 8 beams of 5
 
 
 class Clock:
@@ -73,8 +70,14 @@ def drafting(chosen: Any) -> dict[str, Any]:
         )
         prompts = _prompts(chosen, engine, engine.target.max_length - chosen.max_new_tokens)
         operations = _operations(engine, drafter, prompts[0], settings)
-        found[name] = {**_shares(engine, drafter, prompts, settings, chosen.rounds), "operations_outside": operations}
-    return found
+        with patch.object(verify, "_recursive", verify_tree.token):
+            of_a_gpu = _operations(engine, drafter, prompts[0], settings)
+        found[name] = {
+            **_shares(engine, drafter, prompts, settings, chosen.rounds),
+            "operations_outside": operations,
+            "operations_outside_as_on_a_gpu": of_a_gpu,
+        }
+    return found | {"goals": {"share_outside": GOAL_SHARE, "operations_outside_as_on_a_gpu": GOAL_OPERATIONS}}
 
 
 def _prompts(chosen: Any, engine: Engine, room: int) -> list[list[int]]:
@@ -150,45 +153,3 @@ def _one(
         done.rounds,
         len(done.tokens),
     )
-
-
-def generation(chosen: Any) -> dict[str, Any]:
-    """Speedup, acceptance and block efficiency by beam width and length, greedy and at temperature 1, with intervals over prompts."""
-    if not chosen.head:
-        raise UserError("head is empty: part=generation needs the folder of a recurrent head")
-    heads = [
-        {"use": "recurrent", "folder": chosen.head, "beam_width": width, "draws": draws, "name": f"{draws} {width}"}
-        for width in chosen.widths
-        for draws in ("picked", "drawn")
-    ]
-    weighed = [
-        {
-            "use": "recurrent",
-            "folder": chosen.head,
-            "beam_width": max(chosen.widths),
-            "draws": draws,
-            "by_cost": True,
-            "name": f"{draws} by cost",
-        }
-        for draws in ("picked", "drawn")
-    ]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(chosen.work or temporary)
-        eval.run.run(
-            EvalConfig(
-                job="eval.run",
-                output_dir=str(folder),
-                threads=chosen.threads,
-                target=TargetConfig(path=chosen.target, dtype=chosen.decode_dtype, device=chosen.device),
-                benchmark=BenchmarkConfig(path=chosen.prompts, too_long="skip"),
-                drafters=[*heads, *weighed],
-                temperatures=chosen.temperatures,
-                sweep=chosen.lengths,
-                max_prompts=chosen.max_prompts,
-                max_new_tokens=chosen.max_new_tokens,
-            )
-        )
-        rows = read_rows(folder / "results.jsonl")
-    keys = ("part", "drafter", "temperature", "num_draft_tokens", "alpha", "tau", "t_draft_ms", "cost_ratio", "speedup")
-    more = ("speedup_low", "speedup_high", "headline_prompts", "headline_speedup", "overhead", "lossless")
-    return {"rows": [{key: getattr(row, key) for key in (*keys, *more)} for row in rows]}

@@ -1,0 +1,252 @@
+"""The sides of scripts/bench/recurrent_show.py: what is trained, for how long, and what the heads are worth on the target's own answers.
+
+Every side differs from `base` in one thing, or in what its name says. All are trained for equal seconds: a side's step is timed first, and its steps
+fill the seconds, with the learning rate's schedule over them. Steps make the target's states anew, as no cache is warm in so short a run.
+
+Worth is block efficiency by prompt: greedy, of a chain on the target's own answers, which is that of real decoding
+(recurrent_drafting/evaluation.py); and sampled, of real decoding with drawn chains, tested by p / q.
+"""
+
+import copy
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from decoding.engine import Engine, load
+from decoding.loop import Settings, decode
+from distill.config import PruneConfig
+from distill.prune import workbench
+from distill.prune_modes import Source, by_importance
+from distill.shapes import student_config
+from recurrent_drafting.build import build_head, head_config
+from recurrent_drafting.config import HeadShapeConfig
+from recurrent_drafting.drafter import RecurrentDrafter
+from recurrent_drafting.evaluation import GreedyChain
+from recurrent_drafting.head import RecurrentHead
+from recurrent_drafting.loss_config import HeadLossConfig
+from recurrent_drafting.objective import HeadTraining
+from recurrent_drafting.states import TargetStates
+from scripts.bench.recurrent_generation import unlooping
+from training.config import DataConfig, LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig, TargetConfig
+from training.data import Prompt, read_prompts
+from training.job_data import read_samples
+from training.loop import fit
+from training.models import dtype_of, load_causal_lm
+from training.objectives import Distillation, freeze
+from training.packing import PackedData, Sample
+from training.parallel import Parallel
+from training.paths import resolve
+
+PACE_STEPS = 5  # of a side's timing, the first of which warms up
+
+
+@dataclass(frozen=True)
+class Side:
+    """How a head starts and what it learns from."""
+
+    rnn: bool = True
+    warm_start: str = "state"
+    zero_blocks: bool = True
+    loss: str = "cross_entropy"
+    own_tokens: float = 0.0
+    answered: bool = False  # trained on the target's answers to the chats' requests, instead of those that were found
+
+
+BASE = "base"
+SIDES = {
+    BASE: Side(),
+    "without recurrence": Side(rnn=False),
+    "distillation": Side(answered=True),
+    "forward KL": Side(loss="forward_kl"),
+    "LK": Side(loss="lk"),
+    "training-time test": Side(own_tokens=0.5),
+    "forward KL, answered": Side(loss="forward_kl", answered=True),
+    "warm start alone": Side(zero_blocks=False),
+    "zero blocks alone": Side(warm_start="none"),
+    "as published": Side(warm_start="none", zero_blocks=False),
+}
+
+Objective = tuple[Any, nn.Module]  # what is called on a batch, and the part of it that is trained
+
+
+class Bench:
+    """What all runs share: the target twice (to train on and to decode with), the chats, and the held-out answers."""
+
+    def __init__(self, chosen: Any, files: dict[str, Path]) -> None:
+        """files: the chats as found, those answered by the target, and held-out ones for the cut: `found`, `answered`, `held_out`."""
+        self.chosen, self.files = chosen, files
+        self.folder, self.dtype = resolve(chosen.target), dtype_of(chosen.dtype)
+        self.parallel = Parallel(ParallelConfig(), chosen.device)
+
+    @cached_property
+    def engine(self) -> Engine:
+        return load(self.folder, device=self.chosen.device, dtype=self.chosen.decode_dtype)
+
+    @cached_property
+    def target(self) -> Any:
+        return freeze(load_causal_lm(self.folder, self.dtype)).to(self.chosen.device)
+
+    @cached_property
+    def states(self) -> TargetStates:
+        states = TargetStates(self.target)
+        states.placed(torch.device(self.chosen.device))
+        return states
+
+    @cached_property
+    def held_out(self) -> list[tuple[Prompt, list[int], list[int]]]:
+        """Prompts whose greedy answer does not loop, their ids, and the answer."""
+        prompts, chosen = read_prompts(resolve(self.chosen.prompts)), self.chosen
+        return unlooping(self.engine, prompts, chosen.max_prompts, chosen.max_new_tokens)[1]
+
+    @cached_property
+    def chain(self) -> GreedyChain:
+        answers = []
+        for _, ids, answer in self.held_out:
+            mask = np.arange(len(ids) + len(answer)) >= len(ids)
+            answers.append(Sample(np.asarray([*ids, *answer], dtype=np.int32), mask))
+        longest = max(len(one.ids) for one in answers)
+        head, chosen = RecurrentHead(head_config(HeadShapeConfig(), self.target.config)), self.chosen
+        return GreedyChain(
+            head, self.states, answers, chosen.heads, max(longest, chosen.max_length), torch.device(chosen.device)
+        )
+
+    def data(self, answered: bool, seed: int) -> PackedData:
+        """The chats in packed rows."""
+        rows = max(1, self.chosen.tokens_per_step // self.chosen.max_length)
+        return PackedData(self._samples["answered" if answered else "found"], self.chosen.max_length, rows, seed)
+
+    @cached_property
+    def _samples(self) -> dict[str, list[Sample]]:
+        given = {
+            name: DataConfig(chats=[str(self.files[name])], max_length=self.chosen.max_length, max_bad=1.0)
+            for name in ("found", "answered")
+            if name in self.files
+        }
+        return {name: read_samples(self.engine.tokenizer, data, "train") for name, data in given.items()}
+
+    def head(self, side: Side, seed: int) -> RecurrentHead:
+        """An untrained one."""
+        torch.manual_seed(seed)
+        shape = HeadShapeConfig(
+            num_draft_layers=self.chosen.num_draft_layers,
+            rnn=side.rnn,
+            warm_start=side.warm_start,
+            zero_blocks=side.zero_blocks,
+        )
+        lm_head_VH = self.target.get_output_embeddings().weight.detach()
+        head = build_head(shape, head_config(shape, self.target.config), lm_head_VH, [], show=False)
+        return head.to(self.chosen.device, self.dtype)
+
+    def head_objective(self, side: Side, seed: int) -> Objective:
+        """A side's head and its loss."""
+        head = self.head(side, seed)
+        loss = HeadLossConfig(side.loss, predict_n_tokens=self.chosen.heads, own_tokens=side.own_tokens)
+        return HeadTraining(head, self.states, loss), head
+
+    @cached_property
+    def students(self) -> dict[int, tuple[Any, float]]:
+        """By layers: the target cut by importance, and the seconds that took. Every seed is distilled from the same cut."""
+        found = {}
+        chosen = self.chosen
+        loop = LoopConfig(
+            tokens_per_step=chosen.tokens_per_step,
+            micro_batch_tokens=chosen.tokens_per_step,
+            eval_every=0,
+            checkpoint_every=0,
+            dtype=chosen.dtype,
+            optimizer=OptimizerConfig(lr=chosen.pruned_lr),
+        )
+        for layers in chosen.pruned_layers:
+            with tempfile.TemporaryDirectory() as place:
+                config = PruneConfig(
+                    job="distill.prune",
+                    output_dir=place,
+                    target=TargetConfig(path=chosen.target, dtype=chosen.dtype, device=chosen.device),
+                    drafter=StudentConfig(num_hidden_layers=layers),
+                    data=DataConfig(
+                        chats=[str(self.files["found"])],
+                        held_out_chats=[str(self.files["held_out"])],
+                        max_length=chosen.max_length,
+                        max_bad=1.0,
+                    ),
+                    between=loop,
+                )
+                config.importance.cache_dir = str(Path(place) / "scores")
+                config.importance.choice = chosen.pruned_choice
+                config.importance.sequences = chosen.pruned_sequences
+                bench = workbench(config, self.folder)
+                shape = student_config(config.drafter, bench.teacher.config)
+                student, _, _ = by_importance(bench, Source(bench.teacher, self.folder), shape, Path(place) / "work")
+                found[layers] = student.cpu(), sum(bench.seconds.values())
+        return found
+
+    def student_objective(self, layers: int) -> Objective:
+        """A copy of the cut target that the target is distilled into."""
+        student = copy.deepcopy(self.students[layers][0]).to(self.chosen.device, self.dtype)
+        return Distillation(student, self.target), student
+
+    def pace(self, make: Callable[[], Objective], data: PackedData, lr: float) -> float:
+        """Seconds of a step."""
+        steps = _Steps()
+        self._fit(make(), data, PACE_STEPS, lr, steps)
+        return statistics.median(steps.seconds[1:])
+
+    def train(self, made: Objective, data: PackedData, steps: int, lr: float) -> float:
+        """Train in place; the seconds of all steps."""
+        recorded = _Steps()
+        self._fit(made, data, steps, lr, recorded)
+        return sum(recorded.seconds)
+
+    def _fit(self, made: Objective, data: PackedData, steps: int, lr: float, recorded: "_Steps") -> None:
+        chosen = self.chosen
+        loop = LoopConfig(
+            max_steps=steps,
+            tokens_per_step=data.rows_per_step * data.capacity,
+            micro_batch_tokens=data.rows_per_step * data.capacity,
+            eval_every=0,
+            checkpoint_every=0,
+            dtype=chosen.dtype,
+            optimizer=OptimizerConfig(lr=lr, warmup_steps=max(1, steps // 10), final_lr=0.0),
+        )
+        with tempfile.TemporaryDirectory() as place:
+            fit("train", *made, data, loop, self.parallel, Path(place), recorded, lambda: {"score": 0.0})
+
+    @torch.no_grad()
+    def worth(self, head: RecurrentHead, seed: int) -> dict[str, list[tuple[int, int]]]:
+        """(tokens, rounds) of every held-out prompt: `greedy` and `sampled`."""
+        self.chain.head = head.eval()
+        greedy = [(emitted, rounds) for rounds, emitted, _, _ in self.chain.counts()]
+        drafter = RecurrentDrafter(head=copy.deepcopy(head).float().requires_grad_(False), beam_width=1, draws="drawn")
+        settings = Settings(
+            self.chosen.max_new_tokens,
+            temperature=1.0,
+            num_draft_tokens=self.chosen.heads,
+            seed=seed,
+            stop_token_ids=self.engine.stop_token_ids,
+        )
+        done = decode(self.engine.target, drafter, [ids for _, ids, _ in self.held_out], settings)
+        return {"greedy": greedy, "sampled": [(len(one.tokens), one.rounds) for one in done]}
+
+
+class _Steps:
+    """Stands in for the tracker: the seconds of every step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._tokens = 0
+
+    def rewind(self, step: int) -> None:
+        self.seconds.clear()
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        if "tokens_per_second" in values:
+            self.seconds.append((values["tokens"] - self._tokens) / values["tokens_per_second"])
+            self._tokens = values["tokens"]
