@@ -19,6 +19,7 @@ from decoding.chooser import Chooser
 from decoding.drafter import Drafter, Observation, Proposal
 from decoding.errors import UserError
 from decoding.processors import Allowed, make_processors
+from decoding.reading import Reading
 from decoding.sampling import Warper
 from decoding.stats import Generation
 from decoding.stopping import RoundCosts, Stopping
@@ -138,7 +139,7 @@ class Batch:
         counted = None if proposal is None else proposal.counted()
         width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
         asked = () if proposal is None or proposal.asks is None else proposal.asks(logits_BNV)
-        self.chooser.read = cuda.Reading(*asked)
+        self.chooser.read = Reading(*asked)
         outcome = self.rule(logits_BNV[:, :width], counted, self.chooser)
         seen = Observation(outcome, logits_BNV, hidden_BNC, self.chooser.read.answers())
         drafted_B = [0] * len(rows) if proposal is None else outcome.drafted_B or proposal.counts_B

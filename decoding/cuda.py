@@ -63,26 +63,6 @@ def read(*tensors: Tensor) -> list[Any]:
     ]
 
 
-class Reading:
-    """`read` for one round: the first call brings some further tensors along, at no further wait."""
-
-    def __init__(self, *along: Tensor) -> None:
-        self._along, self._answers = along, list[Any]()
-
-    def __call__(self, *tensors: Tensor) -> list[Any]:
-        """The tensors as lists."""
-        found = read(*tensors, *self._along)
-        if self._along:
-            self._along, self._answers = (), found[len(tensors) :]
-        return found[: len(tensors)]
-
-    def answers(self) -> list[Any]:
-        """What came along; read now where nothing was read before, which is no wait for a host that does not run ahead."""
-        if self._along:
-            self()
-        return self._answers
-
-
 @contextmanager
 def no_waiting(device: torch.device) -> Iterator[None]:
     """Inside, every wait for the device that is not a `read` raises (CUDA's sync debug mode)."""

@@ -25,6 +25,7 @@ from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Outcome, Proposal
 from decoding.errors import UserError
 from decoding.lookahead import Branches, Lookahead, choices, packed
+from decoding.reading import Reading
 from decoding.stopping import Stopping
 from decoding.verify import follow
 
@@ -139,7 +140,7 @@ class Ouroboros(ChainDrafter):
         counted = proposal.counted()
         width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
         depths_BN = ancestors(below_BN[:, :width]).sum(-1) - 1 + cuda.tensor(done_B, device)[:, None]
-        read = cuda.Reading(*choices(logits_BNV))
+        read = Reading(*choices(logits_BNV))
         outcome = follow(self._choose(logits_BNV[:, :width], depths_BN, chooser), counted, read)
         kept_B = [min(accepted + 1, left) for accepted, left in zip(outcome.accepted_B, left_B)]
         paths_BL = None if outcome.paths_B is None else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]

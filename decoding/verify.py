@@ -19,6 +19,7 @@ from decoding import cuda, noise, verify_device, verify_tree
 from decoding.cache import ancestors
 from decoding.chooser import Chooser
 from decoding.drafter import Outcome, Proposal
+from decoding.reading import Reading
 from decoding.sampling import draw
 
 Rule = Callable[[Tensor, Proposal | None, Chooser], Outcome]
@@ -38,7 +39,7 @@ def coupled(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> 
     return follow(chooser.race(logits_BNV, 0, depths_BN), proposal, chooser.read)
 
 
-def follow(choices_BN: Tensor, proposal: Proposal | None, read: cuda.Reading) -> Outcome:
+def follow(choices_BN: Tensor, proposal: Proposal | None, read: Reading) -> Outcome:
     """Walk from the tip to the child that equals the target's choice, as long as there is one."""
     if proposal is None:
         (choices,) = read(choices_BN)

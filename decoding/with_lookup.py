@@ -74,6 +74,8 @@ class LookupFirst(ChainDrafter):
         if max(left_B) == 0:
             return copied
         drafted = super().propose(sequences_B, left_B, stopping_B, chooser)
+        if drafted.tokens_BN.shape[1] == 0:  # beyond the model's context, or not worth it
+            return copied
         return _merged(drafted, copied, chooser) if max(copied.counts_B) else drafted
 
     def select(self, rows: Sequence[int]) -> None:

@@ -23,6 +23,8 @@ from decoding.policies import CostRatio
 from decoding.sampling import Warper
 from decoding.stopping import Fixed, RoundCosts
 from decoding.target import Target
+from decoding.trees import RankedTree
+from decoding.with_lookup import with_lookup
 
 from .rows import COSTS, ROWS, DrafterRow, Kit
 from .tiny import hf_model, native_of, random_prompts
@@ -126,7 +128,20 @@ def test_a_round_waits_once(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
     assert waits.meant == rounds
 
 
+TREE_RULES = ("greedy", "token", "coupled")
 REAL = [row for row in ROWS if not row.name.startswith("oracle")]  # the test oracles are no product
+REAL += [
+    DrafterRow(
+        "graph_with_lookup",
+        make=lambda kit: with_lookup(GraphDrafter)(model=kit.draft_model, frontier=3, min_match=1),
+        rules=TREE_RULES,
+    ),
+    DrafterRow(
+        "budget_tree_with_lookup",
+        make=lambda kit: with_lookup(RankedTree)(model=kit.draft_model, frontier=3, by_cost=True, min_match=1),
+        rules=TREE_RULES,
+    ),
+]
 
 
 def settings_of(rule: str, **fields: Any) -> Settings:
@@ -171,6 +186,22 @@ def test_every_row_waits_for_what_was_accepted_alone(
     assert waits.stray == []
     assert waits.meant == waits_of(row.name, rounds, max(one.draft_steps for one in done))
     assert expected is None or [one.tokens for one in done] == expected
+
+
+def test_a_round_that_asks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a graph that is merged and counted as for a host that waits anyway, and what an index may cost."""
+    target, draft_model = models()
+    drafter, waits = GraphDrafter(model=draft_model), Waits()
+    with torch.inference_mode():
+        running = start(target, drafter, random_prompts(2), settings_of("greedy"))
+        monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+        with waits.counting(monkeypatch):
+            running.round()
+    assert set(waits.stray) == {"tolist"} and waits.meant == 1
+    numbers_BN = torch.zeros(2, 3)
+    with waits.counting(monkeypatch):
+        numbers_BN[:, [0, 2]] += numbers_BN[numbers_BN > 0].sum()
+    assert waits.stray[-3:] == ["__getitem__", "__getitem__", "__setitem__"]
 
 
 ALONE = (
