@@ -16,9 +16,10 @@ from torch import Tensor
 
 from decoding import cuda
 from decoding.chooser import Chooser
-from decoding.drafter import Drafter, Observation, Outcome, Proposal
+from decoding.drafter import Drafter, Observation, Proposal
 from decoding.errors import UserError
 from decoding.processors import Allowed, make_processors
+from decoding.reading import Reading
 from decoding.sampling import Warper
 from decoding.stats import Generation
 from decoding.stopping import RoundCosts, Stopping
@@ -139,10 +140,13 @@ class Batch:
         logits_BNV, hidden_BNC = self._forward(proposal)
         counted = None if proposal is None else proposal.counted()
         width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
+        asked = () if proposal is None or proposal.asks is None else proposal.asks(logits_BNV)
+        self.chooser.read = Reading(*asked)
         outcome = self.rule(logits_BNV[:, :width], counted, self.chooser)
-        drafted_B = [0] * len(rows) if proposal is None else proposal.counts_B
+        seen = Observation(outcome, logits_BNV, hidden_BNC, self.chooser.read.answers())
+        drafted_B = [0] * len(rows) if proposal is None else outcome.drafted_B or proposal.counts_B
         keep = self._emit(outcome.tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
-        self._commit(outcome, proposal, logits_BNV, hidden_BNC)
+        self._commit(seen, drafted_B)
         ended = perf_counter()
         for row in rows:
             row.generation.decode_seconds += ended - began
@@ -230,15 +234,16 @@ class Batch:
                 return end
         return otherwise
 
-    def _commit(self, outcome: Outcome, proposal: Proposal | None, logits_BNV: Tensor, hidden_BNC: Tensor) -> None:
+    def _commit(self, seen: Observation, drafted_B: list[int]) -> None:
         """Keep the tip and the accepted tokens in the caches."""
+        outcome = seen.outcome
         paths_BL = None if outcome.paths_B is None else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
         self.target.commit(paths_BL, [accepted + 1 for accepted in outcome.accepted_B])
         if self.drafter is not None:
-            self.drafter.observe(Observation(outcome, logits_BNV, hidden_BNC))
+            self.drafter.observe(seen)
             self.drafter.rollback(self.target.lengths_B)
-            for b, row in enumerate(self.rows):
-                row.stopping.update(proposal.counts_B[b] if proposal is not None else 0, outcome.accepted_B[b])
+            for row, drafted, accepted in zip(self.rows, drafted_B, outcome.accepted_B, strict=True):
+                row.stopping.update(drafted, accepted)
 
     def _select(self, keep: list[int]) -> None:
         self.rows = [self.rows[b] for b in keep]

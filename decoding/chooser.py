@@ -14,6 +14,7 @@ from torch import Tensor
 from decoding import cuda, noise
 from decoding.errors import UserError
 from decoding.processors import Processors
+from decoding.reading import Reading
 from decoding.sampling import Warper, draw
 
 RULES = ("greedy", "token", "block", "coupled")
@@ -39,6 +40,7 @@ class Chooser:
         self.spec = (warper, verify, seed, vocab_size)  # all that an equal chooser elsewhere needs, with `begun`
         self.begun: tuple[Sequence[int], Sequence[int], Sequence[int], int] = ((), (), (), 0)
         self.processors: Processors | None = None
+        self.read = Reading()  # the rules' way to the host: what the drafter asked for comes along (decoding/batch.py)
         self._round_keys_B: list[int] = []
         self._positions_B: Sequence[int] = ()
         self._keys_BW = torch.empty(0)

@@ -6,15 +6,17 @@ target forward runs over the tip and the drafted tokens.
 Shapes: B rows, N drafted tokens, V vocabulary, C hidden size, P nodes with children, K tokens of a distribution.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from decoding.chooser import Chooser
 from decoding.stopping import RoundCosts, Stopping
 from decoding.target import Target
+
+NO_NODE = -2  # in place of a parent: padding, where only the device knows how many nodes a row has
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Caps:
     can_overlap: bool = False  # can draft while the target verifies
     needs_costs: bool = False  # weighs its proposal by the measured costs of a round
     steps: str = "token"  # what t_draft times: one drafted "token", or a whole "round" (trees, one-pass drafters)
+    learns_words: bool = False  # files what the target says, and takes every outcome for one of its own proposals
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,15 @@ class Proposal:
 
     tokens_BN: Tensor  # rows with fewer than N are padded on the right
     counts_B: list[int]  # drafted tokens of each row; what a tree has behind them is not verified
-    parents_BN: Tensor | None = None  # None: a chain; else the parent's index, -1 for the tip, parents first
+    parents_BN: Tensor | None = (
+        None  # None: a chain; else the parent's index, -1 for the tip, NO_NODE for padding; parents first
+    )
     q_BNV: Tensor | None = None  # probabilities that each token was drawn from; None: none (greedy, coupled, n-gram)
     steps: int = 0  # the model's forwards that made it
     q_top: TopRows | None = None  # of a tree, in place of q_BNV
+    siblings: int = 0  # of a tree with q_BNV: the most children that a node has
+    # From the target's logits (B, N + 1, V) to what the drafter wants to read with the outcome; see `Observation.answers`.
+    asks: Callable[[Tensor], Sequence[Tensor]] | None = None
 
     def counted(self) -> "Proposal | None":
         """Without the nodes that no row counts: they ride along in the forward and are not verified. None if no row counts any."""
@@ -65,7 +73,12 @@ class Proposal:
             return None
         parents_BN = None if self.parents_BN is None else self.parents_BN[:, :N]
         q_BNV = None if self.q_BNV is None else self.q_BNV[:, :N]
-        return Proposal(self.tokens_BN[:, :N], self.counts_B, parents_BN, q_BNV, self.steps, self.q_top)
+        return replace(self, tokens_BN=self.tokens_BN[:, :N], parents_BN=parents_BN, q_BNV=q_BNV)
+
+    def drafted(self, parents: Sequence[Sequence[int]]) -> list[int]:
+        """Drafted tokens of each row of a tree, padding left out; parents: `parents_BN` as lists."""
+        pairs = zip(parents, self.counts_B, strict=True)
+        return [sum(parent != NO_NODE for parent in row[:count]) for row, count in pairs]
 
 
 @dataclass(slots=True)
@@ -76,6 +89,7 @@ class Outcome:
     paths_B: list[list[int]] | None  # accepted nodes of the proposal; None: the first ones of the chain
     accepted_B: list[int]  # accepted tokens
     tested_B: list[int]  # tested tokens along the path: the accepted ones and the one that failed
+    drafted_B: list[int] | None = None  # drafted tokens, where padding may be among the proposal's; None: its counts
 
 
 @dataclass(slots=True)
@@ -85,6 +99,7 @@ class Observation:
     outcome: Outcome
     logits_BNV: Tensor  # of the tip and the drafted tokens
     hidden_BNC: Tensor
+    answers: list[Any] = field(default_factory=list)  # what the proposal asked for, as lists
 
 
 class Drafter(Protocol):

@@ -4,6 +4,7 @@ Source: Gong et al. 2024, "Graph-Structured Speculative Decoding" (arXiv 2407.16
 elsewhere in the draft already is merged with that node: it is not expanded, and before verification the graph is unrolled to a tree,
 in which it gets a copy of what followed there. Unlikely siblings are left out and unlikely nodes stay leaves. The paper's sampled
 mode takes the longest path of independent tests, which changes the distribution; here the tree is verified exactly, as every other.
+Where the host runs ahead of the device, nodes are compared and the graph is unrolled there (decoding/graph_device.py).
 
 Shapes: as in decoding/trees.py.
 """
@@ -18,8 +19,10 @@ from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Proposal
 from decoding.errors import UserError
+from decoding.graph_device import DeviceGraph
+from decoding.seen import NONE, Seen
 from decoding.stopping import Stopping
-from decoding.trees import NONE, RankedTree, Seen
+from decoding.trees import RankedTree
 
 
 class GraphDrafter(RankedTree):
@@ -49,6 +52,7 @@ class GraphDrafter(RankedTree):
         self._endings: list[tuple[int, ...]] = []
         self._known: list[dict[tuple[int, ...], int]] = []  # ending with a node's token -> the node
         self._merged: list[dict[int, int]] = []  # merged node -> the node that it is one with
+        self._on_device: DeviceGraph | None = None  # in place of these three, where the host runs ahead
 
     def propose(
         self,
@@ -63,6 +67,8 @@ class GraphDrafter(RankedTree):
         ]
         self._known = [{} for _ in sequences_B]
         self._merged = [{} for _ in sequences_B]
+        if self._ahead:
+            self._on_device = DeviceGraph(sequences_B, self.match, max(budgets_B), chooser.device)
         return super().propose(sequences_B, budgets_B, stopping_B, chooser)
 
     def _kept(self, scores_BPK: Tensor, above_BP: Tensor) -> Tensor:
@@ -70,6 +76,13 @@ class GraphDrafter(RankedTree):
         return super()._kept(scores_BPK, above_BP).masked_fill(weak_BPK, NONE)
 
     def _expandable(self, seen: Seen, first: int, scores_BPK: Tensor) -> Tensor:
+        if self._on_device is not None:
+            closed_BP = self._on_device.merge(seen, first) | (scores_BPK.flatten(1) < self._least_leaf)
+            return seen.scores_BM[:, first:].masked_fill(closed_BP, NONE)
+        return seen.scores_BM[:, first:].masked_fill(self._closed(seen, first, scores_BPK), NONE)
+
+    def _closed(self, seen: Seen, first: int, scores_BPK: Tensor) -> Tensor:
+        """Which of the nodes from `first` on are not expanded: unlikely ones, and those that are merged here."""
         closed_BP = (scores_BPK.flatten(1) < self._least_leaf).tolist()
         tokens, parents, scores = seen.tokens_BM.tolist(), seen.parents_BM.tolist(), seen.scores_BM.tolist()
         for b, closed_P in enumerate(closed_BP):
@@ -79,13 +92,15 @@ class GraphDrafter(RankedTree):
                     continue
                 path = _path(parents[b], node)
                 words = (*self._endings[b], *(tokens[b][n] for n in path))
-                twin = self._known[b].setdefault(words[len(words) - self.match - 1 :], node)
+                twin = self._known[b].setdefault(words[max(0, len(words) - self.match - 1) :], node)
                 if twin != node and twin not in path:
                     self._merged[b][node] = twin
                     closed_P[node - first] = True
-        return seen.scores_BM[:, first:].masked_fill(cuda.tensor(closed_BP, seen.scores_BM.device), NONE)
+        return cuda.tensor(closed_BP, seen.scores_BM.device)
 
     def _pick(self, seen: Seen, depths_B: list[int]) -> Proposal:
+        if self._on_device is not None:
+            return super()._pick(self._on_device.unrolled(seen, self.max_nodes), depths_B)
         added = [self._unrolled(seen, b, depth) for b, depth in enumerate(depths_B)]
         width = max(len(nodes) for nodes in added)
         if width:

@@ -171,11 +171,13 @@ class Lookahead:
             counts_B.append(len(tree.tokens))
             self._ends[row] = self._windows[row].hang(tree) if budget else []
             trees.append(tree)
-        return packed(trees, counts_B, chooser.device)
+        proposal = packed(trees, counts_B, chooser.device)
+        proposal.asks = choices
+        return proposal
 
     def observe(self, observation: Observation) -> None:
-        """Read what the target says after each column."""
-        said_BN = observation.logits_BNV.argmax(-1).tolist()
+        """Learn what the target says after each column."""
+        (said_BN,) = observation.answers or ([],)
         for row, ends in enumerate(self._ends):
             if ends:  # else the round had no window: nothing was worth a draft
                 self._windows[row].learn([said_BN[row][end + 1] for end in ends], self.pools[row])
@@ -196,6 +198,11 @@ class Lookahead:
         for pool, window in zip(self.pools, self._windows, strict=True):
             pool.newest(window.rows[0][0], self.candidates)
             window.hang(Branches())
+
+
+def choices(logits_BNV: Tensor) -> tuple[Tensor]:
+    """What is asked with the outcome: the likeliest token after every node."""
+    return (logits_BNV.argmax(-1),)
 
 
 def packed(trees: Sequence[Branches], counts_B: list[int], device: torch.device) -> Proposal:

@@ -84,7 +84,8 @@ class MultiCandidate(ChainDrafter):
         nodes = self._nodes_by_depth(depth)
         counts_B = [nodes[own] for own in depths_B]
         q_BNV = torch.cat(rows_q, 1) if rows_q else None
-        return Proposal(torch.cat(tokens, 1), counts_B, self._parents(parents, B), q_BNV, depth)
+        siblings = max(self._children_at(d) for d in range(depth))
+        return Proposal(torch.cat(tokens, 1), counts_B, self._parents(parents, B), q_BNV, depth, siblings=siblings)
 
     def _parents(self, parents: list[int], rows: int) -> Tensor:
         return cuda.tensor(parents, self.model.device).expand(rows, -1)

@@ -5,6 +5,9 @@ model's forwards carry a lookahead window, so a step drafts more than a token; t
 to it as branches, which the target verifies in the same forward; and what the target says is filed: after a rejection its own words for the
 rest of the draft, and for every attached phrase the corrected one. Drafts are the model's choices, point masses to every rule.
 
+Where the host runs ahead of the device, a round waits once for each of the model's own forwards and once for the target's: which phrases ride in
+a forward hangs on the token that the one before it chose, and phrases are looked up on the host.
+
 Shapes: B rows, N nodes, V vocabulary.
 """
 
@@ -21,7 +24,8 @@ from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Outcome, Proposal
 from decoding.errors import UserError
-from decoding.lookahead import Branches, Lookahead, packed
+from decoding.lookahead import Branches, Lookahead, choices, packed
+from decoding.reading import Reading
 from decoding.stopping import Stopping
 from decoding.verify import follow
 
@@ -42,7 +46,7 @@ class Ouroboros(ChainDrafter):
     counts an attached phrase's ngram - 1 tokens too. The other arguments are ChainDrafter's.
     """
 
-    caps = Caps(shape="tree")
+    caps = Caps(shape="tree", learns_words=True)
 
     def __init__(
         self, *arguments: Any, ngram: int = 4, columns: int = 4, candidates: int = 3, suffixes: int = 3, **named: Any
@@ -101,7 +105,7 @@ class Ouroboros(ChainDrafter):
                 self._drafted[row] = Drafted(chain, drafted, hung)
             trees.append(tree)
         proposal = packed(trees, [len(tree.tokens) for tree in trees], chooser.device)
-        proposal.steps = steps
+        proposal.steps, proposal.asks = steps, choices
         return proposal
 
     def _draft(
@@ -109,8 +113,9 @@ class Ouroboros(ChainDrafter):
     ) -> tuple[list[list[int]], int]:
         """The model's own next tokens of each row, by lookahead decoding, and how many forwards they took."""
         logits_BV = self._fit(self._catch_up(sequences_B, wanted_B), chooser)
-        first_B = self._choose(logits_BV[:, None], torch.zeros(len(wanted_B), 1, dtype=torch.long), chooser)
-        drafted_B = [[first[0]] if wanted else [] for first, wanted in zip(first_B.tolist(), wanted_B)]
+        depths_B1 = torch.zeros(len(wanted_B), 1, dtype=torch.long, device=chooser.device)
+        (first_B,) = cuda.read(self._choose(logits_BV[:, None], depths_B1, chooser))
+        drafted_B = [[first[0]] if wanted else [] for first, wanted in zip(first_B, wanted_B)]
         steps = 1
         while any(len(drafted) < wanted for drafted, wanted in zip(drafted_B, wanted_B)):
             contexts_B = [[*sequence, *drafted] for sequence, drafted in zip(sequences_B, drafted_B)]
@@ -135,11 +140,12 @@ class Ouroboros(ChainDrafter):
         counted = proposal.counted()
         width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
         depths_BN = ancestors(below_BN[:, :width]).sum(-1) - 1 + cuda.tensor(done_B, device)[:, None]
-        outcome = follow(self._choose(logits_BNV[:, :width], depths_BN, chooser), counted)
+        read = Reading(*choices(logits_BNV))
+        outcome = follow(self._choose(logits_BNV[:, :width], depths_BN, chooser), counted, read)
         kept_B = [min(accepted + 1, left) for accepted, left in zip(outcome.accepted_B, left_B)]
         paths_BL = None if outcome.paths_B is None else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
         self.model.commit(paths_BL, kept_B)
-        self.inner.observe(Observation(outcome, logits_BNV, logits_BNV))
+        self.inner.observe(Observation(outcome, logits_BNV, logits_BNV, read.answers()))
         return outcome
 
     @staticmethod
@@ -151,7 +157,7 @@ class Ouroboros(ChainDrafter):
 
     def observe(self, observation: Observation) -> None:
         """File the target's words: for the rejected rest of the chain, and for what follows each attached phrase's tokens."""
-        said_BN = observation.logits_BNV.argmax(-1).tolist()
+        (said_BN,) = observation.answers or ([],)
         for row, drafted in enumerate(self._drafted):
             if drafted is None:
                 continue

@@ -115,6 +115,10 @@ def draw(weights_RV: Tensor, uniforms_R: list[float]) -> Tensor:
 
 def draw_at(weights_RV: Tensor, uniforms_R1: Tensor) -> Tensor:
     """`draw` with float64 uniforms that are on the device already."""
-    cumulative_RV = weights_RV.cumsum(-1, dtype=torch.float64)
-    points_R1 = uniforms_R1 * cumulative_RV[:, -1:]
+    return draw_from(weights_RV.cumsum(-1, dtype=torch.float64), uniforms_R1)
+
+
+def draw_from(cumulative_RV: Tensor, uniforms_R1: Tensor) -> Tensor:
+    """`draw_at` from cumulative sums; V where a row has no weight."""
+    points_R1 = uniforms_R1 * cumulative_RV[..., -1:]
     return torch.searchsorted(cumulative_RV, points_R1, right=True).squeeze(-1)

@@ -4,7 +4,8 @@
 `RankedTree` expands the likeliest nodes of each level and has the likeliest of all that it saw tested (EAGLE-2, Li et al. 2024,
 arXiv 2406.16858). With measured costs the number of nodes and levels is the one that promises the most tokens a millisecond: a node's
 path probability estimates its chance to be accepted, so their sum estimates the accepted tokens (OPT-Tree, Wang et al. 2024, arXiv
-2406.17276), and V(n) says what testing them costs.
+2406.17276), and V(n) says what testing them costs. Where the host runs ahead of the device nothing is asked while a tree grows: as many nodes
+are proposed as there may be, and with costs a round's size comes from the rounds before (decoding/tree_size.py).
 
 Children are the model's best tokens, not draws: verification takes them for point masses, siblings one after another. The model runs over its
 whole tree again at each level, as a shallow model does so at next to no cost, and no cache row moves before the target has spoken.
@@ -13,7 +14,6 @@ Shapes: B rows, P nodes of the deepest level, K children of a node, M nodes seen
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ from torch import Tensor
 from decoding import cuda
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
-from decoding.drafter import Caps, Proposal
+from decoding.drafter import Caps, Observation, Proposal
 from decoding.errors import UserError
+from decoding.seen import NONE, Seen
 from decoding.stopping import RoundCosts, Stopping
 from decoding.target import Target
-
-NONE = float("-inf")
+from decoding.tree_size import TreeSize
 
 
 class StaticTree(ChainDrafter):
@@ -78,7 +78,7 @@ class StaticTree(ChainDrafter):
             best_BPK = chooser.log_scores(logits_BPV, d).topk(min(ranks, logits_BPV.shape[-1]), dim=-1).indices
             places = {path: p for p, path in enumerate(level)}
             flat = [places[path[:-1]] * best_BPK.shape[2] + min(path[-1], best_BPK.shape[2] - 1) for path in nodes]
-            tokens.append(best_BPK.flatten(1)[:, flat])
+            tokens.append(best_BPK.flatten(1)[:, cuda.tensor(flat, best_BPK.device)])
             if d + 1 < depth:
                 # Leaves run along: they are few, and the tree stays one block.
                 logits_BNV, _ = self.model.forward(torch.cat(tokens, 1), self._parents(d + 1, len(depths_B)))
@@ -99,30 +99,6 @@ class StaticTree(ChainDrafter):
         )
 
 
-@dataclass
-class Seen:
-    """All nodes that a growing tree has seen, level after level. Scores are log path probabilities."""
-
-    tokens_BM: Tensor
-    parents_BM: Tensor  # index among the nodes seen, -1 for the tip
-    scores_BM: Tensor
-    depths_BM: Tensor  # 1 for the tip's children
-    levels: int = 0  # that the model has run for
-
-    def add(self, tokens_BP: Tensor, parents_BP: Tensor, scores_BP: Tensor, depths_BP: Tensor) -> None:
-        """Append nodes."""
-        self.tokens_BM = torch.cat((self.tokens_BM, tokens_BP), 1)
-        self.parents_BM = torch.cat((self.parents_BM, parents_BP), 1)
-        self.scores_BM = torch.cat((self.scores_BM, scores_BP), 1)
-        self.depths_BM = torch.cat((self.depths_BM, depths_BP), 1)
-
-    @staticmethod
-    def none(rows: int, device: torch.device, dtype: torch.dtype) -> "Seen":
-        """No nodes yet."""
-        whole = torch.empty(rows, 0, dtype=torch.long, device=device)
-        return Seen(whole, whole, torch.empty(rows, 0, dtype=dtype, device=device), whole)
-
-
 class RankedTree(ChainDrafter):
     """A tree that grows where it is worth it. Hydra: `_target_: decoding.trees.RankedTree`.
 
@@ -141,10 +117,13 @@ class RankedTree(ChainDrafter):
         self.frontier, self.max_nodes = frontier, max_nodes
         self.caps = Caps(shape="tree", needs_costs=by_cost)
         self.costs: RoundCosts | None = None
+        self._ahead = False
+        self._sizes_B: list[TreeSize] = []  # where sizes come from the rounds before
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """What nodes and levels are weighed by, where `by_cost` is set."""
         self.costs = costs if self.caps.needs_costs else None
+        self._ahead = cuda.runs_ahead(target.device)
 
     def width(self, gamma: int) -> int:
         """Nodes proposed at most: those asked for, or all that a tree of depth gamma sees."""
@@ -153,6 +132,17 @@ class RankedTree(ChainDrafter):
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """As a chain drafter, with room for the nodes that are expanded and not proposed."""
         super().open(prompts_B, prefill_hidden_BNC, capacity + self.max_nodes * self.frontier)
+        self._weigh(len(prompts_B))
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """As a chain drafter; sizes are chosen afresh."""
+        super().resume(prompt, kept, hidden_NC)
+        self._weigh(1)
+
+    def _weigh(self, rows: int) -> None:
+        self._sizes_B = []
+        if self.costs is not None and self._ahead:
+            self._sizes_B = [TreeSize(self.costs, self.max_nodes) for _ in range(rows)]
 
     def propose(
         self,
@@ -163,10 +153,24 @@ class RankedTree(ChainDrafter):
     ) -> Proposal:
         """The tree of each row, at most as deep as its budget; rows beyond this model's own context get none."""
         depths_B = self._within_context(sequences_B, budgets_B)
+        if self._sizes_B:
+            pairs = zip(self._sizes_B, depths_B, strict=True)
+            depths_B = [len(size.choose(depth, self.max_nodes)) for size, depth in pairs]
         if max(depths_B) == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         logits_BV = self._fit(self._catch_up(sequences_B, depths_B), chooser)
         return self._pick(*self._grow(logits_BV, depths_B, chooser))
+
+    def observe(self, observation: Observation) -> None:
+        """Learn what the sizes were worth."""
+        chances_BLW = observation.answers[0] if observation.answers else [()] * len(self._sizes_B)
+        for size, chances_LW, accepted in zip(self._sizes_B, chances_BLW, observation.outcome.accepted_B):
+            size.learn(chances_LW, accepted)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        super().select(rows)
+        self._sizes_B = [self._sizes_B[row] for row in rows] if self._sizes_B else []
 
     def _grow(self, logits_BV: Tensor, depths_B: list[int], chooser: Chooser) -> tuple[Seen, list[int]]:
         """All nodes seen, and the depth at which each row's growth ended."""
@@ -182,10 +186,11 @@ class RankedTree(ChainDrafter):
             best = chooser.log_scores(logits_BPV, d).topk(min(K, logits_BPV.shape[-1]), dim=-1)
             k = best.indices.shape[2]
             tokens_BP, scores_BP = best.indices.flatten(1), self._kept(best.values, above_BP).flatten(1)
-            first, seen.levels = seen.tokens_BM.shape[1], d + 1
+            first, seen.levels, seen.siblings = seen.tokens_BM.shape[1], d + 1, k
             seen.add(tokens_BP, in_seen_BP.repeat_interleave(k, 1), scores_BP, torch.full_like(tokens_BP, d + 1))
             top = self._expandable(seen, first, best.values).topk(min(K, scores_BP.shape[1]), dim=-1)
-            mass_B = self._stop_rows(seen, top.values, mass_B, depths_B, d + 1)
+            if self.costs is not None and not self._sizes_B:
+                mass_B = self._stop_rows(seen, top.values, mass_B, depths_B, d + 1)
             if d + 1 >= max(depths_B):
                 break
             above_BP, in_seen_BP = top.values, first + top.indices
@@ -208,10 +213,9 @@ class RankedTree(ChainDrafter):
     def _stop_rows(
         self, seen: Seen, frontier_BK: Tensor, before_B: list[float], depths_B: list[int], depth: int
     ) -> list[float]:
-        """With costs, end rows (in `depths_B`) where another level promises less than it costs. Returns the frontier's mass by row."""
-        mass_B = frontier_BK.exp().sum(1).tolist()
-        if self.costs is None:
-            return mass_B
+        """End rows (in `depths_B`) where another level promises less than it costs. Returns the frontier's mass by row."""
+        assert self.costs is not None
+        mass_B: list[float] = frontier_BK.exp().sum(1).tolist()
         for b, (mass, before) in enumerate(zip(mass_B, before_B)):
             if depths_B[b] <= depth:
                 continue
@@ -230,28 +234,33 @@ class RankedTree(ChainDrafter):
         return best + 1, rates[best]
 
     def _pick(self, seen: Seen, depths_B: list[int]) -> Proposal:
-        """The likeliest nodes of each row. A parent is never less likely than its child and comes before it, so paths stay whole."""
-        device = seen.scores_BM.device
-        B, M = seen.scores_BM.shape
-        scores_BM = seen.scores_BM.masked_fill(seen.depths_BM > cuda.tensor(depths_B, device)[:, None], NONE)
+        """The likeliest nodes of each row; a parent is never less likely than its child."""
+        scores_BM = seen.down_to(depths_B)
         order = scores_BM.sort(descending=True, stable=True)
-        counts_B = [min(self.max_nodes, count) for count in (order.values > NONE).sum(1).tolist()]
+        real_B = (order.values > NONE).sum(1)
+        if self._ahead:
+            return self._at_most(seen, depths_B, order.indices, real_B)
+        counts_B = [min(self.max_nodes, count) for count in real_B.tolist()]
         if self.costs is not None:
             counts_B = [
                 min(count, self._best(scores_M, depth)[0]) if count else 0
                 for scores_M, depth, count in zip(scores_BM, depths_B, counts_B)
             ]
-        rank_BM = torch.empty_like(order.indices).scatter_(
-            1, order.indices, torch.arange(M, device=device).expand(B, -1)
-        )
-        keep_BM = rank_BM < cuda.tensor(counts_B, device)[:, None]
-        place_BM = keep_BM.cumsum(1) - 1
-        kept_BN = keep_BM.long().sort(descending=True, stable=True).indices[:, : max(counts_B)]
-        parents_BN = seen.parents_BM.gather(1, kept_BN)
-        placed_BN = place_BM.gather(1, parents_BN.clamp(min=0)).where(parents_BN >= 0, parents_BN)
-        real_BN = keep_BM.gather(1, kept_BN)
-        tokens_BN = seen.tokens_BM.gather(1, kept_BN) * real_BN
-        return Proposal(tokens_BN, counts_B, placed_BN.masked_fill(~real_BN, -1), None, seen.levels)
+        tokens_BN, parents_BN = seen.kept(order.indices, cuda.tensor(counts_B, real_B.device), max(counts_B))
+        return Proposal(tokens_BN, counts_B, parents_BN, None, seen.levels)
+
+    def _at_most(self, seen: Seen, depths_B: list[int], order_BM: Tensor, real_B: Tensor) -> Proposal:
+        """As many nodes as there may be, without asking how many there are: `real_B` at most, the others are padding."""
+        M = order_BM.shape[1]
+        most_B = [min(self.max_nodes, M) if depth else 0 for depth in depths_B]
+        if self._sizes_B:
+            most_B = [min(sum(size.chosen), M) for size in self._sizes_B]
+        counts_B = torch.minimum(real_B, cuda.tensor(most_B, real_B.device))
+        tokens_BN, parents_BN = seen.kept(order_BM, counts_B, max(most_B))
+        proposal = Proposal(tokens_BN, most_B, parents_BN, None, seen.levels)
+        if self._sizes_B:
+            proposal.asks = lambda _: (seen.chances(self.max_nodes),)
+        return proposal
 
     def time_step(self) -> None:
         """One forward over two levels of expanded nodes, the mean of a tree three deep; nothing is committed."""

@@ -4,8 +4,8 @@ Each rule is one function (target logits, proposal, chooser) -> Outcome, batched
 `greedy` and `coupled` let the target choose a token at every node and follow the children that equal it; `token` tests
 drawn tokens one by one by p/q (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1), `block` all of them together (Sun et al.
 2025, arXiv 2403.10444); both take q for a point mass where the proposal has none. All keep the target's distribution;
-`coupled` also keeps its very tokens. On a GPU a round waits once for what they decided (decoding/verify_device.py), twice for `token` on
-trees (decoding/verify_tree.py), which is eager where q is dense.
+`coupled` also keeps its very tokens. On a GPU a round waits once for what they decided: `greedy` and `coupled` read the target's choices, `token`
+and `block` have twins that do (decoding/verify_device.py for chains, decoding/verify_tree.py for trees).
 
 Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip comes first.
 """
@@ -19,6 +19,7 @@ from decoding import cuda, noise, verify_device, verify_tree
 from decoding.cache import ancestors
 from decoding.chooser import Chooser
 from decoding.drafter import Outcome, Proposal
+from decoding.reading import Reading
 from decoding.sampling import draw
 
 Rule = Callable[[Tensor, Proposal | None, Chooser], Outcome]
@@ -26,7 +27,7 @@ Rule = Callable[[Tensor, Proposal | None, Chooser], Outcome]
 
 def greedy(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
     """Keep drafted tokens that are the target's argmax."""
-    return follow(logits_BNV.argmax(-1), proposal)
+    return follow(logits_BNV.argmax(-1), proposal, chooser.read)
 
 
 def coupled(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
@@ -35,18 +36,18 @@ def coupled(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> 
     if proposal is not None and proposal.parents_BN is not None:
         depths_BN = torch.nn.functional.pad(ancestors(proposal.parents_BN).sum(-1), (1, 0))
         depths_BN.clamp_(max=chooser.depths - 1)  # what lies deeper rides along and is not verified
-    return follow(chooser.race(logits_BNV, 0, depths_BN), proposal)
+    return follow(chooser.race(logits_BNV, 0, depths_BN), proposal, chooser.read)
 
 
-def follow(choices_BN: Tensor, proposal: Proposal | None) -> Outcome:
+def follow(choices_BN: Tensor, proposal: Proposal | None, read: Reading) -> Outcome:
     """Walk from the tip to the child that equals the target's choice, as long as there is one."""
     if proposal is None:
-        (choices,) = cuda.read(choices_BN)
+        (choices,) = read(choices_BN)
         return Outcome(choices, None, [0] * len(choices), [0] * len(choices))
     if proposal.parents_BN is not None:
-        choices, drafted, parents = cuda.read(choices_BN, proposal.tokens_BN, proposal.parents_BN)
-        return _follow_tree(choices, drafted, parents, proposal.counts_B)
-    choices, drafted = cuda.read(choices_BN, proposal.tokens_BN)
+        choices, drafted, parents = read(choices_BN, proposal.tokens_BN, proposal.parents_BN)
+        return _follow_tree(choices, drafted, parents, proposal)
+    choices, drafted = read(choices_BN, proposal.tokens_BN)
     accepted_B = [
         next((n for n in range(count) if row[n] != wanted[n]), count)
         for row, wanted, count in zip(drafted, choices, proposal.counts_B, strict=True)
@@ -56,10 +57,10 @@ def follow(choices_BN: Tensor, proposal: Proposal | None) -> Outcome:
 
 
 def _follow_tree(
-    choices: list[list[int]], drafted: list[list[int]], parents: list[list[int]], counts: list[int]
+    choices: list[list[int]], drafted: list[list[int]], parents: list[list[int]], proposal: Proposal
 ) -> Outcome:
     tokens_B, paths_B, tested_B = [], [], []
-    for wanted, tokens, parent_of, count in zip(choices, drafted, parents, counts, strict=True):
+    for wanted, tokens, parent_of, count in zip(choices, drafted, parents, proposal.counts_B, strict=True):
         path: list[int] = []
         tip = -1
         while True:
@@ -72,7 +73,7 @@ def _follow_tree(
         paths_B.append(path)
         tokens_B.append([wanted[node + 1] for node in [-1, *path]])
         tested_B.append(len(path) + bool(children))
-    return Outcome(tokens_B, paths_B, [len(path) for path in paths_B], tested_B)
+    return Outcome(tokens_B, paths_B, [len(path) for path in paths_B], tested_B, proposal.drafted(parents))
 
 
 def _tested(accepted_B: Sequence[int], counts_B: Sequence[int]) -> list[int]:
@@ -86,13 +87,13 @@ def token(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Ou
     tested in turn, each against what the failed ones left (recursive rejection, Yang et al. 2024, arXiv 2401.06706, section 3.2).
     """
     if proposal is not None and proposal.parents_BN is not None:
-        if cuda.runs_ahead(logits_BNV.device) and proposal.q_BNV is None:
+        if cuda.runs_ahead(logits_BNV.device):
             return verify_tree.token(logits_BNV, proposal, chooser)
         return _recursive(logits_BNV, proposal, chooser)
     probs_BNV = chooser.warper.probs(logits_BNV)
     B = len(probs_BNV)
     if proposal is None:
-        (next_B,) = cuda.read(draw(probs_BNV[:, 0], [chooser.uniform(b, 0, noise.BONUS) for b in range(B)]))
+        (next_B,) = chooser.read(draw(probs_BNV[:, 0], [chooser.uniform(b, 0, noise.BONUS) for b in range(B)]))
         return Outcome([[token] for token in next_B], None, [0] * B, [0] * B)
     if cuda.runs_ahead(probs_BNV.device):
         return verify_device.token(probs_BNV, proposal, chooser)

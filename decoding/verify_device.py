@@ -27,7 +27,7 @@ def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
         residual_BV = p_BV.scatter(1, failed_BV[:, None], 0.0)
     else:
         residual_BV = (p_BV - _at(proposal.q_BNV, _last_node(accepted_B, proposal))).clamp_(min=0)
-    return _outcome(p_BV, residual_BV, accepted_B, last_BN, proposal)
+    return _outcome(p_BV, residual_BV, accepted_B, last_BN, proposal, chooser)
 
 
 def block(probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
@@ -43,7 +43,7 @@ def block(probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser
     passed_BN = accept_BN <= torch.where(depths_N == counts_B1, w_BN[:, 1:], chance_BN)
     accepted_B = (passed_BN * depths_N).amax(1)
     residual_BV = _at(surplus_BNV, _last_node(accepted_B, proposal))
-    return _outcome(_at(probs_BNV, accepted_B), residual_BV, accepted_B, last_BN, proposal)
+    return _outcome(_at(probs_BNV, accepted_B), residual_BV, accepted_B, last_BN, proposal, chooser)
 
 
 def _uniforms(proposal: Proposal, chooser: Chooser) -> tuple[Tensor, Tensor]:
@@ -89,14 +89,16 @@ def _last_node(accepted_B: Tensor, proposal: Proposal) -> Tensor:
     return accepted_B.clamp(max=proposal.tokens_BN.shape[1] - 1)
 
 
-def _outcome(p_BV: Tensor, residual_BV: Tensor, accepted_B: Tensor, last_BN: Tensor, proposal: Proposal) -> Outcome:
+def _outcome(
+    p_BV: Tensor, residual_BV: Tensor, accepted_B: Tensor, last_BN: Tensor, proposal: Proposal, chooser: Chooser
+) -> Outcome:
     """Draw the token after the accepted ones and read everything back."""
     # No residual is p = q up to rounding, and the failed test was one of probability zero: then p itself is right.
     residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
     counts_B = proposal.counts_B
     failed_B1 = (accepted_B < cuda.tensor(counts_B, accepted_B.device))[:, None]
     next_B = draw_at(torch.where(failed_B1, residual_BV, p_BV), last_BN.gather(1, accepted_B[:, None]))
-    drafted, accepted, following = cuda.read(proposal.tokens_BN, accepted_B, next_B)
+    drafted, accepted, following = chooser.read(proposal.tokens_BN, accepted_B, next_B)
     tokens_B = [[*row[:kept], last] for row, kept, last in zip(drafted, accepted, following, strict=True)]
     tested_B = [kept + (kept < count) for kept, count in zip(accepted, counts_B, strict=True)]
     return Outcome(tokens_B, None, accepted, tested_B)

@@ -1,15 +1,23 @@
-"""`token` verification of trees where the host runs ahead of the device: the device is asked twice a round, whatever the tree.
+"""`token` verification of trees where the host runs ahead of the device: one wait a round, whatever the tree.
 
-The eager twin is `verify._recursive`, which asks at every node. Here the few numbers that decide are read at once: the target's probability of
-each drafted token, and where tokens were drawn, its probabilities of all candidates that they were drawn from. A failed sibling changes p at
-these and nowhere else but for the scale, so the host walks the tree with a handful of numbers; what it leaves of p is then drawn from on the
-device. Same uniforms, same tests, same outcome up to rounding.
+The eager twin is `verify._recursive`, which asks at every node. Here the device makes, for all nodes at once, the few numbers that a walk may
+need; they are read together, and the host walks. Of a node these are the chances of its children, each given that those before it have
+failed, and the token that follows if they all have. That token is drawn at every node before the walk, by one uniform a row: where the walk
+ends hangs on other uniforms, so one will do for all nodes.
 
-Shapes: B rows, N drafted tokens, V vocabulary, P nodes with children, K candidates. Logits have one node more than the proposal: the tip.
+- Point masses: a failed child takes its own probability out of p. What is left where all have failed is known before any is tested.
+- Drawn from few candidates (`Proposal.q_top`): failures change p at the candidates alone, by numbers that the host reads and works out where
+  the walk comes by. The device draws from all other tokens, and the host says whether it is one of these.
+- Drawn from the whole vocabulary (`Proposal.q_BNV`): the device works it out for all nodes at once, child by child.
+
+Same uniforms and same tests as in the twin, so the same path up to rounding; the token behind it is drawn by another uniform.
+
+Shapes: B rows, N drafted tokens, V vocabulary, P = N + 1 nodes with the tip, K candidates, S children of a node, Q nodes with candidates.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,131 +25,246 @@ from torch import Tensor
 
 from decoding import cuda, noise
 from decoding.chooser import Chooser
-from decoding.drafter import Outcome, Proposal
-from decoding.sampling import draw_at
+from decoding.drafter import NO_NODE, Outcome, Proposal
+from decoding.sampling import draw_at, draw_from
 
 
-@dataclass(slots=True)
-class Residual:
-    """What failed siblings left of p at one node, not normalised: numbers in place of p's at some ids, p itself at all others."""
+class Stand(Protocol):
+    """A node where a walk stands."""
 
-    weights: dict[int, float]
-    total: float = 1.0
+    def chance(self, child: int) -> float:
+        """Of this child to pass, given that all before it have failed."""
+        ...
 
-    def fail(self, token: int, q: dict[int, float] | None) -> None:
-        """A child failed; q: of its turn, None for a point mass."""
-        if q is None:
-            self.total -= self.weights[token]
-            self.weights[token] = 0.0
-            return
-        before = self.total
-        for other, share in q.items():
-            kept = max(self.weights[other] - before * share, 0.0)
-            self.total += kept - self.weights[other]
-            self.weights[other] = kept
+    def fail(self, child: int) -> None:
+        """The child did not pass."""
+        ...
+
+    def following(self, uniform: float) -> int:
+        """The token that follows when no child has passed."""
+        ...
 
 
-# (row, node, its children) -> p at the node, and what the children were drawn from, or None for point masses.
-Start = Callable[[int, int, Sequence[int]], tuple[Residual, dict[int, float] | None]]
+At = Callable[[int, int], Stand]  # of (row, node), the node -1 for the tip
 
 
-def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
-    """See `verify.token`. The proposal is a tree of point masses, or has `q_top`."""
-    assert proposal.parents_BN is not None and proposal.q_BNV is None
-    probs_BNV = chooser.warper.probs(logits_BNV)
-    if proposal.q_top is None:
-        walks = _point_masses(probs_BNV, proposal, chooser)
-    else:
-        walks = _drawn(probs_BNV, proposal, chooser)
-    return _outcome(probs_BNV, walks, chooser)
+def token(logits_BPV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
+    """See `verify.token`. The proposal is a tree, of point masses or with q."""
+    probs_BPV = chooser.warper.probs(logits_BPV)
+    ends_B = [chooser.uniform(b, 0, noise.BONUS) for b in range(len(probs_BPV))]  # that of a row without a draft
+    ends_B11 = cuda.tensor(ends_B, probs_BPV.device, torch.float64)[:, None, None]
+    kind = _whole if proposal.q_BNV is not None else _masses if proposal.q_top is None else _candidates
+    drafted, parents, at = kind(probs_BPV, ends_B11, proposal, chooser)
+    paths_B, tokens_B, tested_B = [], [], []
+    for b, count in enumerate(proposal.counts_B):
+        path, tested, following = _walk(b, parents[b][:count], at, chooser)
+        paths_B.append(path)
+        tokens_B.append([*(drafted[b][node] for node in path), following])
+        tested_B.append(tested)
+    return Outcome(tokens_B, paths_B, [len(path) for path in paths_B], tested_B, proposal.drafted(parents))
 
 
-@dataclass(slots=True)
-class _Walk:
-    """One row's way through its tree."""
-
-    path: list[int]
-    tokens: list[int]
-    has_children: bool  # of the node where it ended
-    residual: Residual
-
-
-def _point_masses(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> list[_Walk]:
-    assert proposal.parents_BN is not None
-    rows_B1 = torch.arange(len(probs_BNV), device=probs_BNV.device)[:, None]
-    p_BN = probs_BNV[rows_B1, proposal.parents_BN + 1, proposal.tokens_BN]
-    drafted, parents, p = cuda.read(proposal.tokens_BN, proposal.parents_BN, p_BN)
-
-    def start(row: int, node: int, children: Sequence[int]) -> tuple[Residual, None]:
-        return Residual({drafted[row][child]: p[row][child] for child in children}), None
-
-    return [_walk(b, drafted[b], parents[b][:count], start, chooser) for b, count in enumerate(proposal.counts_B)]
-
-
-def _drawn(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> list[_Walk]:
-    assert proposal.parents_BN is not None and proposal.q_top is not None
-    ids_BPK, q_BPK = proposal.q_top.ids_BPK, proposal.q_top.probs_BPK
-    p_BPK = probs_BNV[:, : ids_BPK.shape[1]].gather(2, ids_BPK[:, : probs_BNV.shape[1]])
-    drafted, parents, ids, q, p = cuda.read(proposal.tokens_BN, proposal.parents_BN, ids_BPK, q_BPK, p_BPK)
-
-    def start(row: int, node: int, children: Sequence[int]) -> tuple[Residual, dict[int, float] | None]:
-        if not children:
-            return Residual({}), None
-        known = ids[row][node + 1]
-        shares = dict(zip(known, q[row][node + 1], strict=True))
-        return Residual(dict(zip(known, p[row][node + 1], strict=True))), shares
-
-    return [_walk(b, drafted[b], parents[b][:count], start, chooser) for b, count in enumerate(proposal.counts_B)]
-
-
-def _walk(row: int, tokens: list[int], parents: list[int], start: Start, chooser: Chooser) -> _Walk:
-    """From the tip to where the target goes on by itself."""
+def _walk(row: int, parents: list[int], at: At, chooser: Chooser) -> tuple[list[int], int, int]:
+    """From the tip to where the target goes on by itself: (the path, tokens tested along it, the token that follows)."""
     path: list[int] = []
     children_of: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children_of.setdefault(parent, []).append(node)
     while True:
-        node, depth = path[-1] if path else -1, len(path)
-        children = children_of.get(node, [])
-        residual, q = start(row, node, children)
+        depth, here = len(path), path[-1] if path else -1
+        children, stand = children_of.get(here, []), at(row, here)
         for child in children:
-            id_ = tokens[child]
-            chance = 1.0 if q is None else q[id_]
-            kept = residual.weights[id_] / residual.total if residual.total > 0 else 0.0
-            if chooser.uniform(row, depth, noise.ACCEPT, child) * chance < kept and chance > 0:
+            if chooser.uniform(row, depth, noise.ACCEPT, child) < stand.chance(child):
                 path.append(child)
                 break
-            residual.fail(id_, q)
-            if q is not None:
-                q = _without(q, id_)
+            stand.fail(child)
         if len(path) == depth:
-            return _Walk(path, [tokens[n] for n in path], bool(children), residual)
+            return path, depth + bool(children), stand.following(chooser.uniform(row, 0, noise.RESIDUAL))
 
 
-def _without(q: dict[int, float], token: int) -> dict[int, float]:
-    """q of the next sibling: the drawn token cannot be drawn again."""
-    rest = sum(share for other, share in q.items() if other != token)
-    return {other: share / rest if other != token and rest > 0 else 0.0 for other, share in q.items()}
+@dataclass(slots=True)
+class Mass:
+    """A node whose children are point masses."""
+
+    tokens: list[int]  # of all nodes
+    p: list[float]  # of each node where its parent stands
+    follows: int
+    left: float = 1.0
+    failed: set[int] = field(default_factory=set)
+
+    def chance(self, child: int) -> float:
+        p = 0.0 if self.tokens[child] in self.failed else self.p[child]
+        return p / self.left if self.left > 0 else 0.0
+
+    def fail(self, child: int) -> None:
+        if self.tokens[child] not in self.failed:
+            self.left -= self.p[child]
+            self.failed.add(self.tokens[child])
+
+    def following(self, uniform: float) -> int:
+        return self.follows
 
 
-def _outcome(probs_BNV: Tensor, walks: list[_Walk], chooser: Chooser) -> Outcome:
-    """Draw the token after the accepted ones from what is left of p, and read it."""
-    device, V = probs_BNV.device, probs_BNV.shape[-1]
-    uniforms, ends = [], []
-    for b, walk in enumerate(walks):
-        purpose = noise.RESIDUAL if walk.has_children else noise.BONUS
-        uniforms.append([chooser.uniform(b, len(walk.path), purpose)])
-        ends.append(walk.path[-1] + 1 if walk.path else 0)
-    # p = q up to rounding leaves no residual, and the failed test was one of probability zero: then p itself is right.
-    left = [list(walk.residual.weights.items()) if walk.residual.total > 0 else [] for walk in walks]
-    most = max(1, max(len(pairs) for pairs in left))
-    padded = [pairs + [(V, 0.0)] * (most - len(pairs)) for pairs in left]
-    ids_BK = cuda.tensor([[id_ for id_, _ in pairs] for pairs in padded], device)
-    values_BK = cuda.tensor([[value for _, value in pairs] for pairs in padded], device, probs_BNV.dtype)
-    p_BV = probs_BNV[torch.arange(len(walks), device=device), cuda.tensor(ends, device)]
-    weights_BV = F.pad(p_BV, (0, 1)).scatter_(1, ids_BK, values_BK)[:, :V]
-    (next_B,) = cuda.read(draw_at(weights_BV, cuda.tensor(uniforms, device, torch.float64)))
-    tokens_B = [[*walk.tokens, last] for walk, last in zip(walks, next_B, strict=True)]
-    paths_B = [walk.path for walk in walks]
-    tested_B = [len(walk.path) + walk.has_children for walk in walks]
-    return Outcome(tokens_B, paths_B, [len(path) for path in paths_B], tested_B)
+def _masses(
+    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, chooser: Chooser
+) -> tuple[list[list[int]], list[list[int]], At]:
+    """Tokens, parents and stands of a tree of point masses."""
+    assert proposal.parents_BN is not None
+    real_BN = _real(proposal)
+    own_BN = torch.arange(1, real_BN.shape[1] + 1, device=real_BN.device).expand_as(real_BN)
+    # What is no drafted node points at its own row, which no walk looks at.
+    above_BN = torch.where(real_BN, proposal.parents_BN + 1, own_BN)
+    flat_BN = above_BN * probs_BPV.shape[2] + proposal.tokens_BN
+    p_BN = probs_BPV.flatten(1).gather(1, flat_BN)
+    left_BPV = probs_BPV.flatten(1).scatter(1, flat_BN, 0.0).view_as(probs_BPV)
+    follows_BP = draw_at(_left(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1))
+    drafted, parents, p, follows = chooser.read(proposal.tokens_BN, proposal.parents_BN, p_BN, follows_BP)
+    return drafted, parents, lambda row, node: Mass(drafted[row], p[row], follows[row][node + 1])
+
+
+@dataclass(slots=True)
+class Known:
+    """A node of which the device has worked out everything."""
+
+    chances: list[float]  # of all nodes
+    follows: int
+
+    def chance(self, child: int) -> float:
+        return self.chances[child]
+
+    def fail(self, child: int) -> None:
+        """The next chance knows of it."""
+
+    def following(self, uniform: float) -> int:
+        return self.follows
+
+
+@dataclass(slots=True)
+class Candidates:
+    """A node whose children were drawn from few candidates. What failed children left of p is not normalised."""
+
+    tokens: list[int]  # of all nodes
+    weights: dict[int, float]  # what is left of p at the candidates
+    q: dict[int, float]  # that the next child was drawn from
+    others: float  # p of all tokens that are no candidates
+    other: int  # drawn from these
+    any: int  # drawn from p itself
+    failed: bool = False
+
+    @property
+    def total(self) -> float:
+        return self.others + sum(self.weights.values())
+
+    def chance(self, child: int) -> float:
+        token, total = self.tokens[child], self.total
+        q = self.q[token]
+        return self.weights[token] / (total * q) if total > 0 and q > 0 else 0.0
+
+    def fail(self, child: int) -> None:
+        total, failed = self.total, self.tokens[child]
+        for token, share in self.q.items():
+            self.weights[token] = max(self.weights[token] - total * share, 0.0)
+        rest = sum(share for token, share in self.q.items() if token != failed)
+        self.q = {token: share / rest if token != failed and rest > 0 else 0.0 for token, share in self.q.items()}
+        self.failed = True
+
+    def following(self, uniform: float) -> int:
+        if not self.failed or self.total <= 0:  # the latter as in `_left`
+            return self.any
+        point, drawn = uniform * self.total, self.other
+        for token, weight in self.weights.items():
+            point -= weight
+            if point < 0:
+                return token
+            if self.others == 0 and weight > 0:
+                drawn = token  # the last one, if rounding goes past it
+        return drawn
+
+
+def _candidates(
+    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, chooser: Chooser
+) -> tuple[list[list[int]], list[list[int]], At]:
+    """Tokens, parents and stands of a tree whose children were drawn from few candidates."""
+    assert proposal.parents_BN is not None and proposal.q_top is not None
+    P, last = probs_BPV.shape[1], probs_BPV.shape[2] - 1
+    ids_BQK, q_BQK = proposal.q_top.ids_BPK[:, :P], proposal.q_top.probs_BPK[:, :P]
+    Q = ids_BQK.shape[1]  # nodes behind them have no children
+    p_BQK = probs_BPV.gather(2, ids_BQK)
+    cumulative_BQV = probs_BPV[:, :Q].scatter(2, ids_BQK, 0.0).cumsum(-1, dtype=torch.float64)
+    drafted, parents, ids, q, p, others, other, any_ = chooser.read(
+        proposal.tokens_BN,
+        proposal.parents_BN,
+        ids_BQK,
+        q_BQK,
+        p_BQK,
+        cumulative_BQV[:, :, -1],
+        draw_from(cumulative_BQV, ends_B11.expand(-1, Q, 1)),
+        draw_at(probs_BPV, ends_B11.expand(-1, P, 1)),
+    )
+
+    def at(row: int, node: int) -> Stand:
+        place = node + 1
+        if place >= Q:
+            return Known([], any_[row][place])
+        own = dict(zip(ids[row][place], p[row][place], strict=True))
+        shares = dict(zip(ids[row][place], q[row][place], strict=True))
+        drawn = min(other[row][place], last)  # of no weight at all, past the end, and then nobody asks for it
+        return Candidates(drafted[row], own, shares, others[row][place], drawn, any_[row][place])
+
+    return drafted, parents, at
+
+
+def _whole(
+    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, chooser: Chooser
+) -> tuple[list[list[int]], list[list[int]], At]:
+    """Tokens, parents and stands of a tree whose children were drawn from the whole vocabulary, in as many steps as a node has children."""
+    assert proposal.parents_BN is not None and proposal.q_BNV is not None
+    children_BPS, ranks_BN = _children(proposal)
+    N = ranks_BN.shape[1]
+    has_BPS = children_BPS < N
+    first_BP1 = children_BPS[:, :, :1].clamp(max=N - 1)
+    left_BPV = probs_BPV.double()
+    q_BPV = proposal.q_BNV.gather(1, first_BP1.expand(-1, -1, left_BPV.shape[2])).double()
+    tokens_BPS = F.pad(proposal.tokens_BN, (0, 1)).gather(1, children_BPS.flatten(1)).view_as(children_BPS)
+    chances = []
+    for s in range(children_BPS.shape[2]):
+        token_BP1 = tokens_BPS[:, :, s : s + 1]
+        scale_BP1 = left_BPV.sum(-1, keepdim=True) / q_BPV.sum(-1, keepdim=True)
+        chance_BP1 = left_BPV.gather(2, token_BP1) / (scale_BP1 * q_BPV.gather(2, token_BP1))
+        chances.append(chance_BP1.nan_to_num(nan=0.0, posinf=0.0))  # what has no q was not drawn
+        scale_BP1 = torch.where(has_BPS[:, :, s : s + 1], scale_BP1, 0.0).nan_to_num(nan=0.0, posinf=0.0)
+        left_BPV = torch.addcmul(left_BPV, scale_BP1, q_BPV, value=-1).clamp_(min=0)
+        q_BPV = q_BPV.scatter(2, token_BP1, 0.0)
+    above_BN1 = (proposal.parents_BN + 1).clamp(min=0)[:, :, None]
+    chance_BNS = torch.cat(chances, 2).gather(1, above_BN1.expand(-1, -1, len(chances)))
+    chance_BN = chance_BNS.gather(2, ranks_BN[:, :, None]).squeeze(2)
+    follows_BP = draw_at(_left(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1))
+    drafted, parents, chance, follows = chooser.read(proposal.tokens_BN, proposal.parents_BN, chance_BN, follows_BP)
+    return drafted, parents, lambda row, node: Known(chance[row], follows[row][node + 1])
+
+
+def _children(proposal: Proposal) -> tuple[Tensor, Tensor]:
+    """The children (B, P, S) of every node, N where there is none, and each node's place (B, N) among its siblings."""
+    assert proposal.parents_BN is not None
+    B, N = proposal.parents_BN.shape
+    device, S = proposal.parents_BN.device, min(proposal.siblings or N, N)
+    real_BN = _real(proposal)
+    above_BN = torch.where(real_BN, proposal.parents_BN + 1, N + 1)  # a place more, for what is no node
+    earlier_NN = torch.ones(N, N, dtype=torch.bool, device=device).tril(-1)
+    ranks_BN = ((above_BN[:, :, None] == above_BN[:, None]) & earlier_NN).sum(-1).clamp_(max=S - 1)
+    children_BX = torch.full((B, (N + 2) * S), N, device=device)
+    children_BX.scatter_(1, above_BN * S + ranks_BN, torch.arange(N, device=device).expand(B, N))
+    return children_BX.view(B, N + 2, S)[:, : N + 1], ranks_BN
+
+
+def _real(proposal: Proposal) -> Tensor:
+    """Which nodes (B, N) were drafted and are verified."""
+    assert proposal.parents_BN is not None
+    counts_B1 = cuda.tensor(proposal.counts_B, proposal.parents_BN.device)[:, None]
+    places_N = torch.arange(proposal.parents_BN.shape[1], device=proposal.parents_BN.device)
+    return (places_N < counts_B1) & (proposal.parents_BN > NO_NODE)
+
+
+def _left(weights_BPV: Tensor, probs_BPV: Tensor) -> Tensor:
+    """What is left of p; where p = q up to rounding left nothing, and the failed test was one of probability zero, p itself."""
+    return torch.where(weights_BPV.sum(-1, keepdim=True) > 0, weights_BPV, probs_BPV)

@@ -74,6 +74,8 @@ class LookupFirst(ChainDrafter):
         if max(left_B) == 0:
             return copied
         drafted = super().propose(sequences_B, left_B, stopping_B, chooser)
+        if drafted.tokens_BN.shape[1] == 0:  # beyond the model's context, or not worth it
+            return copied
         return _merged(drafted, copied, chooser) if max(copied.counts_B) else drafted
 
     def select(self, rows: Sequence[int]) -> None:
@@ -99,7 +101,7 @@ def with_lookup(kind: type) -> type[LookupFirst]:
         why = "has no model that drafts"
     elif issubclass(kind, LookupFirst):
         why = "looks up by itself already"
-    elif kind.observe is not ChainDrafter.observe:
+    elif kind.caps.learns_words:
         why = "learns from what became of its proposals, and would take copies for them"
     if why:
         raise UserError(
@@ -117,6 +119,8 @@ def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
         torch.where(is_copied_B1, sides_BN[1], sides_BN[0]),
         [a or b for a, b in zip(drafted.counts_B, copied.counts_B, strict=True)],
         steps=drafted.steps,
+        siblings=drafted.siblings,
+        asks=drafted.asks,
     )
     if drafted.parents_BN is not None:
         parents_BN = F.pad(drafted.parents_BN, (0, width - drafted.parents_BN.shape[1]), value=-1)

@@ -5,7 +5,8 @@ from every round's own forward. A prompt of one token has no such token: its fir
 
 Picked beams are point masses to verification, drawn ones (`draws=drawn`) are tested by p / q at every node; greedy decoding and the
 coupled rule pick whatever `draws` says. One beam is a chain. Fixed beams are drafted at fixed shapes and read once, for the number of nodes
-that the target's forward is to run over; with `by_cost` every step is read.
+that the target's forward is to run over; with `by_cost` every step is read. Where reading is a wait for the device nothing is read before the
+accepted lengths, and these numbers come from the rounds before (recurrent_drafting/sized.py).
 
 Shapes: B rows, W beams, N nodes proposed, C = H hidden size.
 """
@@ -24,6 +25,7 @@ from decoding.errors import UserError
 from decoding.native import EXECUTIONS
 from decoding.stopping import RoundCosts, Stopping
 from decoding.target import DTYPES, Target
+from decoding.tree_size import TreeSize
 from decoding.verify import at_nodes
 from recurrent_drafting.beams import Picks, search, timed_step
 from recurrent_drafting.checkpoint import load_head
@@ -31,6 +33,7 @@ from recurrent_drafting.drafts import DrawnDraft, PickedDraft
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.packed import for_drafting
 from recurrent_drafting.recorded import RecordedPicks
+from recurrent_drafting.sized import Room, SizedDraws, SizedPicks
 from recurrent_drafting.worth import Worth
 
 DRAWS = ("picked", "drawn")
@@ -90,6 +93,8 @@ class RecurrentDrafter:
         self._target: Target | None = None
         self._costs: RoundCosts | None = None
         self._worth_B: list[Worth] = []
+        self._sizes_B: list[TreeSize] = []  # in its place where the host runs ahead
+        self._rooms_B: list[Room] = []  # there, of fixed beams
         self._hidden_BH = torch.empty(0)
 
     def width(self, gamma: int) -> int:
@@ -142,8 +147,14 @@ class RecurrentDrafter:
         self._weigh(1)
 
     def _weigh(self, rows: int) -> None:
-        """Decide by cost afresh, where costs are weighed."""
-        self._worth_B = [Worth(self._costs) for _ in range(rows)] if self._costs is not None else []
+        """Decide afresh how much is drafted."""
+        self._worth_B, self._sizes_B, self._rooms_B = [], [], []
+        if self._costs is None:
+            self._rooms_B = [Room() for _ in range(rows)] if cuda.runs_ahead(self.device) else []
+        elif cuda.runs_ahead(self.device):
+            self._sizes_B = [TreeSize(self._costs, self.beam_width) for _ in range(rows)]
+        else:
+            self._worth_B = [Worth(self._costs) for _ in range(rows)]
 
     def _own(self, target_states: Tensor) -> Tensor:
         return target_states.to(self.device, self.dtype)
@@ -163,19 +174,33 @@ class RecurrentDrafter:
         depths_B = list(budgets_B)
         for b, worth in enumerate(self._worth_B):
             depths_B[b] *= worth.drafts()
+        for b, size in enumerate(self._sizes_B):
+            depths_B[b] = len(size.choose(depths_B[b], self.width(depths_B[b])))
         length = max(depths_B)
         if length == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         tips = [sequence[-1] for sequence in sequences_B]
         drawn = self.draws == "drawn" and chooser.rule in FRESH
-        if self._recorded is not None and not drawn and not self._worth_B and chooser.rule != "coupled":
+        room_B = [room.nodes(self.width(depth)) for room, depth in zip(self._rooms_B, depths_B)] or None
+        by_cost = self._worth_B or self._sizes_B
+        if self._recorded is not None and not drawn and not by_cost and chooser.rule != "coupled":
             temperature = 1.0 if chooser.warper.greedy else chooser.warper.temperature
-            return self._recorded(tips, self._hidden_BH, depths_B, temperature)
+            return self._recorded(tips, self._hidden_BH, depths_B, temperature, room_B)
         tips_B = cuda.tensor(tips, self.device)
-        kind: type[PickedDraft | DrawnDraft] = DrawnDraft if drawn else PickedDraft
-        draft = kind(self.head, self.beam_width, chooser, depths_B, self._worth_B)
+        draft = self._draft(drawn, chooser, depths_B, room_B)
         more = draft.more if self._worth_B else None
         return draft.proposal(search(self.head, self._embed, tips_B, self._hidden_BH, length, draft.choose, more))
+
+    def _draft(
+        self, drawn: bool, chooser: Chooser, depths_B: list[int], room_B: list[int] | None
+    ) -> PickedDraft | DrawnDraft | SizedPicks | SizedDraws:
+        """How this round's beams are chosen."""
+        if self._sizes_B:
+            sized: type[SizedPicks | SizedDraws] = SizedDraws if drawn else SizedPicks
+            return sized(self.head, self.beam_width, chooser, self._sizes_B)
+        if drawn:
+            return DrawnDraft(self.head, self.beam_width, chooser, depths_B, self._worth_B)
+        return PickedDraft(self.head, self.beam_width, chooser, depths_B, self._worth_B, room_B)
 
     def observe(self, observation: Observation) -> None:
         """Keep the hidden state of the last accepted token; with costs, learn what the draft was worth."""
@@ -186,6 +211,11 @@ class RecurrentDrafter:
         self._hidden_BH = self._own(at_nodes(observation.hidden_BNC, last_B))
         for worth, accepted in zip(self._worth_B, outcome.accepted_B):
             worth.learn(accepted)
+        answer_B = observation.answers[0] if observation.answers else [()] * len(self._sizes_B)
+        for size, chances_LW, accepted in zip(self._sizes_B, answer_B, outcome.accepted_B):
+            size.learn(chances_LW, accepted)
+        for room, needed in zip(self._rooms_B, answer_B):
+            room.learn(needed)
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
         """Beams leave nothing behind."""
@@ -195,6 +225,8 @@ class RecurrentDrafter:
         kept = cuda.tensor(list(rows), self.device)  # a list as an index would wait for the device
         self._hidden_BH = self._hidden_BH[kept]
         self._worth_B = [self._worth_B[row] for row in rows] if self._worth_B else []
+        self._sizes_B = [self._sizes_B[row] for row in rows] if self._sizes_B else []
+        self._rooms_B = [self._rooms_B[row] for row in rows] if self._rooms_B else []
 
     def time_step(self) -> None:
         """One step of all beams, greedily."""

@@ -1,5 +1,7 @@
 """One round's draft: how its beams are chosen, when it ends, and the proposal that they become.
 
+By cost every step is read and weighed here; where the host runs ahead of the device, recurrent_drafting/sized.py does without.
+
 Shapes: B rows, W beams, L steps, M = L W nodes seen, N nodes proposed, P nodes that were expanded, K candidates.
 """
 
@@ -47,12 +49,20 @@ def nodes_of(counts_B: Sequence[int], most: int, device: torch.device) -> int:
 
 
 def proposal_of(tree: Tree, counts_B: list[int] | None, steps: int) -> Proposal:
-    """The proposal of a tree. counts_B: None reads them, the one wait of a draft."""
+    """The proposal of a tree. counts_B: nodes of each row, or room for them: where there are fewer, padding is among them. None reads them."""
     if counts_B is None:
         (counts_B,) = cuda.read(tree.counts_B)
         assert counts_B is not None
     N = nodes_of(counts_B, tree.tokens_BM.shape[1], tree.tokens_BM.device)
     return Proposal(tree.tokens_BM[:, :N], counts_B, tree.parents_BM[:, :N], steps=steps)
+
+
+def fixed_proposal(tree: Tree, room_B: list[int] | None, steps: int) -> Proposal:
+    """The proposal of fixed beams: all nodes, whose number is read; or as many as there is room for, and the number is asked for."""
+    proposal = proposal_of(tree, room_B, steps)
+    if room_B is not None:
+        proposal.asks = lambda _: (tree.counts_B,)
+    return proposal
 
 
 def tree_of(beams: Beams, keep_BM: Tensor) -> Tree:
@@ -69,9 +79,17 @@ class PickedDraft(Draft):
     """The likeliest beams, point masses. Fixed, the tree is that of the last step's beams; by cost, of the nodes that are worth it."""
 
     def __init__(
-        self, head: Head, width: int, chooser: Chooser, depths_B: Sequence[int], worth_B: Sequence[Worth]
+        self,
+        head: Head,
+        width: int,
+        chooser: Chooser,
+        depths_B: Sequence[int],
+        worth_B: Sequence[Worth],
+        room_B: list[int] | None = None,
     ) -> None:
+        """room_B: nodes of each row that are proposed, at most; None: as many as there are, which is read."""
         super().__init__(head, width, chooser, depths_B, worth_B)
+        self.room_B = room_B
         temperature = 1.0 if chooser.warper.greedy else chooser.warper.temperature
         coupled = chooser if chooser.rule == "coupled" else None
         self.choose = Picks(head, width, temperature, coupled, scored=bool(worth_B))
@@ -94,7 +112,7 @@ class PickedDraft(Draft):
             counts_B = counts_B or self.depths_B
             return Proposal(beams.tokens_BLW[:, : max(counts_B), 0], counts_B, steps=steps)
         if counts_B is None:
-            return proposal_of(last_beams(beams, cuda.tensor(self.depths_B, device)), None, steps)
+            return fixed_proposal(last_beams(beams, cuda.tensor(self.depths_B, device)), self.room_B, steps)
         keep = [[node in kept for node in range(steps * self.width)] for kept in map(set, kept_B)]
         return proposal_of(tree_of(beams, cuda.tensor(keep, device)), counts_B, steps)
 

@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding.drafter import NO_NODE
+
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Kept nodes first, in the order of steps; what stands behind a row's count is padding (token 0, parent -1)."""
+    """Kept nodes first, in the order of steps; what stands behind a row's count is padding (token 0, parent NO_NODE)."""
 
     tokens_BM: Tensor
     parents_BM: Tensor  # index among the kept nodes; -1: the tip
@@ -55,7 +57,7 @@ def pack(tokens_BM: Tensor, parents_BM: Tensor, keep_BM: Tensor) -> Tree:
     room = (B, M + 1)  # the last slot takes what is dropped
     return Tree(
         tokens_BM.new_zeros(room).scatter_(1, places_BM, tokens_BM)[:, :M],
-        parents_BM.new_full(room, -1).scatter_(1, places_BM, moved_BM)[:, :M],
+        parents_BM.new_full(room, NO_NODE).scatter_(1, places_BM, moved_BM)[:, :M],
         counted_BM[:, -1],
         places_BM,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from decoding import cuda
 from decoding.drafter import Proposal
 from recurrent_drafting.beams import Embed, Picks, search
-from recurrent_drafting.drafts import last_beams, proposal_of
+from recurrent_drafting.drafts import fixed_proposal, last_beams
 from recurrent_drafting.packed import Head
 from recurrent_drafting.prefix_tree import Tree
 
@@ -38,8 +38,15 @@ class RecordedPicks:
         self._recordings: dict[tuple[int, int, float], _Recording] = {}
         self._memory = cuda.pool(self.device)
 
-    def __call__(self, tips: Sequence[int], hidden_BH: Tensor, depths_B: Sequence[int], temperature: float) -> Proposal:
-        """The proposal of each row's beams; it lives until the next call."""
+    def __call__(
+        self,
+        tips: Sequence[int],
+        hidden_BH: Tensor,
+        depths_B: Sequence[int],
+        temperature: float,
+        room_B: list[int] | None,
+    ) -> Proposal:
+        """The proposal of each row's beams; it lives until the next call. room_B: see `PickedDraft`."""
         length = max(depths_B)
         key = (len(tips), length, temperature)
         found = self._recordings.get(key)
@@ -51,7 +58,7 @@ class RecordedPicks:
         drafted = found.run()
         if isinstance(drafted, Tensor):
             return Proposal(drafted, list(depths_B), steps=length)
-        return proposal_of(drafted, None, length)
+        return fixed_proposal(drafted, room_B, length)
 
     def _record(self, rows: int, length: int, temperature: float, hidden_BH: Tensor) -> _Recording:
         with torch.inference_mode(False):

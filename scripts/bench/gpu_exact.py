@@ -189,9 +189,10 @@ def waiting(
 
 
 def all_waits(execution: str, device: str, tokens: int) -> dict[str, str]:
-    """Of chains and of a recurrent head's beams."""
+    """Of chains, of trees and of a recurrent head's beams."""
     embedded, heads = Models("float32", device), Heads("float32", device)
     found = waiting(embedded, execution, prompts(2), tokens, "chain", SAMPLED)
+    found |= waiting(embedded, execution, prompts(2), tokens, "tree", SAMPLED_TREES)
     for kind in BEAMS:
         ways = SAMPLED if kind == "one beam" else SAMPLED_TREES
         found |= waiting(heads, execution, shortened(prompts(2)), tokens, kind, ways)

@@ -62,7 +62,7 @@ def random_head(target: Target, scale: float = 1.0, seed: int = 3, **fields: int
     for parameter in head.parameters():
         parameter.normal_(generator=generator).div_(parameter.shape[-1] ** 0.5)
     head.output.mul_(scale)
-    return head.eval()
+    return head.eval().to(target.device)
 
 
 def recurrent(target: Target, beam_width: int = 4, scale: float = 3.0, **options: object) -> RecurrentDrafter:

@@ -34,7 +34,7 @@ def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
             best_BN2, drafted_BN = scores_BNV[:, :-1].topk(2).indices, proposal.tokens_BN
             among_BN = (best_BN2 == drafted_BN[:, :, None]).any(-1)
             choices_BN[:, :-1] = drafted_BN.where(among_BN, choices_BN[:, :-1])
-        return verify.follow(choices_BN, proposal)
+        return verify.follow(choices_BN, proposal, chooser.read)
 
     monkeypatch.setitem(verify.RULES, "greedy", lenient)
     monkeypatch.setitem(verify.RULES, "coupled", lenient)
@@ -47,7 +47,7 @@ def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         choices_BN = logits_BNV.argmax(-1)
         if proposal is not None:
             choices_BN[:, :-1] = proposal.tokens_BN
-        return verify.follow(choices_BN, proposal)
+        return verify.follow(choices_BN, proposal, chooser.read)
 
     for rule in ("greedy", "token", "coupled"):
         monkeypatch.setitem(verify.RULES, rule, blind)

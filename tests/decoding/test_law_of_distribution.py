@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decoding import noise, verify
+from decoding import cuda, noise, verify
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Drafter, Proposal
@@ -70,6 +70,20 @@ def test_law_3_holds_under_every_stopping_policy(stopping: str, rule: str) -> No
 @pytest.mark.parametrize(("name", "rule", "warper"), CASES)
 def test_law_3(name: str, rule: str, warper: str) -> None:
     assert law_holds(drafter_of(name), rule, warper, 20_000) > P_LIMIT
+
+
+# Where the host runs ahead of the device, trees are grown, sized and verified in ways of their own: here is one row of each.
+BRIEFLY = ("multi_candidate", "budget_tree", "graph", "recurrent_drawn_by_cost")
+AHEAD = (*BRIEFLY, "multi_candidate_with_lookup", "ranked_tree", "recurrent", "recurrent_drawn", "recurrent_by_cost")
+
+
+@pytest.mark.parametrize(
+    ("name", "draws"),
+    [(name, 5_000) for name in BRIEFLY] + [pytest.param(name, 20_000, marks=pytest.mark.long) for name in AHEAD],
+)
+def test_law_3_of_trees_where_the_host_runs_ahead(name: str, draws: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+    assert law_holds(drafter_of(name), "token", "hot_top_p", draws, seed=2) > P_LIMIT
 
 
 @pytest.mark.long

@@ -1,12 +1,17 @@
-"""`token` on trees read at once decides as its eager twin does, node for node."""
+"""`token` on trees read at once decides as its eager twin does, node for node, and goes on by the same law."""
+
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from decoding import verify, verify_tree
+from decoding import noise, verify, verify_tree
 from decoding.chooser import Chooser
-from decoding.drafter import Outcome, Proposal, TopRows
+from decoding.drafter import NO_NODE, Outcome, Proposal, TopRows
 from decoding.sampling import Warper
+
+from .law_3 import P_LIMIT, p_value
 
 V, ROWS = 9, 40
 WARPERS = {"plain": Warper(1.0), "cold": Warper(0.6, top_k=6), "nucleus": Warper(1.3, top_p=0.8)}
@@ -46,45 +51,137 @@ def with_q(proposal: Proposal, seed: int) -> Proposal:
     return Proposal(proposal.tokens_BN, proposal.counts_B, proposal.parents_BN, None, 0, q_top)
 
 
-def same(left: Outcome, right: Outcome) -> bool:
-    return (left.tokens_B, left.paths_B, left.accepted_B, left.tested_B) == (
-        right.tokens_B,
-        right.paths_B,
-        right.accepted_B,
-        right.tested_B,
-    )
+def dense(proposal: Proposal) -> Proposal:
+    """The same tree, its candidates' probabilities spread over the vocabulary."""
+    assert proposal.q_top is not None and proposal.parents_BN is not None
+    parents = proposal.parents_BN.tolist()
+    rows = [torch.stack([proposal.q_top.dense(b, parent, V) for parent in parents[b]]) for b in range(ROWS)]
+    return Proposal(proposal.tokens_BN, proposal.counts_B, proposal.parents_BN, torch.stack(rows), siblings=3)
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["point masses", "drawn"])
-def test_twins_decide_alike(drawn: bool) -> None:
+def padded(proposal: Proposal) -> Proposal:
+    """The same tree with room for two nodes more, and counts that only the device knows."""
+    assert proposal.parents_BN is not None
+    N, counts_B1 = proposal.tokens_BN.shape[1], torch.tensor(proposal.counts_B)[:, None]
+    parents_BN = proposal.parents_BN.masked_fill(torch.arange(N) >= counts_B1, NO_NODE)
+    room = (torch.zeros(ROWS, 2, dtype=torch.long), torch.full((ROWS, 2), NO_NODE))
+    tokens_BN, parents_BN = (torch.cat(pair, 1) for pair in zip((proposal.tokens_BN, parents_BN), room, strict=True))
+    q_BNV = None if proposal.q_BNV is None else torch.cat((proposal.q_BNV, torch.zeros(ROWS, 2, V)), 1)
+    return Proposal(tokens_BN, [N + 2] * ROWS, parents_BN, q_BNV, 0, proposal.q_top, siblings=3)
+
+
+KINDS: dict[str, Callable[[Proposal, int], Proposal]] = {
+    "point masses": lambda proposal, seed: proposal,
+    "few candidates": with_q,
+    "whole vocabulary": lambda proposal, seed: dense(with_q(proposal, seed)),
+}
+by_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def paths(outcome: Outcome) -> tuple[list[list[int]] | None, list[int], list[int]]:
+    """What is said of the drafted tokens."""
+    return outcome.paths_B, outcome.accepted_B, outcome.tested_B
+
+
+@by_kind
+def test_twins_walk_alike(kind: str) -> None:
     accepted: set[int] = set()
     for seed in range(30):
         logits_BNV, proposal, chooser = random_tree(seed)
-        if drawn:
-            proposal = with_q(proposal, seed)
+        proposal = KINDS[kind](proposal, seed)
         eager = verify._recursive(logits_BNV, proposal, chooser)
-        assert same(verify_tree.token(logits_BNV, proposal, chooser), eager)
+        at_once = verify_tree.token(logits_BNV, proposal, chooser)
+        assert paths(at_once) == paths(eager)
+        assert [tokens[:-1] for tokens in at_once.tokens_B] == [tokens[:-1] for tokens in eager.tokens_B]
+        assert at_once.drafted_B == proposal.counts_B
         accepted |= set(eager.accepted_B)
     assert accepted == {0, 1, 2}
 
 
-def test_a_residual_that_forgets_its_failures_decides_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["point masses", "whole vocabulary"])
+def test_twins_go_on_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one and the same uniform for the token behind the path it is one and the same token."""
+    original = Chooser.uniform
+
+    def uniform(self: Chooser, row: int, depth: int, purpose: int, node: int | None = None) -> float:
+        return original(self, row, *((depth, purpose, node) if purpose == noise.ACCEPT else (0, noise.BONUS, None)))
+
+    monkeypatch.setattr(Chooser, "uniform", uniform)
+    for seed in range(12):
+        logits_BNV, proposal, chooser = random_tree(seed)
+        proposal = KINDS[kind](proposal, seed)
+        eager = verify._recursive(logits_BNV, proposal, chooser)
+        assert verify_tree.token(logits_BNV, proposal, chooser).tokens_B == eager.tokens_B
+
+
+@by_kind
+def test_padding_changes_nothing(kind: str) -> None:
+    for seed in range(6):
+        logits_BNV, proposal, chooser = random_tree(seed)
+        proposal = KINDS[kind](proposal, seed)
+        wide_BNV = torch.cat((logits_BNV, torch.randn(ROWS, 2, V, dtype=torch.float64)), 1)
+        without, within = (
+            verify_tree.token(logits_BNV, proposal, chooser),
+            verify_tree.token(wide_BNV, padded(proposal), chooser),
+        )
+        assert (within.tokens_B, paths(within), within.drafted_B) == (
+            without.tokens_B,
+            paths(without),
+            without.drafted_B,
+        )
+
+
+@pytest.mark.parametrize(("kind", "stand"), [("point masses", "Mass"), ("few candidates", "Candidates")])
+def test_a_walk_that_forgets_its_failures_goes_elsewhere(
+    kind: str, stand: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits_BNV, proposal, chooser = random_tree(0)
-    proposal = with_q(proposal, 0)
+    proposal = KINDS[kind](proposal, 0)
     eager = verify._recursive(logits_BNV, proposal, chooser)
-    monkeypatch.setattr(verify_tree.Residual, "fail", lambda self, token, q: None)
-    assert not same(verify_tree.token(logits_BNV, proposal, chooser), eager)
+    monkeypatch.setattr(getattr(verify_tree, stand), "fail", lambda self, child: None)
+    assert paths(verify_tree.token(logits_BNV, proposal, chooser)) != paths(eager)
+
+
+@by_kind
+def test_the_token_behind_the_path_has_the_law_of_what_is_left(kind: str) -> None:
+    """One tree of which nothing passes, many times: p without the failed children's shares, worked out by the twin's own rule."""
+    logits_BNV, proposal, chooser = random_tree(0)
+    draws, row, candidates = 6_000, 0, with_q(proposal, 0).q_top
+    assert candidates is not None
+    proposal = KINDS[kind](proposal, 0)
+    logits_BNV[row, 0, candidates.ids_BPK[row, 0]] -= 2.0  # so that they often fail
+    one = Proposal(
+        proposal.tokens_BN[row : row + 1].expand(draws, -1),
+        [3] * draws,  # the tip's children alone
+        torch.full((draws, 8), -1),
+        None if proposal.q_BNV is None else proposal.q_BNV[row : row + 1].expand(draws, -1, -1),
+        0,
+        None
+        if proposal.q_top is None
+        else TopRows(
+            *(each[row : row + 1].expand(draws, -1, -1) for each in (proposal.q_top.ids_BPK, proposal.q_top.probs_BPK))
+        ),
+        siblings=3,
+    )
+    chooser.begin(list(range(draws)), [0] * draws, [3] * draws, 3)
+    outcome = verify_tree.token(logits_BNV[row : row + 1].expand(draws, -1, -1), one, chooser)
+    p_V = chooser.warper.probs(logits_BNV[row, 0])
+    q_V = None if kind == "point masses" else verify._q_of([0], 0, -1, one, V)
+    for child in one.tokens_BN[0, :3].tolist():
+        p_V, q_V = verify._after_failure(p_V, q_V, child)
+    last = Counter(tokens[0] for tokens in outcome.tokens_B if len(tokens) == 1)
+    total = sum(last.values())
+    assert total > 1_000
+    law = {(token,): p for token, p in enumerate((p_V / p_V.sum()).tolist()) if p}
+    assert p_value({(token,): count for token, count in last.items()}, law, total) > P_LIMIT
 
 
 def test_dense_and_sparse_q_are_one() -> None:
     for seed in range(6):
         logits_BNV, proposal, chooser = random_tree(seed)
         sparse = with_q(proposal, seed)
-        assert sparse.q_top is not None and sparse.parents_BN is not None
-        parents = sparse.parents_BN.tolist()
-        rows = [torch.stack([sparse.q_top.dense(b, parent, V) for parent in parents[b]]) for b in range(ROWS)]
-        dense = Proposal(sparse.tokens_BN, sparse.counts_B, sparse.parents_BN, torch.stack(rows))
-        assert same(verify._recursive(logits_BNV, sparse, chooser), verify._recursive(logits_BNV, dense, chooser))
+        whole = verify._recursive(logits_BNV, dense(sparse), chooser)
+        assert verify._recursive(logits_BNV, sparse, chooser) == whole
 
 
 def test_noise_of_a_depth_is_the_same_however_many_nodes_ask() -> None:

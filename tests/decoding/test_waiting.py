@@ -6,6 +6,7 @@ Shapes: B rows, N drafted tokens, V vocabulary.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -15,17 +16,21 @@ from torch import Tensor
 from decoding import cuda, noise, verify
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
-from decoding.drafter import Drafter, Proposal
+from decoding.drafter import NO_NODE, Drafter, Proposal
+from decoding.graph import GraphDrafter
 from decoding.loop import Settings, decode, start
 from decoding.policies import CostRatio
 from decoding.sampling import Warper
-from decoding.stopping import RoundCosts
+from decoding.stopping import Fixed, RoundCosts
 from decoding.target import Target
+from decoding.trees import RankedTree
+from decoding.with_lookup import with_lookup
 
 from .rows import COSTS, ROWS, DrafterRow, Kit
 from .tiny import hf_model, native_of, random_prompts
 
 READERS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
+INDEXERS = ("__getitem__", "__setitem__")  # which wait where a list or a mask is the index
 
 
 class Waits:
@@ -41,6 +46,8 @@ class Waits:
         with patch.context() as context:
             for name in READERS:
                 context.setattr(Tensor, name, self._counted(name, getattr(Tensor, name)))
+            for name in INDEXERS:
+                context.setattr(Tensor, name, self._looked_at(name, getattr(Tensor, name)))
             context.setattr(torch, "tensor", self._counted("torch.tensor", torch.tensor))
             context.setattr(cuda, "tensor", self._free(cuda.tensor))
             context.setattr(cuda, "fill", self._free(cuda.fill))
@@ -54,6 +61,15 @@ class Waits:
             return real(*given, **named)
 
         return reader
+
+    def _looked_at(self, name: str, real: Any) -> Any:
+        def indexer(tensor: Tensor, index: Any, *given: Any) -> Any:
+            for part in index if isinstance(index, tuple) else (index,):
+                if isinstance(part, list) or (isinstance(part, Tensor) and part.dtype == torch.bool):
+                    self.stray.append(name)
+            return real(tensor, index, *given)
+
+        return indexer
 
     def _free(self, real: Any) -> Any:
         def function(*given: Any) -> Any:
@@ -112,34 +128,144 @@ def test_a_round_waits_once(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
     assert waits.meant == rounds
 
 
-CHAINS = ("chain", "self_speculation", "chain_with_lookup", "prompt_lookup", "suffix_lookup")
-TREES = ("multi_candidate", "static_tree")  # under `token` each node is asked; the other trees ask while they grow
+TREE_RULES = ("greedy", "token", "coupled")
+REAL = [row for row in ROWS if not row.name.startswith("oracle")]  # the test oracles are no product
+REAL += [
+    DrafterRow(
+        "graph_with_lookup",
+        make=lambda kit: with_lookup(GraphDrafter)(model=kit.draft_model, frontier=3, min_match=1),
+        rules=TREE_RULES,
+    ),
+    DrafterRow(
+        "budget_tree_with_lookup",
+        make=lambda kit: with_lookup(RankedTree)(model=kit.draft_model, frontier=3, by_cost=True, min_match=1),
+        rules=TREE_RULES,
+    ),
+]
 
 
-@pytest.mark.usefixtures("ahead")
+def settings_of(rule: str, **fields: Any) -> Settings:
+    sampled: dict[str, Any] = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
+    return Settings(
+        **{"max_new_tokens": 16, "num_draft_tokens": 3, "stopping": "fixed", "costs": COSTS, **sampled, **fields}
+    )
+
+
+def waits_of(name: str, rounds: int, draft_steps: int) -> int:
+    """The law: a round waits once, for what was accepted. Ouroboros looks phrases up on the host, so each forward of its model waits too."""
+    return rounds + (draft_steps if name == "ouroboros" else 0)
+
+
+@lru_cache
+def plain(rule: str) -> list[list[int]]:
+    """What the target says by itself, with a host that does not run ahead."""
+    return [row.tokens for row in decode(models()[0], None, random_prompts(3), settings_of(rule))]
+
+
 @pytest.mark.parametrize(
     ("row", "rule"),
-    [
-        (row, rule)
-        for row in ROWS
-        for rule in row.rules
-        if row.name in CHAINS or (row.name in TREES and rule != "token")
-    ],
+    [(row, rule) for row in REAL for rule in row.rules],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_rows_that_wait_once(monkeypatch: pytest.MonkeyPatch, row: DrafterRow, rule: str) -> None:
+def test_every_row_waits_for_what_was_accepted_alone(
+    monkeypatch: pytest.MonkeyPatch, row: DrafterRow, rule: str
+) -> None:
+    """And its output is that of a host that does not run ahead."""
+    expected = plain(rule) if rule in ("greedy", "coupled") else None
+    monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
     target, draft_model = models()
-    sampled: dict[str, Any] = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
-    settings = Settings(max_new_tokens=16, num_draft_tokens=3, stopping="fixed", costs=COSTS, **sampled)
-    drafter = row.make(Kit(target, models()[0], draft_model, ()))
+    drafter = row.make(Kit(target, target, draft_model, ()))
     with torch.inference_mode():
-        running = start(target, drafter, random_prompts(2), settings)
+        running = start(target, drafter, random_prompts(3), settings_of(rule))
+        done = [one.generation for one in running.rows]
         rounds, waits = 0, Waits()
         with waits.counting(monkeypatch):
             while running.rows:
                 running.round()
                 rounds += 1
-    assert (waits.stray, waits.meant) == ([], rounds)
+    assert waits.stray == []
+    assert waits.meant == waits_of(row.name, rounds, max(one.draft_steps for one in done))
+    assert expected is None or [one.tokens for one in done] == expected
+
+
+def test_a_round_that_asks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a graph that is merged and counted as for a host that waits anyway, and what an index may cost."""
+    target, draft_model = models()
+    drafter, waits = GraphDrafter(model=draft_model), Waits()
+    with torch.inference_mode():
+        running = start(target, drafter, random_prompts(2), settings_of("greedy"))
+        monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+        with waits.counting(monkeypatch):
+            running.round()
+    assert set(waits.stray) == {"tolist"} and waits.meant == 1
+    numbers_BN = torch.zeros(2, 3)
+    with waits.counting(monkeypatch):
+        numbers_BN[:, [0, 2]] += numbers_BN[numbers_BN > 0].sum()
+    assert waits.stray[-3:] == ["__getitem__", "__getitem__", "__setitem__"]
+
+
+ALONE = (
+    "multi_candidate",
+    "ranked_tree",
+    "budget_tree",
+    "graph",
+    "recurrent",
+    "recurrent_by_cost",
+    "recurrent_drawn",
+    "recurrent_drawn_by_cost",
+)
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("rule", ["greedy", "token"])
+@pytest.mark.parametrize("name", ALONE)
+def test_what_is_drafted_ahead_hangs_on_no_neighbour(name: str, rule: str) -> None:
+    """Sizes and room come from the row's own rounds; how many nodes were drafted is told without the padding."""
+    row = next(row for row in ROWS if row.name == name)
+    target, draft_model = models()
+    drafter = row.make(Kit(target, target, draft_model, ()))
+    prompts, settings = random_prompts(3, seed=3), settings_of(rule)
+    together = decode(target, drafter, prompts, settings)
+    for request, (prompt, expected) in enumerate(zip(prompts, together, strict=True)):
+        (alone,) = decode(target, drafter, [prompt], settings, request_ids=[request])
+        assert (alone.tokens, alone.rounds, alone.drafted, alone.tested_by_depth, alone.accepted_by_depth) == (
+            expected.tokens,
+            expected.rounds,
+            expected.drafted,
+            expected.tested_by_depth,
+            expected.accepted_by_depth,
+        )
+
+
+@pytest.mark.parametrize("match", [0, 1, 2, 1000])
+def test_a_graph_on_the_device_is_its_twin(monkeypatch: pytest.MonkeyPatch, match: int) -> None:
+    """The same paths are proposed, copies of merged nodes among them."""
+    target, draft_model = models()
+    prompts, found, merged = random_prompts(12), [], 0
+    for ahead in (False, True):
+        monkeypatch.setattr(cuda, "runs_ahead", lambda device, ahead=ahead: ahead)
+        drafter = GraphDrafter(model=draft_model, frontier=3, max_nodes=40, match=match, leaf_threshold=0.0)
+        drafter.prepare(target, None)
+        drafter.open(prompts, None, 64)
+        chooser = Chooser(Warper(0.0), "greedy", 0, target.vocab_size, target.device)
+        chooser.begin([], [], [], 5)
+        proposal = drafter.propose(prompts, [4] * 9 + [3, 1, 0], [Fixed()] * 12, chooser)
+        found.append([paths_of(proposal, row) for row in range(len(prompts))])
+        merged += sum(len(pairs) for pairs in drafter._merged)
+    assert found[0] == found[1]
+    assert len(found[0][0]) > 10 and not found[0][-1]
+    assert bool(merged) == (match < 2), "otherwise nothing is seen of merging"
+
+
+def paths_of(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
+    """The paths of the nodes that a row counts, padding left out."""
+    assert proposal.parents_BN is not None
+    paths: list[tuple[int, ...]] = []
+    for token, parent in list(zip(proposal.tokens_BN[row].tolist(), proposal.parents_BN[row].tolist()))[
+        : proposal.counts_B[row]
+    ]:
+        paths.append((*(paths[parent] if parent >= 0 else ()), token) if parent != NO_NODE else ())
+    return set(paths) - {()}
 
 
 @pytest.mark.parametrize("way", WAYS[:-1], ids=lambda way: str(way.get("verify", "greedy")))
@@ -211,6 +337,25 @@ def test_sync_debug_mode_finds_no_other_wait(way: dict[str, Any], drafts: bool) 
     drafter: Drafter | None = ChainDrafter(model=draft_model) if drafts else None
     settings = Settings(max_new_tokens=24, num_draft_tokens=3, **{"temperature": 1.0, **way})
     prompts = random_prompts(2)
+    decode(target, drafter, prompts, settings)  # records every shape
+    with torch.inference_mode():
+        running = start(target, drafter, prompts, settings)
+        with cuda.no_waiting(target.device):
+            while running.rows:
+                running.round()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    # The part of a target that drafts for it is recorded anew for every batch, which waits.
+    [(row, rule) for row in REAL for rule in row.rules if not row.name.startswith("self_speculation")],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_sync_debug_mode_finds_no_other_wait_in_any_row(row: DrafterRow, rule: str) -> None:
+    target, draft_model = models("cuda")
+    drafter = row.make(Kit(target, target, draft_model, ()))
+    prompts, settings = random_prompts(2), settings_of(rule)
     decode(target, drafter, prompts, settings)  # records every shape
     with torch.inference_mode():
         running = start(target, drafter, prompts, settings)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from decoding import cuda
 from decoding.drafter import Proposal
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
@@ -169,9 +170,11 @@ def test_steps_are_counted_and_timed() -> None:
 CHEAP, DEAR = RoundCosts(0.01, (1.0, 1.01, 1.02)), RoundCosts(5.0, (1.0, 4.0, 7.0))
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("draws", ["picked", "drawn"])
-def test_costs_decide_how_much_is_drafted(draws: str) -> None:
-    """A head that knows the target: cheap drafts go to the whole length, dear ones are left out."""
+def test_costs_decide_how_much_is_drafted(draws: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that knows the target: cheap drafts go to the whole length, dear ones are left out. Ahead: the host knows past rounds alone."""
+    monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
     target = markov(scale=SURE)
     drafted = {}
     for name, costs in (("cheap", CHEAP), ("dear", DEAR)):
@@ -187,7 +190,9 @@ def test_costs_decide_how_much_is_drafted(draws: str) -> None:
     )
 
 
-def test_a_head_that_errs_stops_drafting_and_tries_again() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_head_that_errs_stops_drafting_and_tries_again(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
     target = markov(scale=SURE)
     drafter = RecurrentDrafter(head=knowing_head(target, sign=-1.0), beam_width=2, by_cost=True)
     costs = RoundCosts(0.3, (1.0, 1.2, 1.4))

@@ -130,5 +130,5 @@ def test_law_3_where_a_tree_is_read_at_once(draws: str, warper: str, monkeypatch
 
 def test_law_3_rejects_a_tree_read_at_once_without_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_recursive", verify_tree.token)
-    monkeypatch.setattr(verify_tree.Residual, "fail", lambda self, token, q: None)
+    monkeypatch.setattr(verify_tree.Candidates, "fail", lambda self, child: None)
     assert brief_law(drawn()) < P_LIMIT

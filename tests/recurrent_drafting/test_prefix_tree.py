@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from decoding import cuda
+from decoding.drafter import NO_NODE
 from recurrent_drafting.drafts import nodes_of
 from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
 
@@ -56,7 +57,7 @@ def test_a_tree_is_the_set_of_prefixes(length: int, width: int, symbols: int) ->
             assert set(paths) == expected
             padding = slice(int(tree.counts_B[row]), None)
             assert not tree.tokens_BM[row, padding].any()
-            assert (tree.parents_BM[row, padding] == -1).all()
+            assert (tree.parents_BM[row, padding] == NO_NODE).all()
 
 
 def test_beams_of_one_beginning_share_it() -> None:

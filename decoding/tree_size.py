@@ -1,0 +1,90 @@
+"""How large a tree a row drafts next, from its past rounds: for devices that the host runs ahead of, where a look at the tree costs a wait.
+
+Where the host waits anyway, a tree is weighed while it grows (decoding/trees.py, recurrent_drafting/worth.py). Here the numbers that would decide
+are read after the round, with the accepted lengths: for each level the chances of its likeliest nodes, which are their path probabilities.
+Their means over past rounds say what a tree of so many levels and nodes gains, the measured costs what it takes, and the size with the most
+expected tokens a millisecond is drafted. Estimates are trusted as far as they came true. Everything is the row's own, so its output hangs on
+no neighbour.
+
+Shapes: L levels, W nodes of a level whose chances are known.
+"""
+
+from collections.abc import Sequence
+
+from decoding.stopping import RoundCosts
+
+
+class TreeSize:
+    """The decisions of one row."""
+
+    DISCOUNT = 0.97  # of what was seen, every round: a row that gave up drafting, or a level, tries again some day
+    WEIGHT = 4.0  # rounds that what is thought of a level before it was seen stands for
+    FIRST = 0.75  # the chance of the best token at first; the next one has this share of what is left, and so on
+
+    def __init__(self, costs: RoundCosts, width: int) -> None:
+        """width: W."""
+        self.costs, self.width = costs, width
+        self._sums: list[list[float]] = []  # of the chances seen, by level and by rank in it
+        self._rounds: list[float] = []  # that saw the level
+        self._promised = self._kept = self.WEIGHT
+        self.chosen: list[int] = []  # nodes of each level in the round that began
+
+    @property
+    def trust(self) -> float:
+        """Accepted over promised tokens."""
+        return self._kept / self._promised
+
+    def choose(self, depth: int, most: int) -> list[int]:
+        """Nodes by level of the tree to draft, at most `most` on at most `depth` levels; none where drafting does not pay."""
+        costs, levels = self.costs, self._chances(depth)
+        best, self.chosen = 1 / (costs.target_ms(1) + costs.overhead_ms), []
+        for deepest in range(1, depth + 1):
+            nodes = [(chance, level) for level in range(deepest) for chance in levels[level]]
+            ranked = sorted(nodes, key=lambda node: (-node[0], node[1]))[:most]
+            spent_ms = deepest * costs.t_draft_ms + costs.overhead_ms
+            tokens, taken = 1.0, 0
+            for count, (chance, _) in enumerate(ranked, 1):
+                tokens += self.trust * chance
+                rate = tokens / (spent_ms + costs.target_ms(count + 1))
+                if rate > best:
+                    best, taken = rate, count
+            if taken:
+                self.chosen = [sum(own == level for _, own in ranked[:taken]) for level in range(deepest)]
+        return self.chosen
+
+    def learn(self, chances_LW: Sequence[Sequence[float]], accepted: int) -> None:
+        """The round is over. chances_LW: of at least the levels drafted, likeliest first; fewer than W may be known."""
+        self._sums = [[self.DISCOUNT * x for x in sums] for sums in self._sums]
+        self._rounds = [self.DISCOUNT * rounds for rounds in self._rounds]
+        promised = 0.0
+        for level, count in enumerate(self.chosen):
+            seen = [*chances_LW[level][: self.width], *[0.0] * (self.width - len(chances_LW[level]))]
+            self._sums[level] = [x + chance for x, chance in zip(self._sums[level], seen, strict=True)]
+            self._rounds[level] += 1
+            promised += sum(seen[:count])
+        self._promised = self.WEIGHT + (self._promised - self.WEIGHT) * self.DISCOUNT + promised
+        self._kept = self.WEIGHT + (self._kept - self.WEIGHT) * self.DISCOUNT + (accepted if self.chosen else 0)
+        self.chosen = []
+
+    def _chances(self, depth: int) -> list[list[float]]:
+        """Mean chances by level. What was not seen of a level is thought to follow the level before as the first one follows the tip."""
+        for _ in range(depth - len(self._sums)):
+            self._sums.append([0.0] * self.width)
+            self._rounds.append(0.0)
+        levels: list[list[float]] = []
+        for sums, rounds in zip(self._sums[:depth], self._rounds):
+            before = self._products(levels[-1], levels[0]) if levels else self._first()
+            means = [(self.WEIGHT * b + x) / (self.WEIGHT + rounds) for b, x in zip(before, sums, strict=True)]
+            levels.append(
+                [min(mean, levels[-1][0]) for mean in means] if levels else means
+            )  # a node's parent has no less
+        return levels
+
+    def _first(self) -> list[float]:
+        """The first level before it was seen."""
+        return [self.FIRST * (1 - self.FIRST) ** rank for rank in range(self.width)]
+
+    def _products(self, above: list[float], step: list[float]) -> list[float]:
+        """The largest products of a chance of one level and a chance of another, both falling."""
+        found = (above[i] * step[j] for i in range(self.width) for j in range(self.width // (i + 1)))
+        return sorted(found, reverse=True)[: self.width]
