@@ -48,9 +48,7 @@ class Settings:
     stopping_threshold: float | None = None  # of the policies that have one; None takes the policy's own
     schedule: str = "serial"  # or decoding.schedules.SCHEDULES: draft and verify at the same time
     costs: RoundCosts | None = None  # measured, for stopping="cost_ratio" and for what weighs its proposals or chunks
-    repetition_penalty: float = (
-        1.0  # divides positive and multiplies negative logits of tokens that the text holds; 1 is off
-    )
+    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of the text's tokens; 1 is off
     allowed: Allowed | None = None  # text so far, as ids -> ids that may follow; None: all of them
     stop_strings: tuple[str, ...] = ()  # a row ends with the token that completes one of them
     text_of: Callable[[Sequence[int]], str] | None = None  # ids -> text, for stop_strings

@@ -54,9 +54,8 @@ class Proposal:
 
     tokens_BN: Tensor  # rows with fewer than N are padded on the right
     counts_B: list[int]  # drafted tokens of each row; what a tree has behind them is not verified
-    parents_BN: Tensor | None = (
-        None  # None: a chain; else the parent's index, -1 for the tip, NO_NODE for padding; parents first
-    )
+    # None: a chain; else the parent's index, -1 for the tip, NO_NODE for padding; parents first.
+    parents_BN: Tensor | None = None
     q_BNV: Tensor | None = None  # probabilities that each token was drawn from; None: none (greedy, coupled, n-gram)
     steps: int = 0  # the model's forwards that made it
     q_top: TopRows | None = None  # of a tree, in place of q_BNV

@@ -21,9 +21,8 @@ from torch import Tensor
 
 TIMEOUT_SECONDS = 300  # that a rank waits for another one within a forward
 SPIN_SECONDS = 2e-4  # of looking before sleeping: more than a small product takes, less than anyone would miss
-CHUNK_BYTES = (
-    1 << 16
-)  # sent before reading: two of them fit into a socket's buffer, so two senders never wait for each other
+# Sent before reading: two of them fit into a socket's buffer, so that two senders never wait for each other.
+CHUNK_BYTES = 1 << 16
 
 
 class Link(Protocol):

@@ -141,9 +141,8 @@ class PearlPlus(Pearl):
         """At the start of a cycle choose; then a round as PEARL's, its states switched on and off."""
         began = perf_counter()
         choices = self._choices()
-        self.rows[0].generation.decode_seconds += (
-            perf_counter() - began
-        )  # on the virtual clock too: nothing else runs meanwhile
+        # On the virtual clock too: nothing else runs meanwhile.
+        self.rows[0].generation.decode_seconds += perf_counter() - began
         if not self.lanes[0].tokens:
             choice = max(choices.values(), key=lambda choice: choice.rate)
             self.chosen.append(choice)

@@ -165,9 +165,8 @@ class Local:
 
     def _measure(self, drafter: Drafter, settings: Settings, prompt: list[int], batch_size: int) -> RoundCosts:
         gamma = settings.num_draft_tokens
-        widest = (
-            max(gamma, min(drafter.width(gamma), MOST_NODES)) + 1
-        )  # wider ones lie on the line through the last two
+        # Wider ones lie on the line through the last two.
+        widest = max(gamma, min(drafter.width(gamma), MOST_NODES)) + 1
         return measure_costs(
             self.target,
             drafter,

@@ -157,9 +157,7 @@ class PruneConfig(JobConfig):
     largest_cut: float = 1.0  # share of its layers that one stage may take (0.625: 32 -> 12 -> 5 -> 3)
     assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
     masks: str = ""  # masks.safetensors of an earlier run on this target: cut by it, and choose nothing anew
-    cache_mb: int = (
-        0  # memory for the target's hidden states, so that a probe's candidates after the first skip its forward
-    )
+    cache_mb: int = 0  # memory for the target's hidden states, read once for all of a probe's candidates
     data: DataConfig = field(default_factory=DataConfig)
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
     l0: L0Config = field(default_factory=L0Config)

@@ -25,9 +25,8 @@ LOW, HIGH = -0.1, 1.1  # what the sigmoid is stretched to before it is clamped t
 EPSILON = 1e-6
 BOUND = math.log(100)  # of the logits, either way
 START, SPREAD = 5.0, 0.01
-REACHABLE = (
-    0.95  # sparsity beyond which no kind is driven: at 95.29 %, with the code's beta, all logits lie on their bound
-)
+# Sparsity beyond which no kind is driven: at 95.29 %, with the code's beta, all logits lie on their bound.
+REACHABLE = 0.95
 
 
 class HardConcrete(nn.Module):

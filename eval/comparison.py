@@ -34,9 +34,7 @@ class Standing:
 
     entry: Entry
     rival: Entry | None = None  # the best of the others; None where it is not ranked or alone
-    ratio: Interval | None = (
-        None  # its speedup over the rival's on the prompts that both ran; None where they share none
-    )
+    ratio: Interval | None = None  # its speedup over the rival's on prompts that both ran; None where they share none
     shared: int = 0  # prompts that both ran
     on_front: dict[str, bool] = dataclasses.field(default_factory=dict)  # cost -> non-dominated; absent: cost unknown
 

@@ -33,9 +33,7 @@ class HeadConfig:
     exit_dim: int  # E
     num_draft_layers: int = 2  # residual blocks
     rnn: bool = True  # recurrent; else the state is the sum of the embeddings
-    draft_vocab_size: int = (
-        0  # tokens of the shortlist that is drafted from; 0: the whole vocabulary. No published layout has one
-    )
+    draft_vocab_size: int = 0  # tokens of the shortlist; 0: the whole vocabulary. No published layout has one
 
     def __post_init__(self) -> None:
         sizes = {"vocab_size": self.vocab_size, "hidden_size": self.hidden_size, "exit_dim": self.exit_dim}

@@ -80,9 +80,7 @@ class DomainConfig:
     held_out_texts: list[str] = field(default_factory=list)  # never trained on: the domain is measured on them
     share: float = 1.0  # of the rows at the start, by its part in the sum of all shares
     reference: float = 0.0  # held-out loss in nats a token that it should reach (mixing=loss); 0: not given
-    reference_acceptance: float = (
-        0.0  # held-out acceptance that it should reach (mixing=acceptance); 0: the best domain's
-    )
+    reference_acceptance: float = 0.0  # held-out acceptance to reach (mixing=acceptance); 0: the best domain's
 
 
 @dataclass

@@ -35,9 +35,8 @@ class Counts:
     def check(self, what: str, expected: str, max_bad: float) -> None:
         """Warn of skipped records; raise UserError when they are more than the share `max_bad` of those read."""
         if self.skipped > max_bad * self.read:
-            remedy = (
-                "" if what == "prompts" else " (data.max_bad raises that limit)"
-            )  # jobs that measure have no such key
+            # Jobs that measure have no such key.
+            remedy = "" if what == "prompts" else " (data.max_bad raises that limit)"
             raise UserError(
                 f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad{remedy}: mend or remove these lines"
             )

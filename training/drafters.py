@@ -40,9 +40,7 @@ class Use:
     stopping: str | None = None  # None: the drafter's usual one
     stopping_threshold: float | None = None
     schedule: str = "serial"
-    lookup: int | None = (
-        None  # tokens of a match in the row's own text that is copied before the model is asked; None: never
-    )
+    lookup: int | None = None  # tokens of a match in the row's own text, copied before the model is asked; None: never
 
     def __post_init__(self) -> None:
         for key, found, known in (

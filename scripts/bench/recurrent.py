@@ -44,23 +44,15 @@ class Options:
     rounds: int = 3  # rounds that count
     head: str = ""  # drafting, generation: folder of the head
     prompts: str = "embedded:prompts"  # drafting, generation: evaluation JSONL
-    max_prompts: int = (
-        32  # of them, besides the sweep's; generation takes those alone whose greedy answer does not loop
-    )
+    max_prompts: int = 32  # of them, besides the sweep's; for generation those whose greedy answer does not loop
     max_new_tokens: int = 64  # of each
     decode_dtype: str = "float32"  # drafting, generation: of target and head
     beam_width: int = 8  # drafting: beams
     beam_length: int = 5  # drafting, and generation's comparison of outputs: drafted tokens of a beam
     widths: list[int] = field(default_factory=lambda: [1, 4, 10])  # generation: beams
-    lengths: list[int] = field(
-        default_factory=lambda: [2, 3, 4, 5]
-    )  # generation: drafted tokens of a beam, in the sweep
-    sweep_prompts: int = (
-        8  # generation: prompts on which every drafter's best length is found, none of those that are judged
-    )
-    exact_widths: list[int] = field(
-        default_factory=lambda: [1, 4, 10, 45]
-    )  # generation: beams whose greedy output is compared
+    lengths: list[int] = field(default_factory=lambda: [2, 3, 4, 5])  # generation: drafted tokens of a beam, swept
+    sweep_prompts: int = 8  # generation: prompts on which every drafter's best length is found; they are not judged
+    exact_widths: list[int] = field(default_factory=lambda: [1, 4, 10, 45])  # generation: beams compared when greedy
     exact_prompts: int = 8  # generation: prompts of that comparison
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # generation
     work: str = ""  # generation: folder of the run, kept; empty: a temporary one
