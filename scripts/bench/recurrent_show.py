@@ -56,7 +56,7 @@ class Options:
     prompts: str = "embedded:prompts"  # held-out evaluation prompts; those whose greedy answer loops are passed over
     parts: list[str] = field(default_factory=lambda: [*PARTS])  # what is compared
     seeds: int = 3  # runs of every side
-    seconds: float = 30.0  # of training, for every run
+    seconds: float = 20.0  # of training, for every run
     max_chats: int = 400  # chats that are drawn from the files, and answered by the target
     answer_tokens: int = 128  # the target's answers end here, where they are trained on
     answer_temperature: float = 1.0  # at which it answers
@@ -66,13 +66,13 @@ class Options:
     tokens_per_step: int = 2048  # tokens of an optimizer step
     lr: float = 1e-3  # peak learning rate of heads
     dtype: str = "bfloat16"  # of training
-    max_prompts: int = 24  # held-out prompts
+    max_prompts: int = 32  # held-out prompts
     max_new_tokens: int = 64  # of each
     decode_dtype: str = "float32"  # of target and drafters where they decode
     widths: list[int] = field(default_factory=lambda: [1, 4, 10])  # shape: beams
     lengths: list[int] = field(default_factory=lambda: [2, 3, 5])  # shape: drafted tokens of a beam
     shape_temperatures: list[float] = field(default_factory=lambda: [0.0])  # shape
-    race_prompts: int = 10  # shape, pruned: of the held-out prompts, decoded one by one against the clock
+    race_prompts: int = 8  # shape, pruned: of the held-out prompts, decoded one by one against the clock
     race_width: int = 10  # pruned: beams of the heads, the most; width and length follow the costs
     race_length: int = 4  # pruned: most drafted tokens, of heads and pruned drafters alike
     pruned_layers: list[int] = field(default_factory=lambda: [1, 2])  # pruned: layers left; the faster one is compared

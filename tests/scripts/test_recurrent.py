@@ -148,7 +148,7 @@ def test_a_notebook_goes_on_behind_a_torn_line_and_refuses_other_options(tmp_pat
     assert again("one", make) == [1, 2] and len(made) == 1
     again("two", lambda: 4)
     assert recurrent_show.Notebook(tmp_path, chosen).figures == {"one": [1, 2], "two": 4}
-    with pytest.raises(UserError, match=r"begun with other options: seconds \(30.0 -> 31.0\)"):
+    with pytest.raises(UserError, match=r"begun with other options: seconds \(20.0 -> 31.0\)"):
         recurrent_show.Notebook(tmp_path, recurrent_show.Options(work=str(tmp_path), seconds=31.0))
 
 
