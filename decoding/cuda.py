@@ -1,4 +1,4 @@
-"""Every call of torch.cuda in the project's decoding and its benchmarks; on a CPU each function here has its plain meaning.
+"""Every call of torch.cuda in the project; on a CPU each function here has its plain meaning.
 
 A round on a GPU is a queue of kernels that the host fills ahead of the device. Two things empty it: launching kernels one by one, which a
 captured graph does not, and waiting for a number, which the loop does once a round (`read`). All other code is free of devices, so the
@@ -24,6 +24,33 @@ def device_of(name: str) -> str:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device '{name}': PyTorch sees no CUDA card here. Use cpu or auto.")
     return name
+
+
+def cards() -> int:
+    """How many cards PyTorch sees."""
+    return torch.cuda.device_count()
+
+
+def names() -> list[str]:
+    """What the cards are called, in their order."""
+    return [torch.cuda.get_device_name(index) for index in range(cards())]
+
+
+def use(device: torch.device) -> None:
+    """Make it the card that a plain `cuda` means."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def rng_state() -> Tensor | None:
+    """State of the present card's generator; None where there is no card."""
+    return torch.cuda.get_rng_state() if device_of("auto") == "cuda" else None
+
+
+def restore_rng(state: Tensor) -> None:
+    """Inverse of `rng_state`; a machine without a card has no generator to restore."""
+    if device_of("auto") == "cuda":
+        torch.cuda.set_rng_state(state)
 
 
 def runs_ahead(device: torch.device) -> bool:

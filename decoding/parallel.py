@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decoding import cuda
 from decoding.errors import UserError
 from decoding.folder import read_config
 from decoding.parallel_rank import Setup, join, load_part
@@ -37,7 +38,7 @@ def processes_of(parallel: str, processes: int, backend: str, device: str) -> in
         return 1
     if backend != "native":
         raise UserError(f"parallel={parallel} splits a target of the native backend, not of {backend}: take native.")
-    cards = torch.cuda.device_count() - _first_card(device) if device.startswith("cuda") else 0
+    cards = cuda.cards() - _first_card(device) if device.startswith("cuda") else 0
     wanted = processes or cards
     if wanted < 2:
         found = f"processes is {processes}" if processes else f"{cards} GPUs are free from {device} on"
@@ -173,7 +174,7 @@ def device_beside(target: Any) -> str:
     if not devices[0].startswith("cuda"):
         return devices[0]
     following = max(_first_card(device) for device in devices) + 1
-    return f"cuda:{following}" if following < torch.cuda.device_count() else devices[0]
+    return f"cuda:{following}" if following < cuda.cards() else devices[0]
 
 
 def _first_card(device: str) -> int:

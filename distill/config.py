@@ -84,6 +84,8 @@ class TrainConfig(JobConfig):
     assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
     benchmark_prompts: str = ""  # evaluation prompts (JSONL) that an experiment's later stages decode; never trained on
     ladder: str = ""  # numbers of layers that an experiment compares, such as "1,3,5" (depth_sweep)
+    prune_mode: str = "importance"  # of an experiment's pruning stage: importance | l0 | random (distill.prune's mode)
+    prune_largest_cut: float = 1.0  # of that stage (distill.prune's largest_cut); 1: one cut
     loss: LossConfig = field(default_factory=LossConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -155,6 +157,9 @@ class PruneConfig(JobConfig):
     largest_cut: float = 1.0  # share of its layers that one stage may take (0.625: 32 -> 12 -> 5 -> 3)
     assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
     masks: str = ""  # masks.safetensors of an earlier run on this target: cut by it, and choose nothing anew
+    cache_mb: int = (
+        0  # memory for the target's hidden states, so that a probe's candidates after the first skip its forward
+    )
     data: DataConfig = field(default_factory=DataConfig)
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
     l0: L0Config = field(default_factory=L0Config)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from decoding import cuda
 from decoding.folder import read_config
 from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import write_card
@@ -100,8 +101,10 @@ def _print_masks(config: PruneConfig, source: Any, target: Any) -> None:
     )
     _print_memory(loop, config.parallel, source, target, config.target.dtype, config.l0.train_weights)
     if config.parallel.kind in (*ZERO, "fsdp"):
+        whole = trained * dtype_of(loop.dtype).itemsize
         print(
-            f"and {size(trained * dtype_of(loop.dtype).itemsize)} more at evaluations, which hold the weights whole on each rank"
+            f"and {size(whole)} more at evaluations, which hold the weights whole on each rank; before the first step a rank reads them whole "
+            f"({size(whole)} of the machine's memory) and has them twice ({size(2 * whole)}) while they are cut"
         )
     _print_checkpoint(loop, trained if config.l0.train_weights else 0, trained)
 
@@ -192,7 +195,7 @@ def _print_memory(
 
 def _ranks(parallel: ParallelConfig) -> tuple[int, str]:
     """How many ranks the memory is told for, and a remark where nobody has said."""
-    ranks = 1 if parallel.kind == "single" else parallel.processes or torch.cuda.device_count()
+    ranks = 1 if parallel.kind == "single" else parallel.processes or cuda.cards()
     return (ranks, "") if ranks else (8, "; give parallel.processes for another number")
 
 

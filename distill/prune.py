@@ -35,6 +35,7 @@ from training.models import dtype_of, folder_of, load_causal_lm, target_config
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
+from training.ranks import SHARDED_WEIGHTS
 from training.run_folder import RunFolder, hash_input
 from training.shapes import bytes_a_step, layers_of, millions, parameter_counts
 
@@ -99,6 +100,10 @@ def check(config: PruneConfig) -> None:
             ),
             "largest_cut": (0 < config.largest_cut <= 1, "a share above 0, up to 1"),
             "masks": (not config.masks or not config.depths, "empty where depths are given: a file holds one cut"),
+            "cache_mb": (
+                config.cache_mb == 0 or (config.cache_mb > 0 and config.parallel.kind not in SHARDED_WEIGHTS),
+                "0 (none) or more, and 0 with zero3 and fsdp: a target in shares is read by all ranks together, so none can skip its forward",
+            ),
             "between.max_steps": (config.between.max_steps > 0, "more than 0"),
         },
     )

@@ -25,10 +25,11 @@ from distill.layer_choice import candidates, removal_order
 from distill.masks import BETA, Masks
 from distill.shapes import removal_flops
 from training.config import LoopConfig
+from training.frozen import load_frozen
 from training.job_data import row_data, rows_of_step
 from training.loop import Progress, fit
 from training.models import dtype_of, load_causal_lm, random_model
-from training.objectives import Distillation, freeze
+from training.objectives import Distillation, TeacherStates
 from training.packing import Batch, PackedData, Sample, collate
 from training.parallel import Parallel
 from training.run_folder import hash_input
@@ -48,7 +49,7 @@ class Source:
 
 def read_source(config: PruneConfig, folder: Path, parallel: Parallel) -> Source:
     """The model in a folder; in shares where ranks hold weights so, as a target too large for one card must be."""
-    return Source(parallel.place_frozen(freeze(load_causal_lm(folder, dtype_of(config.target.dtype)))), folder)
+    return Source(load_frozen(folder, dtype_of(config.target.dtype), parallel), folder)
 
 
 @dataclass
@@ -65,6 +66,10 @@ class Workbench:
         default_factory=dict
     )  # products of matrices with weights; attention's own are left out
     scorer: HeldOutAcceptance | None = None
+    states: TeacherStates = field(init=False)  # the target's on the training text, for all that is distilled here
+
+    def __post_init__(self) -> None:
+        self.states = TeacherStates(self.teacher, self.config.cache_mb * 10**6)
 
     @contextmanager
     def account(self, part: str, flops: float) -> Iterator[None]:
@@ -104,13 +109,16 @@ class Workbench:
     def distil(self, title: str, student: Any, loop: LoopConfig, folder: Path) -> Progress:
         """Distil the target into `student`, in loop.dtype, for a while; resumes from `folder`."""
         data = self.data(rows_of_step(self.config.data, loop))
-        objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher)
-        tokens = loop.max_steps * loop.tokens_per_step
-        a_token = 6 * parameter_counts(student.config)["all"] + forward_flops(self.teacher.config)
-        with self.account(title, a_token * tokens):
-            return fit(
+        objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher, states=self.states)
+        flops = 6.0 * parameter_counts(student.config)["all"] * loop.max_steps * loop.tokens_per_step
+        before = self.states.tokens_read
+        with self.account(title, flops):
+            progress = fit(
                 title, objective, student, data, loop, self.parallel, folder, None, lambda: self.acceptance(student)
             )
+        read = self.parallel.sum(torch.tensor(self.states.tokens_read - before, device=self.parallel.device))
+        self.flops[title] += forward_flops(self.teacher.config) * float(read)
+        return progress
 
 
 def by_importance(bench: Workbench, source: Source, shape: Any, folder: Path) -> tuple[Any, dict[str, Any], Any]:
@@ -214,10 +222,17 @@ def _probe(bench: Workbench, student: Any, name: str, folder: Path) -> float:
     steps = bench.config.importance.probe_steps
     tokens = sum(len(sample.ids) for sample in bench.held_out)
     if steps:
-        loop = dataclasses.replace(bench.config.between, max_steps=steps, eval_every=0, checkpoint_every=0)
+        loop = _in_small(bench.config.between, steps)
         return bench.distil(f"probe {name}", student, loop, folder / "probe" / name).best["acceptance"]
     with bench.account("probes", (forward_flops(student.config) + forward_flops(bench.teacher.config)) * tokens):
         return bench.acceptance(student)["acceptance"]
+
+
+def _in_small(between: LoopConfig, steps: int) -> LoopConfig:
+    """The distillation between stages in `steps` steps: its warm-up is the same share of them, so that the learning rate comes to its peak."""
+    warmup = round(between.optimizer.warmup_steps * steps / between.max_steps)
+    optimizer = dataclasses.replace(between.optimizer, warmup_steps=warmup)
+    return dataclasses.replace(between, max_steps=steps, optimizer=optimizer, eval_every=0, checkpoint_every=0)
 
 
 def by_masks(bench: Workbench, source: Source, shape: Any, folder: Path) -> tuple[Any, dict[str, Any], Any]:

@@ -16,14 +16,15 @@ from distill.dry_run import dry_run
 from distill.student import build_student
 from training.config import check_values
 from training.drafter_folder import close_run, origin_of, write_model
+from training.frozen import load_frozen
 from training.held_out import target_answers
 from training.job import job_main
 from training.job_data import data_files, held_out_domains, training_data
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit, total_steps
 from training.mixture import check_mixture
-from training.models import check_context, check_target, dtype_of, folder_of, load_causal_lm, target_config
-from training.objectives import Distillation, LanguageModelling, freeze
+from training.models import check_context, check_target, dtype_of, folder_of, target_config
+from training.objectives import Distillation, LanguageModelling, TeacherStates
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
@@ -93,9 +94,8 @@ def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folde
     parallel = Parallel(config.parallel, config.target.device)
     tokenizer = load_tokenizer(target_folder)
     dtype = dtype_of(config.loop.dtype)
-    teacher = freeze(load_causal_lm(target_folder, dtype))
+    teacher = load_frozen(target_folder, dtype, parallel)
     student = build_student(config.drafter, teacher, dtype)
-    parallel.place_frozen(teacher)
     data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
     if parallel.is_main:
         describe(config, student, teacher, data)
@@ -126,7 +126,8 @@ def make_held_out(
 def make_objective(config: TrainConfig, student: Any, teacher: Any) -> Distillation | LanguageModelling:
     """The training objective by its name in loss.name."""
     if config.loss.name == "forward_kl":
-        return Distillation(student, teacher, config.loss.temperature, config.loss.cache_mb * 10**6)
+        states = TeacherStates(teacher, config.loss.cache_mb * 10**6)
+        return Distillation(student, teacher, config.loss.temperature, states)
     if config.loss.name == "cross_entropy":
         return LanguageModelling(student)
     raise AssertionError(config.loss.name)

@@ -38,7 +38,8 @@ def load_benchmark(
 ) -> Benchmark:
     """Read a prompt file, and another one for the sweep where one is named, and keep what can be measured.
 
-    max_length: tokens that the target's context holds; limit: prompts to keep of the first file, 0 for all.
+    max_length: tokens that the target's context holds; limit: prompts to keep of the first file, its first ones or
+    (cfg.spread) some from all over it; 0: all.
     Raises UserError: an unknown option; a category that no prompt has; with too_long=error, a first turn that leaves
     no room for max_new_tokens; nothing left to measure.
     """
@@ -51,7 +52,9 @@ def load_benchmark(
             f"{cfg.path}: no prompt of category {cfg.category!r}. Found: {categories or 'no prompt at all'}. "
             "Set benchmark.category to one of them, or leave it empty for all."
         )
-    kept, too_long = _fitting(chosen, cfg, tokenizer, max_length, max_new_tokens, limit)
+    kept, too_long = _fitting(chosen, cfg, tokenizer, max_length, max_new_tokens, 0 if cfg.spread else limit)
+    if cfg.spread and limit:
+        kept, _ = spread(kept, limit)
     counts = {
         "read": len(everything),
         "other_category": len(everything) - len(chosen),
@@ -96,6 +99,8 @@ def _read(cfg: BenchmarkConfig) -> list[Prompt]:
         prompts = _picked(prompts, cfg)
     if cfg.first:
         prompts = prompts[: cfg.first]
+    if cfg.strip:
+        prompts = [replace(prompt, turns=[turn.strip() for turn in prompt.turns]) for prompt in prompts]
     if cfg.render == "text" and cfg.template != TURN:
         prompts = [replace(prompt, turns=[cfg.template.replace(TURN, t) for t in prompt.turns]) for prompt in prompts]
     return prompts
@@ -159,7 +164,8 @@ def render_turns(turns: list[str], answers: list[str], tokenizer: Any, render: s
         raise ValueError(f"{len(turns)} turns need {len(turns) - 1} answers, got {len(answers)}")
     if render == "text":
         history = "".join(f"{turn}\n{answer}\n" for turn, answer in zip(turns, answers, strict=False))
-        return list(tokenizer(history + turns[-1])["input_ids"])
+        # not verbose: prompts over the context are counted, not run, so its warning of them would mislead
+        return list(tokenizer(history + turns[-1], verbose=False)["input_ids"])
     messages = []
     for index, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})

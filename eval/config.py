@@ -20,7 +20,9 @@ class BenchmarkConfig:
     category: str = ""  # keep the prompts of this category alone; empty: all
     ids: str = ""  # JSON file of prompt ids to keep, in this order: a list, or {"ids": [...]}; empty: all
     first: int = 0  # keep the first so many of these, as some published tables do; 0: all
+    spread: bool = False  # where max_prompts keeps some of these, take them from all over, not the first: of every category or language
     render: str = "chat"  # chat: the target's chat template; text: the turn as it stands
+    strip: bool = False  # without the white space around a turn
     template: str = "{turn}"  # with render=text: what stands around a turn, such as "Q: {turn}\nA:"
     turns: str = "first"  # first | all; with all, the target's own answer stands between the turns
     too_long: str = "error"  # error | skip (counted): a prompt that leaves no room for max_new_tokens

@@ -111,6 +111,15 @@ def runs_at(bench: Bench, condition: Condition) -> int:
     return samples_at(bench, condition) * bench.repeats
 
 
+def decodings(bench: Bench, condition: Condition, prompts: Sequence[Prompt], arms: int) -> int:
+    """Batches that a unit decodes with the baseline and so many arms, turn after turn; fewer where a later turn outgrows the context."""
+    return runs_at(bench, condition) * _turns(prompts) * (1 + arms)
+
+
+def _turns(prompts: Sequence[Prompt]) -> int:
+    return max(len(prompt.turns) for prompt in prompts)
+
+
 def _measure_sample(
     bench: Bench,
     condition: Condition,
@@ -123,7 +132,7 @@ def _measure_sample(
 ) -> list[Record]:
     answers: dict[str, list[str]] = {prompt.id: [] for prompt in prompts}
     records: list[Record] = []
-    for turn in range(max(len(prompt.turns) for prompt in prompts)):
+    for turn in range(_turns(prompts)):
         present, prompts_ids = _turn(bench, prompts, turn, answers)
         if not present:
             break

@@ -33,6 +33,8 @@ from eval.units import (
 )
 from training.drafters import ALONE
 
+CLOSED_FORM = ("serial", "pearl_virtual", "pearl_wall")  # schedules that a formula foretells
+
 
 def interval(units: Sequence[Unit], run: RunFacts) -> metrics.Interval:
     """Speedup over these units with its paired bootstrap interval."""
@@ -96,6 +98,7 @@ def build_row(
         batch_size=first.batch_size,
         temperature=first.temperature,
         num_draft_tokens=first.num_draft_tokens,
+        length_rule=facts.length_rule,
         schedule=facts.schedule,
         stopping=facts.stopping,
         lossless=equality.word,
@@ -105,7 +108,7 @@ def build_row(
         **_speed(units, run),
         **_headline(units, run),
         predicted_speedup=prediction.predicted_speedup(pool.pass_rates, first.num_draft_tokens, pool.costs)
-        if facts.schedule in ("serial", "pearl_virtual", "pearl_wall")
+        if facts.schedule in CLOSED_FORM
         else None,
         replayed_speedup=_replayed(run, facts, first, units, pool),
         best_gamma=judged.gamma,
@@ -121,8 +124,8 @@ def _verdict(facts: DrafterFacts, pool: Pool) -> prediction.Verdict:
         text = "this is another model's text; no schedule that drafts with it can be faster"
         return prediction.Verdict(False, 0, 1.0, text)
     judged = prediction.verdict(pool.pass_rates, pool.costs)
-    if "plus" in facts.schedule:
-        text = f"it chooses schedule and length itself; PEARL at its best fixed length has {judged.speedup:.2f}x by the closed form"
+    if facts.schedule not in CLOSED_FORM:
+        text = f"there is no formula for this schedule; that of PEARL gives {judged.speedup:.2f}x at its best length, gamma={judged.gamma}"
         return replace(judged, text=text)
     return (
         replace(judged, text=f"if the lanes do not slow each other, {judged.text}")

@@ -94,8 +94,8 @@ def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
 
 def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     """What a run would do, and at most how many tokens it would emit."""
-    count = generations(cfg, loaded)
-    tokens = count * cfg.max_new_tokens * max(cfg.batch_sizes)
+    batches = generations(cfg, loaded)
+    tokens = cfg.max_new_tokens * sum(count * condition.batch_size for condition, count in batches.items())
     drafters = ", ".join(loaded.facts)
     prompts = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in loaded.bench.benchmark.counts.items())
     print(f"target: {loaded.run.target} ({loaded.run.backend}, {loaded.run.dtype}, {loaded.run.device})")
@@ -103,7 +103,7 @@ def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     print(f"prompts of {loaded.bench.benchmark.name}: {prompts}")
     print(f"draft lengths: {_draft_lengths(cfg, loaded)}")
     print(f"conditions: {', '.join(condition.label for condition in conditions(cfg))}")
-    print(f"would decode {count} batches, at most {tokens} tokens, into {cfg.output_dir}")
+    print(f"would decode {sum(batches.values())} batches, at most {tokens} tokens, into {cfg.output_dir}")
 
 
 def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:

@@ -19,6 +19,7 @@ class DrafterFacts:
     one_pass: bool  # a proposal costs the same whatever its length
     stopping: str = "fixed"  # the policy that ends a draft early
     schedule: str = "serial"
+    length_rule: str = "predicted"  # by which it got its draft length: see eval.lengths
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Row:
     allowed: str
     max_new_tokens: int
     num_draft_tokens: int
+    length_rule: str  # by which it was found: see eval.lengths
     schedule: str
     stopping: str
     verify: str
@@ -138,7 +140,7 @@ class Row:
     worst_prompt: str
     worst_speedup: float
     categories: list[Category]
-    best_gamma: int
+    best_gamma: int  # by the formula, from the row's own prompts: nothing was chosen by it
     best_gamma_speedup: float  # predicted there
     helps: bool
     verdict: str

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decoding.errors import UserError
-from decoding.schedules import SCHEDULES
 from eval.benchmarks import spread
 from eval.config import EvalConfig
-from eval.measure import measure_unit, runs_at, units_of
+from eval.measure import decodings, measure_unit, units_of
 from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, read_slices, time_slice
 from eval.prediction import predicted_speedup
 from eval.records import BASELINE, Arm, Condition, Record, append_records, read_records, stalled, write_records
@@ -46,7 +45,7 @@ class Session:
     def measure(self) -> None:
         """Measure everything that is missing."""
         bench, cfg = self.loaded.bench, self.cfg
-        total = generations(cfg, self.loaded)
+        total = sum(generations(cfg, self.loaded).values())
         deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
         weighing = [drafter.width(deepest) for drafter in bench.drafters.values() if drafter.caps.needs_costs]
         weighed = range(1, max([deepest, *weighing]) + 2)
@@ -67,7 +66,7 @@ class Session:
             place = (condition, part, unit)
             have = [record for record in self.records if (record.condition, record.part, record.unit) == place]
             if _complete(have, arms):
-                progress.skip(runs_at(self.loaded.bench, condition) * (len(arms) + 1))
+                progress.skip(decodings(self.loaded.bench, condition, prompts, len(arms)))
                 continue
             # A unit that a killed run wrote in part is measured again as a whole: its pairs must be neighbours in time.
             if have:
@@ -81,7 +80,7 @@ class Session:
                 new = [dataclasses.replace(record, attempt=attempt) for record in new]
                 if attempt == ATTEMPTS or not stalled(new, before):
                     break
-                progress.skip(-runs_at(self.loaded.bench, condition) * (len(arms) + 1))
+                progress.skip(-decodings(self.loaded.bench, condition, prompts, len(arms)))
             self.records += new
             append_records(self.records_file, new)
 
@@ -92,24 +91,26 @@ class Session:
         append_slices(self.slices_file, new)
 
     def _chosen_arms(self, condition: Condition) -> list[Arm]:
-        """The arms of the main part: the draft lengths asked for, else each drafter's best by prediction (overlapped: by the sweep)."""
-        cfg, facts = self.cfg, self.loaded.facts
+        """The arms of the main part: every drafter at its draft lengths, found by its rule (eval/lengths.py)."""
+        facts = self.loaded.facts
         names = drafting(self.loaded)
         arms = [Arm(name, 0) for name in facts if name not in names]
-        if cfg.num_draft_tokens:
-            return arms + [Arm(name, gamma) for name in names for gamma in cfg.num_draft_tokens]
-        for name in names:
-            if "plus" in facts[name].schedule:  # it chooses the length itself, up to the longest
-                arms.append(Arm(name, max(cfg.sweep)))
-                continue
-            # An overlapped schedule's closed form takes acceptance as even: the sweep itself knows better.
-            if facts[name].schedule in SCHEDULES:
-                arms.append(Arm(name, self._fastest(name, condition)))
-                continue
-            pool = pool_of(name, condition, "sweep", facts[name], self.slices, self.records, cfg.max_new_tokens)
-            speedups = {gamma: predicted_speedup(pool.pass_rates, gamma, pool.costs) for gamma in cfg.sweep}
-            arms.append(Arm(name, max(speedups, key=lambda gamma: speedups[gamma])))
-        return arms
+        return arms + [Arm(name, gamma) for name in names for gamma in self._lengths(name, condition)]
+
+    def _lengths(self, name: str, condition: Condition) -> list[int]:
+        rule = self.loaded.facts[name].length_rule
+        if rule == "given":
+            return self.cfg.num_draft_tokens
+        if rule == "own":
+            return [max(self.cfg.sweep)]
+        return [self._fastest(name, condition) if rule == "fastest" else self._promising(name, condition)]
+
+    def _promising(self, name: str, condition: Condition) -> int:
+        """The draft length with the highest speedup by the formula, from what the sweep measured."""
+        facts = self.loaded.facts[name]
+        pool = pool_of(name, condition, "sweep", facts, self.slices, self.records, self.cfg.max_new_tokens)
+        speedups = {gamma: predicted_speedup(pool.pass_rates, gamma, pool.costs) for gamma in self.cfg.sweep}
+        return max(speedups, key=lambda gamma: speedups[gamma])
 
     def _fastest(self, name: str, condition: Condition) -> int:
         """The draft length with the most tokens a second in the sweep."""
@@ -154,16 +155,18 @@ def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[G
     return sweep, main
 
 
-def generations(cfg: EvalConfig, loaded: Loaded) -> int:
-    """Batches decoded in a whole run, for the progress bar and the dry run."""
-    total = 0
-    for condition in conditions(cfg):
-        sweep, main = split(cfg, loaded, condition)
-        drafters, lengths = len(drafting(loaded)), max(len(cfg.num_draft_tokens), 1)
-        alone = len(loaded.facts) - drafters
-        arms = len(sweep) * (1 + drafters * len(cfg.sweep)) + len(main) * (1 + alone + drafters * lengths)
-        total += runs_at(loaded.bench, condition) * arms
-    return total
+def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
+    """Batches decoded under each condition, for the progress bar and the dry run."""
+    drafters, lengths = len(drafting(loaded)), max(len(cfg.num_draft_tokens), 1)
+    arms = (drafters * len(cfg.sweep), len(loaded.facts) - drafters + drafters * lengths)
+    return {
+        condition: sum(
+            decodings(loaded.bench, condition, prompts, count)
+            for units, count in zip(split(cfg, loaded, condition), arms, strict=True)
+            for _, prompts in units
+        )
+        for condition in conditions(cfg)
+    }
 
 
 class _Progress:

@@ -22,6 +22,7 @@ from decoding.schedules import WALL
 from decoding.target import Target, device_of, load_target
 from eval.benchmarks import load_benchmark, render_turns
 from eval.config import EvalConfig
+from eval.lengths import rule_of
 from eval.measure import Bench
 from eval.records import BASELINE, Arm, Condition
 from eval.schema import DrafterFacts, RunFacts
@@ -115,7 +116,9 @@ def load(cfg: EvalConfig) -> Loaded:
         max_new_tokens=cfg.max_new_tokens,
         limit=cfg.max_prompts,
     )
-    facts = {name: facts_of(name, drafter, uses[name]) for name, drafter in drafters.items()}
+    facts = {
+        name: facts_of(name, drafter, uses[name], bool(cfg.num_draft_tokens)) for name, drafter in drafters.items()
+    }
     inputs = [folder, prompt_file, *([sweep_file] if sweep_file else [])]
     inputs += [Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping]
     settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
@@ -189,8 +192,8 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
     )
 
 
-def facts_of(name: str, drafter: Any, use: drafter_list.Use) -> DrafterFacts:
-    """What rows say of a drafter."""
+def facts_of(name: str, drafter: Any, use: drafter_list.Use, lengths_given: bool) -> DrafterFacts:
+    """What rows say of a drafter; lengths_given: whether the user names the draft lengths."""
     return DrafterFacts(
         name=name,
         layers=drafter.num_layers,
@@ -198,6 +201,7 @@ def facts_of(name: str, drafter: Any, use: drafter_list.Use) -> DrafterFacts:
         one_pass=drafter.caps.steps == "round",
         stopping=use.stopping or "fixed",
         schedule=use.schedule,
+        length_rule=rule_of(use.schedule, lengths_given),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from decoding.policies import EAGER
 from decoding.schedules import VIRTUAL, WALL
 from decoding.stats import LOOPING_BELOW
+from eval.lengths import RULES
 from eval.schema import Row
 
 # Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
@@ -15,7 +16,9 @@ AGREEMENT = 0.1
 DEFINITIONS: dict[str, str] = {
     "speedup": "tokens per second with the drafter over those of our own decoding without one: same prompts, machine, "
     "threads, dtype and loop, interleaved. In brackets the 95 % interval of a paired bootstrap over prompts.",
-    "gamma": "the most draft tokens of a round (a stopping rule may end it earlier), which the target checks in one forward pass.",
+    "gamma": "the most draft tokens of a round (a stopping rule may end it earlier), which the target checks in one forward pass. Where none is "
+    "given, a sweep over several lengths on other prompts chooses one: the highest speedup that the formula gives for what was measured there "
+    "(under an overlapped schedule the highest measured).",
     "drafted": "draft tokens of a round, on average: below gamma where rounds end early or nothing is offered, above it for trees.",
     "alpha": "acceptance rate: draft tokens that pass, of those tested. A token is tested when all before it passed.",
     "tau": "block efficiency: tokens emitted per target forward, the target's own bonus token included; 1 without a "
@@ -24,7 +27,9 @@ DEFINITIONS: dict[str, str] = {
     "V": "time of the target forward that checks a whole proposal, over that of one token. It is not 1.",
     "overhead": "share of a round spent outside the models' forward passes. Those are timed by themselves between the generations, so that "
     "the noise of the clock can bring it a little below zero; under an overlapped schedule the lanes are timed inside their rounds.",
-    "predicted": "speedup that alpha, c, V and overhead give by the formula; where it agrees, they explain the whole.",
+    "predicted": "speedup that alpha, c, V and overhead give by the formula at the gamma that was used; where it agrees with the measured one, "
+    "they explain the whole. Below the tables the formula also says which gamma would suit these prompts most: known only afterwards, it "
+    "chose nothing.",
     "not looping": f"the speedup on prompts whose continuation does not repeat itself (distinct-4 of at least "
     f"{LOOPING_BELOW}). Loops are easy to guess, so headlines leave them out.",
     "distinct-4": "share of different 4-token sequences in the target's text: 1 never repeats, near 0 loops.",
@@ -132,12 +137,20 @@ def losses(row: Row) -> str:
     return text + (f", and as a whole on {', '.join(behind)}" if behind else "")
 
 
+def foretold(row: Row) -> str:
+    """The draft length that was used and how it was found, then what the formula says of it and of the length that it would take."""
+    used = RULES[row.length_rule].format(gamma=row.num_draft_tokens)
+    if not used or row.predicted_speedup is None:
+        verdict = f"{row.verdict[0].upper()}{row.verdict[1:]}."
+        return f"Used: {used}. {verdict}" if used else verdict
+    at = f"{times(row.predicted_speedup)} at gamma={row.num_draft_tokens}; " * (row.best_gamma != row.num_draft_tokens)
+    return f"Used: {used}. Predicted: {at}{row.verdict}."
+
+
 def verdict_line(row: Row) -> tuple[str, str, str]:
     """What a newcomer should take away of one row: (which row, what was measured, what the parts predict)."""
     measured = f"{outcome(row)}; {losses(row)}."
-    predicted = f"{row.verdict[0].upper()}{row.verdict[1:]}."
-    if row.part == "main" and row.best_gamma != row.num_draft_tokens and row.predicted_speedup is not None:
-        predicted += f" It ran at gamma={row.num_draft_tokens} ({times(row.predicted_speedup)} predicted)."
+    predicted = foretold(row)
     if row.overlap is not None:
         why = "two workers, measured" if row.schedule in WALL else "virtual clock, by definition"
         predicted += f" The lanes hid {100 * row.overlap:.0f} % of the shorter one ({why})."
@@ -151,7 +164,7 @@ def verdict_line(row: Row) -> tuple[str, str, str]:
         predicted += " The formula, which takes acceptance as even, is off; the replay, which knows its runs, explains what was measured."
     elif off:
         predicted += (
-            f" That does not agree with what was measured ({times(row.speedup)}): the parts do not explain it, or the machine's "
+            f" The prediction does not agree with what was measured ({times(row.speedup)}): the parts do not explain it, or the machine's "
             "speed changed in between. Trust the measured one."
         )
     clock = ", virtual clock" if row.schedule in VIRTUAL else ""

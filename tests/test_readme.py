@@ -150,6 +150,8 @@ def test_every_command_runs_at_toy_size(command: str, tiny_target: Path, padded_
     for name, path in real.items():
         arguments = [re.sub(rf"(?<=[=\[ ]){re.escape(name)}(?=[],}}]|$)", str(path), word) for word in arguments]
     arguments = [*TOY[job].split(), *arguments, f"output_dir={tmp_path / 'run'}"]
+    if "+experiment=batches" in arguments:
+        arguments += ["batch_sizes=[1,4]"]
     if any(word.startswith("batch_sizes=") for word in arguments):
         arguments += ["max_prompts=8", "sweep_prompts=4"]  # a whole batch for each part
     own = composed(job, arguments)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from decoding import cuda
 from decoding.errors import UserError
 
 STATE = "state.json"
@@ -115,9 +116,8 @@ def rng_state() -> dict[str, Tensor]:
         "numpy_position": torch.from_numpy(numpy_state),
         "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
     }
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    return tensors
+    of_card = cuda.rng_state()
+    return tensors if of_card is None else {**tensors, "cuda": of_card}
 
 
 def restore_rng(tensors: dict[str, Tensor]) -> None:
@@ -126,8 +126,8 @@ def restore_rng(tensors: dict[str, Tensor]) -> None:
     position, has_gauss = (int(value) for value in tensors["numpy_position"])
     keys = tensors["numpy_keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, position, has_gauss, float(tensors["numpy_gauss"][0])))
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
+    if "cuda" in tensors:
+        cuda.restore_rng(tensors["cuda"])
 
 
 def sha256(path: Path) -> str:

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
+from decoding import cuda
 from decoding.errors import UserError
 from training import ranks
 from training.config import ParallelConfig
@@ -110,7 +109,7 @@ def processes_wanted(config: ParallelConfig) -> int:
                 f"parallel.processes is {config.processes} with parallel=single; use parallel=ddp, zero1, zero2, zero3 or fsdp"
             )
         return 1
-    processes = config.processes or torch.cuda.device_count()
+    processes = config.processes or cuda.cards()
     if processes == 0:
         raise UserError(f"parallel={config.kind} on a machine without a GPU needs parallel.processes=N")
     ranks.check_kind(config.kind, processes)

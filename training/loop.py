@@ -155,7 +155,7 @@ def _step(
             f"the loss is {loss} and the gradient's norm {norm} at step {progress.step + 1}: stopped before the update; the last good "
             f"checkpoint, if there is one, is in {root}. Lower loop.optimizer.lr (now {config.optimizer.lr}) {remedy}, then run again"
         )
-    rate = learning_rate(config.optimizer, progress.step, progress.step / total)
+    rate = learning_rate(config.optimizer, progress.step, total)
     optimizer.step(rate)
     seconds = time.monotonic() - began
     progress.step += 1

@@ -65,12 +65,15 @@ class Distillation(Constant):
 
     metric_names = ("acceptance",)
 
-    def __init__(self, student: Any, teacher: Any, temperature: float = 1.0, cache_bytes: int = 0) -> None:
+    def __init__(
+        self, student: Any, teacher: Any, temperature: float = 1.0, states: "TeacherStates | None" = None
+    ) -> None:
+        """states: the teacher's, where they are remembered, over several students too; None reads each batch with the teacher."""
         super().__init__()
         self.student = student
         self._teacher = Frozen(teacher)
         self.temperature = temperature
-        self._states = TeacherStates(teacher, cache_bytes)
+        self._states = states or TeacherStates(teacher, 0)
 
     @property
     def teacher(self) -> Any:
@@ -92,35 +95,43 @@ class Distillation(Constant):
 class TeacherStates:
     """The frozen teacher's hidden states at supervised positions, remembered row by row up to a number of bytes.
 
-    Rows are packed once and come again every epoch; a small student's step is then mostly the teacher's forward, which memory saves.
-    With memory, the teacher reads one row a forward, so that a row's states do not hang on its neighbours and a resumed run equals a
-    straight one bit for bit.
+    Rows are packed once and come again every epoch, and with every student of the same samples; a small student's step is then mostly the
+    teacher's forward, which memory saves. With memory, the teacher reads one row a forward, so that a row's states do not hang on its
+    neighbours and a resumed run equals a straight one bit for bit.
     """
 
     def __init__(self, teacher: Any, limit_bytes: int) -> None:
         self._teacher = Frozen(teacher)
         self.free_bytes = limit_bytes
         self.remember = limit_bytes > 0
+        self.tokens_read = 0  # positions that the teacher ran over
         self._known: dict[tuple[int, ...], Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TeacherStates":
+        """Itself: whoever copies the objective reads the same teacher."""
+        return self
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
         """[N, G], in the order of `batch.supervised_RT`."""
         if not self.remember:
-            return hidden_states(self._teacher.model, batch)[batch.supervised_RT]
+            return self._read(batch)
         return torch.cat([self._row(batch, index) for index in range(len(batch.rows))])
 
     def _row(self, batch: Batch, index: int) -> Tensor:
         key = batch.rows[index]
         if key in self._known:
             return self._known[key]
-        one = batch.row(index)
-        states_NG = hidden_states(self._teacher.model, one)[one.supervised_RT]
+        states_NG = self._read(batch.row(index))
         size = states_NG.numel() * states_NG.element_size()
         if size <= self.free_bytes:
             self.free_bytes -= size
             self._known[key] = states_NG
         return states_NG
+
+    def _read(self, batch: Batch) -> Tensor:
+        self.tokens_read += batch.ids_RT.numel()
+        return hidden_states(self._teacher.model, batch)[batch.supervised_RT]
 
 
 def freeze(model: Any) -> Any:

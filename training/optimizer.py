@@ -190,11 +190,17 @@ class WithApart:
         self.apart.load(tensors)
 
 
-def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:
-    """Linear warm-up over `warmup_steps`, then a cosine from lr to lr x final_lr as `progress` goes from 0 to 1."""
-    warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
-    return config.lr * warm * (config.final_lr + (1 - config.final_lr) * cosine)
+def learning_rate(config: OptimizerConfig, step: int, total: int) -> float:
+    """Of step `step` (from 0) of `total`: linear to lr over `warmup_steps`, then over the steps that are left a cosine to lr x final_lr.
+
+    The cosine starts where the warm-up ends, as in the published recipes' schedulers (Composer's for Sheared-LLaMA, Hugging Face's for
+    ReDrafter). A run that is shorter than its warm-up ends on the way up.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.final_lr + (1 - config.final_lr) * cosine)
 
 
 def count_parameters(parameters: Iterable[Tensor]) -> int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from decoding import cuda
 from decoding.errors import UserError
 from decoding.target import device_of
 from training import ranks, sharding, zero
@@ -62,7 +63,7 @@ class Parallel:
             return
         if self.world_size > 1:
             raise UserError(f"target.device is '{device}', but every rank has a card of its own: use cuda or auto")
-        torch.cuda.set_device(device)
+        cuda.use(torch.device(device))
 
     @property
     def is_main(self) -> bool:
@@ -82,7 +83,7 @@ class Parallel:
         """Move a frozen model to the device: in shares under zero3 and fsdp, else a whole one on every rank. Returns it.
 
         Shares are `fully_shard`'s under zero3 too, as DeepSpeed cuts only what its engine trains. Ranks must then run the model equally
-        often.
+        often. One on the meta device gets memory for its shares, to be filled (training.frozen).
         """
         if self.shards_weights:
             sharding.shard_frozen(model, self._mesh())

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from decoding import cuda
 from decoding.errors import UserError
 from training.checkpoint import sha256, write_text
 from training.config import JobConfig, plain
@@ -191,5 +192,4 @@ def hardware() -> dict[str, Any]:
             line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         ]
         model = names[0] if names else model
-    cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"cpu": model, "threads": torch.get_num_threads(), "gpus": cards}
+    return {"cpu": model, "threads": torch.get_num_threads(), "gpus": cuda.names()}

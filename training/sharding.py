@@ -103,11 +103,16 @@ def shard_frozen(model: Any, mesh: DeviceMesh) -> None:
 
     The lm_head stays whole on every rank: losses read it in chunks, outside of any forward. So every forward of `model.model` is a
     message among all ranks, and they must run it equally often. After one, its parts (embedding, layers, last norm) can be called too.
+    A model on the meta device is cut there, and gets memory for this rank's shares alone, with nothing in it yet.
     """
-    model.get_output_embeddings().to(mesh.device_type)
+    empty = next(model.parameters()).is_meta
+    if not empty:
+        model.get_output_embeddings().to(mesh.device_type)
     for part in (model.model.embed_tokens, *decoder_layers(model.model), model.model.norm):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
     fully_shard(model.model, mesh=mesh, reshard_after_forward=True)
+    if empty:
+        model.to_empty(device=mesh.device_type)
 
 
 class Wholes(Mapping[str, Tensor]):

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from decoding import cuda
 from decoding.errors import UserError
 from training.optimizer import parameter_groups
 from training.optimizer_config import OptimizerConfig
@@ -30,7 +31,7 @@ def plugin(stage: int, use_cpu: bool) -> Any:
         raise UserError(
             f"parallel.kind is zero{stage}, but DeepSpeed is not installed: pip install shallow-draft[train]"
         )
-    if use_cpu and torch.cuda.is_available():
+    if use_cpu and cuda.device_of("auto") == "cuda":
         raise UserError(
             f"parallel.kind is zero{stage} with target.device=cpu beside a GPU, which DeepSpeed would take: hide it with CUDA_VISIBLE_DEVICES="
         )

@@ -175,13 +175,14 @@ def interval(value: float | None, low: float | None, high: float | None, unit: s
 
 def peak_bytes(action: Callable[[], Any], device: str = "cpu") -> int:
     """Most bytes that tensors made inside take at once, beyond what was there before."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    place = torch.device(device)
+    cuda.peak_bytes(place)  # the peak begins anew, at what is held now
+    held = cuda.peak_bytes(place)
+    if held is not None:
         action()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        most = cuda.peak_bytes(place)
+        assert most is not None, "a card that counted before"
+        return most - held
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         action()
     level = peak = 0

@@ -5,32 +5,45 @@
 
 Every shape is pruned from the target by importance and distilled on the same rows for as many steps, once a seed; then all are decoded with in
 one interleaved run for each backend and execution. Bytes are those of the layers and the head, and may differ by 3 %.
+
+Pieces such as `seeds=[0]` or `executions=["hf eager"]` (none with `executions=[]`: students alone) may be run one by one: with the same settings
+and `work`, the figures are of all that was run so far.
 """
 
+import hashlib
 import json
+import logging
 import statistics
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import distill.prune
-import distill.train
+import torch
+
 import eval.run
+from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
-from distill.config import ImportanceConfig, PruneConfig, TrainConfig
+from distill.acceptance import HeldOutAcceptance
+from distill.config import TrainConfig
 from distill.shapes import student_config
 from eval.config import BenchmarkConfig, EvalConfig
 from eval.schema import read_rows
 from scripts.bench.common import options, save
-from training.config import DataConfig, HeldOutConfig, LoopConfig, OptimizerConfig, StudentConfig, TargetConfig
+from scripts.bench.kept import Kept, paired
+from scripts.bench.students import Students, configured
+from training.config import DataConfig, HeldOutConfig, StudentConfig, TargetConfig, plain
+from training.drafter_folder import write_model
+from training.held_out import target_answers
 from training.models import target_config
+from training.packing import Sample
+from training.paths import resolve
 from training.shapes import bytes_a_step, parameter_counts
 
 TOLERANCE = 0.03  # of bytes a step
+DECODING = ("prompts", "max_prompts", "max_new_tokens", "temperatures", "sweep")  # options that students do not hang on
 EXECUTIONS = ("native eager", "native compiled", "hf eager")
 
 
@@ -53,11 +66,13 @@ class Options:
     max_length: int = 256  # tokens a row
     tokens_per_step: int = 4096  # tokens a step
     steps: int = 400  # of distillation
+    probe_steps: int = 10  # of a candidate's distillation, where layers are chosen
     sequences: int = 512  # rows that are scored
     lr: float = 3e-3  # peak learning rate
     dtype: str = "float32"  # of training
-    seeds: int = 3  # runs of every shape
-    work: str = ""  # folder of the runs, kept and gone on from; empty: a temporary one
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # a run of every shape each
+    work: str = "runs/bench"  # folder of students, evaluations and finished parts: the same settings go on from it
+    cache_mb: int = 2000  # memory for the target's states on the training text
     threads: int = 2  # CPU threads
     device: str = "cpu"  # cpu | cuda
     name: str = "depth_width"  # of the results file
@@ -82,6 +97,11 @@ def shape_of(text: str) -> StudentConfig:
 def equal_bytes(chosen: Options) -> dict[str, int]:
     """Bytes a step of every shape. Raises UserError where one differs from the first by more than TOLERANCE."""
     target = target_config(TargetConfig(path=chosen.target))
+    names = [shape_of(text).name for text in chosen.shapes]
+    if len({*names}) < len(names):
+        raise UserError(
+            f"shapes are told apart by layers and hidden size, found {', '.join(names)}: give each pair once"
+        )
     found = {text: bytes_a_step(student_config(shape_of(text), target)) for text in chosen.shapes}
     first = found[chosen.shapes[0]]
     for text, size in found.items():
@@ -92,57 +112,54 @@ def equal_bytes(chosen: Options) -> dict[str, int]:
     return found
 
 
-def distilled(chosen: Options, shape: StudentConfig, seed: int, work: Path) -> tuple[Path, float]:
-    """A drafter of one shape, pruned and distilled, and its held-out acceptance."""
-    target, place = TargetConfig(path=chosen.target, device=chosen.device), work / f"{shape.name}_seed{seed}"
-    data = DataConfig(
-        chats=chosen.chats, held_out_chats=chosen.held_out_chats, max_length=chosen.max_length, max_bad=0.1
-    )
-    loop = LoopConfig(
-        max_steps=chosen.steps,
-        tokens_per_step=chosen.tokens_per_step,
-        micro_batch_tokens=chosen.tokens_per_step,
-        eval_every=0,
-        checkpoint_every=0,
-        dtype=chosen.dtype,
-        optimizer=OptimizerConfig(lr=chosen.lr),
-    )
-    scores = ImportanceConfig(sequences=chosen.sequences, cache_dir=str(work / "scores"), probe_steps=10)
-    student = distill.prune.run(
-        PruneConfig(
-            job="distill.prune",
-            output_dir=str(place / "pruned"),
-            seed=seed,
-            target=target,
-            drafter=shape,
-            data=data,
-            importance=scores,
-            between=loop,
-        )
-    )
-    from_folder = StudentConfig(
-        name=shape.name, init="folder", path=str(student), num_hidden_layers=shape.num_hidden_layers
-    )
-    drafter = distill.train.run(
-        TrainConfig(
-            job="distill.train",
-            output_dir=str(place / "distilled"),
-            seed=seed,
-            target=target,
-            drafter=from_folder,
-            data=data,
-            held_out=HeldOutConfig(prompts=chosen.held_out_prompts, max_new_tokens=min(96, chosen.max_length // 2)),
-            loop=loop,
-        )
-    )
-    metrics = json.loads((drafter.parent / "manifest.json").read_text())["metrics"]
-    return drafter, float(metrics["acceptance"])
+class Answers:
+    """The target's answers to the held-out prompts, made once a seed."""
+
+    def __init__(self, chosen: Options) -> None:
+        self._chosen, self._seed, self._samples = chosen, -1, list[Sample]()
+
+    def of(self, seed: int) -> list[Sample]:
+        """The answers drawn with this seed."""
+        chosen = self._chosen
+        if seed != self._seed:
+            folder = resolve(chosen.target)
+            asked = TrainConfig(
+                seed=seed,
+                target=TargetConfig(path=chosen.target, device=chosen.device),
+                data=DataConfig(max_length=chosen.max_length),
+                held_out=HeldOutConfig(prompts=chosen.held_out_prompts, max_new_tokens=min(96, chosen.max_length // 2)),
+            )
+            self._samples, self._seed = target_answers(folder, load_tokenizer(folder), asked), seed
+        return self._samples
+
+
+def distilled(
+    chosen: Options, students: Students, answers: Answers, shape: StudentConfig, seed: int, folder: Path, work: Path
+) -> dict[str, Any]:
+    """Prune to one shape, distil, write the drafter to `folder`; its acceptance on held-out text and on the target's own answers."""
+    bench = students.bench(configured(chosen, shape, seed, work))
+    student, notes = students.cut(bench)
+    on_text = students.distil(f"{shape.name} {seed}", bench, student)
+    on_answers = HeldOutAcceptance(student, bench.teacher, answers.of(seed), chosen.max_length, 1.0)()
+    write_model(student, resolve(chosen.target), folder, torch.float32)
+    return {
+        "layers": notes["layers"],
+        "acceptance": on_answers["acceptance"],
+        "greedy_acceptance": on_answers["greedy_acceptance"],
+        "acceptance_on_text": on_text["acceptance"],
+    }
+
+
+def decoding(chosen: Options) -> dict[str, Any]:
+    """What the students are decoded with."""
+    return {key: value for key, value in plain(chosen).items() if key in DECODING}
 
 
 def measured(chosen: Options, drafters: dict[str, Path], execution: str, seed: int, work: Path) -> list[dict[str, Any]]:
     """All drafters in one interleaved run on one backend and execution."""
     backend, how = execution.split()
-    folder = work / f"eval_{execution.replace(' ', '_')}_seed{seed}"
+    how_decoded = hashlib.sha256(json.dumps(decoding(chosen)).encode()).hexdigest()[:8]
+    folder = work / f"eval_{execution.replace(' ', '_')}_seed{seed}_{how_decoded}"
     target = TargetConfig(
         path=chosen.target, device=chosen.device, backend=backend, execution=how if backend == "native" else ""
     )
@@ -183,28 +200,67 @@ def main() -> None:
     if unknown:
         sys.exit(f"error: executions has '{unknown[0]}', expected some of {', '.join(EXECUTIONS)}")
     sizes = equal_bytes(chosen)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    kept = Kept(chosen.work, chosen, ("seeds", "executions", *DECODING))
+    students, answers = Students(), Answers(chosen)
+    shapes = {shape_of(text).name: shape_of(text) for text in chosen.shapes}
+    for seed in chosen.seeds:
+        drafters = {name: kept.folder / f"{name}_seed{seed}" for name in shapes}
+        for name, shape in shapes.items():
+            told = (chosen, students, answers, shape, seed, drafters[name], kept.folder)
+            kept.figures({"shape": name, "seed": seed}, lambda told=told: distilled(*told))
+            save(chosen.name, chosen, figures(chosen, sizes, kept), show=False)
+        for execution in chosen.executions:
+            given = (chosen, drafters, execution, seed, kept.folder)
+            part = {"execution": execution, "seed": seed, **decoding(chosen)}
+            kept.figures(part, lambda given=given: {"rows": measured(*given)})
+            save(chosen.name, chosen, figures(chosen, sizes, kept), show=False)
+    found = figures(chosen, sizes, kept)
+    print(json.dumps({key: found[key] for key in ("acceptance", "over_first", "mean_speedup")}, indent=1))
+
+
+def figures(chosen: Options, sizes: dict[str, int], kept: Kept) -> dict[str, Any]:
+    """Acceptance by shape and seed, every shape over the first (paired over seeds), and all measured speeds."""
     target = target_config(TargetConfig(path=chosen.target))
     shapes = {shape_of(text).name: shape_of(text) for text in chosen.shapes}
-    acceptance: dict[str, list[float]] = {name: [] for name in shapes}
-    rows: dict[str, list[list[dict[str, Any]]]] = {execution: [] for execution in chosen.executions}
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(chosen.work or temporary)
-        for seed in range(chosen.seeds):
-            drafters = {}
-            for name, shape in shapes.items():
-                drafters[name], alpha = distilled(chosen, shape, seed, work)
-                acceptance[name].append(alpha)
-            for execution in chosen.executions:
-                rows[execution].append(measured(chosen, drafters, execution, seed, work))
-    figures = {
+    acceptance: dict[str, dict[str, float]] = {name: {} for name in shapes}
+    rows: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for part, found in kept.all():
+        if "shape" in part:
+            acceptance[part["shape"]][str(part["seed"])] = found["acceptance"]
+        elif decoding(chosen).items() <= part.items():
+            rows.setdefault(part["execution"], {})[str(part["seed"])] = found["rows"]
+    first, *others = shapes
+    return {
         "bytes_a_step": sizes,
         "parameters": {name: parameter_counts(student_config(shape, target))["all"] for name, shape in shapes.items()},
         "acceptance": acceptance,
-        "mean_speedup": {execution: mean_speedups(of) for execution, of in rows.items()},
+        "over_first": {
+            "acceptance": {name: paired(acceptance[name], acceptance[first]) for name in others},
+            "speedup": {
+                execution: {name: over_first(first, name, by_seed) for name in others}
+                for execution, by_seed in rows.items()
+            },
+        },
+        "mean_speedup": {execution: mean_speedups([*by_seed.values()]) for execution, by_seed in rows.items()},
         "rows": rows,
+        "parts": [{**part, **found} for part, found in kept.all() if "shape" in part],
     }
-    save(chosen.name, chosen, figures, show=False)
-    print(json.dumps({key: figures[key] for key in ("acceptance", "mean_speedup")}, indent=1))
+
+
+def over_first(first: str, name: str, by_seed: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """A shape's measured speedup less the first one's, paired over seeds, by temperature."""
+
+    def speedups(drafter: str, temperature: float) -> dict[str, float]:
+        return {
+            seed: row["speedup"]
+            for seed, rows in by_seed.items()
+            for row in rows
+            if (row["drafter"], row["temperature"]) == (drafter, temperature)
+        }
+
+    temperatures = sorted({row["temperature"] for rows in by_seed.values() for row in rows})
+    return {f"T={t:g}": paired(speedups(name, t), speedups(first, t)) for t in temperatures}
 
 
 def mean_speedups(by_seed: list[list[dict[str, Any]]]) -> dict[str, dict[str, float]]:

@@ -4,15 +4,14 @@
 
 Three sides start from the same student, the same shares and the same seeds, and see as many rows: `fixed` keeps its shares, `acceptance` moves
 them by the gap in held-out acceptance, `loss` by the gap to the target's own loss, as Sheared-LLaMA does where no scaling law gives a reference.
+Pieces such as `seeds=[0]` may be run one by one: with the same settings and `work`, the figures are of all that was run so far.
 The last fifth of every domain is never trained on; half of it moves the shares, the other half, which no side ever sees, is what counts.
 """
 
 import logging
-import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from scipy.stats import t as student_t
 
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from distill.acceptance import HeldOutAcceptance, Totals
 from distill.student import build_student
 from scripts.bench.common import options, save
+from scripts.bench.kept import Kept, paired
 from training.config import DataConfig, DomainConfig, LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
 from training.data import read_texts
 from training.job_data import drawn_evenly
 from training.loop import fit
 from training.mixture import MixedData
 from training.models import dtype_of, load_causal_lm
-from training.objectives import Distillation, freeze
+from training.objectives import Distillation, TeacherStates, freeze
 from training.packing import Sample
 from training.parallel import Parallel
 from training.paths import resolve
@@ -66,9 +65,12 @@ class Options:
     lr: float = 3e-3  # peak learning rate
     max_bad: float = 0.1  # share of bad records that is skipped and counted: one of arxiv's twenty has no text
     held_out_tokens: int = 8192  # of a domain, that move the shares; as many count
-    seeds: int = 3  # runs of every side
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # a run of every side each
+    sides: list[str] = field(default_factory=lambda: [*SIDES])  # what is compared
     threads: int = 2  # CPU threads
     device: str = "cpu"  # cpu | cuda
+    cache_mb: int = 2000  # memory for the target's states on the training text
+    work: str = "runs/bench"  # folder of finished parts: the same settings go on from it
     name: str = "mixing"  # of the results file
 
 
@@ -114,25 +116,45 @@ def mixture(chosen: Options, domains: dict[str, Domain], references: dict[str, f
     return MixedData({name: of.train for name, of in domains.items()}, config, rows_per_step, seed)
 
 
-def measure(
-    chosen: Options, student: Any, teacher: Any, held_out: dict[str, list[Sample]]
-) -> Callable[[], dict[str, Totals]]:
-    """A function that gives every domain's totals with the student's present weights."""
-    scored = {
-        name: HeldOutAcceptance(student, teacher, samples, chosen.max_length, 1.0) for name, samples in held_out.items()
-    }
-    return lambda: {name: of.totals() for name, of in scored.items()}
+@dataclass
+class Teacher:
+    """The frozen target, and what it says of text, which is read once for all runs."""
+
+    model: Any
+    states: TeacherStates  # on the training text
+    steer: dict[str, HeldOutAcceptance]  # by domain, of the half that moves the shares
+    judge: dict[str, HeldOutAcceptance]  # of the half that counts
+
+
+def read_teacher(chosen: Options, domains: dict[str, Domain]) -> Teacher:
+    """The target of the options."""
+    model = freeze(load_causal_lm(resolve(chosen.target), dtype_of(chosen.dtype))).to(chosen.device)
+
+    def scored(samples: list[Sample]) -> HeldOutAcceptance:
+        return HeldOutAcceptance(model, model, samples, chosen.max_length, 1.0)
+
+    return Teacher(
+        model,
+        TeacherStates(model, chosen.cache_mb * 10**6),
+        {name: scored(of.steer) for name, of in domains.items()},
+        {name: scored(of.judge) for name, of in domains.items()},
+    )
+
+
+def measure(student: Any, held_out: dict[str, HeldOutAcceptance]) -> dict[str, Totals]:
+    """Every domain's totals with the student's present weights."""
+    for of in held_out.values():
+        of.student = student
+    return {name: of.totals() for name, of in held_out.items()}
 
 
 def distilled(
-    chosen: Options, teacher: Any, domains: dict[str, Domain], references: dict[str, float], mixing: str, seed: int
+    chosen: Options, teacher: Teacher, domains: dict[str, Domain], references: dict[str, float], mixing: str, seed: int
 ) -> dict[str, Any]:
     """One run: what the judge's half says of the student, and what was trained on."""
     torch.manual_seed(seed)
-    student: Any = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype_of(chosen.dtype))
+    student: Any = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher.model, dtype_of(chosen.dtype))
     student.to(chosen.device)
-    steer = measure(chosen, student, teacher, {name: of.steer for name, of in domains.items()})
-    judge = measure(chosen, student, teacher, {name: of.judge for name, of in domains.items()})
     data = mixture(chosen, domains, references, mixing, seed)
     looks = 0
 
@@ -141,7 +163,7 @@ def distilled(
         nonlocal looks
         looks += 1
         figures = {"score": float(looks)}
-        for name, of in steer().items():
+        for name, of in measure(student, teacher.steer).items():
             figures |= {f"acceptance/{name}": of.acceptance, f"loss/{name}": of.loss / of.tokens}
         return figures
 
@@ -157,50 +179,48 @@ def distilled(
     title = f"{mixing} {seed}"
     with tempfile.TemporaryDirectory() as folder:
         parallel = Parallel(ParallelConfig(), chosen.device)
-        fit(title, Distillation(student, teacher), student, data, loop, parallel, Path(folder), None, evaluate)
-    alpha = {name: of.acceptance for name, of in judge().items()}
+        objective = Distillation(student, teacher.model, states=teacher.states)
+        fit(title, objective, student, data, loop, parallel, Path(folder), None, evaluate)
+    alpha = {name: of.acceptance for name, of in measure(student, teacher.judge).items()}
     figures = {"worst": min(alpha.values()), "mean": statistics.mean(alpha.values()), "by_domain": alpha}
     return figures | {"shares": data.shares, "rows": data.used}
-
-
-def paired(ours: list[float], theirs: list[float]) -> dict[str, float | None]:
-    """Mean difference over seeds with Student's 95 % interval of the paired differences; of one seed no interval is given."""
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    mean, seeds = statistics.mean(differences), len(differences)
-    if seeds < 2:
-        return {"difference": mean, "low": None, "high": None}
-    reach = float(student_t.ppf(0.975, seeds - 1)) * statistics.stdev(differences) / math.sqrt(seeds)
-    return {"difference": mean, "low": mean - reach, "high": mean + reach}
 
 
 def main() -> None:
     chosen = options(Options)
     if chosen.start not in ("tokens", "equal"):
         sys.exit(f"error: start is '{chosen.start}', expected tokens or equal")
+    unknown = sorted({*chosen.sides} - {*SIDES})
+    if unknown:
+        sys.exit(f"error: sides has '{unknown[0]}', expected some of {', '.join(SIDES)}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    tokenizer = load_tokenizer(resolve(chosen.target))
-    domains = read_domains(chosen, tokenizer)
-    teacher = freeze(load_causal_lm(resolve(chosen.target), dtype_of(chosen.dtype))).to(chosen.device)
-    own = measure(chosen, teacher, teacher, {name: of.steer for name, of in domains.items()})()
-    references = {name: of.loss / of.tokens for name, of in own.items()}
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    for seed in range(chosen.seeds):
-        for side in SIDES:
-            runs[side].append(distilled(chosen, teacher, domains, references, side, seed))
-            print(
-                f"  {side} seed {seed}: worst {runs[side][-1]['worst']:.4f} mean {runs[side][-1]['mean']:.4f}",
-                file=sys.stderr,
-            )
+    domains = read_domains(chosen, load_tokenizer(resolve(chosen.target)))
+    kept, teacher = Kept(chosen.work, chosen, ("seeds", "sides")), read_teacher(chosen, domains)
+    references = {name: of.loss / of.tokens for name, of in measure(teacher.model, teacher.steer).items()}
+    for seed in chosen.seeds:
+        for side in chosen.sides:
+            told = (chosen, teacher, domains, references, side, seed)
+            found = kept.figures({"side": side, "seed": seed}, lambda told=told: distilled(*told))
+            print(f"  {side} seed {seed}: worst {found['worst']:.4f} mean {found['mean']:.4f}", file=sys.stderr)
+            save(chosen.name, chosen, figures(kept, references), show=False)
+    over_fixed = figures(kept, references)["over_fixed"]
+    print(f"acceptance in the worst domain and on average, over fixed shares: {over_fixed}")
+
+
+def figures(kept: Kept, references: dict[str, float]) -> dict[str, Any]:
+    """Every side over fixed shares, paired over seeds, and the runs."""
+    runs: dict[str, dict[str, dict[str, Any]]] = {}  # side -> seed -> what was found
+    for part, found in kept.all():
+        runs.setdefault(part["side"], {})[str(part["seed"])] = found
     over_fixed = {
         side: {
-            key: paired([run[key] for run in runs[side]], [run[key] for run in runs["fixed"]])
+            key: paired(*({seed: one[key] for seed, one in of.items()} for of in (by_seed, runs["fixed"])))
             for key in ("worst", "mean")
         }
-        for side in SIDES[1:]
+        for side, by_seed in runs.items()
+        if side != "fixed" and "fixed" in runs
     }
-    figures = {"over_fixed": over_fixed, "target_loss": references, "runs": runs}
-    save(chosen.name, chosen, figures, show=False)
-    print(f"acceptance in the worst domain and on average, over fixed shares: {over_fixed}")
+    return {"over_fixed": over_fixed, "target_loss": references, "runs": runs}
 
 
 if __name__ == "__main__":

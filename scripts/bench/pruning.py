@@ -5,13 +5,15 @@
 Sides: `importance` (the layers that a probe finds), `l0` (learned masks), `even` (first, last and evenly spaced layers), `random` (the same
 shape from scratch). All are distilled on the same rows for as many steps; what a side spends before that is told beside it, as run and at the
 published settings (LLaMA-7B to 5 layers, width 2560: 0.419 B tokens of mask training; 1,024 sequences of 4,096 tokens and all probes).
+
+Pieces such as `seeds=[0] layers=[4]` may be run one by one: with the same settings and `work`, the figures are of all that was run so far.
 """
 
 import dataclasses
 import logging
+import statistics
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,13 @@ import torch
 from decoding.engine import encode, load
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from distill.config import ImportanceConfig, L0Config, PruneConfig
+from distill.config import PruneConfig
 from distill.dry_run import importance_flops
-from distill.prune import stage_shapes, workbench
-from distill.prune_modes import MODES, Source
+from distill.prune import stage_shapes
 from distill.shapes import student_config
 from scripts.bench.common import options, save
-from scripts.bench.mixing import paired
+from scripts.bench.kept import Kept, paired
+from scripts.bench.students import Students, configured
 from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig, TargetConfig
 from training.data import read_prompts
 from training.drafter_folder import write_model
@@ -53,6 +55,7 @@ _LLAMA = {
 }
 _WIDE = StudentConfig(num_hidden_layers=5, hidden_size=2560, num_attention_heads=32, head_dim=128)
 _MASK_TOKENS = 3200 * 32 * 4096
+_BATCH = 16  # prompts decoded together
 
 
 @dataclass
@@ -77,99 +80,70 @@ class Options:
     dtype: str = "bfloat16"  # of teacher and students while they train; master weights are float32
     lr: float = 3e-3  # peak learning rate of distillation
     mask_weights_lr: float = 1e-4  # of the weights while masks are learned
-    seeds: int = 3  # runs of every side
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # a run of every side each
     threads: int = 2  # CPU threads
     device: str = "cpu"  # cpu | cuda
+    cache_mb: int = 2000  # memory for the target's states on the training text
+    work: str = "runs/bench"  # folder of finished parts, scores and layer orders: the same settings go on from it
     name: str = "pruning"  # of the results file
 
 
-def configured(chosen: Options, side: str, layers: int, seed: int, cache: Path) -> PruneConfig:
-    """The configuration of distill.prune for one run."""
-    loop = LoopConfig(
-        max_steps=chosen.steps,
-        tokens_per_step=chosen.tokens_per_step,
-        micro_batch_tokens=chosen.tokens_per_step,
-        eval_every=0,
-        checkpoint_every=0,
-        dtype=chosen.dtype,
-        optimizer=OptimizerConfig(lr=chosen.lr),
-    )
-    of_masks = dataclasses.replace(
-        loop, max_steps=chosen.mask_steps, optimizer=OptimizerConfig(lr=chosen.mask_weights_lr)
-    )
-    return PruneConfig(
-        job="distill.prune",
-        output_dir=str(cache),
-        seed=seed,
-        target=TargetConfig(path=chosen.target, dtype=chosen.dtype, device=chosen.device),
-        drafter=StudentConfig(num_hidden_layers=layers),
-        mode=SIDES[side],
-        data=DataConfig(
-            chats=chosen.chats, held_out_chats=chosen.held_out_chats, max_length=chosen.max_length, max_bad=0.1
-        ),
-        importance=ImportanceConfig(
-            sequences=chosen.sequences,
-            cache_dir=str(cache / "scores"),
-            choice="even" if side == "even" else "probe",
-            probe_steps=chosen.probe_steps,
-        ),
-        l0=L0Config(),
-        loop=of_masks,
-        between=loop,
-    )
-
-
-def run(chosen: Options, side: str, layers: int, seed: int, cache: Path) -> dict[str, Any]:
+def run(chosen: Options, students: Students, side: str, layers: int, seed: int, work: Path) -> dict[str, Any]:
     """Prune, distil, and look: acceptance on held-out text, block efficiency by real decoding, and what the pruning took."""
-    torch.manual_seed(seed)
-    config = configured(chosen, side, layers, seed, cache)
-    folder = resolve(chosen.target)
-    bench = workbench(config, folder)
-    source = Source(bench.teacher, folder)
+    config = configured(chosen, StudentConfig(num_hidden_layers=layers), seed, work)
+    config.mode = SIDES[side]
+    config.importance.choice = "even" if side == "even" else "probe"
+    config.loop = dataclasses.replace(
+        config.loop, max_steps=chosen.mask_steps, optimizer=OptimizerConfig(lr=chosen.mask_weights_lr)
+    )
+    bench = students.bench(config)
+    student, notes = students.cut(bench)
+    spent = {"seconds": by_work(bench.seconds), "flops": by_work(bench.flops)}
+    before = bench.acceptance(student)["acceptance"]
+    after = students.distil(f"{side} {layers} {seed}", bench, student)
     with tempfile.TemporaryDirectory() as place:
-        student, notes, _ = MODES[config.mode](
-            bench, source, student_config(config.drafter, bench.teacher.config), Path(place)
-        )
-        spent = {"seconds": sum(bench.seconds.values()), "flops": sum(bench.flops.values())}
-        before = bench.acceptance(student)["acceptance"]
-        began = time.monotonic()
-        bench.distil(f"{side} {layers} {seed}", student, config.between, Path(place) / "distil")
-        distilling = time.monotonic() - began
-        after = bench.acceptance(student)
-        write_model(student, folder, Path(place) / "drafter", torch.float32)
-        taus = {str(t): block_efficiency(chosen, Path(place) / "drafter", t, seed) for t in (0.0, 1.0)}
+        write_model(student, resolve(chosen.target), Path(place), torch.float32)
+        taus = block_efficiency(chosen, Path(place), seed)
     return {
         "layers": notes["layers"],
         "acceptance_before": before,
         "acceptance": after["acceptance"],
         "greedy_acceptance": after["greedy_acceptance"],
-        "tau_greedy": taus["0.0"],
-        "tau_sampled": taus["1.0"],
+        "tau_greedy": taus[0.0],
+        "tau_sampled": taus[1.0],
         "pruning": spent,
-        "distilling_seconds": distilling,
     }
 
 
-def block_efficiency(chosen: Options, drafter: Path, temperature: float, seed: int) -> float:
-    """Tokens a target forward, over all prompts, by real speculative decoding."""
+def block_efficiency(chosen: Options, drafter: Path, seed: int) -> dict[float, float]:
+    """Tokens a target forward, over all prompts, by real speculative decoding; by temperature."""
     engine = load(resolve(chosen.target), drafter, device=chosen.device)
-    stops = engine.stop_token_ids
-    settings = Settings(
-        max_new_tokens=chosen.max_new_tokens,
-        temperature=temperature,
-        num_draft_tokens=chosen.num_draft_tokens,
-        seed=seed,
-        stop_token_ids=stops,
-        stopping="fixed",
-    )
-    tokens = rounds = 0
-    for number, prompt in enumerate(read_prompts(resolve(chosen.prompts))[: chosen.max_prompts]):
-        ids = encode(engine, [{"role": "user", "content": prompt.turns[0]}])
-        if len(ids) + chosen.max_new_tokens >= engine.target.max_length:
-            continue
-        done = decode(engine.target, engine.drafter, [ids], settings, request_ids=[number])[0]
-        tokens, rounds = tokens + len(done.tokens), rounds + done.rounds
-    return tokens / rounds
+    prompts = read_prompts(resolve(chosen.prompts))[: chosen.max_prompts]
+    asked = [encode(engine, [{"role": "user", "content": prompt.turns[0]}]) for prompt in prompts]
+    fitting = [ids for ids in asked if len(ids) + chosen.max_new_tokens < engine.target.max_length]
+    found = {}
+    for temperature in (0.0, 1.0):
+        settings = Settings(
+            max_new_tokens=chosen.max_new_tokens,
+            temperature=temperature,
+            num_draft_tokens=chosen.num_draft_tokens,
+            seed=seed,
+            stop_token_ids=engine.stop_token_ids,
+            stopping="fixed",
+        )
+        done = [
+            answer
+            for start in range(0, len(fitting), _BATCH)
+            for answer in decode(
+                engine.target,
+                engine.drafter,
+                fitting[start : start + _BATCH],
+                settings,
+                request_ids=range(start, min(start + _BATCH, len(fitting))),
+            )
+        ]
+        found[temperature] = sum(len(one.tokens) for one in done) / sum(one.rounds for one in done)
+    return found
 
 
 def published() -> dict[str, float]:
@@ -208,34 +182,62 @@ def main() -> None:
     if unknown:
         sys.exit(f"error: sides has '{unknown[0]}', expected some of {', '.join(SIDES)}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    with tempfile.TemporaryDirectory() as cache:
+    kept, students = Kept(chosen.work, chosen, ("seeds", "layers", "sides")), Students()
+    for seed in chosen.seeds:
         for layers in chosen.layers:
-            by_side = runs.setdefault(str(layers), {side: [] for side in chosen.sides})
-            for seed in range(chosen.seeds):
-                for side in chosen.sides:
-                    found = run(chosen, side, layers, seed, Path(cache))
-                    by_side[side].append(found)
-                    print(
-                        f"  {layers} layers, {side}, seed {seed}: acceptance {found['acceptance']:.4f} (before {found['acceptance_before']:.4f}), "
-                        f"tau {found['tau_greedy']:.3f} greedy {found['tau_sampled']:.3f} sampled, {found['pruning']['seconds']:.0f} s to prune",
-                        file=sys.stderr,
-                    )
-            save(chosen.name, chosen, figures(chosen, runs), show=False)
-    save(chosen.name, chosen, figures(chosen, runs))
+            for side in chosen.sides:
+                part = {"side": side, "layers": layers, "seed": seed}
+                found = kept.figures(part, lambda part=part: run(chosen, students, **part, work=kept.folder))
+                print(
+                    f"  {layers} layers, {side}, seed {seed}: acceptance {found['acceptance']:.4f} (before {found['acceptance_before']:.4f}), "
+                    f"tau {found['tau_greedy']:.3f} greedy {found['tau_sampled']:.3f} sampled, "
+                    f"{sum(found['pruning']['seconds'].values()):.0f} s to prune",
+                    file=sys.stderr,
+                )
+                save(chosen.name, chosen, figures(kept), show=False)
+    save(chosen.name, chosen, figures(kept))
 
 
-def figures(chosen: Options, runs: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
-    """The runs, importance over every other side (paired over seeds), and the costs at published settings."""
-    over: dict[str, Any] = {}
-    for layers, by_side in runs.items():
-        for side in by_side.keys() - {"importance"}:
-            if "importance" in by_side:
-                over.setdefault(layers, {})[side] = {
-                    key: paired([one[key] for one in by_side["importance"]], [one[key] for one in by_side[side]])
-                    for key in ("acceptance", "tau_greedy", "tau_sampled")
-                }
-    return {"importance_over": over, "published_flops": published(), "runs": runs}
+def figures(kept: Kept) -> dict[str, Any]:
+    """Importance over every other side (paired over seeds), what choosing cost, the costs at published settings, and the runs."""
+    runs: dict[str, dict[str, dict[str, Any]]] = {}  # layers -> side -> seed -> what was found
+    for part, found in kept.all():
+        runs.setdefault(str(part["layers"]), {}).setdefault(part["side"], {})[str(part["seed"])] = found
+    over = {
+        layers: {
+            side: {
+                key: paired(*({seed: one[key] for seed, one in of.items()} for of in (by_side["importance"], theirs)))
+                for key in ("acceptance", "tau_greedy", "tau_sampled")
+            }
+            for side, theirs in by_side.items()
+            if side != "importance" and "importance" in by_side
+        }
+        for layers, by_side in runs.items()
+    }
+    return {"importance_over": over, "cost": costs(kept), "published_flops": published(), "runs": runs}
+
+
+def by_work(accounts: dict[str, float]) -> dict[str, float]:
+    """The sums by kind of work: all candidates of a probe are one."""
+    found: dict[str, float] = {}
+    for name, value in accounts.items():
+        kind = "probes" if name.startswith("probe") else name
+        found[kind] = found.get(kind, 0.0) + value
+    return found
+
+
+def costs(kept: Kept) -> dict[str, dict[str, dict[str, float]]]:
+    """side -> work -> its mean seconds and operations over the runs that did it: scores and the layers' order serve all cuts of a seed."""
+    spent: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for part, found in kept.all():
+        for what, of_works in found["pruning"].items():
+            for work, value in of_works.items():
+                lists = spent.setdefault(part["side"], {}).setdefault(f"{work}, to {part['layers']} layers", {})
+                lists.setdefault(what, []).append(value)
+    return {
+        side: {work: {what: statistics.mean(values) for what, values in of.items()} for work, of in works.items()}
+        for side, works in spent.items()
+    }
 
 
 if __name__ == "__main__":

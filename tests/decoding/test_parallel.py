@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoding import cuda
 from decoding.errors import UserError
 from decoding.linear import can_pack
 from decoding.links import Collectives, Link, Sockets, socket_mesh
@@ -248,7 +249,7 @@ def test_one_head_for_all_leaves_layers_only() -> None:
 
 
 def test_cards_are_counted_from_the_targets_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(cuda, "cards", lambda: 4)
     assert processes_of("tp", 0, "native", "cuda") == 4
     assert processes_of("tp", 0, "native", "cuda:1") == 3
     assert processes_of("layers", 2, "native", "cuda:2") == 2
@@ -257,7 +258,7 @@ def test_cards_are_counted_from_the_targets_on(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_drafter_gets_the_card_after_the_targets_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(cuda, "cards", lambda: 3)
     split = ParallelTarget.__new__(ParallelTarget)
     for devices, expected in (
         (["cuda:0", "cuda:1"], "cuda:2"),

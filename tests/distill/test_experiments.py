@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
-from training.job import CONF
+from distill.config import TrainConfig
+from training.config import typed
+from training.job import CONF, register
 
 ROOT = CONF.parent
 
@@ -24,6 +27,22 @@ def ran(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        ([], ["mode=importance", "largest_cut=0.625"]),
+        (["prune_mode=l0"], ["mode=l0", "largest_cut=0.625"]),
+        (["prune_mode=l0", "prune_largest_cut=0.95"], ["mode=l0", "largest_cut=0.95"]),
+    ],
+)
+def test_one_override_chooses_how_a_recipe_prunes(given: list[str], passed: list[str]):
+    register("distill.train", TrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = typed(compose("distill_train", ["+experiment=llama_796m", *given]), TrainConfig)
+    overrides = config.stage_overrides["distill.prune"]
+    assert [text for text in overrides if text.startswith(("mode=", "largest_cut="))] == passed
 
 
 @pytest.mark.long
@@ -55,13 +74,26 @@ def test_a_ladder_of_depths_ends_in_one_comparison(tiny_target: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("experiment", "millions"),
-    [("llama_1b3", "1333.7 M"), ("llama_796m", "796.3 M"), ("llama_543m", "543.3 M"), ("llama_290m", "290.3 M")],
+    ("experiment", "millions", "pruning", "words"),
+    [
+        ("llama_1b3", "1333.7 M", [], "importance: scores"),
+        ("llama_796m", "796.3 M", [], "stage 2 of 2: 12 -> 5 layers"),
+        (
+            "llama_543m",
+            "543.3 M",
+            ["prune_mode=l0", "prune_largest_cut=0.95"],
+            "l0: weights and masks trained on 419,430,400",
+        ),
+        ("llama_290m", "290.3 M", ["prune_mode=random"], "random weights"),
+    ],
 )
 @pytest.mark.long
-def test_a_recipe_says_what_it_takes_without_weights_or_data(tmp_path: Path, experiment: str, millions: str):
-    said = ran(f"+experiment={experiment}", "dry_run=true", f"output_dir={tmp_path}/run")
+def test_a_recipe_says_what_it_takes_without_weights_or_data(
+    tmp_path: Path, experiment: str, millions: str, pruning: list[str], words: str
+):
+    said = ran(f"+experiment={experiment}", *pruning, "dry_run=true", f"output_dir={tmp_path}/run")
     assert said.count(f"student: {millions}") == 2, "of the cut, and of the distillation"
+    assert words in said
     assert "target: 6738.4 M parameters" in said
     assert "hours at" in said and "is not there" in said
     config = json.loads((tmp_path / "run" / "distill.train" / "drafter" / "config.json").read_text())

@@ -1,9 +1,12 @@
 """`distill.prune` end to end on a random target: every mode, the cache, stages, resume, workers, bad input."""
 
 import json
+import os
 import shutil
+import signal
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +15,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import distill.masks
+import training.loop
 from decoding.errors import UserError
 from distill.config import PruneConfig
 from distill.prune import between_depths, run
 from training.config import typed
 from training.job import CONF, register
+from training.loop import Interrupted
 
 NARROW = ("drafter.hidden_size=16", "drafter.num_attention_heads=2", "drafter.num_key_value_heads=1")
 BRIEF = (
@@ -98,6 +103,48 @@ def test_the_probe_takes_the_candidate_that_is_accepted_most(tiny_target: Path, 
     found = notes["probe_acceptance"]
     assert notes["layers"] == notes["candidates"][notes["proposed_by"]]
     assert not found or notes["proposed_by"] == max(found, key=lambda name: found[name])
+
+
+def test_a_remembered_target_is_read_once_for_all_candidates(tiny_target: Path, tmp_path: Path):
+    """And what the candidates come to is the same, but for the rows that a forward of the target has at once."""
+    told = []
+    for memory in (0, 50):
+        folder = tmp_path / f"cache_{memory}"
+        run(configured(tiny_target, folder, "importance.probe_steps=2", f"cache_mb={memory}"))
+        metrics = json.loads((folder / "manifest.json").read_text())["metrics"]
+        probes = [value for name, value in metrics["flops"].items() if name.startswith("probe")]
+        told.append((probes, metrics["stages"][0]["probe_acceptance"], metrics["stages"][0]["layers"]))
+    (fresh, found, layers), (kept, again, same_layers) = told
+    assert kept[0] == fresh[0] and all(later < first for later, first in zip(kept[1:], fresh[1:], strict=True))
+    assert len(kept) > 1 and again == pytest.approx(found, rel=1e-4) and same_layers == layers
+
+
+def test_an_interrupted_probe_resumes_exactly(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A signal in the second candidate's distillation; the first is not distilled again."""
+    given = ("importance.probe_steps=3", "drafter.num_hidden_layers=3")
+    run(configured(tiny_target, tmp_path / "straight", *given))
+    steps = 0
+    step = training.loop._step
+
+    def counted(*arguments: Any) -> dict[str, float]:
+        nonlocal steps
+        steps += 1
+        if steps == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*arguments)
+
+    monkeypatch.setattr(training.loop, "_step", counted)
+    with pytest.raises(Interrupted):
+        run(configured(tiny_target, tmp_path / "resumed", *given))
+    assert steps == 5
+    run(configured(tiny_target, tmp_path / "resumed", *given))
+    straight, resumed = (
+        json.loads((tmp_path / name / "manifest.json").read_text())["metrics"]["stages"][0]
+        for name in ("straight", "resumed")
+    )
+    assert steps == 3 * len(straight["probe_acceptance"]), "every step once"
+    assert resumed["probe_acceptance"] == straight["probe_acceptance"]
+    assert same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
 
 
 def test_layers_can_be_named_or_left_to_one_criterion(tiny_target: Path, tmp_path: Path):
@@ -204,6 +251,7 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
         (["data.mixing=loss"], "data.mixing is loss, but data.domains is empty"),
         (["masks=/nowhere/masks.safetensors"], "/nowhere/masks.safetensors does not exist"),
         (["masks=/nowhere", "depths=[3]"], "a file holds one cut"),
+        (["cache_mb=5", "parallel=fsdp", "parallel.processes=2"], "cache_mb is 5, expected 0 .*with zero3 and fsdp"),
         (["drafter.layers=[0,9]"], "from 0 to 3"),
     ],
 )

@@ -144,6 +144,28 @@ def test_spreading_takes_as_many_as_there_are_and_none_twice(count, of):
     assert len({prompt.id for prompt in chosen + others}) == of == len(chosen + others)
 
 
+def test_a_limit_may_take_prompts_from_all_over_a_file(tmp_path):
+    """As many as without, of every category, and each of the others is counted."""
+    lines = [{"id": f"{kind}{n}", "category": kind, "turns": [f"{kind} {n}"]} for kind in "abcd" for n in range(5)]
+    lines[7]["turns"] = ["x" * 300]
+    path = tmp_path / "sorted.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    for options, categories in (({"spread": True}, "abcd"), ({}, "a")):
+        found = load(path, limit=4, too_long="skip", **options)
+        assert {prompt.category for prompt in found.prompts} == {*categories}
+        counts = found.counts
+        assert (counts["measured"], sum(counts.values()) - counts["read"]) == (4, 20)
+    assert len(load(path, too_long="skip", spread=True).prompts) == 19, "without a limit there are all that fit"
+
+
+def test_white_space_around_a_turn_may_go(tmp_path):
+    path = tmp_path / "code.jsonl"
+    path.write_text(json.dumps({"id": "one", "category": "", "turns": ["\n\ndef f():\n  x\n"]}))
+    told = {"render": "text", "template": "Q: {turn}\nA:"}
+    assert load(path, strip=True, **told).prompts[0].turns == ["Q: def f():\n  x\nA:"]
+    assert load(path, **told).prompts[0].turns == ["Q: \n\ndef f():\n  x\n\nA:"]
+
+
 def test_the_sweep_may_have_a_file_of_its_own(tmp_path):
     """Then everything asked for is measured, and what is measured is none of the sweep's, whatever it is called there."""
     path, more = tiny.prompts(tmp_path / "mine.jsonl", count=4), tiny.prompts(tmp_path / "more.jsonl", count=9)

@@ -208,6 +208,8 @@ def test_schedules_and_policies_are_rows_of_one_run(home, tmp_path):
     assert {row.schedule for row in rows if row.drafter == "shallow+pearl_virtual"} == {"pearl_virtual"}
     assert all(row.lossless in ("equal", "ties") for row in rows)
     assert all(0 <= row.overhead < 1 for row in rows if row.schedule == "pearl_virtual")
+    found = {row.drafter: row.length_rule for row in rows}
+    assert found == {**dict.fromkeys(names, "predicted"), "shallow+pearl_virtual": "fastest"}
     assert set(json.loads((folder / "costs.json").read_text())) == {"shallow, T=0", "shallow, T=1"}
     assert {row.drafter: row.stopping for row in rows} == {**dict.fromkeys(names, "fixed"), "shallow": "cost_ratio"}
 
@@ -271,7 +273,7 @@ def test_the_drafter_alone_is_the_other_end_of_the_scale(home):
         assert [r.tokens for r in records if (r.drafter, r.prompt_id) == (name, prompt.id)] == [own.tokens]
     (row,) = [row for row in read_rows(folder / "results.jsonl") if row.drafter == "small"]
     assert (row.lossless, row.part, row.num_draft_tokens, row.tau) == ("another model", "main", 0, 1.0)
-    assert row.predicted_speedup is None
+    assert (row.predicted_speedup, row.length_rule) == (None, "none")
     page = (folder / "report.html").read_text()
     assert "Who wrote what" in page
     assert 'class="drafted"' in page
@@ -302,5 +304,7 @@ def test_overlapped_rows_are_replayed(home):
     folder = run(config(home, "replayed", drafters=ways, temperatures=[0.0], sweep=[3]))
     rows = {row.drafter: row for row in read_rows(folder / "results.jsonl") if row.part == "main"}
     assert all(rows[name].replayed_speedup > 0 for name in names[:3])
+    assert [rows[name].length_rule for name in names] == ["fastest"] * 3 + ["own"]
+    assert all(rows[name].verdict.startswith("there is no formula") for name in names[1:])
     assert rows["pearl_plus_virtual"].replayed_speedup is None, "costs decide there, not the trace alone"
     assert rows["prompt_lookup"].replayed_speedup is None

@@ -76,6 +76,24 @@ def test_a_prediction_that_fails_is_told_so(rows):
     assert f"does not agree with what was measured ({good.speedup:.2f}x)" in words.verdict_line(off)[2]
 
 
+def test_the_length_that_was_used_stands_apart_from_the_one_that_the_formula_would_take(rows):
+    good = pick(rows, "simulated-good")
+    gamma, said = good.num_draft_tokens, f"{good.predicted_speedup:.2f}x"
+    other = dataclasses.replace(good, best_gamma=gamma + 1)
+    assert (
+        words.foretold(other)
+        == f"Used: gamma={gamma}, chosen in the sweep. Predicted: {said} at gamma={gamma}; {good.verdict}."
+    )
+    same = dataclasses.replace(good, best_gamma=gamma)
+    assert words.foretold(same) == f"Used: gamma={gamma}, chosen in the sweep. Predicted: {good.verdict}."
+    given = dataclasses.replace(other, length_rule="given")
+    assert words.foretold(given).startswith(f"Used: gamma={gamma}, as given. Predicted: {said}")
+    unforetold = dataclasses.replace(good, length_rule="own", predicted_speedup=None, verdict="there is no formula")
+    assert words.foretold(unforetold) == f"Used: lengths of its own choice, up to gamma={gamma}. There is no formula."
+    alone = dataclasses.replace(unforetold, length_rule="none", num_draft_tokens=0)
+    assert words.foretold(alone) == "There is no formula."
+
+
 def test_a_formula_that_fails_where_the_replay_holds_is_told_apart(rows):
     good = pick(rows, "simulated-good")
     off = dataclasses.replace(good, predicted_speedup=1.3 * good.speedup, schedule="pearl_virtual")
@@ -324,7 +342,8 @@ def test_the_report_says_what_matters(html, rows):
         f"{good.headline_speedup:.2f}×",
         f"{good.headline_speedup_low:.2f} to {good.headline_speedup_high:.2f}",
         "Prompt lookup, the control",
-        "No gamma can help",
+        "Used: gamma=4, chosen in the sweep. Predicted: ",
+        "no gamma can help",
         "slower than no drafter",
         "What was not measured",
         "these records are simulated",

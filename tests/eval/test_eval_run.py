@@ -216,11 +216,13 @@ def test_batches_are_units_and_equal_single_rows(home, finished):
     assert all(row.lossless == "equal" and row.prompts == 4 for row in read_rows(folder / "results.jsonl"))
 
 
-def test_later_turns_see_the_targets_own_answers(home):
+def test_later_turns_see_the_targets_own_answers(home, capsys):
     tiny.prompts(home / "turns.jsonl", count=2, turns=2)
     benchmark = BenchmarkConfig(path=str(home / "turns.jsonl"), turns="all")
-    cfg = config(home, "turns", benchmark=benchmark, temperatures=[0.0], num_draft_tokens=[2], sweep=[])
-    records = read_records(run(cfg) / "records.jsonl")
+    changes = {"benchmark": benchmark, "temperatures": [0.0], "num_draft_tokens": [2], "sweep": []}
+    records = read_records(run(config(home, "turns", **changes)) / "records.jsonl")
+    run(config(home, "planned", dry_run=True, **changes))
+    assert f"would decode {len(records)} batches, at most {12 * len(records)} tokens" in capsys.readouterr().out
     words = tiny.tokenizer()
     for record in records:
         if record.turn == 1:
@@ -236,7 +238,10 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
     run(config(home, "dry", dry_run=True))
     text = capsys.readouterr().out
     # Per temperature: 2 prompts x (baseline + 2 drafters x 2 gammas) + 3 prompts x (baseline + 2 drafters).
-    assert "would decode 38 batches" in text
+    assert "would decode 38 batches, at most 456 tokens" in text
+    run(config(home, "dry", dry_run=True, temperatures=[0.0], batch_sizes=[1, 2]))
+    # The first 19 again, and in batches of two: one x (baseline + 4 arms) and one x (baseline + 2).
+    assert "would decode 27 batches, at most 420 tokens" in capsys.readouterr().out
     assert not (home / "dry").exists()
 
 

@@ -96,6 +96,9 @@ for name in ("auto", "cuda"):
         cuda.device_of(name)
     except ValueError as error:
         assert "sees no CUDA card" in str(error)
+assert (cuda.cards(), cuda.names(), cuda.rng_state()) == (0, [], None)
+cuda.use(torch.device("cpu"))
+cuda.restore_rng(torch.get_rng_state())
 sys.settrace(None)
 print("RAN " + json.dumps({name: sorted(lines) for name, lines in ran.items()}))
 """
@@ -131,6 +134,14 @@ def test_every_line_but_the_listed_ones_runs_on_a_cpu(tmp_path: Path) -> None:
     recurrent = json.loads((tmp_path / "gpu_recurrent.json").read_text())["figures"]
     assert recurrent["training"]["tokens_per_second"] > 0
     assert recurrent["rounds, 3 beams of 2, graph"].startswith("left out")
+
+
+def test_cards_are_called_in_one_module() -> None:
+    """So its list of untested lines is the whole of what a CPU cannot try."""
+    packages = ("decoding", "training", "distill", "recurrent_drafting", "eval", "scripts")
+    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    calling = {str(path.relative_to(ROOT)) for path in files if "torch.cuda" in path.read_text()}
+    assert calling == {"decoding/cuda.py"}
 
 
 def test_the_shapes_are_the_published_ones() -> None:

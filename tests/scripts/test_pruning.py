@@ -21,7 +21,7 @@ def test_every_side_runs(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     given = [
         "layers=[2]",
-        "seeds=2",
+        "seeds=[0,1]",
         "steps=2",
         "mask_steps=3",
         "probe_steps=1",
@@ -29,11 +29,20 @@ def test_every_side_runs(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.
         "max_prompts=2",
     ]
     monkeypatch.setattr(
-        "sys.argv", ["pruning.py", f"target={tiny_target}", *given, "max_new_tokens=6", "sequences=16", "threads=1"]
+        "sys.argv",
+        [
+            "pruning.py",
+            f"target={tiny_target}",
+            *given,
+            "max_new_tokens=6",
+            "sequences=16",
+            "threads=1",
+            f"work={tmp_path}/work",
+        ],
     )
     pruning.main()
     figures = json.loads((tmp_path / "pruning.json").read_text())["figures"]
     runs = figures["runs"]["2"]
     assert {side: len(of) for side, of in runs.items()} == dict.fromkeys(pruning.SIDES, 2)
-    assert all(0 < one["acceptance"] < 1 and one["tau_greedy"] >= 1 for of in runs.values() for one in of)
+    assert all(0 < one["acceptance"] < 1 and one["tau_greedy"] >= 1 for of in runs.values() for one in of.values())
     assert figures["importance_over"]["2"]["random"]["acceptance"]["low"] is not None

@@ -8,7 +8,7 @@ from decoding.errors import UserError
 from training.attention import document_mask, packed_attention, plain_attention
 from training.config import StudentConfig
 from training.models import build_llama
-from training.objectives import Distillation, LanguageModelling, freeze
+from training.objectives import Distillation, LanguageModelling, TeacherStates, freeze
 from training.packing import PackedData, Sample, best_fit, collate, micro_batches, split_documents
 
 TINY = StudentConfig(
@@ -133,7 +133,14 @@ def test_remembered_teacher_states_change_nothing(cache_bytes: int):
     samples = chats(9)
     rows = best_fit([len(sample.ids) for sample in samples], 64)
     student, teacher = tiny(0), freeze(tiny(1))
-    fresh, cached = Distillation(student, teacher), Distillation(student, teacher, cache_bytes=cache_bytes)
+    states = TeacherStates(teacher, cache_bytes)
+    fresh, cached = Distillation(student, teacher), Distillation(student, teacher, states=states)
     for part in (rows, rows[::-1], rows[1:2]):
         batch = collate(samples, part, 64)
         torch.testing.assert_close(cached(batch), fresh(batch), rtol=1e-12, atol=1e-10)
+    other, read = tiny(2), states.tokens_read
+    batch = collate(samples, rows, 64)
+    torch.testing.assert_close(
+        Distillation(other, teacher, states=states)(batch), Distillation(other, teacher)(batch), rtol=1e-12, atol=1e-10
+    )
+    assert (states.tokens_read == read) == (cache_bytes == 10**6), "another student reads no row again that has room"

@@ -1,0 +1,46 @@
+"""The comparison of shapes at toy size: it goes on behind what was measured, and shapes that do not meet at equal bytes are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from decoding.errors import UserError
+from scripts.bench import common, depth_width
+from scripts.bench.depth_width import Options, equal_bytes, shape_of
+
+SHAPES = ["1:32:4:2:48", "2:32:4:2:16"]
+
+
+def test_shapes_are_held_to_equal_bytes(tiny_target: Path):
+    """Layers and head: 2,048 x 32 + 7,744 against 2 x 4,672 more."""
+    target = str(tiny_target)
+    assert equal_bytes(Options(target=target, shapes=SHAPES)) == {SHAPES[0]: 2 * 73_280, SHAPES[1]: 2 * 74_880}
+    with pytest.raises(UserError, match="2:32:4:2:48 reads .* they may differ by 3%"):
+        equal_bytes(Options(target=target, shapes=[SHAPES[0], "2:32:4:2:48"]))
+    with pytest.raises(UserError, match="told apart by layers and hidden size, found 1x32, 1x32"):
+        equal_bytes(Options(target=target, shapes=[SHAPES[0], "1:32:4:2:47"]))
+    with pytest.raises(UserError, match="shape '1:32' is not LAYERS:HIDDEN"):
+        shape_of("1:32")
+
+
+@pytest.mark.long
+def test_students_first_and_their_speeds_later(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    given = [f"target={tiny_target}", f"shapes={SHAPES}", "steps=2", "probe_steps=0", "tokens_per_step=512"]
+    given += ["sequences=16", "max_prompts=10", "max_new_tokens=6", "sweep=[2]", "temperatures=[0.0]", "threads=1"]
+
+    def figures(*more: str) -> dict:
+        monkeypatch.setattr("sys.argv", ["depth_width.py", *given, f"work={tmp_path}/work", *more])
+        depth_width.main()
+        return json.loads((tmp_path / "depth_width.json").read_text())["figures"]
+
+    students = figures("seeds=[0]", "executions=[]")
+    assert {name: set(of) for name, of in students["acceptance"].items()} == {"1x32": {"0"}, "2x32": {"0"}}
+    assert students["rows"] == {}
+    both = figures("seeds=[0]", "executions=['native eager']")
+    assert both["acceptance"] == students["acceptance"], "as they were kept"
+    (rows,) = both["rows"]["native eager"].values()
+    assert {row["drafter"] for row in rows} == {"1x32", "2x32"} and all(row["speedup"] > 0 for row in rows)
+    assert figures("seeds=[0]", "executions=[]", "max_prompts=9")["rows"] == {}, "other prompts, the same students"
+    assert both["over_first"]["speedup"]["native eager"]["2x32"]["T=0"]["seeds"] == 1
