@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from decoding import cuda
@@ -32,14 +33,15 @@ class Parts:
 
     @property
     def costs(self) -> RoundCosts:
-        """What `stopping="cost_ratio"` weighs; the widths timed are to be 1, 2, ... without a gap.
+        """What `stopping="cost_ratio"` and drafters weigh. Widths between two that were timed lie on the line through them.
 
         A forward over more tokens takes no less, so where the clock says otherwise the neighbours' mean stands (isotonic regression):
         a choice of lengths would follow the noise.
         """
-        return RoundCosts(
-            self.t_draft_ms or 0.0, rising([self.t_target_ms[n + 1] for n in range(len(self.t_target_ms))])
-        )
+        timed = sorted(self.t_target_ms)
+        smooth = rising([self.t_target_ms[n] for n in timed])
+        every = np.interp(range(1, timed[-1] + 1), timed, smooth)
+        return RoundCosts(self.t_draft_ms or 0.0, tuple(every.tolist()))
 
 
 def rising(values: Sequence[float]) -> tuple[float, ...]:

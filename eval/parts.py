@@ -84,8 +84,15 @@ def _time(
     )
 
 
+def weighed_widths(drafter: Drafter, deepest: int) -> list[int]:
+    """Numbers of new tokens at which the target is timed for what a drafter weighs: all of a chain's, and of wider trees' a few."""
+    widest = max(deepest, drafter.width(deepest) if drafter.caps.needs_costs else 0) + 1
+    some = {step * 2**power for power in range(1, widest.bit_length()) for step in (2, 3)}
+    return sorted({*range(1, deepest + 2), *(n for n in some if deepest + 1 < n < widest), widest})
+
+
 def frozen_costs(
-    bench: Bench, conditions: Sequence[Condition], prompt: Sequence[int], widths: Sequence[int], path: Path
+    bench: Bench, conditions: Sequence[Condition], prompt: Sequence[int], deepest: int, path: Path
 ) -> None:
     """Fill bench.costs for the policies and drafters that weigh costs: from the run folder, or measured and written there first.
 
@@ -104,7 +111,7 @@ def frozen_costs(
                     drafter,
                     prompt,
                     bench.settings_at(condition, Arm(name, bench.settings.num_draft_tokens)),
-                    widths=widths,
+                    widths=weighed_widths(drafter, deepest),
                     context=len(prompt) + bench.settings.max_new_tokens // 2,
                     batch_size=condition.batch_size,
                     windows=COST_WINDOWS,

@@ -47,9 +47,7 @@ class Session:
         bench, cfg = self.loaded.bench, self.cfg
         total = sum(generations(cfg, self.loaded).values())
         deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
-        weighing = [drafter.width(deepest) for drafter in bench.drafters.values() if drafter.caps.needs_costs]
-        weighed = range(1, max([deepest, *weighing]) + 2)
-        frozen_costs(bench, conditions(cfg), self._prompt, weighed, self._costs_file)
+        frozen_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file)
         warm_up(self.loaded, self.cfg)
         with ProgressBar("eval", total) as bar:
             progress = _Progress(bar)

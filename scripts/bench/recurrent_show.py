@@ -6,14 +6,15 @@
 Parts: `recurrence` (with and without), `losses` (hard labels, distillation on the target's own answers, forward KL, LK, training-time test), `data`
 (chats as found and answered by the target, under both losses), `starts` (warm start and zero-initialised blocks, on and off), `shape` (beam width
 x length with the base heads), `pruned` (the base heads against the target cut to a few layers and distilled as long). The first four compare block
-efficiency, the last two speed as well. Every figure is written to `work` as it is there, and the same command goes on behind the last one.
+efficiency, the last two speed as well.
+
+Pieces such as `parts=[losses] seeds=[0]` may be run one by one: with the same settings and `work`, the tables are of all that was run so far.
 """
 
 import json
 import logging
 import random
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +30,11 @@ from distill.config import RegenerateConfig
 from recurrent_drafting.checkpoint import save_head
 from scripts.bench import recurrent_tables as tables
 from scripts.bench.common import options, save, save_text
+from scripts.bench.kept import Kept
 from scripts.bench.recurrent_generation import Race, write_prompts
 from scripts.bench.recurrent_sides import BASE, SIDES, Bench
 from training.checkpoint import write_text
-from training.config import DataConfig, TargetConfig, plain
+from training.config import DataConfig, TargetConfig
 from training.data import Chat, read_chats
 from training.drafter_folder import write_model
 from training.paths import resolve
@@ -44,7 +46,6 @@ TRAINED = {
     "starts": [BASE, "warm start alone", "zero blocks alone", "as published"],
 }
 PARTS = (*TRAINED, "shape", "pruned")
-FREE = ("parts", "seeds", "name", "work")  # options that a folder may go on with in other values
 HELD_OUT = 0.1  # of the chats: kept apart for the cut of a pruned drafter
 _FROM = {"system": "system", "user": "human", "assistant": "gpt"}
 
@@ -55,8 +56,8 @@ class Options:
     chats: list[str] = field(default_factory=lambda: ["embedded:chats"])  # ShareGPT files
     prompts: str = "embedded:prompts"  # held-out evaluation prompts; those whose greedy answer loops are passed over
     parts: list[str] = field(default_factory=lambda: [*PARTS])  # what is compared
-    seeds: int = 3  # runs of every side
-    seconds: float = 30.0  # of training, for every run
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # a run of every side each
+    seconds: float = 20.0  # of training, for every run
     max_chats: int = 400  # chats that are drawn from the files, and answered by the target
     answer_tokens: int = 128  # the target's answers end here, where they are trained on
     answer_temperature: float = 1.0  # at which it answers
@@ -66,57 +67,24 @@ class Options:
     tokens_per_step: int = 2048  # tokens of an optimizer step
     lr: float = 1e-3  # peak learning rate of heads
     dtype: str = "bfloat16"  # of training
-    max_prompts: int = 24  # held-out prompts
+    max_prompts: int = 32  # held-out prompts
     max_new_tokens: int = 64  # of each
     decode_dtype: str = "float32"  # of target and drafters where they decode
     widths: list[int] = field(default_factory=lambda: [1, 4, 10])  # shape: beams
     lengths: list[int] = field(default_factory=lambda: [2, 3, 5])  # shape: drafted tokens of a beam
     shape_temperatures: list[float] = field(default_factory=lambda: [0.0])  # shape
-    race_prompts: int = 10  # shape, pruned: of the held-out prompts, decoded one by one against the clock
+    race_prompts: int = 8  # shape, pruned: of the held-out prompts, decoded one by one against the clock
     race_width: int = 10  # pruned: beams of the heads, the most; width and length follow the costs
     race_length: int = 4  # pruned: most drafted tokens, of heads and pruned drafters alike
     pruned_layers: list[int] = field(default_factory=lambda: [1, 2])  # pruned: layers left; the faster one is compared
     pruned_choice: str = "even"  # pruned: how its layers are chosen, as importance.choice of distill.prune
+    pruned_probe_steps: int = 10  # pruned: of a candidate's distillation, where pruned_choice=probe
     pruned_sequences: int = 128  # pruned: rows that are scored
     pruned_lr: float = 3e-3  # pruned: peak learning rate
-    work: str = "runs/recurrent_show"  # folder of all that is made, gone on from
+    work: str = "runs/bench"  # folder of all that is made: the same settings go on from it
     threads: int = 2  # CPU threads
     device: str = "cpu"  # cpu | cuda
     name: str = "recurrent_show"  # of the results files
-
-
-class Notebook:
-    """What was found, by key; a line of figures.jsonl each, so that a run that was ended goes on."""
-
-    def __init__(self, folder: Path, chosen: Options) -> None:
-        """Raises UserError for a folder that was begun with other options."""
-        self.file = folder / "figures.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
-        mine = {key: value for key, value in plain(chosen).items() if key not in FREE}
-        begun = folder / "options.json"
-        before = json.loads(begun.read_text(encoding="utf-8")) if begun.is_file() else mine
-        other = [f"{key} ({before.get(key)} -> {value})" for key, value in mine.items() if before.get(key) != value]
-        if other:
-            raise UserError(f"{folder} was begun with other options: {', '.join(other)}. Give another work=, or those")
-        write_text(begun, json.dumps(mine, indent=1))
-        text = self.file.read_text(encoding="utf-8") if self.file.is_file() else ""
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # a run that was killed while it wrote
-            write_text(self.file, whole)
-        self.figures: dict[str, Any] = {}
-        for line in whole.splitlines():
-            self.figures |= json.loads(line)
-
-    def __call__(self, key: str, make: Callable[[], Any]) -> Any:
-        """The figure of a key; made where it is not there yet."""
-        if key not in self.figures:
-            began = time.monotonic()
-            found = json.loads(json.dumps(make()))
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({key: found}) + "\n")
-            self.figures[key] = found
-            print(f"  {key}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        return self.figures[key]
 
 
 def drawn_chats(chosen: Options, work: Path) -> dict[str, Path]:
@@ -155,8 +123,9 @@ class Show:
     """The runs, in the order in which a seed's sides stand next to each other."""
 
     def __init__(self, chosen: Options) -> None:
-        self.chosen, self.work = chosen, Path(chosen.work)
-        self.notes = Notebook(self.work, chosen)
+        self.chosen = chosen
+        self.kept = Kept(chosen.work, chosen, ("parts", "seeds"))
+        self.work = self.kept.folder
         self.sides = list(dict.fromkeys(side for part in TRAINED if part in chosen.parts for side in TRAINED[part]))
         if {"shape", "pruned"} & {*chosen.parts} and BASE not in self.sides:
             self.sides.insert(0, BASE)
@@ -166,26 +135,38 @@ class Show:
         self.bench = Bench(chosen, files)
 
     def run(self) -> dict[str, Any]:
-        """All figures."""
-        self._save()
-        for seed in range(self.chosen.seeds):
+        """All figures, of the parts that were run before too."""
+        for seed in self.chosen.seeds:
             for side in self.sides:
-                self.notes(f"{side}/{seed}", lambda side=side, seed=seed: self.head(side, seed))
-                self._save()
+                self._figures(side, seed, lambda side=side, seed=seed: self.head(side, seed))
             if "pruned" in self.chosen.parts:
                 for layers in self.chosen.pruned_layers:
-                    self.notes(f"pruned {layers}/{seed}", lambda n=layers, seed=seed: self.student(n, seed))
+                    self._figures(f"pruned {layers}", seed, lambda n=layers, seed=seed: self.student(n, seed))
             for part, race in (("shape", self.shape), ("pruned", self.pruned)):
                 if part in self.chosen.parts:
-                    self.notes(f"{part}/{seed}", lambda race=race, seed=seed: race(seed))
-                    self._save()
-        return self.notes.figures
+                    self._figures(part, seed, lambda race=race, seed=seed: {"generations": race(seed)})
+        return self.save()
+
+    def _figures(self, name: str, seed: int, make: Callable[[], dict[str, Any]]) -> None:
+        self.kept.figures({"of": name, "seed": seed}, make)
+        self.save()
+
+    def pace(self, name: str, make: Callable[[], float]) -> float:
+        """Seconds of a step; timed once, so that every seed takes as many."""
+        return float(self.kept.figures({"pace of": name}, lambda: {"seconds": make()})["seconds"])
+
+    def save(self) -> dict[str, Any]:
+        """Write what was found so far, and return it."""
+        figures = {f"{part['of']}/{part['seed']}": found for part, found in self.kept.all() if "of" in part}
+        found = {"figures": figures, "tables": tables.report(self.chosen, figures, TRAINED)}
+        save(self.chosen.name, self.chosen, found, show=False)
+        return found
 
     def head(self, name: str, seed: int) -> dict[str, Any]:
         """Train a side's head, look what it is worth, and keep it where it is decoded with later."""
         bench, side, lr = self.bench, SIDES[name], self.chosen.lr
         data = bench.data(side.answered, seed)
-        pace = self.notes(f"pace/{name}", lambda: bench.pace(lambda: bench.head_objective(side, seed), data, lr))
+        pace = self.pace(name, lambda: bench.pace(lambda: bench.head_objective(side, seed), data, lr))
         steps = max(1, round(self.chosen.seconds / pace))
         objective, head = made = bench.head_objective(side, seed)
         seconds = bench.train(made, data, steps, lr)
@@ -197,9 +178,7 @@ class Show:
         """Distil into the cut target for as many seconds, and write it for decoding."""
         bench, lr = self.bench, self.chosen.pruned_lr
         data, cut_seconds = bench.data(False, seed), bench.students[layers][1]
-        pace = self.notes(
-            f"pace/pruned {layers}", lambda: bench.pace(lambda: bench.student_objective(layers), data, lr)
-        )
+        pace = self.pace(f"pruned {layers}", lambda: bench.pace(lambda: bench.student_objective(layers), data, lr))
         steps = max(1, round(self.chosen.seconds / pace))
         made = bench.student_objective(layers)
         torch.manual_seed(seed)
@@ -226,14 +205,18 @@ class Show:
         )
 
     def pruned(self, seed: int) -> list[dict[str, Any]]:
-        """A seed's base head, sized by cost, against its pruned drafters, which draft as long as pays."""
+        """A seed's base head, sized by cost, against its pruned drafters, which draft as long as pays. Greedy decoding always picks."""
         shared = {"use": "recurrent", "folder": str(self.base(seed)), "beam_width": self.chosen.race_width}
-        heads = [{**shared, "by_cost": True, "draws": draws, "name": f"head, {draws}"} for draws in ("picked", "drawn")]
         students = [
             {"use": str(self.pruned_folder(layers, seed)), "name": f"pruned {layers}"}
             for layers in self.chosen.pruned_layers
         ]
-        return self._race(f"pruned_{seed}", [*heads, *students], [0.0, 1.0], [self.chosen.race_length], seed)
+        found = []
+        for temperature, ways in ((0.0, ["picked"]), (1.0, ["picked", "drawn"])):
+            heads = [{**shared, "by_cost": True, "draws": draws, "name": f"head, {draws}"} for draws in ways]
+            name, length = f"pruned_{seed}_T{temperature:g}", [self.chosen.race_length]
+            found += self._race(name, [*heads, *students], [temperature], length, seed)
+        return found
 
     def _race(
         self,
@@ -251,10 +234,6 @@ class Show:
         Race(self.chosen, file, len(prompts), seed)(folder, drafters, temperatures, lengths, control)
         return tables.generations(folder)
 
-    def _save(self) -> None:
-        found = {"notes": self.notes.figures, "tables": tables.report(self.chosen, self.notes.figures, TRAINED)}
-        save(self.chosen.name, self.chosen, found, show=False)
-
 
 def main() -> None:
     chosen = options(Options)
@@ -262,8 +241,7 @@ def main() -> None:
     if unknown:
         sys.exit(f"error: parts has '{unknown[0]}', expected some of {', '.join(PARTS)}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    show = Show(chosen)
-    save_text(chosen.name, tables.report(chosen, show.run(), TRAINED))
+    save_text(chosen.name, Show(chosen).run()["tables"])
 
 
 if __name__ == "__main__":

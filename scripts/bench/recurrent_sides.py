@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,6 @@ from torch import nn
 
 from decoding.engine import Engine, load
 from decoding.loop import Settings, decode
-from distill.config import PruneConfig
-from distill.prune import workbench
-from distill.prune_modes import Source, by_importance
-from distill.shapes import student_config
 from recurrent_drafting.build import build_head, head_config
 from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.drafter import RecurrentDrafter
@@ -35,7 +32,8 @@ from recurrent_drafting.loss_config import HeadLossConfig
 from recurrent_drafting.objective import HeadTraining
 from recurrent_drafting.states import TargetStates
 from scripts.bench.recurrent_generation import unlooping
-from training.config import DataConfig, LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig, TargetConfig
+from scripts.bench.students import Students, configured
+from training.config import DataConfig, LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
 from training.data import Prompt, read_prompts
 from training.job_data import read_samples
 from training.loop import fit
@@ -154,38 +152,23 @@ class Bench:
     @cached_property
     def students(self) -> dict[int, tuple[Any, float]]:
         """By layers: the target cut by importance, and the seconds that took. Every seed is distilled from the same cut."""
-        found = {}
-        chosen = self.chosen
-        loop = LoopConfig(
-            tokens_per_step=chosen.tokens_per_step,
-            micro_batch_tokens=chosen.tokens_per_step,
-            eval_every=0,
-            checkpoint_every=0,
-            dtype=chosen.dtype,
-            optimizer=OptimizerConfig(lr=chosen.pruned_lr),
+        chosen, students, found = self.chosen, Students(), {}
+        wanted: Any = SimpleNamespace(
+            **{key: getattr(chosen, key) for key in ("target", "max_length", "tokens_per_step", "dtype", "device")},
+            chats=[str(self.files["found"])],
+            held_out_chats=[str(self.files["held_out"])],
+            steps=chosen.pruned_probe_steps,
+            probe_steps=chosen.pruned_probe_steps,
+            sequences=chosen.pruned_sequences,
+            lr=chosen.pruned_lr,
+            cache_mb=0,
         )
-        for layers in chosen.pruned_layers:
-            with tempfile.TemporaryDirectory() as place:
-                config = PruneConfig(
-                    job="distill.prune",
-                    output_dir=place,
-                    target=TargetConfig(path=chosen.target, dtype=chosen.dtype, device=chosen.device),
-                    drafter=StudentConfig(num_hidden_layers=layers),
-                    data=DataConfig(
-                        chats=[str(self.files["found"])],
-                        held_out_chats=[str(self.files["held_out"])],
-                        max_length=chosen.max_length,
-                        max_bad=1.0,
-                    ),
-                    between=loop,
-                )
-                config.importance.cache_dir = str(Path(place) / "scores")
+        with tempfile.TemporaryDirectory() as place:
+            for layers in chosen.pruned_layers:
+                config = configured(wanted, StudentConfig(num_hidden_layers=layers), 0, Path(place))
                 config.importance.choice = chosen.pruned_choice
-                config.importance.sequences = chosen.pruned_sequences
-                bench = workbench(config, self.folder)
-                shape = student_config(config.drafter, bench.teacher.config)
-                student, _, _ = by_importance(bench, Source(bench.teacher, self.folder), shape, Path(place) / "work")
-                found[layers] = student.cpu(), sum(bench.seconds.values())
+                bench = students.bench(config)
+                found[layers] = students.cut(bench)[0].cpu(), sum(bench.seconds.values())
         return found
 
     def student_objective(self, layers: int) -> Objective:

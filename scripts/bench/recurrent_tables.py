@@ -1,7 +1,7 @@
 """Tables of scripts/bench/recurrent_show.py, in Markdown, from its figures.
 
 Two intervals of a comparison, both paired, both of 95 %: over prompts, all seeds' counts of a prompt together (eval.metrics), and over seeds, by
-Student's t (scripts/bench/mixing.py), which with three seeds is wide.
+Student's t (scripts/bench/kept.py), which with three seeds is wide.
 """
 
 from collections import defaultdict
@@ -12,16 +12,17 @@ from typing import Any
 from eval.metrics import Interval, paired_bootstrap, paired_speedups
 from eval.records import AUTOREGRESSIVE, read_records
 from scripts.bench.common import interval, table
-from scripts.bench.mixing import paired
+from scripts.bench.kept import paired
 from scripts.bench.recurrent_sides import BASE
 
 Figures = Mapping[str, Any]
 Columns = tuple[list[float], list[float]]  # by prompt: tokens, and rounds or seconds
 
 
-def of_seeds(figures: Figures, name: str, seeds: int) -> list[Any]:
-    """A name's figures, seed by seed, as far as they are there."""
-    return [figures[f"{name}/{seed}"] for seed in range(seeds) if f"{name}/{seed}" in figures]
+def of_seeds(figures: Figures, name: str) -> dict[str, Any]:
+    """A name's figures by seed, of those that are there."""
+    found = {key.removeprefix(f"{name}/"): value for key, value in figures.items() if key.startswith(f"{name}/")}
+    return dict(sorted(found.items()))
 
 
 def pooled(runs: Sequence[Sequence[Sequence[float]]]) -> Columns:
@@ -40,29 +41,30 @@ def over(runs: Sequence[Any], base: Sequence[Any]) -> Interval:
     return paired_bootstrap(*pooled(runs), *pooled(base))
 
 
-def trained(figures: Figures, sides: Sequence[str], seeds: int) -> str:
+def trained(figures: Figures, sides: Sequence[str]) -> str:
     """Sides that were trained for equal seconds."""
     rows = []
-    base = of_seeds(figures, BASE, seeds)
+    base = of_seeds(figures, BASE)
     for side in sides:
-        found = of_seeds(figures, side, seeds)
-        count = min(len(found), len(base))
-        if not count:
+        found = {seed: one for seed, one in of_seeds(figures, side).items() if seed in base}
+        if not found:
             continue
         row: list[Any] = [side]
         for way in ("greedy", "sampled"):
-            mine, theirs = ([one[way] for one in runs[:count]] for runs in (found, base))
-            row.append(" ".join(f"{tau(pairs):.3f}" for pairs in mine))
+            mine, theirs = ({seed: of[seed][way] for seed in found} for of in (found, base))
+            taus, base_taus = ({seed: tau(pairs) for seed, pairs in of.items()} for of in (mine, theirs))
+            row.append(" ".join(f"{value:.3f}" for value in taus.values()))
             if side == BASE:
                 row += ["", ""]
                 continue
-            ratio, by_seed = over(mine, theirs), paired(list(map(tau, mine)), list(map(tau, theirs)))
+            ratio, by_seed = over([*mine.values()], [*theirs.values()]), paired(taus, base_taus)
             row += [
                 interval(ratio.value, ratio.low, ratio.high),
                 interval(by_seed["difference"], by_seed["low"], by_seed["high"]),
             ]
-        row += [" ".join(f"{one['seconds']:.0f}" for one in found), found[0]["steps"], f"{found[0]['epochs']:.2f}"]
-        rows.append(row)
+        one = next(iter(found.values()))
+        seconds = " ".join(f"{each['seconds']:.0f}" for each in found.values())
+        rows.append([*row, seconds, one["steps"], f"{one['epochs']:.2f}"])
     titles = ["side"]
     for way in ("greedy", "T=1"):
         titles += [f"tau {way}, by seed", "over base, prompts", "less base, seeds"]
@@ -131,17 +133,23 @@ def head_over_pruned(races: Sequence[Sequence[dict[str, Any]]]) -> str:
 
 
 def report(chosen: Any, figures: Figures, parts: Mapping[str, Sequence[str]]) -> str:
-    """All tables of the parts that were asked for, as far as their figures are there."""
-    found = [f"{chosen.seeds} seeds, {chosen.seconds:g} s of training each, {chosen.threads} threads"]
-    for part, sides in parts.items():
-        if part in chosen.parts and f"{BASE}/0" in figures:
-            found.append(f"### {part}\n\n{trained(figures, sides, chosen.seeds)}")
+    """All tables, as far as their figures are there."""
+    found = [f"{chosen.seconds:g} s of training each, {chosen.threads} threads"]
+    if of_seeds(figures, BASE):
+        for part, sides in parts.items():
+            if any(of_seeds(figures, side) for side in sides[1:]):
+                found.append(f"### {part}\n\n{trained(figures, sides)}")
     for part in ("shape", "pruned"):
-        races = of_seeds(figures, part, chosen.seeds)
-        if part in chosen.parts and races:
+        races = [one["generations"] for one in of_seeds(figures, part).values()]
+        if races:
             found.append(f"### {part}\n\n{raced(races)}")
             if part == "pruned":
-                found.append(head_over_pruned(races))
-                spent = [f"{n} layers {figures[f'pruned {n}/0']['cut_seconds']:.0f} s" for n in chosen.pruned_layers]
-                found.append(f"Cutting, not counted in the seconds of training: {', '.join(spent)}.")
+                cuts = {layers: of_seeds(figures, f"pruned {layers}") for layers in chosen.pruned_layers}
+                spent = [
+                    f"{n} layers {one['cut_seconds']:.0f} s" for n, of in cuts.items() for one in [*of.values()][:1]
+                ]
+                found += [
+                    head_over_pruned(races),
+                    f"Cutting, not counted in the seconds of training: {', '.join(spent)}.",
+                ]
     return "\n\n".join(found)

@@ -36,6 +36,8 @@ def test_costs_hold_noise_back() -> None:
     parts = Parts(0.2, {1: 1.0, 2: 1.3, 3: 1.1, 4: 1.5}, 10, 1)
     assert parts.costs.t_target_ms == pytest.approx((1.0, 1.2, 1.2, 1.5))
     assert parts.costs.t_draft_ms == 0.2
+    sparse = Parts(0.2, {1: 1.0, 2: 1.2, 6: 2.0, 8: 1.8}, 10, 1)
+    assert sparse.costs.t_target_ms == pytest.approx((1.0, 1.2, 1.375, 1.55, 1.725, 1.9, 1.9, 1.9))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from decoding.engine import load
-from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
@@ -133,25 +132,6 @@ def test_generation_runs(tiny_target: Path, head: Path, tmp_path: Path, monkeypa
 
 
 # ------------------------------------------------------------------------------------------------------------ show
-def test_a_notebook_goes_on_behind_a_torn_line_and_refuses_other_options(tmp_path: Path):
-    chosen = recurrent_show.Options(work=str(tmp_path))
-    notes, made = recurrent_show.Notebook(tmp_path, chosen), []
-
-    def make() -> list[int]:
-        made.append(1)
-        return [1, 2]
-
-    assert notes("one", make) == notes("one", make) == [1, 2] and len(made) == 1
-    with (tmp_path / "figures.jsonl").open("a") as file:
-        file.write('{"two": [3')
-    again = recurrent_show.Notebook(tmp_path, recurrent_show.Options(work=str(tmp_path), seeds=5, parts=["losses"]))
-    assert again("one", make) == [1, 2] and len(made) == 1
-    again("two", lambda: 4)
-    assert recurrent_show.Notebook(tmp_path, chosen).figures == {"one": [1, 2], "two": 4}
-    with pytest.raises(UserError, match=r"begun with other options: seconds \(30.0 -> 31.0\)"):
-        recurrent_show.Notebook(tmp_path, recurrent_show.Options(work=str(tmp_path), seconds=31.0))
-
-
 def head_figures(better: int) -> dict[str, Any]:
     """Six prompts of 12 tokens; the n-th takes n + 6 rounds, or fewer."""
     greedy = [[12, number + 6 - better] for number in range(6)]
@@ -167,7 +147,7 @@ def test_tables_pair_prompts_and_seeds():
     assert ratio.low is not None and 1 < ratio.low < ratio.value < ratio.high  # type: ignore[operator]
     same = tables.over([notes["base/0"]["greedy"]], [notes["base/1"]["greedy"]])
     assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0), "pairs that are equal leave no doubt"
-    text = tables.trained(notes, ["base", "LK", "not there yet"], 2)
+    text = tables.trained(notes, ["base", "LK", "not there yet"])
     assert text.count("\n") == 3 and f"{72 / rounds[1]:.3f} {72 / rounds[2]:.3f}" in text
 
 
@@ -190,18 +170,18 @@ def test_races_are_pooled_over_seeds_and_the_best_of_each_kind_meet():
 def test_every_part_runs_and_a_second_call_makes_nothing_anew(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    small = ["seeds=1", "seconds=0.05", "max_chats=60", "answer_tokens=24", "max_length=128", "tokens_per_step=256"]
+    small = ["seeds=[0]", "seconds=0.05", "max_chats=60", "answer_tokens=24", "max_length=128", "tokens_per_step=256"]
     small += ["max_prompts=3", "max_new_tokens=8", "race_prompts=2", "widths=[1,3]", "lengths=[2]", "race_width=3"]
     small += ["pruned_layers=[1,2]", "pruned_sequences=16", "heads=3", f"work={tmp_path / 'work'}"]
     given = [f"target={tiny_target}", *small]
     found = figures_of(recurrent_show, "recurrent_show", tmp_path, monkeypatch, *given)
-    notes = found["notes"]
+    notes = found["figures"]
     for part, sides in recurrent_show.TRAINED.items():
         assert f"### {part}" in found["tables"]
         for side in sides:
             assert notes[f"{side}/0"]["steps"] >= 1
             assert len(notes[f"{side}/0"]["greedy"]) == len(notes[f"{side}/0"]["sampled"]) == 3
-    ways = {(one["drafter"], one["temperature"]) for one in notes["pruned/0"]}
+    ways = {(one["drafter"], one["temperature"]) for one in notes["pruned/0"]["generations"]}
     assert {name for name, _ in ways} == {
         "autoregressive",
         "head, picked",
@@ -210,8 +190,9 @@ def test_every_part_runs_and_a_second_call_makes_nothing_anew(
         "pruned 2",
         "prompt_lookup",
     }
-    assert {one["num_draft_tokens"] for one in notes["shape/0"]} == {0, 2}
+    assert {one["num_draft_tokens"] for one in notes["shape/0"]["generations"]} == {0, 2}
     assert (tmp_path / "recurrent_show.md").read_text().strip() == found["tables"]
-    before = (tmp_path / "work" / "figures.jsonl").read_bytes()
+    (parts,) = (tmp_path / "work").glob("*/parts.jsonl")
+    before = parts.read_bytes()
     again = figures_of(recurrent_show, "recurrent_show", tmp_path, monkeypatch, *given, "parts=[losses,pruned]")
-    assert (tmp_path / "work" / "figures.jsonl").read_bytes() == before and "### starts" not in again["tables"]
+    assert parts.read_bytes() == before and again == found, "the tables are of all that was run so far"
