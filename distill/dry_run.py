@@ -87,6 +87,11 @@ def _print_importance(config: PruneConfig, source: Any, target: Any, shape: Any)
     _say(f"importance: scores from {settings.sequences * row:,} tokens{what}", flops, config.assumed_tflops)
     training = config.between if probing and settings.probe_steps else None
     _print_memory(training, config.parallel, shape, target, config.target.dtype)
+    if training is not None:
+        trained = parameter_counts(shape)["all"]
+        print(
+            f"disk: {size(_checkpoint_bytes(training, trained, trained))} of the candidate that is at it, until it is compared"
+        )
 
 
 def _print_masks(config: PruneConfig, source: Any, target: Any) -> None:
@@ -128,9 +133,12 @@ def describe(student: Any, target: Any) -> None:
     """Parameters, bytes of a step, and warnings of odd widths."""
     counts, whole = parameter_counts(student), parameter_counts(target)["all"]
     print(f"target: {millions(whole)} parameters, {layers_of(target)}")
+    tables = f"{millions(counts['embedding'])} embedding, {millions(counts['head'])} head"
+    if not counts["head"]:
+        tables = f"{millions(counts['embedding'])} embedding, the head too"
     print(
-        f"student: {millions(counts['all'])} parameters ({millions(counts['layers'])} in {layers_of(student)}, "
-        f"{millions(counts['embedding'])} embedding, {millions(counts['head'])} head); a step reads {size(bytes_a_step(student))} in 16 bits"
+        f"student: {millions(counts['all'])} parameters ({millions(counts['layers'])} in {layers_of(student)}, {tables}); "
+        f"a step reads {size(bytes_a_step(student))} in 16 bits"
     )
     for warning in odd_widths(student):
         print(f"warning: {warning}")
@@ -145,7 +153,7 @@ def print_cost(
     """
     trained, frozen = parameter_counts(student)["all"], parameter_counts(teacher)["all"] if teacher is not None else 0
     flops = 6 * trained + 2 * frozen
-    print(f"cost: {flops / 1e6:,.0f} MFLOP a token (6 x student{' + 2 x teacher' if frozen else ''})")
+    print(f"cost: {operations(flops)} a token (6 x student{' + 2 x teacher' if frozen else ''})")
     if loop.max_steps:
         tokens = loop.max_steps * loop.tokens_per_step
         _say(f"plan: {tokens:,} tokens in {loop.max_steps:,} steps", float(flops * tokens), tflops)
@@ -159,10 +167,12 @@ def print_cost(
 
 def _print_checkpoint(loop: LoopConfig, trained: int, stored: int) -> None:
     """Bytes of a checkpoint of `stored` weights, `trained` of them with an optimizer's states, and how many are kept."""
-    stored_bytes = stored * dtype_of(loop.dtype).itemsize + 12 * trained
-    print(
-        f"disk: {size(stored_bytes)} a checkpoint (weights, float32 masters, two moments), {loop.keep + 1} of them at most"
-    )
+    size_of_one = size(_checkpoint_bytes(loop, trained, stored))
+    print(f"disk: {size_of_one} a checkpoint (weights, float32 masters, two moments), {loop.keep + 1} of them at most")
+
+
+def _checkpoint_bytes(loop: LoopConfig, trained: int, stored: int) -> int:
+    return stored * dtype_of(loop.dtype).itemsize + 12 * trained
 
 
 def _print_memory(
@@ -219,13 +229,19 @@ def size(count: float) -> str:
 
 
 def _say(what: str, flops: float, tflops: float) -> None:
-    hours = flops / tflops / 1e12 / 3600
-    print(f"{what}, {operations(flops)}, {hours:,.2f} hours at {tflops:g} TFLOP/s (assumed_tflops)")
+    print(f"{what}, {operations(flops)}, {hours(flops / tflops / 1e12)} at {tflops:g} TFLOP/s (assumed_tflops)")
+
+
+def hours(seconds: float) -> str:
+    """`101.42 hours`, `0.02 hours (87 s)`."""
+    found = seconds / 3600
+    return f"{found:,.2f} hours" if found >= 0.1 else f"{found:.2g} hours ({seconds:,.{0 if seconds >= 10 else 1}f} s)"
 
 
 def operations(count: float) -> str:
-    """`36.5 EFLOP`, `5.6 TFLOP`."""
-    letter, unit = next(((letter, unit) for letter, unit in (("E", 1e18), ("P", 1e15)) if count >= unit), ("T", 1e12))
+    """`36.5 EFLOP`, `5.6 TFLOP`, `23.6 GFLOP`."""
+    units = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9))
+    letter, unit = next(((letter, unit) for letter, unit in units if count >= unit), ("M", 1e6))
     return f"{count / unit:,.1f} {letter}FLOP"
 
 

@@ -5,6 +5,8 @@ The source is the target, or the student of the stage before; what acceptance is
 
 import dataclasses
 import hashlib
+import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from distill.l0 import MaskedModel, masked
 from distill.layer_choice import candidates, removal_order
 from distill.masks import BETA, Masks
 from distill.shapes import removal_flops
+from training.checkpoint import write_text
 from training.config import LoopConfig
 from training.frozen import load_frozen
 from training.job_data import row_data, rows_of_step
@@ -131,7 +134,7 @@ def by_importance(bench: Workbench, source: Source, shape: Any, folder: Path) ->
         for name, chosen in proposed.items():
             cut = importance.strongest(scores, chosen, shape, source.model.config, settings.rescale_norms)
             student = cut_model(source.model, cut, shape).requires_grad_(True)
-            found[name] = _probe(bench, student, name, folder)
+            found[name] = _probe(bench, student, name, folder / "probe" / name)
             if bench.parallel.is_main:
                 print(f"probe: {name} {chosen} acceptance {found[name]:.3f}")
     best = max(found, key=lambda name: found[name]) if found else next(iter(proposed))
@@ -217,15 +220,23 @@ def _ordered(model: Any, batches: list[Batch], parallel: Parallel) -> list[int]:
     return removal_order(model, batches, parallel.is_main, parallel.rank, parallel.world_size, add)
 
 
-def _probe(bench: Workbench, student: Any, name: str, folder: Path) -> float:
-    """Acceptance of a candidate, after a short distillation where the configuration wants one."""
-    steps = bench.config.importance.probe_steps
-    tokens = sum(len(sample.ids) for sample in bench.held_out)
-    if steps:
+def _probe(bench: Workbench, student: Any, name: str, place: Path) -> float:
+    """Acceptance of a candidate, after a short distillation where the configuration wants one; found once, and kept in `place`."""
+    known, steps = place / "acceptance.json", bench.config.importance.probe_steps
+    here = bench.parallel.is_main and known.is_file()
+    found = bench.parallel.broadcast(json.loads(known.read_text()) if here else None)
+    if found is None and steps:
         loop = _in_small(bench.config.between, steps)
-        return bench.distil(f"probe {name}", student, loop, folder / "probe" / name).best["acceptance"]
-    with bench.account("probes", (forward_flops(student.config) + forward_flops(bench.teacher.config)) * tokens):
-        return bench.acceptance(student)["acceptance"]
+        found = bench.distil(f"probe {name}", student, loop, place).best["acceptance"]
+    elif found is None:
+        tokens = sum(len(sample.ids) for sample in bench.held_out)
+        with bench.account("probes", (forward_flops(student.config) + forward_flops(bench.teacher.config)) * tokens):
+            found = bench.acceptance(student)["acceptance"]
+    if bench.parallel.is_main:
+        place.mkdir(parents=True, exist_ok=True)
+        write_text(known, json.dumps(found))
+        shutil.rmtree(place / "checkpoints", ignore_errors=True)  # of a large student it is large, and there are four
+    return found
 
 
 def _in_small(between: LoopConfig, steps: int) -> LoopConfig:

@@ -28,7 +28,20 @@ from eval.plots import INK, MARKERS, MUTED, SERIES, STYLE, VARIABLES, short
 from eval.prediction import iso_cost_ratio
 from training.drafters import CONTROL
 
-LEVELS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)  # speedups that get a curve
+LEVELS = (
+    1.0,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    8.0,
+    1.5,
+    2.5,
+    5.0,
+    1.25,
+    1.75,
+    3.5,
+)  # speedups that get a curve, those that matter most first
 LABEL_APART = 0.07  # of alpha, between the labels of two curves; those that come closer are left out
 DOTS_PER_INCH = 200
 THE_CONTROL = "prompt lookup, the control"
@@ -166,7 +179,7 @@ def acceptance(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
 
 
 def iso_speedup_curves(entries: Sequence[Entry], widest: float) -> list[tuple[float, np.ndarray, np.ndarray]]:
-    """(speedup, c_A, alpha_A) of the curves that cross the plot from c = 0 to `widest`, thinned so that their labels stay apart.
+    """(speedup, c_A, alpha_A) of the curves that cross the plot from c = 0 to `widest`, by speedup; as many of LEVELS as keep their labels apart.
 
     V, o and o_1 are the medians of `entries` (eval.comparison.usual_costs). On a curve the best gamma gives just that speedup; above and to the
     left of it, more.
@@ -174,16 +187,16 @@ def iso_speedup_curves(entries: Sequence[Entry], widest: float) -> list[tuple[fl
     costs = usual_costs(entries)
     alpha_A = np.linspace(0.0, 1.0, 201)
     curves: list[tuple[float, np.ndarray, np.ndarray]] = []
-    last = -LABEL_APART
+    labels: list[float] = []
     for level in LEVELS:
         c_A = np.array([iso_cost_ratio(level, alpha, costs) for alpha in alpha_A])
         if c_A[-1] < LABELS_AT * widest:  # out of reach
-            break
+            continue
         start = float(np.interp(LABELS_AT * widest, c_A, alpha_A))
-        if start - last >= LABEL_APART:
+        if all(abs(start - label) >= LABEL_APART for label in labels):
             curves.append((level, c_A, alpha_A))
-            last = start
-    return curves
+            labels.append(start)
+    return sorted(curves, key=lambda curve: curve[0])
 
 
 def pareto(panel: Panel, cost: str, look: dict[str, Look], paint: Paint) -> bytes:

@@ -82,8 +82,8 @@ def rounded(values: Sequence[Any]) -> list[Any]:
 
 def _said(field: str, value: Any) -> str:
     name = field.rpartition(".")[2].replace("_", " ")
-    if isinstance(value, int | float) and value >= 1e6:
-        return f"{name} {value / 1e6:.1f} M"
+    if isinstance(value, int | float) and value >= 1e5:
+        return f"{name} {value / 1e6:.1f} M" if value >= 1e6 else f"{name} {value / 1e3:.0f} k"
     return f"{name} {value}"
 
 

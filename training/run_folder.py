@@ -23,6 +23,7 @@ from training.config import JobConfig, plain
 _FREE_KEYS = (
     "threads",
     "dry_run",
+    "assumed_tflops",
     "tracker",
     "output_dir",
     "parallel",

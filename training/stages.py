@@ -1,15 +1,18 @@
 """Experiments that span several jobs: each stage is `python -m <stage>` in a process of its own, folder to folder.
 
 Stages talk only through folders. A stage that is the called job itself runs on the composed configuration, so overrides and sweeps reach
-it, with its own values (`key=value`, no groups) put in; the others, and stages that are sweeps (`-m` among their overrides), are given by
-their own Hydra overrides. A finished stage passes over its work by itself (its manifest says so). Where several ranks run an experiment
+it, with its own values put in; the others, and stages with more than values (`-m`, `+experiment=...`) among their overrides, are given by these
+alone. A finished stage passes over its work by itself (its manifest says so). Where several ranks run an experiment
 (torchrun, Slurm), all start every stage together, and a stage of one process is rank 0's.
 """
 
+import ast
+import json
 import os
 import re
 import sys
 import tempfile
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -26,8 +29,7 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
     """Run `config.stages` in order; a stage is a job, or `job:label` where a job comes twice.
 
     `stage_overrides[stage]` are a stage's overrides; `{output_dir}` in them is this run's folder, and `@{key}` the stage's own value of a key
-    (as `${key}` is this job's). Raises UserError naming the stage that
-    failed.
+    (as `${key}` is this job's). Raises UserError naming the stage that failed.
     """
     meeting = Meeting()
     for number, stage in enumerate(config.stages, start=1):
@@ -38,7 +40,7 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
             text.replace("{output_dir}", config.output_dir).replace("@{", "${")
             for text in config.stage_overrides.get(stage, [])
         ]
-        if job == config.job and "-m" not in overrides:
+        if job == config.job and all(re.match(r"[\w.]+=", text) for text in overrides):
             own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
             own.stages, own.stage_overrides, own.output_dir = [], {}, os.path.join(config.output_dir, label or stage)
             for text in overrides:
@@ -47,13 +49,33 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
             status = run_on_file(own, job, meeting.environment(number))
         else:
             shared = [f"seed={config.seed}", f"threads={config.threads}", f"dry_run={str(config.dry_run).lower()}"]
-            command = [sys.executable, "-m", job, *overrides, *shared]
+            command = [sys.executable, "-m", job, *map(_hydras, overrides), *shared]
             status = run_child(command, stage, meeting.environment(number))
         if status != 0:
             raise UserError(
                 f"stage {number} ({stage}) ended with status {status}; mend it and run the same command: finished stages are passed over"
             )
         meeting.wait(f"stage {number}")
+
+
+def _hydras(override: str) -> str:
+    """An override whose value was interpolated from a mapping, which OmegaConf writes as Python does, as Hydra reads it."""
+    key, equals, value = override.partition("=")
+    if not value.startswith("{"):
+        return override
+    try:
+        found = ast.literal_eval(value)
+    except (ValueError, SyntaxError):  # Hydra's own form
+        return override
+    return f"{key}{equals}{_hydra_value(found)}"
+
+
+def _hydra_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_hydra_value(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_hydra_value, value)) + "]"
+    return json.dumps(value)
 
 
 def check_given(composed: DictConfig) -> None:

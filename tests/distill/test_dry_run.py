@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.dry_run import operations, size
+from distill.dry_run import hours, operations, size
 from distill.prune import run
 
 from .test_prune import configured
@@ -78,9 +78,16 @@ def test_a_dry_run_leaves_a_folder_that_loads(tiny_target: Path, tmp_path: Path)
 
 def test_sizes_are_read_at_a_glance():
     assert [size(count) for count in (13.48e9, 96.4e6, 320_000)] == ["13.5 GB", "96 MB", "0.3 MB"]
-    assert [operations(count) for count in (3.65e19, 1.5e17, 5.6e12, 4e10)] == [
+    assert [operations(count) for count in (3.65e19, 1.5e17, 5.6e12, 4e10, 1.8e7)] == [
         "36.5 EFLOP",
         "150.0 PFLOP",
         "5.6 TFLOP",
-        "0.0 TFLOP",
+        "40.0 GFLOP",
+        "18.0 MFLOP",
+    ]
+    assert [hours(seconds) for seconds in (365_112, 1500, 87, 1.6)] == [
+        "101.42 hours",
+        "0.42 hours",
+        "0.024 hours (87 s)",
+        "0.00044 hours (1.6 s)",
     ]

@@ -5,21 +5,52 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from distill.config import TrainConfig
+from decoding.errors import UserError
+from distill.config import PretrainConfig, PruneConfig, RegenerateConfig, SkipSearchConfig, TrainConfig
+from eval.config import CompareConfig, EvalConfig
+from recurrent_drafting.config import HeadTrainConfig
 from training.config import typed
-from training.job import CONF, register
+from training.job import CONF, check_arguments, register
+from training.stages import _hydras
 
 ROOT = CONF.parent
 
 
-def ran(*arguments: str) -> str:
-    """What `python -m distill.train` printed."""
+SCHEMAS: dict[str, Any] = {
+    "distill.prune": PruneConfig,
+    "distill.train": TrainConfig,
+    "distill.pretrain": PretrainConfig,
+    "distill.regenerate": RegenerateConfig,
+    "distill.skip_search": SkipSearchConfig,
+    "eval.run": EvalConfig,
+    "eval.compare": CompareConfig,
+    "recurrent_drafting.train": HeadTrainConfig,
+}
+
+
+def recipe(*given: str) -> TrainConfig:
+    """The configuration of the llama_796m experiment."""
+    register("distill.train", TrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return typed(compose("distill_train", ["+experiment=llama_796m", *given]), TrainConfig)
+
+
+def stages_of(file: Path) -> dict[str, list[str]]:
+    """The overrides of an experiment's stages, as they are written."""
+    written: Any = OmegaConf.to_container(OmegaConf.load(file))
+    return written.get("stage_overrides", {})
+
+
+def ran(*arguments: str, job: str = "distill.train") -> str:
+    """What `python -m JOB` printed."""
     done = subprocess.run(
-        [sys.executable, "-m", "distill.train", *arguments],
+        [sys.executable, "-m", job, *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -38,11 +69,48 @@ def ran(*arguments: str) -> str:
     ],
 )
 def test_one_override_chooses_how_a_recipe_prunes(given: list[str], passed: list[str]):
-    register("distill.train", TrainConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = typed(compose("distill_train", ["+experiment=llama_796m", *given]), TrainConfig)
-    overrides = config.stage_overrides["distill.prune"]
+    overrides = recipe(*given).stage_overrides["distill.prune"]
     assert [text for text in overrides if text.startswith(("mode=", "largest_cut="))] == passed
+
+
+def test_a_recipe_hands_shape_and_domains_to_its_pruning():
+    """What is given by hand too: what the pruning stage composes has the same drafter and the same mixture, which it does not move."""
+    config = recipe(
+        "data=redpajama", "data.root=/texts", "drafter.num_hidden_layers=3", "drafter.intermediate_size=9472"
+    )
+    overrides = [_hydras(text) for text in config.stage_overrides["distill.prune"]]
+    register("distill.prune", PruneConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        pruning = typed(compose("distill_prune", overrides), PruneConfig)
+    assert pruning.drafter == config.drafter
+    assert pruning.data.domains == config.data.domains and len(pruning.data.domains) == 7
+    assert (pruning.data.root, pruning.data.mixing, config.data.mixing) == ("/texts", "fixed", "loss")
+    assert _hydras("drafter={use: graph, lookup: 6}") == "drafter={use: graph, lookup: 6}", "Hydra's own form stays"
+
+
+EXPERIMENTS = sorted((CONF / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
+def test_stages_are_given_keys_that_they_have(file: Path):
+    for stage, overrides in stages_of(file).items():
+        job = stage.partition(":")[0]
+        check_arguments([text for text in overrides if text != "-m"], job, SCHEMAS[job])
+
+
+def test_control_a_wrong_key_of_a_stage_is_found(tmp_path: Path):
+    (tmp_path / "wrong.yaml").write_text("stage_overrides: {distill.prune: [drafter.layer=3]}")
+    ((job, overrides),) = stages_of(tmp_path / "wrong.yaml").items()
+    with pytest.raises(UserError, match="drafter.layer"):
+        check_arguments(overrides, job, SCHEMAS[job])
+
+
+@pytest.mark.long
+def test_a_stage_with_an_experiment_of_its_own_is_that(tmp_path: Path):
+    """Two stages of one job: the second is composed by itself, and goes on from the first's folder."""
+    said = ran("+experiment=quickstart_target", "dry_run=true", f"output_dir={tmp_path}", job="distill.pretrain")
+    assert said.count("model: 6.6 M parameters") == 2
+    assert "plan: 3 epochs" in said and "plan: 2 epochs" in said
 
 
 @pytest.mark.long
