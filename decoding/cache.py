@@ -136,7 +136,7 @@ Move = Callable[[Tensor, Tensor], None]
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:
-    """Boolean (B, N, N): node n descends from m, or is m. By repeated squaring of the parent relation."""
+    """Boolean (B, N, N): node n descends from m, or is m. By repeated squaring of the parent relation. Rows of padding mean nothing."""
     B, N = parents_BN.shape
     device = parents_BN.device
     reach = torch.eye(N + 1, device=device).repeat(B, 1, 1)[:, :N]  # the extra column swallows parent -1

@@ -27,23 +27,19 @@ class DeviceGraph:
         """match: ancestors that must agree; a text and a path of `depth` tokens may have fewer."""
         width = min(match, max(len(sequence) for sequence in sequences_B) + depth)
         endings = [[NOTHING, *sequence[max(0, len(sequence) - width) :]] for sequence in sequences_B] if width else []
-        padded = [[NOTHING] * (width + 1 - len(ending)) + ending for ending in endings] or [[NOTHING]] * len(
-            sequences_B
-        )
+        rows = len(sequences_B)
+        padded = [[NOTHING] * (width + 1 - len(ending)) + ending for ending in endings] or [[NOTHING]] * rows
         self._endings_BMX = cuda.tensor(padded, device)[:, None]  # of the tip and of all nodes seen, own token last
-        self._turns_BM = torch.empty(
-            len(padded), 0, dtype=torch.long, device=device
-        )  # in which nodes came to be compared
-        self._twins_BM = self._turns_BM  # the node that goes on in a node's place: itself, if it is not merged
+        # In which turn a node came to be compared, and which goes on in its place: itself, if it is not merged.
+        self._turns_BM = self._twins_BM = torch.empty(rows, 0, dtype=torch.long, device=device)
 
     def merge(self, seen: Seen, first: int) -> Tensor:
         """Compare the nodes from `first` on, likelier ones first; which of them (B, P) were merged with one that came before."""
         parents_BP, scores_BP = seen.parents_BM[:, first:], seen.scores_BM[:, first:]
         own_P = torch.arange(first, seen.scores_BM.shape[1], device=scores_BP.device)
         order_BP = scores_BP.sort(descending=True, stable=True).indices
-        self._turns_BM = torch.cat(
-            (self._turns_BM, torch.empty_like(order_BP).scatter_(1, order_BP, own_P.expand_as(order_BP))), 1
-        )
+        turns_BP = torch.empty_like(order_BP).scatter_(1, order_BP, own_P.expand_as(order_BP))
+        self._turns_BM = torch.cat((self._turns_BM, turns_BP), 1)
         above_BPX = self._endings_BMX.gather(1, _spread(parents_BP + 1, self._endings_BMX.shape[2]))
         endings_BPX = torch.cat((above_BPX[:, :, 1:], seen.tokens_BM[:, first:, None]), 2)
         self._endings_BMX = torch.cat((self._endings_BMX, endings_BPX), 1)
@@ -51,9 +47,14 @@ class DeviceGraph:
         equal_BPM &= seen.scores_BM[:, None] > NONE
         turns_BPM = torch.where(equal_BPM, self._turns_BM[:, None], seen.scores_BM.shape[1])
         twins_BP = turns_BPM.argmin(-1)  # of those that are equal, the one whose turn came first
+<<<<<<< HEAD
         # Above a node stands the node itself, too.
         is_above_BP = ancestors(seen.parents_BM)[:, first:].gather(2, twins_BP[:, :, None]).squeeze(2)
         merged_BP = (scores_BP > NONE) & ~is_above_BP
+=======
+        own_or_above_BPM = ancestors(seen.parents_BM)[:, first:]
+        merged_BP = (scores_BP > NONE) & ~own_or_above_BPM.gather(2, twins_BP[:, :, None]).squeeze(2)
+>>>>>>> waits
         self._twins_BM = torch.cat((self._twins_BM, torch.where(merged_BP, twins_BP, own_P)), 1)
         return merged_BP
 
@@ -66,9 +67,8 @@ class DeviceGraph:
         children_BMK = _children(seen)
         tree = Seen.none(B, seen.scores_BM.device, seen.scores_BM.dtype)
         tree.levels = seen.levels
-        at_BC = places_BC = torch.full(
-            (B, 1), NOTHING, device=seen.scores_BM.device
-        )  # nodes of the graph, and of the tree
+        # Nodes of the graph, and of the tree: the tip.
+        at_BC = places_BC = torch.full((B, 1), NOTHING, device=seen.scores_BM.device)
         scores_BC = torch.zeros_like(steps_BM[:, :1])
         for level in range(1, seen.levels + 1):
             twins_BC = F.pad(self._twins_BM, (1, 0), value=NOTHING).gather(1, at_BC + 1)
