@@ -47,14 +47,8 @@ class DeviceGraph:
         equal_BPM &= seen.scores_BM[:, None] > NONE
         turns_BPM = torch.where(equal_BPM, self._turns_BM[:, None], seen.scores_BM.shape[1])
         twins_BP = turns_BPM.argmin(-1)  # of those that are equal, the one whose turn came first
-<<<<<<< HEAD
-        # Above a node stands the node itself, too.
-        is_above_BP = ancestors(seen.parents_BM)[:, first:].gather(2, twins_BP[:, :, None]).squeeze(2)
-        merged_BP = (scores_BP > NONE) & ~is_above_BP
-=======
         own_or_above_BPM = ancestors(seen.parents_BM)[:, first:]
         merged_BP = (scores_BP > NONE) & ~own_or_above_BPM.gather(2, twins_BP[:, :, None]).squeeze(2)
->>>>>>> waits
         self._twins_BM = torch.cat((self._twins_BM, torch.where(merged_BP, twins_BP, own_P)), 1)
         return merged_BP
 
