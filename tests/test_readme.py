@@ -23,6 +23,7 @@ import distill.regenerate
 import distill.skip_search
 import distill.train
 import eval.compare
+import eval.parts
 import eval.run
 import recurrent_drafting.generate
 import recurrent_drafting.train
@@ -131,7 +132,10 @@ def pearls_prompts(folder: Path) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", commands())
-def test_every_command_runs_at_toy_size(command: str, tiny_target: Path, padded_target: Path, tmp_path: Path):
+def test_every_command_runs_at_toy_size(
+    command: str, tiny_target: Path, padded_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(eval.parts, "COST_WINDOWS", 1)  # no figure counts here
     job, arguments = parts(command)
     real = {
         "PADDED": padded_target,
@@ -151,7 +155,7 @@ def test_every_command_runs_at_toy_size(command: str, tiny_target: Path, padded_
         arguments = [re.sub(rf"(?<=[=\[ ]){re.escape(name)}(?=[],}}]|$)", str(path), word) for word in arguments]
     arguments = [*TOY[job].split(), *arguments, f"output_dir={tmp_path / 'run'}"]
     if "+experiment=batches" in arguments:
-        arguments += ["batch_sizes=[1,4]"]
+        arguments += ["batch_sizes=[4]", "temperatures=[0.0]", "sweep=[2]", "threads=1"]  # of six conditions one
     if any(word.startswith("batch_sizes=") for word in arguments):
         arguments += ["max_prompts=8", "sweep_prompts=4"]  # a whole batch for each part
     own = composed(job, arguments)
