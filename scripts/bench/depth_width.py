@@ -155,8 +155,8 @@ def decoding(chosen: Options) -> dict[str, Any]:
     return {key: value for key, value in plain(chosen).items() if key in DECODING}
 
 
-def measured(chosen: Options, drafters: dict[str, Path], execution: str, seed: int, work: Path) -> list[dict[str, Any]]:
-    """All drafters in one interleaved run on one backend and execution."""
+def measured(chosen: Options, drafters: dict[str, Path], execution: str, seed: int, work: Path) -> dict[str, Any]:
+    """Rows of all drafters in one interleaved run on one backend and execution."""
     backend, how = execution.split()
     how_decoded = hashlib.sha256(json.dumps(decoding(chosen)).encode()).hexdigest()[:8]
     folder = work / f"eval_{execution.replace(' ', '_')}_seed{seed}_{how_decoded}"
@@ -191,7 +191,7 @@ def measured(chosen: Options, drafters: dict[str, Path], execution: str, seed: i
         "speedup_high",
     )
     rows = [row for row in read_rows(folder / "results.jsonl") if row.part == "main" and row.drafter in drafters]
-    return [{key: getattr(row, key) for key in keys} for row in rows]
+    return {"rows": [{key: getattr(row, key) for key in keys} for row in rows]}
 
 
 def main() -> None:
@@ -208,12 +208,12 @@ def main() -> None:
         drafters = {name: kept.folder / f"{name}_seed{seed}" for name in shapes}
         for name, shape in shapes.items():
             told = (chosen, students, answers, shape, seed, drafters[name], kept.folder)
-            kept.figures({"shape": name, "seed": seed}, lambda told=told: distilled(*told))
+            kept.figures({"shape": name, "seed": seed}, distilled, *told)
             save(chosen.name, chosen, figures(chosen, sizes, kept), show=False)
         for execution in chosen.executions:
             given = (chosen, drafters, execution, seed, kept.folder)
             part = {"execution": execution, "seed": seed, **decoding(chosen)}
-            kept.figures(part, lambda given=given: {"rows": measured(*given)})
+            kept.figures(part, measured, *given)
             save(chosen.name, chosen, figures(chosen, sizes, kept), show=False)
     found = figures(chosen, sizes, kept)
     print(json.dumps({key: found[key] for key in ("acceptance", "over_first", "mean_speedup")}, indent=1))

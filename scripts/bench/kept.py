@@ -43,13 +43,15 @@ class Kept:
         records = read_journal(self._path) if self._path.is_file() else []
         return [(record["part"], record["figures"]) for record in records]
 
-    def figures(self, part: Mapping[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The figures of a part: as they were kept, else measured now and kept."""
+    def figures(
+        self, part: Mapping[str, Any], measure: Callable[..., dict[str, Any]], *given: Any, **named: Any
+    ) -> dict[str, Any]:
+        """The figures of a part: as they were kept, else of `measure(*given, **named)`, kept."""
         for known, figures in self.all():
             if known == part:
                 return figures
         began = time.monotonic()
-        found = measure()
+        found = measure(*given, **named)
         with Journal(self._path) as journal:
             journal.append([{"part": dict(part), "figures": found, "git_revision": git_revision()}])
         name = ", ".join(f"{key} {value}" for key, value in part.items())

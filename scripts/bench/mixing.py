@@ -200,7 +200,7 @@ def main() -> None:
     for seed in chosen.seeds:
         for side in chosen.sides:
             told = (chosen, teacher, domains, references, side, seed)
-            found = kept.figures({"side": side, "seed": seed}, lambda told=told: distilled(*told))
+            found = kept.figures({"side": side, "seed": seed}, distilled, *told)
             print(f"  {side} seed {seed}: worst {found['worst']:.4f} mean {found['mean']:.4f}", file=sys.stderr)
             save(chosen.name, chosen, figures(kept, references), show=False)
     over_fixed = figures(kept, references)["over_fixed"]

@@ -187,7 +187,7 @@ def main() -> None:
         for layers in chosen.layers:
             for side in chosen.sides:
                 part = {"side": side, "layers": layers, "seed": seed}
-                found = kept.figures(part, lambda part=part: run(chosen, students, **part, work=kept.folder))
+                found = kept.figures(part, run, chosen, students, **part, work=kept.folder)
                 print(
                     f"  {layers} layers, {side}, seed {seed}: acceptance {found['acceptance']:.4f} (before {found['acceptance_before']:.4f}), "
                     f"tau {found['tau_greedy']:.3f} greedy {found['tau_sampled']:.3f} sampled, "

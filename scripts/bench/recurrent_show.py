@@ -138,17 +138,17 @@ class Show:
         """All figures, of the parts that were run before too."""
         for seed in self.chosen.seeds:
             for side in self.sides:
-                self._figures(side, seed, lambda side=side, seed=seed: self.head(side, seed))
+                self._figures(side, seed, self.head, side)
             if "pruned" in self.chosen.parts:
                 for layers in self.chosen.pruned_layers:
-                    self._figures(f"pruned {layers}", seed, lambda n=layers, seed=seed: self.student(n, seed))
+                    self._figures(f"pruned {layers}", seed, self.student, layers)
             for part, race in (("shape", self.shape), ("pruned", self.pruned)):
                 if part in self.chosen.parts:
-                    self._figures(part, seed, lambda race=race, seed=seed: {"generations": race(seed)})
+                    self._figures(part, seed, race)
         return self.save()
 
-    def _figures(self, name: str, seed: int, make: Callable[[], dict[str, Any]]) -> None:
-        self.kept.figures({"of": name, "seed": seed}, make)
+    def _figures(self, name: str, seed: int, make: Callable[..., dict[str, Any]], *given: Any) -> None:
+        self.kept.figures({"of": name, "seed": seed}, make, *given, seed)
         self.save()
 
     def pace(self, name: str, make: Callable[[], float]) -> float:
@@ -194,17 +194,16 @@ class Show:
         """Where a pruned drafter is."""
         return self.work / "pruned" / f"{layers}_{seed}"
 
-    def shape(self, seed: int) -> list[dict[str, Any]]:
+    def shape(self, seed: int) -> dict[str, Any]:
         """Beams of every width and length with a seed's base head."""
         heads = [
             {"use": "recurrent", "folder": str(self.base(seed)), "beam_width": width, "name": f"{width} beams"}
             for width in self.chosen.widths
         ]
-        return self._race(
-            f"shape_{seed}", heads, self.chosen.shape_temperatures, self.chosen.lengths, seed, control=False
-        )
+        temperatures, lengths = self.chosen.shape_temperatures, self.chosen.lengths
+        return {"generations": self._race(f"shape_{seed}", heads, temperatures, lengths, seed, control=False)}
 
-    def pruned(self, seed: int) -> list[dict[str, Any]]:
+    def pruned(self, seed: int) -> dict[str, Any]:
         """A seed's base head, sized by cost, against its pruned drafters, which draft as long as pays. Greedy decoding always picks."""
         shared = {"use": "recurrent", "folder": str(self.base(seed)), "beam_width": self.chosen.race_width}
         students = [
@@ -216,7 +215,7 @@ class Show:
             heads = [{**shared, "by_cost": True, "draws": draws, "name": f"head, {draws}"} for draws in ways]
             name, length = f"pruned_{seed}_T{temperature:g}", [self.chosen.race_length]
             found += self._race(name, [*heads, *students], [temperature], length, seed)
-        return found
+        return {"generations": found}
 
     def _race(
         self,

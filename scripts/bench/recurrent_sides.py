@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from decoding.engine import Engine, load
 from decoding.loop import Settings, decode
@@ -72,7 +71,7 @@ SIDES = {
     "as published": Side(warm_start="none", zero_blocks=False),
 }
 
-Objective = tuple[Any, nn.Module]  # what is called on a batch, and the part of it that is trained
+Objective = tuple[Any, Any]  # what is called on a batch, and the module of it that is trained
 
 
 class Bench:
