@@ -206,7 +206,7 @@ def verdict(alpha_D: Sequence[float | None], costs: Costs) -> Verdict:
         f"where one token without a drafter costs {1 + costs.baseline_overhead:.2f}"
     )
     if speedup > 1.0:
-        return Verdict(True, gamma, speedup, f"the formula gives most at gamma={gamma}, {speedup:.2f}x: {bill}")
+        return Verdict(True, gamma, speedup, f"the formula's best is gamma={gamma}, {speedup:.2f}x: {bill}")
     if costs.overlapped:
         return Verdict(
             False, gamma, speedup, f"no gamma can help (best {speedup:.2f}x): {bill}; try the serial schedule"

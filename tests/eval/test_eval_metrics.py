@@ -136,7 +136,7 @@ def test_the_verdict_says_which_way_and_why():
     good, bad = prediction.verdict([0.8], Costs(0.05, FLAT)), prediction.verdict([0.2], Costs(0.6, STEEP))
     hopeless = prediction.verdict([0.9], Costs(3.0, FLAT))
     assert good.helps
-    assert good.text.startswith("the formula gives most at gamma=8")
+    assert good.text.startswith("the formula's best is gamma=8")
     assert not bad.helps
     assert "no gamma can help" in bad.text
     assert "break even at alpha" in bad.text
