@@ -130,12 +130,7 @@ def read_evaluation(folder: Path, label: str) -> Evaluation:
         raise UserError(f"runs: {folder} is no finished run of {JOB}: it has no {', '.join(missing)}")
     config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     assert isinstance(config, dict), "run folders hold mappings"
-    try:
-        rows = main_rows(read_rows(folder / "results.jsonl"))
-    except (json.JSONDecodeError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{folder / 'results.jsonl'}: not the rows of this version of {JOB} ({error}). Evaluate again, with another output_dir="
-        ) from error
+    rows = main_rows(read_rows(folder / "results.jsonl"))
     if not rows:
         raise UserError(f"{folder / 'results.jsonl'} has no rows. Evaluate again, with another output_dir=")
     records = read_records(folder / "records.jsonl")

@@ -7,6 +7,9 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from decoding.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -161,12 +164,17 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows that write_rows wrote."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        values = json.loads(line)
-        for key in ("t_target_ms", "V"):  # JSON has no integer keys
-            values[key] = {int(n): value for n, value in values[key].items()}
-        values["categories"] = [Category(**part) for part in values["categories"]]
-        rows.append(Row(**values))
-    return rows
+    """The rows that write_rows wrote. Raises UserError for rows of another version."""
+    try:
+        return [_row(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (json.JSONDecodeError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{path}: not the rows of this version of eval.run ({error}). Evaluate again, with another output_dir="
+        ) from error
+
+
+def _row(values: dict[str, Any]) -> Row:
+    for key in ("t_target_ms", "V"):  # JSON has no integer keys
+        values[key] = {int(n): value for n, value in values[key].items()}
+    values["categories"] = [Category(**part) for part in values["categories"]]
+    return Row(**values)

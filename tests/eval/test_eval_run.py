@@ -87,6 +87,19 @@ def test_a_finished_run_is_not_measured_again(home, finished, capsys):
     assert (finished / "records.jsonl").read_bytes() == before
 
 
+def test_a_finished_run_of_another_version_is_named(home, finished):
+    results = finished / "results.jsonl"
+    kept = results.read_text()
+    row = json.loads(kept.splitlines()[0])
+    del row["tau"]
+    results.write_text(json.dumps(row) + "\n")
+    try:
+        with pytest.raises(UserError, match=r"results.jsonl: not the rows of this version of eval.run \(.*tau"):
+            run(config(home, "finished"))
+    finally:
+        results.write_text(kept)
+
+
 @pytest.mark.long
 def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
     """Drafters in this process and in a worker of their own; the tokens are those of the target in one process."""
