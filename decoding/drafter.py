@@ -29,7 +29,8 @@ class Caps:
     can_overlap: bool = False  # can draft while the target verifies
     needs_costs: bool = False  # weighs its proposal by the measured costs of a round
     steps: str = "token"  # what t_draft times: one drafted "token", or a whole "round" (trees, one-pass drafters)
-    learns_words: bool = False  # files what the target says, and takes every outcome for one of its own proposals
+    # Of a chain: the stopping policy is asked after every token; else it limits the length before a round alone.
+    stops_by_token: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, observation: Observation) -> None:
-        """See what became of the proposal."""
+        """See what became of the proposal. A row for which nothing was drafted may have been given tokens by another (decoding/with_lookup.py)."""
         ...
 
     def rollback(self, lengths_B: Sequence[int]) -> None:

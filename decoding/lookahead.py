@@ -162,9 +162,8 @@ class Lookahead:
         """The pool's phrases after each tip, and behind them the windows, which are not counted."""
         trees, counts_B = [], []
         for row, (sequence, budget) in enumerate(zip(sequences_B, budgets_B, strict=True)):
-            if (
-                self.from_text and budget
-            ):  # a row that waits for its neighbours stays as it is, or they would show in its pool
+            # A row that waits for its neighbours stays as it is, or they would show in its pool.
+            if self.from_text and budget:
                 self.pools[row].read(sequence, self._filed[row], self.ngram - 1)
                 self._filed[row] = max(0, len(sequence) - self.ngram + 1)
             tree = Branches()

@@ -46,7 +46,7 @@ class Ouroboros(ChainDrafter):
     counts an attached phrase's ngram - 1 tokens too. The other arguments are ChainDrafter's.
     """
 
-    caps = Caps(shape="tree", learns_words=True)
+    caps = Caps(shape="tree")
 
     def __init__(
         self, *arguments: Any, ngram: int = 4, columns: int = 4, candidates: int = 3, suffixes: int = 3, **named: Any

@@ -30,7 +30,7 @@ def usual_stopping(caps: Caps, schedule: str) -> str:
 
     Trees and lookups come whole, and the length of an overlapped chunk is its schedule's to choose: `fixed`.
     """
-    one_by_one = caps.shape == "chain" and caps.has_q and caps.steps == "token"
+    one_by_one = caps.shape == "chain" and caps.has_q and caps.steps == "token" and caps.stops_by_token
     return "cost_ratio" if one_by_one and schedule == "serial" else "fixed"
 
 
@@ -48,7 +48,8 @@ def batch_type(
         raise UserError(f"schedule '{schedule}' is unknown, expected one of serial, {', '.join(SCHEDULES)}.")
     if not drafter.caps.can_overlap:
         raise UserError(
-            f"schedule '{schedule}' needs a drafter that can overlap; '{drafter.name}' cannot: take serial."
+            f"schedule '{schedule}' needs a drafter that can overlap: chains of a model that runs beside the target and forgets what it has read of "
+            f"a chunk that is thrown away. '{drafter.name}' cannot: take serial."
         )
     if schedule in WALL and not isinstance(drafter, RemoteChain):
         raise UserError(

@@ -81,7 +81,8 @@ class RecurrentDrafter:
                 f"drafter '{self.name}': beam_width is {beam_width}, expected 1 to {drafted}, the tokens that its head drafts from."
             )
         self.beam_width, self.draws = beam_width, draws
-        self.caps = Caps(shape="tree", has_q=draws == "drawn", needs_hidden=True, needs_costs=by_cost)
+        shape = "chain" if beam_width == 1 else "tree"
+        self.caps = Caps(shape, has_q=draws == "drawn", needs_hidden=True, needs_costs=by_cost, stops_by_token=False)
         self.num_layers, self.num_parameters = head.config.num_draft_layers, head.num_parameters
         self.device, self.dtype = head.output.device, head.output.dtype
         if execution is None:

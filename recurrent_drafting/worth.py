@@ -92,14 +92,15 @@ class Worth:
         self._mass = mass
 
     def learn(self, accepted: int) -> None:
-        """The round is over; a row that did not draft comes nearer to its prior."""
+        """The round is over; a row that did not draft comes nearer to its prior, whatever was accepted in place of a draft."""
         tokens, ms = self._first
         self._tokens = tokens * self.WEIGHT + (self._tokens - tokens * self.WEIGHT) * self.DISCOUNT
         self._ms = ms * self.WEIGHT + (self._ms - ms * self.WEIGHT) * self.DISCOUNT
         promised = sum(sorted(self.nodes, reverse=True)[: self.verified]) / self.trust
         self._promised = self.WEIGHT + (self._promised - self.WEIGHT) * self.DISCOUNT + promised
-        self._kept = self.WEIGHT + (self._kept - self.WEIGHT) * self.DISCOUNT + accepted
+        self._kept = self.WEIGHT + (self._kept - self.WEIGHT) * self.DISCOUNT
         if self.steps:
+            self._kept += accepted
             costs = self.costs
             self._tokens += 1 + accepted
             self._ms += self.steps * costs.t_draft_ms + costs.target_ms(self.verified + 1) + costs.overhead_ms

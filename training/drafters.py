@@ -22,7 +22,7 @@ from decoding.errors import UserError
 from decoding.folder import read_json
 from decoding.policies import NAMES
 from decoding.schedules import SCHEDULES, UNTAUGHT, WALL, usual_stopping
-from decoding.with_lookup import with_lookup
+from decoding.with_lookup import ChainWithLookup, LookupFirst, check_lookup_before
 from decoding.worker import RemoteChain
 from training.config import TargetConfig
 from training.drafter_folder import CARD
@@ -134,7 +134,7 @@ def check_entries(entries: Sequence[Any]) -> None:
             _check_keys(str(entry.get("name") or use or kind), {**given, "_target_": kind})
             Use(**{key: entry[key] for key in USE if key in entry})
             if entry.get("lookup") is not None:
-                with_lookup(imported(str(kind)))  # says which models it does not go before
+                check_lookup_before(imported(str(kind)))
 
 
 def _check_keys(name: str, mapping: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ def _arguments(kind: type) -> set[str] | None:
         names |= {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             return names
-        if base is RemoteChain:  # what it does not take itself is its worker's
+        if base in (RemoteChain, ChainWithLookup):  # what these do not take themselves is their chain drafter's
             return names | (_arguments(ChainDrafter) or set())
     return None
 
@@ -226,9 +226,10 @@ def build(
     return drafters
 
 
-def looked_up(kind: str, **named: Any) -> Drafter:
-    """A drafter of this class with suffix lookup before it; named: what the two take."""
-    return with_lookup(imported(kind))(**named)
+def looked_up(kind: str, min_match: int, **named: Any) -> Drafter:
+    """A drafter of this class with suffix lookup before it; named: what the drafter takes."""
+    check_lookup_before(imported(kind))
+    return LookupFirst(imported(kind)(**named), min_match)
 
 
 def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:

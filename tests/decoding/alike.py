@@ -13,11 +13,13 @@ import torch
 
 from decoding import schedules
 from decoding.chain import ChainDrafter
-from decoding.loop import Settings, start
+from decoding.loop import Settings
 from decoding.pearl import Lane, Pearl, PearlWithoutPre
 from decoding.pearl_plus import PearlPlus
 from decoding.stats import Generation
 from decoding.target import Target
+
+from .many import keep, opened
 
 
 class ManyWithoutPre(PearlWithoutPre):
@@ -46,7 +48,7 @@ def decode_alike(
     """The first `wanted` tokens of each request (fewer where it ends before)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(schedules.SCHEDULES, settings.schedule, MANY[settings.schedule])
-        batch = start(target, drafter, [prompt] * len(request_ids), settings, request_ids=request_ids)
+        batch = opened(target, drafter, prompt, settings, request_ids)
     assert isinstance(batch, Pearl)
     generations = [row.generation for row in batch.rows]
     waiting = [batch]
@@ -82,8 +84,7 @@ def part(batch: Pearl, places: list[int], passed: int, tested: int) -> Pearl:
     assert isinstance(drafter, ChainDrafter)
     drafter.model = copy(drafter.model)
     mine.drafter = drafter
-    mine.lanes = [batch.lanes[place] for place in places]
-    mine._select(places)
+    keep(mine, places)
     if isinstance(mine, PearlPlus):
         mine.overall, mine.first, mine.next = copy(mine.overall), copy(mine.first), copy(mine.next)
         mine.chosen = list(mine.chosen)

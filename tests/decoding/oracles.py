@@ -1,4 +1,4 @@
-"""Drafters that know the answer: perfect, adversarial and a tree that hides the answer among wrong branches."""
+"""Drafters that know the answer: perfect, adversarial, a tree that hides the answer among wrong branches, and a pool of wrong phrases."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
+from decoding.lookahead import Lookahead, Phrase, PhrasePool
 from decoding.stopping import RoundCosts, Stopping
 from decoding.target import Target
 
@@ -80,3 +81,32 @@ class OracleTree(Oracle):
 
     def width(self, gamma: int) -> int:
         return 2 * gamma
+
+
+class WrongPool(PhrasePool):
+    """Whatever is filed, its one phrase is wrong at every token: the truth's next tokens, each off by one."""
+
+    def __init__(self, truth: Sequence[int], vocab_size: int, length: int) -> None:
+        super().__init__(per_key=1)
+        self.truth, self.vocab_size, self.length, self.at = truth, vocab_size, length, 0
+
+    def read(self, sequence: Sequence[int], start: int, length: int) -> None:
+        self.at = len(sequence)
+
+    def newest(self, first: int, count: int) -> list[Phrase]:
+        return [tuple((token + 1) % self.vocab_size for token in self.truth[self.at : self.at + self.length])]
+
+
+class WrongLookahead(Lookahead):
+    """Lookahead with wrong pools: a real one learns from the target too soon to be wrong for long."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], vocab_size: int) -> None:
+        super().__init__()
+        self.answers, self.vocab_size = answers, vocab_size
+
+    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+        super().open(prompts_B, prefill_hidden_BNC, capacity)
+        self.pools = [
+            WrongPool([*prompt, *answer], self.vocab_size, self.ngram - 1)
+            for prompt, answer in zip(prompts_B, self.answers, strict=True)
+        ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from decoding.chooser import Chooser
 from decoding.drafter import Outcome, Proposal
 from decoding.native import NativeTarget
 
+from . import last_word
+from . import test_law_of_gain as gains
 from . import test_laws as laws
-from .rows import ROWS, DrafterRow
+from .rows import BY_NAME, DrafterRow
 
-CHAIN = next(row for row in ROWS if row.name == "chain")
-TREE = next(row for row in ROWS if row.name == "oracle_tree")
-ORACLE = next(row for row in ROWS if row.name == "oracle")
+CHAIN, TREE = BY_NAME["chain"], BY_NAME["oracle_tree"]
 Breaker = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -49,8 +50,17 @@ def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
             choices_BN[:, :-1] = proposal.tokens_BN
         return verify.follow(choices_BN, proposal, chooser.read)
 
-    for rule in ("greedy", "token", "coupled"):
+    for rule in ("greedy", "token", "block", "coupled"):
         monkeypatch.setitem(verify.RULES, rule, blind)
+
+
+def draw_from_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows a failed test is drawn from what the target says after the failed token."""
+    monkeypatch.setattr(
+        verify,
+        "_final_weights",
+        lambda probs_BNV, _, accepted_B: verify.at_nodes(probs_BNV, [a + 1 for a in accepted_B]),
+    )
 
 
 def keep_the_first_branch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,14 +123,43 @@ def test_law_2_rejects(broken: Breaker, row: DrafterRow, monkeypatch: pytest.Mon
 def test_law_4_rejects_a_drafter_that_is_not_perfect(rule: str) -> None:
     flawed = replace(CHAIN, perfect=lambda kit: ChainDrafter(model=kit.draft_model))
     with pytest.raises(AssertionError):
-        laws.test_law_4_a_perfect_drafter_gains_its_closed_form(flawed, rule)
+        gains.test_a_perfect_drafter_gains_its_closed_form(flawed, rule)
 
 
-@pytest.mark.parametrize("rule", ["greedy", "coupled"])
-def test_law_4_rejects_a_blind_rule(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])
+def test_law_4_rejects_a_drafter_that_knows_half_of_the_text(rule: str) -> None:
+    """Its first two tokens are right in every round, and the third never."""
+
+    class Half(ChainDrafter):
+        def propose(self, *given: Any) -> Proposal:
+            proposal = super().propose(*given)
+            proposal.tokens_BN[:, 2:] = (proposal.tokens_BN[:, 2:] + 1) % last_word.WORDS
+            return proposal
+
+    flawed = replace(CHAIN, make=lambda kit: Half(model=kit.draft_model))
+    with pytest.raises(AssertionError):
+        gains.test_a_drafter_that_knows_the_text_gains_its_closed_form(flawed, rule)
+
+
+@pytest.mark.parametrize("form", [lambda gamma: gamma, lambda gamma: gamma + 2])
+def test_law_4_rejects_another_closed_form(form: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gains.FORMS, "chain", form)
+    with pytest.raises(AssertionError):
+        gains.test_a_drafter_that_knows_the_text_gains_its_closed_form(CHAIN, "greedy")
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])
+@pytest.mark.parametrize("row", ["chain", "prompt_lookup", "recurrent_chain"])
+def test_law_4_rejects_a_blind_rule(row: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_everything(monkeypatch)
     with pytest.raises(AssertionError):
-        laws.test_law_4_an_adversarial_drafter_changes_nothing(ORACLE, rule)
+        gains.test_a_drafter_that_is_never_right_changes_nothing(BY_NAME[row], rule)
+
+
+def test_law_4_rejects_a_sample_that_a_failed_draft_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_from_the_next_node(monkeypatch)
+    with pytest.raises(AssertionError):
+        gains.test_a_drafter_that_is_never_right_leaves_a_sample_as_it_is(CHAIN, "token", monkeypatch)
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])

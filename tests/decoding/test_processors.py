@@ -17,13 +17,12 @@ from decoding.loop import Settings, decode
 from decoding.processors import Processors
 from decoding.schedules import VIRTUAL
 
-from .rows import COSTS, ROWS, DrafterRow, Kit
+from .rows import COSTS, ROWS, DrafterRow, Kit, of_rows
 from .test_laws import models, with_rule
 from .tiny import VOCABULARY, hf_model, native_of, random_prompts
 
 # Under every change on its own: a row of each way to draft and to test. All rows run under all changes together.
 CHOSEN = ("chain", "ranked_tree", "multi_candidate", "lookahead", "ouroboros", "oracle")
-by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 def other_thirds(text: Sequence[int]) -> list[int]:
@@ -38,12 +37,21 @@ CHANGES = {
     "allowed": {"allowed": other_thirds},
     "all": {"repetition_penalty": 1.4, "allowed": other_thirds, "min_p": 0.05},
 }
-CASES = [(row, change) for row in ROWS for change in CHANGES if change == "all" or row.name in CHOSEN]
-by_case = pytest.mark.parametrize(("row", "change"), CASES, ids=lambda value: getattr(value, "name", value))
+CASES = [
+    pytest.param(row, change, id=f"{row.name}-{change}", marks=[pytest.mark.long] * row.slow)
+    for row in ROWS
+    for change in CHANGES
+    if change == "all" or row.name in CHOSEN
+]
+by_case = pytest.mark.parametrize(("row", "change"), CASES)
 
 
 def settings_of(change: str, rule: str) -> Settings:
     return with_rule(rule, max_new_tokens=40, num_draft_tokens=4, costs=COSTS, **CHANGES.get(change, {}))
+
+
+def settings_for(row: DrafterRow, change: str, rule: str) -> Settings:
+    return replace(settings_of(change, rule), num_draft_tokens=row.gamma or 4)
 
 
 @lru_cache
@@ -62,7 +70,7 @@ def drafted_by(row: DrafterRow, settings: Settings, answers: list[list[int]]) ->
 @by_case
 def test_laws_1_and_2(row: DrafterRow, change: str, rule: str) -> None:
     plain = plain_of(change, rule)
-    drafted, accepted = drafted_by(row, settings_of(change, rule), plain)
+    drafted, accepted = drafted_by(row, settings_for(row, change, rule), plain)
     assert drafted == plain
     assert accepted > 0 or row.name == "suffix_lookup", "two tokens of this text hardly ever come again"
     assert plain_of("none", rule) != plain, "nothing was changed"
@@ -155,7 +163,7 @@ def letters(ids: Sequence[int]) -> str:
     return "".join(chr(97 + i % 6) for i in ids)
 
 
-@by_row
+@pytest.mark.parametrize("row", of_rows())
 def test_a_stop_string_ends_the_row_where_it_is_complete(row: DrafterRow) -> None:
     free = Settings(max_new_tokens=60, num_draft_tokens=4, costs=COSTS)
     prompts = random_prompts(16)

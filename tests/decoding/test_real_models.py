@@ -61,9 +61,14 @@ def gap(target: Target, sequence: Sequence[int], settings: Settings, request: in
 
 
 def check_law(
-    target: Target, drafter: Drafter, prompts: list[list[int]], settings: Settings
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    settings: Settings,
+    plain: list[Generation] | None = None,
 ) -> tuple[list[Generation], list[Generation]]:
-    plain = decode(target, None, prompts, settings)
+    """(autoregressive, drafted). plain: the former, where it is known."""
+    plain = plain or decode(target, None, prompts, settings)
     drafted = decode(target, drafter, prompts, settings)
     diverged = 0
     for request, (prompt, left, right) in enumerate(zip(prompts, plain, drafted)):

@@ -18,11 +18,12 @@ from decoding.ties import first_difference
 from .rows import COSTS, ROWS, DrafterRow, Kit
 from .tiny import hf_model, native_of, random_prompts
 
-PAIRS = [(row, rule) for row in ROWS for rule in row.rules if not row.name.startswith("oracle")]
-
-
-def name(value: DrafterRow | str) -> str:
-    return value if isinstance(value, str) else value.name
+PAIRS = [
+    pytest.param(row, rule, id=f"{row.name}-{rule}", marks=[pytest.mark.long] * row.slow)
+    for row in ROWS
+    for rule in row.rules
+    if not row.name.startswith("oracle")
+]
 
 
 def settings_of(rule: str) -> Settings:
@@ -44,9 +45,9 @@ def kit_of(seed: int = 0) -> Kit:
     return Kit(native_of(model), native_of(model), native_of(model, noise=0.03), [])
 
 
-@pytest.mark.parametrize(("row", "rule"), PAIRS, ids=name)
+@pytest.mark.parametrize(("row", "rule"), PAIRS)
 def test_every_turn_is_a_fresh_decode_over_the_whole_text(row: DrafterRow, rule: str) -> None:
-    settings, kit, other = settings_of(rule), kit_of(), kit_of()
+    settings, kit, other = replace(settings_of(rule), num_draft_tokens=row.gamma or 3), kit_of(), kit_of()
     session = Session(kit.target, row.make(kit), settings)
     text: list[int] = random_prompts(1, seed=4)[0]
     for turn, said in enumerate(random_prompts(4, seed=5)):

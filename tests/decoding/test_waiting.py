@@ -24,7 +24,7 @@ from decoding.sampling import Warper
 from decoding.stopping import Fixed, RoundCosts
 from decoding.target import Target
 from decoding.trees import RankedTree
-from decoding.with_lookup import with_lookup
+from decoding.with_lookup import LookupFirst
 
 from .rows import COSTS, ROWS, DrafterRow, Kit
 from .tiny import hf_model, native_of, random_prompts
@@ -132,13 +132,13 @@ TREE_RULES = ("greedy", "token", "coupled")
 REAL = [row for row in ROWS if not row.name.startswith("oracle")]  # the test oracles are no product
 REAL += [
     DrafterRow(
-        "graph_with_lookup",
-        make=lambda kit: with_lookup(GraphDrafter)(model=kit.draft_model, frontier=3, min_match=1),
+        "graph_with_early_lookup",
+        make=lambda kit: LookupFirst(GraphDrafter(model=kit.draft_model, frontier=3), min_match=1),
         rules=TREE_RULES,
     ),
     DrafterRow(
-        "budget_tree_with_lookup",
-        make=lambda kit: with_lookup(RankedTree)(model=kit.draft_model, frontier=3, by_cost=True, min_match=1),
+        "budget_tree_with_early_lookup",
+        make=lambda kit: LookupFirst(RankedTree(model=kit.draft_model, frontier=3, by_cost=True), min_match=1),
         rules=TREE_RULES,
     ),
 ]
@@ -153,7 +153,7 @@ def settings_of(rule: str, **fields: Any) -> Settings:
 
 def waits_of(name: str, rounds: int, draft_steps: int) -> int:
     """The law: a round waits once, for what was accepted. Ouroboros looks phrases up on the host, so each forward of its model waits too."""
-    return rounds + (draft_steps if name == "ouroboros" else 0)
+    return rounds + (draft_steps if name.startswith("ouroboros") else 0)
 
 
 @lru_cache

@@ -44,20 +44,20 @@ def hf_model(
     shape: str = "llama", layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object
 ) -> PreTrainedModel:
     """A random `transformers` model; large enough weights that its next tokens differ from each other."""
-    fields = {**SHAPES[shape], **changes}
-    config = AutoConfig.for_model(
-        fields.pop("model_type"),
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=40,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=2,
-        **fields,
-    )
+    fields: dict = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **SHAPES[shape],
+        **changes,
+    }
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():

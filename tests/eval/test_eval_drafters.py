@@ -115,24 +115,27 @@ def test_a_key_that_a_drafter_does_not_take_is_named_with_the_nearest_one(home):
 
 def test_lookup_goes_before_any_model_and_no_other(home):
     target = TargetConfig(path=str(home / "target"), dtype="float64", device="cpu")
-    entries = [{"use": name, "folder": str(home / "shallow"), "lookup": 4} for name in ("graph", "static_tree")]
+    kinds = ("graph", "static_tree", "ouroboros")
+    entries = [{"use": name, "folder": str(home / "shallow"), "lookup": 4} for name in kinds]
     mappings = describe([{"use": str(home / "shallow"), "lookup": 3}, *entries], target, False)
     made = build(mappings, uses(mappings, Use()), home / "target")
-    assert list(made) == ["shallow+lookup", "graph", "static_tree"]
-    assert {name: (type(one).__name__, one.min_match) for name, one in made.items()} == {
-        "shallow+lookup": ("ChainWithLookup", 3),
-        "graph": ("GraphDrafterWithLookup", 4),
-        "static_tree": ("StaticTreeWithLookup", 4),
+    assert list(made) == ["shallow+lookup", *kinds]
+    assert {name: (type(one.drafter).__name__, one.min_match) for name, one in made.items()} == {
+        "shallow+lookup": ("ChainDrafter", 3),
+        "graph": ("GraphDrafter", 4),
+        "static_tree": ("StaticTree", 4),
+        "ouroboros": ("Ouroboros", 4),
     }
     for entry, words in (
-        ({"use": "prompt_lookup"}, "PromptLookup has no model that drafts"),
-        (
-            {"use": "ouroboros", "folder": "nowhere"},
-            "Ouroboros learns from what became of its proposals, .* leave lookup= out",
-        ),
+        ({"use": "prompt_lookup"}, "PromptLookup looks up by itself already"),
+        ({"use": "lookahead"}, "Lookahead has no model that drafts"),
         ({"use": "chain_with_lookup", "folder": "nowhere"}, "ChainWithLookup looks up by itself already"),
+        (
+            {"_target_": "decoding.worker.RemoteChain", "folder": "nowhere"},
+            "RemoteChain drafts while .* cannot be taken back: leave lookup= out",
+        ),
     ):
-        with pytest.raises(UserError, match=f"lookup= goes before a model that drafts chains or trees; {words}"):
+        with pytest.raises(UserError, match=f"lookup= goes before a model that drafts in turn with the .*; {words}"):
             check_entries([{**entry, "lookup": 3}])
     check_entries([{"use": "graph", "folder": "nowhere", "lookup": 3}])
     for wrong, words in (

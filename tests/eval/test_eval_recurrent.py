@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from decoding.errors import UserError
+from decoding.with_lookup import LookupFirst
 from eval.compare import run as compare
 from eval.run import run
 from eval.schema import read_rows
 from recurrent_drafting.checkpoint import save_head
+from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from training.config import TargetConfig
 from training.drafters import Use, build, describe, uses
@@ -88,8 +90,9 @@ def test_a_folder_says_that_it_is_a_head(home, parameters):
         UserError, match="recurrent has the key 'width', which RecurrentDrafter does not take; the nearest"
     ):
         describe([{"use": "recurrent", "folder": str(home / "head"), "width": 3}], target, control=False)
-    with pytest.raises(UserError, match="lookup= goes before a model that drafts chains or trees; RecurrentDrafter"):
-        made({"use": "recurrent", "folder": str(home / "head"), "lookup": 3}, home)
+    (before,) = made({"use": "recurrent", "folder": str(home / "head"), "beam_width": 3, "lookup": 3}, home).values()
+    assert isinstance(before, LookupFirst) and isinstance(before.drafter, RecurrentDrafter)
+    assert (before.min_match, before.drafter.beam_width, before.num_parameters) == (3, 3, parameters)
 
 
 def made(entry, home):

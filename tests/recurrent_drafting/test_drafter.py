@@ -18,6 +18,7 @@ from decoding.timing import time_parts
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
+from recurrent_drafting.worth import Worth
 from tests.decoding.rows import random_head, recurrent
 from tests.decoding.tiny import hf_model, native_of, random_prompts
 
@@ -202,6 +203,17 @@ def test_a_head_that_errs_stops_drafting_and_tries_again(ahead: bool, monkeypatc
     drafting = [n for n, mark in enumerate(done.trace) if mark == "0"]
     assert drafting[0] == 0
     assert drafting[-1] > 50, "it never tried again"
+
+
+def test_tokens_that_were_copied_in_place_of_a_draft_earn_it_no_trust() -> None:
+    """A lookup before the drafter (decoding/with_lookup.py) gains tokens that the head never promised."""
+    worth = Worth(CHEAP)
+    worth.learn(4)
+    assert worth.trust == 1.0
+    worth.saw([0.9])
+    worth.best()
+    worth.learn(1)
+    assert worth.trust > 1.0, "what it promised for less came true"
 
 
 def drafter_with(beam_width: int = 4, **options: object) -> RecurrentDrafter:

@@ -1,0 +1,127 @@
+"""Many requests of one prompt as rows of one batch, at what the product's own code costs and little more: law 3 wants a million of them.
+
+Three things make a draw cheap, and none changes what a request decodes (the tests below compare). A row leaves the batch once it has the tokens
+that are counted. The uniforms of all rows are made at a time, by numpy's integers, which wrap as `noise` wants. And Python's collector of
+circles, of which rows make none, is off: its walks over many small objects took half of a draw's time.
+"""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from decoding import batch as batches
+from decoding import noise
+from decoding.batch import Batch
+from decoding.chooser import FRESH, Chooser
+from decoding.drafter import Drafter
+from decoding.loop import Settings, start
+from decoding.pearl import Pearl
+from decoding.target import Target
+
+PRODUCT = (Chooser.begin, Chooser.uniform, Chooser.draft_key)
+Integers = np.ndarray
+Key = tuple[int, int, int | None]
+
+
+def mixed(z_B: Integers) -> Integers:
+    """`noise.mix` of each."""
+    z_B = (z_B ^ (z_B >> np.uint64(30))) * np.uint64(noise.MIX_1)
+    z_B = (z_B ^ (z_B >> np.uint64(27))) * np.uint64(noise.MIX_2)
+    return z_B ^ (z_B >> np.uint64(31))
+
+
+def extended(states_B: Integers, part: Integers | int) -> Integers:
+    """`noise.extend` of each."""
+    part = part if isinstance(part, np.ndarray) else np.uint64(part)
+    return mixed((states_B ^ part) * np.uint64(5) + np.uint64(noise.GOLDEN))
+
+
+class ManyChooser(Chooser):
+    """A chooser whose uniforms are made for all rows when the first row asks."""
+
+    def begin(
+        self, request_keys_B: Sequence[int], rounds_B: Sequence[int], positions_B: Sequence[int], depths: int
+    ) -> None:
+        if self.rule not in FRESH:
+            super().begin(request_keys_B, rounds_B, positions_B, depths)
+            return
+        self.begun = (request_keys_B, rounds_B, positions_B, depths)
+        self._states_B = extended(np.array(request_keys_B, np.uint64), np.array(rounds_B, np.uint64))
+        self._places_B = np.array(positions_B, np.uint64)
+        self._uniforms: dict[Key, list[float]] = {}
+        self._draft_keys: dict[int, list[int]] = {}
+
+    def _at(self, depth: int, purpose: int) -> Integers:
+        return extended(extended(self._states_B, self._places_B + np.uint64(depth)), purpose)
+
+    def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
+        made_B = self._uniforms.get((depth, purpose, node))
+        if made_B is None:
+            states_B = self._at(depth, purpose)
+            bits_B = mixed((states_B if node is None else extended(states_B, node)) + np.uint64(noise.GOLDEN))
+            made_B = ((bits_B >> np.uint64(12)).astype(np.float64) * 2.0**-52 + noise.HALF_STEP).tolist()
+            self._uniforms[depth, purpose, node] = made_B
+        return made_B[row]
+
+    def draft_key(self, row: int, depth: int) -> int:
+        if depth not in self._draft_keys:
+            self._draft_keys[depth] = self._at(depth, noise.DRAFT).view(np.int64).tolist()
+        return self._draft_keys[depth][row]
+
+
+@contextmanager
+def cheap_numbers() -> Iterator[None]:
+    """Batches that are made inside draw by `ManyChooser`, unless a control has broken the product's own numbers: then by these."""
+    with pytest.MonkeyPatch.context() as patch:
+        if (Chooser.begin, Chooser.uniform, Chooser.draft_key) == PRODUCT:
+            patch.setattr(batches, "Chooser", ManyChooser)
+        yield
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """No walks over objects while the block runs."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def opened(
+    target: Target, drafter: Drafter | None, prompt: Sequence[int], settings: Settings, request_ids: Sequence[int]
+) -> Batch:
+    """A batch of one prompt's requests after its prefill."""
+    with cheap_numbers():
+        return start(target, drafter, [prompt] * len(request_ids), settings, request_ids=request_ids)
+
+
+def keep(batch: Batch, places: list[int]) -> None:
+    """Have a batch go on with these of its rows."""
+    if isinstance(batch, Pearl):
+        batch.lanes = [batch.lanes[place] for place in places]
+    batch._select(places)
+
+
+@torch.inference_mode()
+def first_tokens(
+    target: Target,
+    drafter: Drafter | None,
+    prompt: Sequence[int],
+    settings: Settings,
+    request_ids: Sequence[int],
+    wanted: int,
+) -> list[list[int]]:
+    """The first `wanted` tokens of each request (fewer where it ends before)."""
+    batch = opened(target, drafter, prompt, settings, request_ids)
+    generations = [row.generation for row in batch.rows]
+    while batch.rows:
+        batch.round()
+        going = [place for place, row in enumerate(batch.rows) if len(row.generation.tokens) < wanted]
+        if len(going) < len(batch.rows):
+            keep(batch, going)
+    return [generation.tokens[:wanted] for generation in generations]
