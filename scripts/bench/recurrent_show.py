@@ -39,11 +39,11 @@ from training.data import Chat, read_chats
 from training.drafter_folder import write_model
 from training.paths import resolve
 
-TRAINED = {
-    "recurrence": [BASE, "without recurrence"],
-    "losses": [BASE, "distillation", "forward KL", "LK", "training-time test"],
-    "data": [BASE, "distillation", "forward KL", "forward KL, answered"],
-    "starts": [BASE, "warm start alone", "zero blocks alone", "as published"],
+TRAINED = {  # part -> side -> the side that it is held against
+    "recurrence": {"without recurrence": BASE},
+    "losses": dict.fromkeys(("distillation", "forward KL", "LK", "training-time test"), BASE),
+    "data": {"distillation": BASE, "forward KL, answered": "forward KL"},
+    "starts": dict.fromkeys(("warm start alone", "zero blocks alone", "as published"), BASE),
 }
 PARTS = (*TRAINED, "shape", "pruned")
 HELD_OUT = 0.1  # of the chats: kept apart for the cut of a pruned drafter
@@ -126,9 +126,8 @@ class Show:
         self.chosen = chosen
         self.kept = Kept(chosen.work, chosen, ("parts", "seeds"))
         self.work = self.kept.folder
-        self.sides = list(dict.fromkeys(side for part in TRAINED if part in chosen.parts for side in TRAINED[part]))
-        if {"shape", "pruned"} & {*chosen.parts} and BASE not in self.sides:
-            self.sides.insert(0, BASE)
+        pairs = [pair for part, of in TRAINED.items() if part in chosen.parts for pair in of.items()]
+        self.sides = list(dict.fromkeys([BASE, *(side for pair in pairs for side in reversed(pair))]))
         files = drawn_chats(chosen, self.work)
         if any(SIDES[side].answered for side in self.sides):
             files["answered"] = answered(chosen, files["found"], self.work)

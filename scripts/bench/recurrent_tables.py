@@ -13,7 +13,6 @@ from eval.metrics import Interval, paired_bootstrap, paired_speedups
 from eval.records import AUTOREGRESSIVE, read_records
 from scripts.bench.common import interval, table
 from scripts.bench.kept import paired
-from scripts.bench.recurrent_sides import BASE
 
 Figures = Mapping[str, Any]
 Columns = tuple[list[float], list[float]]  # by prompt: tokens, and rounds or seconds
@@ -37,38 +36,36 @@ def tau(pairs: Sequence[Sequence[float]]) -> float:
 
 
 def over(runs: Sequence[Any], base: Sequence[Any]) -> Interval:
-    """Block efficiency over the base's, over prompts."""
+    """One block efficiency over another, over prompts."""
     return paired_bootstrap(*pooled(runs), *pooled(base))
 
 
-def trained(figures: Figures, sides: Sequence[str]) -> str:
-    """Sides that were trained for equal seconds."""
-    rows = []
-    base = of_seeds(figures, BASE)
-    for side in sides:
-        found = {seed: one for seed, one in of_seeds(figures, side).items() if seed in base}
-        if not found:
-            continue
-        row: list[Any] = [side]
-        for way in ("greedy", "sampled"):
-            mine, theirs = ({seed: of[seed][way] for seed in found} for of in (found, base))
-            taus, base_taus = ({seed: tau(pairs) for seed, pairs in of.items()} for of in (mine, theirs))
-            row.append(" ".join(f"{value:.3f}" for value in taus.values()))
-            if side == BASE:
-                row += ["", ""]
-                continue
-            ratio, by_seed = over([*mine.values()], [*theirs.values()]), paired(taus, base_taus)
-            row += [
-                interval(ratio.value, ratio.low, ratio.high),
-                interval(by_seed["difference"], by_seed["low"], by_seed["high"]),
-            ]
-        one = next(iter(found.values()))
-        seconds = " ".join(f"{each['seconds']:.0f}" for each in found.values())
-        rows.append([*row, seconds, one["steps"], f"{one['epochs']:.2f}"])
-    titles = ["side"]
+def trained(figures: Figures, pairs: Mapping[str, str]) -> str:
+    """Sides that were trained for equal seconds, each held against another: side -> that one. Seeds that both have."""
+    rows = [_row(figures, side, None) for side in dict.fromkeys(pairs.values())]
+    rows += [_row(figures, side, against) for side, against in pairs.items()]
+    titles = ["side", "held against"]
     for way in ("greedy", "T=1"):
-        titles += [f"tau {way}, by seed", "over base, prompts", "less base, seeds"]
-    return table([*titles, "seconds", "steps", "epochs"], rows)
+        titles += [f"tau {way}, by seed", "ratio, over prompts", "difference, over seeds"]
+    return table([*titles, "seconds", "steps", "epochs"], [row for row in rows if row])
+
+
+def _row(figures: Figures, side: str, against: str | None) -> list[Any]:
+    base = of_seeds(figures, side if against is None else against)
+    found = {seed: one for seed, one in of_seeds(figures, side).items() if seed in base}
+    row: list[Any] = [side, against]
+    for way in ("greedy", "sampled") if found else ():
+        mine, theirs = ({seed: of[seed][way] for seed in found} for of in (found, base))
+        taus, base_taus = ({seed: tau(pairs) for seed, pairs in of.items()} for of in (mine, theirs))
+        row.append(" ".join(f"{value:.3f}" for value in taus.values()))
+        ratio, by_seed = over([*mine.values()], [*theirs.values()]), paired(taus, base_taus)
+        both = [(ratio.value, ratio.low, ratio.high), tuple(by_seed[key] for key in ("difference", "low", "high"))]
+        row += [interval(*each) for each in both] if against else ["", ""]
+    if not found:
+        return []
+    one = next(iter(found.values()))
+    seconds = " ".join(f"{each['seconds']:.0f}" for each in found.values())
+    return [*row, seconds, one["steps"], f"{one['epochs']:.2f}"]
 
 
 # ------------------------------------------------------------------------------------------------------------ races
@@ -132,13 +129,12 @@ def head_over_pruned(races: Sequence[Sequence[dict[str, Any]]]) -> str:
     return table(["T", "head", "against", "speed over it"], rows)
 
 
-def report(chosen: Any, figures: Figures, parts: Mapping[str, Sequence[str]]) -> str:
+def report(chosen: Any, figures: Figures, parts: Mapping[str, Mapping[str, str]]) -> str:
     """All tables, as far as their figures are there."""
     found = [f"{chosen.seconds:g} s of training each, {chosen.threads} threads"]
-    if of_seeds(figures, BASE):
-        for part, sides in parts.items():
-            if any(of_seeds(figures, side) for side in sides[1:]):
-                found.append(f"### {part}\n\n{trained(figures, sides)}")
+    for part, pairs in parts.items():
+        if any(of_seeds(figures, side) for side in pairs):
+            found.append(f"### {part}\n\n{trained(figures, pairs)}")
     for part in ("shape", "pruned"):
         races = [one["generations"] for one in of_seeds(figures, part).values()]
         if races:

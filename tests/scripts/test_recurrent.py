@@ -147,7 +147,7 @@ def test_tables_pair_prompts_and_seeds():
     assert ratio.low is not None and 1 < ratio.low < ratio.value < ratio.high  # type: ignore[operator]
     same = tables.over([notes["base/0"]["greedy"]], [notes["base/1"]["greedy"]])
     assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0), "pairs that are equal leave no doubt"
-    text = tables.trained(notes, ["base", "LK", "not there yet"])
+    text = tables.trained(notes, {"LK": "base", "not there yet": "base"})
     assert text.count("\n") == 3 and f"{72 / rounds[1]:.3f} {72 / rounds[2]:.3f}" in text
 
 
@@ -178,7 +178,7 @@ def test_every_part_runs_and_a_second_call_makes_nothing_anew(
     notes = found["figures"]
     for part, sides in recurrent_show.TRAINED.items():
         assert f"### {part}" in found["tables"]
-        for side in sides:
+        for side in {*sides, *sides.values()}:
             assert notes[f"{side}/0"]["steps"] >= 1
             assert len(notes[f"{side}/0"]["greedy"]) == len(notes[f"{side}/0"]["sampled"]) == 3
     ways = {(one["drafter"], one["temperature"]) for one in notes["pruned/0"]["generations"]}
