@@ -59,8 +59,11 @@ def _row(figures: Figures, side: str, against: str | None) -> list[Any]:
         taus, base_taus = ({seed: tau(pairs) for seed, pairs in of.items()} for of in (mine, theirs))
         row.append(" ".join(f"{value:.3f}" for value in taus.values()))
         ratio, by_seed = over([*mine.values()], [*theirs.values()]), paired(taus, base_taus)
-        both = [(ratio.value, ratio.low, ratio.high), tuple(by_seed[key] for key in ("difference", "low", "high"))]
-        row += [interval(*each) for each in both] if against else ["", ""]
+        both = [
+            interval(ratio.value, ratio.low, ratio.high),
+            interval(by_seed["difference"], by_seed["low"], by_seed["high"]),
+        ]
+        row += both if against else ["", ""]
     if not found:
         return []
     one = next(iter(found.values()))
