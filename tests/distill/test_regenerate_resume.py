@@ -163,7 +163,11 @@ def test_two_ranks_share_a_run_and_end_in_the_same_bytes(home: Path, straight: P
     assert (tmp_path / "chats.json").read_bytes() == (straight / "chats.json").read_bytes()
     counts = [len(read_journal(tmp_path / "answers" / f"rank_{rank}.jsonl")) for rank in (0, 1)]
     assert min(counts) > 0 and sum(counts) == len(read_journal(straight / "answers" / "rank_0.jsonl"))
-    assert {**metrics(tmp_path), "tokens_per_second": 0} == {**metrics(straight), "tokens_per_second": 0}
+    # Ranks batch other chats together, so that other caches are at hand when a chat's next turn comes.
+    found, expected = metrics(tmp_path), metrics(straight)
+    assert 0 < found["read_tokens"] < found["prompt_tokens"]
+    hang_on_batches = {"tokens_per_second": 0, "read_tokens": 0}
+    assert {**found, **hang_on_batches} == {**expected, **hang_on_batches}
     assert said.count("chats:") >= 1
 
 
