@@ -265,8 +265,10 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
             chat.id, str(record.get("category", "chat")), ["\n\n".join([*before, chat.messages[first]["content"]])]
         )
     turns = record["turns"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise _BadRecordError("turns is no list of texts")
+    if not all(turn.strip() for turn in turns):
+        raise _BadRecordError("a turn is empty")
     number = record.get("id", record.get("question_id", place))  # FastChat's files say question_id
     return Prompt(str(number), str(record.get("category", "none")), turns)
 

@@ -150,8 +150,9 @@ def test_fastchats_questions_and_sharegpt_files_are_read(tiny_target: Path, tmp_
     (prompt,) = prompts_of(config_of(tiny_target, file))
     assert prompt.turns == ["Hi"]
     file.write_text('{"turns": []}\n{"turns": [""]}')
-    with pytest.raises(UserError, match="turns is no list of texts"):
+    with pytest.raises(UserError, match="turns is no list of texts .*a turn is empty") as error:
         prompts_of(config_of(tiny_target, file))
+    assert "question.jsonl:2" in str(error.value)
 
 
 def test_without_mt_bench_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
