@@ -182,7 +182,7 @@ def test_texts_without_a_prediction_are_refused():
 def test_a_step_never_waits_for_the_device(given: dict[str, Any]):
     """No operation whose result's size or value the host must know; `item` is the control that is seen."""
     objective = tiny.objective(tiny.head(), tiny.target(), **given)
-    batch = tiny.packed(tiny.samples())
+    batch = tiny.packed(tiny.samples(2))
     waits = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::masked_select", "aten::is_nonzero"}
 
     def seen(step: Any) -> set[str]:
