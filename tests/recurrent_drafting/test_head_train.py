@@ -214,7 +214,7 @@ def test_a_head_goes_on_from_a_folder_of_the_same_target_only(finished: Path, ti
 
 
 def test_broken_sharegpt_records_are_counted_and_named(
-    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     good = json.loads((ROOT / "assets" / "chats.json").read_text())[:40]
     bad = [{"id": "x"}, {"conversations": [{"from": "martian", "value": "hello"}]}]
@@ -223,9 +223,10 @@ def test_broken_sharegpt_records_are_counted_and_named(
     with pytest.raises(UserError, match=r"2 .*|more than 1.0% are bad") as error:
         run(configured(tiny_target, tmp_path / "strict", *chats))
     assert "no turns (conversations or messages)" in str(error.value) and "unknown role 'martian'" in str(error.value)
-    assert "chats.json:" in str(error.value)
+    assert "chats.json:1, record 21)" in str(error.value) and "chats.json:1, record 22)" in str(error.value)
     run(configured(tiny_target, tmp_path / "lenient", *chats, "data.max_bad=0.2"))
     assert (tmp_path / "lenient" / "drafter" / "model.safetensors").is_file()
+    assert "chats: 40 of 42 used; 1 skipped: no turns" in caplog.text and "unknown role 'martian'" in caplog.text
 
 
 def test_alpaca_evals_form_serves_as_evaluation_set(tiny_target: Path, tmp_path: Path):
