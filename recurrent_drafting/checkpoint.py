@@ -76,9 +76,13 @@ def read_head_config(folder: Path) -> HeadConfig:
             raise UserError(
                 f"{file}: {key} is {values.get(key)!r}, expected a whole number; the published layout has it"
             )
-    shortlist = values.get("draft_vocab_size", 0)
+    shortlist, rnn = values.get("draft_vocab_size", 0), values.get("rnn", False)
+    if not isinstance(shortlist, int):
+        raise UserError(f"{file}: draft_vocab_size is {shortlist!r}, expected a whole number, or no such key")
+    if not isinstance(rnn, bool):
+        raise UserError(f"{file}: rnn is {rnn!r}, expected true (recurrent) or false")
     sizes = {key: values[key] for key in _SIZES}
-    return HeadConfig(**sizes, rnn=bool(values.get("rnn", False)), draft_vocab_size=shortlist)
+    return HeadConfig(**sizes, rnn=rnn, draft_vocab_size=shortlist)
 
 
 def load_head(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> RecurrentHead:
@@ -98,7 +102,8 @@ def _check_tensors(file: Path, config: HeadConfig, wanted: dict[str, Tensor], fo
     if recurrent != config.rnn:
         kinds = {True: "recurrent (it has rnn_u and rnn_w)", False: "without recurrence (it has no rnn_u and rnn_w)"}
         raise UserError(
-            f"{file}: the head is {kinds[recurrent]}, but config.json says rnn={str(config.rnn).lower()}: the two are of different heads"
+            f"{file}: the head is {kinds[recurrent]}, but config.json says rnn={str(config.rnn).lower()}: the two are of different heads. "
+            "Take both files from one"
         )
     wrong = [f"{name} is missing" for name in wanted if name not in found]
     wrong += [f"{name} is unknown" for name in found if name not in wanted]
@@ -110,7 +115,7 @@ def _check_tensors(file: Path, config: HeadConfig, wanted: dict[str, Tensor], fo
     if wrong:
         raise UserError(
             f"{file}: does not hold the head that config.json describes ({config.num_draft_layers} residual blocks, width {config.exit_dim}, "
-            f"rnn={str(config.rnn).lower()}): {'; '.join(wrong)}"
+            f"rnn={str(config.rnn).lower()}): {'; '.join(wrong)}. Take config.json and {WEIGHTS} from one head, in the published layout"
         )
 
 

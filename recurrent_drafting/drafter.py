@@ -104,7 +104,8 @@ class RecurrentDrafter:
         if self._target is not None and nodes >= self._target.max_length:
             raise UserError(
                 f"drafter '{self.name}': {self.beam_width} beams of {gamma} tokens are {nodes} nodes, but '{self._target.name}' holds "
-                f"{self._target.max_length} tokens: take a smaller beam_width or num_draft_tokens."
+                f"{self._target.max_length} tokens: take a smaller beam_width, or shorter beams "
+                "(num_draft_tokens, or beam_length, which counts one more)."
             )
         return nodes
 

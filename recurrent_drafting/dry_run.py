@@ -11,11 +11,13 @@ from typing import Any
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.head import HeadConfig
 from recurrent_drafting.head_folder import write_card, write_untrained
+from recurrent_drafting.objective import judged, tokens_said
+from recurrent_drafting.states import said_width
 from training.drafter_folder import Origin
 from training.losses.chunked import CHUNK
 from training.memory_plan import bytes_per_rank
 from training.models import dtype_of, missing_of, target_is_here
-from training.shapes import forward_flops, millions, parameter_counts
+from training.shapes import forward_flops, millions, parameter_counts, target_widths
 
 
 def head_parameters(config: HeadConfig) -> dict[str, int]:
@@ -76,13 +78,17 @@ def describe(head: HeadConfig, target: Any) -> None:
     print(f"head: {millions(counts['all'])} parameters ({parts}), {kind}; {counts['all'] * 2 / 1e6:,.0f} MB in 16 bits")
 
 
+def target_flops(config: HeadTrainConfig, target: Any) -> float:
+    """Operations of the target for a token of the data: its forward, without the lm_head but where a loss asks for it."""
+    lm_head, whole = 2.0 * target.vocab_size * target.hidden_size, forward_flops(target)
+    asked, said = config.loss.predict_n_tokens * judged(config.loss), tokens_said(config.loss)
+    forwards = max(0, said - 1) * whole + (lm_head if said else 0)  # the first token needs no forward of its own
+    return whole - lm_head + config.assumed_supervised * (asked * lm_head + forwards)
+
+
 def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None:
     """Operations, and hours where the number of tokens is known."""
-    teacher = forward_flops(target) - 2.0 * target.vocab_size * target.hidden_size  # its lm_head is not run
-    if config.loss.name != "cross_entropy":
-        teacher += (
-            2.0 * target.vocab_size * target.hidden_size * config.assumed_supervised * config.loss.predict_n_tokens
-        )
+    teacher = target_flops(config, target)
     draft = 3 * draft_flops(head, config.loss.predict_n_tokens)
     token = teacher + config.assumed_supervised * draft
     share = f"{config.assumed_supervised:.0%}"
@@ -104,7 +110,9 @@ def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None:
     )
     if config.states.cache == "disk":
         epoch = tokens if loop.max_steps else config.assumed_tokens
-        size = epoch * config.assumed_supervised * head.hidden_size * dtype_of(loop.dtype).itemsize
+        dtype = dtype_of(loop.dtype)
+        width = head.hidden_size + said_width(tokens_said(config.loss), dtype)
+        size = epoch * config.assumed_supervised * width * dtype.itemsize
         print(f"states: about {size / 1e9:,.1f} GB on disk in {config.states.folder}")
 
 
@@ -124,6 +132,11 @@ def print_memory(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None
         "loss": logits + vocabulary * head.exit_dim * (4 + width),
         "target's layer": loop.micro_batch_tokens * (2 * target.intermediate_size + 6 * target.hidden_size) * width,
     }
+    if said := tokens_said(config.loss):  # one row at a time: its text, and all but the last token behind each position
+        kept_tokens = config.data.max_length * (1 + (said - 1) * config.assumed_supervised)
+        widths = target_widths(target)
+        of_token = 2 * target.num_hidden_layers * widths["num_key_value_heads"] * widths["head_dim"] * width
+        plan["target's keys and values"] = kept_tokens * of_token
     parts = {("target" if name == "frozen" else name): size for name, size in plan.items() if size and name != "total"}
     of = f"each of {ranks} ranks ({config.parallel.kind})" if ranks > 1 else "one process"
     told = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in parts.items())

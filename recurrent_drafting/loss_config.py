@@ -7,7 +7,9 @@ from dataclasses import dataclass
 class HeadLossConfig:
     """What every head's prediction is held against."""
 
-    name: str = "cross_entropy"  # cross_entropy: the text's tokens | forward_kl | lk (-log acceptance) | lk_hybrid
+    # cross_entropy: the text's tokens | continuations: the target's own behind each position (the paper's distillation) |
+    # forward_kl | lk (-log acceptance) | lk_hybrid
+    name: str = "cross_entropy"
     predict_n_tokens: int = 5  # heads: tokens behind the next one that are predicted
     decay: float = 1.0  # weight of a head's loss beside that of the head before it
     temperature: float = 1.0  # divides both sides' logits; the text's tokens are held against at 1

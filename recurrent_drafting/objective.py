@@ -2,6 +2,7 @@
 
 The published loss is the sum over heads of the mean cross-entropy; here every head's sum is divided by the one global count of supervised
 tokens (training/loop.py), so that no batch divides by zero. The two differ by tokens that stand too early in a text for a head to predict.
+The paper's distillation (`continuations`) takes in and predicts what the target goes on with in place of the text's tokens, at the same positions.
 
 Gradients flow through the recurrence over all heads, and not into the target. With `own_tokens`, drafts go on from the head's own likeliest token
 instead of the true one (training-time test, after EAGLE-3, arXiv 2503.01840), and are held against the same tokens or the same distribution.
@@ -24,12 +25,18 @@ from training.losses.soft import kl_rows, lk_hybrid_rows, lk_rows, teacher_log_p
 from training.objectives import Constant
 from training.packing import Batch
 
-LOSSES = ("cross_entropy", "forward_kl", "lk", "lk_hybrid")
+CONTINUATIONS = "continuations"
+LOSSES = ("cross_entropy", CONTINUATIONS, "forward_kl", "lk", "lk_hybrid")
 
 
 def judged(loss: HeadLossConfig) -> bool:
-    """Whether a loss asks for the target's own predictions."""
-    return loss.name != "cross_entropy"
+    """Whether a loss asks for the target's distribution of every prediction."""
+    return loss.name not in ("cross_entropy", CONTINUATIONS)
+
+
+def tokens_said(loss: HeadLossConfig) -> int:
+    """Tokens that the target itself goes on with behind each position, for this loss: the first one is its own choice, no head's."""
+    return loss.predict_n_tokens + 1 if loss.name == CONTINUATIONS else 0
 
 
 class HeadTraining(Constant):
@@ -52,7 +59,12 @@ class HeadTraining(Constant):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum over heads of weight x loss in nats, [2 K]: by head the tokens predicted or the acceptance, then the loss)."""
         where = positions(batch, self.loss.predict_n_tokens, judged(self.loss), self.loss.own_tokens, self.step)
-        hidden_PH = self.states(batch, where)
+        said = tokens_said(self.loss)
+        if said:
+            hidden_PH, said_PK = self.states.go_on(batch, where, said)
+            where = where.with_tokens(said_PK[where.drafts_M])
+        else:
+            hidden_PH = self.states(batch, where)
         features_NE = predictions(self.head, self.states, hidden_PH, where)
         rows, against = self._held_against(hidden_PH, where)
         return chunked_by_head(

@@ -8,7 +8,7 @@ Shapes: R rows, T tokens a row, K heads, M drafts (positions where at least one 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,6 +35,10 @@ class Positions:
     judges_N: Tensor  # of kept_P: where the target itself predicts that token; empty where nobody asks
     counts_K: list[int]  # predictions of each head
     kept_R: list[int]  # of kept_P, in each row
+
+    def with_tokens(self, said_MK: Tensor) -> "Positions":
+        """The same with other tokens behind each draft's position: those taken in, and one more."""
+        return replace(self, tokens_MK=said_MK[:, :-1], labels_N=said_MK[self.draft_N, self.head_N + 1])
 
 
 def positions(batch: Batch, heads: int, judged: bool, own_tokens: float = 0.0, step: int = 0) -> Positions:

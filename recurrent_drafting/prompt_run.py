@@ -74,7 +74,10 @@ def answer_prompts(loaded: Loaded, cfg: GenerateConfig, prompts: Sequence[Prompt
             finished += len(batch)
             bar.update(finished, f"{sum(len(answer.drafted.tokens) for answer in done.answers)} tokens")
     if not done.answers:
-        raise UserError(f"none of the {len(prompts)} prompts was answered: {'; '.join(done.left_out)}.")
+        reasons = (f"{len(places)} {reason} ({', '.join(places[:3])})" for reason, places in done.left_out.items())
+        raise UserError(
+            f"none of the {len(prompts)} prompts was answered: {'; '.join(reasons)}. Give shorter ones, or raise what limits them."
+        )
     return done
 
 

@@ -1,10 +1,11 @@
-"""What the head reads of the frozen target: its embedding, its lm_head, and its hidden states at the positions that are asked for.
+"""What the head reads of the frozen target: its embedding, its lm_head, and at the positions that are asked for its hidden states, and what it
+goes on with where that is asked for too.
 
 The target is the same at every epoch, so its states may be kept: in memory up to a limit, or in a file whose size is known before the first
 step. With a cache the target reads one row a forward, so that a row's states do not hang on its neighbours and a resumed run equals a
-straight one bit for bit.
+straight one bit for bit. Tokens that the target goes on with are kept behind a position's states, by their bytes.
 
-Shapes: P positions, H hidden size, V vocabulary.
+Shapes: P positions, H hidden size, K tokens that the target goes on with, V vocabulary.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from decoding.errors import UserError
+from recurrent_drafting.continuations import go_on
 from recurrent_drafting.positions import Positions, positions
 from training.objectives import hidden_states
 from training.packing import Batch, PackedData, collate
@@ -73,27 +75,46 @@ class TargetStates:
     @torch.no_grad()
     def __call__(self, batch: Batch, where: Positions) -> Tensor:
         """The same for training data: from the store where they are kept, and kept there."""
-        if self.store is None:
-            return self.read(batch, where)
+        return self.read(batch, where) if self.store is None else self._rows(batch, where, 0)
+
+    @torch.no_grad()
+    def go_on(self, batch: Batch, where: Positions, count: int) -> tuple[Tensor, Tensor]:
+        """(the hidden states at where.kept_P, the target's `count` likeliest tokens behind each [P, K]), as kept as states are."""
+        rows, H = self._rows(batch, where, count), self._embedding_VH.shape[1]
+        return rows[:, :H], rows[:, H:].contiguous().view(torch.int64)
+
+    def _rows(self, batch: Batch, where: Positions, count: int) -> Tensor:
+        """What is kept of a batch's positions, row by row: states, and behind them `count` tokens by their bytes."""
         ends = np.cumsum(where.kept_R).tolist()
         length = batch.ids_RT.shape[1]
         rows = []
-        for index, (end, count) in enumerate(zip(ends, where.kept_R, strict=True)):
-            kept_P = where.kept_P[end - count : end] - index * length
-            rows.append(self._row(self.store, batch, index, kept_P) if count else self._none())
+        for index, (end, kept) in enumerate(zip(ends, where.kept_R, strict=True)):
+            kept_P = where.kept_P[end - kept : end] - index * length
+            rows.append(self._row(batch, index, kept_P, count) if kept else self._none(count))
         return torch.cat(rows)
 
-    def _none(self) -> Tensor:
-        """The states of a rank that a step left without a row."""
-        return self._embedding_VH.new_zeros(0, self._embedding_VH.shape[1])
+    def _none(self, count: int) -> Tensor:
+        """Of a rank that a step left without a row."""
+        width = self._embedding_VH.shape[1] + said_width(count, self._embedding_VH.dtype)
+        return self._embedding_VH.new_zeros(0, width)
 
-    def _row(self, store: Store, batch: Batch, index: int, kept_P: Tensor) -> Tensor:
-        found = store.get(batch.rows[index])
+    def _row(self, batch: Batch, index: int, kept_P: Tensor, count: int) -> Tensor:
+        found = None if self.store is None else self.store.get(batch.rows[index])
         if found is not None:
             return found.to(kept_P.device, non_blocking=True)
-        states_PH = hidden_states(self.target, batch.row(index))[0][kept_P]
-        store.put(batch.rows[index], states_PH)
-        return states_PH
+        if count:
+            states_PH, tokens_PK = go_on(self.target, batch.row(index), kept_P, count)
+            made = torch.cat((states_PH, tokens_PK.view(states_PH.dtype)), dim=1)
+        else:
+            made = hidden_states(self.target, batch.row(index))[0][kept_P]
+        if self.store is not None:
+            self.store.put(batch.rows[index], made)
+        return made
+
+
+def said_width(count: int, dtype: torch.dtype) -> int:
+    """Values of this dtype that hold `count` tokens (int64)."""
+    return count * torch.int64.itemsize // dtype.itemsize
 
 
 class MemoryStore:
@@ -152,7 +173,10 @@ class DiskStore:
 def states_on_disk(
     root: Path, target_hash: str, data: PackedData, heads: int, judged: bool, width: int, dtype: torch.dtype, show: bool
 ) -> DiskStore:
-    """The store of a target and its training data under `root`, with its price printed before its room is taken. Raises UserError."""
+    """The store of a target and its training data under `root`, with its price printed before its room is taken. Raises UserError.
+
+    width: values of a position, as `said_width` counts the tokens behind its states.
+    """
     keys = sorted(tuple(row) for row in data.rows)
     batches = (collate(data.samples, [key], data.capacity) for key in keys)
     counts = [len(positions(batch, heads, judged).kept_P) for batch in batches]

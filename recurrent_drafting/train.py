@@ -19,10 +19,10 @@ from recurrent_drafting.dry_run import describe, dry_run
 from recurrent_drafting.evaluation import GreedyChain, HeadAccuracy, Look, Looks
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.head_folder import write_card, write_head
-from recurrent_drafting.objective import LOSSES, HeadTraining, judged
+from recurrent_drafting.objective import CONTINUATIONS, LOSSES, HeadTraining, judged, tokens_said
 from recurrent_drafting.positions import check_predictions
 from recurrent_drafting.real_drafting import block_efficiency
-from recurrent_drafting.states import MemoryStore, Store, TargetStates, states_on_disk
+from recurrent_drafting.states import MemoryStore, Store, TargetStates, said_width, states_on_disk
 from training.config import check_values
 from training.drafter_folder import close_run, origin_of
 from training.heads import check_fits
@@ -87,6 +87,11 @@ def check(config: HeadTrainConfig, shape: HeadConfig) -> None:
         raise UserError(
             f"states.cache is {cache} with parallel.kind={config.parallel.kind}, expected none: a target in shares is read by all ranks together, so "
             "none can skip its forward"
+        )
+    if config.loss.name == CONTINUATIONS and config.parallel.kind in SHARDED_WEIGHTS:
+        raise UserError(
+            f"loss.name is {CONTINUATIONS} with parallel.kind={config.parallel.kind}, expected ddp, zero1 or zero2: a target in shares is read by "
+            "all ranks together, and here it goes on row by row"
         )
     drafted = shape.draft_vocab_size or shape.vocab_size
     check_values(
@@ -176,7 +181,8 @@ def make_store(
         return MemoryStore(config.states.memory_mb * 10**6)
     heads, dtype = config.loss.predict_n_tokens, dtype_of(config.loop.dtype)
     root, digest = Path(config.states.folder), hash_input(target_folder)
-    return states_on_disk(root, digest, data, heads, judged(config.loss), shape.hidden_size, dtype, show)
+    width = shape.hidden_size + said_width(tokens_said(config.loss), dtype)
+    return states_on_disk(root, digest, data, heads, judged(config.loss), width, dtype, show)
 
 
 def make_evaluation(

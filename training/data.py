@@ -195,9 +195,9 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the elements of a JSON array with the line each begins at; a break in it cannot be passed over."""
+    """Yield the elements of a JSON array with the line each begins at, and its number where another began there; a break cannot be passed over."""
     decoder, separators = json.JSONDecoder(), " \t\r\n,"
-    place, line = 0, 1
+    place, line, number, last_line = 0, 1, 0, 0
     try:
         text = content.decode("utf-8-sig")
         place = text.index("[") + 1
@@ -212,7 +212,9 @@ def _array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
                     raise json.JSONDecodeError("text after the end of the array", text, place + 1)
                 break
             record, end = decoder.raw_decode(text, place)
-            yield f"{file}:{line}", record
+            number += 1
+            yield f"{file}:{line}" + (f", record {number}" if line == last_line else ""), record
+            last_line = line
             line += text.count("\n", place, end)
             place = end
     except UnicodeDecodeError as error:
@@ -265,8 +267,10 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
             chat.id, str(record.get("category", "chat")), ["\n\n".join([*before, chat.messages[first]["content"]])]
         )
     turns = record["turns"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise _BadRecordError("turns is no list of texts")
+    if not all(turn.strip() for turn in turns):
+        raise _BadRecordError("a turn is empty")
     number = record.get("id", record.get("question_id", place))  # FastChat's files say question_id
     return Prompt(str(number), str(record.get("category", "none")), turns)
 

@@ -3,10 +3,10 @@
     python scripts/bench/recurrent_show.py target=$SHALLOW_DRAFT_DATA/models/chat24m prompts=$SHALLOW_DRAFT_DATA/data/eval/alpaca_eval.jsonl \\
         "chats=[$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json,$SHALLOW_DRAFT_DATA/data/chat/gpteacher_roleplay.json]"
 
-Parts: `recurrence` (with and without), `losses` (hard labels, distillation on the target's own answers, forward KL, LK, training-time test), `data`
-(chats as found and answered by the target, under both losses), `starts` (warm start and zero-initialised blocks, on and off), `shape` (beam width
-x length with the base heads), `pruned` (the base heads against the target cut to a few layers and distilled as long). The first four compare block
-efficiency, the last two speed as well.
+Parts: `recurrence` (with and without), `losses` (hard labels, the paper's distillation on what the target goes on with behind every position,
+distillation on its own answers, forward KL, LK, training-time test), `data` (chats as found and answered by the target, under both losses), `starts`
+(warm start and zero-initialised blocks, on and off), `shape` (beam width x length with the base heads), `pruned` (the base heads against the target
+cut to a few layers and distilled as long). The first four compare block efficiency, the last two speed as well.
 
 Pieces such as `parts=[losses] seeds=[0]` may be run one by one: with the same settings and `work`, the tables are of all that was run so far.
 """
@@ -41,7 +41,7 @@ from training.paths import resolve
 
 TRAINED = {  # part -> side -> the side that it is held against
     "recurrence": {"without recurrence": BASE},
-    "losses": dict.fromkeys(("distillation", "forward KL", "LK", "training-time test"), BASE),
+    "losses": dict.fromkeys(("continuations", "distillation", "forward KL", "LK", "training-time test"), BASE),
     "data": {"distillation": BASE, "forward KL, answered": "forward KL"},
     "starts": dict.fromkeys(("warm start alone", "zero blocks alone", "as published"), BASE),
 }

@@ -61,6 +61,7 @@ BASE = "base"
 SIDES = {
     BASE: Side(),
     "without recurrence": Side(rnn=False),
+    "continuations": Side(loss="continuations"),
     "distillation": Side(answered=True),
     "forward KL": Side(loss="forward_kl"),
     "LK": Side(loss="lk"),

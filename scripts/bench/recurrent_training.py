@@ -39,6 +39,7 @@ from training.samples import chat_samples
 
 IGNORED = -100
 TOP_K = 5
+GOAL_OVER_PUBLISHED, GOAL_OVER_LONGEST, GOAL_PEAK = 4.0, 2.0, 1 / 3
 SAME_LOSS = 0.02  # share by which the sides' losses may differ: their bfloat16 products are summed in another order
 
 
@@ -231,16 +232,34 @@ def run(chosen: Any) -> dict[str, Any]:
         sides: dict[str, Callable[[], float]] = {"ours": ours, "published": fixed, "published_to_longest": longest}
         figures = take_turns(sides, chosen.rounds)
     slots = account.tokens / (len(samples) * chosen.max_length)
+    over = {name: ratio(figures, "ours", name) for name in ("published", "published_to_longest")}
+    smaller = peaks["ours"] / peaks["published"]
     return {
+        "goals": goals(over["published"]["median"], over["published_to_longest"]["median"], smaller),
         "supervised_tokens_per_second": {name: statistics.median(values) for name, values in figures.items()},
-        "ours_over_published": ratio(figures, "ours", "published"),
-        "ours_over_published_to_longest": ratio(figures, "ours", "published_to_longest"),
+        "ours_over_published": over["published"],
+        "ours_over_published_to_longest": over["published_to_longest"],
         "peak_bytes": peaks,
         "peak_of_published_over_ours": peaks["published"] / peaks["ours"],
         "peak_of_published_to_longest_over_ours": peaks["published_to_longest"] / peaks["ours"],
         "share_of_positions_with_a_token": {"ours": data.fill, "published": slots},
         "supervised_share_of_tokens": data.supervised / data.tokens,
         "loss_on_the_same_chats": same,
+    }
+
+
+def goals(over_published: float, over_longest: float, peak: float) -> dict[str, dict[str, Any]]:
+    """Each goal with what was found. peak: ours, as a share of the published one."""
+    return {
+        f"{GOAL_OVER_PUBLISHED:g}x the published recipe": {
+            "found": over_published,
+            "met": over_published >= GOAL_OVER_PUBLISHED,
+        },
+        f"{GOAL_OVER_LONGEST:g}x the same, padded to the longest row": {
+            "found": over_longest,
+            "met": over_longest >= GOAL_OVER_LONGEST,
+        },
+        "a third of its peak memory": {"found": peak, "met": peak <= GOAL_PEAK},
     }
 
 

@@ -109,7 +109,9 @@ def test_a_target_is_no_head(tiny_target: Path):
 
 def test_the_other_form_is_refused_by_name(folder: Path, tmp_path: Path):
     change_config(folder, rnn=False)
-    with pytest.raises(UserError, match="the head is recurrent .* but config.json says rnn=false"):
+    with pytest.raises(
+        UserError, match="the head is recurrent .* but config.json says rnn=false.* Take both files from one"
+    ):
         load_head(folder)
     save_head(tiny.head("without recurrence", torch.float32), tmp_path / "plain")
     change_config(tmp_path / "plain", rnn=True)
@@ -128,12 +130,22 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(folder: Path):
     assert "extra is unknown" in words
     assert f"lm_head.1.linear.bias has the shape [3], expected [{2 * H}]" in words
     assert "2 residual blocks" in words
+    assert "Take config.json and model.safetensors from one head" in words
 
 
-@pytest.mark.parametrize(("key", "value"), [("hidden_size", -1), ("exit_dim", None), ("num_draft_layers", "two")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", -1),
+        ("exit_dim", None),
+        ("num_draft_layers", "two"),
+        ("draft_vocab_size", "few"),
+        ("rnn", "false"),
+    ],
+)
 def test_wrong_keys_are_named(folder: Path, key: str, value: Any):
     change_config(folder, **{key: value})
-    with pytest.raises(UserError, match=f"{key} is .* expected a whole number"):
+    with pytest.raises(UserError, match=f"{key} is {value!r}, expected (a whole number|true)"):
         load_head(folder)
 
 

@@ -14,14 +14,17 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from decoding.errors import UserError
 from recurrent_drafting.checkpoint import load_head, read_head_config
 from recurrent_drafting.config import HeadTrainConfig
+from recurrent_drafting.dry_run import target_flops
 from recurrent_drafting.train import run
 from training.config import typed
 from training.job import CONF, register
 from training.run_folder import hash_input
+from training.shapes import forward_flops
 
 ROOT = CONF.parent
 JOB = "recurrent_drafting.train"
@@ -112,7 +115,13 @@ def test_training_lowers_the_loss_and_raises_accuracy(name: str, tiny_target: Pa
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["head.rnn=false", "head.exit_dim=32", "head.warm_start=hidden", "head.zero_blocks=true"],
+        [
+            "head.rnn=false",
+            "head.exit_dim=32",
+            "head.warm_start=hidden",
+            "head.zero_blocks=true",
+            "loss.name=continuations",
+        ],
         [
             "head.draft_vocab_size=300",
             "head.warm_start=both",
@@ -205,7 +214,7 @@ def test_a_head_goes_on_from_a_folder_of_the_same_target_only(finished: Path, ti
 
 
 def test_broken_sharegpt_records_are_counted_and_named(
-    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     good = json.loads((ROOT / "assets" / "chats.json").read_text())[:40]
     bad = [{"id": "x"}, {"conversations": [{"from": "martian", "value": "hello"}]}]
@@ -214,9 +223,10 @@ def test_broken_sharegpt_records_are_counted_and_named(
     with pytest.raises(UserError, match=r"2 .*|more than 1.0% are bad") as error:
         run(configured(tiny_target, tmp_path / "strict", *chats))
     assert "no turns (conversations or messages)" in str(error.value) and "unknown role 'martian'" in str(error.value)
-    assert "chats.json:" in str(error.value)
+    assert "chats.json:1, record 21)" in str(error.value) and "chats.json:1, record 22)" in str(error.value)
     run(configured(tiny_target, tmp_path / "lenient", *chats, "data.max_bad=0.2"))
     assert (tmp_path / "lenient" / "drafter" / "model.safetensors").is_file()
+    assert "chats: 40 of 42 used; 1 skipped: no turns" in caplog.text and "unknown role 'martian'" in caplog.text
 
 
 def test_alpaca_evals_form_serves_as_evaluation_set(tiny_target: Path, tmp_path: Path):
@@ -240,7 +250,10 @@ def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("loss.name=reverse_kl", "loss.name is 'reverse_kl'; expected one of cross_entropy, forward_kl, lk, lk_hybrid"),
+        (
+            "loss.name=reverse_kl",
+            "loss.name is 'reverse_kl'; expected one of cross_entropy, continuations, forward_kl, ",
+        ),
         ("loss.predict_n_tokens=1", "loss.predict_n_tokens is 1, expected 2 or more"),
         ("loss.own_tokens=2", "loss.own_tokens is 2.0, expected a share from 0 to 1"),
         ("states.cache=tape", "states.cache is 'tape'; expected one of none, memory, disk"),
@@ -252,6 +265,25 @@ def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Pat
 def test_values_that_cannot_be_are_named(override: str, words: str, tiny_target: Path, tmp_path: Path):
     with pytest.raises(UserError, match=words):
         run(configured(tiny_target, tmp_path, override))
+
+
+def test_a_target_in_shares_does_not_go_on(tiny_target: Path, tmp_path: Path):
+    shares = ["parallel=fsdp", "parallel.processes=2", "loss.name=continuations"]
+    with pytest.raises(UserError, match="loss.name is continuations with parallel.kind=fsdp, expected ddp, zero1 or"):
+        run(configured(tiny_target, tmp_path, *shares))
+
+
+def test_what_the_target_does_for_a_loss_is_counted(tiny_target: Path, tmp_path: Path):
+    """Beside its forward the lm_head for every prediction; or, behind each position, five forwards and an lm_head more."""
+    target = AutoConfig.from_pretrained(tiny_target)
+    flops = {
+        name: target_flops(configured(tiny_target, tmp_path, f"loss.name={name}"), target)
+        for name in ("cross_entropy", "lk", "continuations")
+    }
+    whole, lm_head = forward_flops(target), 2.0 * target.vocab_size * target.hidden_size
+    assert flops["cross_entropy"] == whole - lm_head
+    assert flops["lk"] == pytest.approx(whole - lm_head + 0.6 * 5 * lm_head)
+    assert flops["continuations"] == pytest.approx(whole - lm_head + 0.6 * (5 * whole + lm_head))
 
 
 def test_a_dry_run_writes_an_untrained_head_that_loads(finished: Path, tiny_target: Path, tmp_path: Path):

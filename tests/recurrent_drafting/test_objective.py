@@ -1,5 +1,6 @@
 """The objective against a plain loop over documents, positions and heads; packing, training-time test, memory, and waiting for the device."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,22 +22,36 @@ from training.objectives import hidden_states
 from training.packing import Sample, collate
 
 
+@cache
+def said(number: int, t: int) -> list[int]:
+    """What the tiny target goes on with behind position t of a document, greedily, every token by a forward of its own."""
+    target, ids = tiny.target(), tiny.samples()[number].ids[: t + 1].tolist()
+    for _ in range(tiny.HEADS + 1):
+        one = Sample(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=bool))
+        ids.append(
+            int((hidden_states(target, collate([one], [[0]], len(ids)))[0, -1] @ target.lm_head.weight.T).argmax())
+        )
+    return ids[t + 1 :]
+
+
 def plainly(
     head: RecurrentHead, target: Any, documents: list[Sample], loss: HeadLossConfig
 ) -> tuple[Tensor, list[int]]:
     """(weighted loss, predictions of each head), one document, position and head at a time."""
     total, counts = torch.zeros((), dtype=torch.float64), [0] * loss.predict_n_tokens
     table, lm_head = target.get_input_embeddings().weight, target.lm_head.weight
-    for document in documents:
+    for number, document in enumerate(documents):
         ids = torch.from_numpy(document.ids.astype(np.int64))
         hidden = hidden_states(target, collate([document], [[0]], len(ids)))[0]
         for t in range(len(ids)):
-            own = bool(loss.own_tokens)
+            own, behind = bool(loss.own_tokens), ids[t + 1 :].tolist()
+            if loss.name == "continuations" and document.mask[t + 2 :].any():
+                behind = said(number, t)
             state, taken = None, -1
             for i in range(loss.predict_n_tokens):
                 if t + 2 + i >= len(ids):
                     break
-                taken = int(ids[t + 1 + i]) if not own or i == 0 else taken
+                taken = behind[i] if not own or i == 0 else taken
                 e = table[taken][None]
                 state = head.start(e) if state is None else head.advance(state, e)
                 logits = head.logits(head.features(head.context(hidden[t][None]), state))[0]
@@ -45,17 +60,17 @@ def plainly(
                     continue
                 counts[i] += 1
                 total = total + loss.decay**i * one_loss(
-                    head, logits, ids[t + 2 + i], hidden[t + 1 + i] @ lm_head.T, loss
+                    head, logits, behind[i + 1], hidden[t + 1 + i] @ lm_head.T, loss
                 )
     return total, counts
 
 
-def one_loss(head: RecurrentHead, logits: Tensor, label: Tensor, targets: Tensor, loss: HeadLossConfig) -> Tensor:
+def one_loss(head: RecurrentHead, logits: Tensor, label: int, targets: Tensor, loss: HeadLossConfig) -> Tensor:
     drafted = range(tiny.VOCABULARY) if head.token_ids_V is None else head.token_ids_V.tolist()
-    if loss.name == "cross_entropy":
-        if int(label) not in drafted:
+    if loss.name in ("cross_entropy", "continuations"):
+        if label not in drafted:
             return logits.sum() * 0
-        return F.cross_entropy(logits[None], torch.tensor([list(drafted).index(int(label))]))
+        return F.cross_entropy(logits[None], torch.tensor([list(drafted).index(label)]))
     log_p = F.log_softmax(targets / loss.temperature, dim=-1)[list(drafted)]
     return eager_soft(loss.name, logits[None] / loss.temperature, log_p[None])[0]
 
@@ -69,6 +84,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("without recurrence", {"name": "lk_hybrid"}),
     ("recurrent", {"own_tokens": 1.0}),
     ("shortlist", {"own_tokens": 1.0, "name": "lk"}),
+    ("recurrent", {"name": "continuations", "decay": 0.8}),
+    ("shortlist", {"name": "continuations", "own_tokens": 1.0}),
 ]
 
 
@@ -161,11 +178,11 @@ def test_texts_without_a_prediction_are_refused():
     check_predictions(tiny.samples(), 4)
 
 
-@pytest.mark.parametrize("given", [{}, {"name": "lk"}, {"own_tokens": 0.5}])
+@pytest.mark.parametrize("given", [{}, {"name": "lk"}, {"own_tokens": 0.5}, {"name": "continuations"}])
 def test_a_step_never_waits_for_the_device(given: dict[str, Any]):
     """No operation whose result's size or value the host must know; `item` is the control that is seen."""
     objective = tiny.objective(tiny.head(), tiny.target(), **given)
-    batch = tiny.packed(tiny.samples())
+    batch = tiny.packed(tiny.samples(2))
     waits = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::masked_select", "aten::is_nonzero"}
 
     def seen(step: Any) -> set[str]:

@@ -135,7 +135,9 @@ def test_prompts_that_do_not_fit_are_counted_and_named(tiny_target: Path, tmp_pa
     assert [(one.prompt.id, one.turn) for one in done.answers] == [("fits", 1), ("grows", 1)]
     text = printed(cfg, loaded, done)
     assert "left out: 2 longer than the target's context of 512 tokens (long, turn 1; grows, turn 2)" in text
-    with pytest.raises(UserError, match="none of the 3 prompts was answered: .*over max_prompt_tokens=2"):
+    with pytest.raises(
+        UserError, match=r"none of the 3 prompts was answered: .*over max_prompt_tokens=2 \(fits, turn 1.*Give shorter"
+    ):
         answered(replace(cfg, max_prompt_tokens=2))
 
 
@@ -150,8 +152,9 @@ def test_fastchats_questions_and_sharegpt_files_are_read(tiny_target: Path, tmp_
     (prompt,) = prompts_of(config_of(tiny_target, file))
     assert prompt.turns == ["Hi"]
     file.write_text('{"turns": []}\n{"turns": [""]}')
-    with pytest.raises(UserError, match="turns is no list of texts"):
+    with pytest.raises(UserError, match="turns is no list of texts .*a turn is empty") as error:
         prompts_of(config_of(tiny_target, file))
+    assert "question.jsonl:2" in str(error.value)
 
 
 def test_without_mt_bench_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from decoding.errors import UserError
+from decoding.loop import Settings, decode
 from decoding.native import NativeTarget
 from recurrent_drafting import states as module
 from recurrent_drafting.positions import positions
-from recurrent_drafting.states import DiskStore, MemoryStore, Store, TargetStates, states_on_disk
+from recurrent_drafting.states import DiskStore, MemoryStore, Store, TargetStates, said_width, states_on_disk
 from tests.distill.families import FAMILIES, family
 from tests.recurrent_drafting import tiny
 from training.objectives import freeze
@@ -30,10 +31,9 @@ class Counting(TargetStates):
 
     reads = 0
 
-    def _row(self, *given):
-        before = self.store.get(given[1].rows[given[2]])
-        self.reads += before is None
-        return super()._row(*given)
+    def _row(self, batch, index, *given):
+        self.reads += self.store is not None and self.store.get(batch.rows[index]) is None
+        return super()._row(batch, index, *given)
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
@@ -49,6 +49,46 @@ def test_states_from_a_store_are_those_of_a_forward(kind: str, tmp_path: Path):
         there = positions(again, tiny.HEADS, judged=True)
         torch.testing.assert_close(kept(again, there), online(again, there))
     assert kept.reads == len(rows)
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_the_target_goes_on_with_is_kept_with_its_states(kind: str, dtype: torch.dtype, tmp_path: Path):
+    width = tiny.HIDDEN + said_width(3, dtype)
+    disk = states_on_disk(tmp_path, "hash", data(), tiny.HEADS, False, width, dtype, False)
+    target, rows = tiny.target(dtype), data().rows
+    kept = Counting(target, MemoryStore(10**6) if kind == "memory" else disk)
+    for _ in range(2):
+        for these in (rows, [[], rows[0]]):
+            batch = collate(data().samples, these, tiny.ROW)
+            where = positions(batch, tiny.HEADS, judged=False)
+            found, made = kept.go_on(batch, where, 3), TargetStates(target).go_on(batch, where, 3)
+            assert torch.equal(found[0], made[0]) and torch.equal(found[1], made[1])
+            assert found[1].shape == (len(where.kept_P), 3)
+    assert kept.reads == len(rows)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_goes_on_as_it_decodes(name: str):
+    """At every position, in whatever row it stands, what greedy decoding of the text up to there gives."""
+    model = freeze(family(name))
+    native = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), execution="eager")
+    samples = tiny.samples()
+    batch = tiny.packed(samples)
+    where = positions(batch, tiny.HEADS, judged=False)
+    _, said_PK = TargetStates(model).go_on(batch, where, 4)
+    said = dict(zip(where.kept_P.tolist(), said_PK.tolist(), strict=True))
+    compared = 0
+    for number, row in enumerate(batch.rows):
+        start = number * tiny.ROW
+        for index in row:
+            ids = samples[index].ids.tolist()
+            texts = {place: ids[: place - start + 1] for place in range(start, start + len(ids)) if place in said}
+            if texts:
+                done = decode(native, None, list(texts.values()), Settings(max_new_tokens=4))
+                assert [said[place] for place in texts] == [one.tokens for one in done]
+            compared, start = compared + len(texts), start + len(ids)
+    assert compared == len(said) > 40
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -12,7 +12,7 @@ from decoding.engine import load
 from decoding.loop import Settings, decode
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from scripts.bench import common, recurrent, recurrent_show
+from scripts.bench import common, recurrent, recurrent_show, recurrent_training
 from scripts.bench import recurrent_tables as tables
 from scripts.bench.recurrent_generation import arms, goals, unlooping
 from scripts.bench.recurrent_training import IGNORED, published_loss
@@ -47,6 +47,9 @@ def test_training_runs_and_its_sides_compute_the_same(
     assert same["ours"] == pytest.approx(same["published"], rel=1e-3)
     assert all(value > 0 for value in figures["supervised_tokens_per_second"].values())
     assert figures["peak_of_published_over_ours"] > 1
+    assert len(figures["goals"]) == 3
+    met = [one["met"] for one in recurrent_training.goals(4.1, 1.9, 0.3).values()]
+    assert met == [True, False, True]
 
 
 def test_an_unknown_part_is_named(monkeypatch: pytest.MonkeyPatch):
