@@ -85,12 +85,14 @@ def build_row(
     """One row from the records of one drafter at one draft length under one condition."""
     first = records[0]
     equality = Equality(OTHER, "the drafter's own text") if facts.schedule == ALONE else None
-    equality = equality or judge(records, verify=run.verify, dtype=run.dtype)
+    rule = facts.verify or run.verify
+    equality = equality or judge(records, verify=rule, dtype=run.dtype)
     judged = _verdict(facts, pool)
     shared = dataclasses.asdict(run)
     del shared["bootstrap_resamples"]
     return Row(
-        **{**shared, "verify": run.verify if first.temperature else "greedy"},
+        **{**shared, "verify": rule if first.temperature else "greedy"},
+        run_verify=run.verify if first.temperature else "greedy",
         part=first.part,
         drafter=facts.name,
         drafter_layers=facts.layers,

@@ -86,10 +86,15 @@ def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     """
     generations(cfg, loaded)
     for name, use in loaded.bench.uses.items():
+        drafter, rule = loaded.bench.drafters[name], use.verify or cfg.verify
         if use.schedule in SCHEDULES:
             costs = RoundCosts(1.0, (1.0,))  # none are needed to see whether the rest fits
             for size in cfg.batch_sizes:
-                batch_type(use.schedule, loaded.bench.drafters[name], cfg.verify, use.stopping or "fixed", costs, size)
+                batch_type(use.schedule, drafter, rule, use.stopping or "fixed", costs, size)
+        if rule == "block" and drafter.caps.shape == "tree" and max(cfg.temperatures) > 0:
+            raise UserError(
+                f"drafters: {name} proposes trees, and verify=block tests chains. Give its mapping verify: token or coupled."
+            )
 
 
 def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
@@ -151,7 +156,16 @@ def _provenance(
 
 
 def _draft_lengths(cfg: EvalConfig, loaded: Loaded) -> str:
-    """How they come about, and on what prompts."""
+    """How they come about, and on what prompts; apart from these the caps of rules that choose lengths by themselves."""
+    caps: dict[int, list[str]] = {}
+    for name, facts in loaded.facts.items():
+        if facts.own_cap is not None:
+            caps.setdefault(facts.own_cap, []).append(name)
+    own = [f"up to {cap} by the stopping rule of {', '.join(names)}" for cap, names in caps.items()]
+    return "; ".join([_given_or_swept(cfg, loaded), *own])
+
+
+def _given_or_swept(cfg: EvalConfig, loaded: Loaded) -> str:
     lengths = ", ".join(map(str, cfg.num_draft_tokens))
     count = len(prompts_by_part(cfg, loaded)[0])
     if not count:

@@ -23,6 +23,8 @@ class DrafterFacts:
     stopping: str = "fixed"  # the policy that ends a draft early
     schedule: str = "serial"
     length_rule: str = "predicted"  # by which it got its draft length: see eval.lengths
+    verify: str | None = None  # its own rule where temperature > 0; None: the run's
+    own_cap: int | None = None  # where its stopping rule chooses the lengths: the most of them (length_rule "cap")
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,13 @@ class Row:
     repetition_penalty: float
     allowed: str
     max_new_tokens: int
-    num_draft_tokens: int
-    length_rule: str  # by which it was found: see eval.lengths
+    num_draft_tokens: (
+        int  # the most of a round: a given or chosen length, or the cap of a rule that chooses lengths itself
+    )
+    length_rule: str  # which of these, and by what it was found: see eval.lengths
     schedule: str
     stopping: str
-    verify: str
+    verify: str  # the row's own rule
     lossless: str  # see eval.lossless
     lossless_detail: str
     alpha: float | None
@@ -154,6 +158,14 @@ class Row:
     context: int
     seed: int
     hardware: str
+    run_verify: str = (
+        ""  # the rule of the run and of its baseline; another one than `verify` where the drafter has its own
+    )
+
+    @property
+    def shared_verify(self) -> str:
+        """The rule that rows under one condition stand under together."""
+        return self.run_verify or self.verify
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
