@@ -14,6 +14,7 @@ from typing import Any
 from decoding.errors import UserError
 from decoding.schedules import SCHEDULES, batch_type
 from decoding.stopping import RoundCosts
+from eval.budgets import with_limits
 from eval.config import EvalConfig
 from eval.records import Record
 from eval.report import Provenance, write_report
@@ -62,9 +63,10 @@ def run(cfg: EvalConfig) -> Path:
         loaded = load(cfg)
         check_plan(cfg, loaded)
         folder.write_manifest(loaded.inputs, {}, finished=False)
+        shapes = with_limits(loaded.shapes, folder.path / "limits.json")
         session = Session(cfg, loaded, folder.path)
         session.measure()
-        rows = build_rows(loaded.run, loaded.facts, session.slices, session.records)
+        rows = build_rows(loaded.run, loaded.facts, session.slices, session.records, shapes)
         write_rows(results, rows)
         write_report(report, rows, session.records, _provenance(cfg, folder, loaded, rows, session.records))
         folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)

@@ -74,6 +74,16 @@ class Category:
 
 
 @dataclass(frozen=True)
+class RoundBudget:
+    """What a mean round of a batch must read and compute at least, and the share of what the machine can do that it reached."""
+
+    megabytes: float  # weights, and keys and values of the committed tokens
+    megaflop: float  # a multiplication and an addition are two
+    bandwidth_share: float | None  # of plain reading; None: not measured
+    operations_share: float | None  # of a plain product; None: not measured
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of results.jsonl. Times in ms, rates in tokens/s without prefill, ratios plain."""
 
@@ -158,9 +168,11 @@ class Row:
     context: int
     seed: int
     hardware: str
-    run_verify: str = (
-        ""  # the rule of the run and of its baseline; another one than `verify` where the drafter has its own
-    )
+    run_verify: str = ""  # the rule of the run and its baseline; `verify` is another one where the drafter has its own
+    budget: RoundBudget | None = None  # None: what a step reads is not known
+    baseline_budget: RoundBudget | None = None  # of an autoregressive step
+    reading_gigabytes_per_second: float | None = None  # plain, on this machine; None: not measured
+    product_gigaflop_per_second: float | None = None  # plain, on this machine; None: not measured
 
     @property
     def shared_verify(self) -> str:
@@ -189,4 +201,6 @@ def _row(values: dict[str, Any]) -> Row:
     for key in ("t_target_ms", "V"):  # JSON has no integer keys
         values[key] = {int(n): value for n, value in values[key].items()}
     values["categories"] = [Category(**part) for part in values["categories"]]
+    for key in ("budget", "baseline_budget"):
+        values[key] = RoundBudget(**values[key]) if values.get(key) else None
     return Row(**values)

@@ -21,6 +21,7 @@ from decoding.sampling import Warper
 from decoding.schedules import WALL
 from decoding.target import Target, device_of, load_target
 from eval.benchmarks import load_benchmark, render_turns
+from eval.budgets import Shapes, shapes_of
 from eval.config import EvalConfig
 from eval.lengths import longest, own_cap_of, rule_of, tried
 from eval.measure import Bench
@@ -81,6 +82,7 @@ class Loaded:
     facts: dict[str, DrafterFacts]
     prompt_file: Path
     inputs: list[Path]  # for the manifest
+    shapes: Shapes  # what its models read and compute
 
 
 def load(cfg: EvalConfig) -> Loaded:
@@ -128,7 +130,8 @@ def load(cfg: EvalConfig) -> Loaded:
     inputs += [Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping]
     settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
     bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats)
-    return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs)
+    shapes = shapes_of(folder, target, mappings, drafters)
+    return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs, shapes)
 
 
 def _sweep_file(cfg: EvalConfig) -> Path | None:

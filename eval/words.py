@@ -5,8 +5,10 @@ from __future__ import annotations
 from decoding.policies import EAGER
 from decoding.schedules import VIRTUAL, WALL
 from decoding.stats import LOOPING_BELOW
+from decoding.yardsticks import SLOW_YARDSTICK
+from eval.budgets import NO_LIMITS
 from eval.lengths import OWN, RULES
-from eval.schema import Row
+from eval.schema import RoundBudget, Row
 
 # Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
 UNDISTURBED = 0.9
@@ -114,6 +116,42 @@ def gamma_cell(row: Row) -> str:
     if not row.num_draft_tokens:
         return "–"
     return f"≤ {row.num_draft_tokens}" if row.length_rule in OWN else str(row.num_draft_tokens)
+
+
+def budget_cells(row: Row) -> dict[str, str]:
+    """Both budgets of the row's mean round: column -> text, in order."""
+    return {"drafter": drafter_label(row), **_budget(row.budget, row.schedule in VIRTUAL)}
+
+
+def baseline_budget_cells(row: Row) -> dict[str, str]:
+    """The same of an autoregressive step."""
+    return {"drafter": "none (autoregressive)", **_budget(row.baseline_budget, False)}
+
+
+def _budget(budget: RoundBudget | None, virtual: bool) -> dict[str, str]:
+    if budget is None:
+        return dict.fromkeys(("MB read", "of reading", "MFLOP", "of computing"), "not known")
+    return {
+        "MB read": f"{budget.megabytes:.3g}" if budget.megabytes < 100 else f"{budget.megabytes:.0f}",
+        "of reading": _share(budget.bandwidth_share, virtual),
+        "MFLOP": f"{budget.megaflop:.3g}" if budget.megaflop < 100 else f"{budget.megaflop:.0f}",
+        "of computing": _share(budget.operations_share, virtual),
+    }
+
+
+def _share(share: float | None, virtual: bool) -> str:
+    if share is None:
+        return "virtual clock" if virtual else "not measured"
+    return f"{100 * share:.3g} %" + (f" ({SLOW_YARDSTICK})" if share > 1 else "")
+
+
+def limits_line(row: Row) -> str:
+    """What stands over the budgets: what they are, and what they are held against."""
+    what = "What a mean round must read (weights, keys and values) and compute, both models together, at the least"
+    if row.reading_gigabytes_per_second is None or row.product_gigaflop_per_second is None:
+        return f"{what}; the machine's limits were not measured ({NO_LIMITS})"
+    reading, computing = row.reading_gigabytes_per_second, row.product_gigaflop_per_second
+    return f"{what}; shares reached of plain reading ({reading:.1f} GB/s) and of a plain product ({computing:.0f} GFLOP/s), measured before"
 
 
 def baseline_cells(row: Row) -> dict[str, str]:
