@@ -65,7 +65,10 @@ def own_cap_of(name: str, use: Use, caps: Caps, target: Target, usual: int) -> i
     elif use.stopping == "fixed":
         why = "stopping=fixed ends no draft"
     if why:
-        raise UserError(f"drafters: {name} has max_draft_tokens={use.max_draft_tokens}, but {why}: leave it out.")
+        raise UserError(
+            f"drafters: {name} has max_draft_tokens={use.max_draft_tokens}, but {why}: leave it out, and its length is num_draft_tokens= or the "
+            "sweep's."
+        )
     return use.max_draft_tokens
 
 

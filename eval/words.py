@@ -20,7 +20,7 @@ DEFINITIONS: dict[str, str] = {
     "threads, dtype and loop, interleaved. In brackets the 95 % interval of a paired bootstrap over prompts.",
     "gamma": "the most draft tokens of a round (a stopping rule may end it earlier), which the target checks in one forward pass. Where none is "
     "given, a sweep over several lengths on other prompts chooses one: the highest speedup that the formula gives for what was measured there "
-    "(under an overlapped schedule the highest measured). Behind ≤ stands the cap of a row that chooses its lengths itself, which no sweep chose.",
+    "(under an overlapped schedule the highest measured). Behind <= stands the cap of a row that chooses its lengths itself, which no sweep chose.",
     "drafted": "draft tokens of a round, on average: below gamma where rounds end early or nothing is offered, above it for trees.",
     "alpha": "acceptance rate: draft tokens that pass, of those tested. A token is tested when all before it passed.",
     "tau": "block efficiency: tokens emitted per target forward, the target's own bonus token included; 1 without a "
@@ -112,10 +112,10 @@ def cells(row: Row) -> dict[str, str]:
 
 
 def gamma_cell(row: Row) -> str:
-    """The draft length; behind `≤` a cap below which the row chose its own, nothing where nothing is drafted."""
+    """The draft length; behind `<=` a cap below which the row chose its own, nothing where nothing is drafted."""
     if not row.num_draft_tokens:
         return "–"
-    return f"≤ {row.num_draft_tokens}" if row.length_rule in OWN else str(row.num_draft_tokens)
+    return f"<= {row.num_draft_tokens}" if row.length_rule in OWN else str(row.num_draft_tokens)
 
 
 def budget_cells(row: Row) -> dict[str, str]:

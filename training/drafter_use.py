@@ -62,11 +62,9 @@ class Use:
             return
         if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
             raise UserError(f"max_draft_tokens is {cap!r}, expected a whole number from 1 up.")
-        if self.stopping == "fixed" or self.schedule != "serial":
-            why = "stopping=fixed" if self.stopping == "fixed" else f"schedule={self.schedule}"
+        if self.schedule != "serial":
             raise UserError(
-                f"max_draft_tokens={cap} with {why}: it caps a stopping rule that ends each draft itself. Leave it out, or name such a rule; "
-                "fixed lengths are num_draft_tokens= or the sweep's."
+                f"max_draft_tokens={cap} with schedule '{self.schedule}', whose chunks are num_draft_tokens= or the sweep's: leave it out."
             )
 
     @property
