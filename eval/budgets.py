@@ -32,9 +32,12 @@ from training.checkpoint import write_text
 from training.drafter_use import ALONE
 from training.heads import head_of
 
-# A step that reads less stands in a core's own cache, where a machine's limits explain nothing.
-LEAST_BYTES = 4_000_000
-NO_LIMITS = "a step of a target under 4 MB stands in a core's cache; one in several processes, or of a family that is not native, has no single limit"
+# Two seconds of yardsticks are for runs that take minutes. And a step that reads less than this stands in a core's own cache.
+LEAST_TOKENS, LEAST_BYTES = 5_000, 4_000_000
+NO_LIMITS = (
+    "a run of at most 5,000 tokens and a target under 4 MB are trials; a target in several processes, or of a family that is not native, "
+    "has no single limit"
+)
 
 # (tokens a row, committed tokens a row, rows) -> what a forward needs.
 Forward = Callable[[float, int, float], Budget]
@@ -98,9 +101,12 @@ def _step(
     return lambda tokens, _, rows: Budget(parameters * own.itemsize, 0, round(2 * parameters * tokens * rows))
 
 
-def with_limits(shapes: Shapes, path: Path) -> Shapes:
-    """The shapes with the machine's limits: those in the run folder, or measured now and written there. None where they would explain nothing."""
-    if shapes.target is None or not shapes.whole:
+def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
+    """The shapes with the machine's limits: those in the run folder, or measured now and written there. None where they would explain nothing.
+
+    tokens: the most that the run decodes.
+    """
+    if shapes.target is None or not shapes.whole or tokens <= LEAST_TOKENS:
         return shapes
     step = shapes.target(1, 0, 1)
     if step.weight_bytes < LEAST_BYTES:

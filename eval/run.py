@@ -20,7 +20,7 @@ from eval.records import Record
 from eval.report import Provenance, write_report
 from eval.rows import build_rows
 from eval.schema import Row, read_rows, write_rows
-from eval.session import Session, drafting, generations, prompts_by_part
+from eval.session import Session, drafting, generations, most_tokens, prompts_by_part
 from eval.setup import Loaded, check, conditions, load
 from eval.table import print_table
 from eval.texts import Text, texts_of
@@ -63,7 +63,7 @@ def run(cfg: EvalConfig) -> Path:
         loaded = load(cfg)
         check_plan(cfg, loaded)
         folder.write_manifest(loaded.inputs, {}, finished=False)
-        shapes = with_limits(loaded.shapes, folder.path / "limits.json")
+        shapes = with_limits(loaded.shapes, most_tokens(cfg, loaded), folder.path / "limits.json")
         session = Session(cfg, loaded, folder.path)
         session.measure()
         rows = build_rows(loaded.run, loaded.facts, session.slices, session.records, shapes)
@@ -102,7 +102,6 @@ def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
 def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     """What a run would do, and at most how many tokens it would emit."""
     batches = generations(cfg, loaded)
-    tokens = cfg.max_new_tokens * sum(count * condition.batch_size for condition, count in batches.items())
     drafters = ", ".join(loaded.facts)
     prompts = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in loaded.bench.benchmark.counts.items())
     print(f"target: {loaded.run.target} ({loaded.run.backend}, {loaded.run.dtype}, {loaded.run.device})")
@@ -110,7 +109,9 @@ def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     print(f"prompts of {loaded.bench.benchmark.name}: {prompts}")
     print(f"draft lengths: {_draft_lengths(cfg, loaded)}")
     print(f"conditions: {', '.join(condition.label for condition in conditions(cfg))}")
-    print(f"would decode {sum(batches.values())} batches, at most {tokens} tokens, into {cfg.output_dir}")
+    print(
+        f"would decode {sum(batches.values())} batches, at most {most_tokens(cfg, loaded)} tokens, into {cfg.output_dir}"
+    )
 
 
 def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:

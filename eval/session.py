@@ -173,6 +173,12 @@ def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
     }
 
 
+def most_tokens(cfg: EvalConfig, loaded: Loaded) -> int:
+    """Tokens that the run emits at most."""
+    batches = generations(cfg, loaded)
+    return cfg.max_new_tokens * sum(count * condition.batch_size for condition, count in batches.items())
+
+
 class _Progress:
     """Feeds the bar between generations, outside the clocks."""
 

@@ -135,13 +135,14 @@ def test_limits_are_measured_once_a_run_and_not_for_toys(home, tmp_path, monkeyp
     monkeypatch.setattr(budgets, "measure_limits", lambda *_: calls.append(1) or LIMITS)
     path = tmp_path / "limits.json"
     small = shapes(home)
-    assert with_limits(small, path).limits is None, "a toy"
-    assert with_limits(dataclasses.replace(small, whole=False), path).limits is None
-    assert with_limits(UNKNOWN, path).limits is None
-    assert not calls
+    many = budgets.LEAST_TOKENS + 1
+    assert with_limits(small, many, path).limits is None, "a toy"
+    assert with_limits(UNKNOWN, many, path).limits is None
     monkeypatch.setattr(budgets, "LEAST_BYTES", 1)
-    assert with_limits(dataclasses.replace(small, whole=False), path).limits is None, "several processes"
-    assert with_limits(small, path).limits == with_limits(small, path).limits == LIMITS
+    assert with_limits(small, budgets.LEAST_TOKENS, path).limits is None, "a trial"
+    assert with_limits(dataclasses.replace(small, whole=False), many, path).limits is None, "several processes"
+    assert not calls
+    assert with_limits(small, many, path).limits == with_limits(small, many, path).limits == LIMITS
     assert len(calls) == 1, "a run that is taken up again has those of its folder"
 
 
@@ -151,7 +152,7 @@ def test_a_run_says_what_its_rounds_need_and_that_toys_reach_no_share(home, caps
     ways = [shallow, {"use": "static_tree", "folder": shallow}, {"use": shallow, "schedule": "alone", "name": "small"}]
     folder = run(config(home, "budgets", drafters=ways, sweep=[2], temperatures=[0.0]))
     said = capsys.readouterr().out
-    assert "the machine's limits were not measured (a step of a target under 4 MB" in " ".join(said.split())
+    assert "the machine's limits were not measured (a run of at most 5,000 tokens" in " ".join(said.split())
     assert "not measured" in said and "MB read" in said
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "What a round must read and compute" in page and "not measured" in page
