@@ -29,6 +29,12 @@ class Budget:
         """The least time that the two budgets allow: the longer of them, as they run at the same time."""
         return max(self.bytes_read / bytes_a_second, self.operations / operations_a_second)
 
+    def times(self, forwards: float) -> "Budget":
+        """Of so many such forwards; a mean number may be broken."""
+        return Budget(
+            round(forwards * self.weight_bytes), round(forwards * self.cache_bytes), round(forwards * self.operations)
+        )
+
     def __add__(self, other: "Budget") -> "Budget":
         """Of one after the other."""
         return Budget(
@@ -50,16 +56,26 @@ def round_budget(
 
 
 def forward_budget(
-    config: NativeConfig, dtype: torch.dtype, new_tokens: int, context: int, batch_size: int = 1
+    config: NativeConfig,
+    dtype: torch.dtype,
+    new_tokens: float,
+    context: int,
+    batch_size: float = 1,
+    skipped: tuple[int, int] = (0, 0),
 ) -> Budget:
-    """What a forward over `new_tokens` a row needs, after `context` committed tokens a row."""
+    """What a forward over `new_tokens` a row needs, after `context` committed tokens a row; tokens and rows may be means over forwards.
+
+    skipped: attention and MLP sub-layers that are left out.
+    """
     C, D = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * D, config.num_kv_heads * D
-    matrices = config.num_layers * (C * (queries + 2 * keys) + queries * C + 3 * C * config.intermediate_size)
+    attending, feeding = (config.num_layers - left_out for left_out in skipped)
+    matrices = attending * (C * (queries + 2 * keys) + queries * C) + feeding * 3 * C * config.intermediate_size
     matrices += C * config.vocab_size  # the head, tied to the embedding or not
     tokens = batch_size * new_tokens
-    cache = 2 * config.num_layers * keys * context * batch_size
-    attention = 4 * config.num_layers * queries * (context + new_tokens / 2) * tokens
+    cache = 2 * attending * keys * context * batch_size
+    attention = 4 * attending * queries * (context + new_tokens / 2) * tokens
+    weights = matrices + tokens * C
     return Budget(
-        (matrices + tokens * C) * dtype.itemsize, cache * dtype.itemsize, int(2 * matrices * tokens + attention)
+        round(weights * dtype.itemsize), round(cache * dtype.itemsize), int(2 * matrices * tokens + attention)
     )

@@ -17,7 +17,8 @@ from decoding.processors import Processors
 from decoding.reading import Reading
 from decoding.sampling import Warper, draw
 
-RULES = ("greedy", "token", "block", "coupled")
+SAMPLING = ("token", "block", "coupled")  # rules where temperature > 0
+RULES = ("greedy", *SAMPLING)
 AT_ONCE = 4  # depths whose shared noise is made in one go on a CPU, where eight operations a depth cost more than their arithmetic
 MOST_KEPT = 1 << 24  # numbers of shared noise that outlive their round (64 MiB)
 FRESH = ("token", "block")  # rules whose numbers are new in every round

@@ -30,8 +30,12 @@ def usual_stopping(caps: Caps, schedule: str) -> str:
 
     Trees and lookups come whole, and the length of an overlapped chunk is its schedule's to choose: `fixed`.
     """
-    one_by_one = caps.shape == "chain" and caps.has_q and caps.steps == "token" and caps.stops_by_token
-    return "cost_ratio" if one_by_one and schedule == "serial" else "fixed"
+    return "cost_ratio" if token_by_token(caps) and schedule == "serial" else "fixed"
+
+
+def token_by_token(caps: Caps) -> bool:
+    """Whether a policy sees every drafted token before the next one is drawn, and can end the draft there."""
+    return caps.shape == "chain" and caps.has_q and caps.steps == "token" and caps.stops_by_token
 
 
 def weighs_costs(caps: Caps, schedule: str, stopping: str | None) -> bool:

@@ -28,7 +28,8 @@ from distill.config import RegenerateConfig
 from distill.dialogues import Answer, Key, Message
 from training import ranks
 from training.checkpoint import write_text
-from training.drafters import Use, build, describe, uses
+from training.drafter_use import Use, check_not_evaluated
+from training.drafters import build, describe, uses
 
 _PACE_TOKENS = 32  # an answer's tokens where only the pace is asked
 
@@ -189,6 +190,7 @@ def drafter_mapping(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
             f"drafters names {len(mappings)} ({', '.join(mappings)}), expected one at most: they would all draw the same answers"
         )
     for name, use in uses(mappings, Use()).items():
+        check_not_evaluated(name, use)
         if use.schedule != "serial":
             raise UserError(
                 f"drafters: {name} has schedule={use.schedule}, expected serial: answers are drawn in batches"

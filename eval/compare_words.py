@@ -25,6 +25,7 @@ WAYS = (
     "sweep",
     "sweep_prompts",
     "num_draft_tokens",
+    "max_draft_tokens",
 )
 
 DEFINITIONS: dict[str, str] = {
@@ -44,12 +45,12 @@ def cells(standing: Standing) -> dict[str, str]:
     entry, row = standing.entry, standing.entry.row
     ratio = standing.ratio
     return {
-        "drafter": entry.name + (f" [{entry.not_ranked}]" if entry.not_ranked else ""),
+        "drafter": _with_rule(entry) + (f" [{entry.not_ranked}]" if entry.not_ranked else ""),
         "layers": str(row.drafter_layers) if row.drafter_layers else "–",
         "speedup [95 %]": words.with_interval(row.speedup, row.speedup_low, row.speedup_high),
         "not looping": f"{words.times(row.headline_speedup)} ({row.headline_prompts})",
         "over the best": words.with_interval(ratio.value, ratio.low, ratio.high) if ratio else "–",
-        "gamma": str(row.num_draft_tokens or "–"),
+        "gamma": words.gamma_cell(row),
         "drafted": words.number(row.drafted, 1) if row.num_draft_tokens else "–",
         "alpha": words.number(row.alpha),
         "tau": words.number(row.tau),
@@ -64,6 +65,12 @@ def cells(standing: Standing) -> dict[str, str]:
         "front": front_marks(standing),
         "output": row.lossless,
     }
+
+
+def _with_rule(entry: Entry) -> str:
+    """The name, and the rule of its own that a drafter of the run had, where the name does not say it."""
+    rule = words.own_rule(entry.row)
+    return f"{entry.name}, {rule}" if rule and rule not in entry.name.lower() else entry.name
 
 
 def front_marks(standing: Standing) -> str:

@@ -35,8 +35,8 @@ class EvalConfig(JobConfig):
     target: TargetConfig = field(default_factory=TargetConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     # Model folders (runs/*/drafter: each under its card's name), names in conf/drafter, or mappings: {use: FOLDER or NAME, folder:, name:,
-    # stopping:, schedule:, lookup:, and what the drafter takes}, or with _target_. lookup=6 copies what followed where the text's last 6 tokens
-    # stood before, ahead of any model.
+    # stopping:, schedule:, lookup:, verify:, max_draft_tokens:, and what the drafter takes}, or with _target_. lookup=6 copies what followed
+    # where the text's last 6 tokens stood before, ahead of any model.
     drafters: list[Any] = field(default_factory=list)
     draft_model: str = ""  # a model folder that an experiment's drafters name as ${draft_model}
     benchmark_folder: str = ""  # where an experiment's stages find their prompt files, as ${benchmark_folder}
@@ -49,7 +49,7 @@ class EvalConfig(JobConfig):
     repetition_penalty: float = 1.0  # of tokens that the prompt or the answer holds already; 1: off
     allowed: str = ""  # function of the tokenizer, as package.module.name, that gives decoding.processors.Allowed; empty: any token
     stop_strings: list[str] = field(default_factory=list)  # texts that end an answer, besides stop tokens
-    verify: str = "token"  # token | block | coupled: the rule where temperature > 0
+    verify: str = "token"  # token | block | coupled: the rule where temperature > 0; a drafter's mapping may say
     # When a draft ends: fixed, confidence, assisted, adaptive_confidence, entropy, thompson or cost_ratio; null: cost_ratio for a
     # model's chains, else fixed; a drafter's mapping may say.
     stopping: str | None = None
@@ -59,6 +59,9 @@ class EvalConfig(JobConfig):
     schedule: str = "serial"
     num_draft_tokens: list[int] = field(default_factory=list)  # gammas; empty: each drafter's best of the sweep
     sweep: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])  # gammas tried on the sweep's prompts
+    # The most tokens of a draft that its stopping rule ends by itself (confidence, assisted, adaptive_confidence, entropy, thompson), whatever
+    # gammas are given or swept for the others; a drafter's mapping may say, for cost_ratio too. Targets that record their steps go by gammas.
+    max_draft_tokens: int = 16
     # For the sweep alone, spread over all prompts taken, so that the best gamma is not chosen on its test.
     sweep_prompts: int = 8
     batch_sizes: list[int] = field(default_factory=lambda: [1])  # prompts decoded together

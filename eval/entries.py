@@ -121,6 +121,7 @@ def _entry(evaluation: Evaluation, row: Row, name: str, prompts: str) -> Entry:
     target_hash, prompts_hash = evaluation.hashes
     values = {**dataclasses.asdict(row), "target_hash": target_hash, "prompts_hash": prompts_hash}
     values["execution"] = evaluation.execution
+    values["verify"] = row.shared_verify  # a drafter with a rule of its own stands among those of its run
     origin = evaluation.origins.get(row.drafter)
     modelless = 0 if row.drafter_parameters == 0 else None  # there is nothing to read or to train
     return Entry(

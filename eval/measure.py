@@ -20,7 +20,7 @@ from decoding.target import Target
 from decoding.ties import choice_scores, first_difference, top_two_gap
 from eval.benchmarks import Benchmark, render_turns
 from eval.lossless import is_compared
-from eval.records import BASELINE, Arm, Condition, Record
+from eval.records import BASELINE, COUPLED, Arm, Condition, Record
 from training.data import Prompt
 from training.drafters import ALONE, Use
 
@@ -37,7 +37,7 @@ class Bench:
     tokenizer: Any
     benchmark: Benchmark
     settings: Settings
-    verify: str  # the rule where temperature > 0
+    verify: str  # the rule where temperature > 0, of the baseline and of drafters that name none
     uses: dict[str, Use]  # how the loop uses each drafter
     samples: int = 1  # generations of a prompt where temperature > 0
     repeats: int = 1  # times that each is run; the fastest counts
@@ -49,7 +49,7 @@ class Bench:
             self.settings,
             temperature=condition.temperature,
             num_draft_tokens=arm.num_draft_tokens,
-            verify=self.verify,
+            verify=self.rule_of(arm),
             **self.uses.get(arm.drafter, Use()).settings,
             costs=self.costs.get((arm.drafter, condition)),
         )
@@ -67,6 +67,19 @@ class Bench:
     def is_alone(self, arm: Arm) -> bool:
         """Whether the arm is another model than the target."""
         return self.uses.get(arm.drafter, Use()).schedule == ALONE
+
+    def rule_of(self, arm: Arm) -> str:
+        """The rule by which an arm decodes where temperature > 0."""
+        return "coupled" if arm == COUPLED else self.uses.get(arm.drafter, Use()).verify or self.verify
+
+    def baselines(self, condition: Condition) -> list[Arm]:
+        """Autoregressive decoding, by whose time drafters are judged, and once more coupled, where the text of some drafters alone is."""
+        some = self.verify != "coupled" and any(use.verify == "coupled" for use in self.uses.values())
+        return [BASELINE, COUPLED] if some and condition.temperature > 0 else [BASELINE]
+
+    def reference(self, condition: Condition, arm: Arm) -> Arm:
+        """The baseline whose text an arm's has to be, where it is compared."""
+        return self.baselines(condition)[-1] if self.rule_of(arm) == "coupled" else BASELINE
 
 
 def units_of(prompts: Sequence[Prompt], batch_size: int, first: int) -> list[tuple[int, list[Prompt]]]:
@@ -112,8 +125,8 @@ def runs_at(bench: Bench, condition: Condition) -> int:
 
 
 def decodings(bench: Bench, condition: Condition, prompts: Sequence[Prompt], arms: int) -> int:
-    """Batches that a unit decodes with the baseline and so many arms, turn after turn; fewer where a later turn outgrows the context."""
-    return runs_at(bench, condition) * _turns(prompts) * (1 + arms)
+    """Batches that a unit decodes with the baselines and so many arms, turn after turn; fewer where a later turn outgrows the context."""
+    return runs_at(bench, condition) * _turns(prompts) * (len(bench.baselines(condition)) + arms)
 
 
 def _turns(prompts: Sequence[Prompt]) -> int:
@@ -141,18 +154,18 @@ def _measure_sample(
         differing: dict[Arm, list[Generation]] = {}
         requests = [_request(sample, unit, turn, row) for row in range(len(present))]
         for again in range(bench.repeats):
-            for arm in rotate([BASELINE, *arms], unit + turn + sample + again):
+            for arm in rotate([*bench.baselines(condition), *arms], unit + turn + sample + again):
                 began = thread_time()
                 rows = bench.decode(condition, arm, prompts_ids, requests)
                 spent = thread_time() - began
                 done(arm, sum(len(row.tokens) for row in rows), rows[0].prefill_seconds + _seconds(rows))
                 if arm not in outputs or _faster(rows, outputs[arm]):
                     outputs[arm], busy[arm] = rows, spent
-                elif _texts(rows) != _texts(outputs[arm]) and is_compared(condition.temperature, bench.verify):
+                elif _texts(rows) != _texts(outputs[arm]) and is_compared(condition.temperature, bench.rule_of(arm)):
                     differing[arm] = rows
         # An arm that says two things is wrong in one of them: that one is kept, and told.
         for arm, rows in differing.items():
-            if _texts(outputs[arm]) == _texts(outputs[BASELINE]):
+            if _texts(outputs[arm]) == _texts(outputs[bench.reference(condition, arm)]):
                 outputs[arm] = rows
         records += _records(bench, condition, part, unit, sample, turn, present, prompts_ids, outputs, busy)
         for prompt, row in zip(present, outputs[BASELINE], strict=True):
@@ -206,11 +219,11 @@ def _records(
     outputs: dict[Arm, list[Generation]],
     busy: dict[Arm, float],
 ) -> list[Record]:
-    """A record for every row of every arm, held against the baseline's row."""
+    """A record for every row of every arm, held against the row of the baseline that it has to equal."""
     records = []
     for arm, rows in outputs.items():
         for number, (row, base, prompt, ids) in enumerate(
-            zip(rows, outputs[BASELINE], present, prompts_ids, strict=True)
+            zip(rows, outputs[bench.reference(condition, arm)], present, prompts_ids, strict=True)
         ):
             request = _request(sample, unit, turn, number)
             differs_at, gap = _difference(bench, condition, arm, row, base, ids, request)
@@ -240,7 +253,7 @@ def _difference(
     bench: Bench, condition: Condition, arm: Arm, row: Generation, base: Generation, ids: list[int], request: int
 ) -> tuple[int | None, float | None]:
     """(the first token that is not the baseline's, the gap between the target's two best ones there); None where equal or not to be compared."""
-    if bench.is_alone(arm) or not is_compared(condition.temperature, bench.verify):
+    if bench.is_alone(arm) or not is_compared(condition.temperature, bench.rule_of(arm)):
         return None, None
     at = first_difference(row.tokens, base.tokens)
     if at is None:

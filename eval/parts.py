@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -92,11 +92,11 @@ def weighed_widths(drafter: Drafter, deepest: int) -> list[int]:
 
 
 def frozen_costs(
-    bench: Bench, conditions: Sequence[Condition], prompt: Sequence[int], deepest: int, path: Path
+    bench: Bench, conditions: Sequence[Condition], prompt: Sequence[int], deepest: Mapping[str, int], path: Path
 ) -> None:
     """Fill bench.costs for the policies and drafters that weigh costs: from the run folder, or measured and written there first.
 
-    So a run that is taken up again decides as it did before.
+    So a run that is taken up again decides as it did before. deepest: the longest draft of each drafter.
     """
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for condition in conditions:
@@ -111,7 +111,7 @@ def frozen_costs(
                     drafter,
                     prompt,
                     bench.settings_at(condition, Arm(name, bench.settings.num_draft_tokens)),
-                    widths=weighed_widths(drafter, deepest),
+                    widths=weighed_widths(drafter, deepest[name]),
                     context=len(prompt) + bench.settings.max_new_tokens // 2,
                     batch_size=condition.batch_size,
                     windows=COST_WINDOWS,

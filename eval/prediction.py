@@ -72,6 +72,9 @@ class Costs:
     )  # of the drafter: fewer where the model need not run for every token
     overlapped: bool = False  # PEARL's schedule: the lanes run at the same time
     deepest: int | None = None  # longest draft (of trees: depth) to consider; None: all whose verification was timed
+    own_lengths: bool = (
+        False  # a stopping rule chooses them: what was measured is of that cap, and says nothing of others
+    )
 
     def V_at(self, width: float) -> float:
         """V, linear between measured widths. Raises ValueError outside of them: V is not flat and has jumps."""
@@ -96,6 +99,8 @@ class Costs:
     def gammas(self) -> range:
         """The draft lengths whose verification was timed."""
         longest = self.deepest or int(max(self.V)) - 1
+        if self.own_lengths:
+            return range(longest, longest + 1)
         return range(
             1, max(g for g in range(1, longest + 1) if g == 1 or 1 + _between(self.nodes, g) <= max(self.V)) + 1
         )
@@ -201,10 +206,12 @@ def verdict(alpha_D: Sequence[float | None], costs: Costs) -> Verdict:
     rest = f"the rest {costs.overhead:.2f}{doubt}"
     together = ", at the same time" if costs.overlapped else ""
     bill = (
-        f"a round at gamma={gamma} yields {tokens:.2f} tokens and costs {cost:.2f} target steps "
+        f"a round{'' if costs.own_lengths else f' at gamma={gamma}'} yields {tokens:.2f} tokens and costs {cost:.2f} target steps "
         f"(drafting {costs.draft(gamma):.2f}, verifying {costs.verify(gamma):.2f}{together}, {rest}), "
         f"where one token without a drafter costs {1 + costs.baseline_overhead:.2f}"
     )
+    if costs.own_lengths:
+        return Verdict(speedup > 1.0, gamma, speedup, f"by the formula {speedup:.2f}x: {bill}")
     if speedup > 1.0:
         return Verdict(True, gamma, speedup, f"the formula's best is gamma={gamma}, {speedup:.2f}x: {bill}")
     if costs.overlapped:

@@ -37,6 +37,8 @@ class Arm:
 
 
 BASELINE = Arm(AUTOREGRESSIVE, 0)
+# The same under coupled sampling, where some drafters alone are coupled: their text has to be this one's. Its time counts nowhere.
+COUPLED = Arm(f"{AUTOREGRESSIVE}, coupled", 0)
 
 
 @dataclass(frozen=True)

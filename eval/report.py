@@ -58,6 +58,7 @@ def page(rows: list[Row], records: Sequence[Record], provenance: Provenance) -> 
         _headlines(shown),
         section("All drafters", _tables(shown)),
         section("Where it wins and where it loses", _verdicts(shown)),
+        section("What a round must read and compute", _budgets(shown)),
         section("Against each other", _duels(shown, records)),
         section("Plots", _plots(rows, shown, records)),
         section("By category", _categories(shown)),
@@ -133,6 +134,17 @@ def _tables(shown: Sequence[Row]) -> str:
         + "."
     )
     return "".join(parts) + f'<p class="note">{escape(note)}</p>'
+
+
+def _budgets(shown: Sequence[Row]) -> str:
+    """Both budgets of every row, in one table."""
+    body = []
+    for label in dict.fromkeys(words.condition_label(row) for row in shown):
+        here = [row for row in shown if words.condition_label(row) == label]
+        body.append(tr([label, *words.baseline_budget_cells(here[0]).values()], "baseline"))
+        body += [tr([label, *words.budget_cells(row).values()]) for row in here]
+    columns = ["setting", *words.budget_cells(shown[0])]
+    return f'{table(columns, body)}<p class="note">{escape(words.limits_line(shown[0]))}.</p>'
 
 
 def _verdicts(shown: Sequence[Row]) -> str:

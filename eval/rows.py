@@ -13,6 +13,7 @@ import numpy as np
 from decoding.schedules import SCHEDULES, WALL
 from decoding.stats import LOOPING_BELOW
 from eval import metrics, prediction
+from eval.budgets import UNKNOWN, Shapes, row_budgets
 from eval.lossless import OTHER, Equality, judge
 from eval.parts import Slice, median_parts
 from eval.records import AUTOREGRESSIVE, Arm, Condition, Record
@@ -81,16 +82,19 @@ def build_row(
     records: Sequence[Record],
     units: Sequence[Unit],
     pool: Pool,
+    shapes: Shapes = UNKNOWN,
 ) -> Row:
-    """One row from the records of one drafter at one draft length under one condition."""
+    """One row from the records of one drafter at one draft length under one condition. shapes: what its models read and compute."""
     first = records[0]
     equality = Equality(OTHER, "the drafter's own text") if facts.schedule == ALONE else None
-    equality = equality or judge(records, verify=run.verify, dtype=run.dtype)
+    rule = facts.verify or run.verify
+    equality = equality or judge(records, verify=rule, dtype=run.dtype)
     judged = _verdict(facts, pool)
     shared = dataclasses.asdict(run)
     del shared["bootstrap_resamples"]
     return Row(
-        **{**shared, "verify": run.verify if first.temperature else "greedy"},
+        **{**shared, "verify": rule if first.temperature else "greedy"},
+        run_verify=run.verify if first.temperature else "greedy",
         part=first.part,
         drafter=facts.name,
         drafter_layers=facts.layers,
@@ -116,6 +120,7 @@ def build_row(
         helps=judged.helps,
         verdict=judged.text,
         categories=_categories(units, run),
+        **row_budgets(shapes, facts, units, parts.context),
     )
 
 
@@ -224,7 +229,11 @@ def _headline(units: Sequence[Unit], run: RunFacts) -> dict[str, Any]:
 
 
 def build_rows(
-    run: RunFacts, facts: dict[str, DrafterFacts], slices: Sequence[Slice], records: Sequence[Record]
+    run: RunFacts,
+    facts: dict[str, DrafterFacts],
+    slices: Sequence[Slice],
+    records: Sequence[Record],
+    shapes: Shapes = UNKNOWN,
 ) -> list[Row]:
     """All rows of a run: conditions, parts, drafters and draft lengths in the order in which they were measured."""
     rows = []
@@ -236,7 +245,7 @@ def build_rows(
             parts = median_parts(slices, name, condition, part)
             pool = pool_of(name, condition, part, facts[name], slices, records, run.max_new_tokens)
             for mine, units in by_gamma.values():
-                rows.append(build_row(run, facts[name], parts, mine, units, pool))
+                rows.append(build_row(run, facts[name], parts, mine, units, pool, shapes))
     return rows
 
 

@@ -14,12 +14,13 @@ from typing import Any
 from decoding.errors import UserError
 from decoding.schedules import SCHEDULES, batch_type
 from decoding.stopping import RoundCosts
+from eval.budgets import with_limits
 from eval.config import EvalConfig
 from eval.records import Record
 from eval.report import Provenance, write_report
 from eval.rows import build_rows
 from eval.schema import Row, read_rows, write_rows
-from eval.session import Session, drafting, generations, prompts_by_part
+from eval.session import Session, drafting, generations, most_tokens, prompts_by_part
 from eval.setup import Loaded, check, conditions, load
 from eval.table import print_table
 from eval.texts import Text, texts_of
@@ -62,9 +63,10 @@ def run(cfg: EvalConfig) -> Path:
         loaded = load(cfg)
         check_plan(cfg, loaded)
         folder.write_manifest(loaded.inputs, {}, finished=False)
+        shapes = with_limits(loaded.shapes, most_tokens(cfg, loaded), folder.path / "limits.json")
         session = Session(cfg, loaded, folder.path)
         session.measure()
-        rows = build_rows(loaded.run, loaded.facts, session.slices, session.records)
+        rows = build_rows(loaded.run, loaded.facts, session.slices, session.records, shapes)
         write_rows(results, rows)
         write_report(report, rows, session.records, _provenance(cfg, folder, loaded, rows, session.records))
         folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)
@@ -86,16 +88,20 @@ def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     """
     generations(cfg, loaded)
     for name, use in loaded.bench.uses.items():
+        drafter, rule = loaded.bench.drafters[name], use.verify or cfg.verify
         if use.schedule in SCHEDULES:
             costs = RoundCosts(1.0, (1.0,))  # none are needed to see whether the rest fits
             for size in cfg.batch_sizes:
-                batch_type(use.schedule, loaded.bench.drafters[name], cfg.verify, use.stopping or "fixed", costs, size)
+                batch_type(use.schedule, drafter, rule, use.stopping or "fixed", costs, size)
+        if rule == "block" and drafter.caps.shape == "tree" and max(cfg.temperatures) > 0:
+            raise UserError(
+                f"drafters: {name} proposes trees, and verify=block tests chains. Give its mapping verify: token or coupled."
+            )
 
 
 def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     """What a run would do, and at most how many tokens it would emit."""
     batches = generations(cfg, loaded)
-    tokens = cfg.max_new_tokens * sum(count * condition.batch_size for condition, count in batches.items())
     drafters = ", ".join(loaded.facts)
     prompts = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in loaded.bench.benchmark.counts.items())
     print(f"target: {loaded.run.target} ({loaded.run.backend}, {loaded.run.dtype}, {loaded.run.device})")
@@ -103,7 +109,9 @@ def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     print(f"prompts of {loaded.bench.benchmark.name}: {prompts}")
     print(f"draft lengths: {_draft_lengths(cfg, loaded)}")
     print(f"conditions: {', '.join(condition.label for condition in conditions(cfg))}")
-    print(f"would decode {sum(batches.values())} batches, at most {tokens} tokens, into {cfg.output_dir}")
+    print(
+        f"would decode {sum(batches.values())} batches, at most {most_tokens(cfg, loaded)} tokens, into {cfg.output_dir}"
+    )
 
 
 def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:
@@ -151,7 +159,16 @@ def _provenance(
 
 
 def _draft_lengths(cfg: EvalConfig, loaded: Loaded) -> str:
-    """How they come about, and on what prompts."""
+    """How they come about, and on what prompts; apart from these the caps of rules that choose lengths by themselves."""
+    caps: dict[int, list[str]] = {}
+    for name, facts in loaded.facts.items():
+        if facts.own_cap is not None:
+            caps.setdefault(facts.own_cap, []).append(name)
+    own = [f"up to {cap} by the stopping rule of {', '.join(names)}" for cap, names in caps.items()]
+    return "; ".join([_given_or_swept(cfg, loaded), *own])
+
+
+def _given_or_swept(cfg: EvalConfig, loaded: Loaded) -> str:
     lengths = ", ".join(map(str, cfg.num_draft_tokens))
     count = len(prompts_by_part(cfg, loaded)[0])
     if not count:

@@ -23,6 +23,8 @@ class DrafterFacts:
     stopping: str = "fixed"  # the policy that ends a draft early
     schedule: str = "serial"
     length_rule: str = "predicted"  # by which it got its draft length: see eval.lengths
+    verify: str | None = None  # its own rule where temperature > 0; None: the run's
+    own_cap: int | None = None  # where its stopping rule chooses the lengths: the most of them (length_rule "cap")
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,16 @@ class Category:
 
 
 @dataclass(frozen=True)
+class RoundBudget:
+    """What a mean round of a batch must read and compute at least, and the share of what the machine can do that it reached."""
+
+    megabytes: float  # weights, and keys and values of the committed tokens
+    megaflop: float  # a multiplication and an addition are two
+    bandwidth_share: float | None  # of plain reading; None: not measured
+    operations_share: float | None  # of a plain product; None: not measured
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of results.jsonl. Times in ms, rates in tokens/s without prefill, ratios plain."""
 
@@ -94,11 +106,13 @@ class Row:
     repetition_penalty: float
     allowed: str
     max_new_tokens: int
-    num_draft_tokens: int
-    length_rule: str  # by which it was found: see eval.lengths
+    num_draft_tokens: (
+        int  # the most of a round: a given or chosen length, or the cap of a rule that chooses lengths itself
+    )
+    length_rule: str  # which of these, and by what it was found: see eval.lengths
     schedule: str
     stopping: str
-    verify: str
+    verify: str  # the row's own rule
     lossless: str  # see eval.lossless
     lossless_detail: str
     alpha: float | None
@@ -154,6 +168,16 @@ class Row:
     context: int
     seed: int
     hardware: str
+    run_verify: str = ""  # the rule of the run and its baseline; `verify` is another one where the drafter has its own
+    budget: RoundBudget | None = None  # None: what a step reads is not known
+    baseline_budget: RoundBudget | None = None  # of an autoregressive step
+    reading_gigabytes_per_second: float | None = None  # plain, on this machine; None: not measured
+    product_gigaflop_per_second: float | None = None  # plain, on this machine; None: not measured
+
+    @property
+    def shared_verify(self) -> str:
+        """The rule that rows under one condition stand under together."""
+        return self.run_verify or self.verify
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
@@ -177,4 +201,6 @@ def _row(values: dict[str, Any]) -> Row:
     for key in ("t_target_ms", "V"):  # JSON has no integer keys
         values[key] = {int(n): value for n, value in values[key].items()}
     values["categories"] = [Category(**part) for part in values["categories"]]
+    for key in ("budget", "baseline_budget"):
+        values[key] = RoundBudget(**values[key]) if values.get(key) else None
     return Row(**values)

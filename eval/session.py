@@ -13,10 +13,11 @@ from pathlib import Path
 from decoding.errors import UserError
 from eval.benchmarks import spread
 from eval.config import EvalConfig
+from eval.lengths import longest, swept
 from eval.measure import decodings, measure_unit, units_of
 from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, read_slices, time_slice
 from eval.prediction import predicted_speedup
-from eval.records import BASELINE, Arm, Condition, Record, append_records, read_records, stalled, write_records
+from eval.records import Arm, Condition, Record, append_records, read_records, stalled, write_records
 from eval.rows import pool_of
 from eval.setup import Loaded, conditions, middle_prompt, warm_up, widths
 from training.data import Prompt
@@ -46,14 +47,14 @@ class Session:
         """Measure everything that is missing."""
         bench, cfg = self.loaded.bench, self.cfg
         total = sum(generations(cfg, self.loaded).values())
-        deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
+        deepest = {name: longest(facts, cfg) for name, facts in self.loaded.facts.items()}
         frozen_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file)
         warm_up(self.loaded, self.cfg)
         with ProgressBar("eval", total) as bar:
             progress = _Progress(bar)
             for condition in conditions(self.cfg):
                 sweep, main = split(self.cfg, self.loaded, condition)
-                arms = [Arm(name, gamma) for name in drafting(self.loaded) for gamma in self.cfg.sweep]
+                arms = [Arm(name, gamma) for name, facts in self.loaded.facts.items() for gamma in swept(facts, cfg)]
                 self._measure_units(condition, "sweep", sweep, arms, progress)
                 self._measure_units(condition, "main", main, self._chosen_arms(condition), progress)
 
@@ -63,7 +64,7 @@ class Session:
         for index, (unit, prompts) in enumerate(units):
             place = (condition, part, unit)
             have = [record for record in self.records if (record.condition, record.part, record.unit) == place]
-            if _complete(have, arms):
+            if _complete(have, [*self.loaded.bench.baselines(condition), *arms]):
                 progress.skip(decodings(self.loaded.bench, condition, prompts, len(arms)))
                 continue
             # A unit that a killed run wrote in part is measured again as a whole: its pairs must be neighbours in time.
@@ -84,7 +85,7 @@ class Session:
 
     def _time_parts(self, condition: Condition, part: str) -> None:
         bench, repeats = self.loaded.bench, self.cfg.timing_repeats
-        new = time_slice(bench, condition, part, self._prompt, widths(self.cfg, bench.drafters.values()), repeats)
+        new = time_slice(bench, condition, part, self._prompt, widths(self.cfg, self.loaded), repeats)
         self.slices += new
         append_slices(self.slices_file, new)
 
@@ -96,7 +97,9 @@ class Session:
         return arms + [Arm(name, gamma) for name in names for gamma in self._lengths(name, condition)]
 
     def _lengths(self, name: str, condition: Condition) -> list[int]:
-        rule = self.loaded.facts[name].length_rule
+        rule, own_cap = self.loaded.facts[name].length_rule, self.loaded.facts[name].own_cap
+        if own_cap is not None:
+            return [own_cap]
         if rule == "given":
             return self.cfg.num_draft_tokens
         if rule == "own":
@@ -122,7 +125,7 @@ class Session:
 
 
 def _complete(have: Sequence[Record], arms: Sequence[Arm]) -> bool:
-    counts = {arm: sum(record.arm == arm for record in have) for arm in (BASELINE, *arms)}
+    counts = {arm: sum(record.arm == arm for record in have) for arm in arms}
     return min(counts.values()) > 0 and len(set(counts.values())) == 1
 
 
@@ -155,8 +158,11 @@ def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[G
 
 def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
     """Batches decoded under each condition, for the progress bar and the dry run."""
-    drafters, lengths = len(drafting(loaded)), max(len(cfg.num_draft_tokens), 1)
-    arms = (drafters * len(cfg.sweep), len(loaded.facts) - drafters + drafters * lengths)
+    everyone, given = loaded.facts.values(), len(cfg.num_draft_tokens)
+    arms = (
+        sum(len(swept(facts, cfg)) for facts in everyone),
+        sum(given if facts.length_rule == "given" else 1 for facts in everyone),
+    )
     return {
         condition: sum(
             decodings(loaded.bench, condition, prompts, count)
@@ -165,6 +171,12 @@ def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
         )
         for condition in conditions(cfg)
     }
+
+
+def most_tokens(cfg: EvalConfig, loaded: Loaded) -> int:
+    """Tokens that the run emits at most."""
+    batches = generations(cfg, loaded)
+    return cfg.max_new_tokens * sum(count * condition.batch_size for condition, count in batches.items())
 
 
 class _Progress:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from decoding.chooser import SAMPLING
 from decoding.compatible import load_tokenizer
-from decoding.drafter import Drafter
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings
@@ -21,16 +21,16 @@ from decoding.sampling import Warper
 from decoding.schedules import WALL
 from decoding.target import Target, device_of, load_target
 from eval.benchmarks import load_benchmark, render_turns
+from eval.budgets import Shapes, shapes_of
 from eval.config import EvalConfig
-from eval.lengths import rule_of
+from eval.lengths import longest, own_cap_of, rule_of, tried
 from eval.measure import Bench
-from eval.records import BASELINE, Arm, Condition
+from eval.records import Arm, Condition
 from eval.schema import DrafterFacts, RunFacts
 from training import drafters as drafter_list
 from training.paths import imported, resolve
 from training.run_folder import hardware
 
-SAMPLING_RULES = ("token", "block", "coupled")
 WARM_UP_TOKENS = 24
 EMBEDDED = "embedded:"  # how a configuration names what ships with the project
 
@@ -51,10 +51,11 @@ def check(cfg: EvalConfig) -> None:
         ("batch_sizes", cfg.batch_sizes, min(cfg.batch_sizes, default=0) >= 1, "one or more whole numbers from 1 up"),
         ("num_draft_tokens", cfg.num_draft_tokens, min(cfg.num_draft_tokens, default=1) >= 1, "numbers from 1 up"),
         ("sweep", cfg.sweep, min(cfg.sweep, default=1) >= 1, "numbers from 1 up, or [] for no sweep"),
+        ("max_draft_tokens", cfg.max_draft_tokens, cfg.max_draft_tokens >= 1, "a whole number from 1 up"),
         ("samples", cfg.samples, cfg.samples >= 1, "1 or more"),
         ("repeats", cfg.repeats, cfg.repeats >= 1, "1 or more"),
         ("max_new_tokens", cfg.max_new_tokens, cfg.max_new_tokens >= 2, "2 or more: one token leaves nothing to draft"),
-        ("verify", cfg.verify, cfg.verify in SAMPLING_RULES, _one_of(SAMPLING_RULES)),
+        ("verify", cfg.verify, cfg.verify in SAMPLING, _one_of(SAMPLING)),
         ("target.execution", cfg.target.execution, cfg.target.execution in ("", *EXECUTIONS), _one_of(EXECUTIONS)),
     ):
         if not fine:
@@ -81,6 +82,7 @@ class Loaded:
     facts: dict[str, DrafterFacts]
     prompt_file: Path
     inputs: list[Path]  # for the manifest
+    shapes: Shapes  # what its models read and compute
 
 
 def load(cfg: EvalConfig) -> Loaded:
@@ -116,14 +118,20 @@ def load(cfg: EvalConfig) -> Loaded:
         max_new_tokens=cfg.max_new_tokens,
         limit=cfg.max_prompts,
     )
+    caps = {
+        name: own_cap_of(name, uses[name], drafter.caps, target, cfg.max_draft_tokens)
+        for name, drafter in drafters.items()
+    }
     facts = {
-        name: facts_of(name, drafter, uses[name], bool(cfg.num_draft_tokens)) for name, drafter in drafters.items()
+        name: facts_of(name, drafter, uses[name], bool(cfg.num_draft_tokens), caps[name])
+        for name, drafter in drafters.items()
     }
     inputs = [folder, prompt_file, *([sweep_file] if sweep_file else [])]
     inputs += [Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping]
     settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
     bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats)
-    return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs)
+    shapes = shapes_of(folder, target, mappings, drafters)
+    return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs, shapes)
 
 
 def _sweep_file(cfg: EvalConfig) -> Path | None:
@@ -192,8 +200,8 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
     )
 
 
-def facts_of(name: str, drafter: Any, use: drafter_list.Use, lengths_given: bool) -> DrafterFacts:
-    """What rows say of a drafter; lengths_given: whether the user names the draft lengths."""
+def facts_of(name: str, drafter: Any, use: drafter_list.Use, lengths_given: bool, own_cap: int | None) -> DrafterFacts:
+    """What rows say of a drafter; lengths_given: whether the user names the draft lengths; own_cap: see eval.lengths."""
     return DrafterFacts(
         name=name,
         layers=drafter.num_layers,
@@ -201,19 +209,23 @@ def facts_of(name: str, drafter: Any, use: drafter_list.Use, lengths_given: bool
         one_pass=drafter.caps.steps == "round",
         stopping=use.stopping or "fixed",
         schedule=use.schedule,
-        length_rule=rule_of(use.schedule, lengths_given),
+        length_rule=rule_of(use.schedule, lengths_given, own_cap),
+        verify=use.verify,
+        own_cap=own_cap,
     )
 
 
-def widths(cfg: EvalConfig, drafters: Iterable[Drafter]) -> list[int]:
+def widths(cfg: EvalConfig, loaded: Loaded) -> list[int]:
     """Numbers of new tokens at which the target is timed: one, and every proposal with the token before it.
 
-    Of wide trees a few: V between two of them is taken from the line through them.
+    Of wide trees, and of chains that are longer than any of the sweep, a few: V between two of them is taken from the line through them.
     """
-    deepest = max([*cfg.num_draft_tokens, *cfg.sweep])
+    drafters, deepest = loaded.bench.drafters, max([*cfg.num_draft_tokens, *cfg.sweep])
     chain = range(1, deepest + 2)
-    widest = max([deepest, *(drafter.width(deepest) for drafter in drafters)]) + 1
-    return [*chain, *(n for n in range(16, widest, 16) if n > deepest + 1), *([widest] if widest > deepest + 1 else [])]
+    capped = max((facts.own_cap or 0 for facts in loaded.facts.values()), default=0)
+    widest = max(drafter.width(longest(loaded.facts[name], cfg)) for name, drafter in drafters.items()) + 1
+    further = {*range(deepest + 5, capped + 1, 4), *range(16, widest, 16), capped + 1, widest}
+    return [*chain, *sorted(n for n in further if n > deepest + 1)]
 
 
 def middle_prompt(bench: Bench) -> list[int]:
@@ -231,6 +243,6 @@ def warm_up(loaded: Loaded, cfg: EvalConfig) -> None:
     brief = dataclasses.replace(loaded.bench.settings, max_new_tokens=min(WARM_UP_TOKENS, cfg.max_new_tokens))
     short = dataclasses.replace(loaded.bench, settings=brief)
     for condition in conditions(cfg):
-        arms = [Arm(name, gamma) for name in loaded.bench.drafters for gamma in {*cfg.sweep, *cfg.num_draft_tokens}]
-        for arm in [BASELINE, *arms]:
+        arms = [Arm(name, gamma) for name, facts in loaded.facts.items() for gamma in tried(facts, cfg)]
+        for arm in [*loaded.bench.baselines(condition), *arms]:
             short.decode(condition, arm, [ids] * condition.batch_size)

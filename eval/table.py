@@ -10,10 +10,13 @@ from rich.text import Text
 from eval.schema import Row
 from eval.words import (
     DEFINITIONS,
+    baseline_budget_cells,
     baseline_cells,
+    budget_cells,
     cells,
     condition_label,
     disturbance,
+    limits_line,
     main_rows,
     threads,
     verdict_line,
@@ -26,7 +29,7 @@ NARROW = ["drafter", "speedup [95 %]", "tokens/s", "gamma", "alpha", "tau"]
 
 
 def print_table(rows: list[Row], console: Console | None = None) -> None:
-    """Print what to be wary of, one table a condition, the words under it, and a verdict for every row."""
+    """Print what to be wary of, one table a condition, both budgets of the rows, the words, and a verdict for every row."""
     console = console or Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -37,6 +40,9 @@ def print_table(rows: list[Row], console: Console | None = None) -> None:
         console.print()
         console.print(_table([row for row in shown if condition_label(row) == label], label, console))
     console.print()
+    console.print(Text(f"{limits_line(shown[0])}.", style="bold"), soft_wrap=not console.is_terminal)
+    console.print(_budgets(shown, console))
+    console.print()
     for word, meaning in DEFINITIONS.items():
         if word != "distinct-4":
             console.print(Text.assemble((f"{word:>11}  ", "bold"), (meaning, "dim")), soft_wrap=not console.is_terminal)
@@ -46,6 +52,21 @@ def print_table(rows: list[Row], console: Console | None = None) -> None:
         clear = "green" if (row.speedup_low or 0) > 1 and not disturbance(shown) else "yellow"
         text = Text.assemble((f"{which}: ", "bold"), (measured, clear), (f" {predicted}", "dim"))
         console.print(text, soft_wrap=not console.is_terminal)
+
+
+def _budgets(shown: list[Row], console: Console) -> Table:
+    """One compact table for all conditions."""
+    box_style = box.SIMPLE_HEAD if console.is_terminal else box.ASCII
+    table = Table(box=box_style, pad_edge=False)
+    for name in budget_cells(shown[0]):
+        table.add_column(name, justify="left" if name == "drafter" else "right")
+    for label in dict.fromkeys(condition_label(row) for row in shown):
+        here = [row for row in shown if condition_label(row) == label]
+        table.add_section()
+        table.add_row(Text(label, style="dim"))
+        for texts in (baseline_budget_cells(here[0]), *map(budget_cells, here)):
+            table.add_row(*texts.values())
+    return table
 
 
 def _table(rows: list[Row], label: str, console: Console) -> Table:

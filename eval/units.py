@@ -150,6 +150,7 @@ def pool_counts(
         steps={gamma: count * steps for gamma, (count, steps) in nodes.items()},
         overlapped=overlapped,
         deepest=max(*judged, *timed),
+        own_lengths=facts.own_cap is not None,
     )
     overhead, baseline_overhead = _overheads(timed, facts, parts_then, replace(costs, **_ratios(parts_then)), limit)
     return Pool(passes, replace(costs, overhead=overhead, baseline_overhead=baseline_overhead))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from decoding.policies import EAGER
 from decoding.schedules import VIRTUAL, WALL
 from decoding.stats import LOOPING_BELOW
-from eval.lengths import RULES
-from eval.schema import Row
+from decoding.yardsticks import SLOW_YARDSTICK
+from eval.budgets import NO_LIMITS
+from eval.lengths import OWN, RULES
+from eval.schema import RoundBudget, Row
 
 # Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
 UNDISTURBED = 0.9
@@ -18,7 +20,7 @@ DEFINITIONS: dict[str, str] = {
     "threads, dtype and loop, interleaved. In brackets the 95 % interval of a paired bootstrap over prompts.",
     "gamma": "the most draft tokens of a round (a stopping rule may end it earlier), which the target checks in one forward pass. Where none is "
     "given, a sweep over several lengths on other prompts chooses one: the highest speedup that the formula gives for what was measured there "
-    "(under an overlapped schedule the highest measured).",
+    "(under an overlapped schedule the highest measured). Behind <= stands the cap of a row that chooses its lengths itself, which no sweep chose.",
     "drafted": "draft tokens of a round, on average: below gamma where rounds end early or nothing is offered, above it for trees.",
     "alpha": "acceptance rate: draft tokens that pass, of those tested. A token is tested when all before it passed.",
     "tau": "block efficiency: tokens emitted per target forward, the target's own bonus token included; 1 without a "
@@ -41,7 +43,7 @@ DEFINITIONS: dict[str, str] = {
 def drafter_label(row: Row) -> str:
     """Name with its size: `mine (1 layer, 3.1 M)`."""
     usual = ("serial", "fixed", "cost_ratio")  # a name that was given a policy says so itself
-    used = [word for word in (row.schedule, row.stopping) if word not in usual]
+    used = [word for word in (row.schedule, row.stopping, own_rule(row)) if word and word not in usual]
     said = row.drafter.lower().replace(" ", "_")
     eager = ["eager"] if row.stopping in EAGER and row.device.startswith("cuda") else []
     name = ", ".join([row.drafter, *(word for word in used if word not in said), *eager])
@@ -62,8 +64,17 @@ def threads(row: Row) -> str:
 
 
 def condition_label(row: Row) -> str:
-    """`temperature 1, token verification`, with the batch where it is not 1."""
-    rule = "greedy" if row.temperature == 0 else f"temperature {row.temperature:g}, {row.verify} verification"
+    """`temperature 1, token verification`, with the batch where it is not 1: what the rows of one table share."""
+    return _setting(row, row.shared_verify)
+
+
+def own_rule(row: Row) -> str:
+    """The rule by which this drafter alone is verified; empty where it is the run's."""
+    return row.verify if row.verify != row.shared_verify else ""
+
+
+def _setting(row: Row, verify: str) -> str:
+    rule = "greedy" if row.temperature == 0 else f"temperature {row.temperature:g}, {verify} verification"
     return rule + (f", batch {row.batch_size}" if row.batch_size > 1 else "")
 
 
@@ -88,7 +99,7 @@ def cells(row: Row) -> dict[str, str]:
         "speedup [95 %]": with_interval(row.speedup, row.speedup_low, row.speedup_high),
         "not looping": f"{times(row.headline_speedup)} ({row.headline_prompts})",
         "tokens/s": number(row.tokens_per_second, 1) + (" virtual" if row.schedule in VIRTUAL else ""),
-        "gamma": str(row.num_draft_tokens or "–"),
+        "gamma": gamma_cell(row),
         "drafted": number(row.drafted, 1) if row.num_draft_tokens else "–",
         "alpha": number(row.alpha),
         "tau": number(row.tau),
@@ -98,6 +109,49 @@ def cells(row: Row) -> dict[str, str]:
         "predicted": times(row.predicted_speedup),
         "output": row.lossless,
     }
+
+
+def gamma_cell(row: Row) -> str:
+    """The draft length; behind `<=` a cap below which the row chose its own, nothing where nothing is drafted."""
+    if not row.num_draft_tokens:
+        return "–"
+    return f"<= {row.num_draft_tokens}" if row.length_rule in OWN else str(row.num_draft_tokens)
+
+
+def budget_cells(row: Row) -> dict[str, str]:
+    """Both budgets of the row's mean round: column -> text, in order."""
+    return {"drafter": drafter_label(row), **_budget(row.budget, row.schedule in VIRTUAL)}
+
+
+def baseline_budget_cells(row: Row) -> dict[str, str]:
+    """The same of an autoregressive step."""
+    return {"drafter": "none (autoregressive)", **_budget(row.baseline_budget, False)}
+
+
+def _budget(budget: RoundBudget | None, virtual: bool) -> dict[str, str]:
+    if budget is None:
+        return dict.fromkeys(("MB read", "of reading", "MFLOP", "of computing"), "not known")
+    return {
+        "MB read": f"{budget.megabytes:.3g}" if budget.megabytes < 100 else f"{budget.megabytes:.0f}",
+        "of reading": _share(budget.bandwidth_share, virtual),
+        "MFLOP": f"{budget.megaflop:.3g}" if budget.megaflop < 100 else f"{budget.megaflop:.0f}",
+        "of computing": _share(budget.operations_share, virtual),
+    }
+
+
+def _share(share: float | None, virtual: bool) -> str:
+    if share is None:
+        return "virtual clock" if virtual else "not measured"
+    return f"{100 * share:.3g} %" + (f" ({SLOW_YARDSTICK})" if share > 1 else "")
+
+
+def limits_line(row: Row) -> str:
+    """What stands over the budgets: what they are, and what they are held against."""
+    what = "What a mean round must read (weights, keys and values) and compute, both models together, at the least"
+    if row.reading_gigabytes_per_second is None or row.product_gigaflop_per_second is None:
+        return f"{what}; the machine's limits were not measured ({NO_LIMITS})"
+    reading, computing = row.reading_gigabytes_per_second, row.product_gigaflop_per_second
+    return f"{what}; shares reached of plain reading ({reading:.1f} GB/s) and of a plain product ({computing:.0f} GFLOP/s), measured before"
 
 
 def baseline_cells(row: Row) -> dict[str, str]:
@@ -168,7 +222,7 @@ def verdict_line(row: Row) -> tuple[str, str, str]:
             "speed changed in between. Trust the measured one."
         )
     clock = ", virtual clock" if row.schedule in VIRTUAL else ""
-    return f"{row.drafter}, {condition_label(row)}{clock}", measured, predicted
+    return f"{row.drafter}, {_setting(row, row.verify)}{clock}", measured, predicted
 
 
 def warnings(rows: list[Row]) -> list[str]:

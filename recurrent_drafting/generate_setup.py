@@ -15,7 +15,8 @@ from decoding.loop import Settings
 from decoding.target import load_target
 from recurrent_drafting.generate_config import GenerateConfig
 from training.config import refuse_parallel
-from training.drafters import Use, build, describe, uses
+from training.drafter_use import Use, check_not_evaluated
+from training.drafters import build, describe, uses
 from training.paths import resolve
 
 NONE = "none"  # drafter=none: plain decoding
@@ -109,6 +110,7 @@ def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[D
         shape = {"beam_width": cfg.beam_width, "draws": cfg.draws, "by_cost": cfg.by_cost}
         mapping |= {key: value for key, value in shape.items() if key not in entry}
     use = uses(mappings, Use(cfg.stopping))
+    check_not_evaluated(name, use[name])
     if use[name].schedule != "serial":
         raise UserError(
             f"drafter {name} has schedule={use[name].schedule}, expected serial: eval.run measures the others."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from glob import glob
 from inspect import signature
@@ -17,60 +17,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from decoding.chain import ChainDrafter
 from decoding.compatible import check_same_tokenizer
-from decoding.drafter import Caps, Drafter
+from decoding.drafter import Drafter
 from decoding.errors import UserError
 from decoding.folder import read_json
-from decoding.policies import NAMES
-from decoding.schedules import SCHEDULES, UNTAUGHT, WALL, usual_stopping
+from decoding.schedules import WALL
 from decoding.with_lookup import ChainWithLookup, LookupFirst, check_lookup_before
 from decoding.worker import RemoteChain
 from training.config import TargetConfig
 from training.drafter_folder import CARD
+from training.drafter_use import ALONE, USE, Use
 from training.heads import check_fits, head_of
 from training.paths import imported, resolve
 
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
-ALONE = "alone"  # the schedule of a drafter that writes its own text, without the target: the end of the scale
-
-
-@dataclass(frozen=True)
-class Use:
-    """How the loop uses a drafter: keys of its mapping that say nothing of how it is made."""
-
-    stopping: str | None = None  # None: the drafter's usual one
-    stopping_threshold: float | None = None
-    schedule: str = "serial"
-    lookup: int | None = None  # tokens of a match in the row's own text, copied before the model is asked; None: never
-
-    def __post_init__(self) -> None:
-        for key, found, known in (
-            ("stopping", self.stopping, NAMES),
-            ("schedule", self.schedule, ("serial", *SCHEDULES, ALONE)),
-        ):
-            if found is not None and found not in known:
-                raise UserError(f"{key} '{found}' is unknown, expected one of {', '.join(known)}.")
-        if self.schedule in SCHEDULES and self.stopping not in (None, *UNTAUGHT):
-            raise UserError(
-                f"schedule '{self.schedule}' with stopping '{self.stopping}': what a chunk became is known too late for a policy that learns; "
-                f"take {' or '.join(UNTAUGHT)}."
-            )
-        if self.lookup is not None and self.schedule != "serial":
-            raise UserError(
-                f"lookup={self.lookup} with schedule '{self.schedule}': what a lookup has read of a chunk cannot be taken back when the chunk is "
-                "thrown away, so it goes with schedule=serial alone. Leave lookup= out, or take schedule=serial."
-            )
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The fields of decoding.loop.Settings among them."""
-        return {"stopping": self.stopping, "stopping_threshold": self.stopping_threshold, "schedule": self.schedule}
-
-    def settled(self, caps: Caps) -> Use:
-        """With the usual policy of such a drafter where none is named."""
-        return self if self.stopping else replace(self, stopping=usual_stopping(caps, self.schedule))
-
-
-USE = tuple(one.name for one in fields(Use))
 CHAIN = "decoding.chain.ChainDrafter"
 CONF = Path(__file__).resolve().parent.parent / "conf" / "drafter"
 
@@ -85,7 +44,7 @@ def describe(entries: Sequence[Any], target: TargetConfig, control: bool) -> dic
         mapping = _mapping(entry, target)
         name = str(mapping.get("name") or Path(str(mapping.get("folder", mapping["_target_"]))).name)
         if "name" not in mapping:
-            name += "".join(f"+{mapping[key]}" for key in ("schedule", "stopping") if key in mapping)
+            name += "".join(f"+{mapping[key]}" for key in ("schedule", "stopping", "verify") if key in mapping)
             name += "+lookup" * ("lookup" in mapping)
         if name in found:
             raise UserError(

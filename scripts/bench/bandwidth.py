@@ -23,8 +23,9 @@ import torch
 
 from decoding.budget import Budget, forward_budget
 from decoding.native import NativeTarget
+from decoding.yardsticks import per_second, product, readers
 from scripts.bench import random_models
-from scripts.bench.common import judged, options, per_second, product, readers, save, take_turns
+from scripts.bench.common import judged, options, save, take_turns
 from scripts.bench.random_models import Shape
 from training.models import dtype_of
 

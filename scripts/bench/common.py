@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decoding import cuda
 from decoding.errors import UserError
+from decoding.yardsticks import SLOW_YARDSTICK
 from training.checkpoint import write_text
 from training.config import plain, typed
 from training.help import field_docs
@@ -22,7 +23,6 @@ from training.run_folder import git_revision, hardware, versions
 
 Options = TypeVar("Options")
 RESULTS = Path(__file__).resolve().parent / "results"
-SLOW_YARDSTICK = "yardstick read slowly: not valid"
 
 
 def options(schema: type[Options]) -> Options:
@@ -80,43 +80,6 @@ def timed(function: Callable[[], Any]) -> float:
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
-
-
-def readers(size_bytes: int, dtype: torch.dtype, device: str) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Name -> (what only reads `size_bytes` of memory, bytes that it moves): the limit of whatever has to read as much."""
-    columns = 4096
-    matrix = torch.ones(max(1, size_bytes // dtype.itemsize // columns), columns, dtype=dtype, device=device)
-    vector = torch.ones(columns, dtype=dtype, device=device)
-    held = matrix.numel() * dtype.itemsize
-    found: dict[str, tuple[Callable[[], Any], int]] = {
-        "sum": (matrix.sum, held),
-        "matrix-vector product": (lambda: matrix @ vector, held),
-    }
-    if device.startswith("cuda"):
-        other = torch.empty_like(matrix)
-        found["copy"] = (lambda: other.copy_(matrix), 2 * held)
-    return found
-
-
-def product(dtype: torch.dtype, device: str, side: int) -> tuple[Callable[[], Any], int]:
-    """(A product of two square matrices, its operations): the limit of whatever computes."""
-    left, right = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
-    return lambda: left @ right, 2 * side**3
-
-
-def per_second(action: Callable[[], Any], device: str, times: int) -> float:
-    """Calls a second of `times` calls, waited for at the end."""
-    cuda.synchronize(torch.device(device))
-    began = time.perf_counter()
-    for _ in range(times):
-        action()
-    cuda.synchronize(torch.device(device))
-    return times / (time.perf_counter() - began)
-
-
-def fastest(action: Callable[[], Any], device: str, times: int, rounds: int = 5) -> float:
-    """Calls a second in the best of several rounds: what the machine can do, and a neighbour's work takes away from."""
-    return max(per_second(action, device, times) for _ in range(rounds))
 
 
 def judged(shares: dict[str, float]) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from decoding.drafter import Drafter
 from decoding.loop import Settings, decode, time_parts
 from decoding.native import NativeTarget
 from decoding.target import load_target
-from scripts.bench.common import fastest, judged, options, product, ratio, readers, save, take_turns, timed
+from decoding.yardsticks import fastest, product, readers
+from scripts.bench.common import judged, options, ratio, save, take_turns, timed
 from training.chat import render_prompt
 from training.data import read_prompts
 from training.models import dtype_of

@@ -277,6 +277,10 @@ def test_a_dry_run_counts_and_writes_nothing(home: Path, tmp_path: Path, capsys:
         ),
         (["drafters=[nothing_such]"], r"neither a folder .* nor one of conf/drafter"),
         (["drafters=[{use: prompt_lookup, schedule: pearl_virtual}]"], r"schedule=pearl_virtual, expected serial"),
+        (
+            ["drafters=[{use: prompt_lookup, verify: token, max_draft_tokens: 9}]"],
+            r"has verify=token, max_draft_tokens=9, which eval.run alone follows",
+        ),
         (["data.template=nothing"], r"no chat is left.*unknown chat template 'nothing'"),
         (["max_new_tokens=255"], r"no chat is left.*no room in the context"),
     ],

@@ -182,6 +182,10 @@ def test_what_does_not_fit_is_told_before_the_chat(
         load(config_of(Path("lmsys/vicuna-7b-v1.3"), "none"))
     with pytest.raises(UserError, match="hidden_size is"):
         load(config_of(embedded_target, str(head)))
+    cfg = config_of(tiny_target, "prompt_lookup")
+    cfg.drafter = {"use": "prompt_lookup", "verify": "coupled"}
+    with pytest.raises(UserError, match="has verify=coupled, which eval.run alone follows"):
+        load(cfg)
     cfg = config_of(tiny_target, "none", template="mine")
     loaded = load(cfg)
     with pytest.raises(UserError, match="unknown chat template 'mine'"):
