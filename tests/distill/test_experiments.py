@@ -73,6 +73,21 @@ def test_one_override_chooses_how_a_recipe_prunes(given: list[str], passed: list
     assert [text for text in overrides if text.startswith(("mode=", "largest_cut="))] == passed
 
 
+def test_a_ladder_from_scratch_or_by_masks_takes_one_override():
+    register("distill.train", TrainConfig)
+    register("distill.prune", PruneConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for given, mode in ([], "importance"), (["prune_mode=random"], "random"), (["prune_mode=l0"], "l0"):
+            ladder = typed(compose("distill_train", ["+experiment=depth_sweep", *given]), TrainConfig)
+            (first, *overrides) = ladder.stage_overrides["distill.prune"]
+            overrides = [text.replace("{output_dir}", "/run").replace("=1,2,4,7", "=7") for text in overrides]
+            pruning = typed(compose("distill_prune", overrides), PruneConfig)
+            assert (first, pruning.mode, pruning.drafter.num_hidden_layers) == ("-m", mode, 7)
+            masks, distilled = pruning.loop, ladder.loop
+            assert masks.max_steps * masks.tokens_per_step == distilled.max_steps * distilled.tokens_per_step
+            assert masks.dtype == distilled.dtype and masks.optimizer.warmup_steps < masks.max_steps
+
+
 def test_a_recipe_hands_shape_and_domains_to_its_pruning():
     """What is given by hand too: what the pruning stage composes has the same drafter and the same mixture, which it does not move."""
     config = recipe(
