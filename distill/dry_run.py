@@ -5,6 +5,7 @@ products with weights, two a weight and token forward and four backward; attenti
 """
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: boo
     target = target_config(config.target)
     student = _student(config, target)
     describe(student, target)
-    print_cost(config.loop, config.parallel, student, target, config.assumed_tflops)
+    print_cost(config.loop, config.parallel, student, {"target": target}, config.assumed_tflops)
     return _write(config, student, target, target_folder, folder, was_dry)
 
 
@@ -55,38 +56,37 @@ def dry_prune(
         if len(shapes) > 1:
             print(f"stage {number} of {len(shapes)}: {source.num_hidden_layers} -> {layers_of(shape)}")
         describe(shape, target)
+        frozen = {"target": target} | ({"student of the stage before": source} if number > 1 else {})
         if config.masks:
             print("cut by the saved masks: nothing is scored or trained")
         elif config.mode == "importance":
-            _print_importance(config, source, target, shape)
+            _print_importance(config, source, frozen, shape)
         elif config.mode == "l0":
-            _print_masks(config, source, target)
+            _print_masks(config, source, frozen)
         else:
             print("random weights: nothing is scored or trained")
         if number < len(shapes):
             print("then a short distillation, before the next cut:")
-            print_cost(config.between, config.parallel, shape, target, config.assumed_tflops, config.target.dtype)
+            print_cost(config.between, config.parallel, shape, frozen, config.assumed_tflops, config.target.dtype)
         source = shape
     stored = parameter_counts(shapes[-1])["all"] * dtype_of(config.target.dtype).itemsize
     print(f"disk: {size(stored)} for the student's folder ({config.target.dtype})")
     return _write(config, shapes[-1], target, target_folder, folder, was_dry)
 
 
-def _print_importance(config: PruneConfig, source: Any, target: Any, shape: Any) -> None:
+def _print_importance(config: PruneConfig, source: Any, frozen: Mapping[str, Any], shape: Any) -> None:
     """Of mode=importance: tokens that are read and operations; memory of what is in it longest, a probe or the scores."""
     settings, row = config.importance, config.data.max_length
-    flops = importance_flops(config, source, target, shape)
+    flops = importance_flops(config, source, frozen["target"], shape)
     probing = settings.choice == "probe"
     if probing and settings.probe_steps:
         distilled = settings.probe_steps * config.between.tokens_per_step
-        what = (
-            f", and 4 candidates distilled on {distilled:,} tokens each (importance.probe_steps={settings.probe_steps})"
-        )
+        what = f", and up to 4 candidates distilled on {distilled:,} tokens each (importance.probe_steps={settings.probe_steps})"
     else:
-        what = ", and 4 candidates compared on held-out text" if probing else ""
+        what = ", and up to 4 candidates compared on held-out text" if probing else ""
     _say(f"importance: scores from {settings.sequences * row:,} tokens{what}", flops, config.assumed_tflops)
     training = config.between if probing and settings.probe_steps else None
-    _print_memory(training, config.parallel, shape, target, config.target.dtype)
+    _print_memory(training, config.parallel, shape, frozen, config.target.dtype)
     if training is not None:
         trained = parameter_counts(shape)["all"]
         print(
@@ -94,7 +94,7 @@ def _print_importance(config: PruneConfig, source: Any, target: Any, shape: Any)
         )
 
 
-def _print_masks(config: PruneConfig, source: Any, target: Any) -> None:
+def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) -> None:
     """Of mode=l0: the source is trained under masks, and the target only looks at evaluations."""
     loop, trained = config.loop, parameter_counts(source)["all"]
     tokens, a_token = loop.max_steps * loop.tokens_per_step, 6.0 if config.l0.train_weights else 4.0
@@ -104,7 +104,7 @@ def _print_masks(config: PruneConfig, source: Any, target: Any) -> None:
         a_token * trained * tokens,
         config.assumed_tflops,
     )
-    _print_memory(loop, config.parallel, source, target, config.target.dtype, config.l0.train_weights)
+    _print_memory(loop, config.parallel, source, frozen, config.target.dtype, config.l0.train_weights)
     if config.parallel.kind in (*ZERO, "fsdp"):
         whole = trained * dtype_of(loop.dtype).itemsize
         print(
@@ -145,15 +145,22 @@ def describe(student: Any, target: Any) -> None:
 
 
 def print_cost(
-    loop: LoopConfig, parallel: ParallelConfig, student: Any, teacher: Any, tflops: float, teacher_dtype: str = ""
+    loop: LoopConfig,
+    parallel: ParallelConfig,
+    student: Any,
+    frozen: Mapping[str, Any],
+    tflops: float,
+    frozen_dtype: str = "",
 ) -> None:
-    """Say what training a student of this configuration takes, and running a frozen teacher (None: there is none) beside it.
+    """Say what training a student of this configuration takes.
 
-    teacher_dtype: of its weights; empty: the loop's.
+    frozen: configurations of the models that are held beside it, by name; `target` is run too, as the teacher. frozen_dtype: of their
+    weights; empty: the loop's.
     """
-    trained, frozen = parameter_counts(student)["all"], parameter_counts(teacher)["all"] if teacher is not None else 0
-    flops = 6 * trained + 2 * frozen
-    print(f"cost: {operations(flops)} a token (6 x student{' + 2 x teacher' if frozen else ''})")
+    trained = parameter_counts(student)["all"]
+    teacher = parameter_counts(frozen["target"])["all"] if "target" in frozen else 0
+    flops = 6 * trained + 2 * teacher
+    print(f"cost: {operations(flops)} a token (6 x student{' + 2 x teacher' if teacher else ''})")
     if loop.max_steps:
         tokens = loop.max_steps * loop.tokens_per_step
         _say(f"plan: {tokens:,} tokens in {loop.max_steps:,} steps", float(flops * tokens), tflops)
@@ -161,7 +168,7 @@ def print_cost(
         print(
             f"plan: {loop.max_epochs:g} epochs; their tokens are known when the data is read (or give loop.max_steps)"
         )
-    _print_memory(loop, parallel, student, teacher, teacher_dtype or loop.dtype)
+    _print_memory(loop, parallel, student, frozen, frozen_dtype or loop.dtype)
     _print_checkpoint(loop, trained, trained)
 
 
@@ -179,17 +186,17 @@ def _print_memory(
     loop: LoopConfig | None,
     parallel: ParallelConfig,
     student: Any,
-    teacher: Any,
-    teacher_dtype: str,
+    frozen: Mapping[str, Any],
+    frozen_dtype: str,
     trains: bool = True,
 ) -> None:
     """What a rank holds, part by part. loop: None where nothing is trained; trains: False where masks alone are."""
     ranks, known = _ranks(parallel)
     kept: dict[str, float] = {}
-    if teacher is not None:
-        whole = parameter_counts(teacher)
-        frozen = bytes_per_rank(0, whole["all"], parallel.kind, ranks, "bfloat16", 0, whole["head"])["frozen"]
-        kept["target"] = frozen * dtype_of(teacher_dtype).itemsize / 2
+    for name, config in frozen.items():
+        whole = parameter_counts(config)
+        held = bytes_per_rank(0, whole["all"], parallel.kind, ranks, "bfloat16", 0, whole["head"])["frozen"]
+        kept[name] = held * dtype_of(frozen_dtype).itemsize / 2
     if loop is not None:
         counts = parameter_counts(student)
         outside = counts["embedding"] + counts["head"]

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import math
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -202,8 +203,8 @@ def read_scores(path: Path) -> Scores | None:
 
 
 def write_scores(path: Path, scores: Scores, notes: dict[str, Any]) -> None:
-    """Written to a temporary name first, so that what is there is whole."""
-    part = path.with_suffix(".part")
+    """Written to a temporary name of its own first, so that what is there is whole: the members of a sweep may find the same scores at once."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(scores.tensors(), part, {"notes": json.dumps(notes)})

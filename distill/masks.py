@@ -9,7 +9,7 @@ Shapes: W rows of a mask (1, or one a layer or group), U units of a row.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ BOUND = math.log(100)  # of the logits, either way
 START, SPREAD = 5.0, 0.01
 # Sparsity beyond which no kind is driven: at 95.29 %, with the code's beta, all logits lie on their bound.
 REACHABLE = 0.95
+NEAR = 0.02  # of a target sparsity: masks that end farther off have not been trained to their end
 
 
 class HardConcrete(nn.Module):
@@ -161,6 +162,28 @@ class Masks(nn.Module):
             torch.ones(2 * len(layers) + 1),
             self.a_group,
         )
+
+
+def in_words(figures: Mapping[str, float]) -> list[str]:
+    """Of `Masks.figures`: how near every kind came to its sparsity and how clear its choice is, and warnings where the cut is not to be trusted."""
+    gaps, margins = (
+        {key.removeprefix(prefix): value for key, value in figures.items() if key.startswith(prefix)}
+        for prefix in ("sparsity_gap/", "margin/")
+    )
+    told = "; ".join(f"{kind} {gap:.2%} off, margin {margins[kind]:.2g}" for kind, gap in gaps.items())
+    lines = [f"masks, expected sparsity against its target and margin of the logits at the cut: {told}"] if told else []
+    off = [kind for kind, gap in gaps.items() if gap > NEAR]
+    if off:
+        lines.append(
+            f"warning: masks of {', '.join(off)} are more than {NEAR:.0%} off their sparsity, so the cut takes away what the model still used: "
+            "train them longer (loop.max_steps)"
+        )
+    tied = [kind for kind, margin in margins.items() if margin == 0]
+    if tied:
+        lines.append(
+            f"warning: of {', '.join(tied)} the last that stays and the first that goes have equal logits, so which one stays is arbitrary"
+        )
+    return lines
 
 
 def reachable(beta: float) -> float:

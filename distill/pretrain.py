@@ -46,7 +46,7 @@ def run(config: PretrainConfig) -> Path:
         with torch.device("meta"):
             model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
         print(f"model: {millions(count_parameters(model.parameters()))} parameters")
-        print_cost(config.loop, config.parallel, model.config, None, config.assumed_tflops)
+        print_cost(config.loop, config.parallel, model.config, {}, config.assumed_tflops)
         return folder
     processes = processes_wanted(config.parallel)
     if processes > 1 and not is_worker():

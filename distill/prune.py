@@ -98,6 +98,10 @@ def check(config: PruneConfig) -> None:
                 config.mode != "l0" or config.loop.max_steps > 0,
                 "more than 0: masks follow a schedule",
             ),
+            "loop.optimizer.warmup_steps": (
+                config.mode != "l0" or 0 <= config.loop.optimizer.warmup_steps < config.loop.max_steps,
+                f"less than loop.max_steps={config.loop.max_steps}: masks would end before their learning rate has come up",
+            ),
             "largest_cut": (0 < config.largest_cut <= 1, "a share above 0, up to 1"),
             "masks": (not config.masks or not config.depths, "empty where depths are given: a file holds one cut"),
             "cache_mb": (

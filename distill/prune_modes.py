@@ -24,7 +24,7 @@ from distill.config import PruneConfig
 from distill.cut import cut_model
 from distill.l0 import MaskedModel, masked
 from distill.layer_choice import candidates, removal_order
-from distill.masks import BETA, Masks
+from distill.masks import BETA, Masks, in_words
 from distill.shapes import removal_flops
 from training.checkpoint import write_text
 from training.config import LoopConfig
@@ -272,6 +272,8 @@ def by_masks(bench: Workbench, source: Source, shape: Any, folder: Path) -> tupl
     if tracker is not None:
         tracker.close()
     figures = {key: value for key, value in progress.best.items() if key not in ("step", "score")}
+    for line in in_words(figures) if bench.parallel.is_main else []:
+        print(line)
     cut = bench.parallel.broadcast(masks.cut())
     notes = {"layers": list(cut.layers), "steps": progress.step, "masks": figures}
     return cut_model(model, cut, shape).requires_grad_(True), notes, cut

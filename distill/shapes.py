@@ -38,6 +38,11 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
         )
     refuse_unsupported_attention(target.to_dict(), "the target")
     theirs = target_widths(target)
+    for name in WIDTHS:
+        if vars(shape)[name] < 0:
+            raise UserError(f"drafter.{name} is {vars(shape)[name]}, expected 0 (the target's) or more")
+    if shape.head_dim % 2:
+        raise UserError(f"drafter.head_dim is {shape.head_dim}, expected an even number: rope turns channels in pairs")
     given: dict[str, Any] = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}
     if shape.num_attention_heads and not shape.num_key_value_heads:
         given["num_key_value_heads"] = min(given["num_attention_heads"], theirs["num_key_value_heads"])

@@ -160,6 +160,8 @@ def _origins(config: dict[str, Any], manifest: dict[str, Any], dtype: str) -> tu
             continue
         folder = Path(mapping["folder"])
         card = _json(folder / CARD) if (folder / CARD).is_file() else {}
+        if card.get("drafter_hash", "") is None:  # a dry run's: it tells of no training
+            card = {}
         if card and card.get("drafter_hash") != manifest["inputs"].get(str(folder)):
             notes.append(
                 f"{folder} was trained again since {name} was evaluated, so its card is not that drafter's: left out"

@@ -112,11 +112,12 @@ class Origin:
     data: dict[str, Any]  # sources, and the tokens that were seen
     loss: dict[str, Any]
     acceptance: dict[str, Any]  # held-out figures
+    trained: bool = True  # False: a dry run's, of weights that nobody has read or made, so that nothing is hashed
 
     @classmethod
     def untrained(cls, name: str, target: str, target_folder: Path) -> "Origin":
         """Of what a dry run writes."""
-        return cls(name, target, target_folder, {"sources": []}, {"name": "nothing yet (dry run)"}, {})
+        return cls(name, target, target_folder, {"sources": []}, {"name": "nothing yet (dry run)"}, {}, trained=False)
 
 
 class Trains(Protocol):
@@ -154,8 +155,8 @@ def write_card(folder: Path, origin: Origin, about: dict[str, Any], readme: Call
     card = {
         "name": origin.name,
         "target": origin.target,
-        "target_hash": hash_input(origin.target_folder),
-        "drafter_hash": hash_input(folder),
+        "target_hash": hash_input(origin.target_folder) if origin.trained else None,
+        "drafter_hash": hash_input(folder) if origin.trained else None,
         **about,
         "data": origin.data,
         "loss": origin.loss,

@@ -113,7 +113,9 @@ def run_typed(
         raise wrong_job(config.experiment, config.job, job)
     prepare_process(config)
     ranks.adopt(config)
-    if not config.stages and ranks.sits_out(config):
+    if config.stages:
+        ranks.refuse_idle(config)
+    elif ranks.sits_out(config):
         return None
     if config.stages and check is not None:
         check(config)
@@ -205,6 +207,7 @@ class Sweep:
         """One member in a process of its own. Returns its exit status."""
         if self._meeting is None:
             ranks.adopt(config)
+            ranks.refuse_idle(config)
             self._meeting = ranks.Meeting()
         self.members += 1
         status = run_on_file(plain, job, self._meeting.environment(self.members))

@@ -274,7 +274,8 @@ def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _note(values: dict[str, float], progress: Progress, rate: float) -> str:
-    held_out = f"  held-out {progress.evaluations[-1]['score']:.3f}" if progress.evaluations else ""
+    looked = progress.evaluations[-1] if progress.evaluations else {}  # a score may be anything that rises
+    held_out = next((f"  held-out {key} {looked[key]:.3f}" for key in looked if key not in ("step", "score")), "")
     (name, metric) = list(values.items())[1]
     return f"loss {values['loss']:.3f}  {name} {metric:.3f}{held_out}  {rate:,.0f} tok/s"
 

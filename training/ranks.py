@@ -62,6 +62,8 @@ def adopt(config: JobConfig) -> None:
         return
     if parallel.launcher not in ("auto", "slurm"):
         raise UserError(f"parallel.launcher is '{parallel.launcher}'; expected auto or slurm")
+    if config.dry_run and "SLURM_PROCID" not in os.environ:  # it runs anywhere, and starts no ranks
+        return
     if parallel.launcher == "slurm" and not is_rank():
         os.environ.update(slurm_ranks(os.environ))
 
@@ -98,20 +100,30 @@ def first_node(nodes: str) -> str:
     return match.group(1) + (match.group(2) or "")
 
 
-def sits_out(config: JobConfig) -> bool:
-    """True on ranks that have no part in a job of one process: rank 0 does it. Raises UserError where nobody wants such ranks.
+def refuse_idle(config: JobConfig) -> None:
+    """Raise UserError where several ranks were started for a job of one process: all but one would stand idle, unseen.
 
-    As a stage of an experiment such a job is passed over by the other ranks; called by itself in several ranks it is a mistake.
+    Of an experiment and of a sweep the called job is asked; stages and members are not, as some may be of one process, which rank 0 runs.
     """
     parallel = vars(config).get("parallel")
-    shares = isinstance(parallel, ParallelConfig) and parallel.kind != "single" and not config.dry_run
-    if world_size() == 1 or shares:
+    if world_size() == 1 or config.dry_run or _STAGE in os.environ or _shares_work(config):
+        return
+    hint = "give parallel=ddp, zero1, zero2, zero3 or fsdp, or start it" if parallel is not None else "start it"
+    raise UserError(
+        f"{config.job} runs in one process, but was started in {world_size()} ranks: {hint} without torchrun or srun"
+    )
+
+
+def _shares_work(config: JobConfig) -> bool:
+    parallel = vars(config).get("parallel")
+    return isinstance(parallel, ParallelConfig) and parallel.kind != "single"
+
+
+def sits_out(config: JobConfig) -> bool:
+    """True on ranks that have no part in a job of one process: rank 0 does it. Raises UserError where nobody wants such ranks (`refuse_idle`)."""
+    if world_size() == 1 or (_shares_work(config) and not config.dry_run):
         return False
-    if _STAGE not in os.environ and not config.dry_run:
-        hint = "give parallel=ddp, zero1, zero2, zero3 or fsdp, or start it" if parallel is not None else "start it"
-        raise UserError(
-            f"{config.job} runs in one process, but was started in {world_size()} ranks: {hint} without torchrun or srun"
-        )
+    refuse_idle(config)
     if rank() > 0:
         return True
     for name in _PLACES:  # what this rank now starts is no rank

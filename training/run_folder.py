@@ -1,5 +1,6 @@
 """The folder of a run: its configuration, its manifest, and the refusal to mix two configurations in one folder."""
 
+import functools
 import json
 import platform
 import shlex
@@ -30,6 +31,7 @@ _FREE_KEYS = (
     "loop.micro_batch_tokens",
     "loop.activation_checkpointing",
 )
+_LARGE = 64 * 2**20  # bytes of a file that is not hashed twice
 _PACKAGES = (
     "torch",
     "transformers",
@@ -91,13 +93,14 @@ class RunFolder:
         return True
 
     def write_manifest(self, inputs: list[Path], metrics: dict[str, Any], finished: bool) -> None:
-        """inputs: files or folders that the run read; their hashes are recorded."""
+        """inputs: files or folders that the run read; their hashes are recorded. A dry run has read none."""
+        dry = self.config["dry_run"]
         manifest = {
             "job": self.config["job"],
             "experiment": self.config["experiment"],
             "finished": finished,
             "command": self.command(),
-            "inputs": {str(path): hash_input(path) for path in inputs},
+            "inputs": {str(path): "not read (dry run)" if dry else hash_input(path) for path in inputs},
             "git_revision": git_revision(),
             "versions": versions(),
             "hardware": hardware(),
@@ -146,7 +149,7 @@ def _differences(before: Any, now: Any, prefix: str = "") -> list[str]:
 def hash_input(path: Path) -> str:
     """SHA-256 of a file, or of the names and hashes of a model folder's weights, configuration and tokenizer (its card left out)."""
     if path.is_file():
-        return sha256(path)
+        return _hash_file(path)
     if not path.exists():
         return "absent"
     import hashlib
@@ -154,8 +157,21 @@ def hash_input(path: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
         if file.is_file() and file.name not in ("drafter_card.json", "README.md"):
-            digest.update(f"{file.name}:{sha256(file)}\n".encode())
+            digest.update(f"{file.name}:{_hash_file(file)}\n".encode())
     return digest.hexdigest()
+
+
+def _hash_file(path: Path) -> str:
+    """A large file is read once a process, however often it is asked for: a job names its target's hash in several places."""
+    stat = path.stat()
+    if stat.st_size < _LARGE:
+        return sha256(path)
+    return _hash_large(path.resolve(), stat.st_size, stat.st_mtime_ns)
+
+
+@functools.cache
+def _hash_large(path: Path, size: int, changed_ns: int) -> str:
+    return sha256(path)
 
 
 def git_revision() -> str:

@@ -1,5 +1,6 @@
 """Dry runs of pruning: what is said, against counts written out, and the folder that they leave."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import training.run_folder
 from distill.dry_run import hours, operations, size
 from distill.prune import run
 
@@ -47,6 +49,16 @@ def test_a_target_in_shares_takes_a_share_of_the_memory(tiny_target, tmp_path, c
         assert "memory of each of 8 ranks (fsdp; give parallel.processes for another number)" in words
 
 
+def test_a_later_stage_holds_the_student_before_it_too(tiny_target, tmp_path, capsys):
+    """It is cut and scored while the target, which acceptance is measured against, stays where it is."""
+    words = said(tiny_target, tmp_path, capsys, "importance.choice=even", "depths=[12]")
+    first, second = re.findall(r"memory of one process: [\d,.]+ GB \((.*)\)", words)[::2]
+    assert "stage before" not in first
+    layer = (STUDENT - 2 * 32000 * 2560 - 2560) // 5
+    before = 12 * layer + 2 * 32000 * 2560 + 2560
+    assert f"target {size(2 * TARGET)}, student of the stage before {size(2 * before)}" in second
+
+
 @pytest.mark.long
 def test_masks_say_what_their_training_takes(tiny_target, tmp_path, capsys):
     """The published schedule: 0.419 B tokens at 6 operations a weight; the target is read by evaluations alone."""
@@ -74,6 +86,22 @@ def test_a_dry_run_leaves_a_folder_that_loads(tiny_target: Path, tmp_path: Path)
     assert not any(parameter.any() for parameter in student.parameters())
     assert AutoTokenizer.from_pretrained(folder)("def f(x):")["input_ids"]
     assert student.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
+
+
+def test_a_dry_run_reads_no_weights(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not to hash them either, which takes minutes where they are hundreds of gigabytes: the card and the manifest say so."""
+
+    def read(path: Path) -> str:
+        raise AssertionError(f"{path} was read")
+
+    monkeypatch.setattr(training.run_folder, "sha256", read)
+    folder = run(configured(tiny_target, tmp_path / "run", "dry_run=true"))
+    card = json.loads((folder / "drafter_card.json").read_text())
+    assert card["target_hash"] is card["drafter_hash"] is None
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert set(manifest["inputs"].values()) == {"not read (dry run)"}
+    with pytest.raises(AssertionError, match="was read"):  # the control: what is no dry run does
+        run(configured(tiny_target, tmp_path / "real"))
 
 
 def test_sizes_are_read_at_a_glance():

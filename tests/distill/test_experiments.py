@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,38 @@ def ran(*arguments: str, job: str = "distill.train") -> str:
 def test_one_override_chooses_how_a_recipe_prunes(given: list[str], passed: list[str]):
     overrides = recipe(*given).stage_overrides["distill.prune"]
     assert [text for text in overrides if text.startswith(("mode=", "largest_cut="))] == passed
+
+
+@pytest.mark.parametrize("experiment", ["llama_796m", "depth_sweep"])
+def test_every_stage_is_of_the_target_that_was_chosen(experiment: str):
+    """By its published configuration too, so that a dry run without its folder tells of one target in all stages."""
+    register("distill.train", TrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = typed(compose("distill_train", [f"+experiment={experiment}", "target=llama3_1_70b"]), TrainConfig)
+        assert config.target.config["num_hidden_layers"] == 80
+        for stage, overrides in config.stage_overrides.items():
+            job = stage.partition(":")[0]
+            mine = [_hydras(text) for text in overrides if re.match(r"\+*target[.=]", text)]
+            if job == "eval.compare" or not mine:  # reads results alone, or is this job itself
+                continue
+            register(job, SCHEMAS[job])
+            target = OmegaConf.to_container(compose(job.replace(".", "_"), mine).target)
+            assert (target["path"], target["config"]) == (config.target.path, config.target.config), stage
+
+
+def test_a_ladder_from_scratch_or_by_masks_takes_one_override():
+    register("distill.train", TrainConfig)
+    register("distill.prune", PruneConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for given, mode in ([], "importance"), (["prune_mode=random"], "random"), (["prune_mode=l0"], "l0"):
+            ladder = typed(compose("distill_train", ["+experiment=depth_sweep", *given]), TrainConfig)
+            (first, *overrides) = ladder.stage_overrides["distill.prune"]
+            overrides = [text.replace("{output_dir}", "/run").replace("=1,2,4,7", "=7") for text in overrides]
+            pruning = typed(compose("distill_prune", overrides), PruneConfig)
+            assert (first, pruning.mode, pruning.drafter.num_hidden_layers) == ("-m", mode, 7)
+            masks, distilled = pruning.loop, ladder.loop
+            assert masks.max_steps * masks.tokens_per_step == distilled.max_steps * distilled.tokens_per_step
+            assert masks.dtype == distilled.dtype and masks.optimizer.warmup_steps < masks.max_steps
 
 
 def test_a_recipe_hands_shape_and_domains_to_its_pruning():

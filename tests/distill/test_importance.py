@@ -2,10 +2,12 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import distill.importance
 from distill.cut import cut_model
 from distill.importance import Scores, collect, dealt, read_order, read_scores, strongest, write_order, write_scores
 from distill.layer_choice import candidates, removal_order
@@ -187,3 +189,18 @@ def test_scores_and_orders_are_kept_and_damaged_ones_made_again(tmp_path: Path):
     assert read_order(order, 5) is None, "an order of another number of layers"
     order.write_text("[3, 1")
     assert read_order(order, 4) is None
+
+
+def test_two_members_of_a_sweep_may_keep_the_same_scores_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    scores, path = collect(family("llama"), batches(), show=False).finished(), tmp_path / "scores.safetensors"
+    save = distill.importance.save_file
+
+    def while_another_writes(*given: Any) -> None:
+        monkeypatch.setattr(distill.importance, "save_file", save)
+        save(*given)
+        write_scores(path, scores, {})  # the other one begins and ends before we do
+
+    monkeypatch.setattr(distill.importance, "save_file", while_another_writes)
+    write_scores(path, scores, {})
+    assert read_scores(path) is not None
+    assert [file.name for file in tmp_path.iterdir()] == [path.name], "nothing is left over"

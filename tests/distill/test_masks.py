@@ -8,7 +8,7 @@ import torch
 from decoding.errors import UserError
 from distill.cut import cut_model
 from distill.l0 import MaskedModel, masked
-from distill.masks import BETA, BOUND, HardConcrete, Masks, refuse_unreachable
+from distill.masks import BETA, BOUND, HardConcrete, Masks, in_words, refuse_unreachable
 from distill.shapes import student_config
 from training.config import OptimizerConfig, StudentConfig
 from training.objectives import hidden_states
@@ -88,11 +88,24 @@ def test_the_constraint_reaches_its_shape_and_keeps_what_matters():
     assert masks.figures()["margin/layers"] > 0
 
 
+def test_masks_that_are_not_to_be_trusted_are_said():
+    good = {"sparsity_gap/layers": 0.001, "margin/layers": 0.4, "acceptance": 0.3}
+    told = (
+        "masks, expected sparsity against its target and margin of the logits at the cut: layers 0.10% off, margin 0.4"
+    )
+    assert in_words(good) == [told]
+    words = in_words(good | {"sparsity_gap/units": 0.3, "margin/units": 0.0})
+    assert "units 30.00% off, margin 0" in words[0]
+    assert "warning: masks of units are more than 2% off their sparsity" in words[1]
+    assert "warning: of units the last that stays and the first that goes have equal logits" in words[2]
+    assert in_words({}) == [], "where nothing is taken away"
+
+
 def test_control_without_the_constraint_nothing_goes():
     target = family("llama", num_hidden_layers=8).config
     masks = Masks(student_config(StudentConfig(num_hidden_layers=3), target), target, BETA["code"], 0)
     trained(masks, {"layers": torch.rand(1, 8)}, 300, train=False)
-    assert float(dict(masks.each())["layers"].sparsity_W().max()) < 0.05
+    assert float(dict(masks.each())["layers"].sparsity_W().detach().max()) < 0.05
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_mha", "qwen3"])

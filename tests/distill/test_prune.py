@@ -27,6 +27,9 @@ NARROW = ("drafter.hidden_size=16", "drafter.num_attention_heads=2", "drafter.nu
 BRIEF = (
     "mode=l0",
     "loop.max_steps=6",
+    "loop.optimizer.warmup_steps=2",
+    "loop.optimizer.lr=2e-6",
+    "l0.mask_lr=0.02",
     "loop.tokens_per_step=256",
     "loop.micro_batch_tokens=128",
     "loop.checkpoint_every=2",
@@ -36,6 +39,7 @@ BRIEF = (
 def arguments(target: Path, folder: Path, *overrides: str) -> list[str]:
     return [
         "target=embedded",
+        *([] if any(text.startswith("data=") for text in overrides) else ["data=embedded"]),
         f"target.path={target}",
         "target.device=cpu",
         "drafter=shallow",
@@ -119,31 +123,41 @@ def test_a_remembered_target_is_read_once_for_all_candidates(tiny_target: Path, 
     assert len(kept) > 1 and again == pytest.approx(found, rel=1e-4) and same_layers == layers
 
 
-def test_an_interrupted_probe_resumes_exactly(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A signal in the second candidate's distillation; the first is not distilled again."""
-    given = ("importance.probe_steps=3", "drafter.num_hidden_layers=3")
-    run(configured(tiny_target, tmp_path / "straight", *given))
-    steps = 0
-    step = training.loop._step
+@pytest.mark.parametrize(
+    ("given", "signal_at"),
+    [
+        (("importance.probe_steps=3", "drafter.num_hidden_layers=3"), 5),  # in the second candidate
+        (("drafter.num_hidden_layers=1", "depths=[3]", "between.max_steps=4"), 2),  # between two cuts
+    ],
+    ids=["probe", "between"],
+)
+def test_an_interrupted_distillation_resumes_exactly(
+    given: tuple[str, ...], signal_at: int, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever was finished is not distilled again, and every step is done once."""
+    steps = {"straight": 0, "resumed": 0}
+    step, at_work = training.loop._step, "straight"
 
     def counted(*arguments: Any) -> dict[str, float]:
-        nonlocal steps
-        steps += 1
-        if steps == 5:
+        steps[at_work] += 1
+        if at_work == "resumed" and steps[at_work] == signal_at:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(*arguments)
 
     monkeypatch.setattr(training.loop, "_step", counted)
+    run(configured(tiny_target, tmp_path / "straight", *given))
+    at_work = "resumed"
     with pytest.raises(Interrupted):
         run(configured(tiny_target, tmp_path / "resumed", *given))
-    assert steps == 5
+    assert steps["resumed"] == signal_at
     run(configured(tiny_target, tmp_path / "resumed", *given))
+    assert steps["resumed"] == steps["straight"] > signal_at, "every step once"
     straight, resumed = (
-        json.loads((tmp_path / name / "manifest.json").read_text())["metrics"]["stages"][0]
+        json.loads((tmp_path / name / "manifest.json").read_text())["metrics"]["stages"]
         for name in ("straight", "resumed")
     )
-    assert steps == 3 * len(straight["probe_acceptance"]), "every step once"
-    assert resumed["probe_acceptance"] == straight["probe_acceptance"]
+    for key in ("probe_acceptance", "layers", "acceptance_before_distillation"):
+        assert [notes[key] for notes in resumed] == [notes[key] for notes in straight]
     assert same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
 
 
@@ -232,6 +246,8 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
     [
         (["drafter.num_hidden_layers=5"], "num_hidden_layers is 5, the target has 4"),
         (["drafter.hidden_size=64"], "hidden_size is 64, the target has 32"),
+        (["drafter.hidden_size=-16"], "hidden_size is -16, expected 0 .the target's. or more"),
+        (["mode=random", "drafter.head_dim=5"], "head_dim is 5, expected an even number"),
         (["drafter.num_attention_heads=4", "drafter.num_key_value_heads=1"], "has 2 query heads to a key/value head"),
         (
             ["drafter.num_attention_heads=3", "drafter.num_key_value_heads=2"],
@@ -241,13 +257,15 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
         (["mode=magic"], "mode is 'magic'; expected one of importance, l0, random"),
         (["importance.choice=best"], "importance.choice is 'best'"),
         (["l0.beta=half", "mode=l0"], "l0.beta is 'half'; expected one of code, paper"),
+        (["mode=l0", "loop.max_steps=200"], "warmup_steps is 320, expected less than loop.max_steps=200"),
         (["mode=l0", "drafter.intermediate_size=2"], "95.8% of the units.*95.0% at most.*take a wider shape"),
         (
             ["depths=[2]"],
             r"depths is \[2\]: expected falling numbers of layers between the target's 4 and the student's 2",
         ),
         (["data.max_samples=2", "data.max_length=512"], "too little calibration text"),
-        (["data.max_samples=2", "data.max_length=512", "mode=l0", "loop.max_steps=2"], "too little calibration text"),
+        (["data=text"], "the train split is empty: give data.chats or _texts"),
+        (["data.max_samples=2", "data.max_length=512", "mode=l0", "loop.max_steps=400"], "too little calibration text"),
         (["data.mixing=loss"], "data.mixing is loss, but data.domains is empty"),
         (["masks=/nowhere/masks.safetensors"], "/nowhere/masks.safetensors does not exist"),
         (["masks=/nowhere", "depths=[3]"], "a file holds one cut"),

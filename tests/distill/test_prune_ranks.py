@@ -157,7 +157,7 @@ def test_a_dead_rank_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Pat
 
 
 def test_frozen_weights_have_nothing_to_share(tiny_target: Path, tmp_path: Path):
-    given = ("mode=l0", "loop.max_steps=2", "l0.train_weights=false", "parallel.processes=2")
+    given = ("mode=l0", "l0.train_weights=false", "parallel.processes=2")
     check(configured(tiny_target, tmp_path, *given, "parallel=ddp"))
     with pytest.raises(UserError, match="l0.train_weights is False, expected true with zero kinds and fsdp"):
         check(configured(tiny_target, tmp_path, *given, "parallel=fsdp"))

@@ -115,12 +115,15 @@ exit $status
 
 @pytest.mark.long
 def test_the_sbatch_script_under_a_simulated_srun(alone: Path, tiny_target: Path, tmp_path: Path):
-    """No Slurm is here: a shell script stands in for srun. What is tested is the script's own line and the ranks from Slurm's variables."""
+    """No Slurm is here: a shell script stands in for srun. What is tested is the script's own line and the ranks from Slurm's variables.
+
+    Nothing is said of parallel=: the ranks share the work all the same.
+    """
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
     srun.write_text(_SIMULATED_SRUN)
     srun.chmod(0o755)
-    _, *given = job(tiny_target, tmp_path / "run", "parallel=ddp")
+    _, *given = job(tiny_target, tmp_path / "run")
     environment = {**ENVIRONMENT, "PATH": f"{srun.parent}:{os.environ['PATH']}", "PYTHON": sys.executable}
     script = ["bash", str(ROOT / "scripts" / "slurm" / "train.sbatch"), *given]
     end = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

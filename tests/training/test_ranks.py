@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
 from decoding.errors import UserError
 from distill.config import TrainConfig
 from training import ranks
-from training.config import ParallelConfig
-from training.job import CONF, check_arguments, register
+from training.config import ParallelConfig, typed
+from training.job import CONF, check_arguments, register, run_typed
 from training.launch import _free_port, processes_wanted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,6 +103,42 @@ def test_a_job_of_one_process_is_rank_0s_in_an_experiment_and_a_mistake_elsewher
     assert not ranks.is_rank(), "what rank 0 starts now is no rank"
 
 
+def test_ranks_that_would_stand_idle_through_an_experiment_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Its stages are not asked, so the experiment is: else one card of a cluster would do all of it, unseen."""
+    register("distill.train", TrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        one, shared = (compose("distill_train", ["+experiment=llama_796m", *given]) for given in ([], ["parallel=ddp"]))
+    ran: list[str] = []
+    monkeypatch.setattr("training.job.run_stages", lambda config, _: ran.append(config.parallel.kind))
+
+    def start(composed: DictConfig) -> None:
+        run_typed(composed, "distill.train", TrainConfig, lambda _: None)
+
+    start(one)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "5")
+    with pytest.raises(UserError, match="distill.train runs in one process, but was started in 8 ranks: give parallel"):
+        start(one)
+    start(shared)
+    assert ran == ["single", "ddp"]
+
+
+def test_a_dry_run_tells_of_slurms_ranks_anywhere(monkeypatch: pytest.MonkeyPatch):
+    config = TrainConfig(parallel=ParallelConfig(kind="ddp", launcher="slurm"))
+    with pytest.raises(UserError, match="is not set: start the job with srun"):
+        ranks.adopt(config)
+    config.dry_run = True
+    ranks.adopt(config)
+    assert not ranks.is_rank()
+    for name, value in STEP.items():  # among 16 tasks one alone shall say it
+        monkeypatch.setenv(name, value)
+    for name in ranks._PLACES:  # those that `adopt` sets are gone afterwards
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    ranks.adopt(config)
+    assert ranks.sits_out(config)
+
+
 def test_the_conf_for_submitit_composes(submitit: None):
     check_arguments(["-m", "seed=1,2", "hydra/launcher=slurm"], "distill.train", TrainConfig)
     register("distill.train", TrainConfig)
@@ -142,3 +179,28 @@ def test_the_sbatch_script_is_a_script():
     done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
     assert done.returncode == 2
     assert "usage: sbatch scripts/slurm/train.sbatch JOB [OVERRIDES]" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        (["+experiment=llama_796m"], "parallel=slurm"),
+        (["+experiment=llama_796m", "target.parallel=layers"], "parallel=slurm"),
+        (["+experiment=llama_796m", "parallel.kind=zero2"], "parallel=slurm"),
+        (["parallel=fsdp", "+experiment=llama_796m"], "parallel.launcher=slurm"),
+    ],
+)
+def test_the_sbatch_scripts_ranks_share_the_work(given: list[str], added: str, tmp_path: Path):
+    """Whatever is said of it: a kind that is given stays, and no kind is ddp."""
+    (tmp_path / "srun").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"')
+    (tmp_path / "srun").chmod(0o755)
+    script = ["bash", str(ROOT / "scripts" / "slurm" / "train.sbatch"), "distill.train", *given]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(script, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    arguments = done.stdout.split()[-len(given) - 1 :]
+    assert arguments == [*given, added]
+    register("distill.train", TrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        found = typed(compose("distill_train", arguments), TrainConfig).parallel
+    asked = [text.partition("=")[2] for text in given if text.startswith("parallel")]
+    assert (found.kind, found.launcher) == ((asked or ["ddp"])[0], "slurm")

@@ -1,0 +1,28 @@
+"""Hashes of what a run read: each large file is read once, and a change of it is seen."""
+
+from pathlib import Path
+
+import pytest
+
+import training.run_folder
+from training.checkpoint import sha256
+from training.run_folder import hash_input
+
+
+def test_a_large_file_is_hashed_once_and_anew_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    read: list[str] = []
+
+    def counted(path: Path) -> str:
+        read.append(path.name)
+        return sha256(path)
+
+    monkeypatch.setattr(training.run_folder, "sha256", counted)
+    monkeypatch.setattr(training.run_folder, "_LARGE", 8)
+    (tmp_path / "large").write_text("0123456789")
+    (tmp_path / "small").write_text("01")
+    first = hash_input(tmp_path)
+    assert hash_input(tmp_path) == first and hash_input(tmp_path / "large") == sha256(tmp_path / "large")
+    assert sorted(read) == ["large", "small", "small"]
+    (tmp_path / "large").write_text("0123456789+")
+    assert hash_input(tmp_path) != first
+    assert read.count("large") == 2
