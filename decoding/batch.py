@@ -49,7 +49,8 @@ class Settings:
     schedule: str = "serial"  # or decoding.schedules.SCHEDULES: draft and verify at the same time
     costs: RoundCosts | None = None  # measured, for stopping="cost_ratio" and for what weighs its proposals or chunks
     repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of the text's tokens; 1 is off
-    allowed: Allowed | None = None  # text so far, as ids -> ids that may follow; None: all of them
+    # Text so far, as ids -> ids that may follow; None: all of them. It is asked on the host: on a card every drafted token is waited for.
+    allowed: Allowed | None = None
     stop_strings: tuple[str, ...] = ()  # a row ends with the token that completes one of them
     text_of: Callable[[Sequence[int]], str] | None = None  # ids -> text, for stop_strings
     ignore_eos: bool = False  # go on to max_new_tokens past stop tokens, for timing

@@ -94,11 +94,11 @@ class ChainDrafter:
         logits_BV = self._catch_up(sequences_B, counts_B)
         tokens: list[Tensor] = []
         rows_q: list[Tensor] = []
+        changes = chooser.processors.drafting(sequences_B) if chooser.processors is not None else None
         while True:
             fitted_BV = self._fit(logits_BV, chooser)
-            if chooser.processors is not None:
-                texts_B = [[*s, *row] for s, row in zip(sequences_B, _by_row(tokens, len(counts_B)))]
-                fitted_BV = chooser.processors.drafting(fitted_BV, texts_B)
+            if changes is not None:
+                fitted_BV = changes(fitted_BV)
             tokens_B, q_BV = chooser.draft(fitted_BV, len(tokens))
             tokens.append(tokens_B)
             if q_BV is not None:
@@ -106,6 +106,8 @@ class ChainDrafter:
             counts_B = _counts_after(stopping_B, len(tokens), tokens_B, q_BV, fitted_BV, counts_B)
             if max(counts_B) <= len(tokens):
                 break
+            if changes is not None:
+                changes.add(tokens_B)
             logits_BV = self.model.forward(tokens_B[:, None])[0][:, -1]
             self.model.commit(None, [int(count > len(tokens)) for count in counts_B])
         return Proposal(torch.stack(tokens, 1), counts_B, None, torch.stack(rows_q, 1) if rows_q else None, len(tokens))
@@ -155,11 +157,6 @@ class ChainDrafter:
     def time_step(self) -> None:
         """One forward over one token a row; nothing is committed."""
         self.model.forward(torch.zeros(len(self.model.lengths_B), 1, dtype=torch.long, device=self.model.device))
-
-
-def _by_row(tokens: Sequence[Tensor], rows: int) -> list[list[int]]:
-    """Tokens drawn so far, one tensor a depth, as a list for each row."""
-    return torch.stack(list(tokens), 1).tolist() if tokens else [[] for _ in range(rows)]
 
 
 def _counts_after(

@@ -293,15 +293,18 @@ class NativeTarget:
         view = NativeTarget(
             self.weights, f"{self.name} without {len(skips)} sub-layers", self.max_length, skips, self.execution
         )
-        view._cache_L2BHTD, view._rope = self._cache_L2BHTD, self._rope
-        if view._static is not None and self._cache_L2BHTD is not None and self._rope is not None:
-            view._static.bind(self._cache_L2BHTD, self._rope)
-        view.slots.open(len(self.lengths_B), self.slots.capacity)
-        view._view_rows(len(self.lengths_B))
         view.follow(self)
         return view
 
     def follow(self, whole: "NativeTarget") -> None:
-        """Take the committed lengths and rows of the target that this is a partial view of."""
+        """Take the committed lengths and rows of the target that this is a partial view of, and its cache where that is a new one.
+
+        As long as it is the same one, what the view has recorded on it stays.
+        """
+        if self._cache_L2BHTD is not whole._cache_L2BHTD:
+            self._cache_L2BHTD, self._rope = whole._cache_L2BHTD, whole._rope
+            if self._static is not None and self._cache_L2BHTD is not None and self._rope is not None:
+                self._static.bind(self._cache_L2BHTD, self._rope)
+        self.slots.capacity = whole.slots.capacity
         self.slots.lengths_B = list(whole.lengths_B)
         self._view_rows(len(self.lengths_B))

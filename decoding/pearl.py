@@ -8,6 +8,8 @@ assumed whole and all of it is tested in the next round; without post-verify not
 
 The clock is VIRTUAL: the lanes run one after the other, each on the whole machine, and a round is charged the longer of
 the two and what cannot overlap. Tokens and acceptance are real; the time is what two machines of this kind would take.
+Where the host runs ahead of the device a round waits for the end of each lane, or there would be nothing to time, and once for what was accepted,
+which brings the new chunk's tokens along.
 
 Where the published code breaks the law, this does not: every test has a uniform of its own (keyed by the round, in which
 tests and drafts of one position never meet), no token goes untested, and a stop token inside the span ends the row.
@@ -25,6 +27,7 @@ from decoding import cuda
 from decoding.batch import Batch, Row
 from decoding.chooser import Chooser
 from decoding.drafter import Observation, Outcome, Proposal
+from decoding.reading import Reading
 from decoding.stopping import Stopping
 
 
@@ -73,6 +76,7 @@ class Pearl(Batch):
         for row in self.rows:
             row.generation.verified += logits_BNV.shape[1] - 1
         window, firsts = self._window(chunk)
+        self.chooser.read = Reading(*(() if chunk is None else (chunk.tokens_BN,)))
         outcome = self._test(logits_BNV, window)
         rows, keep = self.rows, self._settle(outcome, chunk, window, firsts)
         assert self.drafter is not None
@@ -89,6 +93,8 @@ class Pearl(Batch):
         request = self._request()
         assert self.drafter is not None
         chunk = self.drafter.propose(*request) if request is not None else None
+        if request is not None:
+            cuda.synchronize(self.target.device)
         drafted_at = perf_counter()
         forward = self._verify_lane(fresh=request is not None)
         self._draft_seconds, self._target_seconds = drafted_at - began, perf_counter() - drafted_at
@@ -119,25 +125,31 @@ class Pearl(Batch):
         return contexts_B, budgets_B, [row.stopping for row in self.rows], self.chooser
 
     def _verify_lane(self, fresh: bool) -> tuple[Tensor, Tensor] | None:
-        """The target over every row's tip and assumed tokens; None where, without pre-verify, a chunk is fresh."""
+        """The target over every row's tip and assumed tokens, when it is done; None where, without pre-verify, a chunk is fresh."""
         if not self.pre_verify and fresh and not self.lanes[0].tokens:
             return None
         fed_B = [[row.sequence[-1], *lane.tokens] for row, lane in zip(self.rows, self.lanes, strict=True)]
         width = max(len(fed) for fed in fed_B)
         padded = [fed + [0] * (width - len(fed)) for fed in fed_B]
         fed_BN = cuda.tensor(padded, self.target.device)
-        return self._processed(*self.target.forward(fed_BN), fed_BN[:, 1:])
+        forward = self._processed(*self.target.forward(fed_BN), fed_BN[:, 1:])
+        cuda.synchronize(self.target.device)
+        return forward
 
     def _window(self, chunk: Proposal | None) -> tuple[Proposal, list[bool]]:
         """What this round's forward tests, as a proposal, and for each row whether it ends with a new chunk's first token."""
-        drafted_B = [[] for _ in self.rows] if chunk is None else _rows_of(chunk)
-        firsts = [bool(drafted) for drafted in drafted_B]
-        tokens_B = [lane.tokens + drafted[:1] for lane, drafted in zip(self.lanes, drafted_B)]
-        counts_B = [len(tokens) for tokens in tokens_B]
+        fresh_B = [0] * len(self.rows) if chunk is None else chunk.counts_B
+        firsts = [count > 0 for count in fresh_B]
+        counts_B = [len(lane.tokens) + first for lane, first in zip(self.lanes, firsts, strict=True)]
         width = max(counts_B)
-        padded = [tokens + [0] * (width - len(tokens)) for tokens in tokens_B]
-        tokens_BN = cuda.tensor(padded, self.target.device, torch.long).view(len(padded), width)
-        return Proposal(tokens_BN, counts_B, None, self._window_q(chunk, firsts, width)), firsts
+        # The new chunk is not known to the host yet: its first token is put in its place on the device.
+        padded = [lane.tokens + [0] * (width + 1 - len(lane.tokens)) for lane in self.lanes]
+        tokens_BX = cuda.tensor(padded, self.target.device)
+        if chunk is not None:
+            # A row without a new chunk has it put where nobody looks.
+            places = [[len(lane.tokens) if first else width] for lane, first in zip(self.lanes, firsts, strict=True)]
+            tokens_BX.scatter_(1, cuda.tensor(places, self.target.device), chunk.tokens_BN[:, :1])
+        return Proposal(tokens_BX[:, :width], counts_B, None, self._window_q(chunk, firsts, width)), firsts
 
     def _window_q(self, chunk: Proposal | None, firsts: list[bool], width: int) -> Tensor | None:
         """The distributions that a window's tokens were drawn from, (B, width, V); None where the rule tests none."""
@@ -168,7 +180,7 @@ class Pearl(Batch):
     def _settle(self, outcome: Outcome, chunk: Proposal | None, window: Proposal, firsts: list[bool]) -> list[int]:
         """Commit and emit what passed, and set what every row assumes next. Returns the rows that go on."""
         tokens_B, kept_B = [], []
-        chunk_B = [[] for _ in self.lanes] if chunk is None else _rows_of(chunk)
+        (chunk_B,) = self.chooser.read.answers() or ([[]] * len(self.lanes),)
         for b, lane in enumerate(self.lanes):
             accepted = outcome.accepted_B[b]
             kept_B.append(1 + min(accepted, len(lane.tokens)))
@@ -177,7 +189,7 @@ class Pearl(Batch):
             tokens_B.append(outcome.tokens_B[b][:-1] if passed and firsts[b] else outcome.tokens_B[b])
             lane.tokens, lane.q_AV = [], None
             if passed and firsts[b] and chunk is not None:
-                lane.tokens = chunk_B[b][1:]
+                lane.tokens = chunk_B[b][1 : chunk.counts_B[b]]
                 lane.q_AV = None if chunk.q_BNV is None else chunk.q_BNV[b, 1 : chunk.counts_B[b]]
         self.target.commit(None, kept_B)
         drafted_B = [0] * len(self.rows) if chunk is None else chunk.counts_B
@@ -185,10 +197,11 @@ class Pearl(Batch):
 
     def _assume_whole(self, chunk: Proposal) -> None:
         """Without pre-verify: the row takes its chunk untested; the next round tests all of it."""
-        for b, (row, lane, tokens) in enumerate(zip(self.rows, self.lanes, _rows_of(chunk))):
-            lane.tokens = tokens
-            lane.q_AV = None if chunk.q_BNV is None else chunk.q_BNV[b, : len(tokens)]
-            row.generation.drafted += len(tokens)
+        (chunk_B,) = cuda.read(chunk.tokens_BN)
+        for b, (row, lane, count) in enumerate(zip(self.rows, self.lanes, chunk.counts_B)):
+            lane.tokens = chunk_B[b][:count]
+            lane.q_AV = None if chunk.q_BNV is None else chunk.q_BNV[b, :count]
+            row.generation.drafted += count
 
     def _charge(self, rows: list[Row], rest_seconds: float) -> None:
         """Put a round on the clock: the longer lane, then what cannot overlap."""
@@ -215,8 +228,3 @@ class PearlWithoutPost(Pearl):
     """The second ablation: nothing is drafted while assumed tokens are tested."""
 
     post_verify = False
-
-
-def _rows_of(chunk: Proposal) -> list[list[int]]:
-    """A chunk's tokens by row, without the padding."""
-    return [tokens[:count] for tokens, count in zip(chunk.tokens_BN.tolist(), chunk.counts_B, strict=True)]

@@ -12,7 +12,6 @@ from time import perf_counter
 
 import torch
 
-from decoding import cuda
 from decoding.drafter import Proposal
 from decoding.pearl import Pearl
 from decoding.worker import RemoteChain, lanes
@@ -43,8 +42,6 @@ class PearlWall(Pearl):
         if request is not None:
             self.drafter.begin(*request, least=self.least)
         forward = self._verify_lane(fresh=request is not None)
-        if forward is not None:
-            cuda.synchronize(self.target.device)
         if request is not None and self.least is not None:
             self.drafter.enough()
         self._target_seconds = perf_counter() - began if forward is not None else 0.0

@@ -4,6 +4,10 @@ Every node of a draft has a text of its own, the row's and the path to it, and g
 that autoregressive decoding would make there, and the laws hold. A drafter that knows the processors drafts what will be allowed; one
 that does not only loses acceptance.
 
+The penalty asks which tokens a text holds. They are marked on the device, a boolean over the vocabulary, and a drafted token is marked as soon as
+it is drawn: where the host runs ahead, nothing waits for it. `allowed` is a Python function of the whole text, whatever it computes: the host
+must know every drafted token before it can ask. There a round waits once more for its draft, and a chain for every token that it goes on from.
+
 Shapes: B rows, N drafted nodes, V vocabulary. Logits have one node more: the tip comes first.
 """
 
@@ -11,7 +15,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import cuda
@@ -38,79 +41,127 @@ class Processors:
 
         Raises UserError when `allowed` allows nothing after a row's own text.
         """
-        paths_BN = None
+        paths_BNN = None
         if tokens_BN is not None and tokens_BN.shape[1]:
-            if parents_BN is None:
-                parents_BN = torch.arange(-1, tokens_BN.shape[1] - 1, device=tokens_BN.device).expand_as(tokens_BN)
-            paths_BN = ancestors(parents_BN)  # (B, N, N): which nodes lie on the way to each
+            paths_BNN = _ways(tokens_BN, parents_BN)
         if self.repetition_penalty != 1:
-            logits_BNV = self._penalised(logits_BNV, sequences_B, tokens_BN, paths_BN)
+            seen_BNV = held_by(sequences_B, logits_BNV)[:, None]
+            if tokens_BN is not None and paths_BNN is not None:
+                seen_BNV = _held_at_nodes(seen_BNV, tokens_BN, paths_BNN)
+            logits_BNV = self.penalised(logits_BNV, seen_BNV)
         if self.allowed is not None:
-            logits_BNV = self._masked(logits_BNV, sequences_B, tokens_BN, paths_BN)
+            texts_BN = [[list(sequence)] for sequence in sequences_B]
+            if tokens_BN is not None and paths_BNN is not None:
+                texts_BN = _texts_at_nodes(sequences_B, tokens_BN, paths_BNN)
+            logits_BNV = self.masked(logits_BNV, texts_BN)
         return logits_BNV
 
-    def drafting(self, logits_BV: Tensor, texts_B: Sequence[Sequence[int]]) -> Tensor:
-        """A drafter's logits after each text, changed alike; free where it could say nothing that is allowed.
+    def drafting(self, texts_B: Sequence[Sequence[int]]) -> "Drafting":
+        """The same changes for a drafter that goes on from these texts, token by token."""
+        return Drafting(self, texts_B)
 
-        A text may end with drafted tokens that decoding never comes to: behind a stop token a caller need not allow anything.
-        """
-        changed_BNV = logits_BV[:, None]
-        if self.repetition_penalty != 1:
-            changed_BNV = self._penalised(changed_BNV, texts_B, None, None)
-        if self.allowed is not None:
-            masked_BNV = self._masked(changed_BNV, texts_B, None, None, may_end=True)
-            silent_BN1 = masked_BNV.isneginf().all(-1, keepdim=True)
-            changed_BNV = torch.where(silent_BN1, changed_BNV, masked_BNV)
-        return changed_BNV[:, 0]
-
-    def _penalised(
-        self,
-        logits_BNV: Tensor,
-        sequences_B: Sequence[Sequence[int]],
-        tokens_BN: Tensor | None,
-        paths_BN: Tensor | None,
-    ) -> Tensor:
-        V = logits_BNV.shape[-1]
-        longest = max(len(sequence) for sequence in sequences_B)
-        padded = [[*sequence, *[sequence[-1]] * (longest - len(sequence))] for sequence in sequences_B]
-        seen_BV = torch.zeros(len(padded), V, dtype=torch.bool, device=logits_BNV.device)
-        seen_BV.scatter_(1, cuda.tensor(padded, logits_BNV.device).clamp_(max=V - 1), True)
-        seen_BNV = seen_BV[:, None].expand(-1, logits_BNV.shape[1], -1)
-        if tokens_BN is not None and paths_BN is not None:
-            on_path_BNV = paths_BN.float() @ F.one_hot(tokens_BN.clamp(max=V - 1), V).float() > 0
-            seen_BNV = seen_BNV | F.pad(on_path_BNV, (0, 0, 1, 0))
+    def penalised(self, logits_BNV: Tensor, seen_BNV: Tensor) -> Tensor:
+        """Logits with the penalty on the tokens that each node's text holds."""
         penalty = self.repetition_penalty
         return torch.where(
             seen_BNV, torch.where(logits_BNV > 0, logits_BNV / penalty, logits_BNV * penalty), logits_BNV
         )
 
-    def _masked(
-        self,
-        logits_BNV: Tensor,
-        sequences_B: Sequence[Sequence[int]],
-        tokens_BN: Tensor | None,
-        paths_BN: Tensor | None,
-        may_end: bool = False,
-    ) -> Tensor:
-        """may_end: a sequence after which nothing is allowed has no rule, rather than being an error."""
+    def masked(self, logits_BNV: Tensor, texts_BN: Sequence[Sequence[Sequence[int]]], may_end: bool = False) -> Tensor:
+        """Logits of what `allowed` allows after each node's text; -inf for the others.
+
+        may_end: a row's own text after which nothing is allowed has no rule, rather than being an error.
+        """
         assert self.allowed is not None
         forbidden_BNV = np.zeros(logits_BNV.shape, dtype=bool)
-        drafted = [[]] * len(sequences_B) if tokens_BN is None else tokens_BN.tolist()
-        paths = None if paths_BN is None else paths_BN.tolist()
-        for row, sequence in enumerate(sequences_B):
-            for node in range(logits_BNV.shape[1]):
-                way = paths[row][node - 1] if paths is not None and node else []
-                ids = self.allowed([*sequence, *(token for token, on in zip(drafted[row], way) if on)])
+        for row, texts_N in enumerate(texts_BN):
+            for node, text in enumerate(texts_N):
+                ids = self.allowed(text)
                 # Behind a token that ends the text, or is not allowed itself, there is no rule.
                 if ids is None or (not len(ids) and (node or may_end)):
                     continue
                 if not len(ids):
                     raise UserError(
-                        f"allowed() allows no token after {len(sequence)} tokens: let it allow a stop token there."
+                        f"allowed() allows no token after {len(text)} tokens: let it allow a stop token there."
                     )
                 forbidden_BNV[row, node] = True
                 forbidden_BNV[row, node, list(ids)] = False
-        return logits_BNV.masked_fill(torch.from_numpy(forbidden_BNV).to(logits_BNV.device), float("-inf"))
+        return logits_BNV.masked_fill(cuda.tensor(forbidden_BNV, logits_BNV.device), float("-inf"))
+
+
+class Drafting:
+    """The changes along the chains of one proposal.
+
+    A text may end with drafted tokens that decoding never comes to: behind a stop token a caller need not allow anything.
+    """
+
+    def __init__(self, processors: Processors, texts_B: Sequence[Sequence[int]]) -> None:
+        self._processors = processors
+        self._texts_B = [list(text) for text in texts_B]
+        self._seen_BV: Tensor | None = None
+
+    def __call__(self, logits_BV: Tensor) -> Tensor:
+        """The changed logits after the texts and what was drawn behind them; free where nothing that is allowed could be said."""
+        processors = self._processors
+        if processors.repetition_penalty != 1:
+            if self._seen_BV is None:
+                self._seen_BV = held_by(self._texts_B, logits_BV)
+            logits_BV = processors.penalised(logits_BV, self._seen_BV)
+        if processors.allowed is not None:
+            # Copies: what a caller does with its own is not ours to know.
+            texts_BN = [[list(text)] for text in self._texts_B]
+            masked_BNV = processors.masked(logits_BV[:, None], texts_BN, may_end=True)
+            silent_B1 = masked_BNV[:, 0].isneginf().all(-1, keepdim=True)
+            logits_BV = torch.where(silent_B1, logits_BV, masked_BNV[:, 0])
+        return logits_BV
+
+    def add(self, tokens_B: Tensor) -> None:
+        """A token was drawn behind each text."""
+        if self._seen_BV is not None:
+            self._seen_BV.scatter_(1, tokens_B[:, None], True)
+        if self._processors.allowed is not None:
+            (drawn_B,) = cuda.read(tokens_B)
+            for text, token in zip(self._texts_B, drawn_B, strict=True):
+                text.append(token)
+
+
+def held_by(texts_B: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+    """Which tokens (B, V) a text holds, for logits (B, ..., V) and on their device."""
+    V = logits.shape[-1]
+    ids_B = [list(set(text)) for text in texts_B]
+    most = max(len(ids) for ids in ids_B)
+    padded = [ids + ids[-1:] * (most - len(ids)) for ids in ids_B]
+    ids_BX = cuda.tensor(padded, logits.device).clamp_(max=V - 1)
+    return torch.zeros(len(padded), V, dtype=torch.bool, device=logits.device).scatter_(1, ids_BX, True)
+
+
+def _ways(tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
+    """Which nodes (B, N, N) lie on the way to each, itself among them; without parents the nodes are a chain."""
+    if parents_BN is not None:
+        return ancestors(parents_BN)
+    B, N = tokens_BN.shape
+    return torch.ones(N, N, dtype=torch.bool, device=tokens_BN.device).tril_().expand(B, N, N)
+
+
+def _held_at_nodes(seen_B1V: Tensor, tokens_BN: Tensor, paths_BNN: Tensor) -> Tensor:
+    """Which tokens (B, N + 1, V) the texts of the tip and of each node hold."""
+    V = seen_B1V.shape[-1]
+    seen_BNV = seen_B1V.repeat(1, tokens_BN.shape[1] + 1, 1)
+    # In place of what is not on the way stands the node's own token, which is.
+    ids_BNN = torch.where(paths_BNN, tokens_BN[:, None], tokens_BN[:, :, None]).clamp_(max=V - 1)
+    seen_BNV[:, 1:].scatter_(2, ids_BNN, True)
+    return seen_BNV
+
+
+def _texts_at_nodes(
+    sequences_B: Sequence[Sequence[int]], tokens_BN: Tensor, paths_BNN: Tensor
+) -> list[list[list[int]]]:
+    """The texts of the tip and of each node; reads the nodes."""
+    drafted, paths = cuda.read(tokens_BN, paths_BNN)
+    return [
+        [list(sequence)] + [[*sequence, *(token for token, on in zip(tokens, way) if on)] for way in ways]
+        for sequence, tokens, ways in zip(sequences_B, drafted, paths, strict=True)
+    ]
 
 
 def make_processors(repetition_penalty: float, allowed: Allowed | None) -> Processors | None:

@@ -45,6 +45,7 @@ class SelfSpeculation(ChainDrafter):
         self.name = name
         self.num_layers = self.num_parameters = 0
         self._target: NativeTarget | None = None
+        self._view: NativeTarget | None = None  # kept from batch to batch, with what it has recorded
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """Take the target. Raises UserError for another backend than native, and for layers that it does not have."""
@@ -63,19 +64,27 @@ class SelfSpeculation(ChainDrafter):
             raise UserError(
                 f"drafter '{self.name}' skips nothing: name sub-layers, or search for them with distill.skip_search."
             )
-        self._target = target
+        if target is not self._target:
+            self._target, self._view = target, None
         self.num_layers = target.num_layers - len(self.skips) // 2
 
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """The target has read the prompts already."""
         assert self._target is not None, "prepare() comes before open()"
         self._capacity = capacity
-        self.model = self._view = self._target.partial(self.skips)
+        if self._view is None:
+            self._view = self._target.partial(self.skips)
+        self.model = self._view
+        self._follow()
+
+    def _follow(self) -> None:
+        """Stand where the target stands."""
+        assert self._target is not None and self._view is not None, "open() comes first"
+        self._view.follow(self._target)
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """The target has read what is new."""
-        assert self._target is not None
-        self._view.follow(self._target)
+        self._follow()
 
     def propose(
         self,
@@ -85,19 +94,16 @@ class SelfSpeculation(ChainDrafter):
         chooser: Chooser,
     ) -> Proposal:
         """Draft a chain for each row from the target's committed tokens on."""
-        assert self._target is not None
-        self._view.follow(self._target)
+        self._follow()
         return super().propose(sequences_B, budgets_B, stopping_B, chooser)
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
         """The drafted keys and values are overwritten by the target's."""
-        assert self._target is not None
-        self._view.follow(self._target)
+        self._follow()
 
     def select(self, rows: Sequence[int]) -> None:
         """The target has moved its rows already."""
-        assert self._target is not None
-        self._view.follow(self._target)
+        self._follow()
 
 
 def read_skips(path: str | Path) -> Skips:

@@ -12,11 +12,14 @@ ends hangs on other uniforms, so one will do for all nodes.
 
 Same uniforms and same tests as in the twin, so the same path up to rounding; the token behind it is drawn by another uniform.
 
+Rounding never lets a token through that the target forbids: whatever is subtracted from p, only what p has a share of is left, and a child that
+failed is left with nothing. Of point masses nothing is subtracted at all: where siblings are all that p has, one of them passes.
+
 Shapes: B rows, N drafted tokens, V vocabulary, P = N + 1 nodes with the tip, K candidates, S children of a node, Q nodes with candidates.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -45,7 +48,7 @@ class Stand(Protocol):
         ...
 
 
-At = Callable[[int, int], Stand]  # of (row, node), the node -1 for the tip
+At = Callable[[int, int, list[int]], Stand]  # of (row, node, its children), the node -1 for the tip
 
 
 def token(logits_BPV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
@@ -72,7 +75,8 @@ def _walk(row: int, parents: list[int], at: At, chooser: Chooser) -> tuple[list[
         children_of.setdefault(parent, []).append(node)
     while True:
         depth, here = len(path), path[-1] if path else -1
-        children, stand = children_of.get(here, []), at(row, here)
+        children = children_of.get(here, [])
+        stand = at(row, here, children)
         for child in children:
             if chooser.uniform(row, depth, noise.ACCEPT, child) < stand.chance(child):
                 path.append(child)
@@ -87,19 +91,17 @@ class Mass:
     """A node whose children are point masses."""
 
     tokens: list[int]  # of all nodes
-    p: list[float]  # of each node where its parent stands
+    untested: dict[int, float]  # token -> p of the children that have not failed
+    rest: float  # p of all other tokens
     follows: int
-    left: float = 1.0
-    failed: set[int] = field(default_factory=set)
 
     def chance(self, child: int) -> float:
-        p = 0.0 if self.tokens[child] in self.failed else self.p[child]
-        return p / self.left if self.left > 0 else 0.0
+        p = self.untested.get(self.tokens[child], 0.0)
+        # A sum of what is left. One less what has failed would leave rounding behind, and the last child of all that p has could fail by it.
+        return p / (self.rest + sum(self.untested.values())) if p > 0 else 0.0
 
     def fail(self, child: int) -> None:
-        if self.tokens[child] not in self.failed:
-            self.left -= self.p[child]
-            self.failed.add(self.tokens[child])
+        self.untested.pop(self.tokens[child], None)
 
     def following(self, uniform: float) -> int:
         return self.follows
@@ -118,8 +120,16 @@ def _masses(
     p_BN = probs_BPV.flatten(1).gather(1, flat_BN)
     left_BPV = probs_BPV.flatten(1).scatter(1, flat_BN, 0.0).view_as(probs_BPV)
     follows_BP = draw_at(_left(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1))
-    drafted, parents, p, follows = chooser.read(proposal.tokens_BN, proposal.parents_BN, p_BN, follows_BP)
-    return drafted, parents, lambda row, node: Mass(drafted[row], p[row], follows[row][node + 1])
+    rest_BP = left_BPV.sum(-1, dtype=torch.float64)
+    drafted, parents, p, rest, follows = chooser.read(
+        proposal.tokens_BN, proposal.parents_BN, p_BN, rest_BP, follows_BP
+    )
+
+    def at(row: int, node: int, children: list[int]) -> Stand:
+        untested = {drafted[row][child]: p[row][child] for child in children}
+        return Mass(drafted[row], untested, rest[row][node + 1], follows[row][node + 1])
+
+    return drafted, parents, at
 
 
 @dataclass(slots=True)
@@ -202,7 +212,7 @@ def _candidates(
         draw_at(probs_BPV, ends_B11.expand(-1, P, 1)),
     )
 
-    def at(row: int, node: int) -> Stand:
+    def at(row: int, node: int, children: list[int]) -> Stand:
         place = node + 1
         if place >= Q:
             return Known([], any_[row][place])
@@ -240,7 +250,7 @@ def _whole(
     chance_BN = chance_BNS.gather(2, ranks_BN[:, :, None]).squeeze(2)
     follows_BP = draw_at(_left(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1))
     drafted, parents, chance, follows = chooser.read(proposal.tokens_BN, proposal.parents_BN, chance_BN, follows_BP)
-    return drafted, parents, lambda row, node: Known(chance[row], follows[row][node + 1])
+    return drafted, parents, lambda row, node, children: Known(chance[row], follows[row][node + 1])
 
 
 def _children(proposal: Proposal) -> tuple[Tensor, Tensor]:

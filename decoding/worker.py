@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.errors import UserError
@@ -136,11 +137,11 @@ class RemoteChain:
         self._chain_seconds, self._chain_steps = self._chain_seconds + self.worker_seconds, self._chain_steps + steps
         for policy, returned in zip(self._asked_B, policies_B, strict=True):
             vars(policy).update(vars(returned))
-        tokens_BN = torch.tensor(tokens, dtype=torch.long, device=self._device).view(len(counts_B), -1)
+        tokens_BN = cuda.tensor(tokens, self._device, torch.long).view(len(counts_B), -1)
         if q_bytes is None:
             return Proposal(tokens_BN, counts_B, steps=steps)
-        q_BNV = torch.from_numpy(np.frombuffer(bytearray(q_bytes), dtype=dtype)).view(*tokens_BN.shape, -1)
-        return Proposal(tokens_BN, counts_B, None, q_BNV.to(self._device), steps)
+        q_BNV = cuda.tensor(np.frombuffer(q_bytes, dtype=dtype), self._device).view(*tokens_BN.shape, -1)
+        return Proposal(tokens_BN, counts_B, None, q_BNV, steps)
 
     def observe(self, observation: Observation) -> None:
         """A chain drafter learns nothing."""

@@ -66,6 +66,45 @@ def drafted_by(row: DrafterRow, settings: Settings, answers: list[list[int]]) ->
     return [g.tokens for g in drafted], sum(g.accepted for g in drafted)
 
 
+@pytest.mark.parametrize("change", ["penalty", "reward", "all"])
+def test_every_node_is_changed_by_its_own_text(change: str) -> None:
+    """As the definitions read, bit for bit: trees, chains, tips alone, and chains that are drafted token by token. A text may name pad rows."""
+    generator = torch.Generator().manual_seed(0)
+    named = {key: value for key, value in CHANGES[change].items() if key != "min_p"}
+    changes = Processors(**{"allowed": None, **named})
+    V = VOCABULARY
+    texts = [[*prompt, V + 3] for prompt in random_prompts(3)]
+    tokens_BN = torch.randint(0, V, (3, 6), generator=generator)
+    tokens_BN[1] = tokens_BN[1, 0]
+    logits_BNV = torch.randn(3, 7, V, generator=generator)
+
+    def defined(logits_V: torch.Tensor, text: list[int]) -> torch.Tensor:
+        held = {min(token, V - 1) for token in text}
+        penalty, row_V = changes.repetition_penalty, logits_V.clone()
+        for token in held:
+            row_V[token] = row_V[token] / penalty if row_V[token] > 0 else row_V[token] * penalty
+        banned = set(range(V)) - set(other_thirds(text)) if changes.allowed is not None else set()
+        return row_V.index_fill(0, torch.tensor(sorted(banned), dtype=torch.long), float("-inf"))
+
+    for parents in ([-1, 0, 1, 2, 3, 4], [-1, -1, 0, 0, 1, 4]):
+        parents_BN, chain = torch.tensor([parents]).expand(3, -1), parents == list(range(-1, 5))
+        changed_BNV = changes(logits_BNV, texts, tokens_BN, None if chain else parents_BN)
+        drafting = changes.drafting(texts)
+        for node in range(7):
+            ways, above = [list(text) for text in texts], node - 1
+            path: list[int] = []
+            while above >= 0:
+                path, above = [above, *path], parents[above]
+            for row, way in enumerate(ways):
+                way += tokens_BN[row, path].tolist()
+            wanted_BV = torch.stack([defined(*pair) for pair in zip(logits_BNV[:, node], ways, strict=True)])
+            assert torch.equal(changed_BNV[:, node], wanted_BV)
+            if chain:
+                assert torch.equal(drafting(logits_BNV[:, node]), wanted_BV)
+                drafting.add(tokens_BN[:, min(node, 5)])
+    assert torch.equal(changes(logits_BNV[:, :1], texts), changed_BNV[:, :1])
+
+
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @by_case
 def test_laws_1_and_2(row: DrafterRow, change: str, rule: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from decoding import noise, verify, verify_tree
 from decoding.chooser import Chooser
 from decoding.drafter import NO_NODE, Outcome, Proposal, TopRows
-from decoding.sampling import Warper
+from decoding.sampling import Warper, draw_at
 
 from .law_3 import P_LIMIT, p_value
 
@@ -174,6 +175,90 @@ def test_the_token_behind_the_path_has_the_law_of_what_is_left(kind: str) -> Non
     assert total > 1_000
     law = {(token,): p for token, p in enumerate((p_V / p_V.sum()).tolist()) if p}
     assert p_value({(token,): count for token, count in last.items()}, law, total) > P_LIMIT
+
+
+NEARLY_ONE = 1 - 2.0**-53  # a uniform that fails every child that can fail
+ENDS = (2.0**-53, 0.3, NEARLY_ONE)  # uniforms that the token behind the path is drawn by
+
+
+def nearly_equal(kind: str, seed: int) -> tuple[torch.Tensor, Proposal, torch.Tensor, list[int]]:
+    """Float32 logits of nodes that allow two to four tokens; one to all of these as children; p; and how many tokens are allowed, by row.
+
+    q is p but for its last digits, so what p has over q is rounding and nothing else.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    allowed_BV = torch.rand(ROWS, V, generator=generator).argsort(-1)
+    sizes_B = torch.randint(2, 5, (ROWS,), generator=generator)
+    ranks_V = torch.arange(V)
+    forbidden_BV = torch.ones(ROWS, V, dtype=torch.bool).scatter(1, allowed_BV, ranks_V >= sizes_B[:, None])
+    logits_BV = (4 * torch.randn(ROWS, V, generator=generator)).masked_fill(forbidden_BV, float("-inf"))
+    p_BV = Warper(1.0).probs(logits_BV)
+    bent_BV = torch.where(torch.rand(ROWS, V, generator=generator) < 0.5, 0.0, 1.0)
+    q_BV = torch.nextafter(p_BV, bent_BV).masked_fill(forbidden_BV, 0.0)
+    children_B = torch.minimum(torch.randint(1, 5, (ROWS,), generator=generator), sizes_B)
+    proposal = Proposal(allowed_BV[:, :4], children_B.tolist(), torch.full((ROWS, 4), -1), siblings=4)
+    if kind == "few candidates":
+        proposal.q_top = TopRows(allowed_BV[:, None, :4], q_BV.gather(1, allowed_BV[:, :4])[:, None])
+    elif kind == "whole vocabulary":
+        proposal.q_BNV = q_BV[:, None].expand(-1, 4, -1)
+    return logits_BV[:, None].expand(-1, 5, -1), proposal, p_BV, sizes_B.tolist()
+
+
+@by_kind
+def test_rounding_lets_no_impossible_token_through(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, where p and q differ by rounding alone and every child that can fail does: what follows has a share in p.
+
+    Of point masses that are all that p has one passes. Neither law bends by more than the rounding: it takes that to come here.
+    """
+    failed = 0
+    for seed in range(60):
+        logits_BNV, proposal, p_BV, sizes_B = nearly_equal(kind, seed)
+        numbers = {noise.ACCEPT: NEARLY_ONE}
+        monkeypatch.setattr(Chooser, "uniform", lambda *given, end=ENDS[seed % 3], own=numbers: own.get(given[3], end))
+        chooser = Chooser(Warper(1.0), "token", seed, V, torch.device("cpu"))
+        for rule in (verify._recursive, verify_tree.token):
+            outcome = rule(logits_BNV, proposal, chooser)
+            for row, tokens in enumerate(outcome.tokens_B):
+                assert all(p_BV[row, token] > 0 for token in tokens)
+                if kind == "point masses" and proposal.counts_B[row] == sizes_B[row]:
+                    assert outcome.accepted_B[row] == 1
+            failed += outcome.accepted_B.count(0)
+    assert failed > 600
+
+
+def leave_a_residue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of p is off by a rounding everywhere."""
+    monkeypatch.setattr(verify_tree, "draw_at", lambda weights, uniforms: draw_at(weights + 1e-7, uniforms))
+
+
+def draw_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rounding goes past the candidates another token is taken, whether or not there is one."""
+    monkeypatch.setattr(verify_tree.Candidates, "following", lambda self, uniform: self.other)
+
+
+def take_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of point masses is one less those that have failed, and p adds up to one but for a rounding."""
+    chance = verify_tree.Mass.chance
+    monkeypatch.setattr(
+        verify_tree.Mass, "chance", lambda self, child: chance(replace(self, rest=self.rest + 1e-7), child)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken"),
+    [
+        ("point masses", leave_a_residue),
+        ("point masses", take_from_one),
+        ("few candidates", draw_from_the_others),
+        ("whole vocabulary", leave_a_residue),
+    ],
+)
+def test_rounding_that_counts_as_a_share_is_seen(
+    kind: str, broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_rounding_lets_no_impossible_token_through(kind, monkeypatch)
 
 
 def test_dense_and_sparse_q_are_one() -> None:

@@ -1,0 +1,147 @@
+"""Where the host runs ahead of the device other code decides: it says what its twin says, and rows of a batch stay apart.
+
+Shapes: B rows, N drafted tokens, V vocabulary.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from decoding import cuda, noise, verify
+from decoding.chain import ChainDrafter
+from decoding.chooser import Chooser
+from decoding.drafter import NO_NODE, Proposal
+from decoding.graph import GraphDrafter
+from decoding.loop import Settings, decode
+from decoding.policies import CostRatio
+from decoding.sampling import Warper
+from decoding.stopping import Fixed, RoundCosts
+
+from .rows import ROWS, Kit
+from .tiny import random_prompts
+from .waits import WAYS, models, settings_of
+
+ALONE = (
+    "multi_candidate",
+    "ranked_tree",
+    "budget_tree",
+    "graph",
+    "recurrent",
+    "recurrent_by_cost",
+    "recurrent_drawn",
+    "recurrent_drawn_by_cost",
+)
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("rule", ["greedy", "token"])
+@pytest.mark.parametrize("name", ALONE)
+def test_what_is_drafted_ahead_hangs_on_no_neighbour(name: str, rule: str) -> None:
+    """Sizes and room come from the row's own rounds; how many nodes were drafted is told without the padding."""
+    row = next(row for row in ROWS if row.name == name)
+    target, draft_model = models()
+    drafter = row.make(Kit(target, target, draft_model, ()))
+    prompts, settings = random_prompts(3, seed=3), settings_of(rule)
+    together = decode(target, drafter, prompts, settings)
+    for request, (prompt, expected) in enumerate(zip(prompts, together, strict=True)):
+        (alone,) = decode(target, drafter, [prompt], settings, request_ids=[request])
+        assert (alone.tokens, alone.rounds, alone.drafted, alone.tested_by_depth, alone.accepted_by_depth) == (
+            expected.tokens,
+            expected.rounds,
+            expected.drafted,
+            expected.tested_by_depth,
+            expected.accepted_by_depth,
+        )
+
+
+@pytest.mark.parametrize("match", [0, 1, 2, 1000])
+def test_a_graph_on_the_device_is_its_twin(monkeypatch: pytest.MonkeyPatch, match: int) -> None:
+    """The same paths are proposed, copies of merged nodes among them."""
+    target, draft_model = models()
+    prompts, found, merged = random_prompts(12), [], 0
+    for ahead in (False, True):
+        monkeypatch.setattr(cuda, "runs_ahead", lambda device, ahead=ahead: ahead)
+        drafter = GraphDrafter(model=draft_model, frontier=3, max_nodes=40, match=match, leaf_threshold=0.0)
+        drafter.prepare(target, None)
+        drafter.open(prompts, None, 64)
+        chooser = Chooser(Warper(0.0), "greedy", 0, target.vocab_size, target.device)
+        chooser.begin([], [], [], 5)
+        proposal = drafter.propose(prompts, [4] * 9 + [3, 1, 0], [Fixed()] * 12, chooser)
+        found.append([paths_of(proposal, row) for row in range(len(prompts))])
+        merged += sum(len(pairs) for pairs in drafter._merged)
+    assert found[0] == found[1]
+    assert len(found[0][0]) > 10 and not found[0][-1]
+    assert bool(merged) == (match < 2), "otherwise nothing is seen of merging"
+
+
+def paths_of(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
+    """The paths of the nodes that a row counts, padding left out."""
+    assert proposal.parents_BN is not None
+    paths: list[tuple[int, ...]] = []
+    for token, parent in list(zip(proposal.tokens_BN[row].tolist(), proposal.parents_BN[row].tolist()))[
+        : proposal.counts_B[row]
+    ]:
+        paths.append((*(paths[parent] if parent >= 0 else ()), token) if parent != NO_NODE else ())
+    return set(paths) - {()}
+
+
+@pytest.mark.parametrize("way", WAYS[:-1], ids=lambda way: str(way.get("verify", "greedy")))
+def test_running_ahead_changes_no_token(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]) -> None:
+    settings = Settings(max_new_tokens=32, num_draft_tokens=3, **{"temperature": 1.0, **way})
+    texts = []
+    for ahead in (False, True):
+        monkeypatch.setattr(cuda, "runs_ahead", lambda device, ahead=ahead: ahead)
+        target, draft_model = models()
+        made = decode(target, ChainDrafter(model=draft_model), random_prompts(4), settings)
+        texts.append([row.tokens for row in made])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("kind", ["q", "point mass", "equal"])
+def test_rules_on_the_device_equal_their_twins(rule: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same outcome for random rows of every draft count, and for p = q, where no residual is left."""
+    generator = torch.Generator().manual_seed(1)
+    chooser = Chooser(Warper(1.0), rule, 5, 7, torch.device("cpu"))
+    function, outcomes = getattr(verify, rule), []
+    for trial in range(60):
+        counts_B = [trial % 5, 4, (trial * 7) % 5]
+        logits_BNV = torch.randn(3, 5, 7, generator=generator)
+        q_BNV = (logits_BNV[:, :4] if kind == "equal" else torch.randn(3, 4, 7, generator=generator)).softmax(-1)
+        tokens_BN = q_BNV.flatten(0, 1).multinomial(1, generator=generator).view(3, 4)
+        proposal = Proposal(tokens_BN, counts_B, None, None if kind == "point mass" else q_BNV)
+        chooser.begin([noise.key(trial, b) for b in range(3)], [trial] * 3, [9, 4, 7], 5)
+        host = function(logits_BNV, proposal, chooser)
+        with monkeypatch.context() as context:
+            context.setattr(cuda, "runs_ahead", lambda device: True)
+            assert function(logits_BNV, proposal, chooser) == host
+        outcomes += host.accepted_B
+    assert {0, 1, 2 if kind == "point mass" else 4} <= set(outcomes)
+
+
+def test_cost_ratio_by_the_round() -> None:
+    """Without looking at tokens it takes the length with the most expected tokens a millisecond, and learns acceptance from rounds."""
+    policy = CostRatio(RoundCosts(0.1, (1.0, 1.01, 1.02, 1.03, 1.04)), per_token=False)
+    assert policy.reads == "nothing" and policy.more(1, None)
+    for _ in range(300):
+        policy.update(4, 4)
+    assert policy.acceptance > 0.95 and policy.limit(4) == 4 and policy.limit(2) == 2
+    for _ in range(900):  # rounds of one test each, which old rounds of four outweigh for long
+        policy.update(4, 0)
+    assert policy.acceptance < 0.05 and policy.limit(4) == 0
+    for _ in range(600):  # half of the tested tokens pass: 1 + 0.5 over 1.11 ms, 1.75 over 1.22, 1.875 over 1.33 ...
+        policy.update(4, 1)
+    assert policy.acceptance == pytest.approx(0.5, abs=0.02)
+    assert policy.limit(4) == 2
+
+
+def test_reading_packs_whatever_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+    assert cuda.read(
+        torch.tensor([[1, 2], [3, 31999]]), torch.tensor([0.1], dtype=torch.float64), torch.zeros(2, 0)
+    ) == [
+        [[1, 2], [3, 31999]],
+        [0.1],
+        [[], []],
+    ]

@@ -1,0 +1,127 @@
+"""What the tests of waiting share: a counter of waits, and the settings and rows that they are counted under."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding import cuda
+from decoding.graph import GraphDrafter
+from decoding.loop import Settings
+from decoding.stopping import RoundCosts
+from decoding.target import Target
+from decoding.trees import RankedTree
+from decoding.with_lookup import LookupFirst
+
+from .rows import COSTS, ROWS, DrafterRow
+from .tiny import hf_model, native_of
+
+READERS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
+INDEXERS = ("__getitem__", "__setitem__")  # which wait where a list or a mask is the index
+
+
+class Waits:
+    """Waits counted inside `counting`: those that are meant, those for the end of what is timed, and stray ones, by name."""
+
+    def __init__(self) -> None:
+        self.meant = self.timed = 0
+        self.stray: list[str] = []
+        self._meaning = False
+
+    @contextmanager
+    def counting(self, patch: pytest.MonkeyPatch) -> Iterator[None]:
+        with patch.context() as context:
+            for name in READERS:
+                context.setattr(Tensor, name, self._counted(name, getattr(Tensor, name)))
+            for name in INDEXERS:
+                context.setattr(Tensor, name, self._looked_at(name, getattr(Tensor, name)))
+            context.setattr(torch, "tensor", self._counted("torch.tensor", torch.tensor))
+            context.setattr(cuda, "tensor", self._free(cuda.tensor))
+            context.setattr(cuda, "fill", self._free(cuda.fill))
+            context.setattr(cuda, "read", self._read)
+            context.setattr(cuda, "synchronize", self._synchronize)
+            yield
+
+    def _counted(self, name: str, real: Any) -> Any:
+        def reader(*given: Any, **named: Any) -> Any:
+            if not self._meaning:
+                self.stray.append(name)
+            return real(*given, **named)
+
+        return reader
+
+    def _looked_at(self, name: str, real: Any) -> Any:
+        def indexer(tensor: Tensor, index: Any, *given: Any) -> Any:
+            for part in index if isinstance(index, tuple) else (index,):
+                if isinstance(part, list) or (isinstance(part, Tensor) and part.dtype == torch.bool):
+                    self.stray.append(name)
+            return real(tensor, index, *given)
+
+        return indexer
+
+    def _free(self, real: Any) -> Any:
+        def function(*given: Any) -> Any:
+            before, self._meaning = self._meaning, True
+            result = real(*given)
+            self._meaning = before
+            return result
+
+        return function
+
+    def _read(self, *tensors: Tensor, real: Any = cuda.read) -> Any:
+        self.meant += 1
+        return self._free(real)(*tensors)
+
+    def _synchronize(self, device: torch.device) -> None:
+        self.timed += 1
+
+
+def models(device: str = "cpu") -> tuple[Target, Target]:
+    model = hf_model("llama")
+    return native_of(model, device=device), native_of(model, noise=0.05, device=device)
+
+
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"verify": "token"},
+    {"verify": "token", "top_k": 5, "top_p": 0.9},
+    {"verify": "coupled"},
+    {"verify": "coupled", "top_p": 0.8, "min_p": 0.01},
+    {"verify": "block"},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"verify": "token", "top_k": 5, "repetition_penalty": 1.3},
+    {"verify": "token", "stopping": "cost_ratio", "costs": RoundCosts(0.2, (1.0, 1.1, 1.2, 1.3))},
+]
+
+
+TREE_RULES = ("greedy", "token", "coupled")
+REAL = [row for row in ROWS if not row.name.startswith("oracle")]  # the test oracles are no product
+REAL += [
+    DrafterRow(
+        "graph_with_early_lookup",
+        make=lambda kit: LookupFirst(GraphDrafter(model=kit.draft_model, frontier=3), min_match=1),
+        rules=TREE_RULES,
+    ),
+    DrafterRow(
+        "budget_tree_with_early_lookup",
+        make=lambda kit: LookupFirst(RankedTree(model=kit.draft_model, frontier=3, by_cost=True), min_match=1),
+        rules=TREE_RULES,
+    ),
+]
+
+
+def settings_of(rule: str, **fields: Any) -> Settings:
+    sampled: dict[str, Any] = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
+    return Settings(
+        **{"max_new_tokens": 16, "num_draft_tokens": 3, "stopping": "fixed", "costs": COSTS, **sampled, **fields}
+    )
+
+
+PENALTY = 1.3
+# Each way to draft and to test, with a penalty: on the device a node's text is the row's and the way to the node.
+PENALISED = [("static_tree", "greedy"), ("ranked_tree", "token"), ("graph", "coupled"), ("multi_candidate", "token")]
+PENALISED += [("recurrent", "greedy"), ("self_speculation", "token"), ("chain_with_lookup", "coupled")]
+NAMED = {row.name: row for row in REAL}
