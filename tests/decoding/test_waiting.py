@@ -26,7 +26,7 @@ from decoding.target import Target
 from decoding.trees import RankedTree
 from decoding.with_lookup import LookupFirst
 
-from .rows import COSTS, ROWS, DrafterRow, Kit
+from .rows import COSTS, PICKED, ROWS, DrafterRow, Kit
 from .tiny import hf_model, native_of, random_prompts
 
 READERS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
@@ -131,6 +131,7 @@ def test_a_round_waits_once(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
 TREE_RULES = ("greedy", "token", "coupled")
 REAL = [row for row in ROWS if not row.name.startswith("oracle")]  # the test oracles are no product
 REAL += [
+    *PICKED,
     DrafterRow(
         "graph_with_early_lookup",
         make=lambda kit: LookupFirst(GraphDrafter(model=kit.draft_model, frontier=3), min_match=1),
@@ -217,11 +218,14 @@ ALONE = (
 
 
 @pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("rule", ["greedy", "token"])
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [(name, rule) for name in ALONE for rule in ("greedy", "token")]
+    + [("budget_tree_picked", "token"), ("graph_picked", "token")],
+)
 def test_what_is_drafted_ahead_hangs_on_no_neighbour(name: str, rule: str) -> None:
     """Sizes and room come from the row's own rounds; how many nodes were drafted is told without the padding."""
-    row = next(row for row in ROWS if row.name == name)
+    row = next(row for row in [*ROWS, *PICKED] if row.name == name)
     target, draft_model = models()
     drafter = row.make(Kit(target, target, draft_model, ()))
     prompts, settings = random_prompts(3, seed=3), settings_of(rule)
