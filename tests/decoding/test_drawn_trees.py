@@ -48,7 +48,7 @@ def by_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a larger tree the likeliest four nodes are tested, as a ranked tree of picked ones is cut."""
+    """Of a larger tree the likeliest two nodes are tested, as a ranked tree of picked ones is cut."""
     level, proposal, reached = DrawnTree._level, DrawnTree.proposal, list[Tensor]()
 
     def noting(self: DrawnTree, *given: Tensor) -> tuple[int, Tensor, Tensor]:
@@ -60,7 +60,7 @@ def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def cut(self: DrawnTree, ahead: bool) -> Proposal:
         order_BM = torch.cat(reached, 1).sort(descending=True, stable=True).indices
-        self.seen.scores_BM = self.seen.scores_BM.scatter(1, order_BM[:, 4:], NONE)
+        self.seen.scores_BM = self.seen.scores_BM.scatter(1, order_BM[:, 2:], NONE)
         return proposal(self, ahead)
 
     monkeypatch.setattr(RankedTree, "_new_budget", lambda self, rows: BySize(rows, 12, 3))
@@ -96,10 +96,10 @@ def test_children_are_drawn_without_replacement_in_their_order() -> None:
     assert torch.allclose(probs_BPK, q_V[tokens_BPK])
     assert torch.equal(tokens_BPK[:, 0].sort(-1).values, torch.arange(5).expand(rows, 5))
     assert (tokens_BPK[:, 0, 4] == 4).all(), "what has no probability comes last"
-    assert torch.allclose(first_B.bincount(minlength=5) / rows, q_V, atol=0.02)
+    assert torch.allclose(first_B.bincount(minlength=5).double() / rows, q_V, atol=0.02)
     among_B = first_B == 0
     assert torch.allclose(
-        second_B[among_B].bincount(minlength=5) / among_B.sum(),
+        second_B[among_B].bincount(minlength=5).double() / among_B.sum(),
         q_V.clone().index_fill_(0, torch.tensor([0]), 0) / 0.5,
         atol=0.02,
     )
@@ -217,9 +217,10 @@ def test_budgets_by_size_learn_where_nodes_pass() -> None:
         budget = BySize(1, 6, 3)
         for _ in range(40):
             (depth,) = budget.begin([5])
-            levels = []
+            levels = list[int]()
             while not levels or budget.more():
-                levels.append(budget.admit(torch.tensor([chances]))[0])
+                reached = chances[0] ** len(levels)
+                levels.append(budget.admit(reached * torch.tensor([chances]))[0])
             assert len(levels) == depth and sum(levels) <= 6 and levels[0] <= 3
             (told_BLW,) = budget.asks()
             budget.learn([told_BLW.tolist()], [1])
