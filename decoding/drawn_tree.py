@@ -32,9 +32,8 @@ class DrawnTree:
         self.draws, self.run, self.frontier, self.budget = draws, run, frontier, budget
         tip_B1 = draws.tips()
         self.seen = Seen.none(len(tip_B1), tip_B1.device, draws.dtype)
-        # The row of candidates that a node's children are drawn from; 0, the tip's, stands for none.
+        # The number of the distribution that a node's children are drawn from; 0, the tip's, stands for none.
         self._rows_BM = self._fed_BN = self._fed_parents_BN = self.seen.tokens_BM
-        self._places_P = tip_B1[0]  # of a level's nodes among the numbers that draw
         self._counts: list[list[int]] = []
 
     def grow(self) -> None:
@@ -51,10 +50,10 @@ class DrawnTree:
         """Draw children of the nodes at these places, reached with these chances (logarithms): the place of the first one, their
         probabilities and the chances to reach what is behind them, (B, M)."""
         rows_BP = F.pad(self._rows_BM, (1, 0)).gather(1, at_BP + 1)
-        rows = self.draws.rows(rows_BP)
-        tokens_BPK, probs_BPK = self.draws.children(rows, self.frontier, len(self._counts), self._places_P)
+        q_BPV = self.draws.q(rows_BP)
+        tokens_BPK, probs_BPK = self._draw(q_BPV)
         K = tokens_BPK.shape[2]
-        worth_BPK, reached_BPK = worths(rows, probs_BPK)
+        worth_BPK, reached_BPK = worths(q_BPV, probs_BPK)
         # Siblings stay in their order: a later one is worth less, and equal ones keep their places.
         best = (worth_BPK + above_BP[:, :, None]).flatten(1).sort(descending=True, stable=True)
         counts_B = [min(count, best.indices.shape[1]) for count in self.budget.admit(best.values.exp())]
@@ -73,12 +72,15 @@ class DrawnTree:
         reached_BM = (reached_BPK + above_BP[:, :, None]).flatten(1).gather(1, slots_BM)
         return first, probs_BPK.flatten(1).gather(1, slots_BM), reached_BM.masked_fill(worth_BM == NONE, NONE)
 
+    def _draw(self, q_BPV: Tensor) -> tuple[Tensor, Tensor]:
+        """Children of a level's nodes and their probabilities, (B, P, K)."""
+        return self.draws.children(q_BPV, self.frontier, len(self._counts))
+
     def _expanded(self, first: int, probs_BM: Tensor, reached_BM: Tensor) -> tuple[Tensor, Tensor]:
         """Expand the likeliest of the nodes from `first` on: their places and their chances, (B, P)."""
         top = reached_BM.topk(min(self.frontier, reached_BM.shape[1]), dim=-1)
         nodes_BP = first + top.indices
         self._feed(nodes_BP, top.values > NONE)
-        self._places_P = torch.arange(nodes_BP.shape[1], device=nodes_BP.device)
         return nodes_BP, top.values
 
     def _feed(self, nodes_BP: Tensor, wanted_BP: Tensor) -> None:
@@ -104,8 +106,9 @@ class DrawnTree:
         counts_B = [sum(levels) for levels in zip(*self._counts, strict=True)] if ahead else real_B.tolist()
         order_BM = real_BM.long().sort(descending=True, stable=True).indices
         tokens_BN, parents_BN, seen_BN = self.seen.kept(order_BM, real_B, max(counts_B))
-        rows_BP = F.pad(self._rows_BM.gather(1, seen_BN), (1, 0))
-        proposal = Proposal(tokens_BN, counts_B, parents_BN, None, len(self._counts), self.draws.rows(rows_BP))
+        above_BN = self.seen.parents_BM.gather(1, seen_BN)
+        q_BNV = self.draws.q(F.pad(self._rows_BM, (1, 0)).gather(1, above_BN + 1))
+        proposal = Proposal(tokens_BN, counts_B, parents_BN, q_BNV, len(self._counts), siblings=self.frontier)
         asked = self.budget.asks()
         proposal.asks = (lambda _: asked) if asked else None
         return proposal
@@ -126,6 +129,15 @@ class DrawnGraph(DrawnTree):
         """least: own probability (its logarithm) that a node needs to be expanded."""
         super().__init__(draws, run, frontier, budget)
         self.graph, self.least = graph, least
+        self._own = 1  # nodes of a level that the model has run over; merged ones are behind them
+
+    def _draw(self, q_BPV: Tensor) -> tuple[Tensor, Tensor]:
+        level, own_BPV, merged_BPV = len(self._counts), q_BPV[:, : self._own], q_BPV[:, self._own :]
+        sides = [self.draws.children(own_BPV, self.frontier, level)]
+        if merged_BPV.shape[1]:
+            sides.append(self.draws.children(merged_BPV, self.frontier, level, self.frontier))
+        tokens_BPK, probs_BPK = (torch.cat(both, 1) for both in zip(*sides, strict=True))
+        return tokens_BPK, probs_BPK
 
     def _expanded(self, first: int, probs_BM: Tensor, reached_BM: Tensor) -> tuple[Tensor, Tensor]:
         merged_BM = self.graph.merge(self.seen, first)
@@ -136,6 +148,6 @@ class DrawnGraph(DrawnTree):
         rows_BP = self._rows_BM.gather(1, self.graph.twins_BM.gather(1, nodes_BP))
         known_BP = (again.values > NONE) & (rows_BP > 0)  # a twin that was not expanded has nothing to say
         self._set_rows(nodes_BP, rows_BP, known_BP)
-        self._places_P = torch.cat((self._places_P, self.frontier + self._places_P))
+        self._own = own_BP.shape[1]
         reached_BP = torch.cat((above_BP, again.values.masked_fill(~known_BP, NONE)), 1)
         return torch.cat((own_BP, nodes_BP), 1), reached_BP

@@ -16,10 +16,10 @@ A draw that serves two nodes is another: that the second one is there may hang o
 The j-th child of a node is worth the chance that it is reached and passes. The chance of a child with probability q(x) is taken for
 0.3 + 0.65 q(x), that of one not drawn yet for the mean of this.
 
-A node's children are the first of C clocks with the rates q in the order in which they ring (Gumbel top-k: Kool et al. 2019, arXiv 1903.06059,
-section 2.3).
+A tree's model draws from its whole vocabulary: where many tokens are likely, leaving out all but the 64 likeliest has cost a quarter of the
+accepted tokens. (A recurrent head has fewer to say, and draws from those.)
 
-Shapes: B rows, L levels, P nodes that a level expands, C candidates, K children of a node, V vocabulary.
+Shapes: B rows, P nodes, K children of a node, R rows of probabilities, V vocabulary.
 """
 
 import torch
@@ -27,11 +27,9 @@ from torch import Tensor
 
 from decoding import cuda, noise
 from decoding.chooser import FRESH, Chooser
-from decoding.drafter import TopRows
 from decoding.errors import UserError
 
 KINDS = ("picked", "drawn")
-CANDIDATES = 64  # of a drafter's likeliest tokens that a child is drawn from; q is its distribution over these
 LEAST_CHANCE, CHANCE_SLOPE = 0.3, 0.65  # an untried token's chance to pass, by its probability; as `CostRatio.prior`
 
 
@@ -47,70 +45,76 @@ def are_drawn(draws: str, chooser: Chooser) -> bool:
     return draws == "drawn" and chooser.rule in FRESH
 
 
-def clocks(chooser: Chooser, rows: int, levels: int, nodes: int, candidates: int) -> Tensor:
-    """Standard exponentials (B, L, `nodes`, `candidates`) that nothing else uses: keys are of (seed, request, round, position, node, candidate)."""
-    keys = [[chooser.draft_key(row, level) for level in range(levels)] for row in range(rows)]
-    counters_PC = torch.arange(nodes * candidates, device=chooser.device).view(nodes, candidates)
-    keys_BL11 = cuda.tensor(keys, chooser.device)[:, :, None, None]
-    return noise.exponentials(keys_BL11, noise.scaled_ids(counters_PC))
-
-
 def chance(q: Tensor) -> Tensor:
     """The chance of a drawn token to pass, before anything was seen, by its probability."""
     return LEAST_CHANCE + CHANCE_SLOPE * q
 
 
 class Draws:
-    """The draws of one round. Rows of candidates are numbered: 0 is the tip's, the others are those of the nodes in the order they were added."""
+    """The draws of one round. The drafter's distributions are numbered: 0 is behind the tip, the others in the order they were added."""
 
-    def __init__(self, chooser: Chooser, logits_BV: Tensor, levels: int, nodes: int) -> None:
-        """logits_BV: behind the tips. nodes: that draw children in a level, at most."""
+    def __init__(self, chooser: Chooser, logits_BV: Tensor, levels: int) -> None:
+        """logits_BV: behind the tips."""
         self.chooser, self.levels = chooser, levels
-        self.candidates = min(CANDIDATES, chooser.vocab_size)
-        self._waits_BLPC = clocks(chooser, len(logits_BV), levels, nodes, self.candidates)
-        self._ids_BRC, self._q_BRC = self._among(logits_BV[:, None])
+        self._q_BRV = chooser.warper.probs(logits_BV[:, None])
+
+    def add(self, logits_BPV: Tensor) -> None:
+        """The model has said what may follow P more nodes."""
+        self._q_BRV = torch.cat((self._q_BRV, self.chooser.warper.probs(logits_BPV)), 1)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of probabilities."""
-        return self._q_BRC.dtype
+        return self._q_BRV.dtype
 
     def tips(self) -> Tensor:
-        """The numbers (B, 1) of the tips' rows."""
-        return torch.zeros_like(self._ids_BRC[:, :1, 0])
+        """The numbers (B, 1) of the distributions behind the tips."""
+        return torch.zeros(len(self._q_BRV), 1, dtype=torch.long, device=self._q_BRV.device)
 
-    def _among(self, logits_BPV: Tensor) -> tuple[Tensor, Tensor]:
-        """What children are drawn from: ids and warped probabilities, (B, P, C)."""
-        top = logits_BPV.topk(self.candidates, dim=-1)
-        return top.indices, self.chooser.warper.probs(top.values)
+    def q(self, rows_BP: Tensor) -> Tensor:
+        """The distributions (B, P, V) with these numbers."""
+        if rows_BP.shape[1] == self._q_BRV.shape[1] == 1:
+            return self._q_BRV
+        return self._q_BRV.gather(1, rows_BP[:, :, None].expand(len(self._q_BRV), -1, self._q_BRV.shape[2]))
 
-    def add(self, logits_BPV: Tensor) -> None:
-        """The model has said what may follow P more nodes."""
-        ids_BPC, q_BPC = self._among(logits_BPV)
-        self._ids_BRC, self._q_BRC = torch.cat((self._ids_BRC, ids_BPC), 1), torch.cat((self._q_BRC, q_BPC), 1)
-
-    def rows(self, rows_BP: Tensor | None = None) -> TopRows:
-        """The rows with these numbers; None: all of them."""
-        if rows_BP is None:
-            return TopRows(self._ids_BRC, self._q_BRC)
-        index_BPC = rows_BP[:, :, None].expand(len(self._q_BRC), -1, self.candidates)
-        return TopRows(self._ids_BRC.gather(1, index_BPC), self._q_BRC.gather(1, index_BPC))
-
-    def children(self, rows: TopRows, count: int, level: int, places_P: Tensor) -> tuple[Tensor, Tensor]:
+    def children(self, q_BPV: Tensor, count: int, level: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Tokens and probabilities (B, P, K) of at most `count` children of P nodes, in the order of their draws.
 
-        places_P: each node's own among the `nodes` of its level. Where fewer tokens have any probability the last children are fillers, of
+        By inverting the cumulative sum, made once a node: what was drawn before is stepped over. first: the numbers that draw are keyed by
+        (seed, request, round, position, first + a node's place). Where fewer tokens have any probability the last children are fillers, of
         probability 0.
         """
-        clocks_BPC = rows.probs_BPK / self._waits_BLPC[:, level, places_P]
-        order_BPK = clocks_BPC.topk(min(count, self.candidates), dim=-1).indices
-        return rows.ids_BPK.gather(2, order_BPK), rows.probs_BPK.gather(2, order_BPK)
+        B, P, V = q_BPV.shape
+        K = min(count, V)
+        numbers = [
+            [self.chooser.uniform(row, level, noise.DRAFT, (first + place) * count + child) for child in range(K)]
+            for row in range(B)
+            for place in range(P)
+        ]
+        uniforms_BPK = cuda.tensor(numbers, q_BPV.device, torch.float64).view(B, P, K)
+        ends_BPV = q_BPV.cumsum(-1, dtype=torch.float64)
+        left_BP1 = ends_BPV[:, :, -1:]
+        tokens_BPK, probs_BPK = torch.empty(B, P, 0, dtype=torch.long, device=q_BPV.device), q_BPV[:, :, :0]
+        for child in range(K):
+            point_BP1 = uniforms_BPK[:, :, child, None] * left_BP1
+            in_order_BPK = tokens_BPK.sort(-1).values
+            ends_BPK, shares_BPK = ends_BPV.gather(2, in_order_BPK), q_BPV.gather(2, in_order_BPK)
+            for before in range(child):
+                share_BP1 = shares_BPK[:, :, before, None]
+                reached_BP1 = point_BP1 >= ends_BPK[:, :, before, None] - share_BP1
+                point_BP1 = point_BP1 + share_BP1 * reached_BP1
+            token_BP1 = torch.searchsorted(ends_BPV, point_BP1, right=True).clamp_(max=V - 1)
+            again_BP1 = (tokens_BPK == token_BP1).any(-1, keepdim=True)  # where nothing is left
+            probs_BP1 = q_BPV.gather(2, token_BP1).masked_fill(again_BP1, 0.0)
+            left_BP1 = (left_BP1 - probs_BP1).clamp(min=0)
+            tokens_BPK, probs_BPK = torch.cat((tokens_BPK, token_BP1), 2), torch.cat((probs_BPK, probs_BP1), 2)
+        return tokens_BPK, probs_BPK
 
 
-def worths(rows: TopRows, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
+def worths(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
     """Logarithms (B, P, K), given that the node is reached, of what each child is worth before it is drawn, and of the chance that it passes
     once its probability `drawn_BPK` is known; both include that its earlier siblings fail. -inf where there is no token left to draw."""
-    mean_BP1 = chance(rows.probs_BPK.square().sum(-1, keepdim=True))
+    mean_BP1 = chance(q_BPV.square().sum(-1, keepdim=True))
     fail_BPK = torch.arange(drawn_BPK.shape[2], device=drawn_BPK.device) * torch.log1p(-mean_BP1)
     none_BPK = drawn_BPK <= 0
     worth_BPK = (fail_BPK + mean_BP1.log()).masked_fill(none_BPK, float("-inf"))

@@ -44,6 +44,7 @@ class StaticTree(ChainDrafter):
         self._index = {path: n for n, path in enumerate(self.paths)}
         parents = [path[:-1] for path in self.paths]
         self._place = {path: parents[:n].count(path[:-1]) for n, path in enumerate(self.paths)}  # among its siblings
+        self._most_siblings = max(self._place.values()) + 1
         self._width = 1
 
     def width(self, gamma: int) -> int:
@@ -67,7 +68,7 @@ class StaticTree(ChainDrafter):
         if depth == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), [0] * len(depths_B))
         logits_BPV = self._fit(self._catch_up(sequences_B, depths_B), chooser)[:, None]
-        draws = Draws(chooser, logits_BPV[:, 0], depth, len(self.paths)) if are_drawn(self.draws, chooser) else None
+        draws = Draws(chooser, logits_BPV[:, 0], depth) if are_drawn(self.draws, chooser) else None
         level: list[tuple[int, ...]] = [()]
         tokens: list[Tensor] = []
         for d in range(depth):
@@ -90,14 +91,15 @@ class StaticTree(ChainDrafter):
             level = nodes
         self._width = self.width(depth)
         counts_B = [self.width(own) for own in depths_B]
-        q_top = None if draws is None else draws.rows()
-        return Proposal(torch.cat(tokens, 1), counts_B, self._parents(depth, len(depths_B)), None, depth, q_top)
+        parents_BN = self._parents(depth, len(depths_B))
+        q_BNV = None if draws is None else draws.q(parents_BN + 1)
+        return Proposal(torch.cat(tokens, 1), counts_B, parents_BN, q_BNV, depth, siblings=self._most_siblings)
 
     def _drawn(self, draws: Draws, depth: int, nodes: int, count: int) -> Tensor:
-        """`count` draws (B, P, K) after each of the level's nodes, whose rows were added last."""
+        """`count` draws (B, P, K) after each of the level's nodes, whose distributions were added last."""
         first = self.width(depth - 1) + 1 if depth else 0
-        places_P = torch.arange(nodes, device=draws.chooser.device)
-        return draws.children(draws.rows((first + places_P)[None]), count, depth, places_P)[0]
+        rows_P = torch.arange(first, first + nodes, device=draws.chooser.device)
+        return draws.children(draws.q(rows_P.expand(len(draws.tips()), -1)), count, depth)[0]
 
     def _parents(self, depth: int, rows: int) -> Tensor:
         parents = [self._index.get(path[:-1], -1) for path in self.paths if len(path) <= depth]

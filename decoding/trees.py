@@ -114,7 +114,7 @@ class RankedTree(ChainDrafter):
         if max(depths_B) == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         logits_BV = self._fit(self._catch_up(sequences_B, depths_B), chooser)
-        draws = Draws(chooser, logits_BV, max(depths_B), 2 * self.frontier)
+        draws = Draws(chooser, logits_BV, max(depths_B))
         tree = self._new_tree(draws, partial(self._run, chooser), self._budget, sequences_B)
         tree.grow()
         return tree.proposal(self._ahead)

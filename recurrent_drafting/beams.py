@@ -18,10 +18,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from decoding import cuda, noise
 from decoding.chooser import Chooser
-from decoding.draws import CANDIDATES, CHANCE_SLOPE, LEAST_CHANCE, clocks
+from decoding.draws import CHANCE_SLOPE, LEAST_CHANCE
 from recurrent_drafting.head import Context
 from recurrent_drafting.packed import Head
+
+CANDIDATES = 64  # of the head's likeliest tokens that a child is drawn from; q is the head's distribution over these
 
 Embed = Callable[[Tensor], Tensor]  # token ids (...) -> the target's embeddings (..., H)
 
@@ -194,7 +197,10 @@ class Draws:
         self.head, self.width, self.length, self.chooser, self.admit = head, width, length, chooser, admit
         self.candidates = min(head.config.num_drafted, max(CANDIDATES, width))
         device = chooser.device
-        self._waits_BLWK = clocks(chooser, rows, length, width, self.candidates)
+        keys = [[chooser.draft_key(row, depth) for depth in range(length)] for row in range(rows)]
+        counters_WK = torch.arange(width * self.candidates, device=device).view(width, self.candidates)
+        keys_BL11 = cuda.tensor(keys, device)[:, :, None, None]
+        self._waits_BLWK = noise.exponentials(keys_BL11, noise.scaled_ids(counters_WK))
         self._ranks_W = torch.arange(width, device=device)
         self._least = torch.full((), LEAST_CHANCE, device=device)
         self.q: list[tuple[Tensor, Tensor]] = []  # of each step's beams: ids of the target and probabilities, (B, P, K)

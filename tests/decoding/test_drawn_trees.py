@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decoding import cuda, drawn_tree
 from decoding.chooser import Chooser
-from decoding.drafter import Drafter, Proposal, TopRows
+from decoding.drafter import Drafter, Proposal
 from decoding.drawn_tree import DrawnGraph, DrawnTree
 from decoding.draws import Draws, worths
 from decoding.errors import UserError
@@ -41,8 +41,8 @@ def narrow() -> Drafter:
 def by_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the children that could be had the likeliest are, and tested first, as picked ones are."""
 
-    def looking(rows: TopRows, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
-        return drawn_BPK.log(), worths(rows, drawn_BPK)[1]
+    def looking(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
+        return drawn_BPK.log(), worths(q_BPV, drawn_BPK)[1]
 
     monkeypatch.setattr(drawn_tree, "worths", looking)
 
@@ -90,12 +90,12 @@ def sampling(rows: int, vocab_size: int) -> Chooser:
 def test_children_are_drawn_without_replacement_in_their_order() -> None:
     """First children are distributed as q, second ones as q without the first."""
     rows, q_V = 20_000, torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], dtype=torch.float64)
-    draws = Draws(sampling(rows, 5), q_V.log().expand(rows, 5), 2, 3)
-    tokens_BPK, probs_BPK = draws.children(draws.rows(draws.tips()), 5, 1, torch.tensor([2]))
+    draws = Draws(sampling(rows, 5), q_V.log().expand(rows, 5), 2)
+    tokens_BPK, probs_BPK = draws.children(draws.q(draws.tips()), 5, 1, 2)
     first_B, second_B = tokens_BPK[:, 0, 0], tokens_BPK[:, 0, 1]
-    assert torch.allclose(probs_BPK, q_V[tokens_BPK])
-    assert torch.equal(tokens_BPK[:, 0].sort(-1).values, torch.arange(5).expand(rows, 5))
-    assert (tokens_BPK[:, 0, 4] == 4).all(), "what has no probability comes last"
+    assert torch.allclose(probs_BPK[..., :4], q_V[tokens_BPK[..., :4]])
+    assert probs_BPK[..., 4].max() == 0, "nothing was left"
+    assert torch.equal(tokens_BPK[:, 0, :4].sort(-1).values, torch.arange(4).expand(rows, 4))
     assert torch.allclose(first_B.bincount(minlength=5).double() / rows, q_V, atol=0.02)
     among_B = first_B == 0
     assert torch.allclose(
@@ -103,22 +103,22 @@ def test_children_are_drawn_without_replacement_in_their_order() -> None:
         q_V.clone().index_fill_(0, torch.tensor([0]), 0) / 0.5,
         atol=0.02,
     )
-    elsewhere_BPK, _ = draws.children(draws.rows(draws.tips()), 5, 1, torch.tensor([1]))
+    elsewhere_BPK, _ = draws.children(draws.q(draws.tips()), 5, 1, 1)
     assert not torch.equal(elsewhere_BPK, tokens_BPK), "another node, the same numbers"
 
 
 def test_what_a_child_is_worth() -> None:
     """Each child's chance, siblings before it failing; before it is drawn by the mean, then by its own probability."""
-    rows = TopRows(torch.tensor([[[4, 2, 0]]]), torch.tensor([[[0.5, 0.5, 0.0]]], dtype=torch.float64))
-    worth_BPK, reached_BPK = worths(rows, torch.tensor([[[0.5, 0.5, 0.0]]], dtype=torch.float64))
+    q_BPV = torch.tensor([[[0.5, 0.5, 0.0]]], dtype=torch.float64)
+    worth_BPK, reached_BPK = worths(q_BPV, q_BPV)
     mean = 0.3 + 0.65 * 0.5
     assert worth_BPK[0, 0].exp().tolist() == pytest.approx([mean, (1 - mean) * mean, 0.0])
     assert torch.allclose(worth_BPK, reached_BPK)
-    skewed = TopRows(rows.ids_BPK, torch.tensor([[[0.9, 0.1, 0.0]]], dtype=torch.float64))
-    worth_BPK, reached_BPK = worths(skewed, torch.tensor([[[0.1, 0.9, 0.0]]], dtype=torch.float64))
+    skewed_BPV = torch.tensor([[[0.9, 0.1, 0.0]]], dtype=torch.float64)
+    worth_BPK, reached_BPK = worths(skewed_BPV, skewed_BPV[:, :, [1, 0]])
     mean = 0.3 + 0.65 * 0.82
-    assert worth_BPK[0, 0, :2].exp().tolist() == pytest.approx([mean, (1 - mean) * mean])
-    assert reached_BPK[0, 0, :2].exp().tolist() == pytest.approx([0.365, (1 - mean) * 0.885])
+    assert worth_BPK[0, 0].exp().tolist() == pytest.approx([mean, (1 - mean) * mean])
+    assert reached_BPK[0, 0].exp().tolist() == pytest.approx([0.365, (1 - mean) * 0.885])
 
 
 TREES: dict[str, Callable[[str], Drafter]] = {
