@@ -4,7 +4,8 @@ Source: Gong et al. 2024, "Graph-Structured Speculative Decoding" (arXiv 2407.16
 elsewhere in the draft already is merged with that node: it is not expanded, and before verification the graph is unrolled to a tree,
 in which it gets a copy of what followed there. Unlikely siblings are left out and unlikely nodes stay leaves. The paper's sampled
 mode takes the longest path of independent tests, which changes the distribution; here the tree is verified exactly, as every other.
-Where the host runs ahead of the device, nodes are compared and the graph is unrolled there (decoding/graph_device.py).
+Where the host runs ahead of the device, nodes are compared and the graph is unrolled there (decoding/graph_device.py). Where children are
+drawn nothing is unrolled: a merged node draws children of its own from what the model said at the other one (decoding/drawn_tree.py).
 
 Shapes: as in decoding/trees.py.
 """
@@ -18,10 +19,13 @@ from torch import Tensor
 from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Proposal
+from decoding.drawn_tree import DrawnGraph, Run
+from decoding.draws import Draws, are_drawn
 from decoding.errors import UserError
 from decoding.graph_device import DeviceGraph
 from decoding.seen import NONE, Seen
 from decoding.stopping import Stopping
+from decoding.tree_budget import TreeBudget
 from decoding.trees import RankedTree
 
 
@@ -29,7 +33,7 @@ class GraphDrafter(RankedTree):
     """A ranked tree with merged nodes and pruned siblings. Hydra: `_target_: decoding.graph.GraphDrafter`.
 
     match: ancestors that must agree, besides the token, for two nodes to be one. sibling_threshold: share of its best sibling's
-    probability that a child needs. leaf_threshold: own probability that a node needs to be expanded. The others are RankedTree's.
+    probability that a picked child needs. leaf_threshold: own probability that a node needs to be expanded. The others are RankedTree's.
     """
 
     def __init__(
@@ -62,6 +66,8 @@ class GraphDrafter(RankedTree):
         chooser: Chooser,
     ) -> Proposal:
         """The unrolled graph of each row, at most as deep as its budget."""
+        if are_drawn(self.draws, chooser):
+            return super().propose(sequences_B, budgets_B, stopping_B, chooser)
         self._endings = [
             tuple(sequence[len(sequence) - self.match :]) if self.match else () for sequence in sequences_B
         ]
@@ -70,6 +76,10 @@ class GraphDrafter(RankedTree):
         if self._ahead:
             self._on_device = DeviceGraph(sequences_B, self.match, max(budgets_B), chooser.device)
         return super().propose(sequences_B, budgets_B, stopping_B, chooser)
+
+    def _new_tree(self, draws: Draws, run: Run, budget: TreeBudget, sequences_B: Sequence[Sequence[int]]) -> DrawnGraph:
+        graph = DeviceGraph(sequences_B, self.match, draws.levels, draws.chooser.device)
+        return DrawnGraph(draws, run, self.frontier, budget, graph, self._least_leaf)
 
     def _kept(self, scores_BPK: Tensor, above_BP: Tensor) -> Tensor:
         weak_BPK = scores_BPK < scores_BPK[:, :, :1] + self._least_sibling

@@ -31,7 +31,7 @@ class DeviceGraph:
         padded = [[NOTHING] * (width + 1 - len(ending)) + ending for ending in endings] or [[NOTHING]] * rows
         self._endings_BMX = cuda.tensor(padded, device)[:, None]  # of the tip and of all nodes seen, own token last
         # In which turn a node came to be compared, and which goes on in its place: itself, if it is not merged.
-        self._turns_BM = self._twins_BM = torch.empty(rows, 0, dtype=torch.long, device=device)
+        self._turns_BM = self.twins_BM = torch.empty(rows, 0, dtype=torch.long, device=device)
 
     def merge(self, seen: Seen, first: int) -> Tensor:
         """Compare the nodes from `first` on, likelier ones first; which of them (B, P) were merged with one that came before."""
@@ -49,7 +49,7 @@ class DeviceGraph:
         twins_BP = turns_BPM.argmin(-1)  # of those that are equal, the one whose turn came first
         own_or_above_BPM = ancestors(seen.parents_BM)[:, first:]
         merged_BP = (scores_BP > NONE) & ~own_or_above_BPM.gather(2, twins_BP[:, :, None]).squeeze(2)
-        self._twins_BM = torch.cat((self._twins_BM, torch.where(merged_BP, twins_BP, own_P)), 1)
+        self.twins_BM = torch.cat((self.twins_BM, torch.where(merged_BP, twins_BP, own_P)), 1)
         return merged_BP
 
     def unrolled(self, seen: Seen, most: int) -> Seen:
@@ -65,7 +65,7 @@ class DeviceGraph:
         at_BC = places_BC = torch.full((B, 1), NOTHING, device=seen.scores_BM.device)
         scores_BC = torch.zeros_like(steps_BM[:, :1])
         for level in range(1, seen.levels + 1):
-            twins_BC = F.pad(self._twins_BM, (1, 0), value=NOTHING).gather(1, at_BC + 1)
+            twins_BC = F.pad(self.twins_BM, (1, 0), value=NOTHING).gather(1, at_BC + 1)
             K = children_BMK.shape[2]
             next_BX = children_BMK.gather(1, _spread(twins_BC + 1, K)).flatten(1)
             steps_BX = steps_BM.gather(1, next_BX.clamp(min=0)).masked_fill(next_BX == NOTHING, NONE)

@@ -1,6 +1,6 @@
 """How large a tree a row drafts next, from its past rounds: for devices that the host runs ahead of, where a look at the tree costs a wait.
 
-Where the host waits anyway, a tree is weighed while it grows (decoding/trees.py, recurrent_drafting/worth.py). Here the numbers that would decide
+Where the host waits anyway, a tree is weighed while it grows (decoding/trees.py, decoding/worth.py). Here the numbers that would decide
 are read after the round, with the accepted lengths: for each level the chances of its likeliest nodes, which are their path probabilities.
 Their means over past rounds say what a tree of so many levels and nodes gains, the measured costs what it takes, and the size with the most
 expected tokens a millisecond is drafted. Estimates are trusted as far as they came true. Everything is the row's own, so its output hangs on
@@ -21,9 +21,9 @@ class TreeSize:
     WEIGHT = 4.0  # rounds that what is thought of a level before it was seen stands for
     FIRST = 0.75  # the chance of the best token at first; the next one has this share of what is left, and so on
 
-    def __init__(self, costs: RoundCosts, width: int) -> None:
-        """width: W."""
-        self.costs, self.width = costs, width
+    def __init__(self, costs: RoundCosts | None, width: int, branching: int | None = None) -> None:
+        """costs: None where the number of nodes is fixed. width: W. branching: children that a node has at most; None: as many as a level."""
+        self.costs, self.width, self.branching = costs, width, branching or width
         self._sums: list[list[float]] = []  # of the chances seen, by level and by rank in it
         self._rounds: list[float] = []  # that saw the level
         self._promised = self._kept = self.WEIGHT
@@ -37,10 +37,12 @@ class TreeSize:
     def choose(self, depth: int, most: int) -> list[int]:
         """Nodes by level of the tree to draft, at most `most` on at most `depth` levels; none where drafting does not pay."""
         costs, levels = self.costs, self._chances(depth)
+        if costs is None:
+            self.chosen = self._split(self._likeliest(levels, depth, most), depth)
+            return self.chosen
         best, self.chosen = 1 / (costs.target_ms(1) + costs.overhead_ms), []
         for deepest in range(1, depth + 1):
-            nodes = [(chance, level) for level in range(deepest) for chance in levels[level]]
-            ranked = sorted(nodes, key=lambda node: (-node[0], node[1]))[:most]
+            ranked = self._likeliest(levels, deepest, most)
             spent_ms = deepest * costs.t_draft_ms + costs.overhead_ms
             tokens, taken = 1.0, 0
             for count, (chance, _) in enumerate(ranked, 1):
@@ -49,8 +51,20 @@ class TreeSize:
                 if rate > best:
                     best, taken = rate, count
             if taken:
-                self.chosen = [sum(own == level for _, own in ranked[:taken]) for level in range(deepest)]
+                self.chosen = self._split(ranked[:taken], deepest)
         return self.chosen
+
+    def _likeliest(self, levels: list[list[float]], depth: int, most: int) -> list[tuple[float, int]]:
+        """(chance, level) of the `most` likeliest nodes down to this depth."""
+        nodes = [(chance, n) for n in range(depth) for chance in levels[n][: self.branching ** (n + 1)]]
+        return sorted(nodes, key=lambda node: (-node[0], node[1]))[:most]
+
+    def _split(self, nodes: list[tuple[float, int]], depth: int) -> list[int]:
+        """How many nodes each level has, down to the deepest that has any."""
+        counts = [0] * depth
+        for _, level in nodes:
+            counts[level] += 1
+        return counts[: max((level + 1 for _, level in nodes), default=0)]
 
     def learn(self, chances_LW: Sequence[Sequence[float]], accepted: int) -> None:
         """The round is over. chances_LW: of at least the levels drafted, likeliest first; fewer than W may be known."""

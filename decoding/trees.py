@@ -1,19 +1,21 @@
-"""Draft trees of a model's likeliest continuations: static ones, and ones that grow where the model is unsure.
+"""Draft trees of a model's likeliest continuations that grow where the model is unsure.
 
-`StaticTree` has the same shape every round, as Medusa's (Cai et al. 2024, arXiv 2401.10774, section 2.3.3): a node is a path of ranks.
 `RankedTree` expands the likeliest nodes of each level and has the likeliest of all that it saw tested (EAGLE-2, Li et al. 2024,
 arXiv 2406.16858). With measured costs the number of nodes and levels is the one that promises the most tokens a millisecond: a node's
 path probability estimates its chance to be accepted, so their sum estimates the accepted tokens (OPT-Tree, Wang et al. 2024, arXiv
 2406.17276), and V(n) says what testing them costs. Where the host runs ahead of the device nothing is asked while a tree grows: as many nodes
 are proposed as there may be, and with costs a round's size comes from the rounds before (decoding/tree_size.py).
 
-Children are the model's best tokens, not draws: verification takes them for point masses, siblings one after another. The model runs over its
-whole tree again at each level, as a shallow model does so at next to no cost, and no cache row moves before the target has spoken.
+Where tokens are sampled, children are drawn (`draws=drawn`: decoding/draws.py says what is exact, decoding/drawn_tree.py grows such trees), so
+that p / q tests accept far more of them; or they are the model's best tokens there too (`draws=picked`), point masses to verification, siblings
+one after another. Greedy decoding and the coupled rule always pick. The model runs over its whole tree again at each level, as a shallow
+model does so at next to no cost, and no cache row moves before the target has spoken.
 
 Shapes: B rows, P nodes of the deepest level, K children of a node, M nodes seen, N nodes proposed, V vocabulary.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,102 +25,43 @@ from decoding import cuda
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
+from decoding.drawn_tree import DrawnTree, Run
+from decoding.draws import Draws, are_drawn, check_kind
 from decoding.errors import UserError
 from decoding.seen import NONE, Seen
 from decoding.stopping import RoundCosts, Stopping
 from decoding.target import Target
+from decoding.tree_budget import BySize, ByWorth, TreeBudget
 from decoding.tree_size import TreeSize
-
-
-class StaticTree(ChainDrafter):
-    """A tree of fixed shape. Hydra: `_target_: decoding.trees.StaticTree`.
-
-    choices: nodes as paths of ranks, such as [0], [0, 0], [1]: the best token, the best one after it, the second best token. A path's
-    beginnings are added where they are missing. The draft length cuts the depth. The other arguments are ChainDrafter's.
-    """
-
-    caps = Caps(shape="tree")
-    DEFAULT = ((0, 0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 2), (1, 1), (2, 0), (3,))
-
-    def __init__(self, *arguments: Any, choices: Sequence[Sequence[int]] = DEFAULT, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        paths = {tuple(path[:end]) for path in choices for end in range(1, len(path) + 1)}
-        if not paths or min(min(path) for path in paths) < 0:
-            raise UserError(f"choices is {list(choices)}, expected paths of ranks from 0 up, such as [[0, 0], [1]].")
-        self.paths = sorted(paths, key=lambda path: (len(path), path))
-        self._index = {path: n for n, path in enumerate(self.paths)}
-        self._width = 1
-
-    def width(self, gamma: int) -> int:
-        """Nodes of depth at most gamma."""
-        return sum(len(path) <= gamma for path in self.paths)
-
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
-        """As a chain drafter; the tree needs no more room than its proposal."""
-        super().open(prompts_B, prefill_hidden_BNC, capacity + 1)
-
-    def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
-    ) -> Proposal:
-        """The tree of each row, as deep as its budget; rows beyond this model's own context get none."""
-        depths_B = self._within_context(sequences_B, budgets_B)
-        depth = min(max(depths_B), len(self.paths[-1]))
-        if depth == 0:
-            return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), [0] * len(depths_B))
-        logits_BPV = self._fit(self._catch_up(sequences_B, depths_B), chooser)[:, None]
-        level: list[tuple[int, ...]] = [()]
-        tokens: list[Tensor] = []
-        for d in range(depth):
-            nodes = [path for path in self.paths if len(path) == d + 1]
-            ranks = max(path[-1] for path in nodes) + 1
-            best_BPK = chooser.log_scores(logits_BPV, d).topk(min(ranks, logits_BPV.shape[-1]), dim=-1).indices
-            places = {path: p for p, path in enumerate(level)}
-            flat = [places[path[:-1]] * best_BPK.shape[2] + min(path[-1], best_BPK.shape[2] - 1) for path in nodes]
-            tokens.append(best_BPK.flatten(1)[:, cuda.tensor(flat, best_BPK.device)])
-            if d + 1 < depth:
-                # Leaves run along: they are few, and the tree stays one block.
-                logits_BNV, _ = self.model.forward(torch.cat(tokens, 1), self._parents(d + 1, len(depths_B)))
-                logits_BPV = self._fit(logits_BNV[:, -len(nodes) :], chooser)
-            level = nodes
-        self._width = self.width(depth)
-        counts_B = [self.width(own) for own in depths_B]
-        return Proposal(torch.cat(tokens, 1), counts_B, self._parents(depth, len(depths_B)), None, depth)
-
-    def _parents(self, depth: int, rows: int) -> Tensor:
-        parents = [self._index.get(path[:-1], -1) for path in self.paths if len(path) <= depth]
-        return cuda.tensor(parents, self.model.device).expand(rows, -1)
-
-    def time_step(self) -> None:
-        """One forward over the nodes that a level's turn runs over on average; nothing is committed."""
-        self.model.forward(
-            torch.zeros(len(self.model.lengths_B), max(1, self._width // 2), dtype=torch.long, device=self.model.device)
-        )
 
 
 class RankedTree(ChainDrafter):
     """A tree that grows where it is worth it. Hydra: `_target_: decoding.trees.RankedTree`.
 
     frontier: nodes of a level that are expanded, and children that each gets. max_nodes: nodes proposed at most. by_cost: take the
-    number of nodes and levels from measured costs, within max_nodes and the draft length. The other arguments are ChainDrafter's.
+    number of nodes and levels from measured costs, within max_nodes and the draft length. draws: `drawn` or `picked`. The other arguments
+    are ChainDrafter's.
     """
 
-    caps = Caps(shape="tree")
-
     def __init__(
-        self, *arguments: Any, frontier: int = 4, max_nodes: int = 16, by_cost: bool = False, **named: Any
+        self,
+        *arguments: Any,
+        frontier: int = 4,
+        max_nodes: int = 16,
+        by_cost: bool = False,
+        draws: str = "drawn",
+        **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
         if frontier < 1 or max_nodes < 1:
             raise UserError(f"frontier is {frontier} and max_nodes {max_nodes}, expected numbers from 1 up.")
         self.frontier, self.max_nodes = frontier, max_nodes
-        self.caps = Caps(shape="tree", needs_costs=by_cost)
+        self.draws = check_kind(draws, self.name)
+        self.caps = Caps(shape="tree", has_q=draws == "drawn", needs_costs=by_cost)
         self.costs: RoundCosts | None = None
         self._ahead = False
-        self._sizes_B: list[TreeSize] = []  # where sizes come from the rounds before
+        self._sizes_B: list[TreeSize] = []  # where sizes come from the rounds before, of picked trees
+        self._budget: TreeBudget | None = None  # of drawn ones, from their first round on
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """What nodes and levels are weighed by, where `by_cost` is set."""
@@ -140,7 +83,7 @@ class RankedTree(ChainDrafter):
         self._weigh(1)
 
     def _weigh(self, rows: int) -> None:
-        self._sizes_B = []
+        self._budget, self._sizes_B = None, []
         if self.costs is not None and self._ahead:
             self._sizes_B = [TreeSize(self.costs, self.max_nodes) for _ in range(rows)]
 
@@ -153,6 +96,8 @@ class RankedTree(ChainDrafter):
     ) -> Proposal:
         """The tree of each row, at most as deep as its budget; rows beyond this model's own context get none."""
         depths_B = self._within_context(sequences_B, budgets_B)
+        if are_drawn(self.draws, chooser):
+            return self._drawn(sequences_B, depths_B, chooser)
         if self._sizes_B:
             pairs = zip(self._sizes_B, depths_B, strict=True)
             depths_B = [len(size.choose(depth, self.max_nodes)) for size, depth in pairs]
@@ -161,8 +106,40 @@ class RankedTree(ChainDrafter):
         logits_BV = self._fit(self._catch_up(sequences_B, depths_B), chooser)
         return self._pick(*self._grow(logits_BV, depths_B, chooser))
 
+    def _drawn(self, sequences_B: Sequence[Sequence[int]], depths_B: list[int], chooser: Chooser) -> Proposal:
+        """The tree of each row where children are drawn."""
+        if self._budget is None:
+            self._budget = self._new_budget(len(depths_B))
+        depths_B = self._budget.begin(depths_B)
+        if max(depths_B) == 0:
+            return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
+        logits_BV = self._fit(self._catch_up(sequences_B, depths_B), chooser)
+        draws = Draws(chooser, logits_BV, max(depths_B))
+        tree = self._new_tree(draws, partial(self._run, chooser), self._budget, sequences_B)
+        tree.grow()
+        return tree.proposal(self._ahead)
+
+    def _new_budget(self, rows: int) -> TreeBudget:
+        if self.costs is None:
+            return BySize(rows, self.max_nodes, self.frontier)
+        if self._ahead:
+            return BySize(rows, self.max_nodes, self.frontier, self.costs)
+        return ByWorth(rows, self.max_nodes, self.costs)
+
+    def _new_tree(self, draws: Draws, run: Run, budget: TreeBudget, sequences_B: Sequence[Sequence[int]]) -> DrawnTree:
+        return DrawnTree(draws, run, self.frontier, budget)
+
+    def _run(self, chooser: Chooser, tokens_BN: Tensor, parents_BN: Tensor, last: int) -> Tensor:
+        """The model's logits after the last ones of these nodes."""
+        known_BN = tokens_BN.clamp(max=self.model.vocab_size - 1).to(self.model.device)
+        logits_BNV, _ = self.model.forward(known_BN, parents_BN.to(self.model.device))
+        return self._fit(logits_BNV[:, -last:], chooser)
+
     def observe(self, observation: Observation) -> None:
         """Learn what the sizes were worth."""
+        if self._budget is not None:
+            self._budget.learn(observation.answers, observation.outcome.accepted_B)
+            return
         chances_BLW = observation.answers[0] if observation.answers else [()] * len(self._sizes_B)
         for size, chances_LW, accepted in zip(self._sizes_B, chances_BLW, observation.outcome.accepted_B):
             size.learn(chances_LW, accepted)
@@ -170,6 +147,8 @@ class RankedTree(ChainDrafter):
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         super().select(rows)
+        if self._budget is not None:
+            self._budget.select(rows)
         self._sizes_B = [self._sizes_B[row] for row in rows] if self._sizes_B else []
 
     def _grow(self, logits_BV: Tensor, depths_B: list[int], chooser: Chooser) -> tuple[Seen, list[int]]:
@@ -197,9 +176,7 @@ class RankedTree(ChainDrafter):
             fed_parents_BN = torch.cat((fed_parents_BN, in_model_BP.repeat_interleave(k, 1).gather(1, top.indices)), 1)
             in_model_BP = torch.arange(top.indices.shape[1], device=device).expand(B, -1) + fed_BN.shape[1]
             fed_BN = torch.cat((fed_BN, tokens_BP.gather(1, top.indices)), 1)
-            known_BN = fed_BN.clamp(max=self.model.vocab_size - 1).to(self.model.device)
-            logits_BNV, _ = self.model.forward(known_BN, fed_parents_BN.to(self.model.device))
-            logits_BPV = self._fit(logits_BNV[:, -top.indices.shape[1] :], chooser)
+            logits_BPV = self._run(chooser, fed_BN, fed_parents_BN, top.indices.shape[1])
         return seen, depths_B
 
     def _kept(self, scores_BPK: Tensor, above_BP: Tensor) -> Tensor:
@@ -246,7 +223,7 @@ class RankedTree(ChainDrafter):
                 min(count, self._best(scores_M, depth)[0]) if count else 0
                 for scores_M, depth, count in zip(scores_BM, depths_B, counts_B)
             ]
-        tokens_BN, parents_BN = seen.kept(order.indices, cuda.tensor(counts_B, real_B.device), max(counts_B))
+        tokens_BN, parents_BN, _ = seen.kept(order.indices, cuda.tensor(counts_B, real_B.device), max(counts_B))
         return Proposal(tokens_BN, counts_B, parents_BN, None, seen.levels)
 
     def _at_most(self, seen: Seen, depths_B: list[int], order_BM: Tensor, real_B: Tensor) -> Proposal:
@@ -256,7 +233,7 @@ class RankedTree(ChainDrafter):
         if self._sizes_B:
             most_B = [min(sum(size.chosen), M) for size in self._sizes_B]
         counts_B = torch.minimum(real_B, cuda.tensor(most_B, real_B.device))
-        tokens_BN, parents_BN = seen.kept(order_BM, counts_B, max(most_B))
+        tokens_BN, parents_BN, _ = seen.kept(order_BM, counts_B, max(most_B))
         proposal = Proposal(tokens_BN, most_B, parents_BN, None, seen.levels)
         if self._sizes_B:
             proposal.asks = lambda _: (seen.chances(self.max_nodes),)

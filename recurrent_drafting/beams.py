@@ -20,11 +20,11 @@ from torch import Tensor
 
 from decoding import cuda, noise
 from decoding.chooser import Chooser
+from decoding.draws import CHANCE_SLOPE, LEAST_CHANCE
 from recurrent_drafting.head import Context
 from recurrent_drafting.packed import Head
 
 CANDIDATES = 64  # of the head's likeliest tokens that a child is drawn from; q is the head's distribution over these
-LEAST_CHANCE, CHANCE_SLOPE = 0.3, 0.65  # an untried token's chance to pass, by its probability; as `CostRatio.prior`
 
 Embed = Callable[[Tensor], Tensor]  # token ids (...) -> the target's embeddings (..., H)
 
@@ -167,11 +167,7 @@ class Picks:
 class Draws:
     """W nodes a step, drawn without replacement among siblings, in a way that leaves p / q tests exact at every node.
 
-    Recursive rejection (decoding/verify.py) keeps the target's distribution at a node if, given all that the verifier has looked at
-    before, the node's children are x_1 ~ q, then x_2 ~ q without x_1, and so on in that order, and if whether there is a j-th child does
-    not hang on which token it would be. Proof: while x_1 .. x_(j-1) have failed, x_j ~ q_j, so accepting it with probability
-    min(1, p_j / q_j) and going on with p_(j+1) = norm(max(p_j - q_j, 0)) emits p_j, whichever way p_(j+1) is then met: by a test of the
-    next child, or by a draw where there is none. By induction from the last child back, p_1 = p is emitted.
+    Why p / q tests are exact there stands in decoding/draws.py.
 
     Here a step first decides how many children each node gets, from the nodes of the steps before and their distributions, and only then
     draws them, by noise that nothing else has used: its keys are of (seed, request, round, position, node, candidate). A node's children are

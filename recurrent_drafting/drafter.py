@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 
 from decoding import cuda
-from decoding.chooser import FRESH, Chooser
+from decoding.chooser import Chooser
 from decoding.cuda import device_of
 from decoding.drafter import Caps, Observation, Proposal
+from decoding.draws import are_drawn, check_kind
 from decoding.errors import UserError
 from decoding.native import EXECUTIONS
 from decoding.stopping import RoundCosts, Stopping
 from decoding.target import DTYPES, Target
 from decoding.tree_size import TreeSize
 from decoding.verify import at_nodes
+from decoding.worth import Worth
 from recurrent_drafting.beams import Picks, search, timed_step
 from recurrent_drafting.checkpoint import load_head
 from recurrent_drafting.drafts import DrawnDraft, PickedDraft
@@ -34,9 +36,6 @@ from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.packed import for_drafting
 from recurrent_drafting.recorded import RecordedPicks
 from recurrent_drafting.sized import Room, SizedDraws, SizedPicks
-from recurrent_drafting.worth import Worth
-
-DRAWS = ("picked", "drawn")
 
 
 class RecurrentDrafter:
@@ -73,8 +72,7 @@ class RecurrentDrafter:
             head = load_head(Path(folder), DTYPES[dtype], device_of(device))
         self.head = for_drafting(head)
         self.name = name or (Path(folder).resolve().name if folder is not None else "recurrent")
-        if draws not in DRAWS:
-            raise UserError(f"drafter '{self.name}': draws is '{draws}', expected {' or '.join(DRAWS)}.")
+        check_kind(draws, self.name)
         drafted = head.config.num_drafted
         if not 1 <= beam_width <= drafted:
             raise UserError(
@@ -182,7 +180,7 @@ class RecurrentDrafter:
         if length == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         tips = [sequence[-1] for sequence in sequences_B]
-        drawn = self.draws == "drawn" and chooser.rule in FRESH
+        drawn = are_drawn(self.draws, chooser)
         room_B = [room.nodes(self.width(depth)) for room, depth in zip(self._rooms_B, depths_B)] or None
         by_cost = self._worth_B or self._sizes_B
         if self._recorded is not None and not drawn and not by_cost and chooser.rule != "coupled":

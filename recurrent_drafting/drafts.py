@@ -13,10 +13,10 @@ from torch import Tensor
 from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Proposal, TopRows
+from decoding.worth import Worth
 from recurrent_drafting.beams import Beams, Choose, Draws, Picks, Step
 from recurrent_drafting.packed import Head
 from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
-from recurrent_drafting.worth import Worth
 
 TOKENS_STEP = 8  # on a GPU a forward's tokens, nodes and tip, come in multiples of it: few widths are recorded, and products fill their tiles
 

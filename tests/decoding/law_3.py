@@ -18,7 +18,7 @@ from decoding.with_lookup import LookupFirst
 
 from .alike import MANY, decode_alike
 from .many import first_tokens, without_collector
-from .rows import COSTS, ROWS
+from .rows import COSTS, PICKED, ROWS
 from .tiny import TableTarget, hf_model, native_of
 
 P_LIMIT = 1e-6
@@ -52,7 +52,7 @@ def target_of(drafter: Drafter | None) -> Target:
 
 def drafter_of(name: str) -> Drafter | None:
     """The row's drafter for the 5-symbol target; None decodes autoregressively."""
-    make = {row.name: row.table for row in ROWS}.get(name)
+    make = {row.name: row.table for row in [*ROWS, *PICKED]}.get(name)
     return make() if make is not None else None
 
 

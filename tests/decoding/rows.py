@@ -24,9 +24,10 @@ from decoding.multi_candidate import MultiCandidate
 from decoding.ouroboros import Ouroboros
 from decoding.prompt_lookup import PromptLookup, SuffixLookup
 from decoding.self_speculation import SelfSpeculation
+from decoding.static_tree import StaticTree
 from decoding.stopping import RoundCosts
 from decoding.target import Target
-from decoding.trees import RankedTree, StaticTree
+from decoding.trees import RankedTree
 from decoding.with_lookup import ChainWithLookup, LookupFirst
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
@@ -124,7 +125,6 @@ ROWS = [
         make=lambda kit: StaticTree(model=kit.draft_model),
         rules=("greedy", "token", "coupled"),
         perfect=lambda kit: StaticTree(model=kit.twin),
-        perfect_rules=("greedy", "coupled"),
         table=lambda: StaticTree(model=draft_table()),
     ),
     DrafterRow(
@@ -132,7 +132,6 @@ ROWS = [
         make=lambda kit: RankedTree(model=kit.draft_model, frontier=3, max_nodes=10),
         rules=("greedy", "token", "coupled"),
         perfect=lambda kit: RankedTree(model=kit.twin, frontier=1),
-        perfect_rules=("greedy", "coupled"),
         table=lambda: RankedTree(model=draft_table(), frontier=3, max_nodes=10),
     ),
     DrafterRow(
@@ -146,7 +145,6 @@ ROWS = [
         make=lambda kit: GraphDrafter(model=kit.draft_model, frontier=3),
         rules=("greedy", "token", "coupled"),
         perfect=lambda kit: GraphDrafter(model=kit.twin, frontier=1, match=1000, leaf_threshold=0.0),
-        perfect_rules=("greedy", "coupled"),
         table=lambda: GraphDrafter(model=draft_table(), frontier=3, match=0),
     ),
     DrafterRow(
@@ -232,6 +230,34 @@ ROWS = [
         rules=("greedy", "coupled"),
         perfect=lambda kit: OracleTree(kit.answers, kit.target.vocab_size),
         adversarial=lambda kit: OracleTree(kit.answers, kit.target.vocab_size, wrong=True),
+    ),
+]
+
+# Trees whose children are picked where tokens are sampled too. Under the other rules they are the rows above.
+PICKED = [
+    DrafterRow(
+        "static_tree_picked",
+        make=lambda kit: StaticTree(model=kit.draft_model, draws="picked"),
+        rules=("token",),
+        table=lambda: StaticTree(model=draft_table(), draws="picked"),
+    ),
+    DrafterRow(
+        "ranked_tree_picked",
+        make=lambda kit: RankedTree(model=kit.draft_model, frontier=3, max_nodes=10, draws="picked"),
+        rules=("token",),
+        table=lambda: RankedTree(model=draft_table(), frontier=3, max_nodes=10, draws="picked"),
+    ),
+    DrafterRow(
+        "budget_tree_picked",
+        make=lambda kit: RankedTree(model=kit.draft_model, frontier=3, by_cost=True, draws="picked"),
+        rules=("token",),
+        table=lambda: RankedTree(model=draft_table(), frontier=3, by_cost=True, draws="picked"),
+    ),
+    DrafterRow(
+        "graph_picked",
+        make=lambda kit: GraphDrafter(model=kit.draft_model, frontier=3, draws="picked"),
+        rules=("token",),
+        table=lambda: GraphDrafter(model=draft_table(), frontier=3, match=0, draws="picked"),
     ),
 ]
 

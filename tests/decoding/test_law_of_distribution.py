@@ -20,7 +20,7 @@ from decoding.policies import NAMES
 
 from .law_3 import P_LIMIT, PROMPT, WARPERS, drafter_of, law_holds, target_table
 from .many import ManyChooser, first_tokens, opened, without_collector
-from .rows import ADDED, COSTS, ROWS, draft_table
+from .rows import ADDED, COSTS, PICKED, ROWS, draft_table
 
 SAMPLED = [(row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"]
 # Every warper where a rule is at stake, one where a row only brings other drafts to it.
@@ -35,7 +35,7 @@ CASES += [pytest.param("autoregressive", *case) for case in (("token", "cold_top
 # Trees whose children are drawn bring the recursive rule: every warper, in the long suite.
 TREE_CASES = [
     (name, "token", warper, 20_000)
-    for name in ("multi_candidate", "recurrent_drawn")
+    for name in ("multi_candidate", "ranked_tree", "recurrent_drawn")
     for warper in WARPERS
     if warper != "hot_top_p"
 ]
@@ -49,6 +49,7 @@ LONG_CASES += [
     for row, rule in SAMPLED
     if rule != "coupled"
 ]
+LONG_CASES += [(row.name, "token", "hot_top_p", 20_000) for row in PICKED]
 
 
 @pytest.mark.parametrize("rule", ["token", pytest.param("block", marks=pytest.mark.long)])
@@ -65,6 +66,7 @@ def test_law_3(name: str, rule: str, warper: str) -> None:
 # Where the host runs ahead of the device, trees are grown, sized and verified in ways of their own: here is one row of each.
 BRIEFLY = ("multi_candidate", "budget_tree", "graph", "recurrent_drawn_by_cost")
 AHEAD = (*BRIEFLY, "multi_candidate_with_lookup", "ranked_tree", "recurrent", "recurrent_drawn", "recurrent_by_cost")
+AHEAD += ("static_tree", "budget_tree_picked", "graph_picked")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_block_verification_accepts_more_than_token_verification() -> None:
     assert rates["block"] > rates["token"] * 1.02
 
 
-@pytest.mark.parametrize("row", ["multi_candidate", "static_tree", "ranked_tree"])
+@pytest.mark.parametrize("row", ["multi_candidate", "static_tree_picked", "ranked_tree"])
 def test_law_3_rejects_siblings_without_residual_update(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn siblings and point masses alike: each is tested against p itself, as if none before it had failed."""
     monkeypatch.setattr(verify, "_after_failure", lambda p_V, q_V, token: (p_V, q_V))

@@ -18,7 +18,7 @@ from decoding.policies import CostRatio
 from decoding.sampling import Warper
 from decoding.stopping import Fixed, RoundCosts
 
-from .rows import ROWS, Kit
+from .rows import PICKED, ROWS, Kit
 from .tiny import random_prompts
 from .waits import WAYS, models, settings_of
 
@@ -35,11 +35,14 @@ ALONE = (
 
 
 @pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("rule", ["greedy", "token"])
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [(name, rule) for name in ALONE for rule in ("greedy", "token")]
+    + [("budget_tree_picked", "token"), ("graph_picked", "token")],
+)
 def test_what_is_drafted_ahead_hangs_on_no_neighbour(name: str, rule: str) -> None:
     """Sizes and room come from the row's own rounds; how many nodes were drafted is told without the padding."""
-    row = next(row for row in ROWS if row.name == name)
+    row = next(row for row in [*ROWS, *PICKED] if row.name == name)
     target, draft_model = models()
     drafter = row.make(Kit(target, target, draft_model, ()))
     prompts, settings = random_prompts(3, seed=3), settings_of(rule)

@@ -16,7 +16,7 @@ from decoding.target import Target
 from decoding.trees import RankedTree
 from decoding.with_lookup import LookupFirst
 
-from .rows import COSTS, ROWS, DrafterRow
+from .rows import COSTS, PICKED, ROWS, DrafterRow
 from .tiny import hf_model, native_of
 
 READERS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
@@ -100,6 +100,7 @@ WAYS: list[dict[str, Any]] = [
 TREE_RULES = ("greedy", "token", "coupled")
 REAL = [row for row in ROWS if not row.name.startswith("oracle")]  # the test oracles are no product
 REAL += [
+    *PICKED,
     DrafterRow(
         "graph_with_early_lookup",
         make=lambda kit: LookupFirst(GraphDrafter(model=kit.draft_model, frontier=3), min_match=1),

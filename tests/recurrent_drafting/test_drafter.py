@@ -15,10 +15,10 @@ from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from decoding.stopping import RoundCosts
 from decoding.timing import time_parts
+from decoding.worth import Worth
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from recurrent_drafting.worth import Worth
 from tests.decoding.rows import random_head, recurrent
 from tests.decoding.tiny import hf_model, native_of, random_prompts
 

@@ -1,0 +1,121 @@
+"""Children that are drawn without replacement from what a drafter says, so that they are tested by p / q and not as point masses.
+
+Recursive rejection (decoding/verify.py) keeps the target's distribution at a node if, given all that the verifier has looked at before, the
+node's children are x_1 ~ q, then x_2 ~ q without x_1, and so on in that order, and if whether there is a j-th child does not hang on which
+token it would be. Proof: while x_1 .. x_(j-1) have failed, x_j ~ q_j, so accepting it with probability min(1, p_j / q_j) and going on with
+p_(j+1) = norm(max(p_j - q_j, 0)) emits p_j, whichever way p_(j+1) is then met: by a test of the next child, or by a draw where there is none.
+By induction from the last child back, p_1 = p is emitted.
+
+So how many children a node gets is decided before they are drawn, from the levels above it and what the drafter says there, and every child
+that is drawn is tested. Which of the drawn nodes are expanded may hang on their tokens, as that says nothing of the tokens of their own
+children. What breaks the law is any choice among children that looks at them: leaving out the unlikely ones, testing the likeliest first,
+taking the best nodes of the finished tree. The last is a trap where worths are not looked at, too: an unlikely child leaves room in its level for
+the expansion of another node, whose children may then be worth more than it and push it out, so it stays in the tree more often if it is likely.
+A draw that serves two nodes is another: that the second one is there may hang on what the first one's child is.
+
+The j-th child of a node is worth the chance that it is reached and passes. The chance of a child with probability q(x) is taken for
+0.3 + 0.65 q(x), that of one not drawn yet for the mean of this.
+
+A tree's model draws from its whole vocabulary: where many tokens are likely, leaving out all but the 64 likeliest has cost a quarter of the
+accepted tokens. (A recurrent head has fewer to say, and draws from those.)
+
+Shapes: B rows, P nodes, K children of a node, R rows of probabilities, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from decoding import cuda, noise
+from decoding.chooser import FRESH, Chooser
+from decoding.errors import UserError
+
+KINDS = ("picked", "drawn")
+LEAST_CHANCE, CHANCE_SLOPE = 0.3, 0.65  # an untried token's chance to pass, by its probability; as `CostRatio.prior`
+
+
+def check_kind(draws: str, drafter: str) -> str:
+    """`draws`, how a drafter's tree gets its children. Raises UserError for what is no way to."""
+    if draws not in KINDS:
+        raise UserError(f"drafter '{drafter}': draws is '{draws}', expected {' or '.join(KINDS)}.")
+    return draws
+
+
+def are_drawn(draws: str, chooser: Chooser) -> bool:
+    """Whether children are drawn: greedy decoding and the coupled rule pick whatever `draws` says."""
+    return draws == "drawn" and chooser.rule in FRESH
+
+
+def chance(q: Tensor) -> Tensor:
+    """The chance of a drawn token to pass, before anything was seen, by its probability."""
+    return LEAST_CHANCE + CHANCE_SLOPE * q
+
+
+class Draws:
+    """The draws of one round. The drafter's distributions are numbered: 0 is behind the tip, the others in the order they were added."""
+
+    def __init__(self, chooser: Chooser, logits_BV: Tensor, levels: int) -> None:
+        """logits_BV: behind the tips."""
+        self.chooser, self.levels = chooser, levels
+        self._q_BRV = chooser.warper.probs(logits_BV[:, None])
+
+    def add(self, logits_BPV: Tensor) -> None:
+        """The model has said what may follow P more nodes."""
+        self._q_BRV = torch.cat((self._q_BRV, self.chooser.warper.probs(logits_BPV)), 1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of probabilities."""
+        return self._q_BRV.dtype
+
+    def tips(self) -> Tensor:
+        """The numbers (B, 1) of the distributions behind the tips."""
+        return torch.zeros(len(self._q_BRV), 1, dtype=torch.long, device=self._q_BRV.device)
+
+    def q(self, rows_BP: Tensor) -> Tensor:
+        """The distributions (B, P, V) with these numbers."""
+        if rows_BP.shape[1] == self._q_BRV.shape[1] == 1:
+            return self._q_BRV
+        return self._q_BRV.gather(1, rows_BP[:, :, None].expand(len(self._q_BRV), -1, self._q_BRV.shape[2]))
+
+    def children(self, q_BPV: Tensor, count: int, level: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Tokens and probabilities (B, P, K) of at most `count` children of P nodes, in the order of their draws.
+
+        By inverting the cumulative sum, made once a node: what was drawn before is stepped over. first: the numbers that draw are keyed by
+        (seed, request, round, position, first + a node's place). Where fewer tokens have any probability the last children are fillers, of
+        probability 0.
+        """
+        B, P, V = q_BPV.shape
+        K = min(count, V)
+        numbers = [
+            [self.chooser.uniform(row, level, noise.DRAFT, (first + place) * count + child) for child in range(K)]
+            for row in range(B)
+            for place in range(P)
+        ]
+        uniforms_BPK = cuda.tensor(numbers, q_BPV.device, torch.float64).view(B, P, K)
+        ends_BPV = q_BPV.cumsum(-1, dtype=torch.float64)
+        left_BP1 = ends_BPV[:, :, -1:]
+        tokens_BPK, probs_BPK = torch.empty(B, P, 0, dtype=torch.long, device=q_BPV.device), q_BPV[:, :, :0]
+        for child in range(K):
+            point_BP1 = uniforms_BPK[:, :, child, None] * left_BP1
+            in_order_BPK = tokens_BPK.sort(-1).values
+            ends_BPK, shares_BPK = ends_BPV.gather(2, in_order_BPK), q_BPV.gather(2, in_order_BPK)
+            for before in range(child):
+                share_BP1 = shares_BPK[:, :, before, None]
+                reached_BP1 = point_BP1 >= ends_BPK[:, :, before, None] - share_BP1
+                point_BP1 = point_BP1 + share_BP1 * reached_BP1
+            token_BP1 = torch.searchsorted(ends_BPV, point_BP1, right=True).clamp_(max=V - 1)
+            again_BP1 = (tokens_BPK == token_BP1).any(-1, keepdim=True)  # where nothing is left
+            probs_BP1 = q_BPV.gather(2, token_BP1).masked_fill(again_BP1, 0.0)
+            left_BP1 = (left_BP1 - probs_BP1).clamp(min=0)
+            tokens_BPK, probs_BPK = torch.cat((tokens_BPK, token_BP1), 2), torch.cat((probs_BPK, probs_BP1), 2)
+        return tokens_BPK, probs_BPK
+
+
+def worths(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithms (B, P, K), given that the node is reached, of what each child is worth before it is drawn, and of the chance that it passes
+    once its probability `drawn_BPK` is known; both include that its earlier siblings fail. -inf where there is no token left to draw."""
+    mean_BP1 = chance(q_BPV.square().sum(-1, keepdim=True))
+    fail_BPK = torch.arange(drawn_BPK.shape[2], device=drawn_BPK.device) * torch.log1p(-mean_BP1)
+    none_BPK = drawn_BPK <= 0
+    worth_BPK = (fail_BPK + mean_BP1.log()).masked_fill(none_BPK, float("-inf"))
+    return worth_BPK, (fail_BPK + chance(drawn_BPK).log()).masked_fill(none_BPK, float("-inf"))

@@ -1,0 +1,247 @@
+"""Trees whose children are drawn: which choices among children break law 3, what drawing gains, and that budgets are kept.
+
+The rows themselves are under all laws in the files of these.
+
+Shapes: B rows, N nodes, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding import cuda, drawn_tree
+from decoding.chooser import Chooser
+from decoding.drafter import Drafter, Proposal
+from decoding.drawn_tree import DrawnGraph, DrawnTree
+from decoding.draws import Draws, worths
+from decoding.errors import UserError
+from decoding.graph import GraphDrafter
+from decoding.loop import Settings, decode
+from decoding.sampling import Warper
+from decoding.seen import NONE
+from decoding.static_tree import StaticTree
+from decoding.stopping import Fixed, RoundCosts
+from decoding.tree_budget import BySize, ByWorth
+from decoding.trees import RankedTree
+
+from .law_3 import P_LIMIT, PROMPT, law_holds, target_table
+from .many import without_collector
+from .rows import COSTS, draft_table
+from .test_waiting import models, paths_of
+from .tiny import random_prompts
+
+
+def narrow() -> Drafter:
+    """A tree that has room for some of the children that could be drawn."""
+    return RankedTree(model=draft_table(), frontier=3, max_nodes=4)
+
+
+def by_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the children that could be had the likeliest are, and tested first, as picked ones are."""
+
+    def looking(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
+        return drawn_BPK.log(), worths(q_BPV, drawn_BPK)[1]
+
+    monkeypatch.setattr(drawn_tree, "worths", looking)
+
+
+def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a larger tree the likeliest two nodes are tested, as a ranked tree of picked ones is cut."""
+    level, proposal, reached = DrawnTree._level, DrawnTree.proposal, list[Tensor]()
+
+    def noting(self: DrawnTree, *given: Tensor) -> tuple[int, Tensor, Tensor]:
+        first, probs_BM, reached_BM = level(self, *given)
+        if first == 0:
+            reached.clear()
+        reached.append(reached_BM)
+        return first, probs_BM, reached_BM
+
+    def cut(self: DrawnTree, ahead: bool) -> Proposal:
+        order_BM = torch.cat(reached, 1).sort(descending=True, stable=True).indices
+        self.seen.scores_BM = self.seen.scores_BM.scatter(1, order_BM[:, 2:], NONE)
+        return proposal(self, ahead)
+
+    monkeypatch.setattr(RankedTree, "_new_budget", lambda self, rows: BySize(rows, 12, 3))
+    monkeypatch.setattr(DrawnTree, "_level", noting)
+    monkeypatch.setattr(DrawnTree, "proposal", cut)
+
+
+@pytest.mark.parametrize("broken", [by_what_was_drawn, best_of_the_finished_tree])
+def test_choosing_among_drawn_children_breaks_law_3(
+    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    assert law_holds(narrow(), "token", "plain", 5_000) < P_LIMIT
+
+
+@pytest.mark.parametrize("draws", [5_000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_what_is_settled_before_the_draw_keeps_it(draws: int) -> None:
+    assert law_holds(narrow(), "token", "plain", draws) > P_LIMIT
+
+
+def sampling(rows: int, vocab_size: int) -> Chooser:
+    chooser = Chooser(Warper(1.0), "token", 0, vocab_size, torch.device("cpu"))
+    chooser.begin(list(range(rows)), [0] * rows, [3] * rows, 5)
+    return chooser
+
+
+def test_children_are_drawn_without_replacement_in_their_order() -> None:
+    """First children are distributed as q, second ones as q without the first."""
+    rows, q_V = 20_000, torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], dtype=torch.float64)
+    draws = Draws(sampling(rows, 5), q_V.log().expand(rows, 5), 2)
+    tokens_BPK, probs_BPK = draws.children(draws.q(draws.tips()), 5, 1, 2)
+    first_B, second_B = tokens_BPK[:, 0, 0], tokens_BPK[:, 0, 1]
+    assert torch.allclose(probs_BPK[..., :4], q_V[tokens_BPK[..., :4]])
+    assert probs_BPK[..., 4].max() == 0, "nothing was left"
+    assert torch.equal(tokens_BPK[:, 0, :4].sort(-1).values, torch.arange(4).expand(rows, 4))
+    assert torch.allclose(first_B.bincount(minlength=5).double() / rows, q_V, atol=0.02)
+    among_B = first_B == 0
+    assert torch.allclose(
+        second_B[among_B].bincount(minlength=5).double() / among_B.sum(),
+        q_V.clone().index_fill_(0, torch.tensor([0]), 0) / 0.5,
+        atol=0.02,
+    )
+    elsewhere_BPK, _ = draws.children(draws.q(draws.tips()), 5, 1, 1)
+    assert not torch.equal(elsewhere_BPK, tokens_BPK), "another node, the same numbers"
+
+
+def test_what_a_child_is_worth() -> None:
+    """Each child's chance, siblings before it failing; before it is drawn by the mean, then by its own probability."""
+    q_BPV = torch.tensor([[[0.5, 0.5, 0.0]]], dtype=torch.float64)
+    worth_BPK, reached_BPK = worths(q_BPV, q_BPV)
+    mean = 0.3 + 0.65 * 0.5
+    assert worth_BPK[0, 0].exp().tolist() == pytest.approx([mean, (1 - mean) * mean, 0.0])
+    assert torch.allclose(worth_BPK, reached_BPK)
+    skewed_BPV = torch.tensor([[[0.9, 0.1, 0.0]]], dtype=torch.float64)
+    worth_BPK, reached_BPK = worths(skewed_BPV, skewed_BPV[:, :, [1, 0]])
+    mean = 0.3 + 0.65 * 0.82
+    assert worth_BPK[0, 0].exp().tolist() == pytest.approx([mean, (1 - mean) * mean])
+    assert reached_BPK[0, 0].exp().tolist() == pytest.approx([0.365, (1 - mean) * 0.885])
+
+
+TREES: dict[str, Callable[[str], Drafter]] = {
+    "static": lambda draws: StaticTree(model=draft_table(), draws=draws),
+    "ranked": lambda draws: RankedTree(model=draft_table(), draws=draws),
+    "graph": lambda draws: GraphDrafter(model=draft_table(), match=0, draws=draws),
+}
+
+
+@pytest.mark.parametrize("name", ["ranked", *(pytest.param(n, marks=pytest.mark.long) for n in ("static", "graph"))])
+def test_drawn_children_pass_more_often_than_picked_ones(name: str) -> None:
+    settings, tau = Settings(max_new_tokens=24, num_draft_tokens=4, temperature=1.0), {}
+    for draws in ("picked", "drawn"):
+        with without_collector():
+            done = decode(target_table(), TREES[name](draws), [PROMPT] * 100, settings)
+        tau[draws] = sum(len(g.tokens) for g in done) / sum(g.rounds for g in done)
+    assert tau["drawn"] > tau["picked"] * 1.05
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
+    """Of all drawn trees that grow while a test runs."""
+    made: list[Proposal] = []
+    original = DrawnTree.proposal
+
+    def noted(self: DrawnTree, ahead: bool) -> Proposal:
+        made.append(original(self, ahead))
+        return made[-1]
+
+    monkeypatch.setattr(DrawnTree, "proposal", noted)
+    return made
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("by_cost", [False, True])
+def test_a_tree_keeps_to_its_nodes(
+    ahead: bool, by_cost: bool, proposals: list[Proposal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
+    target, draft_model = models()
+    drafter = RankedTree(model=draft_model, frontier=3, max_nodes=7, by_cost=by_cost)
+    settings = Settings(max_new_tokens=24, num_draft_tokens=3, temperature=1.0, costs=COSTS)
+    decode(target, drafter, random_prompts(3), settings)
+    counts = [count for proposal in proposals for count in proposal.counts_B]
+    assert len(proposals) > 5 and max(counts) <= 7
+    assert by_cost or max(counts) == 7
+
+
+def test_hosts_that_run_ahead_draw_the_same_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft_model = models()
+    prompts, found = random_prompts(6), []
+    for ahead in (False, True):
+        monkeypatch.setattr(cuda, "runs_ahead", lambda device, ahead=ahead: ahead)
+        drafter = GraphDrafter(model=draft_model, frontier=3, match=0, leaf_threshold=0.0)
+        drafter.prepare(target, None)
+        drafter.open(prompts, None, 64)
+        proposal = drafter.propose(prompts, [4, 4, 4, 3, 1, 0], [Fixed()] * 6, sampling(6, target.vocab_size))
+        found.append([paths_of(proposal, row) for row in range(6)])
+    assert found[0] == found[1]
+    assert [len(paths) for paths in found[0]] == [16, 16, 16, 16, 3, 0]
+
+
+def test_merged_nodes_draw_for_themselves_from_what_was_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of a graph have children from one row of candidates, by numbers of their own; the model saw one of the two."""
+    trees: list[DrawnGraph] = []
+    original = DrawnGraph.grow
+
+    def grow(self: DrawnGraph) -> None:
+        trees.append(self)
+        original(self)
+
+    monkeypatch.setattr(DrawnGraph, "grow", grow)
+    drafter = GraphDrafter(model=draft_table(), frontier=4, max_nodes=40, match=0, leaf_threshold=0.0)
+    settings = Settings(max_new_tokens=8, num_draft_tokens=4, temperature=1.0)
+    decode(target_table(), drafter, [PROMPT] * 20, settings)
+    shared = different = 0
+    for tree in trees:
+        for parents, tokens, rows in zip(
+            tree.seen.parents_BM.tolist(), tree.seen.tokens_BM.tolist(), tree._rows_BM.tolist()
+        ):
+            children: dict[int, list[int]] = {}
+            for token, parent in zip(tokens, parents):
+                children.setdefault(parent, []).append(token)
+            nodes = [node for node in children if node >= 0]
+            twins = [(a, b) for a in nodes for b in nodes if a < b and rows[a] == rows[b]]
+            shared += len(twins)
+            different += sum(children[a][0] != children[b][0] for a, b in twins)
+            assert len({row for row in rows if row}) <= tree._fed_BN.shape[1]
+    assert shared > 50 and different > 0.2 * shared
+
+
+def test_budgets_by_size_learn_where_nodes_pass() -> None:
+    """Sure levels make it deep and narrow, even ones wide; what a node cannot have is not asked for."""
+    budgets = {}
+    for name, chances in (("sure", [0.95, 0.0, 0.0]), ("even", [0.4, 0.3, 0.2])):
+        budget = BySize(1, 6, 3)
+        for _ in range(40):
+            (depth,) = budget.begin([5])
+            levels = list[int]()
+            while not levels or budget.more():
+                reached = chances[0] ** len(levels)
+                levels.append(budget.admit(reached * torch.tensor([chances]))[0])
+            assert len(levels) == depth and sum(levels) <= 6 and levels[0] <= 3
+            (told_BLW,) = budget.asks()
+            budget.learn([told_BLW.tolist()], [1])
+        budgets[name] = levels
+    assert len(budgets["sure"]) == 5 and budgets["even"][:2] == [3, 3]
+
+
+def test_a_budget_by_worth_stops_where_another_level_costs_more_than_it_gains() -> None:
+    budget = ByWorth(2, 4, RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5)))
+    assert budget.begin([6, 0]) == [6, 0]
+    assert budget.admit(torch.tensor([[0.9, 0.02, 0.0], [0.9, 0.02, 0.0]])) == [1, 0]
+    assert budget.more()
+    assert budget.admit(torch.tensor([[0.1, 0.05, 0.0], [0.9, 0.9, 0.9]])) == [0, 0]
+    assert not budget.more()
+    budget.learn([], [1, 0])
+    assert budget.begin([6, 6]) == [6, 6]
+    assert budget.admit(torch.full((2, 9), 0.9)) == [4, 4], "no more nodes than there may be"
+    assert not budget.more()
+
+
+def test_another_way_to_have_children_is_refused() -> None:
+    for make in TREES.values():
+        with pytest.raises(UserError, match="draws is 'guessed', expected picked or drawn"):
+            make("guessed")
