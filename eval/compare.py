@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from eval.compare_plots import Look, Paint, acceptance, depth, looks, paints, pareto
+from eval.compare_paint import Look, Paint, looks, paints
+from eval.compare_plots import acceptance, depth, pareto
 from eval.compare_report import Making, Plot, page
 from eval.compare_table import print_comparison
 from eval.comparison import Panel, Standing, chains, panels_of

@@ -6,25 +6,17 @@ dark; figures are drawn for a column 380 px wide, as those of eval/plots.py.
 
 from __future__ import annotations
 
-import io
-import math
-import re
-import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from eval.compare_paint import Look, Paint, axes_of, in_order, key, png, speedup_axis, styled
 from eval.comparison import COSTS, Panel, chains, usual_costs
 from eval.entries import Entry
-from eval.plots import INK, MARKERS, MUTED, SERIES, STYLE, VARIABLES, short
+from eval.plots import INK, MUTED, short
 from eval.prediction import iso_cost_ratio
 from training.drafters import CONTROL
 
@@ -43,78 +35,15 @@ LEVELS = (
     3.5,
 )  # speedups that get a curve, those that matter most first
 LABEL_APART = 0.07  # of alpha, between the labels of two curves; those that come closer are left out
-DOTS_PER_INCH = 200
 THE_CONTROL = "prompt lookup, the control"
 LABELS_AT = 0.045  # of the width: where the curves are labelled
 NAMES = {"parameters": "drafter parameters", "training_tokens": "training tokens"}  # of the costs
 
 
-@dataclass(frozen=True)
-class Paint:
-    """The colours of a theme."""
-
-    page: str
-    colours: dict[str, str]  # stand-in of eval.plots -> colour
-
-    def __getitem__(self, stand_in: str) -> str:
-        return self.colours[stand_in]
-
-
-@dataclass(frozen=True)
-class Look:
-    """How a drafter is drawn in all plots."""
-
-    colour: str  # stand-in: one a series
-    marker: str  # one a drafter
-
-
-def paints() -> dict[str, Paint]:
-    """Theme (light, dark) -> its colours, as report.css has them."""
-    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    found = {}
-    for theme, text in zip(("light", "dark"), css.split("@media (prefers-color-scheme: dark)"), strict=True):
-        values = dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6})\b", text))
-        found[theme] = Paint(values["--page"], {stand_in: values[name] for stand_in, name in VARIABLES.items()})
-    return found
-
-
-def looks(entries: Sequence[Entry]) -> dict[str, Look]:
-    """Drafter -> its look: the drafters of a series share the colour, and those in one place of their series the marker."""
-    groups: dict[str, list[str]] = {}
-    for entry in in_order(entries):
-        if entry.row.drafter != CONTROL:
-            names = groups.setdefault(entry.series or entry.name, [])
-            names += [entry.name] * (entry.name not in names)
-    found = {entry.name: Look(MUTED, "x") for entry in entries}
-    for number, (group, names) in enumerate(groups.items()):
-        first = number + number // len(SERIES) if names == [group] else 0
-        for place, name in enumerate(names):
-            found[name] = Look(SERIES[number % len(SERIES)], MARKERS[(first + place) % len(MARKERS)])
-    return found
-
-
-def in_order(entries: Sequence[Entry]) -> list[Entry]:
-    """By series, then by depth: as keys name them."""
-    return sorted(entries, key=lambda entry: (entry.series, entry.row.drafter_layers))
-
-
-def png(figure: Figure, paint: Paint) -> bytes:
-    """The figure as a PNG file."""
-    buffer = io.BytesIO()
-    figure.savefig(
-        buffer,
-        format="png",
-        dpi=DOTS_PER_INCH,
-        facecolor=paint.page,
-        metadata={"Software": None},
-    )
-    return buffer.getvalue()
-
-
 def depth(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
     """Speedup over the number of layers, with 95 % intervals; the points of a series are joined, the control is a line across."""
-    with _styled(paint):
-        figure, axes = _axes(f"Depth against speedup: {panel.label}", paint)
+    with styled(paint):
+        figure, axes = axes_of(f"Depth against speedup: {panel.label}", paint)
         axes.axhline(1, color=paint[MUTED], linewidth=1)
         drawn = [entry for entry in in_order(panel.fastest) if entry.row.drafter != CONTROL]
         _controls(axes, panel, paint)
@@ -130,8 +59,8 @@ def depth(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
             axes.set_xticks(layers)
         axes.grid(axis="x", visible=False)
         axes.set_xlabel("drafter layers")
-        _speedup_axis(axes)
-        _key(figure, axes)
+        speedup_axis(axes)
+        key(figure, axes)
         return png(figure, paint)
 
 
@@ -139,8 +68,8 @@ def acceptance(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
     """alpha over the cost ratio, with the curves on which the closed form gives one speedup at the best gamma. See `chains` for whose points."""
     points = [(entry, alpha) for entry in in_order(chains(panel)) if (alpha := entry.alpha) is not None]
     drawn = [entry for entry, _ in points]
-    with _styled(paint):
-        figure, axes = _axes(f"Acceptance against cost: {panel.label}", paint)
+    with styled(paint):
+        figure, axes = axes_of(f"Acceptance against cost: {panel.label}", paint)
         widest = 1.3 * max(entry.row.cost_ratio for entry in drawn)
         for level, c_A, alpha_A in iso_speedup_curves(drawn, widest):
             axes.plot(
@@ -174,7 +103,7 @@ def acceptance(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
         axes.xaxis.set_major_locator(MaxNLocator(6, prune="lower"))  # its 0 would meet that of alpha
         axes.set_xlabel("cost ratio c: a draft step over a target step")
         axes.set_ylabel("acceptance rate alpha")
-        _key(figure, axes)
+        key(figure, axes)
         return png(figure, paint)
 
 
@@ -201,8 +130,8 @@ def iso_speedup_curves(entries: Sequence[Entry], widest: float) -> list[tuple[fl
 
 def pareto(panel: Panel, cost: str, look: dict[str, Look], paint: Paint) -> bytes:
     """Speedup over a cost of eval.comparison.COSTS; the stairs join the drafters that no other beats in both, the others are hollow."""
-    with _styled(paint):
-        figure, axes = _axes(f"Pareto, {NAMES[cost]}: {panel.label}", paint)
+    with styled(paint):
+        figure, axes = axes_of(f"Pareto, {NAMES[cost]}: {panel.label}", paint)
         axes.axhline(1, color=paint[MUTED], linewidth=1)
         places = {id(entry): value / 1e6 for entry in panel.fastest if (value := COSTS[cost](entry)) is not None}
         marks = {id(standing.entry): standing.on_front.get(cost, False) for standing in panel.standings}
@@ -228,23 +157,9 @@ def pareto(panel: Panel, cost: str, look: dict[str, Look], paint: Paint) -> byte
         most = max([*places.values(), 1e-6])
         axes.set_xlim(-0.06 * most, 1.08 * most)
         axes.set_xlabel(f"{NAMES[cost]} in millions")
-        _speedup_axis(axes)
-        _key(figure, axes)
+        speedup_axis(axes)
+        key(figure, axes)
         return png(figure, paint)
-
-
-def _styled(paint: Paint) -> Any:
-    return rc_context(
-        {key: paint.colours.get(value, value) if isinstance(value, str) else value for key, value in STYLE.items()}
-    )
-
-
-def _axes(title: str, paint: Paint) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(5.2, 3.3), layout="constrained")
-    axes = figure.subplots()
-    axes.set_facecolor(paint.page)
-    axes.set_title(textwrap.fill(title, 60), loc="left", fontsize=9.5, color=paint[INK])
-    return figure, axes
 
 
 def _speed(entry: Entry) -> float:
@@ -288,18 +203,3 @@ def _controls(axes: Axes, panel: Panel, paint: Paint) -> None:
     if speeds:
         axes.axhspan(min(speeds), max(speeds), color=paint[MUTED], alpha=0.15, linewidth=0)
         axes.axhline(median(speeds), color=paint[MUTED], linewidth=0.9, dashes=(3, 2), label=THE_CONTROL)
-
-
-def _speedup_axis(axes: Axes) -> None:
-    axes.set_ylabel("speedup")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-
-
-def _key(figure: Figure, axes: Axes) -> None:
-    """The names under the axes, each once, in two columns where they are short; the figure grows by them."""
-    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    columns = 2 if max(len(name) for name in handles) <= 29 and len(handles) > 1 else 1
-    figure.set_figheight(3.1 + 0.19 * math.ceil(len(handles) / columns))
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower left", ncols=columns, frameon=False, fontsize=8.5
-    )

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from decoding.schedules import VIRTUAL
+from decoding.schedules import SCHEDULES, VIRTUAL
 from decoding.stats import LOOPING_BELOW
-from eval import plots, words
+from eval import agreement, plots, words
 from eval.duels import duels
 from eval.markup import bullets, colour_key, definitions, document, figure, section, table, tr, warned
 from eval.records import STALL, Record
@@ -60,6 +60,7 @@ def page(rows: list[Row], records: Sequence[Record], provenance: Provenance) -> 
         section("Where it wins and where it loses", _verdicts(shown)),
         section("What a round must read and compute", _budgets(shown)),
         section("Against each other", _duels(shown, records)),
+        section("Overlapped schedules and their replay", _replays(shown)),
         section("Plots", _plots(rows, shown, records)),
         section("By category", _categories(shown)),
         section("Who wrote what", page_part(provenance.texts)),
@@ -168,6 +169,19 @@ def _duels(shown: Sequence[Row], records: Sequence[Record]) -> str:
     columns = ("drafter", "its best rival", "setting", "tokens/s over the rival's [95 %]")
     note = '<p class="note">Paired over prompts: both sides of a prompt are resampled together.</p>'
     return table(columns, body) + note
+
+
+def _replays(shown: Sequence[Row]) -> str:
+    """Every row under an overlapped schedule beside its closed form and its replay; empty where there are none."""
+    body = []
+    for row in shown:
+        if row.schedule in SCHEDULES:
+            clock = "virtual" if row.schedule in VIRTUAL else "two workers"
+            speeds = [words.times(speed) for speed in (row.speedup, row.predicted_speedup, row.replayed_speedup)]
+            cells = [row.drafter, words.condition_label(row), clock, *speeds, words.number(agreement.ratio(row))]
+            body.append(tr([*cells, agreement.verdict(row)], "bad" if agreement.departs(row) else ""))
+    columns = ("drafter", "setting", "clock", "measured", "closed form", "replay", "replay / measured", "verdict")
+    return table(columns, body) if body else ""
 
 
 def _plots(rows: Sequence[Row], shown: Sequence[Row], records: Sequence[Record]) -> str:

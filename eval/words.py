@@ -6,6 +6,7 @@ from decoding.policies import EAGER
 from decoding.schedules import VIRTUAL, WALL
 from decoding.stats import LOOPING_BELOW
 from decoding.yardsticks import SLOW_YARDSTICK
+from eval.agreement import departs, sentence
 from eval.budgets import NO_LIMITS
 from eval.lengths import OWN, RULES
 from eval.schema import RoundBudget, Row
@@ -209,12 +210,9 @@ def verdict_line(row: Row) -> tuple[str, str, str]:
         why = "two workers, measured" if row.schedule in WALL else "virtual clock, by definition"
         predicted += f" The lanes hid {100 * row.overlap:.0f} % of the shorter one ({why})."
     if row.replayed_speedup is not None:
-        off_by = round(row.speedup / row.replayed_speedup - 1, 2) + 0.0  # no -0 %
-        predicted += (
-            f" Replayed over its own accept/reject trace: {times(row.replayed_speedup)} ({off_by:+.0%} measured)."
-        )
+        predicted += f" {sentence(row)}"
     off = row.predicted_speedup is not None and abs(row.predicted_speedup / row.speedup - 1) > AGREEMENT
-    if off and row.replayed_speedup is not None and abs(row.replayed_speedup / row.speedup - 1) <= AGREEMENT:
+    if off and row.replayed_speedup is not None and not departs(row):
         predicted += " The formula, which takes acceptance as even, is off; the replay, which knows its runs, explains what was measured."
     elif off:
         predicted += (

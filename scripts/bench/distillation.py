@@ -11,25 +11,23 @@ import logging
 import statistics
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.student import build_student
 from scripts.bench.common import options, ratio, save, take_turns
+from scripts.bench.padded import agree, both_losses, trainer_rate
 from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
 from training.data import read_chats
 from training.loop import fit
 from training.models import dtype_of, load_causal_lm
 from training.objectives import Distillation, freeze
-from training.packing import PackedData, Sample, collate
+from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
 from training.samples import chat_samples
@@ -50,55 +48,6 @@ class Options:
     name: str = "distillation"  # of the results file
 
 
-SAME_LOSS = 0.02  # share by which the sides' losses may differ: their bfloat16 products are summed in another order
-
-
-class _Clock(TrainerCallback):
-    """Seconds and useful tokens of the Trainer's steps, data loading included, start-up not."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds.append(-time.perf_counter())
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds[-1] += time.perf_counter()
-
-
-class PaddedDistillation(Trainer):
-    """The usual loop: padded batches, whole logits, forward KL on the supervised positions."""
-
-    teacher: Any
-    useful: int = 0
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        PaddedDistillation.useful += int(inputs["attention_mask"].sum())
-        return padded_loss(model, self.teacher, inputs)
-
-
-def padded_loss(student: Any, teacher: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """Forward KL in nats a supervised token, from whole logits."""
-    common = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
-    with torch.no_grad():
-        teacher_BTV = teacher(**common).logits[:, :-1]
-    student_BTV = student(**common).logits[:, :-1]
-    keep = inputs["supervised"][:, 1:]
-    log_q_NV = torch.log_softmax(student_BTV[keep].float(), dim=-1)
-    log_p_NV = torch.log_softmax(teacher_BTV[keep].float(), dim=-1)
-    return torch.nn.functional.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True) / keep.sum()
-
-
-def padded(rows: list[Sample]) -> dict[str, torch.Tensor]:
-    """A batch padded to its longest row."""
-    ids = pad_sequence([torch.from_numpy(row.ids).long() for row in rows], batch_first=True)
-    attention = pad_sequence([torch.ones(len(row.ids), dtype=torch.long) for row in rows], batch_first=True)
-    supervised = pad_sequence([torch.from_numpy(row.mask) for row in rows], batch_first=True)
-    return {"input_ids": ids, "attention_mask": attention, "supervised": supervised}
-
-
 def trainer_side(chosen: Options, samples: list[Sample], per_step: int, folder: Path) -> Any:
     """A function that runs `steps` Trainer steps and returns useful tokens a second."""
     dtype = dtype_of(chosen.dtype)
@@ -107,40 +56,7 @@ def trainer_side(chosen: Options, samples: list[Sample], per_step: int, folder: 
     ).to(chosen.device)
     student = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype)
     student.set_attn_implementation("sdpa")
-    arguments: dict[str, Any] = {
-        "learning_rate": 1e-3,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": chosen.device == "cpu",
-    }
-    arguments |= {"disable_tqdm": True, "logging_strategy": "no"}
-
-    def side() -> float:
-        settings = TrainingArguments(
-            str(folder),
-            max_steps=chosen.steps + 1,
-            per_device_train_batch_size=per_step,
-            remove_unused_columns=False,
-            **arguments,
-        )
-        clock = _Clock()
-        trainer = PaddedDistillation(student, settings, data_collator=padded, train_dataset=samples, callbacks=[clock])
-        trainer.teacher = teacher
-        counts: list[int] = []
-        PaddedDistillation.useful = 0
-        real = trainer.training_step
-
-        def counted(*given: Any, **named: Any) -> Any:
-            before = PaddedDistillation.useful
-            result = real(*given, **named)
-            counts.append(PaddedDistillation.useful - before)
-            return result
-
-        trainer.training_step = counted  # type: ignore[method-assign]
-        trainer.train()
-        return sum(counts[1:]) / sum(clock.seconds[1:])  # the first step warms up
-
-    return side
+    return lambda: trainer_rate(student, teacher, samples, per_step, chosen.steps, folder, chosen.device)
 
 
 def our_side(chosen: Options, samples: list[Sample], folder: Path) -> Any:
@@ -182,25 +98,18 @@ def our_side(chosen: Options, samples: list[Sample], folder: Path) -> Any:
     return side
 
 
-@torch.no_grad()
 def losses(chosen: Options, samples: list[Sample]) -> dict[str, float]:
     """Both sides' loss on the same chats and weights. Ends the benchmark where they differ: it would compare two things."""
     dtype = dtype_of(chosen.dtype)
     teacher = freeze(load_causal_lm(resolve(chosen.target), dtype)).to(chosen.device)
     student: Any = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype)
     student.to(chosen.device)
-    data = PackedData(samples[:8], chosen.max_length, 1, 0)
-    batch = collate(data.samples, data.rows, chosen.max_length, teacher.device)
-    ours = float(Distillation(student, teacher)(batch)[0]) / data.supervised
-    for model in (student, teacher):
-        model.set_attn_implementation("sdpa")
-    inputs = {name: tensor.to(chosen.device) for name, tensor in padded(samples[:8]).items()}
-    theirs = float(padded_loss(student, teacher, inputs))
-    if abs(ours / theirs - 1) > SAME_LOSS:
+    found = both_losses(student, teacher, samples[:8], chosen.max_length)
+    if not agree(found):
         sys.exit(
-            f"error: the two sides' losses on the same chats are {ours:.4f} and {theirs:.4f}: they do not compute the same"
+            f"error: the two sides' losses on the same chats are {found['ours']:.4f} and {found['trainer']:.4f}: they do not compute the same"
         )
-    return {"ours": ours, "trainer": theirs}
+    return found
 
 
 class _Records:

@@ -1,5 +1,5 @@
-"""What wants a GPU, in parts of under eight minutes: `exact` (are the tokens right there?), `decode` (how fast, against what the card can read)
-and `recurrent` (a recurrent head of a 7B target: its training and its rounds).
+"""What wants a GPU, in parts of under eight minutes: `exact` (are the tokens right there?), `decode` (how fast, against what the card can read),
+`train` (distillation beside Hugging Face's Trainer) and `recurrent` (a recurrent head of a 7B target: its training and its rounds).
 
     python scripts/bench/gpu.py part=decode device=cuda
     python scripts/bench/gpu.py part=exact device=cpu toy=true     # every line but those that it lists, in seconds
@@ -25,13 +25,13 @@ import torch
 from decoding import cuda
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("exact", "decode", "recurrent")
+PARTS = ("exact", "decode", "train", "recurrent")
 LAST_START_S = 400.0  # no further figure is begun after that, so that a part stays under eight minutes
 
 
 @dataclass
 class Options:
-    part: str = "exact"  # exact | decode | recurrent
+    part: str = "exact"  # exact | decode | train | recurrent
     device: str = "cuda"  # cpu | cuda | cuda:N
     toy: bool = False  # small shapes, to try the script itself
     out: str = "scripts/bench/results"  # folder of gpu_<part>.json
@@ -136,9 +136,9 @@ def main(words: list[str]) -> int:
     if {"--help", "-h"} & {*words}:
         print(usage())
         return 0
-    from scripts.bench import gpu_decode, gpu_exact, gpu_recurrent
+    from scripts.bench import gpu_decode, gpu_exact, gpu_recurrent, gpu_train
 
-    parts = dict(zip(PARTS, (gpu_exact.run, gpu_decode.run, gpu_recurrent.run), strict=True))
+    parts = dict(zip(PARTS, (gpu_exact.run, gpu_decode.run, gpu_train.run, gpu_recurrent.run), strict=True))
     options = parse(words)
     untested = untested_lines()
     print(f"{len(untested)} lines that only a GPU runs: {' '.join(untested)}", flush=True)

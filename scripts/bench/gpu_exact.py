@@ -1,97 +1,45 @@
 """Part `exact`: on this device, drafted text is autoregressive text, the noise is the CPU's, and a round waits for nothing but its `read`.
 
-The target is the embedded one, the drafter its own first layers, so nothing has to be trained. A recurrent head, which would have to be, is
-random, and so is its target, whose few tokens let some drafts pass. In float64 no token may differ; below that differences are counted, with
-the gap between the target's two best tokens where the first one stands.
+Every way to draft (scripts/bench/gpu_rows.py) is tried in float64, where no token may differ. Then a chain, a tree and beams at the law's own
+size, and below float64, where rounding decides now and then: there differences are counted, with the gap between the target's two best
+tokens where the first one stands.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from decoding import cuda, noise
-from decoding.chain import ChainDrafter
 from decoding.drafter import Drafter
-from decoding.folder import load_state, read_config
 from decoding.loop import Settings, decode, start
-from decoding.multi_candidate import MultiCandidate
 from decoding.native import NativeTarget
-from decoding.target import DTYPES
-from decoding.weights import NativeConfig, Weights
-from recurrent_drafting.drafter import RecurrentDrafter
-from scripts.bench.random_models import Shape, random_head, random_weights
+from decoding.processors import make_processors
+from decoding.worker import RemoteChain
+from scripts.bench.gpu_rows import Use, chain, embedded_kit, prompts, random_kit, uses
+from tests.decoding.rows import COSTS, Kit
 
-ROOT = Path(__file__).resolve().parents[2]
-TARGET = ROOT / "assets" / "target"
-DRAFT_LAYERS = 4
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "coupled": {"temperature": 1.0, "verify": "coupled"},
-    "coupled, top-p": {"temperature": 0.8, "top_p": 0.9, "verify": "coupled"},
-}
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "token": {"temperature": 1.0, "verify": "token"},
-    "token, top-k": {"temperature": 1.0, "top_k": 20, "verify": "token"},
-    "block": {"temperature": 1.0, "verify": "block"},
-    "coupled": {"temperature": 1.0, "verify": "coupled"},
+    **{rule: {"temperature": 1.0, "verify": rule} for rule in ("token", "block", "coupled")},
 }
-SAMPLED_TREES = {way: named for way, named in SAMPLED.items() if way != "block"}  # which tests chains
-# kind -> how a random head drafts
-BEAMS: dict[str, dict[str, Any]] = {
-    "one beam": {"beam_width": 1},
-    "beams": {"beam_width": 8},
-    "drawn beams": {"beam_width": 8, "draws": "drawn"},
+WAYS = {way: SAMPLED[way] for way in ("greedy", "coupled")} | {
+    "coupled, top-p": {"temperature": 0.8, "top_p": 0.9, "verify": "coupled"}
 }
-RANDOM = Shape(2, 64, 4, 96, 2, 16, 24)
-SPREAD = 0.3  # of the random target's weights: with less it says one token for ever
-
-
-class Models:
-    """The embedded target and its first layers in one dtype; weights are shared by the executions."""
-
-    def __init__(self, dtype: str, device: str) -> None:
-        config, state = read_config(TARGET), load_state(TARGET)
-        place = torch.device(device)
-        self.weights = [
-            Weights(NativeConfig.from_dict({**config, "num_hidden_layers": layers}), state, DTYPES[dtype], place, False)
-            for layers in (config["num_hidden_layers"], DRAFT_LAYERS)
-        ]
-
-    def make(self, execution: str, kind: str) -> tuple[NativeTarget, Drafter]:
-        """A target and a drafter of this kind: chain or tree."""
-        whole, first = (NativeTarget(w, "embedded", None, None, execution) for w in self.weights)
-        return whole, ChainDrafter(model=first) if kind == "chain" else MultiCandidate(model=first, branching=(3, 2, 1))
-
-
-class Heads:
-    """A random target and a random head of it in one dtype; weights are shared by the executions."""
-
-    def __init__(self, dtype: str, device: str) -> None:
-        self.weights = random_weights(RANDOM, DTYPES[dtype], device, 512, SPREAD)
-        self.head = random_head(RANDOM, 2, DTYPES[dtype], device).requires_grad_(False)
-
-    def make(self, execution: str, kind: str) -> tuple[NativeTarget, Drafter]:
-        """A target and a drafter of this kind, a name of BEAMS."""
-        target = NativeTarget(self.weights, "random", None, None, execution)
-        return target, RecurrentDrafter(head=self.head, execution=execution, **BEAMS[kind])
-
-
-def prompts(count: int) -> list[list[int]]:
-    """Held-out prompts of the embedded target."""
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    rows = [json.loads(line) for line in (ROOT / "assets" / "prompts.jsonl").read_text().splitlines()[:count]]
-    return [tokenizer(row["turns"][0])["input_ids"][:128] for row in rows]
+REPRODUCED = ("greedy", "coupled")  # rules under which drafting changes no token
+AT_SIZE = ("chain", "multi_candidate", "recurrent_chain", "recurrent")  # for the law's own size
+EAGER = (*AT_SIZE, "recurrent_drawn")  # tried operation by operation too, which is not how a card is used
 
 
 def gap(target: NativeTarget, ids: Sequence[int], settings: Settings, request: int) -> float:
     """The best score minus the second best where the target chooses a token after `ids`, its noise included."""
     target.open(1, len(ids) + 1)
     logits_V = target.lm_head(target.features(cuda.tensor([list(ids)], target.device))[:, -1])[0].double()
+    processors = make_processors(settings.repetition_penalty, settings.allowed)
+    if processors is not None:
+        logits_V = processors(logits_V[None, None], [ids])[0, 0]
     if settings.temperature > 0:
         key = cuda.tensor(noise.signed(noise.extend(noise.key(settings.seed, request), len(ids))), target.device)
         race_V = noise.exponentials(key, noise.scaled_ids(torch.arange(len(logits_V), device=target.device)))
@@ -119,34 +67,115 @@ def texts(
 
 
 def equality(
-    models: Models | Heads,
-    execution: str,
-    prompts_B: list[list[int]],
-    tokens: int,
-    batch: int,
-    kinds: Sequence[str] = ("chain", "tree"),
+    target: NativeTarget, drafter: Drafter, prompts_B: list[list[int]], settings: Settings, batch: int
 ) -> dict[str, Any]:
-    """For every way of choosing: drafted text against autoregressive text."""
+    """Drafted text against autoregressive text."""
+    plain, _ = texts(target, None, prompts_B, settings, batch)
+    drafted, tau = texts(target, drafter, prompts_B, settings, batch)
+    gaps = []
+    for request, (ours, own) in enumerate(zip(drafted, plain)):
+        at = next((i for i, pair in enumerate(zip(ours, own)) if pair[0] != pair[1]), None)
+        if at is not None:
+            gaps.append(gap(target, prompts_B[request] + own[:at], settings, request))
+    return {
+        "tokens": sum(map(len, plain)),
+        "texts": len(plain),
+        "texts_that_differ": len(gaps),
+        "largest_gap_there": max(gaps, default=None),
+        "tau": round(tau, 3),
+    }
+
+
+def waiting(target: NativeTarget, drafter: Drafter, prompts_B: list[list[int]], settings: Settings) -> str:
+    """Rounds in CUDA's sync debug mode: 'none', or what waited. The same was decoded before, so that every shape is recorded."""
+    running = start(target, drafter, prompts_B, settings)
+    try:
+        with cuda.no_waiting(target.device):
+            while running.rows:
+                running.round()
+    except RuntimeError as error:  # what the debug mode raises; the other rows are still worth knowing
+        return str(error)
+    finally:
+        running.close()
+    return "none"
+
+
+def tried(
+    use: Use, rules: Sequence[str], drafter: Drafter, kit: Kit, asked: list[list[int]], tokens: int, batch: int
+) -> dict[str, Any]:
+    """A way to draft under these rules: text where it is the target's own, and what its rounds wait for."""
     found: dict[str, Any] = {}
-    for way, named in WAYS.items():
-        settings = Settings(max_new_tokens=tokens, num_draft_tokens=3, ignore_eos=True, seed=7, **named)
-        for kind in kinds:
-            target, drafter = models.make(execution, kind)
-            plain, _ = texts(target, None, prompts_B, settings, batch)
-            drafted, tau = texts(target, drafter, prompts_B, settings, batch)
-            gaps = []
-            for request, (ours, own) in enumerate(zip(drafted, plain)):
-                at = next((i for i, pair in enumerate(zip(ours, own)) if pair[0] != pair[1]), None)
-                if at is not None:
-                    gaps.append(gap(target, prompts_B[request] + own[:at], settings, request))
-            found[f"{way}, {kind}"] = {
-                "tokens": sum(map(len, plain)),
-                "texts": len(plain),
-                "texts_that_differ": len(gaps),
-                "largest_gap_there": max(gaps, default=None),
-                "tau": round(tau, 3),
-            }
+    rows = 1 if use.alone else batch
+    assert isinstance(kit.target, NativeTarget)
+    for rule in rules:
+        fields = {"num_draft_tokens": 3, "stopping": "fixed", **SAMPLED[rule], **use.settings}
+        settings = Settings(max_new_tokens=tokens, ignore_eos=True, seed=7, costs=COSTS, **fields)
+        if rule in REPRODUCED:
+            found[rule] = equality(kit.target, drafter, asked, settings, rows)
+        else:
+            found[rule] = {"tau": round(texts(kit.target, drafter, asked[:rows], settings, rows)[1], 3)}
+        if use.waits_once:
+            found[rule]["waits"] = waiting(kit.target, drafter, asked[:rows], settings)
     return found
+
+
+def holds(found: dict[str, Any]) -> bool:
+    """Whether no text differs and no round waits."""
+    return all(each.get("texts_that_differ", 0) == 0 and each.get("waits", "none") == "none" for each in found.values())
+
+
+def all_uses(execution: str, device: str, toy: bool, figures: Any) -> None:
+    """Each with few prompts, in float64."""
+    count, tokens, batch = (2, 4, 2) if toy else (8, 48, 4)
+    with TemporaryDirectory() as folder:
+        embedded = embedded_kit("float64", device, execution, toy, Path(folder))
+        kits = {False: embedded, True: random_kit("float64", device, execution)}
+        asked = {head: prompts(count, 12 if toy else 128, head) for head in kits}
+        for name, use in uses(Path(folder), device).items():
+            figure = f"{name}, float64, {execution}"
+            if (execution == "eager" and name not in EAGER) or not figures.in_time(figure):
+                continue
+            drafter = use.make(kits[use.head])
+            # Toy: greedily, and by one rule that draws. The laws try all of them on a CPU.
+            rules = use.rules[:2] if toy else use.rules
+            found = tried(use, rules, drafter, kits[use.head], asked[use.head], tokens, batch)
+            if isinstance(drafter, RemoteChain):
+                drafter.close()
+            figures.add(figure, found)
+            figures.expect(figure, holds(found))
+
+
+def at_size(dtype: str, execution: str, device: str, toy: bool, figures: Any) -> None:
+    """A chain, a tree and beams, with every way of choosing: in float64 at the law's own size, below it enough to see how often rounding decides."""
+    count, tokens, batch = (2, 4, 2) if toy else (64, 128, 32) if dtype == "float64" else (32, 64, 16)
+    kits = {False: embedded_kit(dtype, device, execution, toy), True: random_kit(dtype, device, execution)}
+    known = uses(Path(), device)
+    for name in AT_SIZE:
+        figure, head = f"equality, {name}, {dtype}, {execution}", known[name].head
+        if (head and dtype != "float64") or not figures.in_time(figure):
+            continue
+        kit, asked = kits[head], prompts(count, 12 if toy else 128, head)
+        assert isinstance(kit.target, NativeTarget)
+        drafter = known[name].make(kit)
+        found = {
+            way: equality(kit.target, drafter, asked, _settings(tokens, named), batch) for way, named in WAYS.items()
+        }
+        figures.add(figure, found)
+        figures.expect(figure, holds(found) or dtype != "float64")
+
+
+def compiled(device: str, toy: bool, figures: Any) -> None:
+    """Layers take seconds a shape, so a chain of one row at a time and few of them."""
+    if figures.in_time("equality, chain, float32, compiled"):
+        kit = embedded_kit("float32", device, "compiled", toy)
+        assert isinstance(kit.target, NativeTarget)
+        settings = _settings(4 if toy else 64, {})
+        found = equality(kit.target, chain(kit), prompts(2), settings, 1)
+        figures.add("equality, chain, float32, compiled", found)
+
+
+def _settings(tokens: int, named: dict[str, Any]) -> Settings:
+    return Settings(max_new_tokens=tokens, num_draft_tokens=3, ignore_eos=True, seed=7, **named)
 
 
 def same_noise(device: str) -> dict[str, Any]:
@@ -163,78 +192,15 @@ def same_noise(device: str) -> dict[str, Any]:
     }
 
 
-def waiting(
-    models: Models | Heads,
-    execution: str,
-    prompts_B: list[list[int]],
-    tokens: int,
-    kind: str,
-    ways: dict[str, dict[str, Any]],
-) -> dict[str, str]:
-    """Rounds in CUDA's sync debug mode: 'none', or what waited. The first pass makes every shape."""
-    found = {}
-    for way, named in ways.items():
-        settings = Settings(max_new_tokens=tokens, num_draft_tokens=3, ignore_eos=True, **named)
-        target, drafter = models.make(execution, kind)
-        decode(target, drafter, prompts_B, settings)
-        running = start(target, drafter, prompts_B, settings)
-        found[f"{way}, {kind}"] = "none"
-        try:
-            with cuda.no_waiting(target.device):
-                while running.rows:
-                    running.round()
-        except RuntimeError as error:  # what the debug mode raises; the other ways are still worth knowing
-            found[f"{way}, {kind}"] = str(error)
-    return found
-
-
-def all_waits(execution: str, device: str, tokens: int) -> dict[str, str]:
-    """Of chains, of trees and of a recurrent head's beams."""
-    embedded, heads = Models("float32", device), Heads("float32", device)
-    found = waiting(embedded, execution, prompts(2), tokens, "chain", SAMPLED)
-    found |= waiting(embedded, execution, prompts(2), tokens, "tree", SAMPLED_TREES)
-    for kind in BEAMS:
-        ways = SAMPLED if kind == "one beam" else SAMPLED_TREES
-        found |= waiting(heads, execution, shortened(prompts(2)), tokens, kind, ways)
-    return found
-
-
-def shortened(prompts_B: list[list[int]]) -> list[list[int]]:
-    """The prompts in the random target's few tokens."""
-    return [[token % RANDOM.vocab_size for token in prompt] for prompt in prompts_B]
-
-
 def run(device: str, toy: bool, figures: Any) -> None:
-    """All of it."""
+    """All of it, what matters most first."""
     found = same_noise(device)
     figures.add("noise", found)
     figures.expect("the noise hash equals the CPU's", found["equal_hashes"])
-    executions = ("graph",) if toy else ("eager", "graph")
+    executions = ("graph",) if toy else ("graph", "eager")
     for execution in executions:
-        waits = all_waits(execution, device, 4 if toy else 64)
-        figures.add(f"waits inside rounds, {execution}", waits)
-        figures.expect(f"no wait inside a round, {execution}", set(waits.values()) == {"none"})
-    count, tokens = (2, 4) if toy else (64, 128)  # the law's own size
-    for execution in executions:
-        name = f"equality, recurrent, float64, {execution}"
-        if figures.in_time(name):
-            heads, asked = Heads("float64", device), shortened(prompts(count))
-            equal = equality(heads, execution, asked, tokens, min(32, count), ("one beam", "beams"))
-            figures.add(name, equal)
-            figures.expect(name, all(row["texts_that_differ"] == 0 for row in equal.values()))
-    # In float64 the law's own size; below it, enough to see how often rounding decides.
-    for dtype, count, tokens in (
-        (("float64", 2, 4),) if toy else (("float64", 64, 128), ("float32", 32, 64), ("bfloat16", 32, 64))
-    ):
-        models = Models(dtype, device)
+        all_uses(execution, device, toy, figures)
+    for dtype in ("float64",) if toy else ("float64", "bfloat16", "float32"):
         for execution in executions:
-            if figures.in_time(f"equality, {dtype}, {execution}"):
-                equal = equality(models, execution, prompts(count), tokens, batch=min(16, count))
-                figures.add(f"equality, {dtype}, {execution}", equal)
-                exact = all(row["texts_that_differ"] == 0 for row in equal.values())
-                figures.expect(f"equality, {dtype}, {execution}", exact or dtype != "float64")
-    if figures.in_time(
-        "equality, float32, compiled"
-    ):  # layers take seconds a shape, so one row at a time and few of them
-        equal = equality(Models("float32", device), "compiled", prompts(2), 4 if toy else 64, 1, ["chain"])
-        figures.add("equality, float32, compiled", equal)
+            at_size(dtype, execution, device, toy, figures)
+    compiled(device, toy, figures)

@@ -1,11 +1,37 @@
 """Fixtures of the decoding tests."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+import torch
 
 from decoding import cuda
+from decoding.worker import RemoteChain
+
+from .tiny import hf_model
 
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host believes that it runs ahead of the device, as on a GPU."""
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model on disk: the target's weights, disturbed."""
+    model = hf_model("llama", layers=2)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    path = tmp_path_factory.mktemp("draft")
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def remote(folder: Path) -> Iterator[RemoteChain]:
+    drafter = RemoteChain(folder, dtype="float64", draft_cores=0)
+    yield drafter
+    drafter.close()

@@ -8,12 +8,13 @@ head know the text or say its opposite, `make` is enough. `adversarial` is for t
 without it have no closed form there: a tree by cost tests as many nodes as its model is sure of; Lookahead, Ouroboros and lookups propose what
 was seen, likely or not; picked beams are point masses, and of several the likeliest lead away from the likeliest next token. Drawn ones, and
 layers that add nothing, have tests of their own.
+
+Machines without pytest read the table too (scripts/bench/gpu_rows.py).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import pytest
 import torch
 
 from decoding.chain import ChainDrafter
@@ -272,4 +273,6 @@ BY_NAME |= {row.name: row for row in ADDED}
 
 def of_rows() -> list:
     """The rows as parameters of a test; those that are slow run in the long suite."""
+    import pytest
+
     return [pytest.param(row, id=row.name, marks=[pytest.mark.long] * row.slow) for row in ROWS]

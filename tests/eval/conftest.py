@@ -1,11 +1,13 @@
-"""A target, a drafter cut from it and prompts, on the disk; one thread for all."""
+"""A target, a drafter cut from it and prompts, on the disk; SIMULATED runs, records and their rows; one thread for all."""
 
 import pytest
 import torch
 
 from eval.compare import run
+from eval.report import page
+from eval.rows import build_rows
 
-from . import simulated_runs, tiny
+from . import simulated, simulated_runs, tiny
 from .comparing import DEEP, SHALLOW, SLOW, configured
 
 
@@ -35,3 +37,19 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def compared(runs):
     return run(configured(runs, "compared", [f"{runs}/*/eval.run"]))
+
+
+@pytest.fixture(scope="session")
+def records():
+    return simulated.run()
+
+
+@pytest.fixture(scope="session")
+def rows(records):
+    facts = {name: fact for name, (_, fact, _) in simulated.DRAFTERS.items()}
+    return build_rows(simulated.run_facts(), facts, simulated.slices(), records)
+
+
+@pytest.fixture(scope="session")
+def html(rows, records):
+    return page(rows, records, simulated.PROVENANCE)

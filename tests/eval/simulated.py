@@ -9,6 +9,7 @@ import numpy as np
 
 from eval.parts import Slice
 from eval.records import AUTOREGRESSIVE, Record
+from eval.report import Provenance
 from eval.schema import DrafterFacts, RunFacts
 
 T_TARGET_MS = {n: 5.0 * (1 + 0.06 * (n - 1)) for n in range(1, 10)}
@@ -18,6 +19,17 @@ DRAFTERS: Drafters = {
     "simulated-slow": (0.75, DrafterFacts("simulated-slow", 6, 14_000_000, False), 3.4),
     "prompt_lookup": (0.45, DrafterFacts("prompt_lookup", 0, 0, True), 0.05),
 }
+
+
+PROVENANCE = Provenance(
+    command="python -m eval.run drafters=[simulated]",
+    date="2026-01-01 00:00:00",
+    versions={"torch": "0"},
+    prompt_counts={"read": 40, "measured": 40},
+    prompt_file="simulated.jsonl",
+    revision="none",
+    unmeasured=["Everything: these records are simulated."],
+)
 
 
 def run_facts(**changes: object) -> RunFacts:
@@ -147,3 +159,7 @@ def run(
                     )
                 )
     return records
+
+
+def pick(rows, drafter, temperature=0.0, part="main"):
+    return next(r for r in rows if (r.drafter, r.temperature, r.part) == (drafter, temperature, part))

@@ -298,16 +298,3 @@ def test_samples_of_a_prompt_differ_and_count_as_one_prompt(home):
         if row.part == "main":
             assert row.prompts == 3
             assert row.tokens == 12 * 3 * (3 if row.temperature else 1)
-
-
-def test_overlapped_rows_are_replayed(home):
-    shallow = str(home / "shallow")
-    names = ["pearl_virtual", "pearl_virtual_wo_pre", "pearl_virtual_wo_post", "pearl_plus_virtual"]
-    ways = [{"use": shallow, "schedule": name, "name": name} for name in names]
-    folder = run(config(home, "replayed", drafters=ways, temperatures=[0.0], sweep=[3]))
-    rows = {row.drafter: row for row in read_rows(folder / "results.jsonl") if row.part == "main"}
-    assert all(rows[name].replayed_speedup > 0 for name in names[:3])
-    assert [rows[name].length_rule for name in names] == ["fastest"] * 3 + ["own"]
-    assert all(rows[name].verdict.startswith("there is no formula") for name in names[1:])
-    assert rows["pearl_plus_virtual"].replayed_speedup is None, "costs decide there, not the trace alone"
-    assert rows["prompt_lookup"].replayed_speedup is None

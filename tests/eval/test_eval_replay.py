@@ -9,8 +9,12 @@ from decoding.chain import ChainDrafter
 from decoding.loop import Generation, Settings, decode
 from eval.prediction import Costs, pearl_round
 from eval.replay import can_replay, mean_lanes, replayed_speedup, turns
+from eval.run import run
+from eval.schema import read_rows
 from tests.decoding.test_laws import models
 from tests.decoding.tiny import random_prompts
+
+from .tiny import config
 
 REPLAYED = ["pearl_virtual", "pearl_virtual_wo_pre", "pearl_virtual_wo_post"]
 LIMIT = 60
@@ -84,3 +88,16 @@ def test_what_a_trace_does_not_know_is_named() -> None:
     assert not can_replay("serial")
     with pytest.raises(ValueError, match="token 2 was never tested"):
         list(turns("11.1", 2, 10, "pearl_virtual"))
+
+
+def test_overlapped_rows_are_replayed(home):
+    shallow = str(home / "shallow")
+    names = ["pearl_virtual", "pearl_virtual_wo_pre", "pearl_virtual_wo_post", "pearl_plus_virtual"]
+    ways = [{"use": shallow, "schedule": name, "name": name} for name in names]
+    folder = run(config(home, "replayed", drafters=ways, temperatures=[0.0], sweep=[3]))
+    rows = {row.drafter: row for row in read_rows(folder / "results.jsonl") if row.part == "main"}
+    assert all(rows[name].replayed_speedup > 0 for name in names[:3])
+    assert [rows[name].length_rule for name in names] == ["fastest"] * 3 + ["own"]
+    assert all(rows[name].verdict.startswith("there is no formula") for name in names[1:])
+    assert rows["pearl_plus_virtual"].replayed_speedup is None, "costs decide there, not the trace alone"
+    assert rows["prompt_lookup"].replayed_speedup is None

@@ -1,18 +1,7 @@
-"""The chat: turns that keep their caches, text and colours as they stream, what an answer cost, and a terminal's keys."""
+"""The chat: turns that keep their caches, text as it streams, what an answer cost. On a terminal: test_chat_terminal.py."""
 
-import fcntl
-import os
-import pty
 import re
-import select
 import signal
-import struct
-import subprocess
-import sys
-import termios
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,7 +18,6 @@ from recurrent_drafting.generate_setup import Loaded, load
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from training.chat import render_next, render_prompt
 from training.config import TargetConfig
-from training.job import CONF
 
 
 def config_of(target: Path, drafter: str, **fields: object) -> GenerateConfig:
@@ -205,142 +193,3 @@ def test_the_first_interrupt_asks_and_the_next_one_ends():
             signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):  # the usual meaning is back
         signal.raise_signal(signal.SIGINT)
-
-
-class Terminal:
-    """The command on a pseudo-terminal of its own: keys go in, what it shows comes out."""
-
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
-        self.fd, theirs = pty.openpty()
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "recurrent_drafting.cmd.generate", *arguments],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            cwd=CONF.parent,
-            env={**os.environ, "TERM": "xterm-256color", **environment},
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(theirs)
-        self.shown, self.read_to = "", 0
-        self._bytes = b""
-
-    def type(self, keys: str) -> None:
-        os.write(self.fd, keys.encode())
-
-    def expect(self, words: str, seconds: float = 60.0) -> str:
-        """Wait for words behind those expected before; returns what was shown up to their end."""
-        until = time.monotonic() + seconds
-        while words not in self.shown[self.read_to :]:
-            if time.monotonic() > until or not self._more():
-                raise AssertionError(f"{words!r} is not in {self.shown[self.read_to :]!r}")
-        start, self.read_to = self.read_to, self.shown.index(words, self.read_to) + len(words)
-        return self.shown[start : self.read_to]
-
-    def _more(self) -> bool:
-        if not select.select([self.fd], [], [], 0.5)[0]:
-            return self.process.poll() is None
-        try:
-            got = os.read(self.fd, 65536)
-        except OSError:  # the other end is closed
-            return False
-        self._bytes += got
-        self.shown = self._bytes.decode("utf-8", "ignore")
-        return bool(got)
-
-    def ends(self) -> int:
-        while self._more():
-            pass
-        return self.process.wait(timeout=20)
-
-
-@contextmanager
-def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
-    one = Terminal(list(arguments), environment)
-    try:
-        yield one
-    finally:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.wait()
-        os.close(one.fd)
-
-
-def test_a_chat_on_a_terminal(tiny_target: Path):
-    flags = f"--hf_llm={tiny_target} --hf_drafter={tiny_target} --greedy_search --use_gpu=-1 --max_generation_length 40".split()
-    with terminal(*flags, "target.dtype=float64", "stopping=fixed") as screen:
-        start = screen.expect("chat> ")
-        assert "drafted and accepted tokens are green" in start and "exit, quit or Ctrl-D ends" in start
-        screen.type("\n")
-        screen.expect("an empty message")
-        screen.expect("chat> ")
-        screen.type("Hello there\n")
-        answer = screen.expect("chat> ")
-        assert "\x1b[32m" in answer, "accepted tokens in green"
-        assert re.search(
-            r"\[\d+ tokens; [\d.]+ tokens/s; block efficiency [\d.]+; speedup [\d.]+x over plain decoding", answer
-        )
-        screen.type("And then?\n")
-        second = screen.expect("chat> ")
-        new, whole = (int(n) for n in re.search(r"read (\d+) of (\d+) prompt tokens", second).groups())  # type: ignore[union-attr]
-        assert new < whole - 20
-        screen.type("/reset\n")
-        screen.expect("a new conversation")
-        screen.expect("chat> ")
-        screen.type("word " * 550 + "\n")
-        assert "context holds 512" in screen.expect("chat> ", seconds=60)
-        time.sleep(0.5)  # a key that comes between Python's prompt and its waiting for input is seen with the next one
-        screen.type("\x03")
-        screen.expect("Ctrl-C stops an answer")
-        screen.expect("chat> ")
-        screen.type("quit\n")
-        assert screen.ends() == 0
-
-
-@pytest.mark.long
-def test_keys_stop_an_answer_and_end_the_chat_and_no_color_is_respected(tiny_target: Path):
-    flags = f"--hf_llm={tiny_target} --autoregression --greedy_search --use_gpu=-1 --max_generation_length 480".split()
-    with terminal(*flags, "target.dtype=float64", "target.backend=hf", NO_COLOR="1") as screen:
-        screen.expect("chat> ")
-        screen.type("Hello there\n")
-        screen.expect("Hello there\r\n")
-        time.sleep(0.1)
-        screen.type("\x03")
-        answer = screen.expect("chat> ")
-        assert "stopped]" in answer
-        assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", screen.shown), "no colour"
-        screen.type("\x04")
-        assert screen.ends() == 0
-
-
-def test_without_a_terminal_lines_are_read_and_nothing_is_coloured(tiny_target: Path):
-    flags = f"--hf_llm={tiny_target} --temperature 1 --use_gpu=-1 --max_generation_length 12".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "recurrent_drafting.cmd.generate", *flags],
-        input="Hello\n\n/reset\nHello again",
-        capture_output=True,
-        text=True,
-        cwd=CONF.parent,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "\x1b" not in done.stdout
-    assert (
-        done.stdout.count("tokens/s; ") == 2
-        and "a new conversation" in done.stdout
-        and "an empty message" in done.stdout
-    )
-    assert "drafted tokens are not marked" in done.stdout
-
-
-def test_an_error_of_the_command_line_is_one_line(tiny_target: Path):
-    done = subprocess.run(
-        [sys.executable, "-m", "recurrent_drafting.cmd.generate", "--hf_lm", str(tiny_target)],
-        capture_output=True,
-        text=True,
-        cwd=CONF.parent,
-    )
-    assert done.returncode == 2
-    assert done.stderr == "error: unknown flag '--hf_lm'; the nearest is --hf_llm (--help lists all)\n"

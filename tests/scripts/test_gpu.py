@@ -10,12 +10,19 @@ from types import CodeType
 import pytest
 import torch
 
+from scripts.bench.gpu_rows import uses
+from tests.decoding.rows import ROWS
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = (
     "decoding/cuda.py",
     "scripts/bench/gpu.py",
     "scripts/bench/gpu_exact.py",
+    "scripts/bench/gpu_rows.py",
     "scripts/bench/gpu_decode.py",
+    "scripts/bench/gpu_train.py",
+    "scripts/bench/gpu_training.py",
+    "scripts/bench/padded.py",
     "scripts/bench/gpu_recurrent.py",
     "scripts/bench/gpu_recurrent_training.py",
     "scripts/bench/random_models.py",
@@ -57,8 +64,11 @@ from scripts.bench import gpu, gpu_exact, gpu_decode, random_models
 def run(part, *words):
     return gpu.main([f"part={part}", "device=cpu", "toy=true", f"out={out}", *words])
 
-for part in ("exact", "decode", "recurrent"):
+gpu.LAST_START_S = 1e9  # however slow the machine is
+for part in gpu.PARTS:
     assert run(part) == 0, part
+os.rename(f"{out}/gpu_exact.json", f"{out}/all_rows.json")
+os.rename(f"{out}/gpu_train.json", f"{out}/both_sides.json")
 
 real = cuda.runs_ahead
 cuda.runs_ahead = lambda device: real(device) or True  # once more as the host behaves beside a GPU
@@ -67,21 +77,24 @@ class Broken:
     __init__ = lambda self, device: None
     def __enter__(self): raise RuntimeError("called a synchronizing CUDA operation")
     def __exit__(self, *given): return False
-gpu_exact.WAYS = dict(list(gpu_exact.WAYS.items())[:1])
+every = gpu_exact.uses
+gpu_exact.uses = lambda *given: {name: use for name, use in every(*given).items() if name in ("chain", "recurrent", "pearl_virtual")}
+gpu_exact.AT_SIZE = ["chain"]
+assert run("exact") == 0
 cuda.no_waiting = Broken
 assert run("exact") == 1, "a wait is a broken promise"
 cuda.no_waiting = waits
 gpu.LAST_START_S = 0.0
-assert run("decode") == 0
-assert run("recurrent") == 0
-settings = gpu_exact.Settings(temperature=1.0, verify="coupled")
-target, _ = gpu_exact.Models("float32", "cpu").make("eager", "chain")
+for part in gpu.PARTS:
+    assert run(part) == 0, part
+settings = gpu_exact.Settings(temperature=1.0, verify="coupled", repetition_penalty=1.3)
+kit = gpu_exact.embedded_kit("float32", "cpu", "eager", toy=True)
 with torch.inference_mode():
-    assert gpu_exact.gap(target, [3, 4], settings, 0) > 0
+    assert gpu_exact.gap(kit.target, [3, 4], settings, 0) > 0
     answers = iter([([[5, 2]], 1.0), ([[5, 3]], 1.0)])
     gpu_exact.texts = lambda *given: next(answers)
-    found = gpu_exact.equality(gpu_exact.Models("float32", "cpu"), "eager", [[3]], 2, 1, ["chain"])
-    assert found["greedy, chain"]["texts_that_differ"] == 1, found
+    found = gpu_exact.equality(kit.target, None, [[3]], settings, 1)
+    assert found["texts_that_differ"] == 1 and not gpu_exact.holds({"greedy": found}), found
 assert gpu.main(["--help"]) == 0
 toy = random_models.random_target(gpu_decode.TOY.target, torch.float32, "cpu", 16)
 assert toy.num_parameters == gpu_decode.TOY.target.parameters + 5 * 32, "matrices, and five norms of width 32"
@@ -129,8 +142,15 @@ def test_every_line_but_the_listed_ones_runs_on_a_cpu(tmp_path: Path) -> None:
     assert missing <= listed, f"neither run nor listed: {sorted(missing - listed)}"
     assert len(listed) <= MOST_UNTESTED
     assert record["figures"]["done"] is True and record["figures"]["1 layer, graph"].startswith("left out")
-    exact = json.loads((tmp_path / "gpu_exact.json").read_text())["figures"]
-    assert {"noise", "equality, float64, graph", "equality, recurrent, float64, graph"} <= set(exact)
+    exact = json.loads((tmp_path / "all_rows.json").read_text())["figures"]
+    tried = {f"{name}, float64, graph" for name in uses(tmp_path, "cpu")}
+    assert len(tried) > len(ROWS)
+    assert {"noise", "equality, chain, float64, graph", "equality, recurrent, float64, graph"} | tried <= set(exact)
+    for figure in tried:
+        assert exact[figure]["greedy"]["tokens"] > 0 and exact[figure]["greedy"]["texts_that_differ"] == 0, figure
+    assert exact["chain, float64, graph"]["token"]["waits"] == "none"
+    train = json.loads((tmp_path / "both_sides.json").read_text())["figures"]
+    assert train["ours over trainer"] > 0 and train["ours, round 1"]["losses"][0] > 0
     recurrent = json.loads((tmp_path / "gpu_recurrent.json").read_text())["figures"]
     assert recurrent["training"]["tokens_per_second"] > 0
     assert recurrent["rounds, 3 beams of 2, graph"].startswith("left out")
@@ -145,7 +165,6 @@ def test_cards_are_called_in_one_module() -> None:
 
 
 def test_the_shapes_are_the_published_ones() -> None:
-    sys.path.insert(0, str(ROOT))
     from scripts.bench.gpu_decode import REAL
 
     assert round(REAL.target.parameters / 1e6) == 6738
@@ -154,8 +173,7 @@ def test_the_shapes_are_the_published_ones() -> None:
 
 
 def test_the_recurrent_part_measures_the_published_setting() -> None:
-    sys.path.insert(0, str(ROOT))
-    from scripts.bench import gpu_recurrent, gpu_recurrent_training
+    from scripts.bench import gpu_recurrent, gpu_recurrent_training, gpu_training
     from scripts.bench.random_models import random_head
 
     rounds, training = gpu_recurrent.REAL, gpu_recurrent_training.REAL
@@ -164,18 +182,18 @@ def test_the_recurrent_part_measures_the_published_setting() -> None:
     assert round(head.num_parameters / 1e5) == 4299, "429.9 M"
     assert (rounds.batch, rounds.batch_width, 1 + rounds.lengths[0]) == (8, 45, 5)
     assert training.row * training.step_rows == 128 * 2048
-    made = gpu_recurrent_training.chats(training)
+    made = gpu_training.chats(training)
     supervised = sum(chat.mask.sum() for chat in made) / sum(len(chat.ids) for chat in made)
-    assert abs(supervised - gpu_recurrent_training.SUPERVISED) < 0.02
+    assert abs(supervised - gpu_training.SUPERVISED) < 0.02
     assert all(not chat.mask[0] and len(chat.ids) <= training.row for chat in made)
 
 
 def test_a_timed_training_step_is_the_loops(tmp_path: Path) -> None:
-    sys.path.insert(0, str(ROOT))
     from recurrent_drafting.loss_config import HeadLossConfig
     from recurrent_drafting.objective import HeadTraining
     from recurrent_drafting.states import TargetStates
-    from scripts.bench.gpu_recurrent_training import HEADS, TOY, chats, frozen_target, step
+    from scripts.bench.gpu_recurrent_training import HEADS, TOY
+    from scripts.bench.gpu_training import chats, frozen_target, step
     from scripts.bench.random_models import random_head
     from training.config import LoopConfig, OptimizerConfig, ParallelConfig
     from training.loop import fit
@@ -209,20 +227,7 @@ def test_a_timed_training_step_is_the_loops(tmp_path: Path) -> None:
     assert not torch.equal(trained(1), expected), "the rows of another step"
 
 
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [("train", "needs the project's packages"), ("speed", "is unknown")],
-)
-def test_a_part_that_cannot_run_says_why_and_ends_with_an_error(part: str, words: str, tmp_path: Path) -> None:
-    bare = tmp_path / "python"  # a Python that has none of the packages
-    bare.write_text("#!/bin/sh\nexit 1\n")
-    bare.chmod(0o755)
-    done = subprocess.run(
-        ["bash", "scripts/bench/gpu.sh", part],
-        cwd=ROOT,
-        env={**os.environ, "PYTHON": str(bare)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == (2 if part == "speed" else 3)
-    assert words in done.stderr
+def test_a_part_that_is_none_is_said_to_be_unknown() -> None:
+    done = subprocess.run(["bash", "scripts/bench/gpu.sh", "speed"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "part 'speed' is unknown" in done.stderr

@@ -1,0 +1,124 @@
+"""What part `exact` tries: every drafter of the law table (tests/decoding/rows.py), which needs no pytest, and ways to use them beside it.
+
+Nothing is trained for it. Drafters without a head draft for the embedded target, and its own first layers are their model. A recurrent
+head, which would have to be trained, is random, and so is its target, whose few tokens let some drafts pass.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer
+
+from decoding.chain import ChainDrafter
+from decoding.drafter import Drafter
+from decoding.folder import load_state, read_config
+from decoding.multi_candidate import MultiCandidate
+from decoding.native import NativeTarget
+from decoding.schedules import VIRTUAL
+from decoding.target import DTYPES
+from decoding.weights import NativeConfig, Weights
+from decoding.worker import RemoteChain
+from scripts.bench.random_models import Shape, random_weights
+from tests.decoding.rows import ROWS, Kit
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = ROOT / "assets" / "target"
+VOCABULARY = 2048  # its tokens
+DRAFT_LAYERS = 4
+TOY_LAYERS = (2, 1)  # of the target and of its draft model
+RANDOM = Shape(2, 64, 4, 96, 2, 16, 24)
+SPREAD = 0.3  # of the random target's weights: with less it says one token for ever
+TREE_RULES = ("greedy", "token", "coupled")
+
+
+@dataclass(frozen=True)
+class Use:
+    """A way to draft and the rules that verify it."""
+
+    make: Callable[[Kit], Drafter]
+    rules: tuple[str, ...] = TREE_RULES
+    settings: Mapping[str, Any] = field(default_factory=dict)  # beside the usual ones
+    head: bool = False  # whether it drafts with a random head, for the random target
+    # Whether a round may wait for the device once alone: not where a function of the text is asked on the host for every drafted token.
+    waits_once: bool = True
+
+    @property
+    def alone(self) -> bool:
+        """Whether it takes one prompt at a time."""
+        schedule = self.settings.get("schedule")
+        return schedule in VIRTUAL and VIRTUAL[schedule].one_row
+
+
+def chain(kit: Kit) -> Drafter:
+    """The first layers, token by token."""
+    return ChainDrafter(model=kit.draft_model)
+
+
+def tree(kit: Kit) -> Drafter:
+    """The first layers' candidates."""
+    return MultiCandidate(model=kit.draft_model, branching=(3, 2, 1))
+
+
+def even_or_odd(text: Sequence[int]) -> Sequence[int]:
+    """A grammar: after an even token an even one, after an odd token an odd one."""
+    return range(text[-1] % 2, VOCABULARY, 2)
+
+
+def uses(folder: Path, device: str) -> dict[str, Use]:
+    """All of them by name. folder: where a worker finds the draft model."""
+    found = {
+        row.name: Use(row.make, row.rules, {"num_draft_tokens": row.gamma or 3}, row.name.startswith("recurrent"))
+        for row in ROWS
+        if not row.name.startswith("oracle")  # the test oracles are no product
+    }
+    found |= {name: Use(chain, settings={"schedule": name}) for name in VIRTUAL}
+    found["pearl_wall"] = Use(
+        lambda kit: RemoteChain(folder, dtype="float64", device=device, draft_cores=0),
+        settings={"schedule": "pearl_wall"},
+    )
+    found["top-k and top-p"] = Use(chain, settings={"top_k": 20, "top_p": 0.9})
+    found["cost ratio"] = Use(chain, settings={"stopping": "cost_ratio"})
+    found["repetition penalty, chain"] = Use(chain, settings={"repetition_penalty": 1.3})
+    found["repetition penalty, tree"] = Use(tree, settings={"repetition_penalty": 1.3})
+    found["allowed tokens, chain"] = Use(chain, settings={"allowed": even_or_odd}, waits_once=False)
+    found["allowed tokens, tree"] = Use(tree, settings={"allowed": even_or_odd}, waits_once=False)
+    return found
+
+
+def embedded_kit(dtype: str, device: str, execution: str, toy: bool = False, folder: Path | None = None) -> Kit:
+    """The embedded target and its first layers, which are written to `folder` too; toy: fewer of both."""
+    config, state = read_config(TARGET), load_state(TARGET)
+    layers = TOY_LAYERS if toy else (config["num_hidden_layers"], DRAFT_LAYERS)
+
+    def of(count: int) -> NativeTarget:
+        shape, place = NativeConfig.from_dict({**config, "num_hidden_layers": count}), torch.device(device)
+        weights = Weights(shape, state, DTYPES[dtype], place, packed=False)
+        return NativeTarget(weights, f"{count} layers", execution=execution)
+
+    if folder is not None:
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers[1]}))
+        above = tuple(f"model.layers.{index}." for index in range(layers[1], config["num_hidden_layers"]))
+        kept = {name: tensor.contiguous() for name, tensor in state.items() if not name.startswith(above)}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    target = of(layers[0])
+    return Kit(target, target, of(layers[1]), ())
+
+
+def random_kit(dtype: str, device: str, execution: str) -> Kit:
+    """A random target; a head of it is the drafter's own to make."""
+    weights = random_weights(RANDOM, DTYPES[dtype], device, 512, SPREAD)
+    target = NativeTarget(weights, "random", execution=execution)
+    return Kit(target, target, target, ())
+
+
+def prompts(count: int, longest: int = 128, head: bool = False) -> list[list[int]]:
+    """Held-out prompts of the embedded target; head: in the random target's few tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    lines = (ROOT / "assets" / "prompts.jsonl").read_text().splitlines()[:count]
+    found = [tokenizer(json.loads(line)["turns"][0])["input_ids"][:longest] for line in lines]
+    return [[token % RANDOM.vocab_size for token in prompt] for prompt in found] if head else found

@@ -1,0 +1,118 @@
+"""What the training parts of the GPU benchmark share: random chats, a frozen target, and our optimizer step by the clock.
+
+The step is that of training/loop.py in one process, without its checkpoints, held-out prompts and records. Chats are random tokens of
+ShareGPT's mean length and share of answers; the clock does not see what they say.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from decoding import cuda
+from scripts.bench.random_models import Shape
+from training.attention import PACKED
+from training.objectives import Constant, freeze
+from training.optimizer import MasterAdamW
+from training.optimizer_config import OptimizerConfig
+from training.packing import PackedData, Sample, collate, micro_batches
+
+SUPERVISED = 0.6  # of ShareGPT's tokens
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is trained on what."""
+
+    target: Shape
+    dtype: torch.dtype  # of both models; masters are float32
+    row: int  # tokens of a packed row
+    forward_rows: int  # rows of a forward
+    step_rows: int  # rows of an optimizer step
+    steps: int  # timed ones
+    chats: tuple[int, int]  # tokens of the shortest chat, and one more than of the longest; all between as often
+    turn: int  # tokens of a request and its answer
+
+
+def chats(sizes: Sizes) -> list[Sample]:
+    """Random tokens in requests and answers, for the rows of all steps; as large a share of them is supervised as of ShareGPT's."""
+    random = np.random.default_rng(0)
+    made, tokens, turn = [], 0, sizes.turn
+    while tokens < sizes.row * sizes.step_rows * (sizes.steps + 1):
+        ids = random.integers(0, sizes.target.vocab_size, int(random.integers(*sizes.chats))).astype(np.int32)
+        places = np.arange(len(ids)) + int(random.integers(turn))  # a chat begins anywhere in a turn
+        answered = places % turn >= round((1 - SUPERVISED) * turn)
+        answered[0] = False
+        made.append(Sample(ids, answered))
+        tokens += len(ids)
+    return made
+
+
+def model(shape: Shape, sizes: Sizes, device: str) -> Any:
+    """A Hugging Face model of this shape with random weights, as a training job makes it."""
+    values: dict[str, Any] = shape.config(sizes.row)
+    config = AutoConfig.for_model(**values)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=sizes.dtype, attn_implementation=PACKED)
+
+
+def frozen_target(sizes: Sizes, device: str) -> Any:
+    """The target that a training job reads hidden states of."""
+    return freeze(model(sizes.target, sizes, device))
+
+
+def step(
+    objective: Constant, optimizer: MasterAdamW, data: PackedData, rows: Sequence[Sequence[int]], sizes: Sizes
+) -> tuple[float, float]:
+    """One optimizer step on these rows, as training/loop.py takes it. Returns its loss in nats a supervised token and the gradient's norm."""
+    device, count = optimizer.parameters[0].device, data.supervised_in(rows)
+    total = torch.zeros((), device=device)
+    for part in micro_batches(rows, 0, 1, sizes.forward_rows):
+        loss_sum, _ = objective(collate(data.samples, part, data.capacity, device))
+        (loss_sum / count).backward()
+        optimizer.collect()
+        total += loss_sum.detach()
+    loss, norm = float(total) / count, float(optimizer.clip())
+    optimizer.step(optimizer.config.lr)
+    return loss, norm
+
+
+def timed_steps(
+    objective: Constant, optimizer: MasterAdamW, data: PackedData, sizes: Sizes, device: str
+) -> dict[str, Any]:
+    """Tokens a second, padding not counted, of the steps after one that warms up."""
+    place = torch.device(device)
+    step(objective, optimizer, data, data.step_rows(0)[: 2 * sizes.forward_rows], sizes)
+    tokens, took, seen = 0, [], []
+    for number in range(1, sizes.steps + 1):
+        rows = data.step_rows(number)
+        cuda.synchronize(place)
+        began = time.perf_counter()
+        seen.append(step(objective, optimizer, data, rows, sizes))
+        cuda.synchronize(place)
+        took.append(time.perf_counter() - began)
+        tokens += sum(len(data.samples[index].ids) for row in rows for index in row)
+    rate = tokens / sum(took)
+    return {
+        "tokens_per_second": rate,
+        "supervised_tokens_per_second": rate * data.supervised / data.tokens,
+        "hours_per_100M_tokens": 1e8 / rate / 3600,
+        "supervised_share": data.supervised / data.tokens,
+        "rows_full": data.fill,
+        "step_seconds": took,
+        "losses": [loss for loss, _ in seen],
+        "gradient_norms": [norm for _, norm in seen],
+        "peak_bytes": cuda.peak_bytes(place),
+    }
+
+
+def ours(
+    objective: Constant, trained: torch.nn.Module, samples: list[Sample], sizes: Sizes, device: str
+) -> dict[str, Any]:
+    """Our training of `trained`: float32 masters and the optimizer's states on the card too."""
+    data = PackedData(samples, sizes.row, sizes.step_rows, 0)
+    return timed_steps(objective, MasterAdamW(trained, OptimizerConfig()), data, sizes, device)

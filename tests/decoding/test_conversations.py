@@ -1,0 +1,99 @@
+"""Several conversations in one batch of turns: each says what fresh decodes over its whole text say, and keeps its own caches."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from decoding.batch import Batch
+from decoding.loop import Generation, Settings, decode
+from decoding.session import Turns
+from decoding.target import Target
+
+from .rows import ROWS, DrafterRow
+from .test_session import kit_of, settings_of
+from .tiny import hf_model, random_prompts
+
+BATCHED = ("chain", "self_speculation", "recurrent", "prompt_lookup")
+
+
+@dataclass
+class Said:
+    """An answer of a conversation among others."""
+
+    prompt: list[int]
+    answer: Generation
+    request: int
+    new: int  # tokens behind the answer before
+
+
+def conversations(target: Target, settings: Settings, turns: Turns) -> list[Said]:
+    """Three turns of five conversations, of which one ends after each."""
+    texts = {name: list(prompt) for name, prompt in enumerate(random_prompts(5, seed=7))}
+    spoken = iter(random_prompts(15, seed=8))
+    found = []
+    for turn in range(3):
+        names = [name for name in texts if name >= turn][:: 1 if turn % 2 else -1]  # in another order every time
+        more = [next(spoken) for _ in names]
+        prompts = [[*texts[name], *new] for name, new in zip(names, more, strict=True)]
+        ids = [10 * name + turn for name in names]
+        answers = turns.decode(names, prompts, [name == turn for name in names], settings, request_ids=ids)
+        for name, prompt, answer in zip(names, prompts, answers, strict=True):
+            texts[name] = [*prompt, *answer.tokens]
+        found += [Said(*one) for one in zip(prompts, answers, ids, map(len, more), strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize(
+    "row", [None, *(row for row in ROWS if row.name in BATCHED)], ids=lambda row: row.name if row else "none"
+)
+def test_conversations_in_batches_say_what_fresh_decodes_say(row: DrafterRow | None, rule: str) -> None:
+    settings, kit, other = replace(settings_of(rule), stop_token_ids=(3, 5, 9, 20)), kit_of(), kit_of()
+    drafter = row.make(kit) if row else None
+    found = conversations(kit.target, settings, Turns(kit.target, drafter))
+    for one in found:
+        drafter = row.make(other) if row else None
+        (fresh,) = decode(other.target, drafter, [one.prompt], settings, request_ids=[one.request])
+        assert (one.answer.tokens, one.answer.rounds, one.answer.trace) == (fresh.tokens, fresh.rounds, fresh.trace)
+    assert {one.answer.finish for one in found} == {"stop", "length"}, "rows end at different times"
+    wants_hidden = row is not None and row.name == "recurrent"
+    for number, one in enumerate(found):
+        if number < 5 or wants_hidden:
+            assert one.answer.prefilled == len(one.prompt) - 1
+        else:  # the answer's last token was in no cache, and maybe the one before it
+            assert one.new - 1 <= one.answer.prefilled <= one.new
+
+
+def test_conversations_on_the_hf_backend_and_batches_that_begin_from_nothing() -> None:
+    from decoding.hf import HFTarget
+
+    class Forgetful(Turns):
+        def decode(self, *arguments: object, **named: object) -> list[Generation]:
+            self.forget()
+            return super().decode(*arguments, **named)  # type: ignore[arg-type]
+
+    settings = settings_of("greedy")
+    targets = [HFTarget(hf_model("llama"), "hf") for _ in range(2)]
+    found = conversations(targets[0], settings, Turns(targets[0], None))
+    for one in found:
+        assert one.answer.tokens == decode(targets[1], None, [one.prompt], settings)[0].tokens
+    assert all(one.answer.prefilled <= one.new for one in found[5:])
+    anew = conversations(targets[0], settings, Forgetful(targets[0], None))
+    assert [one.answer.tokens for one in anew] == [one.answer.tokens for one in found]
+    assert all(one.answer.prefilled == len(one.prompt) - 1 for one in anew)
+
+
+def test_control_conversations_that_take_each_others_caches_are_found_out() -> None:
+    class Mixed(Turns):
+        def _open(self, batch: Batch, names: Sequence[Hashable]) -> None:
+            places = [place for place, _ in self._held.values()]  # everyone's text with the next one's keys and values
+            shortest = min((len(text) for _, text in self._held.values()), default=0)
+            texts = [text[:shortest] for _, text in self._held.values()]
+            self._held = dict(zip(self._held, zip([*places[1:], *places[:1]], texts, strict=True), strict=True))
+            super()._open(batch, names)
+
+    settings, kit, other = settings_of("greedy"), kit_of(), kit_of()
+    found = conversations(kit.target, settings, Mixed(kit.target, None))
+    same = [one.answer.tokens == decode(other.target, None, [one.prompt], settings)[0].tokens for one in found]
+    assert all(same[:5]) and not all(same[5:])

@@ -1,0 +1,132 @@
+"""A chain drafter in a process of its own: what travels to it and back, what it costs, and how it fails. Schedules: test_pearl_wall.py."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decoding.chain import ChainDrafter
+from decoding.chooser import Chooser
+from decoding.costs import measure_costs
+from decoding.errors import UserError
+from decoding.loop import Settings, decode, time_parts
+from decoding.sampling import Warper
+from decoding.stopping import Fixed, RoundCosts
+from decoding.worker import RemoteChain, lanes
+
+from .test_laws import models, with_rule
+from .tiny import random_prompts
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])
+def test_a_worker_serves_the_serial_schedule_too(rule: str, remote: RemoteChain, folder: Path) -> None:
+    target, _, _ = models()
+    settings = with_rule(rule, max_new_tokens=30)
+    here = decode(target, ChainDrafter(folder, dtype="float64"), random_prompts(4), settings)
+    there = decode(target, remote, random_prompts(4), settings)
+    assert [(g.tokens, g.accepted_by_depth) for g in there] == [(g.tokens, g.accepted_by_depth) for g in here]
+
+
+@pytest.mark.parametrize("stopping", ["assisted", "entropy", "thompson", "cost_ratio"])
+def test_policies_travel_to_the_worker_and_come_back_wiser(stopping: str, remote: RemoteChain, folder: Path) -> None:
+    """Drafts end where they end in one process, round for round: so what a policy learned there is known here."""
+    target, _, _ = models()
+    settings = Settings(
+        max_new_tokens=40, num_draft_tokens=8, stopping=stopping, costs=RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3))
+    )
+    here = decode(target, ChainDrafter(folder, dtype="float64"), random_prompts(4), settings)
+    there = decode(target, remote, random_prompts(4), settings)
+    assert [(g.tokens, g.drafted, g.accepted_by_depth) for g in there] == [
+        (g.tokens, g.drafted, g.accepted_by_depth) for g in here
+    ]
+    fixed = decode(target, remote, random_prompts(4), replace(settings, stopping="fixed"))
+    assert [g.drafted for g in there] != [g.drafted for g in fixed]
+
+
+def test_a_repetition_penalty_travels_to_the_worker(remote: RemoteChain, folder: Path) -> None:
+    """Drafts are those of one process, so nothing is accepted less for the distance."""
+    target, _, _ = models()
+    settings = Settings(max_new_tokens=40, num_draft_tokens=4, repetition_penalty=1.4)
+    here = decode(target, ChainDrafter(folder, dtype="float64"), random_prompts(6), settings)
+    there = decode(target, remote, random_prompts(6), settings)
+    assert [(g.tokens, g.accepted_by_depth) for g in there] == [(g.tokens, g.accepted_by_depth) for g in here]
+    without = decode(target, remote, random_prompts(6), replace(settings, repetition_penalty=1.0))
+    assert [g.tokens for g in without] != [g.tokens for g in there]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processor cores")
+def test_each_lane_has_its_own_cores_while_it_decodes(folder: Path) -> None:
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    drafter = RemoteChain(folder, dtype="float64")
+    worker_cores = os.sched_getaffinity(drafter._process.pid)
+    with lanes(drafter):
+        assert os.sched_getaffinity(0) == cores - worker_cores
+        assert len(worker_cores) == 1
+    target, _, _ = models()
+    decode(target, drafter, [[4]], Settings(max_new_tokens=4, schedule="pearl_wall"))
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cores, threads)
+    drafter.close()
+
+
+def test_errors_of_the_worker_reach_the_caller(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such model folder"):
+        RemoteChain(tmp_path / "nothing", draft_cores=0)
+    with pytest.raises(UserError, match="leaves none of this process's"):
+        RemoteChain(folder, draft_cores=10_000)
+    drafter = RemoteChain(folder, dtype="float64", draft_cores=0)
+    target, _, _ = models()
+    drafter._process.send_signal(signal.SIGKILL)
+    for pause in (0.0, 1.0):  # whether the pipe is known to be broken or not
+        time.sleep(pause)
+        with pytest.raises(UserError, match="the drafter's worker ended with status -9"):
+            decode(target, drafter, [[4]], Settings())
+
+
+def test_a_chain_ends_when_it_is_told_to(remote: RemoteChain) -> None:
+    """At once where enough was said before, at its budget where nothing is said; what comes too late harms nothing."""
+    chooser = Chooser(Warper(), "greedy", 0, models()[0].vocab_size, torch.device("cpu"))
+    remote.open([[4, 5, 6]], None, 64)
+    for least, early, expected in ((2, True, 2), (5, True, 5), (2, False, 8)):
+        chooser.begin([0], [0], [3], 8)
+        remote.begin([[4, 5, 6]], [8], [Fixed()], chooser, least=least)
+        if early:
+            remote.enough()
+        else:
+            time.sleep(0.5)
+        drafted = remote.finish().counts_B[0]
+        if not early:
+            remote.enough()
+        assert least <= drafted <= 8
+        assert drafted == expected or early, "a chain that is not told to end has its whole budget"
+        remote.rollback([2])
+
+
+def slowed(remote: RemoteChain, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Every message to the worker takes so long."""
+    send = remote._send
+
+    def late(message: Any) -> None:
+        time.sleep(seconds)
+        send(message)
+
+    monkeypatch.setattr(remote, "_send", late)
+
+
+def test_a_message_is_no_part_of_a_workers_draft_step(remote: RemoteChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow it is, it costs a round once: it stands in the rest of a serial round. What a step takes is the worker's own time."""
+    target, _, _ = models()
+    settings = Settings(schedule="pearl_plus_wall", num_draft_tokens=4)
+    plain = measure_costs(target, remote, [4, 5, 6], settings, tokens=12)
+    slowed(remote, monkeypatch, 0.02)
+    began = time.perf_counter()
+    remote.time_step()
+    assert time.perf_counter() - began > 0.02, "control: by this process's clock a step holds it"
+    slow = measure_costs(target, remote, [4, 5, 6], settings, tokens=12)
+    assert plain.t_draft_ms > 0 and slow.t_draft_ms < 15
+    assert time_parts(target, remote, [4, 5, 6], repeats=2, warmup=0).t_draft_ms < 15
+    assert slow.overhead_ms > plain.overhead_ms + 15

@@ -1,0 +1,108 @@
+"""What distill.regenerate asks, what it feeds on, and what an answer does to its chat; nothing is decoded."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from distill.answering import Request
+from distill.dialogues import CUT, EMPTY, LOOP, Account, Answer, Dialogue, Key, Rules, requests_of
+from distill.turns import series
+from training.data import Chat
+
+
+def chat(*turns: str) -> Chat:
+    """Turns by their first letter: s(ystem), u(ser), a(ssistant)."""
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    return Chat("an id", [{"role": roles[turn[0]], "content": turn} for turn in turns], "file:1")
+
+
+def answer(turn: int, text: str = "fine", tokens: list[int] | None = None, finish: str = "stop") -> Answer:
+    tokens = [5, 6, 7, 2] if tokens is None else tokens
+    return Answer(0, 0, turn, 10, 9, tokens, finish, text, rounds=len(tokens), seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    ("turns", "asked"),
+    [
+        (["u1", "a1"], [["u1"]]),
+        (["s", "u1", "a1", "u2", "a2"], [["s", "u1"], ["u2"]]),
+        (["a0", "u1", "a1", "a2", "u2"], [["u1"], ["u2"]]),
+        (["s", "a0", "u1"], [["s", "u1"]]),
+        (["u1", "u2", "a1"], [["u1", "u2"]]),
+        (["u1", "a1", "s2"], [["u1"]]),
+        (["a0", "s"], []),
+    ],
+)
+def test_requests_are_the_turns_before_each_answer(turns: list[str], asked: list[list[str]]):
+    found = requests_of(chat(*turns).messages)
+    assert [[message["content"] for message in request] for request in found] == asked
+
+
+def test_a_request_sees_the_targets_own_answers_and_none_that_were_found():
+    dialogue = Dialogue(0, 0, chat("s", "u1", "a1", "u2", "a2"))
+    dialogue.take(answer(0, "mine"), Rules())
+    assert [message["content"] for message in dialogue.history] == ["s", "u1", "mine", "u2"]
+    dialogue.take(answer(1, "mine too"), Rules())
+    assert dialogue.ended == "complete"
+    assert [turn["value"] for turn in dialogue.record(1)["conversations"]] == ["s", "u1", "mine", "u2", "mine too"]
+
+
+LOOPING = [1, 2] * 20
+
+
+@pytest.mark.parametrize(
+    ("new", "rules", "kept", "ended"),
+    [
+        (answer(1, finish="length"), Rules("end"), 2, CUT),
+        (answer(1, finish="length"), Rules("drop"), 1, CUT),
+        (answer(1, finish="length"), Rules("go_on"), 2, ""),
+        (answer(1, text=" \n"), Rules(), 1, EMPTY),
+        (answer(1, tokens=LOOPING), Rules(drop_loops=True), 1, LOOP),
+        (answer(1, tokens=LOOPING), Rules(), 2, ""),
+        (answer(1), Rules("drop", drop_loops=True), 2, ""),
+    ],
+)
+def test_what_an_answer_does_to_its_chat(new: Answer, rules: Rules, kept: int, ended: str):
+    dialogue = Dialogue(0, 0, chat("u1", "a1", "u2", "a2", "u3"))
+    dialogue.take(answer(0), rules)
+    dialogue.take(new, rules)
+    assert (dialogue.kept, dialogue.ended) == (kept, ended)
+    record = dialogue.record(1)
+    assert [turn.get("finish") for turn in record["conversations"]][1::2] == ["stop", new.finish][:kept]
+    assert record["conversations"][-1]["from"] == "gpt"
+
+
+def test_a_series_goes_on_while_half_of_its_chats_do_and_begins_anew_behind_what_is_known():
+    turns = [["u", "a", "u", "a", "u"], ["u", "a", "u"], ["u", "a", "u", "a", "u"], ["u"], ["u", "a", "u"]]
+    calls: list[tuple[list[tuple[int, int, int]], bool]] = []
+
+    def answering(requests: Sequence[Request], goes_on: bool) -> list[Answer]:
+        calls.append(([request.key for request in requests], goes_on))
+        return [Answer(*request.key, 10, 9, [5, 2], "stop", "fine", 2, 0.1) for request in requests]
+
+    def ask(dialogue: Dialogue) -> Request | None:
+        last = len(dialogue.drawn) + 1 == len(dialogue.requests)
+        return None if dialogue.ended else Request(dialogue.key, dialogue.history, [1], last)
+
+    def run_all(known: dict[Key, Answer]) -> list[int]:
+        dialogues = [Dialogue(number, 0, chat(*parts)) for number, parts in enumerate(turns)]
+        batch = [(one, found) for one in dialogues if (found := ask(one)) is not None]
+        return [len(turn) for turn, _ in series(batch, known, answering, ask, Rules())]
+
+    known: dict[Key, Answer] = {}
+    first, second = [(n, 0, 0) for n in range(5)], [(n, 0, 1) for n in (0, 1, 2, 4)]
+    assert run_all(known) == [5, 4], "the two that have a third turn are fewer than half"
+    assert calls == [(first, False), (second, True)]
+    assert sorted(known) == sorted([*first, *second])
+    calls.clear()
+    assert run_all(known) == [5, 4] and not calls, "what is known is not asked again"
+    del known[(2, 0, 1)]
+    assert run_all(known) == [5, 4]
+    assert calls == [(first, False), (second, True)], "the same batches once more, so that the caches are the same"
+
+
+def test_an_account_that_does_not_balance_is_an_error():
+    account = Account(input=2)
+    account.add(Dialogue(0, 0, chat("a0")))
+    with pytest.raises(AssertionError):
+        account.check()

@@ -1,0 +1,129 @@
+"""The verdict on overlapped schedules and their replay, on SIMULATED records whose lanes took times that are known."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from eval import agreement, words
+from eval.parts import Slice
+from eval.records import AUTOREGRESSIVE, Record
+from eval.replay import turns
+from eval.report import page
+from eval.rows import build_rows
+from eval.schema import DrafterFacts, Row
+from eval.table import print_table
+
+from .simulated import PROVENANCE, T_TARGET_MS, run_facts
+
+GAMMA, LIMIT, T_DRAFT_MS, REST_MS = 4, 128, 2.0, 0.5
+TRACES = ["1101" * 30, "1111111111111110" * 7, "1000" * 30]
+PEARL = ("pearl_virtual", "pearl_wall", "pearl_wall_wo_post")
+
+
+def decoded(name: str, schedule: str, number: int, apart: float) -> Record:
+    """A text that the schedule decoded, in `apart` times as long as its replay says."""
+    trace = TRACES[number]
+    taken = list(turns(trace, GAMMA, LIMIT, schedule))
+    draft_ms = [turn.drafted * T_DRAFT_MS for turn in taken]
+    target_ms = [T_TARGET_MS[turn.width] if turn.width else 0.0 for turn in taken]
+    forwards = sum(turn.width > 0 for turn in taken)
+    lanes_ms, rest_ms = sum(map(max, draft_ms, target_ms)), REST_MS * forwards
+    return replace(
+        baseline(number),
+        drafter=name,
+        num_draft_tokens=GAMMA,
+        rounds=forwards,
+        drafted=sum(turn.drafted for turn in taken),
+        draft_steps=sum(turn.drafted for turn in taken),
+        tested_by_depth=[len(trace)],
+        accepted_by_depth=[trace.count("1")],
+        trace=trace,
+        decode_seconds=apart * (lanes_ms + rest_ms) / 1000,
+        lanes_seconds=(apart * (lanes_ms + rest_ms) - rest_ms) / 1000,
+        draft_seconds=sum(draft_ms) / 1000,
+        target_seconds=sum(target_ms) / 1000,
+        shorter_seconds=sum(map(min, draft_ms, target_ms)) / 1000,
+    )
+
+
+def baseline(number: int) -> Record:
+    count = len(TRACES[number])
+    return Record(
+        part="main",
+        temperature=0.0,
+        batch_size=1,
+        drafter=AUTOREGRESSIVE,
+        num_draft_tokens=0,
+        unit=number,
+        prompt_id=f"simulated-{number}",
+        category="simulated",
+        turn=0,
+        prompt_tokens=40,
+        tokens=[(7 * index + number) % 10_000 for index in range(count)],
+        finish="length",
+        rounds=count,
+        tested_by_depth=[],
+        accepted_by_depth=[],
+        drafted=0,
+        draft_steps=0,
+        verified=0,
+        prefill_seconds=0.01,
+        decode_seconds=count * (T_TARGET_MS[1] + 0.2) / 1000,
+        draft_seconds=0.0,
+        cpu_seconds=count * T_TARGET_MS[1] / 1000 + 0.01,
+        differs_at=None,
+        gap=None,
+    )
+
+
+def rows_of(apart: float, schedules: tuple[str, ...] = PEARL) -> tuple[list[Row], list[Record]]:
+    facts = {name: DrafterFacts(name, 1, 3_100_000, False, schedule=name) for name in schedules}
+    records = [baseline(number) for number in range(len(TRACES))]
+    records += [decoded(name, name, number, apart) for name in schedules for number in range(len(TRACES))]
+    slices = [Slice("main", 0.0, 1, name, T_DRAFT_MS, dict(T_TARGET_MS), 160) for name in schedules]
+    return build_rows(run_facts(), facts, slices, records), records
+
+
+def test_lanes_that_take_their_means_are_replayed_to_the_bit() -> None:
+    for row in rows_of(1.0)[0]:
+        assert row.replayed_speedup == pytest.approx(row.speedup, rel=1e-12)
+        assert agreement.verdict(row) == "within 5 %"
+
+
+@pytest.mark.parametrize(("apart", "told"), [(1.04, False), (1.06, True), (0.97, False), (0.94, True)])
+def test_a_measurement_that_departs_from_its_replay_is_told_so(apart: float, told: bool) -> None:
+    for row in rows_of(apart)[0]:
+        assert row.replayed_speedup == pytest.approx(apart * row.speedup)
+        said = words.verdict_line(row)[2]
+        assert f"x, {apart:.2f} of the measured" in said
+        assert ("NOT within 5 %" in said) == ("NOT within 5 %" in agreement.verdict(row)) == told
+
+
+@pytest.mark.parametrize(("apart", "told"), [(1.04, False), (1.06, True)])
+def test_terminal_and_page_show_replay_over_measurement(apart: float, told: bool) -> None:
+    rows, records = rows_of(apart)
+    html, printed = page(rows, records, PROVENANCE), io.StringIO()
+    print_table(rows, Console(file=printed))
+    table = html[html.index("Overlapped schedules and their replay") :]
+    assert table.count(f"<td>{apart:.2f}</td>") == len(PEARL)
+    assert table.count('<tr class="bad">') == len(PEARL) * told
+    assert printed.getvalue().count("NOT within 5 %") == len(PEARL) * told
+    assert printed.getvalue().count(f"{apart:.2f} of the measured") == len(PEARL)
+
+
+def test_the_verdict_says_what_it_means_for_the_clock() -> None:
+    slow, quick = (
+        {row.schedule: agreement.verdict(row) for row in rows_of(apart, ("pearl_virtual", "pearl_wall"))[0]}
+        for apart in (1.06, 0.94)
+    )
+    assert "the two did not run at the same time" in slow["pearl_wall"]
+    assert "vary from round to round" in slow["pearl_virtual"]
+    assert quick["pearl_wall"] == quick["pearl_virtual"] != slow["pearl_virtual"]
+
+
+def test_rows_without_a_replay_are_no_departure() -> None:
+    row = replace(rows_of(1.06)[0][0], schedule="pearl_plus_wall", replayed_speedup=None)
+    assert not agreement.departs(row) and agreement.verdict(row).startswith("no replay")
+    assert "of the measured" not in words.verdict_line(row)[2]

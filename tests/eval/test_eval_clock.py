@@ -1,0 +1,127 @@
+"""The clock of PEARL's schedules on lanes whose times are known to the bit: what the replay says is what the decoder charges, on both clocks.
+
+All times are sums of eighths, so nothing is rounded.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from decoding import batch, pearl, pearl_wall
+from decoding.chain import ChainDrafter
+from decoding.chooser import Chooser
+from decoding.drafter import Observation, Proposal
+from decoding.loop import Generation, Settings, decode
+from decoding.stopping import Stopping
+from decoding.target import Target
+from decoding.worker import RemoteChain
+from eval.prediction import Costs
+from eval.replay import lanes, replayed_speedup, turns
+from tests.decoding.test_laws import models
+from tests.decoding.tiny import random_prompts
+
+GAMMA, LIMIT = 4, 40
+DRAFT, REST = 0.375, 0.125  # seconds of a drafted token; of a round beside its lanes
+V = {n: 1 + 0.125 * (n - 1) for n in range(1, GAMMA + 2)}  # seconds of a forward over n tokens
+COSTS = Costs(DRAFT, V, overhead=REST)
+SCHEDULES = [f"pearl_{clock}{without}" for clock in ("virtual", "wall") for without in ("", "_wo_pre", "_wo_post")]
+
+
+class Clock:
+    """Goes on only where it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Worker(RemoteChain):
+    """A drafter at the other end of no pipe: it begins when it is asked, and is awaited."""
+
+    def __init__(self, model: Target, clock: Clock, overlaps: bool) -> None:
+        self._chain, self._clock, self._overlaps = ChainDrafter(model=model), clock, overlaps
+        self.name, self.own_cores = "worker", []
+        self.num_layers = self.num_parameters = 1
+
+    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Any, capacity: int) -> None:
+        self._chain.open(prompts_B, None, capacity)
+
+    def begin(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+        least: int | None = None,
+    ) -> None:
+        self._drafted = self._chain.propose(sequences_B, budgets_B, stopping_B, chooser)
+        self._began = self._clock.now
+
+    def finish(self) -> Proposal:
+        self.worker_seconds = self._drafted.steps * DRAFT
+        began = self._began if self._overlaps else self._clock.now
+        self._clock.now = max(self._clock.now, began + self.worker_seconds)
+        return self._drafted
+
+    def observe(self, observation: Observation) -> None: ...
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        self._chain.rollback(lengths_B)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._chain.select(rows)
+
+
+def decoded(schedule: str, monkeypatch: pytest.MonkeyPatch, overlaps: bool = True) -> list[Generation]:
+    """Texts under this schedule, by a clock that only the lanes and the rule move."""
+    clock = Clock()
+    target, _, draft_model = models()
+    with monkeypatch.context() as context:
+        for module in (batch, pearl, pearl_wall):
+            context.setattr(module, "perf_counter", clock)
+
+        def act(function: Any, seconds: Any) -> Any:
+            def acting(*given: Any) -> Any:
+                result = function(*given)
+                clock.now += seconds(given, result)
+                return result
+
+            return acting
+
+        context.setattr(target, "forward", act(target.forward, lambda given, _: V[given[0].shape[1]]))
+        context.setitem(batch.RULES, "greedy", act(batch.RULES["greedy"], lambda *_: REST))
+        drafter: Any = Worker(draft_model, clock, overlaps)
+        if "wall" not in schedule:
+            drafter = ChainDrafter(model=draft_model)
+            context.setattr(drafter, "propose", act(drafter.propose, lambda _, chunk: chunk.steps * DRAFT))
+        settings = Settings(max_new_tokens=LIMIT, num_draft_tokens=GAMMA, stop_token_ids=(3, 17), schedule=schedule)
+        return [decode(target, drafter, [prompt], settings)[0] for prompt in random_prompts(6)]
+
+
+@pytest.fixture(scope="module")
+def traces() -> list[str]:
+    """Of the texts, which all schedules share."""
+    found = [generation.trace for generation in decoded("pearl_virtual", pytest.MonkeyPatch())]
+    assert any("0" in trace for trace in found) and any("1111" in trace for trace in found)
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_replay_is_the_schedules_clock(schedule: str, traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for trace, done in zip(traces, decoded(schedule, monkeypatch), strict=True):
+        taken = list(turns(trace, GAMMA, LIMIT, schedule.replace("wall", "virtual")))
+        assert done.lanes_seconds == sum(lanes(turn, COSTS) for turn in taken)
+        assert done.decode_seconds == done.lanes_seconds + REST * done.rounds
+        assert replayed_speedup(taken, COSTS) == len(done.tokens) / done.decode_seconds
+        assert done.target_seconds == sum(V[turn.width] for turn in taken if turn.width)
+        assert done.draft_seconds == sum(turn.drafted * DRAFT for turn in taken)
+
+
+def test_lanes_that_wait_for_each_other_depart(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: with a worker that drafts only once the target is done, the clock is behind its replay."""
+    for trace, done in zip(traces, decoded("pearl_wall", monkeypatch, overlaps=False), strict=True):
+        taken = list(turns(trace, GAMMA, LIMIT, "pearl_wall"))
+        assert replayed_speedup(taken, COSTS) > 1.05 * len(done.tokens) / done.decode_seconds

@@ -1,0 +1,189 @@
+"""Rows made from SIMULATED records (tests/eval/simulated.py), whose right answers are known, and the words that rows are put into."""
+
+import dataclasses
+
+import pytest
+
+from eval import words
+from eval.duels import duels
+from eval.lossless import judge
+from eval.records import append_records, read_records
+from eval.rows import build_rows
+from eval.schema import read_rows, write_rows
+
+from . import simulated
+from .simulated import DRAFTERS, pick
+
+
+def test_rows_find_the_truth_of_the_simulation(rows):
+    good = pick(rows, "simulated-good", temperature=1.0)
+    assert good.alpha == pytest.approx(0.72 - 0.05, abs=0.03)
+    assert good.cost_ratio == pytest.approx(0.6 / 5.0)
+    assert good.V[4] == pytest.approx(1.18)
+    # A round takes 0.2 to 0.3 ms beyond its parts, and prompts are paced 5 % slower than the parts on average.
+    assert 0.03 < good.overhead < 0.12
+    assert good.speedup_low < good.speedup < good.speedup_high
+
+
+def test_prediction_and_measurement_agree_when_the_model_holds(rows):
+    for row in rows:
+        if row.part == "main":
+            assert row.predicted_speedup == pytest.approx(row.speedup, rel=0.05)
+
+
+def test_a_prediction_that_fails_is_told_so(rows):
+    good = pick(rows, "simulated-good")
+    assert "does not agree" not in words.verdict_line(good)[2]
+    off = dataclasses.replace(good, predicted_speedup=1.3 * good.speedup)
+    assert f"does not agree with what was measured ({good.speedup:.2f}x)" in words.verdict_line(off)[2]
+
+
+def test_the_length_that_was_used_stands_apart_from_the_one_that_the_formula_would_take(rows):
+    good = pick(rows, "simulated-good")
+    gamma, said = good.num_draft_tokens, f"{good.predicted_speedup:.2f}x"
+    other = dataclasses.replace(good, best_gamma=gamma + 1)
+    assert (
+        words.foretold(other)
+        == f"Used: gamma={gamma}, chosen in the sweep. Predicted: {said} at gamma={gamma}; {good.verdict}."
+    )
+    same = dataclasses.replace(good, best_gamma=gamma)
+    assert words.foretold(same) == f"Used: gamma={gamma}, chosen in the sweep. Predicted: {good.verdict}."
+    given = dataclasses.replace(other, length_rule="given")
+    assert words.foretold(given).startswith(f"Used: gamma={gamma}, as given. Predicted: {said}")
+    unforetold = dataclasses.replace(good, length_rule="own", predicted_speedup=None, verdict="there is no formula")
+    assert words.foretold(unforetold) == f"Used: lengths of its own choice, up to gamma={gamma}. There is no formula."
+    alone = dataclasses.replace(unforetold, length_rule="none", num_draft_tokens=0)
+    assert words.foretold(alone) == "There is no formula."
+
+
+def test_a_formula_that_fails_where_the_replay_holds_is_told_apart(rows):
+    good = pick(rows, "simulated-good")
+    off = dataclasses.replace(good, predicted_speedup=1.3 * good.speedup, schedule="pearl_virtual")
+    explained = words.verdict_line(dataclasses.replace(off, replayed_speedup=1.02 * good.speedup))[2]
+    assert "explains what was measured" in explained and "does not agree" not in explained
+    assert "does not agree" in words.verdict_line(dataclasses.replace(off, replayed_speedup=1.4 * good.speedup))[2]
+
+
+def test_policies_that_wait_for_the_device_are_marked_on_a_gpu(rows):
+    good = pick(rows, "simulated-good")
+    on_card = dataclasses.replace(good, device="cuda:0", stopping="entropy")
+    assert words.drafter_label(on_card).startswith("simulated-good, entropy, eager (")
+    for other in (dataclasses.replace(on_card, device="cpu"), dataclasses.replace(on_card, stopping="cost_ratio")):
+        assert "eager" not in words.drafter_label(other)
+
+
+def test_duels_are_paired_by_prompt(rows, records):
+    """The simulation paces prompts alike for all, so a duel is surer than two speedups; the winner's own is the mirror of the second's."""
+    shown = [row for row in rows if row.part == "main" and row.temperature == 1.0]
+    fought = {duel.row.drafter: duel for duel in duels(shown, records)}
+    assert fought.keys() == {row.drafter for row in shown}
+    best = max(shown, key=lambda row: row.tokens_per_second).drafter
+    second = fought[best].rival.drafter
+    assert {duel.rival.drafter for name, duel in fought.items() if name != best} == {best}
+    assert fought[best].ratio.value == pytest.approx(1 / fought[second].ratio.value)
+    for row in shown:
+        duel = fought[row.drafter]
+        assert duel.ratio.value == pytest.approx(row.tokens_per_second / duel.rival.tokens_per_second)
+        assert duel.ratio.low < duel.ratio.value < duel.ratio.high
+    longer = dataclasses.replace(shown[0], num_draft_tokens=shown[0].num_draft_tokens + 1, tokens_per_second=1.0)
+    assert {d.row.drafter: d.rival.drafter for d in duels([*shown, longer], records)} == {
+        name: duel.rival.drafter for name, duel in fought.items()
+    }, "a drafter is no rival of itself at another length"
+    assert duels(shown[:1], records) == []
+    alone = dataclasses.replace(shown[0], schedule="alone")
+    assert duels([alone, shown[1]], records) == [], "a text of another model is no rival"
+
+
+def test_a_drafter_that_loses_is_told_so(rows):
+    slow = pick(rows, "simulated-slow")
+    assert not slow.helps
+    assert "no gamma can help" in slow.verdict
+    assert slow.slower_prompts > slow.prompts / 2
+    assert slow.worst_speedup < 1
+    which, measured, _ = words.verdict_line(slow)
+    assert which == "simulated-slow, greedy"
+    assert "slower than no drafter" in measured
+    assert "as a whole on code, maths, writing" in measured
+
+
+def test_headlines_leave_looping_prompts_out(rows):
+    good = pick(rows, "simulated-good")
+    looping = sum(unit % 7 == 3 for unit in range(6, 40))
+    assert good.headline_prompts == good.prompts - looping
+    assert good.headline_speedup < good.speedup  # loops were easy to guess
+    assert pick(rows, "simulated-good", 1.0).headline_prompts == good.prompts
+
+
+def test_a_drafter_that_is_often_silent_is_predicted_from_its_offers(rows):
+    lookup = pick(rows, "prompt_lookup", temperature=1.0)
+    assert lookup.alpha == pytest.approx(0.40, abs=0.04)  # of the tokens that it offers
+    assert lookup.tau < 1.4  # but it offers any in two rounds of five only
+    assert lookup.predicted_speedup == pytest.approx(lookup.speedup, rel=0.03)
+
+
+def test_a_drafter_that_never_offers_a_token_is_no_error(records):
+    silent = [
+        dataclasses.replace(
+            record,
+            tested_by_depth=[],
+            accepted_by_depth=[],
+            drafted=0,
+            draft_steps=0,
+            verified=0,
+            rounds=len(record.tokens),
+        )
+        if record.drafter == "prompt_lookup"
+        else record
+        for record in records
+    ]
+    facts = {name: facts for name, (_, facts, _) in DRAFTERS.items()}
+    row = pick(build_rows(simulated.run_facts(), facts, simulated.slices(), silent), "prompt_lookup")
+    assert row.alpha is None
+    assert row.predicted_speedup == pytest.approx(row.best_gamma_speedup, rel=0.1)
+
+
+def test_categories_add_up(rows):
+    good = pick(rows, "simulated-good")
+    assert sum(part.prompts for part in good.categories) == good.prompts
+    assert min(p.speedup for p in good.categories) <= good.speedup <= max(p.speedup for p in good.categories)
+
+
+def test_rows_and_records_survive_their_files(rows, records, tmp_path):
+    write_rows(tmp_path / "results.jsonl", rows)
+    assert read_rows(tmp_path / "results.jsonl") == rows
+    append_records(tmp_path / "records.jsonl", records[:5])
+    append_records(tmp_path / "records.jsonl", records[5:9])
+    assert read_records(tmp_path / "records.jsonl") == records[:9]
+    with (tmp_path / "records.jsonl").open("a") as file:
+        file.write('{"part": "ma')  # a run that was killed while it wrote
+    assert read_records(tmp_path / "records.jsonl") == records[:9]
+
+
+DESIGNED = (
+    "target drafter drafter_layers drafter_parameters benchmark prompts batch_size temperature num_draft_tokens "
+    "schedule verify lossless alpha alpha_by_depth tau t_draft_ms t_target_ms V cost_ratio tokens_per_second "
+    "baseline_tokens_per_second speedup speedup_low speedup_high predicted_speedup overhead backend dtype threads "
+    "context seed hardware"
+)
+
+
+def test_rows_have_the_names_that_other_jobs_read(rows):
+    assert set(DESIGNED.split()) <= set(rows[0].__dataclass_fields__)
+
+
+def differing(record, at, gap):
+    return type(record)(**{**record.__dict__, "differs_at": at, "gap": gap})
+
+
+def test_equality_is_judged_by_rule_tie_and_dtype(records):
+    greedy = [r for r in records if r.temperature == 0 and r.drafter == "simulated-good"]
+    sampled = [r for r in records if r.temperature == 1 and r.drafter == "simulated-good"]
+    assert judge(greedy, verify="token", dtype="float32").word == "equal"
+    assert judge(sampled, verify="token", dtype="float32").word == "by rule"
+    assert judge(sampled, verify="coupled", dtype="float32").word == "equal"
+    assert judge([*greedy, differing(greedy[0], 9, 5e-5)], verify="token", dtype="float32").word == "ties"
+    assert judge([*greedy, differing(greedy[0], 9, 5e-3)], verify="token", dtype="float32").word == "differs"
+    assert judge([*greedy, differing(greedy[0], 9, 5e-3)], verify="token", dtype="bfloat16").word == "half precision"
+    assert judge(greedy, verify="token", dtype="bfloat16").word == "half precision"  # never called equal
+    many = [differing(record, 9, 5e-5) for record in greedy[:10]]
+    assert judge([*greedy, *many], verify="token", dtype="float32").word == "differs"  # too many for ties
