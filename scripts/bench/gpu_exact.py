@@ -20,6 +20,7 @@ from decoding.folder import load_state, read_config
 from decoding.loop import Settings, decode, start
 from decoding.multi_candidate import MultiCandidate
 from decoding.native import NativeTarget
+from decoding.self_speculation import SelfSpeculation
 from decoding.target import DTYPES
 from decoding.weights import NativeConfig, Weights
 from recurrent_drafting.drafter import RecurrentDrafter
@@ -37,6 +38,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "token": {"temperature": 1.0, "verify": "token"},
     "token, top-k": {"temperature": 1.0, "top_k": 20, "verify": "token"},
+    "token, penalty": {"temperature": 1.0, "repetition_penalty": 1.2, "verify": "token"},
     "block": {"temperature": 1.0, "verify": "block"},
     "coupled": {"temperature": 1.0, "verify": "coupled"},
 }
@@ -63,8 +65,10 @@ class Models:
         ]
 
     def make(self, execution: str, kind: str) -> tuple[NativeTarget, Drafter]:
-        """A target and a drafter of this kind: chain or tree."""
+        """A target and a drafter of this kind: chain, tree, or layers, the target's own of which some are skipped."""
         whole, first = (NativeTarget(w, "embedded", None, None, execution) for w in self.weights)
+        if kind == "layers":
+            return whole, SelfSpeculation(attention=(2,), mlp=(1, 2))
         return whole, ChainDrafter(model=first) if kind == "chain" else MultiCandidate(model=first, branching=(3, 2, 1))
 
 
@@ -189,10 +193,11 @@ def waiting(
 
 
 def all_waits(execution: str, device: str, tokens: int) -> dict[str, str]:
-    """Of chains, of trees and of a recurrent head's beams."""
+    """Of chains, of trees, of the target's own layers and of a recurrent head's beams."""
     embedded, heads = Models("float32", device), Heads("float32", device)
     found = waiting(embedded, execution, prompts(2), tokens, "chain", SAMPLED)
     found |= waiting(embedded, execution, prompts(2), tokens, "tree", SAMPLED_TREES)
+    found |= waiting(embedded, execution, prompts(2), tokens, "layers", SAMPLED)
     for kind in BEAMS:
         ways = SAMPLED if kind == "one beam" else SAMPLED_TREES
         found |= waiting(heads, execution, shortened(prompts(2)), tokens, kind, ways)
