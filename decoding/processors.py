@@ -4,11 +4,11 @@ Every node of a draft has a text of its own, the row's and the path to it, and g
 that autoregressive decoding would make there, and the laws hold. A drafter that knows the processors drafts what will be allowed; one
 that does not only loses acceptance.
 
-The penalty asks which tokens a text holds. They are marked on the device, a boolean over the vocabulary, and a drafted token is marked as soon as
-it is drawn: where the host runs ahead, nothing waits for it. `allowed` is a Python function of the whole text, whatever it computes: the host
+The penalty asks which tokens a text holds. Their ids are kept on the device, where a drafted token joins them as it is drawn: a host that runs
+ahead waits for none of them. `allowed` is a Python function of the whole text, whatever it computes: the host
 must know every drafted token before it can ask. There a round waits once more for its draft, and a chain for every token that it goes on from.
 
-Shapes: B rows, N drafted nodes, V vocabulary. Logits have one node more: the tip comes first.
+Shapes: B rows, N drafted nodes, V vocabulary, X ids that a text holds. Logits have one node more: the tip comes first.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,10 +45,10 @@ class Processors:
         if tokens_BN is not None and tokens_BN.shape[1]:
             paths_BNN = _ways(tokens_BN, parents_BN)
         if self.repetition_penalty != 1:
-            seen_BNV = held_by(sequences_B, logits_BNV)[:, None]
+            held_BNX = held_by(sequences_B, logits_BNV)[:, None]
             if tokens_BN is not None and paths_BNN is not None:
-                seen_BNV = _held_at_nodes(seen_BNV, tokens_BN, paths_BNN)
-            logits_BNV = self.penalised(logits_BNV, seen_BNV)
+                held_BNX = _held_at_nodes(held_BNX, tokens_BN.clamp(max=logits_BNV.shape[-1] - 1), paths_BNN)
+            logits_BNV = self.penalised(logits_BNV, held_BNX)
         if self.allowed is not None:
             texts_BN = [[list(sequence)] for sequence in sequences_B]
             if tokens_BN is not None and paths_BNN is not None:
@@ -60,12 +60,12 @@ class Processors:
         """The same changes for a drafter that goes on from these texts, token by token."""
         return Drafting(self, texts_B)
 
-    def penalised(self, logits_BNV: Tensor, seen_BNV: Tensor) -> Tensor:
-        """Logits with the penalty on the tokens that each node's text holds."""
+    def penalised(self, logits_BNV: Tensor, held_BNX: Tensor) -> Tensor:
+        """Logits with the penalty on the tokens that each node's text holds; an id may be named more than once."""
+        of_held_BNX = logits_BNV.gather(-1, held_BNX)
         penalty = self.repetition_penalty
-        return torch.where(
-            seen_BNV, torch.where(logits_BNV > 0, logits_BNV / penalty, logits_BNV * penalty), logits_BNV
-        )
+        changed_BNX = torch.where(of_held_BNX > 0, of_held_BNX / penalty, of_held_BNX * penalty)
+        return logits_BNV.scatter(-1, held_BNX, changed_BNX)
 
     def masked(self, logits_BNV: Tensor, texts_BN: Sequence[Sequence[Sequence[int]]], may_end: bool = False) -> Tensor:
         """Logits of what `allowed` allows after each node's text; -inf for the others.
@@ -98,15 +98,15 @@ class Drafting:
     def __init__(self, processors: Processors, texts_B: Sequence[Sequence[int]]) -> None:
         self._processors = processors
         self._texts_B = [list(text) for text in texts_B]
-        self._seen_BV: Tensor | None = None
+        self._held_BX: Tensor | None = None
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
         """The changed logits after the texts and what was drawn behind them; free where nothing that is allowed could be said."""
         processors = self._processors
         if processors.repetition_penalty != 1:
-            if self._seen_BV is None:
-                self._seen_BV = held_by(self._texts_B, logits_BV)
-            logits_BV = processors.penalised(logits_BV, self._seen_BV)
+            if self._held_BX is None:
+                self._held_BX = held_by(self._texts_B, logits_BV)
+            logits_BV = processors.penalised(logits_BV, self._held_BX)
         if processors.allowed is not None:
             # Copies: what a caller does with its own is not ours to know.
             texts_BN = [[list(text)] for text in self._texts_B]
@@ -117,8 +117,8 @@ class Drafting:
 
     def add(self, tokens_B: Tensor) -> None:
         """A token was drawn behind each text."""
-        if self._seen_BV is not None:
-            self._seen_BV.scatter_(1, tokens_B[:, None], True)
+        if self._held_BX is not None:
+            self._held_BX = torch.cat((self._held_BX, tokens_B[:, None]), 1)
         if self._processors.allowed is not None:
             (drawn_B,) = cuda.read(tokens_B)
             for text, token in zip(self._texts_B, drawn_B, strict=True):
@@ -126,13 +126,11 @@ class Drafting:
 
 
 def held_by(texts_B: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-    """Which tokens (B, V) a text holds, for logits (B, ..., V) and on their device."""
-    V = logits.shape[-1]
+    """Ids (B, X) that each text holds, for logits (B, ..., V) and on their device; shorter rows name one of theirs again."""
     ids_B = [list(set(text)) for text in texts_B]
     most = max(len(ids) for ids in ids_B)
     padded = [ids + ids[-1:] * (most - len(ids)) for ids in ids_B]
-    ids_BX = cuda.tensor(padded, logits.device).clamp_(max=V - 1)
-    return torch.zeros(len(padded), V, dtype=torch.bool, device=logits.device).scatter_(1, ids_BX, True)
+    return cuda.tensor(padded, logits.device).clamp_(max=logits.shape[-1] - 1)
 
 
 def _ways(tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
@@ -143,14 +141,13 @@ def _ways(tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
     return torch.ones(N, N, dtype=torch.bool, device=tokens_BN.device).tril_().expand(B, N, N)
 
 
-def _held_at_nodes(seen_B1V: Tensor, tokens_BN: Tensor, paths_BNN: Tensor) -> Tensor:
-    """Which tokens (B, N + 1, V) the texts of the tip and of each node hold."""
-    V = seen_B1V.shape[-1]
-    seen_BNV = seen_B1V.repeat(1, tokens_BN.shape[1] + 1, 1)
+def _held_at_nodes(held_B1X: Tensor, tokens_BN: Tensor, paths_BNN: Tensor) -> Tensor:
+    """Ids (B, N + 1, X + N) that the texts of the tip and of each node hold."""
+    B, N = tokens_BN.shape
     # In place of what is not on the way stands the node's own token, which is.
-    ids_BNN = torch.where(paths_BNN, tokens_BN[:, None], tokens_BN[:, :, None]).clamp_(max=V - 1)
-    seen_BNV[:, 1:].scatter_(2, ids_BNN, True)
-    return seen_BNV
+    on_way_BNN = torch.where(paths_BNN, tokens_BN[:, None], tokens_BN[:, :, None])
+    below_tip_BNN = torch.cat((held_B1X[:, :, :1].expand(B, 1, N), on_way_BNN), 1)
+    return torch.cat((held_B1X.expand(B, N + 1, -1), below_tip_BNN), 2)
 
 
 def _texts_at_nodes(
