@@ -16,7 +16,7 @@ tested more often if it is likely. And a draw must not serve two nodes: that the
 The j-th child of a node is worth the chance that it is reached and passes. The chance of a child with probability q(x) is taken for
 0.3 + 0.65 q(x), that of one not drawn yet for the mean of this.
 
-A tree's model draws from its whole vocabulary: where many tokens are likely, leaving out all but the 64 likeliest has cost a quarter of the
+A tree's model draws from its whole vocabulary: where many tokens are likely, leaving out all but the 64 likeliest has cost a third of the
 accepted tokens. (A recurrent head has fewer to say, and draws from those.)
 
 Shapes: B rows, P nodes, K children of a node, R rows of probabilities, V vocabulary.
