@@ -41,14 +41,14 @@ class DrawnTree:
         at_BP = self.draws.tips() - 1
         above_BP = torch.zeros_like(at_BP, dtype=self.draws.dtype)
         while True:
-            first, probs_BM, reached_BM = self._level(at_BP, above_BP)
+            first, reached_BM = self._level(at_BP, above_BP)
             if not self.budget.more():
                 return
-            at_BP, above_BP = self._expanded(first, probs_BM, reached_BM)
+            at_BP, above_BP = self._expanded(first, reached_BM)
 
-    def _level(self, at_BP: Tensor, above_BP: Tensor) -> tuple[int, Tensor, Tensor]:
-        """Draw children of the nodes at these places, reached with these chances (logarithms): the place of the first one, their
-        probabilities and the chances to reach what is behind them, (B, M)."""
+    def _level(self, at_BP: Tensor, above_BP: Tensor) -> tuple[int, Tensor]:
+        """Draw children of the nodes at these places, reached with these chances (logarithms): the place of the first one, and the chances
+        (B, M) to reach what is behind each."""
         rows_BP = F.pad(self._rows_BM, (1, 0)).gather(1, at_BP + 1)
         q_BPV = self.draws.q(rows_BP)
         tokens_BPK, probs_BPK = self._draw(q_BPV)
@@ -70,13 +70,13 @@ class DrawnTree:
         )
         self._rows_BM = F.pad(self._rows_BM, (0, M))
         reached_BM = (reached_BPK + above_BP[:, :, None]).flatten(1).gather(1, slots_BM)
-        return first, probs_BPK.flatten(1).gather(1, slots_BM), reached_BM.masked_fill(worth_BM == NONE, NONE)
+        return first, reached_BM.masked_fill(worth_BM == NONE, NONE)
 
     def _draw(self, q_BPV: Tensor) -> tuple[Tensor, Tensor]:
         """Children of a level's nodes and their probabilities, (B, P, K)."""
         return self.draws.children(q_BPV, self.frontier, len(self._counts))
 
-    def _expanded(self, first: int, probs_BM: Tensor, reached_BM: Tensor) -> tuple[Tensor, Tensor]:
+    def _expanded(self, first: int, reached_BM: Tensor) -> tuple[Tensor, Tensor]:
         """Expand the likeliest of the nodes from `first` on: their places and their chances, (B, P)."""
         top = reached_BM.topk(min(self.frontier, reached_BM.shape[1]), dim=-1)
         nodes_BP = first + top.indices
@@ -117,18 +117,9 @@ class DrawnTree:
 class DrawnGraph(DrawnTree):
     """A drawn tree whose equal nodes are expanded once."""
 
-    def __init__(
-        self,
-        draws: Draws,
-        run: Run,
-        frontier: int,
-        budget: TreeBudget,
-        graph: DeviceGraph,
-        least: float,
-    ) -> None:
-        """least: own probability (its logarithm) that a node needs to be expanded."""
+    def __init__(self, draws: Draws, run: Run, frontier: int, budget: TreeBudget, graph: DeviceGraph) -> None:
         super().__init__(draws, run, frontier, budget)
-        self.graph, self.least = graph, least
+        self.graph = graph
         self._own = 1  # nodes of a level that the model has run over; merged ones are behind them
 
     def _draw(self, q_BPV: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,10 +130,9 @@ class DrawnGraph(DrawnTree):
         tokens_BPK, probs_BPK = (torch.cat(both, 1) for both in zip(*sides, strict=True))
         return tokens_BPK, probs_BPK
 
-    def _expanded(self, first: int, probs_BM: Tensor, reached_BM: Tensor) -> tuple[Tensor, Tensor]:
+    def _expanded(self, first: int, reached_BM: Tensor) -> tuple[Tensor, Tensor]:
         merged_BM = self.graph.merge(self.seen, first)
-        reached_BM = reached_BM.masked_fill(probs_BM.log() < self.least, NONE)
-        own_BP, above_BP = super()._expanded(first, probs_BM, reached_BM.masked_fill(merged_BM, NONE))
+        own_BP, above_BP = super()._expanded(first, reached_BM.masked_fill(merged_BM, NONE))
         again = reached_BM.masked_fill(~merged_BM, NONE).topk(above_BP.shape[1], dim=-1)
         nodes_BP = first + again.indices
         rows_BP = self._rows_BM.gather(1, self.graph.twins_BM.gather(1, nodes_BP))

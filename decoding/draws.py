@@ -8,15 +8,15 @@ By induction from the last child back, p_1 = p is emitted.
 
 So how many children a node gets is decided before they are drawn, from the levels above it and what the drafter says there, and every child
 that is drawn is tested. Which of the drawn nodes are expanded may hang on their tokens, as that says nothing of the tokens of their own
-children. What breaks the law is any choice among children that looks at them: leaving out the unlikely ones, testing the likeliest first,
-taking the best nodes of the finished tree. The last is a trap where worths are not looked at, too: an unlikely child leaves room in its level for
-the expansion of another node, whose children may then be worth more than it and push it out, so it stays in the tree more often if it is likely.
-A draw that serves two nodes is another: that the second one is there may hang on what the first one's child is.
+children. What breaks the law is any choice among children that looks at them: leaving out the unlikely ones, testing the
+likeliest first, taking the best nodes of the finished tree. The last would be wrong by what nodes were worth before they were drawn, too: an
+unlikely child leaves room in its level for another node's expansion, whose children may then be worth more than it and push it out, so that it is
+tested more often if it is likely. And a draw must not serve two nodes: that the second one is there may hang on what the first one's child is.
 
 The j-th child of a node is worth the chance that it is reached and passes. The chance of a child with probability q(x) is taken for
 0.3 + 0.65 q(x), that of one not drawn yet for the mean of this.
 
-A tree's model draws from its whole vocabulary: where many tokens are likely, leaving out all but the 64 likeliest has cost a quarter of the
+A tree's model draws from its whole vocabulary: where many tokens are likely, leaving out all but the 64 likeliest has cost a third of the
 accepted tokens. (A recurrent head has fewer to say, and draws from those.)
 
 Shapes: B rows, P nodes, K children of a node, R rows of probabilities, V vocabulary.

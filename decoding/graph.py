@@ -33,7 +33,7 @@ class GraphDrafter(RankedTree):
     """A ranked tree with merged nodes and pruned siblings. Hydra: `_target_: decoding.graph.GraphDrafter`.
 
     match: ancestors that must agree, besides the token, for two nodes to be one. sibling_threshold: share of its best sibling's
-    probability that a picked child needs. leaf_threshold: own probability that a node needs to be expanded. The others are RankedTree's.
+    probability that a picked child needs. leaf_threshold: own probability that a picked node needs to be expanded. The others are RankedTree's.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class GraphDrafter(RankedTree):
 
     def _new_tree(self, draws: Draws, run: Run, budget: TreeBudget, sequences_B: Sequence[Sequence[int]]) -> DrawnGraph:
         graph = DeviceGraph(sequences_B, self.match, draws.levels, draws.chooser.device)
-        return DrawnGraph(draws, run, self.frontier, budget, graph, self._least_leaf)
+        return DrawnGraph(draws, run, self.frontier, budget, graph)
 
     def _kept(self, scores_BPK: Tensor, above_BP: Tensor) -> Tensor:
         weak_BPK = scores_BPK < scores_BPK[:, :, :1] + self._least_sibling

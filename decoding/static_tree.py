@@ -29,6 +29,7 @@ class StaticTree(ChainDrafter):
     arguments are ChainDrafter's.
     """
 
+    caps = Caps(shape="tree")
     DEFAULT = ((0, 0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 2), (1, 1), (2, 0), (3,))
 
     def __init__(

@@ -43,6 +43,8 @@ class RankedTree(ChainDrafter):
     are ChainDrafter's.
     """
 
+    caps = Caps(shape="tree")
+
     def __init__(
         self,
         *arguments: Any,

@@ -51,12 +51,12 @@ def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a larger tree the likeliest two nodes are tested, as a ranked tree of picked ones is cut."""
     level, proposal, reached = DrawnTree._level, DrawnTree.proposal, list[Tensor]()
 
-    def noting(self: DrawnTree, *given: Tensor) -> tuple[int, Tensor, Tensor]:
-        first, probs_BM, reached_BM = level(self, *given)
+    def noting(self: DrawnTree, *given: Tensor) -> tuple[int, Tensor]:
+        first, reached_BM = level(self, *given)
         if first == 0:
             reached.clear()
         reached.append(reached_BM)
-        return first, probs_BM, reached_BM
+        return first, reached_BM
 
     def cut(self: DrawnTree, ahead: bool) -> Proposal:
         order_BM = torch.cat(reached, 1).sort(descending=True, stable=True).indices
@@ -172,7 +172,7 @@ def test_hosts_that_run_ahead_draw_the_same_tree(monkeypatch: pytest.MonkeyPatch
     prompts, found = random_prompts(6), []
     for ahead in (False, True):
         monkeypatch.setattr(cuda, "runs_ahead", lambda device, ahead=ahead: ahead)
-        drafter = GraphDrafter(model=draft_model, frontier=3, match=0, leaf_threshold=0.0)
+        drafter = GraphDrafter(model=draft_model, frontier=3, match=0)
         drafter.prepare(target, None)
         drafter.open(prompts, None, 64)
         proposal = drafter.propose(prompts, [4, 4, 4, 3, 1, 0], [Fixed()] * 6, sampling(6, target.vocab_size))
@@ -191,7 +191,7 @@ def test_merged_nodes_draw_for_themselves_from_what_was_said_once(monkeypatch: p
         original(self)
 
     monkeypatch.setattr(DrawnGraph, "grow", grow)
-    drafter = GraphDrafter(model=draft_table(), frontier=4, max_nodes=40, match=0, leaf_threshold=0.0)
+    drafter = GraphDrafter(model=draft_table(), frontier=4, max_nodes=40, match=0)
     settings = Settings(max_new_tokens=8, num_draft_tokens=4, temperature=1.0)
     decode(target_table(), drafter, [PROMPT] * 20, settings)
     shared = different = 0
