@@ -29,8 +29,9 @@ from decoding.trees import RankedTree
 from .law_3 import P_LIMIT, PROMPT, law_holds, target_table
 from .many import without_collector
 from .rows import COSTS, draft_table
-from .test_waiting import models, paths_of
+from .test_running_ahead import paths_of
 from .tiny import random_prompts
+from .waits import models
 
 
 def narrow() -> Drafter:
