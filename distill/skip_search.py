@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from decoding.errors import UserError
 from decoding.native import NativeTarget, Skips
 from decoding.self_speculation import FILE, write_skips
 from decoding.target import load_target
-from decoding.timing import time_parts
+from decoding.timing import rising, time_parts
 from distill.config import SkipSearchConfig
 from training.checkpoint import write_text
 from training.config import refuse_parallel
@@ -34,6 +35,7 @@ from training.run_folder import RunFolder
 
 _LONGEST_DRAFT = 8
 _CHUNK = 1024
+_WINDOWS = 5  # of time, from which the costs are taken
 SubLayer = tuple[str, int]  # ("attention" or "mlp", layer)
 
 
@@ -44,10 +46,12 @@ class Costs:
     t_target_ms: dict[int, float]  # by new tokens
     attention_ms: float  # of one sub-layer at one new token
     mlp_ms: float
+    bare_ms: float  # of a forward over one token without any of them
 
     def draft_ms(self, skips: Skips) -> float:
         """One draft step without these sub-layers."""
-        return self.t_target_ms[1] - len(skips.attention) * self.attention_ms - len(skips.mlp) * self.mlp_ms
+        kept_ms = self.t_target_ms[1] - len(skips.attention) * self.attention_ms - len(skips.mlp) * self.mlp_ms
+        return max(self.bare_ms, kept_ms)
 
     def speedup(self, acceptance: float, skips: Skips) -> tuple[float, int]:
         """(speedup, draft length) of the best length: E(gamma) t(1) / (gamma t_draft + t(gamma + 1)), overhead left out."""
@@ -151,18 +155,37 @@ def skips_of(sub_layers: Sequence[SubLayer]) -> Skips:
 
 
 def measured_costs(target: NativeTarget, prompt: list[int], file: Path) -> Costs:
-    """Time the target whole, without attention and without MLPs; `file` keeps the figures, so that a search goes on with the same."""
+    """Time the target whole, and without attention, without MLPs and without both behind the first layer; `file` keeps the figures, so that a
+    search goes on with the same.
+
+    A machine changes pace from second to second. So the four are timed in turn, in several windows of time, and what counts is the median of
+    their shares of the whole. A kind of sub-layer takes what is saved by leaving it out of the whole target, and out of one without the other
+    kind, in the mean: so the costs add up to what was timed, and no set of sub-layers saves more than there is.
+    """
     if file.is_file():
         known = json.loads(file.read_text())
         return Costs({int(n): ms for n, ms in known.pop("t_target_ms").items()}, **known)
-    whole = time_parts(target, None, prompt, widths=range(1, _LONGEST_DRAFT + 2)).t_target_ms
-    layers = tuple(range(target.num_layers))
-    without = []
-    for skips in (Skips(attention=layers[1:]), Skips(mlp=layers[1:])):
-        target.open(1, len(prompt) + 2)
-        without.append(time_parts(target.partial(skips), None, prompt, widths=[1]).t_target_ms[1])
-    rest = max(1, target.num_layers - 1)
-    costs = Costs(whole, *(max(0.0, (whole[1] - ms) / rest) for ms in without))
+    layers = tuple(range(target.num_layers))[1:]
+    views = [Skips(attention=layers), Skips(mlp=layers), Skips(attention=layers, mlp=layers)]
+    paces, wider, shares = [], [], []
+    for _ in range(_WINDOWS):
+        whole = time_parts(target, None, prompt, widths=range(1, _LONGEST_DRAFT + 2), repeats=6, warmup=1).t_target_ms
+        paces.append(whole[1])
+        wider.append([ms / whole[1] for ms in whole.values()])
+        without = []
+        for skips in views:
+            target.open(1, len(prompt) + 2)
+            cut = time_parts(target.partial(skips), None, prompt, widths=[1], repeats=6, warmup=1)
+            without.append(cut.t_target_ms[1] / whole[1])
+        shares.append(without)
+    pace_ms, count = median(paces), max(1, len(layers))
+    t_target_ms = [pace_ms * ratio for ratio in rising([median(column) for column in zip(*wider, strict=True)])]
+    step_ms = t_target_ms[0]
+    no_attention, no_mlp, neither = (median(column) for column in zip(*shares, strict=True))
+    attention_ms = step_ms * max(0.0, (1 - no_attention) + (no_mlp - neither)) / 2 / count
+    mlp_ms = step_ms * max(0.0, (1 - no_mlp) + (no_attention - neither)) / 2 / count
+    bare_ms = max(0.0, step_ms * neither - attention_ms - mlp_ms)
+    costs = Costs(dict(enumerate(t_target_ms, 1)), attention_ms, mlp_ms, bare_ms)
     write_text(file, json.dumps(asdict(costs), indent=1))
     return costs
 

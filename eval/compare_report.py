@@ -110,7 +110,7 @@ def _headline(panel: Panel) -> str:
         f" Prompt lookup, the control: {words.times(_value(control[0]))}." if control and best is not control[0] else ""
     )
     text = (
-        f"{words.best_of(len(models))}{drafter_label(best)}, gamma {best.row.num_draft_tokens}: alpha {words.number(best.alpha)}, "
+        f"{words.best_of(len(models))}{drafter_label(best)}, gamma {words.gamma_cell(best.row)}: alpha {words.number(best.alpha)}, "
         f"c {best.row.cost_ratio:.3f}.{beside} "
         f"Output: {best.row.lossless}."
     )

@@ -110,7 +110,7 @@ def best_sentence(panel: Panel) -> str:
     who = "prompt lookup, the control," if best.row.drafter == CONTROL else drafter_label(best)
     spread = words.with_interval(speed.value, speed.low, speed.high)
     among = f", the best of {len(panel.fastest)}" if len(panel.fastest) > 1 else ""
-    where = f"at gamma {best.row.num_draft_tokens} on {prompts_label(best)}{among}"
+    where = f"at gamma {words.gamma_cell(best.row)} on {prompts_label(best)}{among}"
     return f"{label}: {who} is {verdict}: {spread} {where}{_second(panel, best)}."
 
 
@@ -145,7 +145,7 @@ def prompts_label(entry: Entry) -> str:
 
 def losses(panel: Panel) -> list[str]:
     """Where each drafter loses, one sentence a row."""
-    return [f"{entry.name}, gamma {entry.row.num_draft_tokens}: {words.losses(entry.row)}." for entry in panel.entries]
+    return [f"{entry.name}, gamma {words.gamma_cell(entry.row)}: {words.losses(entry.row)}." for entry in panel.entries]
 
 
 def terms(panel: Panel) -> list[str]:

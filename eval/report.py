@@ -109,7 +109,7 @@ def _headline(row: Row, control: Sequence[Row], rivals: int, undisturbed: bool) 
     everywhere = f"all {row.prompts} prompts: {words.times(row.speedup)}" if row.headline_prompts < row.prompts else ""
     beside = f" Prompt lookup, the control: {words.times(control[0].headline_speedup)}." if control else ""
     text = (
-        f"{words.best_of(rivals)}{words.drafter_label(row)}, gamma {row.num_draft_tokens}: alpha {words.number(row.headline_alpha)}, "
+        f"{words.best_of(rivals)}{words.drafter_label(row)}, gamma {words.gamma_cell(row)}: alpha {words.number(row.headline_alpha)}, "
         f"c {row.cost_ratio:.3f}, tau {words.number(row.headline_tau)}.{beside} Output: {row.lossless}."
     )
     big = f'<div class="big {tone}">{row.headline_speedup:.2f}×</div>'

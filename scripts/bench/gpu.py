@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from decoding import cuda
+from decoding.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("exact", "decode", "train", "recurrent")
@@ -127,7 +128,10 @@ def parse(words: list[str]) -> Options:
     options = Options(**given)
     if options.part not in PARTS:
         sys.exit(f"error: part '{options.part}' is unknown, expected one of {', '.join(PARTS)}")
-    options.device = cuda.device_of(options.device)
+    try:
+        options.device = cuda.device_of(options.device)
+    except UserError as error:
+        sys.exit(f"error: {error}")
     return options
 
 

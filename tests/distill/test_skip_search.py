@@ -1,6 +1,8 @@
 """The search finds sub-layers that do nothing, its predictions hold in real decoding, and it goes on where it stopped."""
 
 import json
+import random
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,13 @@ from hydra import compose, initialize_config_dir
 
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
+from decoding.native import Skips
 from decoding.self_speculation import SelfSpeculation, read_skips
 from decoding.target import load_target
+from decoding.timing import Parts
 from distill import skip_search
 from distill.config import SkipSearchConfig
+from distill.skip_search import Costs, measured_costs
 from training.config import StudentConfig, typed
 from training.drafter_folder import write_model
 from training.job import CONF, register
@@ -123,3 +128,66 @@ def test_bad_skips_are_named(target: Path, tmp_path: Path):
             decode(model, drafter, [[1, 2]], Settings())
     with pytest.raises(UserError, match="take target.backend=native"):
         decode(load_target(target, backend="hf"), SelfSpeculation(attention=[1]), [[1, 2]], Settings())
+
+
+class Clocked:
+    """A target of known milliseconds, and any cut of it."""
+
+    num_layers, attention_ms, mlp_ms, bare_ms = 12, 0.2, 0.1, 0.5
+
+    def __init__(self, skips: Skips | None = None) -> None:
+        self.skips = skips or Skips()
+
+    def open(self, *sizes: int) -> None:
+        """Nothing is computed."""
+
+    def partial(self, skips: Skips) -> "Clocked":
+        return Clocked(skips)
+
+    @property
+    def step_ms(self) -> float:
+        kept = self.num_layers - len(self.skips.attention), self.num_layers - len(self.skips.mlp)
+        return self.bare_ms + kept[0] * self.attention_ms + kept[1] * self.mlp_ms
+
+
+def costs_at(paces: Sequence[float], file: Path, monkeypatch: pytest.MonkeyPatch) -> Costs:
+    """What is measured on a machine that is so many times slower at each timing."""
+    left = iter(paces)
+
+    def timed(target: Clocked, drafter: None, prompt: list[int], *, widths: Iterable[int], **_: int) -> Parts:
+        pace = next(left)
+        return Parts(None, {n: pace * target.step_ms * (1 + 0.05 * (n - 1)) for n in widths}, len(prompt), 1)
+
+    monkeypatch.setattr(skip_search, "time_parts", timed)
+    return measured_costs(Clocked(), [1, 2, 3], file)  # type: ignore[arg-type]
+
+
+EVERY = tuple(range(12))
+CUTS = [Skips(EVERY[:a], EVERY[:m]) for a in (0, 3, 11, 12) for m in (0, 5, 10, 12) if a + m <= 22]
+CONTROL = Skips(attention=EVERY[1:]), Skips(mlp=EVERY[1:])
+
+
+def test_costs_are_those_of_the_machine_whatever_its_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Slow at first, quick later, and disturbed in the middle of a window."""
+    paces = [3.0] * 4 + [1.0] * 4 + [1.0, 1.0, 9.0, 1.0] + [1.0] * 4 + [2.0] * 4
+    costs = costs_at(paces, tmp_path / "costs.json", monkeypatch)
+    assert (costs.attention_ms, costs.mlp_ms, costs.bare_ms) == pytest.approx((0.2, 0.1, 0.5))
+    for skips in CUTS:
+        assert costs.draft_ms(skips) == pytest.approx(Clocked(skips).step_ms)
+    assert measured_costs(Clocked(), [1], tmp_path / "costs.json") == costs, "kept"  # type: ignore[arg-type]
+
+
+def test_no_set_is_promised_more_than_there_is_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A machine whose pace is another at every timing: a draft step takes no less than nothing, and a round no less than its verification."""
+    apart = 0
+    for seed in range(30):
+        dice = random.Random(seed)
+        paces = [dice.uniform(0.4, 2.5) for _ in range(20)]
+        costs = costs_at(paces, tmp_path / f"{seed}.json", monkeypatch)
+        for skips in CUTS:
+            assert costs.draft_ms(skips) >= costs.bare_ms >= 0
+            assert costs.speedup(1.0, skips)[0] <= 9, "eight drafted tokens and the target's own"
+        # Control: what each kind saves by itself, at the paces of the first window, is together more than the whole.
+        whole, *cut = (pace * Clocked(skips).step_ms for pace, skips in zip(paces, (Skips(), *CONTROL)))
+        apart += sum(whole - one for one in cut) > whole
+    assert apart > 3

@@ -6,7 +6,7 @@ import pytest
 
 from decoding.errors import UserError
 from eval.compare_paint import looks
-from eval.compare_words import best_sentence, cautions, kept_apart, terms
+from eval.compare_words import best_sentence, cautions, kept_apart, losses, terms
 from eval.comparison import panels_of
 from eval.entries import entries_of
 from eval.evaluations import labels_of
@@ -83,6 +83,14 @@ def test_the_best_is_named_with_what_is_sure_of_it(runs, tmp_path):
     )
     entries = [entry for entry in entries_of(evaluations_of(slow), "headline") if entry.row.drafter_parameters]
     assert "the least slow, and slower than no drafter" in best_sentence(panels_of(entries, 50, 0)[1])
+
+
+def test_a_cap_is_told_from_a_length(runs):
+    entries = entries_of(evaluations_of(*three(runs)), "headline")
+    capped = [dataclasses.replace(entry, row=dataclasses.replace(entry.row, length_rule="cap")) for entry in entries]
+    for found, told in ((entries, False), (capped, True)):
+        panel = panels_of(found, 50, 0)[0]
+        assert ("at gamma <= " in best_sentence(panel)) == ("gamma <= " in losses(panel)[0]) == told
 
 
 def test_on_what_terms_drafters_meet_is_said(runs, tmp_path):

@@ -67,6 +67,12 @@ def test_the_best_of_several_rows_says_of_how_many(rows, records, html):
     assert "Best of" not in page(alone, records, PROVENANCE), "control: one row is the best of nothing"
 
 
+def test_a_headline_tells_a_cap_from_a_length(rows, records, html):
+    capped = [dataclasses.replace(row, length_rule="cap") for row in rows]
+    assert "gamma &lt;= 4: alpha" in page(capped, records, PROVENANCE)
+    assert "gamma 4: alpha" in html and "gamma &lt;= 4: alpha" not in html
+
+
 def test_drafted_tokens_a_round_stand_in_every_table(rows, html):
     good, lookup = pick(rows, "simulated-good"), pick(rows, "prompt_lookup")
     assert good.drafted == good.num_draft_tokens

@@ -98,7 +98,7 @@ with torch.inference_mode():
 assert gpu.main(["--help"]) == 0
 toy = random_models.random_target(gpu_decode.TOY.target, torch.float32, "cpu", 16)
 assert toy.num_parameters == gpu_decode.TOY.target.parameters + 5 * 32, "matrices, and five norms of width 32"
-for words in (["speed=9"], ["part=all"]):
+for words in (["speed=9"], ["part=all"], ["device=cuda"]):
     try:
         gpu.parse(words)
         raise AssertionError(words)
@@ -231,3 +231,11 @@ def test_a_part_that_is_none_is_said_to_be_unknown() -> None:
     done = subprocess.run(["bash", "scripts/bench/gpu.sh", "speed"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "part 'speed' is unknown" in done.stderr
+
+
+def test_without_a_card_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts.bench import gpu
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="^error: device 'cuda': PyTorch sees no CUDA card here"):
+        gpu.parse(["part=decode"])
