@@ -12,7 +12,7 @@ from torch import Tensor
 from decoding import linear
 from decoding.cache import ancestors
 from decoding.hf import HFTarget
-from decoding.linear import PackedLinear, PlainLinear, TwiceLinear, can_pack, make_linear
+from decoding.linear import PackedLinear, PlainLinear, can_pack, make_linear
 from decoding.native import NativeTarget, Skips
 from decoding.target import Target, load_target, prefill
 
@@ -200,28 +200,22 @@ def test_packed_products_equal_plain_ones(dtype: torch.dtype) -> None:
             torch.testing.assert_close(left, right, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 9])
-def test_a_weight_held_both_ways_gives_the_plain_product(rows: int) -> None:
-    weight, bias, x = torch.randn(40, 32), torch.randn(40), torch.randn(1, rows, 32)
-    torch.testing.assert_close(TwiceLinear(weight, bias)(x), PlainLinear(weight, bias)(x), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
-    ("intel", "dtype", "most_bytes", "kind"),
+    ("intel", "dtype", "small_bytes", "kind"),
     [
-        (True, torch.float32, 8 * 4 * 4, TwiceLinear),
+        (True, torch.float32, 8 * 4 * 4, PlainLinear),
         (True, torch.float32, 8 * 4 * 4 - 1, PackedLinear),
         (True, torch.bfloat16, 1 << 20, PackedLinear),
         (False, torch.float32, 1 << 20, PackedLinear),
     ],
 )
-def test_small_weights_are_held_both_ways_where_that_is_faster(
-    intel: bool, dtype: torch.dtype, most_bytes: int, kind: type, monkeypatch: pytest.MonkeyPatch
+def test_small_weights_are_left_to_mkl_where_that_is_faster(
+    intel: bool, dtype: torch.dtype, small_bytes: int, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_pack(torch.device("cpu"), dtype):
         pytest.skip(f"this processor has no packed {dtype} products")
     monkeypatch.setattr(linear, "mkl_is_fast", lambda: intel)
-    monkeypatch.setattr(linear, "MOST_TWICE_BYTES", most_bytes)
+    monkeypatch.setattr(linear, "SMALL_BYTES", small_bytes)
     assert type(make_linear(torch.randn(8, 4, dtype=dtype), None, True)) is kind
     assert type(make_linear(torch.randn(8, 4, dtype=dtype), None, False)) is PlainLinear
 
