@@ -21,8 +21,6 @@ from torch import Tensor
 
 PACK_ROWS = 4  # the row count oneDNN lays the weight out for: a round's; other counts give the same result
 SMALL_BYTES = 4 << 20  # of a float32 weight for which MKL is not behind, however many rows
-    16 << 20
-)  # of a weight that is held both ways: a larger one gains 10 % at most, and its memory counts
 
 
 class Linear(Protocol):
