@@ -5,8 +5,8 @@ On CPU, `F.linear` over 5 rows of float32 takes about three times as long as ove
 and in bfloat16 half of `F.linear`. The op is the one that torch.compile uses when it freezes a model on CPU.
 
 On Intel's processors `F.linear` is MKL's own product, and for small float32 weights it is ahead: a whole forward of the embedded target takes 1.9
-against 3.3 milliseconds over one token and 2.6 against 4.1 over four, one of a 24 M model 5.7 against 7.4 and 8.4 against 8.4. For weights of 25 MB
-and more it is a tenth ahead over one row and half as fast from four rows on, so those are packed there too.
+against 3.3 milliseconds over one token and 2.6 against 4.1 over four, one of a 24 M model 5.7 against 7.4, level over four and a
+tenth behind over sixteen. For weights of 25 MB and more it is a tenth ahead over one row and half as fast from four rows on: those are packed.
 
 Shapes: N rows, I input size, O output size.
 """
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PACK_ROWS = 4  # the row count oneDNN lays the weight out for: a round's; other counts give the same result
-SMALL_BYTES = 4 << 20  # of a float32 weight for which MKL is not behind, however many rows
+SMALL_BYTES = 4 << 20  # of a float32 weight for which MKL is ahead over one row and level over four
 
 
 class Linear(Protocol):

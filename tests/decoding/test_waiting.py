@@ -20,6 +20,7 @@ from decoding.loop import Settings, decode, start
 from decoding.processors import Drafting
 from decoding.schedules import VIRTUAL
 from decoding.self_speculation import SelfSpeculation
+from decoding.target import Target
 from decoding.trees import RankedTree
 
 from .rows import DrafterRow, Kit
@@ -196,6 +197,18 @@ def test_a_part_of_the_target_is_recorded_once(monkeypatch: pytest.MonkeyPatch) 
     assert counts[0] == counts[1] < counts[2] == counts[3] < counts[4]
 
 
+def rounds_without_other_waits(
+    target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], settings: Settings
+) -> None:
+    """Decode in CUDA's sync debug mode, which raises at a wait that was not meant."""
+    decode(target, drafter, prompts, settings)  # records every shape
+    with torch.inference_mode():
+        running = start(target, drafter, prompts, settings)
+        with cuda.no_waiting(target.device):
+            while running.rows:
+                running.round()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: str(way.get("verify", "greedy")))
 @pytest.mark.parametrize("drafts", [True, False])
@@ -204,12 +217,7 @@ def test_sync_debug_mode_finds_no_other_wait(way: dict[str, Any], drafts: bool) 
     drafter: Drafter | None = ChainDrafter(model=draft_model) if drafts else None
     settings = Settings(max_new_tokens=24, num_draft_tokens=3, **{"temperature": 1.0, **way})
     prompts = random_prompts(2)
-    decode(target, drafter, prompts, settings)  # records every shape
-    with torch.inference_mode():
-        running = start(target, drafter, prompts, settings)
-        with cuda.no_waiting(target.device):
-            while running.rows:
-                running.round()
+    rounds_without_other_waits(target, drafter, prompts, settings)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
@@ -223,12 +231,7 @@ def test_sync_debug_mode_finds_no_other_wait_in_any_row(row: DrafterRow, rule: s
     target, draft_model = models("cuda")
     drafter = row.make(Kit(target, target, draft_model, ()))
     prompts, settings = random_prompts(2), settings_of(rule, repetition_penalty=penalty)
-    decode(target, drafter, prompts, settings)  # records every shape
-    with torch.inference_mode():
-        running = start(target, drafter, prompts, settings)
-        with cuda.no_waiting(target.device):
-            while running.rows:
-                running.round()
+    rounds_without_other_waits(target, drafter, prompts, settings)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
@@ -242,9 +245,4 @@ def test_sync_debug_mode_finds_no_other_wait_under_an_overlapped_schedule(schedu
         random_prompts(1),
         settings_of(rule, schedule=schedule),
     )
-    decode(target, drafter, prompts, settings)  # records every shape
-    with torch.inference_mode():
-        running = start(target, drafter, prompts, settings)
-        with cuda.no_waiting(target.device):
-            while running.rows:
-                running.round()
+    rounds_without_other_waits(target, drafter, prompts, settings)
