@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to a measured drafter: installs, distils a one-layer drafter for the embedded target, decodes with it, reports.
-# At most 10 minutes after the install on two CPU cores. Run again, it reuses what is done. Extra arguments are Hydra overrides (the folder stays runs/quickstart).
+# At most 10 minutes after the install on two CPU cores. Run again, it reuses what is done. Extra arguments are Hydra overrides.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 cd "$ROOT"
@@ -9,13 +9,17 @@ ensure_environment ""
 say "Distilling a drafter and decoding with it"
 "$VENV/bin/python" -m distill.train +experiment=quickstart "$@"
 
+folder=runs/quickstart
+for override in "$@"; do
+  [[ $override != output_dir=* ]] || folder=${override#output_dir=}
+done
 cat <<EOF
 
-The report: runs/quickstart/report.html   (opens in any browser, offline)
-The drafter: runs/quickstart/distill.train/drafter
+The report: $folder/report.html   (opens in any browser, offline)
+The drafter: $folder/distill.train/drafter
 
 Worth trying next:
   .venv/bin/python -m distill.train +experiment=quickstart drafter.num_hidden_layers=2 output_dir=runs/two_layers
-  .venv/bin/python -m eval.run drafters=[runs/quickstart/distill.train/drafter] temperatures=[0.5] num_draft_tokens=[2,4,6]
+  .venv/bin/python -m eval.run drafters=[$folder/distill.train/drafter] temperatures=[0.5] num_draft_tokens=[2,4,6]
   .venv/bin/python -m distill.train target.path=/path/to/your/model data.chats=[/path/to/sharegpt.json] dry_run=true
 EOF
