@@ -15,7 +15,7 @@ from decoding import cuda, noise
 from decoding.errors import UserError
 from decoding.processors import Processors
 from decoding.reading import Reading
-from decoding.sampling import Warper, draw
+from decoding.sampling import TRIES, Warper, draw, draw_different
 
 SAMPLING = ("token", "block", "coupled")  # rules where temperature > 0
 RULES = ("greedy", *SAMPLING)
@@ -92,27 +92,32 @@ class Chooser:
         uniforms_B = [self.uniform(row, depth, noise.DRAFT) for row in range(len(probs_BV))]
         return draw(probs_BV, uniforms_B), probs_BV
 
-    def children(self, logits_BPV: Tensor, count: int, depth: int, first_node: int) -> tuple[Tensor, Tensor | None]:
-        """`count` different next tokens (B, P, count) of each of P nodes, and their probs_BPV where the rule tests them.
+    def children(self, logits_BPV: Tensor, count: int, depth: int) -> tuple[Tensor, Tensor | None]:
+        """`count` different next tokens (B, P, count) of each of the P nodes of a depth, and their probs_BPV where the rule tests them.
 
         Drawn without replacement; the likeliest ones where decoding is greedy, the first ones of the race where noise is shared.
-        first_node: index that the first child will have in the proposal; it keys the noise.
         """
         if self.rule == "greedy":
             return logits_BPV.topk(count, dim=-1).indices, None
         if self.rule == "coupled":
             return self._race_at(logits_BPV, depth).topk(count, dim=-1).indices, None
         probs_BPV = self.warper.probs(logits_BPV)
-        B, P, V = probs_BPV.shape
-        left_RV = probs_BPV.reshape(B * P, V).clone()
-        drawn = []
-        for child in range(count):
-            nodes = [first_node + parent * count + child for parent in range(P)]
-            uniforms = [self.uniform(row, depth, noise.DRAFT, node) for row in range(B) for node in nodes]
-            # Where fewer tokens than children have any probability, the rest are fillers that verification passes over.
-            drawn.append(draw(left_RV, uniforms).clamp_(max=V - 1))
-            left_RV.scatter_(1, drawn[-1][:, None], 0.0)
-        return torch.stack(drawn, 1).view(B, P, count), probs_BPV
+        return self.draw_children(probs_BPV, count, depth)[0], probs_BPV
+
+    def node_keys(self, depth: int, nodes: Sequence[int]) -> list[list[int]]:
+        """The keys (B, P) of (seed, request, round, position, node) for the children of these nodes."""
+        states_B = [
+            noise.extend(noise.extend(key, position + depth), noise.DRAFT)
+            for key, position in zip(self._round_keys_B, self._positions_B, strict=True)
+        ]
+        return [[noise.signed(noise.extend(state, node)) for node in nodes] for state in states_B]
+
+    def draw_children(self, q_BPV: Tensor, count: int, depth: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """`draw_different` at the P nodes of a depth, which are numbered from `first` on."""
+        keys = self.node_keys(depth, range(first, first + q_BPV.shape[1]))
+        keys_BP1 = cuda.tensor(keys, q_BPV.device)[:, :, None]
+        scaled_M = noise.scaled_ids(torch.arange(1 if count == 1 else TRIES * count, device=q_BPV.device))
+        return draw_different(q_BPV, noise.uniforms(keys_BP1, scaled_M), count)
 
     def log_scores(self, logits_BPV: Tensor, depth: int) -> Tensor:
         """Log probabilities (B, P, V) by which a drafter ranks the next tokens of P nodes at this depth: how likely each is to pass.

@@ -37,8 +37,8 @@ def measure_costs(
     """The costs of a round under these settings, from several windows of time.
 
     A machine changes pace from second to second, and one bad window would decide all that follows. So each window times the parts (`repeats`
-    of each, in turn) and right behind them a serial generation of `tokens` tokens at fixed length, whose rounds take more than their parts by
-    the rest; `settled` puts the windows together.
+    of each, in turn) and right behind them serial generations of `tokens` tokens at fixed length, whose rounds take more than their parts by
+    the rest: at the full draft length, at one token and without a draft (`with_rest`). `settled` puts the windows together.
     """
     brief = replace(
         settings,
@@ -51,28 +51,49 @@ def measure_costs(
     )
     prompts = [list(prompt)] * batch_size
 
+    def generation(drafter: Drafter | None, num_draft_tokens: int) -> Generation:
+        return decode(target, drafter, prompts, replace(brief, num_draft_tokens=num_draft_tokens))[0]
+
     def window() -> RoundCosts:
         parts = time_parts(
             target, drafter, prompt, widths=widths, context=context, batch_size=batch_size, repeats=repeats, warmup=1
         )
-        return with_rest(parts.costs, decode(target, drafter, prompts, brief)[0], drafter)
+        plain, shallow = generation(None, 1), generation(drafter, 1)
+        return with_rest(parts.costs, drafter, generation(drafter, brief.num_draft_tokens), shallow, plain)
 
     with own_cores(target, drafter, settings.schedule):
-        decode(target, drafter, prompts, brief)  # warms up
+        generation(drafter, brief.num_draft_tokens)  # warms up
         return settled([window() for _ in range(windows)])
 
 
-def with_rest(costs: RoundCosts, done: Generation, drafter: Drafter) -> RoundCosts:
-    """The costs of the parts, and the rest that a serial generation's rounds took beside them.
+def with_rest(
+    costs: RoundCosts, drafter: Drafter, deep: Generation, shallow: Generation, plain: Generation
+) -> RoundCosts:
+    """The costs of the parts, and the rest that serial generations' rounds took beside them.
 
-    A drafted token of a worker costs what it took in that generation, by the worker's clock: its lane holds the draws too. The message there
-    and back is the rest, once a round.
+    What the rest of a `deep` round is more than that of a `shallow` one is done for each of its steps: it is theirs. A drafted token of a
+    worker costs what it took in the deep generation, by the worker's clock: its lane holds the draws too. The message there and back is the
+    rest, once a round.
     """
     if isinstance(drafter, RemoteChain) and drafter.seconds_a_step is not None:
         costs = replace(costs, t_draft_ms=1000 * drafter.seconds_a_step)
-    drafting_ms = done.draft_steps / done.rounds * costs.t_draft_ms
-    round_ms = 1000 * done.decode_seconds / done.rounds
-    return replace(costs, overhead_ms=round_ms - drafting_ms - costs.target_ms(1 + round(done.verified / done.rounds)))
+    rest_ms, more_steps = _rest_ms(costs, deep), _steps(deep) - _steps(shallow)
+    if more_steps >= 0.5 and not isinstance(drafter, RemoteChain):
+        step_ms = max(0.0, (rest_ms - _rest_ms(costs, shallow)) / more_steps)
+        rest_ms -= step_ms * _steps(deep)
+        costs = replace(costs, t_draft_ms=costs.t_draft_ms + step_ms)
+    return replace(costs, overhead_ms=rest_ms, plain_overhead_ms=_rest_ms(costs, plain))
+
+
+def _steps(done: Generation) -> float:
+    """Draft steps of a mean round."""
+    return done.draft_steps / done.rounds
+
+
+def _rest_ms(costs: RoundCosts, done: Generation) -> float:
+    """What a mean round of a generation took beside its parts."""
+    verified = costs.target_ms(1 + round(done.verified / done.rounds))
+    return 1000 * done.decode_seconds / done.rounds - _steps(done) * costs.t_draft_ms - verified
 
 
 def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
@@ -84,4 +105,10 @@ def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
         pace_ms * median(window.t_draft_ms / window.t_target_ms[0] for window in windows),
         tuple(pace_ms * ratio for ratio in rising([median(column) for column in zip(*ratios, strict=True)])),
         max(0.0, pace_ms * median(window.overhead_ms / window.t_target_ms[0] for window in windows)),
+        max(0.0, pace_ms * median(_plain_share(window) for window in windows)),
     )
+
+
+def _plain_share(window: RoundCosts) -> float:
+    """The rest of a round that does not draft, over t_target(1)."""
+    return window.plain_ms / window.t_target_ms[0] - 1

@@ -25,7 +25,6 @@ Shapes: B rows, P nodes, K children of a node, R rows of probabilities, V vocabu
 import torch
 from torch import Tensor
 
-from decoding import cuda, noise
 from decoding.chooser import FRESH, Chooser
 from decoding.errors import UserError
 
@@ -80,35 +79,10 @@ class Draws:
     def children(self, q_BPV: Tensor, count: int, level: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Tokens and probabilities (B, P, K) of at most `count` children of P nodes, in the order of their draws.
 
-        By inverting the cumulative sum, made once a node: what was drawn before is stepped over. first: the numbers that draw are keyed by
-        (seed, request, round, position, first + a node's place). Where fewer tokens have any probability the last children are fillers, of
-        probability 0.
+        first: the number of the level's first node, which keys its draws. Where fewer were drawn the last children are fillers, of
+        probability 0 (`sampling.draw_different`).
         """
-        B, P, V = q_BPV.shape
-        K = min(count, V)
-        numbers = [
-            [self.chooser.uniform(row, level, noise.DRAFT, (first + place) * count + child) for child in range(K)]
-            for row in range(B)
-            for place in range(P)
-        ]
-        uniforms_BPK = cuda.tensor(numbers, q_BPV.device, torch.float64).view(B, P, K)
-        ends_BPV = q_BPV.cumsum(-1, dtype=torch.float64)
-        left_BP1 = ends_BPV[:, :, -1:]
-        tokens_BPK, probs_BPK = torch.empty(B, P, 0, dtype=torch.long, device=q_BPV.device), q_BPV[:, :, :0]
-        for child in range(K):
-            point_BP1 = uniforms_BPK[:, :, child, None] * left_BP1
-            in_order_BPK = tokens_BPK.sort(-1).values
-            ends_BPK, shares_BPK = ends_BPV.gather(2, in_order_BPK), q_BPV.gather(2, in_order_BPK)
-            for before in range(child):
-                share_BP1 = shares_BPK[:, :, before, None]
-                reached_BP1 = point_BP1 >= ends_BPK[:, :, before, None] - share_BP1
-                point_BP1 = point_BP1 + share_BP1 * reached_BP1
-            token_BP1 = torch.searchsorted(ends_BPV, point_BP1, right=True).clamp_(max=V - 1)
-            again_BP1 = (tokens_BPK == token_BP1).any(-1, keepdim=True)  # where nothing is left
-            probs_BP1 = q_BPV.gather(2, token_BP1).masked_fill(again_BP1, 0.0)
-            left_BP1 = (left_BP1 - probs_BP1).clamp(min=0)
-            tokens_BPK, probs_BPK = torch.cat((tokens_BPK, token_BP1), 2), torch.cat((probs_BPK, probs_BP1), 2)
-        return tokens_BPK, probs_BPK
+        return self.chooser.draw_children(q_BPV, min(count, q_BPV.shape[2]), level, first)
 
 
 def worths(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:

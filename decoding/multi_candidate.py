@@ -72,7 +72,7 @@ class MultiCandidate(ChainDrafter):
         level = [-1]
         for d in range(depth):
             K, first = self._children_at(d), len(parents)
-            tokens_BPK, q_BPV = chooser.children(logits_BPV, K, d, first)
+            tokens_BPK, q_BPV = chooser.children(logits_BPV, K, d)
             tokens.append(tokens_BPK.flatten(1))
             parents += [parent for parent in level for _ in range(K)]
             level = list(range(first, len(parents)))

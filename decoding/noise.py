@@ -67,9 +67,13 @@ def exponentials(keys: Tensor, scaled: Tensor) -> Tensor:
 
     keys: signed key(seed, request, position), int64. scaled: `scaled_ids` of the token ids.
     """
-    bits = mix_tensor(scaled + keys).to(torch.float64)
     # The logarithm in float64: a uniform near 1 needs the digits.
-    return bits.mul_(SIGNED_STEP).add_(0.5).log_().to(torch.float32).neg_()
+    return uniforms(keys, scaled).log_().to(torch.float32).neg_()
+
+
+def uniforms(keys: Tensor, scaled: Tensor) -> Tensor:
+    """Uniforms inside (0, 1), float64, in the broadcast shape of the two arguments, which are those of `exponentials`."""
+    return mix_tensor(scaled + keys).to(torch.float64).mul_(SIGNED_STEP).add_(0.5)
 
 
 def scaled_ids(ids: Tensor) -> Tensor:

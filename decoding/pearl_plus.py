@@ -51,7 +51,7 @@ class Choice:
 def serial_rate(chance: Acceptance, gamma: int, costs: RoundCosts) -> float:
     """Tokens a millisecond of draft-then-verify: E(gamma) / (gamma t_draft + t_target(gamma + 1))."""
     tokens = 1 + chance.first * (1 - chance.next**gamma) / (1 - chance.next)
-    return tokens / (gamma * costs.t_draft_ms + costs.target_ms(gamma + 1) + costs.overhead_ms)
+    return tokens / costs.round_ms(gamma, gamma)
 
 
 def pearl_rate(chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, rest_ms: float) -> float:

@@ -141,7 +141,7 @@ class CostRatio(Fixed):
         self._round: list[int] = []  # bins of the tokens drawn in this round
         self._survival = 1.0
         # One autoregressive step: a drafter has to beat it.
-        self._tokens, self._ms = 1.0, costs.target_ms(1) + costs.overhead_ms
+        self._tokens, self._ms = 1.0, costs.plain_ms
 
     @staticmethod
     def prior(confidence: float) -> float:
@@ -161,9 +161,8 @@ class CostRatio(Fixed):
 
     def _rate(self, length: int) -> float:
         """Expected tokens a millisecond of a round with this draft length."""
-        costs = self.costs
         tokens = sum(self.acceptance**depth for depth in range(length + 1))
-        return tokens / (length * costs.t_draft_ms + costs.target_ms(length + 1) + costs.overhead_ms)
+        return tokens / self.costs.round_ms(length, length)
 
     def more(self, depth: int, sign: Sign | None) -> bool:
         if not self.per_token:
@@ -176,8 +175,7 @@ class CostRatio(Fixed):
 
     def _worth(self, depth: int) -> bool:
         """Is token depth + 1 worth its cost?"""
-        costs = self.costs
-        more_ms = costs.t_draft_ms + costs.target_ms(depth + 2) - costs.target_ms(depth + 1)
+        more_ms = self.costs.round_ms(depth + 1, depth + 1) - self.costs.round_ms(depth, depth)
         return self._survival * self.acceptance * self._ms > self._tokens * more_ms
 
     def update(self, drafted: int, accepted: int) -> None:
@@ -190,9 +188,8 @@ class CostRatio(Fixed):
         if not self.per_token:
             self._tested[-1] += min(accepted + 1, drafted)
             self._passed[-1] += accepted
-        costs = self.costs
         self._tokens += accepted + 1
-        self._ms += drafted * costs.t_draft_ms + costs.target_ms(drafted + 1) + costs.overhead_ms
+        self._ms += self.costs.round_ms(drafted, drafted)
 
 
 # Policies that read what was drawn: on a GPU each drafted token waits for the device.

@@ -14,6 +14,7 @@ from torch import Tensor
 from decoding import cuda
 from decoding.errors import UserError
 
+TRIES = 16  # draws for each of a node's children: one of them that has been drawn already counts once
 GUESSES = (128, 1024)  # survivors that partial sorts allow for, tried in turn before a full sort (40x the cost of 128)
 
 
@@ -122,3 +123,20 @@ def draw_from(cumulative_RV: Tensor, uniforms_R1: Tensor) -> Tensor:
     """`draw_at` from cumulative sums; V where a row has no weight."""
     points_R1 = uniforms_R1 * cumulative_RV[..., -1:]
     return torch.searchsorted(cumulative_RV, points_R1, right=True).squeeze(-1)
+
+
+def draw_different(probs_BPV: Tensor, uniforms_BPM: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` different ones of M tokens that are drawn alike at each of P nodes: tokens and probabilities (B, P, count).
+
+    They are drawn without replacement in this order: the first draw that is none of those before it is one of q without them, however many
+    draws it took. Where M draws hold fewer different ones, the last places repeat some, with probability 0: nothing was drawn there. That
+    hangs on the ones before, and not on what a further draw would have been.
+    """
+    ends_BPV = probs_BPV.cumsum(-1, dtype=torch.float64)
+    tokens_BPM = torch.searchsorted(ends_BPV, uniforms_BPM * ends_BPV[..., -1:], right=True)
+    M = tokens_BPM.shape[-1]
+    again_BPM = (tokens_BPM[..., None] == tokens_BPM[..., None, :]).tril_(-1).any(-1)
+    places_M = torch.arange(M, device=again_BPM.device)
+    order_BPK = (again_BPM * M + places_M).topk(count, largest=False).indices
+    tokens_BPK = tokens_BPM.gather(-1, order_BPK)
+    return tokens_BPK, probs_BPV.gather(-1, tokens_BPK).masked_fill_(again_BPM.gather(-1, order_BPK), 0.0)

@@ -6,8 +6,9 @@ so a row's output hangs neither on its neighbours nor on what was decoded before
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,26 @@ def cut(drafted: list[int], policy: "Stopping") -> list[int]:
 class RoundCosts:
     """Measured milliseconds of a round's parts, as `cost_ratio` weighs them."""
 
-    t_draft_ms: float
+    t_draft_ms: float  # of a step, with what is done for each step beside the model (draws, a tree's nodes)
     t_target_ms: tuple[float, ...]  # of n = 1, 2, ... new tokens; further ones on the line through the last two
-    overhead_ms: float = 0.0
+    overhead_ms: float = 0.0  # the rest of a round that drafts
+    plain_overhead_ms: float | None = None  # the rest of one that does not; None: the same
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> "RoundCosts":
+        """From `dataclasses.asdict` by way of JSON."""
+        return cls(**{**entry, "t_target_ms": tuple(entry["t_target_ms"])})
+
+    @property
+    def plain_ms(self) -> float:
+        """A round that does not draft."""
+        return self.target_ms(1) + (self.overhead_ms if self.plain_overhead_ms is None else self.plain_overhead_ms)
+
+    def round_ms(self, steps: int, nodes: int) -> float:
+        """A round of so many draft steps that has so many nodes verified."""
+        if not steps:
+            return self.plain_ms
+        return steps * self.t_draft_ms + self.target_ms(nodes + 1) + self.overhead_ms
 
     def target_ms(self, n: int) -> float:
         """t_target(n)."""

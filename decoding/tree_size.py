@@ -40,14 +40,13 @@ class TreeSize:
         if costs is None:
             self.chosen = self._split(self._likeliest(levels, depth, most), depth)
             return self.chosen
-        best, self.chosen = 1 / (costs.target_ms(1) + costs.overhead_ms), []
+        best, self.chosen = 1 / costs.plain_ms, []
         for deepest in range(1, depth + 1):
             ranked = self._likeliest(levels, deepest, most)
-            spent_ms = deepest * costs.t_draft_ms + costs.overhead_ms
             tokens, taken = 1.0, 0
             for count, (chance, _) in enumerate(ranked, 1):
                 tokens += self.trust * chance
-                rate = tokens / (spent_ms + costs.target_ms(count + 1))
+                rate = tokens / costs.round_ms(deepest, count)
                 if rate > best:
                     best, taken = rate, count
             if taken:

@@ -33,6 +33,7 @@ from decoding.stopping import RoundCosts, Stopping
 from decoding.target import Target
 from decoding.tree_budget import BySize, ByWorth, TreeBudget
 from decoding.tree_size import TreeSize
+from decoding.worth import Worth
 
 
 class RankedTree(ChainDrafter):
@@ -62,7 +63,9 @@ class RankedTree(ChainDrafter):
         self.caps = Caps(shape="tree", has_q=draws == "drawn", needs_costs=by_cost)
         self.costs: RoundCosts | None = None
         self._ahead = False
-        self._sizes_B: list[TreeSize] = []  # where sizes come from the rounds before, of picked trees
+        # What sizes picked trees with costs: the rounds before where the host runs ahead, else the tree itself while it grows.
+        self._sizes_B: list[TreeSize] = []
+        self._worth_B: list[Worth] = []
         self._budget: TreeBudget | None = None  # of drawn ones, from their first round on
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
@@ -85,9 +88,11 @@ class RankedTree(ChainDrafter):
         self._weigh(1)
 
     def _weigh(self, rows: int) -> None:
-        self._budget, self._sizes_B = None, []
+        self._budget, self._sizes_B, self._worth_B = None, [], []
         if self.costs is not None and self._ahead:
             self._sizes_B = [TreeSize(self.costs, self.max_nodes) for _ in range(rows)]
+        elif self.costs is not None:
+            self._worth_B = [Worth(self.costs, self.max_nodes) for _ in range(rows)]
 
     def propose(
         self,
@@ -103,6 +108,8 @@ class RankedTree(ChainDrafter):
         if self._sizes_B:
             pairs = zip(self._sizes_B, depths_B, strict=True)
             depths_B = [len(size.choose(depth, self.max_nodes)) for size, depth in pairs]
+        if self._worth_B:
+            depths_B = [depth * worth.drafts() for worth, depth in zip(self._worth_B, depths_B, strict=True)]
         if max(depths_B) == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         logits_BV = self._fit(self._catch_up(sequences_B, depths_B), chooser)
@@ -145,6 +152,8 @@ class RankedTree(ChainDrafter):
         chances_BLW = observation.answers[0] if observation.answers else [()] * len(self._sizes_B)
         for size, chances_LW, accepted in zip(self._sizes_B, chances_BLW, observation.outcome.accepted_B):
             size.learn(chances_LW, accepted)
+        for worth, accepted in zip(self._worth_B, observation.outcome.accepted_B):
+            worth.learn(accepted)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -152,6 +161,7 @@ class RankedTree(ChainDrafter):
         if self._budget is not None:
             self._budget.select(rows)
         self._sizes_B = [self._sizes_B[row] for row in rows] if self._sizes_B else []
+        self._worth_B = [self._worth_B[row] for row in rows] if self._worth_B else []
 
     def _grow(self, logits_BV: Tensor, depths_B: list[int], chooser: Chooser) -> tuple[Seen, list[int]]:
         """All nodes seen, and the depth at which each row's growth ended."""
@@ -162,7 +172,6 @@ class RankedTree(ChainDrafter):
         above_BP = torch.zeros(B, 1, dtype=logits_BV.dtype, device=device)
         in_seen_BP = in_model_BP = torch.full((B, 1), -1, device=device)
         fed_BN, fed_parents_BN = in_seen_BP[:, :0], in_model_BP[:, :0]
-        mass_B = [1.0] * B
         for d in range(max(depths_B)):
             best = chooser.log_scores(logits_BPV, d).topk(min(K, logits_BPV.shape[-1]), dim=-1)
             k = best.indices.shape[2]
@@ -170,8 +179,8 @@ class RankedTree(ChainDrafter):
             first, seen.levels, seen.siblings = seen.tokens_BM.shape[1], d + 1, k
             seen.add(tokens_BP, in_seen_BP.repeat_interleave(k, 1), scores_BP, torch.full_like(tokens_BP, d + 1))
             top = self._expandable(seen, first, best.values).topk(min(K, scores_BP.shape[1]), dim=-1)
-            if self.costs is not None and not self._sizes_B:
-                mass_B = self._stop_rows(seen, top.values, mass_B, depths_B, d + 1)
+            if self._worth_B:
+                self._stop_rows(seen.scores_BM[:, first:], top.values, depths_B, d + 1)
             if d + 1 >= max(depths_B):
                 break
             above_BP, in_seen_BP = top.values, first + top.indices
@@ -189,28 +198,13 @@ class RankedTree(ChainDrafter):
         """Path scores of the nodes from `first` on; -inf for those that are not to be expanded."""
         return seen.scores_BM[:, first:]
 
-    def _stop_rows(
-        self, seen: Seen, frontier_BK: Tensor, before_B: list[float], depths_B: list[int], depth: int
-    ) -> list[float]:
-        """End rows (in `depths_B`) where another level promises less than it costs. Returns the frontier's mass by row."""
-        assert self.costs is not None
-        mass_B: list[float] = frontier_BK.exp().sum(1).tolist()
-        for b, (mass, before) in enumerate(zip(mass_B, before_B)):
-            if depths_B[b] <= depth:
-                continue
-            gain = mass * min(1.0, mass / max(before, 1e-9))  # the next level's mass, if it shrinks as this one did
-            if gain <= self._best(seen.scores_BM[b], depth)[1] * self.costs.t_draft_ms:
-                depths_B[b] = depth
-        return mass_B
-
-    def _best(self, scores_M: Tensor, levels: int) -> tuple[int, float]:
-        """(nodes, tokens a millisecond) of the best number of nodes after so many levels."""
-        assert self.costs is not None
-        gained = scores_M.exp().sort(descending=True).values[: self.max_nodes].cumsum(0).tolist()
-        spent = levels * self.costs.t_draft_ms + self.costs.overhead_ms
-        rates = [(1 + tokens) / (spent + self.costs.target_ms(n + 2)) for n, tokens in enumerate(gained)]
-        best = max(range(len(rates)), key=rates.__getitem__)
-        return best + 1, rates[best]
+    def _stop_rows(self, level_BP: Tensor, frontier_BK: Tensor, depths_B: list[int], depth: int) -> None:
+        """End rows (in `depths_B`) where another level promises less than it costs. level_BP: path scores of this level's nodes."""
+        chances_BP, mass_B = cuda.read(level_BP.exp(), frontier_BK.exp().sum(1))
+        for b, (worth, chances_P, mass) in enumerate(zip(self._worth_B, chances_BP, mass_B, strict=True)):
+            if depth <= depths_B[b]:
+                worth.saw(chances_P, mass)
+                depths_B[b] = depth if worth.ended else depths_B[b]
 
     def _pick(self, seen: Seen, depths_B: list[int]) -> Proposal:
         """The likeliest nodes of each row; a parent is never less likely than its child."""
@@ -220,11 +214,9 @@ class RankedTree(ChainDrafter):
         if self._ahead:
             return self._at_most(seen, depths_B, order.indices, real_B)
         counts_B = [min(self.max_nodes, count) for count in real_B.tolist()]
-        if self.costs is not None:
-            counts_B = [
-                min(count, self._best(scores_M, depth)[0]) if count else 0
-                for scores_M, depth, count in zip(scores_BM, depths_B, counts_B)
-            ]
+        if self._worth_B:
+            settled_B = [worth.settle(chances_M) for worth, chances_M in zip(self._worth_B, scores_BM.exp().tolist())]
+            counts_B = [min(pair) for pair in zip(counts_B, settled_B, strict=True)]
         tokens_BN, parents_BN, _ = seen.kept(order.indices, cuda.tensor(counts_B, real_B.device), max(counts_B))
         return Proposal(tokens_BN, counts_B, parents_BN, None, seen.levels)
 

@@ -125,13 +125,17 @@ def _recursive(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outc
         for b, node, p_V in zip(going, at_R, chooser.warper.probs(rows_RV), strict=True):
             children = [n for n in range(proposal.counts_B[b]) if parents[b][n] == node - 1]
             q_V = _q_of(children, b, node - 1, proposal, len(p_V))
+            failed: set[int] = set()
             for n in children:
                 token = drafted[b][n]
+                if token in failed:  # nothing was drawn there (`sampling.draw_different`)
+                    continue
                 p, q = p_V[token].item(), 1.0 if q_V is None else q_V[token].item()
                 if chooser.uniform(b, depth, noise.ACCEPT, n) * q < p and q > 0:
                     paths_B[b].append(n)
                     break
                 p_V, q_V = _after_failure(p_V, q_V, token)
+                failed.add(token)
             tested_B[b] += bool(children)
             if len(paths_B[b]) == depth:
                 ended.append((b, noise.RESIDUAL if children else noise.BONUS))

@@ -231,18 +231,21 @@ def _whole(
     assert proposal.parents_BN is not None and proposal.q_BNV is not None
     children_BPS, ranks_BN = _children(proposal)
     N = ranks_BN.shape[1]
-    has_BPS = children_BPS < N
     first_BP1 = children_BPS[:, :, :1].clamp(max=N - 1)
     left_BPV = probs_BPV.double()
     q_BPV = proposal.q_BNV.gather(1, first_BP1.expand(-1, -1, left_BPV.shape[2])).double()
     tokens_BPS = F.pad(proposal.tokens_BN, (0, 1)).gather(1, children_BPS.flatten(1)).view_as(children_BPS)
+    # Where a sibling repeats an earlier one nothing was drawn (`sampling.draw_different`).
+    again_BPS = (tokens_BPS[..., None] == tokens_BPS[..., None, :]).tril_(-1).any(-1)
+    has_BPS = (children_BPS < N) & ~again_BPS
     chances = []
     for s in range(children_BPS.shape[2]):
         token_BP1 = tokens_BPS[:, :, s : s + 1]
         scale_BP1 = left_BPV.sum(-1, keepdim=True) / q_BPV.sum(-1, keepdim=True)
         chance_BP1 = left_BPV.gather(2, token_BP1) / (scale_BP1 * q_BPV.gather(2, token_BP1))
-        chances.append(chance_BP1.nan_to_num(nan=0.0, posinf=0.0))  # what has no q was not drawn
-        scale_BP1 = torch.where(has_BPS[:, :, s : s + 1], scale_BP1, 0.0).nan_to_num(nan=0.0, posinf=0.0)
+        has_BP1 = has_BPS[:, :, s : s + 1]
+        chances.append(chance_BP1.nan_to_num(nan=0.0, posinf=0.0) * has_BP1)  # what has no q was not drawn
+        scale_BP1 = torch.where(has_BP1, scale_BP1, 0.0).nan_to_num(nan=0.0, posinf=0.0)
         left_BPV = torch.addcmul(left_BPV, scale_BP1, q_BPV, value=-1).clamp_(min=0)
         q_BPV = q_BPV.scatter(2, token_BP1, 0.0)
     above_BN1 = (proposal.parents_BN + 1).clamp(min=0)[:, :, None]

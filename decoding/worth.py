@@ -14,14 +14,14 @@ from decoding.stopping import RoundCosts
 class Worth:
     """The decisions of one row."""
 
-    DISCOUNT = 0.97  # of what was seen, every round: a row that gave up drafting tries again some day
+    DISCOUNT = 0.99  # of what was seen, every round: a row that gave up drafting tries again some day
     WEIGHT = 4.0  # rounds that the prior stands for
 
-    def __init__(self, costs: RoundCosts) -> None:
-        self.costs = costs
-        self._plain = 1 / (costs.target_ms(1) + costs.overhead_ms)  # tokens a millisecond without a draft
+    def __init__(self, costs: RoundCosts, most: int | None = None) -> None:
+        """most: nodes that `best` chooses at most."""
+        self.costs, self.most = costs, most
         # A round before any was seen: one step, one node, accepted.
-        self._first = (2.0, costs.t_draft_ms + costs.target_ms(2) + costs.overhead_ms)
+        self._first = (2.0, costs.round_ms(1, 1))
         self._tokens, self._ms = (self.WEIGHT * part for part in self._first)
         self._promised = self._kept = self.WEIGHT
         self.begin()
@@ -40,12 +40,11 @@ class Worth:
 
     def drafts(self) -> bool:
         """Whether drafting pays in the round that begins."""
-        return self._tokens / self._ms > self._plain
+        return self._tokens / self._ms > 1 / self.costs.plain_ms
 
     def _rate(self, tokens: float, nodes: int) -> float:
         """Tokens a millisecond after the steps so far."""
-        spent_ms = self.steps * self.costs.t_draft_ms + self.costs.overhead_ms
-        return tokens / (spent_ms + self.costs.target_ms(nodes + 1))
+        return tokens / self.costs.round_ms(self.steps, nodes)
 
     def best(self) -> tuple[list[int], float]:
         """The nodes whose verification promises most, in order, and the tokens a millisecond that they promise.
@@ -54,7 +53,7 @@ class Worth:
         """
         ranked = sorted(range(len(self.nodes)), key=lambda node: (-self.nodes[node], node))
         tokens, most, taken = 1.0, 0.0, 0
-        for count, node in enumerate(ranked, 1):
+        for count, node in enumerate(ranked[: self.most], 1):
             tokens += self.nodes[node]
             rate = self._rate(tokens, count)
             if rate > most:
@@ -62,11 +61,19 @@ class Worth:
         self.verified = taken
         return sorted(ranked[:taken]), most
 
-    def saw(self, chances_W: Sequence[float]) -> None:
-        """A step chose nodes with these chances; `ended` tells afterwards whether another step is worth its cost."""
+    def saw(self, chances_W: Sequence[float], mass: float | None = None) -> None:
+        """A step chose nodes with these chances; `ended` tells afterwards whether another step is worth its cost.
+
+        mass: the chances of those that the next step would go on from (default: all).
+        """
         self.steps += 1
         self.nodes += [self.trust * chance for chance in chances_W]
-        self._decide(sum(chances_W), self.best()[1])
+        self._decide(sum(chances_W) if mass is None else mass, self.best()[1])
+
+    def settle(self, chances_M: Sequence[float]) -> int:
+        """The draft has these nodes after all. How many of the likeliest are verified."""
+        self.nodes = [self.trust * chance for chance in chances_M]
+        return len(self.best()[0])
 
     def admit(self, chances_W: Sequence[float]) -> list[bool]:
         """Which children, not drawn yet, a step draws; all of them are verified."""
@@ -101,7 +108,6 @@ class Worth:
         self._kept = self.WEIGHT + (self._kept - self.WEIGHT) * self.DISCOUNT
         if self.steps:
             self._kept += accepted
-            costs = self.costs
             self._tokens += 1 + accepted
-            self._ms += self.steps * costs.t_draft_ms + costs.target_ms(self.verified + 1) + costs.overhead_ms
+            self._ms += self.costs.round_ms(self.steps, self.verified)
         self.begin()

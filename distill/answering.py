@@ -155,8 +155,7 @@ class Local:
             return settings
         file = self.costs_file
         if self._measured is None and file is not None and file.is_file():
-            known = json.loads(file.read_text(encoding="utf-8"))
-            self._measured = RoundCosts(known["t_draft_ms"], tuple(known["t_target_ms"]), known["overhead_ms"])
+            self._measured = RoundCosts.read(json.loads(file.read_text(encoding="utf-8")))
         if self._measured is None:
             prompts = sorted((request.ids for request in requests), key=len)
             self._measured = self._measure(drafter, settings, prompts[len(prompts) // 2], len(prompts))

@@ -120,10 +120,7 @@ def frozen_costs(
                 )
                 known[key] = dataclasses.asdict(costs)
                 write_text(path, json.dumps(known, indent=1))
-            entry = known[key]
-            bench.costs[name, condition] = RoundCosts(
-                entry["t_draft_ms"], tuple(entry["t_target_ms"]), entry["overhead_ms"]
-            )
+            bench.costs[name, condition] = RoundCosts.read(known[key])
 
 
 def median_parts(slices: Sequence[Slice], drafter: str, condition: Condition, part: str) -> PartTimes:

@@ -22,7 +22,7 @@ from decoding.loop import Settings, start
 from decoding.pearl import Pearl
 from decoding.target import Target
 
-PRODUCT = (Chooser.begin, Chooser.uniform, Chooser.draft_key)
+PRODUCT = (Chooser.begin, Chooser.uniform, Chooser.draft_key, Chooser.node_keys)
 Integers = np.ndarray
 Key = tuple[int, int, int | None]
 
@@ -72,12 +72,15 @@ class ManyChooser(Chooser):
             self._draft_keys[depth] = self._at(depth, noise.DRAFT).view(np.int64).tolist()
         return self._draft_keys[depth][row]
 
+    def node_keys(self, depth: int, nodes: Sequence[int]) -> list[list[int]]:
+        return extended(self._at(depth, noise.DRAFT)[:, None], np.array(nodes, np.uint64)).view(np.int64).tolist()
+
 
 @contextmanager
 def cheap_numbers() -> Iterator[None]:
     """Batches that are made inside draw by `ManyChooser`, unless a control has broken the product's own numbers: then by these."""
     with pytest.MonkeyPatch.context() as patch:
-        if (Chooser.begin, Chooser.uniform, Chooser.draft_key) == PRODUCT:
+        if (Chooser.begin, Chooser.uniform, Chooser.draft_key, Chooser.node_keys) == PRODUCT:
             patch.setattr(batches, "Chooser", ManyChooser)
         yield
 

@@ -1,9 +1,11 @@
 """What is measured before a policy decides: costs that rise with the width, and the rest of a round."""
 
 import itertools
+import json
 import random
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -65,6 +67,40 @@ def test_the_rest_of_a_round_is_what_neither_model_takes(temperature: float, mon
     assert sleepy.overhead_ms > 8 > sleepy.t_target_ms[0]
 
 
+def test_what_is_done_for_each_step_is_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws that sleep make a step dearer, a rule that sleeps over drafts a round that drafts, and neither a round that does not."""
+    from decoding import batch
+    from decoding.chooser import Chooser
+
+    target, _, draft_model = models()
+    drafter, settings = ChainDrafter(model=draft_model), Settings(temperature=1.0, num_draft_tokens=4)
+    before = measure_costs(target, drafter, [4, 5, 6], settings)
+    draft, rule = Chooser.draft, batch.RULES["token"]
+
+    def slow_draft(*given: Any) -> Any:
+        time.sleep(0.01)
+        return draft(*given)
+
+    def slow_rule(logits: torch.Tensor, proposal: Any, chooser: Chooser) -> Any:
+        time.sleep(0.03 * (proposal is not None))
+        return rule(logits, proposal, chooser)
+
+    monkeypatch.setattr(Chooser, "draft", slow_draft)
+    monkeypatch.setitem(batch.RULES, "token", slow_rule)
+    after = measure_costs(target, drafter, [4, 5, 6], settings)
+    assert 8 < after.t_draft_ms - before.t_draft_ms < 16
+    assert 20 < after.overhead_ms - before.overhead_ms < 40
+    assert after.plain_ms - before.plain_ms < 5
+
+
+def test_a_round_without_a_draft_costs_no_rest_of_one_with() -> None:
+    costs = RoundCosts(0.5, (1.0, 1.1, 1.2), 0.4, 0.1)
+    assert costs.round_ms(0, 0) == costs.plain_ms == pytest.approx(1.1)
+    assert costs.round_ms(2, 2) == pytest.approx(1.0 + 1.2 + 0.4)
+    assert RoundCosts(0.5, (1.0,), 0.4).plain_ms == pytest.approx(1.4)
+    assert RoundCosts.read(json.loads(json.dumps(asdict(costs)))) == costs
+
+
 def test_a_bad_window_decides_nothing() -> None:
     """Nor does the pace of a window: its parts count by their ratios."""
     good = RoundCosts(0.3, (1.0, 1.1, 1.2), 0.1)
@@ -72,6 +108,6 @@ def test_a_bad_window_decides_nothing() -> None:
     bad = RoundCosts(3.0, (1.5, 9.0, 1.0), -2.0)
     costs = settled([good, bad, slow, slow, good])
     assert costs.t_target_ms == pytest.approx((1.5, 1.65, 1.8))
-    assert (costs.t_draft_ms, costs.overhead_ms) == pytest.approx((0.45, 0.15))
+    assert (costs.t_draft_ms, costs.overhead_ms, costs.plain_overhead_ms) == pytest.approx((0.45, 0.15, 0.15))
     assert settled([bad]).t_target_ms == pytest.approx((1.5, 5.0, 5.0)), "costs rise with the width"
     assert settled([bad]).overhead_ms == 0.0

@@ -6,12 +6,13 @@ Shapes: B rows, N nodes, V vocabulary.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from decoding import cuda, drawn_tree
+from decoding import chooser, cuda, drawn_tree
 from decoding.chooser import Chooser
 from decoding.drafter import Drafter, Proposal
 from decoding.drawn_tree import DrawnGraph, DrawnTree
@@ -19,6 +20,7 @@ from decoding.draws import Draws, worths
 from decoding.errors import UserError
 from decoding.graph import GraphDrafter
 from decoding.loop import Settings, decode
+from decoding.multi_candidate import MultiCandidate
 from decoding.sampling import Warper
 from decoding.seen import NONE
 from decoding.static_tree import StaticTree
@@ -83,20 +85,23 @@ def test_what_is_settled_before_the_draw_keeps_it(draws: int) -> None:
 
 
 def sampling(rows: int, vocab_size: int) -> Chooser:
-    chooser = Chooser(Warper(1.0), "token", 0, vocab_size, torch.device("cpu"))
-    chooser.begin(list(range(rows)), [0] * rows, [3] * rows, 5)
-    return chooser
+    drawn = Chooser(Warper(1.0), "token", 0, vocab_size, torch.device("cpu"))
+    drawn.begin(list(range(rows)), [0] * rows, [3] * rows, 5)
+    return drawn
 
 
 def test_children_are_drawn_without_replacement_in_their_order() -> None:
-    """First children are distributed as q, second ones as q without the first."""
+    """First children are distributed as q, second ones as q without the first; what was not drawn repeats a sibling and has no probability."""
     rows, q_V = 20_000, torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], dtype=torch.float64)
     draws = Draws(sampling(rows, 5), q_V.log().expand(rows, 5), 2)
     tokens_BPK, probs_BPK = draws.children(draws.q(draws.tips()), 5, 1, 2)
     first_B, second_B = tokens_BPK[:, 0, 0], tokens_BPK[:, 0, 1]
-    assert torch.allclose(probs_BPK[..., :4], q_V[tokens_BPK[..., :4]])
+    drawn_BPK = probs_BPK > 0
+    assert torch.allclose(probs_BPK[drawn_BPK], q_V[tokens_BPK[drawn_BPK]])
     assert probs_BPK[..., 4].max() == 0, "nothing was left"
-    assert torch.equal(tokens_BPK[:, 0, :4].sort(-1).values, torch.arange(4).expand(rows, 4))
+    assert drawn_BPK[..., :3].all() and drawn_BPK[..., 3].double().mean() > 0.95
+    different_B = tokens_BPK[:, 0].sort(-1).values.diff(dim=-1).gt(0).sum(-1) + 1
+    assert torch.equal(different_B, drawn_BPK[:, 0].sum(-1))
     assert torch.allclose(first_B.bincount(minlength=5).double() / rows, q_V, atol=0.02)
     among_B = first_B == 0
     assert torch.allclose(
@@ -106,6 +111,31 @@ def test_children_are_drawn_without_replacement_in_their_order() -> None:
     )
     elsewhere_BPK, _ = draws.children(draws.q(draws.tips()), 5, 1, 1)
     assert not torch.equal(elsewhere_BPK, tokens_BPK), "another node, the same numbers"
+
+
+FEW: dict[str, Callable[[], Drafter]] = {
+    "multi-candidate": lambda: MultiCandidate(model=draft_table(), branching=(4, 3)),
+    "static": lambda: StaticTree(model=draft_table()),
+    "ranked": lambda: RankedTree(model=draft_table(), frontier=4, max_nodes=12),
+}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", FEW)
+def test_children_that_were_not_drawn_are_not_tested(name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law 3 where as few draws as children leave many places empty; it breaks where an empty place is tested as another token."""
+    monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
+    monkeypatch.setattr(chooser, "TRIES", 1)
+    assert law_holds(FEW[name](), "token", "plain", 5_000) > P_LIMIT
+    different = chooser.draw_different
+
+    def filled(*given: Any) -> tuple[Tensor, Tensor]:
+        tokens_BPK, probs_BPK = different(*given)
+        empty_BPK = probs_BPK == 0
+        return (tokens_BPK + empty_BPK) % 5, probs_BPK.masked_fill(empty_BPK, 0.2)
+
+    monkeypatch.setattr(chooser, "draw_different", filled)
+    assert law_holds(FEW[name](), "token", "plain", 5_000) < P_LIMIT
 
 
 def test_what_a_child_is_worth() -> None:
