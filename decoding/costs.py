@@ -46,7 +46,7 @@ def measure_costs(
         schedule="serial",
         stopping="fixed",
         stopping_threshold=None,
-        costs=RoundCosts(1.0, (1.0,)),  # what a drafter that weighs costs needs to draft at all
+        costs=RoundCosts(0.01, (1.0,)),  # a drafter that weighs costs is to draft, and deep
         ignore_eos=True,
     )
     prompts = [list(prompt)] * batch_size

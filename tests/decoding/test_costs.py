@@ -93,6 +93,27 @@ def test_what_is_done_for_each_step_is_the_steps(monkeypatch: pytest.MonkeyPatch
     assert after.plain_ms - before.plain_ms < 5
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_tree_by_cost_knows_what_its_growing_takes(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs that are made up while costs are measured have it draft."""
+    from decoding.trees import RankedTree
+
+    target, _, draft_model = models()
+    drafter = RankedTree(model=draft_model, by_cost=True)
+    settings = Settings(temperature=temperature, num_draft_tokens=3)
+    before = measure_costs(target, drafter, [4, 5, 6], settings)
+    grow = drafter._run
+
+    def slow(*given: Any) -> torch.Tensor:
+        time.sleep(0.02)
+        return grow(*given)
+
+    monkeypatch.setattr(drafter, "_run", slow)
+    after = measure_costs(target, drafter, [4, 5, 6], settings)
+    assert 10 < after.t_draft_ms - before.t_draft_ms < 40
+    assert after.plain_ms - before.plain_ms < 5
+
+
 def test_a_round_without_a_draft_costs_no_rest_of_one_with() -> None:
     costs = RoundCosts(0.5, (1.0, 1.1, 1.2), 0.4, 0.1)
     assert costs.round_ms(0, 0) == costs.plain_ms == pytest.approx(1.1)
