@@ -106,6 +106,7 @@ def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
         tuple(pace_ms * ratio for ratio in rising([median(column) for column in zip(*ratios, strict=True)])),
         max(0.0, pace_ms * median(window.overhead_ms / window.t_target_ms[0] for window in windows)),
         max(0.0, pace_ms * median(_plain_share(window) for window in windows)),
+        windows[0].rows,
     )
 
 

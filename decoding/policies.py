@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 from decoding.errors import UserError
-from decoding.stopping import Fixed, RoundCosts, Sign, Stopping
+from decoding.stopping import Fixed, RoundCosts, Sign, Stopping, Tries
 
 
 class Confidence(Fixed):
@@ -125,7 +125,8 @@ class CostRatio(Fixed):
     running acceptance. rho is that of this request: emitted tokens over the modelled milliseconds of its rounds.
 
     per_token=False is for devices that the host runs ahead of, where a confidence costs a wait: nothing is read, and each round takes the
-    draft length with the most expected tokens a millisecond at the running acceptance.
+    draft length with the most expected tokens a millisecond at the running acceptance. So it is in a batch, whose rounds are as long as their
+    longest draft (`RoundCosts.rows`).
     """
 
     BINS = 10  # of confidence, and one more count for all tokens
@@ -133,8 +134,9 @@ class CostRatio(Fixed):
     DISCOUNT = 0.99  # of what was seen, every round: a row that gave up drafting tries again some day
 
     def __init__(self, costs: RoundCosts, per_token: bool = True) -> None:
-        self.costs, self.per_token = costs, per_token
-        self.reads = "confidence" if per_token else "nothing"
+        self.costs, self.per_token = costs, per_token and costs.rows == 1
+        self.reads = "confidence" if self.per_token else "nothing"
+        self._tries = Tries(costs)
         confidences = [*((i + 0.5) / self.BINS for i in range(self.BINS)), 0.5]
         self._prior = [self.WEIGHT * self.prior(confidence) for confidence in confidences]
         self._passed, self._tested = list(self._prior), [self.WEIGHT] * len(confidences)
@@ -155,7 +157,8 @@ class CostRatio(Fixed):
 
     def limit(self, budget: int) -> int:
         if not self.per_token:
-            return max(range(budget + 1), key=self._rate)
+            length = max(range(budget + 1), key=self._rate)
+            return length * self._tries(length > 0)
         self._round, self._survival = [], 1.0
         return budget if self._worth(0) else 0
 

@@ -41,6 +41,9 @@ class RoundCosts:
     t_target_ms: tuple[float, ...]  # of n = 1, 2, ... new tokens; further ones on the line through the last two
     overhead_ms: float = 0.0  # the rest of a round that drafts
     plain_overhead_ms: float | None = None  # the rest of one that does not; None: the same
+    # Of the batch that was timed. One row's draft makes the round of all its rows dear, so rows of a batch decide before the round, by what they
+    # have seen, and are of one mind, instead of each by what it draws.
+    rows: int = 1
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> "RoundCosts":
@@ -65,6 +68,22 @@ class RoundCosts:
             return known[n - 1]
         slope = known[-1] - known[-2] if len(known) > 1 else 0.0
         return known[-1] + max(slope, 0.0) * (n - len(known))
+
+
+class Tries:
+    """When a row that gave up drafting tries again: of a batch at rounds to which all its rows come together, though none asks another."""
+
+    EVERY = 16  # rounds
+
+    def __init__(self, costs: RoundCosts) -> None:
+        self._every = self.EVERY if costs.rows > 1 else 1
+        self._round, self._idle = -1, False
+
+    def __call__(self, pays: bool) -> bool:
+        """Whether the row drafts in the round that begins. pays: what it expects."""
+        self._round += 1
+        self._idle = not pays or (self._idle and self._round % self._every != 0)
+        return not self._idle
 
 
 class Stopping(Protocol):

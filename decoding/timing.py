@@ -41,7 +41,7 @@ class Parts:
         timed = sorted(self.t_target_ms)
         smooth = rising([self.t_target_ms[n] for n in timed])
         every = np.interp(range(1, timed[-1] + 1), timed, smooth)
-        return RoundCosts(self.t_draft_ms or 0.0, tuple(every.tolist()))
+        return RoundCosts(self.t_draft_ms or 0.0, tuple(every.tolist()), rows=self.batch_size)
 
 
 def rising(values: Sequence[float]) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
-"""How large a tree a row drafts next, from its past rounds: for devices that the host runs ahead of, where a look at the tree costs a wait.
+"""How large a tree a row drafts next, from its past rounds: for devices that the host runs ahead of, where a look at the tree costs a wait, and for
+batches, whose rounds are as wide as their widest tree.
 
-Where the host waits anyway, a tree is weighed while it grows (decoding/trees.py, decoding/worth.py). Here the numbers that would decide
+Elsewhere a tree is weighed while it grows (decoding/trees.py, decoding/worth.py). Here the numbers that would decide
 are read after the round, with the accepted lengths: for each level the chances of its likeliest nodes, which are their path probabilities.
 Their means over past rounds say what a tree of so many levels and nodes gains, the measured costs what it takes, and the size with the most
 expected tokens a millisecond is drafted. Estimates are trusted as far as they came true. Everything is the row's own, so its output hangs on
@@ -11,7 +12,7 @@ Shapes: L levels, W nodes of a level whose chances are known.
 
 from collections.abc import Sequence
 
-from decoding.stopping import RoundCosts
+from decoding.stopping import RoundCosts, Tries
 
 
 class TreeSize:
@@ -24,6 +25,7 @@ class TreeSize:
     def __init__(self, costs: RoundCosts | None, width: int, branching: int | None = None) -> None:
         """costs: None where the number of nodes is fixed. width: W. branching: children that a node has at most; None: as many as a level."""
         self.costs, self.width, self.branching = costs, width, branching or width
+        self._tries = Tries(costs) if costs is not None else None
         self._sums: list[list[float]] = []  # of the chances seen, by level and by rank in it
         self._rounds: list[float] = []  # that saw the level
         self._promised = self._kept = self.WEIGHT
@@ -51,6 +53,8 @@ class TreeSize:
                     best, taken = rate, count
             if taken:
                 self.chosen = self._split(ranked[:taken], deepest)
+        if self._tries is not None and not self._tries(bool(self.chosen)):
+            self.chosen = []
         return self.chosen
 
     def _likeliest(self, levels: list[list[float]], depth: int, most: int) -> list[tuple[float, int]]:

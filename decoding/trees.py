@@ -63,7 +63,7 @@ class RankedTree(ChainDrafter):
         self.caps = Caps(shape="tree", has_q=draws == "drawn", needs_costs=by_cost)
         self.costs: RoundCosts | None = None
         self._ahead = False
-        # What sizes picked trees with costs: the rounds before where the host runs ahead, else the tree itself while it grows.
+        # What sizes picked trees with costs: the rounds before (`_by_past`), or the tree itself while it grows.
         self._sizes_B: list[TreeSize] = []
         self._worth_B: list[Worth] = []
         self._budget: TreeBudget | None = None  # of drawn ones, from their first round on
@@ -87,9 +87,14 @@ class RankedTree(ChainDrafter):
         super().resume(prompt, kept, hidden_NC)
         self._weigh(1)
 
+    @property
+    def _by_past(self) -> bool:
+        """Whether a tree's size is chosen before it grows: where a look at it costs a wait, and in a batch, which is as wide as its widest."""
+        return self._ahead or (self.costs is not None and self.costs.rows > 1)
+
     def _weigh(self, rows: int) -> None:
         self._budget, self._sizes_B, self._worth_B = None, [], []
-        if self.costs is not None and self._ahead:
+        if self.costs is not None and self._by_past:
             self._sizes_B = [TreeSize(self.costs, self.max_nodes) for _ in range(rows)]
         elif self.costs is not None:
             self._worth_B = [Worth(self.costs, self.max_nodes) for _ in range(rows)]
@@ -131,7 +136,7 @@ class RankedTree(ChainDrafter):
     def _new_budget(self, rows: int) -> TreeBudget:
         if self.costs is None:
             return BySize(rows, self.max_nodes, self.frontier)
-        if self._ahead:
+        if self._by_past:
             return BySize(rows, self.max_nodes, self.frontier, self.costs)
         return ByWorth(rows, self.max_nodes, self.costs)
 
@@ -211,7 +216,7 @@ class RankedTree(ChainDrafter):
         scores_BM = seen.down_to(depths_B)
         order = scores_BM.sort(descending=True, stable=True)
         real_B = (order.values > NONE).sum(1)
-        if self._ahead:
+        if self._ahead or self._sizes_B:
             return self._at_most(seen, depths_B, order.indices, real_B)
         counts_B = [min(self.max_nodes, count) for count in real_B.tolist()]
         if self._worth_B:

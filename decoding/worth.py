@@ -8,7 +8,7 @@ row's output hangs on no neighbour; and nothing looks at a token before its chan
 
 from collections.abc import Sequence
 
-from decoding.stopping import RoundCosts
+from decoding.stopping import RoundCosts, Tries
 
 
 class Worth:
@@ -20,6 +20,7 @@ class Worth:
     def __init__(self, costs: RoundCosts, most: int | None = None) -> None:
         """most: nodes that `best` chooses at most."""
         self.costs, self.most = costs, most
+        self._tries = Tries(costs)
         # A round before any was seen: one step, one node, accepted.
         self._first = (2.0, costs.round_ms(1, 1))
         self._tokens, self._ms = (self.WEIGHT * part for part in self._first)
@@ -40,7 +41,7 @@ class Worth:
 
     def drafts(self) -> bool:
         """Whether drafting pays in the round that begins."""
-        return self._tokens / self._ms > 1 / self.costs.plain_ms
+        return self._tries(self._tokens / self._ms > 1 / self.costs.plain_ms)
 
     def _rate(self, tokens: float, nodes: int) -> float:
         """Tokens a millisecond after the steps so far."""

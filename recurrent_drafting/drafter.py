@@ -151,7 +151,7 @@ class RecurrentDrafter:
         self._worth_B, self._sizes_B, self._rooms_B = [], [], []
         if self._costs is None:
             self._rooms_B = [Room() for _ in range(rows)] if cuda.runs_ahead(self.device) else []
-        elif cuda.runs_ahead(self.device):
+        elif cuda.runs_ahead(self.device) or self._costs.rows > 1:
             self._sizes_B = [TreeSize(self._costs, self.beam_width) for _ in range(rows)]
         else:
             self._worth_B = [Worth(self._costs) for _ in range(rows)]

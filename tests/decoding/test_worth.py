@@ -6,7 +6,8 @@ import pytest
 
 from decoding.graph import GraphDrafter
 from decoding.loop import Settings, decode
-from decoding.stopping import RoundCosts
+from decoding.policies import CostRatio
+from decoding.stopping import RoundCosts, Tries
 from decoding.trees import RankedTree
 from decoding.worth import Worth
 
@@ -37,6 +38,37 @@ def test_a_tree_that_does_not_pay_is_rarely_drafted(kind: type[RankedTree], temp
     assert 0 < share < 0.15 and spent < 1.3
     assert drafted(kind, temperature, CHEAP)[0] > 0.9, "control: at no cost it is"
     assert drafted(kind, temperature, ALIKE)[0] > 0.9, "control: where all rounds have that rest it is"
+
+
+def test_rows_of_a_batch_try_again_together() -> None:
+    """Whenever each of them gave up; a row of its own tries when it sees fit."""
+    for rows, expected in ((4, {32}), (1, {21, 30})):
+        again = set()
+        for gave_up, sees_fit in ((3, 21), (9, 30)):
+            tries = Tries(replace(CHEAP, rows=rows))
+            drafted = [n for n in range(50) if tries(n < gave_up or n >= sees_fit)]
+            assert drafted[:gave_up] == list(range(gave_up)) and drafted[-1] == 49
+            again.add(drafted[gave_up])
+        assert again == expected
+
+
+def test_a_policy_of_a_batch_settles_the_length_before_the_round() -> None:
+    assert CostRatio(CHEAP).reads == "confidence"
+    policy = CostRatio(replace(CHEAP, rows=4))
+    assert policy.reads == "nothing" and policy.limit(4) > 0 and policy.more(1, None)
+
+
+@pytest.mark.parametrize("kind", [RankedTree, GraphDrafter])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_of_a_batch_are_sized_by_the_rounds_before(kind: type[RankedTree], temperature: float) -> None:
+    """Its rows have the target's text, their own lengths, and drafts."""
+    settings = Settings(max_new_tokens=40, num_draft_tokens=3, temperature=temperature, verify="coupled", seed=4)
+    prompts = [[1, 2], [3, 4], [0, 3], [2, 2]]
+    plain = decode(target_table(), None, prompts, settings)
+    costs = replace(CHEAP, rows=4)
+    done = decode(target_table(), kind(model=draft_table(), by_cost=True), prompts, replace(settings, costs=costs))
+    assert [g.tokens for g in done] == [g.tokens for g in plain]
+    assert sum(g.accepted for g in done) > 40
 
 
 def test_the_likeliest_nodes_are_verified_within_their_number() -> None:
