@@ -46,6 +46,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{folder}: is a file, expected a model folder with config.json and model.safetensors in it.")
     path = folder / "config.json"
     if not path.is_file():
+        inside = [file.parent for file in sorted(folder.glob("*/config.json"))]
+        if inside:  # a run's folder, say
+            raise UserError(f"{folder}: is no model folder, but holds {' and '.join(map(str, inside))}: give that.")
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
         raise UserError(f"{folder}: has no config.json (found {found}), expected a Hugging Face model folder.")
     config = read_json(path)

@@ -51,9 +51,17 @@ def lose_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def into_a_run(folder: Path) -> None:
+    files = list(folder.iterdir())
+    (folder / "drafter").mkdir()
+    for file in files:
+        file.rename(folder / "drafter" / file.name)
+
+
 BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ("missing", shutil.rmtree, "there is no such model folder"),
     ("empty", lambda f: [p.unlink() for p in f.iterdir()], "has no config.json .found nothing., expected"),
+    ("a run's folder", into_a_run, "is no model folder, but holds .*/drafter: give that"),
     ("no weights", lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
     (
         "cut weights",
