@@ -143,9 +143,14 @@ def test_every_extension_trains_and_is_told(
     assert bool(card["extensions"]) == shortlist
 
 
-@pytest.mark.parametrize("cache", ["none", pytest.param("disk", marks=pytest.mark.long)])
-def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(cache: str, tiny_target: Path, tmp_path: Path):
-    more = [f"states.cache={cache}", f"states.folder={tmp_path / 'states'}", "loss.own_tokens=0.5"]
+@pytest.mark.parametrize(
+    ("cache", "loss"),
+    [("none", "own_tokens=0.5"), pytest.param("disk", "name=continuations", marks=pytest.mark.long)],
+)
+def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(
+    cache: str, loss: str, tiny_target: Path, tmp_path: Path
+):
+    more = [f"states.cache={cache}", f"states.folder={tmp_path / 'states'}", f"loss.{loss}"]
     process = subprocess.Popen(
         command(tiny_target, tmp_path / "killed", *more), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -177,8 +182,16 @@ def test_ranks_of_every_kind_make_the_same_head(
     same_in_ranks(kind, finished, tiny_target, tmp_path)
 
 
-def same_in_ranks(kind: str, alone: Path, target: Path, folder: Path) -> None:
-    given = command(target, folder, f"parallel={kind}", "parallel.processes=2")
+@pytest.mark.long
+def test_ranks_go_on_as_one_process_does(tiny_target: Path, tmp_path: Path):
+    """The paper's distillation: each rank has the target continue its own positions."""
+    more = "loss.name=continuations"
+    run(configured(tiny_target, tmp_path / "alone", more))
+    same_in_ranks("ddp", tmp_path / "alone", tiny_target, tmp_path / "ranks", more)
+
+
+def same_in_ranks(kind: str, alone: Path, target: Path, folder: Path, *more: str) -> None:
+    given = command(target, folder, f"parallel={kind}", "parallel.processes=2", *more)
     done = subprocess.run(
         given, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400
     )
