@@ -24,7 +24,7 @@ from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Outcome, Proposal
 from decoding.errors import UserError
-from decoding.lookahead import Branches, Lookahead, choices, packed
+from decoding.lookahead import Branches, Lookahead, Phrase, choices, packed
 from decoding.reading import Reading
 from decoding.stopping import Stopping
 from decoding.verify import follow
@@ -36,14 +36,16 @@ class Drafted:
 
     chain: list[int]  # nodes
     tokens: list[int]  # of the chain
-    suffixes: list[tuple[list[int], list[int]]]  # (nodes, tokens) of each attached phrase
+    suffixes: list[
+        tuple[list[int], list[int], Phrase]
+    ]  # nodes and tokens of each attached phrase, and the whole phrase
 
 
 class Ouroboros(ChainDrafter):
     """A small model with phrases. Hydra: `_target_: decoding.ouroboros.Ouroboros`.
 
     ngram, columns, candidates: of the lookahead inside the draft model (decoding/lookahead.py). suffixes: phrases attached. The draft length
-    counts an attached phrase's ngram - 1 tokens too. The other arguments are ChainDrafter's.
+    counts an attached phrase's tokens too, ngram - 1 or as many as are half of it. The other arguments are ChainDrafter's.
     """
 
     caps = Caps(shape="tree")
@@ -92,7 +94,7 @@ class Ouroboros(ChainDrafter):
         self._drafted = [None] * len(depths_B)
         if max(depths_B) == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
-        wanted_B = [min(depth, max(1, depth - self.phrase)) for depth in depths_B]
+        wanted_B = [depth - min(self.phrase, depth // 2) for depth in depths_B]
         drafted_B, steps = self._draft(sequences_B, wanted_B, chooser)
         trees = []
         for row, (drafted, depth) in enumerate(zip(drafted_B, depths_B)):
@@ -100,8 +102,8 @@ class Ouroboros(ChainDrafter):
             if drafted:
                 chain = tree.add(drafted)
                 phrases = self.inner.pools[row].newest(drafted[-1], self.suffixes)
-                cut = [list(phrase[: depth - len(drafted)]) for phrase in phrases]
-                hung = [(tree.add(phrase, chain[-1]), phrase) for phrase in cut if phrase]
+                cuts = [(list(phrase[: depth - len(drafted)]), phrase) for phrase in phrases]
+                hung = [(tree.add(cut, chain[-1]), cut, phrase) for cut, phrase in cuts if cut]
                 self._drafted[row] = Drafted(chain, drafted, hung)
             trees.append(tree)
         proposal = packed(trees, [len(tree.tokens) for tree in trees], chooser.device)
@@ -169,10 +171,10 @@ class Ouroboros(ChainDrafter):
                 ]
                 for at in range(len(words) - self.phrase):
                     pool.add(words[at], tuple(words[at + 1 : at + 1 + self.phrase]))
-            for nodes, tokens in drafted.suffixes:
+            for nodes, tokens, phrase in drafted.suffixes:
                 corrected = [said[node + 1] for node in [drafted.chain[-1], *nodes[:-1]]]
                 if corrected != tokens:
-                    pool.drop(drafted.tokens[-1], tuple(tokens))
+                    pool.drop(drafted.tokens[-1], phrase)
                     pool.add(drafted.tokens[-1], tuple(corrected))
         self._drafted = [None] * len(self._drafted)
 

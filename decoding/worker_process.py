@@ -67,7 +67,7 @@ class _Worker:
         began = perf_counter()
         if spec not in self._choosers:
             warper, rule, seed, vocab_size = spec
-            self._choosers = {spec: Chooser(warper, rule, seed, vocab_size, torch.device("cpu"))}
+            self._choosers = {spec: Chooser(warper, rule, seed, vocab_size, self.drafter.model.device)}
         chooser = self._choosers[spec]
         chooser.processors = make_processors(repetition_penalty, None)
         chooser.begin(*begun)

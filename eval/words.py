@@ -231,12 +231,11 @@ def warnings(rows: list[Row]) -> list[str]:
 
 def disturbance(rows: list[Row]) -> str:
     """A warning where other processes took the processor while decoding; empty where nothing says so."""
-    share = min(row.cpu_share for row in rows)
-    if rows[0].device != "cpu" or share >= UNDISTURBED:
+    if rows[0].device != "cpu" or rows[0].backend.endswith("processes)"):
         return ""
-    if rows[0].backend.endswith(
-        "processes)"
-    ):  # a target in several processes: this one waits for the others, as it should
+    # Where a target or a drafter works in another process this one waits for it, as it should.
+    share = min((row.cpu_share for row in rows if row.schedule not in WALL), default=1.0)
+    if share >= UNDISTURBED:
         return ""
     remedy = "" if rows[0].threads == 1 else ", or with threads=1"
     return (

@@ -190,22 +190,28 @@ def widths(target: NativeTarget, sizes: Sizes, context: int, limit: dict[str, fl
     }
 
 
+def judged(found: float, goal: float) -> dict[str, Any]:
+    """A goal and whether it was met; of what should be small both are negative."""
+    return {"goal": abs(goal), "met": found >= goal}
+
+
 def one_execution(weights: Weights, execution: str, sizes: Sizes, limit: dict[str, float], figures: Any) -> None:
     """The target and each drafter alone, and rounds of both."""
     device, capacity = str(weights.device), sizes.prompt + sizes.tokens + 2 * sizes.gamma + 2
     target = NativeTarget(weights, "target", None, None, execution)
     target.open(1, capacity)  # every later call fits into this cache, so layers are compiled once
     found = autoregressive(target, sizes, limit)
-    figures.add(f"autoregressive, target, {execution}", {**found, "goal": GOALS["target"]})
+    figures.add(f"autoregressive, target, {execution}", {**found, **judged(found["share_of_limit"], GOALS["target"])})
     for name, shape in sizes.drafters.items():
         if not figures.in_time(f"{name}, {execution}"):
             continue
         model = NativeTarget(random_weights(shape, sizes.dtype, device, 2048), name, None, None, execution)
         model.open(1, capacity)
         found = autoregressive(model, sizes, limit)
-        found |= {"goal": GOALS["drafter"], "parameters": model.num_parameters}
+        found |= {**judged(found["share_of_limit"], GOALS["drafter"]), "parameters": model.num_parameters}
         figures.add(f"autoregressive, {name}, {execution}", found)
-        figures.add(f"rounds, {name}, {execution}", {**rounds(target, model, sizes, limit), "goal": GOALS["overhead"]})
+        whole = rounds(target, model, sizes, limit)
+        figures.add(f"rounds, {name}, {execution}", {**whole, **judged(-whole["overhead"], -GOALS["overhead"])})
         del model
         cuda.release(weights.device)
 

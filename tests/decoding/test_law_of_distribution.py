@@ -71,11 +71,17 @@ AHEAD += ("static_tree", "budget_tree_picked", "graph_picked")
 
 @pytest.mark.parametrize(
     ("name", "draws"),
-    [(name, 5_000) for name in BRIEFLY] + [pytest.param(name, 20_000, marks=pytest.mark.long) for name in AHEAD],
+    [(name, 20_000) if name in BRIEFLY else pytest.param(name, 20_000, marks=pytest.mark.long) for name in AHEAD],
 )
 def test_law_3_of_trees_where_the_host_runs_ahead(name: str, draws: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
     assert law_holds(drafter_of(name), "token", "hot_top_p", draws, seed=2) > P_LIMIT
+
+
+@pytest.mark.parametrize("name", ["chain", "budget_tree", "recurrent_drawn_by_cost"])
+def test_law_3_where_rows_of_a_batch_settle_a_draft_before_the_round(name: str) -> None:
+    more = {"stopping": "cost_ratio"} if name == "chain" else {}
+    assert law_holds(drafter_of(name), "token", "plain", 20_000, costs=replace(COSTS, rows=4), **more) > P_LIMIT
 
 
 @pytest.mark.long

@@ -44,6 +44,8 @@ def test_a_busy_machine_is_named(rows):
     assert words.disturbance(rows) == ""
     starved = [type(row)(**{**row.__dict__, "cpu_share": 0.4}) for row in rows]
     assert "only 40 % of the time" in words.disturbance(starved)
+    waiting = [type(row)(**{**row.__dict__, "schedule": "pearl_wall"}) for row in starved]
+    assert words.disturbance([*rows, *waiting]) == "", "it waits for its drafter's process, and nobody was in its way"
     console = Console(file=io.StringIO())
     print_table(starved, console)
     text = console.file.getvalue()
