@@ -58,9 +58,9 @@ def measure_costs(
         parts = time_parts(
             target, drafter, prompt, widths=widths, context=context, batch_size=batch_size, repeats=repeats, warmup=1
         )
-        plain, shallow = generation(None, 1), generation(drafter, 1)
-        deep = generation(drafter, brief.num_draft_tokens)
-        return with_rest(parts.costs, drafter, deep, shallow if settings.schedule == "serial" else deep, plain)
+        plain = generation(None, 1)
+        shallow = generation(drafter, 1) if settings.schedule == "serial" else None
+        return with_rest(parts.costs, drafter, generation(drafter, brief.num_draft_tokens), shallow, plain)
 
     with own_cores(target, drafter, settings.schedule):
         generation(drafter, brief.num_draft_tokens)  # warms up
@@ -68,20 +68,20 @@ def measure_costs(
 
 
 def with_rest(
-    costs: RoundCosts, drafter: Drafter, deep: Generation, shallow: Generation, plain: Generation
+    costs: RoundCosts, drafter: Drafter, deep: Generation, shallow: Generation | None, plain: Generation
 ) -> RoundCosts:
     """The costs of the parts, and the rest that serial generations' rounds took beside them.
 
     What the rest of a `deep` round is more than that of a `shallow` one is done for each of its steps: it is theirs. Not where lanes overlap
-    (there deep is given for shallow too): part of it is verification's, and a drafter's lane that is thought too slow is given too short chunks.
+    (there is no shallow one then): part of it is verification's, and a drafter's lane that is thought too slow is given too short chunks.
     A drafted token of a worker costs what it took in the deep generation, by the worker's clock: its lane holds the draws too. The message there
     and back is the rest, once a round.
     """
     if isinstance(drafter, RemoteChain) and drafter.seconds_a_step is not None:
         costs = replace(costs, t_draft_ms=1000 * drafter.seconds_a_step)
-    rest_ms, more_steps = _rest_ms(costs, deep), _steps(deep) - _steps(shallow)
-    if more_steps >= 0.5:
-        step_ms = max(0.0, (rest_ms - _rest_ms(costs, shallow)) / more_steps)
+    rest_ms = _rest_ms(costs, deep)
+    if shallow is not None and _steps(deep) - _steps(shallow) >= 0.5:  # less says nothing but noise of a step
+        step_ms = max(0.0, (rest_ms - _rest_ms(costs, shallow)) / (_steps(deep) - _steps(shallow)))
         rest_ms -= step_ms * _steps(deep)
         costs = replace(costs, t_draft_ms=costs.t_draft_ms + step_ms)
     return replace(costs, overhead_ms=rest_ms, plain_overhead_ms=_rest_ms(costs, plain))

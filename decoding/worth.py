@@ -40,7 +40,7 @@ class Worth:
         return self._kept / self._promised
 
     def drafts(self) -> bool:
-        """Whether drafting pays in the round that begins."""
+        """Whether drafting pays in the round that begins; asked once a round."""
         return self._tries(self._tokens / self._ms > 1 / self.costs.plain_ms)
 
     def _rate(self, tokens: float, nodes: int) -> float:

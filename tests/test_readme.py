@@ -89,9 +89,8 @@ TOY = {
 
 
 def commands() -> list[str]:
-    quickstart = (
-        (ROOT / "scripts" / "quickstart.sh").read_text().replace("$folder", "runs/quickstart")
-    )  # as without overrides
+    # What it prints without overrides.
+    quickstart = (ROOT / "scripts" / "quickstart.sh").read_text().replace("$folder", "runs/quickstart")
     files = [README, (ROOT / "assets" / "README.md").read_text(), quickstart]
     found = [match for text in files for match in re.findall(r"python -m ([\w.]+(?: [^`\n|]*)?)", text)]
     return sorted({command.strip() for command in found if command.split()[0] in SCHEMAS})

@@ -15,9 +15,8 @@ from .law_3 import target_table
 from .rows import draft_table
 
 CHEAP = RoundCosts(0.01, tuple(1 + 0.001 * n for n in range(20)))
-DEAR = replace(
-    CHEAP, overhead_ms=0.95, plain_overhead_ms=0.0
-)  # a draft of one token costs what it gains if it always passes
+# A draft of one token costs what it gains if it always passes.
+DEAR = replace(CHEAP, overhead_ms=0.95, plain_overhead_ms=0.0)
 ALIKE = replace(DEAR, plain_overhead_ms=None)  # as dear without a draft
 
 
