@@ -140,9 +140,11 @@ def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) 
     steps = total_steps(config.loop, data)
     print(f"student: {sizes[0]:.1f} M parameters, {layers[0]} of {layers[1]} layers; teacher: {sizes[1]:.1f} M, frozen")
     print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, {data.fill:.1%} full")
-    print(
-        f"plan: {steps:,} steps of {data.rows_per_step * data.capacity:,} tokens, {steps / data.steps_per_epoch:.2f} epochs"
-    )
+    epochs = steps / data.steps_per_epoch
+    # The time left is foretold by the steps of the last half minute, which in the first epoch run the teacher too.
+    remembers = config.loss.name == "forward_kl" and config.loss.cache_mb > 0 and epochs > 1
+    slow_first = "; the first also runs the teacher and is the slowest" if remembers else ""
+    print(f"plan: {steps:,} steps of {data.rows_per_step * data.capacity:,} tokens, {epochs:.2f} epochs{slow_first}")
 
 
 def finish(
