@@ -36,12 +36,14 @@ class PhrasePool:
         self._after: dict[int, OrderedDict[Phrase, None]] = {}
 
     def add(self, first: int, phrase: Phrase) -> None:
-        """File a phrase; one that is known becomes the newest again."""
+        """File a phrase; one that is known, or begins a longer one that is, makes that the newest. It takes the place of its own beginnings."""
         if not phrase:
             return
         known = self._after.setdefault(first, OrderedDict())
-        known.pop(phrase, None)
-        known[phrase] = None
+        whole = next((one for one in reversed(known) if one[: len(phrase)] == phrase), phrase)
+        for beginning in [one for one in known if whole[: len(one)] == one]:
+            del known[beginning]
+        known[whole] = None
         if len(known) > self.per_key:
             known.popitem(last=False)
 

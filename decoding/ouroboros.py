@@ -169,13 +169,15 @@ class Ouroboros(ChainDrafter):
                 words = [
                     said[0 if n == 0 else drafted.chain[n - 1] + 1] for n in range(accepted, len(drafted.chain) + 1)
                 ]
-                for at in range(len(words) - self.phrase):
+                for at in range(len(words) - 1):  # of a short draft only beginnings are known
                     pool.add(words[at], tuple(words[at + 1 : at + 1 + self.phrase]))
             for nodes, tokens, phrase in drafted.suffixes:
                 corrected = [said[node + 1] for node in [drafted.chain[-1], *nodes[:-1]]]
                 if corrected != tokens:
                     pool.drop(drafted.tokens[-1], phrase)
-                    pool.add(drafted.tokens[-1], tuple(corrected))
+                    pool.add(
+                        drafted.tokens[-1], (*corrected, *phrase[len(corrected) :])
+                    )  # nothing was said of what was cut off
         self._drafted = [None] * len(self._drafted)
 
     def select(self, rows: Sequence[int]) -> None:
