@@ -26,9 +26,10 @@ class PearlWall(Pearl):
     def open(self) -> None:
         """As on the virtual clock, bound to this process's own cores until `close`."""
         assert isinstance(self.drafter, RemoteChain)
-        self._bound = ExitStack()
-        self._bound.enter_context(lanes(self.drafter, self.target))
-        super().open()
+        with ExitStack() as bound:  # unbound again where the prefill fails
+            bound.enter_context(lanes(self.drafter, self.target))
+            super().open()
+            self._bound = bound.pop_all()
 
     def close(self) -> None:
         """Give the cores back."""

@@ -29,8 +29,7 @@ class Session:
 
     def __init__(self, target: Target, drafter: Drafter | None, settings: Settings) -> None:
         """Raises UserError for an overlapped schedule: its lanes run ahead of the text."""
-        if settings.schedule != "serial":
-            raise UserError(f"a session runs schedule=serial, found '{settings.schedule}'.")
+        _check_serial(settings)
         self.target, self.drafter, self.settings = target, drafter, settings
         width = drafter.width(settings.num_draft_tokens) if drafter is not None else 0
         self.capacity = target.max_length + width + 1  # the last round is padded past the context
@@ -126,8 +125,9 @@ class Turns:
         """Continue every prompt as `decoding.loop.decode` does; those of conversations in the last batch read what is new alone.
 
         names: the prompts' conversations, no two alike. prompts: the whole texts so far. last: whether a conversation ends with this turn, so that
-        nothing of it is kept. Raises UserError as `decode` does.
+        nothing of it is kept. Raises UserError as `decode` does, and for an overlapped schedule.
         """
+        _check_serial(settings)
         batch = unread(self.target, self.drafter, prompts, settings, request_ids=request_ids)
         generations = [row.generation for row in batch.rows]
         self._open(batch, names)
@@ -164,6 +164,13 @@ class Turns:
         for row, new in zip(batch.rows, new_B, strict=True):
             row.generation.prefilled = len(new)
             row.generation.prefill_seconds = perf_counter() - began
+
+
+def _check_serial(settings: Settings) -> None:
+    if settings.schedule != "serial":
+        raise UserError(
+            f"a conversation runs schedule=serial, found '{settings.schedule}', whose lanes run ahead of the text."
+        )
 
 
 def shared(held: Sequence[int], prompt: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from decoding.batch import Batch
+from decoding.errors import UserError
 from decoding.loop import Generation, Settings, decode
 from decoding.session import Turns
 from decoding.target import Target
@@ -63,6 +64,14 @@ def test_conversations_in_batches_say_what_fresh_decodes_say(row: DrafterRow | N
             assert one.answer.prefilled == len(one.prompt) - 1
         else:  # the answer's last token was in no cache, and maybe the one before it
             assert one.new - 1 <= one.answer.prefilled <= one.new
+
+
+def test_overlapped_schedules_are_refused() -> None:
+    kit = kit_of()
+    with pytest.raises(UserError, match="a conversation runs schedule=serial, found 'pearl_virtual'"):
+        Turns(kit.target, None).decode(
+            ["one"], [[5, 6]], [True], replace(settings_of("greedy"), schedule="pearl_virtual")
+        )
 
 
 def test_conversations_on_the_hf_backend_and_batches_that_begin_from_nothing() -> None:
