@@ -215,8 +215,10 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         if head:
             mapping = _load(CONF / f"{head}.yaml", {"name": Path(use).name, "folder": use, **given})
     else:
+        near = get_close_matches(use, _names(), n=1)
         raise UserError(
-            f"drafters: {use!r} is neither a folder (looked in {Path.cwd()}) nor one of conf/drafter ({', '.join(_names())})."
+            f"drafters: {use!r} is neither a folder (looked in {Path.cwd()}) nor one of conf/drafter ({', '.join(_names())})"
+            + (f"; the nearest is '{near[0]}'." if near else ".")
         )
     if "folder" in mapping:
         # Beside a native target a drafter of another family runs on the hf backend: None lets it choose.

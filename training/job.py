@@ -158,8 +158,8 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
             if not match.group(1):
                 raise UserError(f"an experiment is added with a plus: +{argument}")
             _check_experiment(argument.split("=", 1)[1], job)
-        elif key not in groups and not key.startswith(("hydra.", "hydra/")):
-            _check_key(key, keys + sorted(groups), schema)
+        elif not key.startswith(("hydra.", "hydra/")) and not (match.group(1) and key in groups):
+            _check_key(key, keys, schema)
 
 
 def _check_key(key: str, choices: list[str], schema: type[Any]) -> None:

@@ -66,6 +66,8 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
         describe([str(home / "shallow")] * 2, target, control=False)
     with pytest.raises(UserError, match="is empty"):
         describe([], target, control=False)
+    with pytest.raises(UserError, match=r"'lokahead' is neither a folder .*; the nearest is 'lookahead'\.$"):
+        describe(["lokahead"], target, control=False)
 
 
 def test_a_pattern_stands_for_the_folders_that_it_names(home, tmp_path):

@@ -72,6 +72,12 @@ def test_an_unknown_key_on_the_command_line_names_the_nearest(argument: str, nea
         check_arguments([argument], "distill.train", TrainConfig)
 
 
+def test_a_group_of_other_jobs_is_an_unknown_key_and_an_added_one_is_hydras_to_find():
+    with pytest.raises(UserError, match=r"unknown configuration key 'drafter'; the nearest valid key is 'drafters'"):
+        check_arguments(["drafter=runs/mine"], "eval.run", EvalConfig)
+    check_arguments(["+drafter=llama_796m"], "eval.run", EvalConfig)
+
+
 def test_valid_keys_groups_and_hydra_flags_pass():
     good = [
         "drafter.num_hidden_layers=1,2,4",
