@@ -6,6 +6,7 @@ What the run folder holds already is not measured again, so a run that was inter
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,9 @@ class Session:
         bench, cfg = self.loaded.bench, self.cfg
         total = sum(generations(cfg, self.loaded).values())
         deepest = {name: longest(facts, cfg) for name, facts in self.loaded.facts.items()}
+        print(
+            "eval: timing the steps that drafters weigh, and warming up", file=sys.stderr
+        )  # minutes, with many drafters
         frozen_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file)
         warm_up(self.loaded, self.cfg)
         with ProgressBar("eval", total) as bar:

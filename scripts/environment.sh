@@ -10,7 +10,7 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 
-say() { printf '\033[1m%s\033[0m\n' "$*"; }
+say() { if [ -t 1 ]; then printf '\033[1m%s\033[0m\n' "$*"; else printf '%s\n' "$*"; fi; }  # bold, but not in a file
 
 install_torch() {
   "$VENV/bin/python" -c 'import torch' 2>/dev/null && return 0
