@@ -81,6 +81,17 @@ def positions(batch: Batch, heads: int, judged: bool, own_tokens: float = 0.0, s
     )
 
 
+def count_kept(mask_T: np.ndarray, heads: int, judged: bool) -> int:
+    """How many hidden states `positions` keeps of one document, by its mask alone: documents share none."""
+    before_T = np.concatenate(([0], np.cumsum(mask_T[2:])))  # supervised tokens from the third on, before each
+    begins = np.arange(len(mask_T) - 2)
+    kept_T = np.zeros(len(mask_T), dtype=bool)
+    kept_T[:-2] = before_T[np.minimum(begins + heads, len(begins))] > before_T[begins]
+    if judged:
+        kept_T[1:-1] |= mask_T[2:]
+    return int(kept_T.sum())
+
+
 def check_predictions(samples: Sequence[Sample], heads: int) -> None:
     """Raise UserError where no head has anything to predict: its first one is a document's third token."""
     if not any(sample.mask[2:].any() for sample in samples):

@@ -22,7 +22,8 @@ from recurrent_drafting.head_folder import write_card, write_head
 from recurrent_drafting.objective import CONTINUATIONS, LOSSES, HeadTraining, judged, tokens_said
 from recurrent_drafting.positions import check_predictions
 from recurrent_drafting.real_drafting import block_efficiency
-from recurrent_drafting.states import MemoryStore, Store, TargetStates, said_width, states_on_disk
+from recurrent_drafting.states import TargetStates
+from recurrent_drafting.stores import Layout, MemoryStore, Store, states_on_disk
 from training.config import check_values
 from training.drafter_folder import close_run, origin_of
 from training.heads import check_fits
@@ -179,10 +180,9 @@ def make_store(
         return None
     if config.states.cache == "memory":
         return MemoryStore(config.states.memory_mb * 10**6)
-    heads, dtype = config.loss.predict_n_tokens, dtype_of(config.loop.dtype)
-    root, digest = Path(config.states.folder), hash_input(target_folder)
-    width = shape.hidden_size + said_width(tokens_said(config.loss), dtype)
-    return states_on_disk(root, digest, data, heads, judged(config.loss), width, dtype, show)
+    loss, dtype = config.loss, dtype_of(config.loop.dtype)
+    layout = Layout(loss.predict_n_tokens, judged(loss), shape.hidden_size, dtype, tokens_said(loss))
+    return states_on_disk(Path(config.states.folder), hash_input(target_folder), data, layout, show)
 
 
 def make_evaluation(
