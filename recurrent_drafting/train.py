@@ -195,10 +195,11 @@ def make_evaluation(
 ) -> Looks:
     """What is looked at between steps: accuracies of the heads where there are held-out chats, and the chain on the target's answers.
 
-    The chain's block efficiency is that of real decoding, so it chooses the checkpoint; beams are measured once, when the head is done.
+    On greedy answers the chain's block efficiency is that of real decoding, so it chooses the checkpoint; beams are measured once, when the head
+    is done.
     """
-    heads, length = config.loss.predict_n_tokens, config.data.max_length
-    looks: list[Look] = [GreedyChain(head, states, answers, heads, length, parallel.device)]
+    heads, length, longest = config.loss.predict_n_tokens, config.data.max_length, config.held_out.max_new_tokens
+    looks: list[Look] = [GreedyChain(head, states, answers, heads, longest, length, parallel.device)]
     if config.data.held_out_chats or config.data.held_out_texts:
         samples = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
         chosen = drawn_evenly(samples, config.data.held_out_tokens)
