@@ -77,9 +77,9 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
     A copy out of memory that is not pinned would wait for all that was queued before.
     """
-    if device.type != "cuda" or values.is_cuda:
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":
+        return values.to(device) if values.is_cuda else values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
 
 
 def sent_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

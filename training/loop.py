@@ -176,14 +176,10 @@ def _backward(
     parallel: Parallel,
     optimizer: Optimizer,
 ) -> tuple[Tensor, int]:
-    """Loss and gradient of one step, divided by the global count of supervised tokens, without waiting for the device.
-
-    Returns (the loss and the metrics [1 + metrics], tokens), both global.
-    """
+    """Gradient of one step, divided by the global count of supervised tokens. Returns ([the loss, *metrics] on the device, tokens), global."""
     count = max(1, data.supervised_in(rows))
     rows_per_forward = max(1, config.micro_batch_tokens // data.capacity)
-    sizes = 1 + len(parallel.inner.metric_names)
-    totals = torch.zeros(sizes, dtype=torch.float64, device=parallel.device)
+    totals = torch.zeros(1 + len(parallel.inner.metric_names), dtype=torch.float64, device=parallel.device)
     forwards = list(micro_batches(rows, parallel.rank, parallel.world_size, rows_per_forward))
     for number, part in enumerate(forwards):
         # Rounded weights add up their gradients in float32 masters, so theirs travel after every forward; others once a step.

@@ -216,7 +216,7 @@ LOSSES = [{}, {"name": "lk"}, {"own_tokens": 0.5}, {"name": "continuations"}]
 
 def micro_batch(objective: HeadTraining, device: str = "cpu") -> None:
     """From samples to gradients, as the loop does it."""
-    documents = tiny.samples()
+    documents = tiny.samples(3)
     rows = best_fit([len(one.ids) for one in documents], tiny.ROW)
     objective(collate(documents, rows, tiny.ROW, device))[0].backward()
 
@@ -243,7 +243,7 @@ def test_a_micro_batch_never_waits_for_the_device_and_travels_in_one_copy(
     monkeypatch.setattr(cuda, "sent", counted)
     assert seen(lambda: micro_batch(objective)) == ([], set())
     assert len(copies) == 1
-    batch = tiny.packed(tiny.samples())
+    batch = tiny.packed(tiny.samples(3))
     assert seen(lambda: objective(batch)[0].item()) == (["item"], {"aten::item", "aten::_local_scalar_dense"})
     assert seen(lambda: torch.from_numpy(batch.host.ids_RT).to("cpu"))[0] == ["torch.from_numpy"]
 
