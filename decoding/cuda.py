@@ -5,10 +5,11 @@ captured graph does not, and waiting for a number, which the loop does once a ro
 tests run it on a CPU; the lines here that only a GPU can run are counted (`scripts/bench/gpu.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,6 +70,23 @@ def tensor(data: Any, device: torch.device, dtype: torch.dtype | None = None) ->
     if device.type == "cuda":
         return torch.tensor(data, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
     return torch.tensor(data, dtype=dtype, device=device)
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, without waiting for it; what is there already stays.
+
+    A copy out of memory that is not pinned would wait for all that was queued before.
+    """
+    if device.type == "cuda":
+        return values.to(device) if values.is_cuda else values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
+
+
+def sent_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Host arrays as int64 tensors of their shapes on the device, in one copy that nobody waits for."""
+    packed = torch.from_numpy(np.concatenate([array.ravel().astype(np.int64) for array in arrays]))
+    parts = sent(packed, device).split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def fill(buffer: Tensor, data: Any) -> None:

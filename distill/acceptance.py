@@ -61,9 +61,9 @@ class HeldOutAcceptance:
         totals = torch.zeros(4, dtype=torch.float64)
         for number, batch in enumerate(self.batches):
             if number == len(self._teacher_hidden):
-                self._teacher_hidden.append(hidden_states(self.teacher, batch)[batch.supervised_RT])
-            student_NH = hidden_states(self.student, batch)[batch.supervised_RT]
-            totals += self._overlap(student_NH, self._teacher_hidden[number], batch.next_RT[batch.supervised_RT])
+                self._teacher_hidden.append(batch.at_supervised(hidden_states(self.teacher, batch)))
+            student_NH = batch.at_supervised(hidden_states(self.student, batch))
+            totals += self._overlap(student_NH, self._teacher_hidden[number], batch.at_supervised(batch.next_RT))
         return Totals(*totals.tolist())
 
     def _overlap(self, student_NH: Tensor, teacher_NG: Tensor, next_N: Tensor) -> Tensor:

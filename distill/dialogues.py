@@ -182,9 +182,12 @@ class Account:
         return False
 
     def check(self) -> None:
-        """The books balance, or this program is wrong."""
+        """Raise RuntimeError where the books do not balance: then this program is wrong, and says so under `python -O` too."""
         skipped, failed = (sum(map(len, reasons.values())) for reasons in (self.skipped, self.failed))
-        assert self.success + skipped + failed == self.input, (self.success, skipped, failed, self.input)
+        if self.success + skipped + failed != self.input:
+            raise RuntimeError(
+                f"the account does not balance: {self.success} answered + {skipped} skipped + {failed} failed, expected {self.input} in all"
+            )
 
     def figures(self) -> dict[str, Any]:
         """For the manifest."""

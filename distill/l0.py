@@ -65,8 +65,8 @@ class MaskedModel(nn.Module):
         self.unmask()
         z = self.masks.sample(self.step, *(index for row in batch.rows for index in row))
         self._hooks.enter_context(masked(self.model, z))
-        hidden_NC = hidden_states(self.model, batch)[batch.supervised_RT]
-        following_N = batch.next_RT[batch.supervised_RT]
+        hidden_NC = batch.at_supervised(hidden_states(self.model, batch))
+        following_N = batch.at_supervised(batch.next_RT)
         loss, right = chunked_cross_entropy(hidden_NC, self.model.lm_head.weight, following_N)
         return loss + self.masks.penalty(self._warm) * len(following_N), right
 

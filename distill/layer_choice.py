@@ -59,7 +59,7 @@ def removal_order(
     """
     layers = list(range(model.config.num_hidden_layers))
     mine = dealt(batches, rank, ranks)
-    whole = [hidden_states(model, batch)[batch.supervised_RT] for batch, _ in mine]
+    whole = [batch.at_supervised(hidden_states(model, batch)) for batch, _ in mine]
     order: list[int] = []
     with ProgressBar("layers by KL", len(layers) - 1, 0, show) as bar:
         while len(layers) > 1:
@@ -98,4 +98,4 @@ def _run(model: Any, batch: Batch, layers: Sequence[int], hidden_RTC: Tensor) ->
 
 
 def _logits(model: Any, hidden_RTC: Tensor, batch: Batch) -> Tensor:
-    return F.linear(model.model.norm(hidden_RTC)[batch.supervised_RT], model.lm_head.weight)
+    return F.linear(batch.at_supervised(model.model.norm(hidden_RTC)), model.lm_head.weight)

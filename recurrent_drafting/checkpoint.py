@@ -19,7 +19,7 @@ from recurrent_drafting.head import HeadConfig, RecurrentHead
 from training.checkpoint import disk_error
 
 MODEL_TYPE = "recurrent_drafting_drafter"
-_SIZES = ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers")
+_SIZES = {"vocab_size": 1, "hidden_size": 1, "exit_dim": 1, "num_draft_layers": 0}  # with the least of each
 _SHORTLIST = "token_ids_V"
 
 
@@ -71,14 +71,17 @@ def read_head_config(folder: Path) -> HeadConfig:
             f"{file}: model_type is '{values['model_type']}', expected '{MODEL_TYPE}', a recurrent head. A language model drafts with "
             "`use: chain`."
         )
-    for key in _SIZES:
-        if not isinstance(values.get(key), int) or values[key] < 0:
+    for key, least in _SIZES.items():
+        size = values.get(key)
+        if type(size) is not int or size < least:  # true is an int to isinstance
             raise UserError(
-                f"{file}: {key} is {values.get(key)!r}, expected a whole number; the published layout has it"
+                f"{file}: {key} is {size!r}, expected a whole number of {least} or more; the published layout has it"
             )
     shortlist, rnn = values.get("draft_vocab_size", 0), values.get("rnn", False)
-    if not isinstance(shortlist, int):
-        raise UserError(f"{file}: draft_vocab_size is {shortlist!r}, expected a whole number, or no such key")
+    if type(shortlist) is not int or not 0 <= shortlist <= values["vocab_size"]:
+        raise UserError(
+            f"{file}: draft_vocab_size is {shortlist!r}, expected a whole number up to vocab_size ({values['vocab_size']}), or no such key"
+        )
     if not isinstance(rnn, bool):
         raise UserError(f"{file}: rnn is {rnn!r}, expected true (recurrent) or false")
     sizes = {key: values[key] for key in _SIZES}

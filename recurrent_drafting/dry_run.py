@@ -12,7 +12,7 @@ from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.head import HeadConfig
 from recurrent_drafting.head_folder import write_card, write_untrained
 from recurrent_drafting.objective import judged, tokens_said
-from recurrent_drafting.states import said_width
+from recurrent_drafting.stores import Layout
 from training.drafter_folder import Origin
 from training.losses.chunked import CHUNK
 from training.memory_plan import bytes_per_rank
@@ -110,9 +110,9 @@ def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None:
     )
     if config.states.cache == "disk":
         epoch = tokens if loop.max_steps else config.assumed_tokens
-        dtype = dtype_of(loop.dtype)
-        width = head.hidden_size + said_width(tokens_said(config.loss), dtype)
-        size = epoch * config.assumed_supervised * width * dtype.itemsize
+        loss, dtype = config.loss, dtype_of(loop.dtype)
+        layout = Layout(loss.predict_n_tokens, judged(loss), head.hidden_size, dtype, tokens_said(loss))
+        size = epoch * config.assumed_supervised * layout.bytes
         print(f"states: about {size / 1e9:,.1f} GB on disk in {config.states.folder}")
 
 

@@ -1,12 +1,13 @@
 """How good the head is, while it trains: what it would have accepted on the target's own answers, and how often each head is right.
 
 `GreedyChain` needs no decoding. The target's answers are fixed, and drafting is greedy, so what a round accepts follows from where it begins:
-the head drafts at every position of the answers at once, and the rounds are walked through afterwards. For greedy answers, and for answers drawn
-under coupled verification, block efficiency of a chain of one beam is exactly that of real decoding.
+the head drafts at every position of the answers at once, and the rounds are walked through afterwards. On greedy answers these are the rounds of
+real decoding with one beam, the first of which begins at the prompt's last token. On drawn answers they rank checkpoints and are no decoder's.
 
 A look is anything callable that gives figures; the `score` of the last one that gives one chooses the checkpoint.
 
-Shapes: M drafts of a batch, K drafted tokens or heads, N predictions, C of a chunk, E the head's width.
+Shapes: M drafts of a batch, T tokens of an answer with its prompt, F of a batch's one row, H the target's hidden size, K drafted tokens or heads,
+N predictions, C of a chunk, E the head's width.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding import cuda
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.objective import likeliest, predictions
 from recurrent_drafting.positions import Positions, positions
@@ -67,11 +69,13 @@ class GreedyChain:
         states: TargetStates,
         answers: Sequence[Sample],
         draft_tokens: int,
+        max_new_tokens: int,
         max_length: int,
         device: torch.device,
     ) -> None:
-        """answers: prompts with the target's answers, which alone are supervised."""
-        self.head, self.states, self.answers, self.draft_tokens = head, states, answers, draft_tokens
+        """answers: prompts with the target's answers, which alone are supervised. max_new_tokens: what ended an answer of that length."""
+        self.head, self.states, self.answers = head, states, answers
+        self.draft_tokens, self.max_new_tokens = draft_tokens, max_new_tokens
         self._fixed = _Fixed(states, answers, 1, max_length, device)
 
     def __call__(self) -> dict[str, float]:
@@ -84,50 +88,63 @@ class GreedyChain:
         """(rounds, emitted, accepted, tested) of every answer, in their order."""
         found: dict[int, tuple[int, int, int, int]] = {}
         for number, (batch, where) in enumerate(self._fixed.batches):
-            matches_F = self._matches(batch, where, self._fixed.hidden(number))
-            begin = 0
-            for index in batch.rows[0]:
-                sample = self.answers[index]
-                found[index] = walk(matches_F[begin : begin + len(sample.ids)], sample.mask, self.draft_tokens)
-                begin += len(sample.ids)
+            row = batch.rows[0]
+            ends = np.cumsum([len(self.answers[index].ids) for index in row]).tolist()
+            begins = [0, *ends[:-1]]
+            alone = [begin for begin, index in zip(begins, row, strict=True) if _prompt(self.answers[index]) == 1]
+            matches_F = self._matches(batch, where, self._fixed.hidden(number), alone)
+            for begin, end, index in zip(begins, ends, row, strict=True):
+                prompt = _prompt(self.answers[index])
+                limit = prompt + self.max_new_tokens
+                found[index] = walk(matches_F[begin:end], prompt, self.draft_tokens, limit)
         return [found[index] for index in range(len(self.answers))]
 
     @torch.no_grad()
-    def _matches(self, batch: Batch, where: Positions, hidden_PH: Tensor) -> np.ndarray:
-        """For a draft that begins at each position of the one row, how many of its tokens stand there in the text."""
-        length = batch.ids_RT.shape[1]
-        context = self.head.context(hidden_PH[where.drafts_M])
-        state_MH = self.head.start(self.states.embed(where.tokens_MK[:, 0]))
-        ids_F, place_M = F.pad(batch.ids_RT[0], (0, self.draft_tokens + 1), value=-1), where.kept_P[where.drafts_M]
-        going_M = torch.ones_like(place_M, dtype=torch.bool)
-        matches_M = torch.zeros_like(place_M)
+    def _matches(self, batch: Batch, where: Positions, hidden_PH: Tensor, alone: list[int]) -> np.ndarray:
+        """For a draft behind each token of the one row that a round may begin at, how many of its tokens stand there in the text.
+
+        alone: tokens that are a whole prompt. No hidden state stands before them, and a drafter takes zeros.
+        """
+        ids_F = F.pad(batch.ids_RT[0], (0, self.draft_tokens), value=-1)
+        tips_M = torch.cat((where.kept_P[where.drafts_M] + 1, cuda.tensor(alone, batch.device, torch.long)))
+        before_MH = torch.cat((hidden_PH[where.drafts_M], hidden_PH.new_zeros(len(alone), hidden_PH.shape[1])))
+        context, state_MH = self.head.context(before_MH), self.head.start(self.states.embed(ids_F[tips_M]))
+        going_M = torch.ones_like(tips_M, dtype=torch.bool)
+        matches_M = torch.zeros_like(tips_M)
         for number in range(self.draft_tokens):
             drafted_M = likeliest(self.head, context, state_MH)
-            going_M = going_M & (drafted_M == ids_F[place_M + 2 + number])
+            going_M = going_M & (drafted_M == ids_F[tips_M + 1 + number])
             matches_M += going_M
             if number + 1 < self.draft_tokens:
                 state_MH = self.head.advance(state_MH, self.states.embed(drafted_M))
-        matches_F = np.zeros(length, dtype=np.int64)
-        matches_F[place_M.cpu().numpy()] = matches_M.cpu().numpy()
+        matches_F = np.zeros(batch.ids_RT.shape[1], dtype=np.int64)
+        tips, matches = cuda.read(tips_M, matches_M)
+        matches_F[tips] = matches
         return matches_F
 
 
-def walk(matches_T: np.ndarray, answer_T: np.ndarray, draft_tokens: int) -> tuple[int, int, int, int]:
-    """(rounds, emitted, accepted, tested) of decoding one answer, whose first token comes from the prefill.
+def _prompt(answer: Sample) -> int:
+    """Tokens of an answer's prompt."""
+    return int(np.argmax(answer.mask))
 
-    matches_T: tokens that a draft begun at a position has right; answer_T: bool, true from the answer's first token to the text's end.
+
+def walk(matches_T: np.ndarray, prompt: int, draft_tokens: int, limit: int) -> tuple[int, int, int, int]:
+    """(rounds, emitted, accepted, tested) of decoding one answer, as decoding.batch counts them. All its tokens come from rounds.
+
+    matches_T: tokens that a draft behind a token has right, of a prompt of `prompt` tokens and its answer. limit: tokens that the text might
+    have reached; a round leaves the last one of them to the target.
     """
     rounds = emitted = accepted = tested = 0
-    tip, last = int(np.argmax(answer_T)), len(answer_T) - 1
+    tip, last = prompt - 1, len(matches_T) - 1
     while tip < last:
-        room = min(draft_tokens, last - tip)
-        right = min(int(matches_T[tip - 1]), room)
-        gained = min(right + 1, last - tip)
+        room = min(draft_tokens, limit - tip - 2)
+        right = min(int(matches_T[tip]), room)
+        gained = min(right + 1, last - tip)  # what comes behind a stop token is not emitted
         rounds, emitted, accepted, tested = (
             rounds + 1,
             emitted + gained,
-            accepted + right,
-            tested + min(right + 1, room),
+            accepted + min(right, gained),
+            tested + min(right + 1, room, gained),
         )
         tip += gained
     return rounds, emitted, accepted, tested

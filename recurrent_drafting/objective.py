@@ -7,7 +7,8 @@ The paper's distillation (`continuations`) takes in and predicts what the target
 Gradients flow through the recurrence over all heads, and not into the target. With `own_tokens`, drafts go on from the head's own likeliest token
 instead of the true one (training-time test, after EAGLE-3, arXiv 2503.01840), and are held against the same tokens or the same distribution.
 
-Shapes: M drafts of a batch, K heads, N predictions of all heads, H the target's hidden size, E the head's width, V drafted vocabulary.
+Shapes: M drafts of a batch, O of them with own tokens, K heads, N predictions of all heads, H the target's hidden size, E the head's width,
+V drafted vocabulary.
 """
 
 from typing import Any
@@ -96,7 +97,8 @@ def predictions(head: RecurrentHead, states: TargetStates, hidden_PH: Tensor, wh
     for number in range(1, len(drafts)):
         tokens_M = where.tokens_MK[:, number]
         if where.asks_own:
-            tokens_M = torch.where(where.own_M, likeliest(head, context, state_MH), tokens_M)
+            said_O = _likeliest_of(where.own_O, head, context, state_MH)
+            tokens_M = tokens_M.index_copy(0, where.own_O, said_O)
         state_MH = head.advance(state_MH, states.embed(tokens_M))
         reached.append(state_MH.index_select(0, drafts[number]))
     return head.features(context.select(where.draft_N), torch.cat(reached))
@@ -106,6 +108,12 @@ def predictions(head: RecurrentHead, states: TargetStates, hidden_PH: Tensor, wh
 def likeliest(head: RecurrentHead, context: Context, state_MH: Tensor) -> Tensor:
     """The head's own next token for every draft, as ids of the target [M]."""
     return head.to_target_ids(chunked_argmax(head.features(context, state_MH), head.output))
+
+
+@torch.no_grad()
+def _likeliest_of(drafts_O: Tensor, head: RecurrentHead, context: Context, state_MH: Tensor) -> Tensor:
+    """The same for some of the drafts [O]."""
+    return likeliest(head, context.select(drafts_O), state_MH.index_select(0, drafts_O))
 
 
 def _indices(head: RecurrentHead) -> Tensor | None:

@@ -2,16 +2,16 @@
 
 Head i (from 0) of the draft that begins at position t reads the target's hidden state h_t, takes in the tokens at t + 1 .. t + 1 + i and
 predicts the one at t + 2 + i. It is trained where that token is supervised and all of them lie in one document of the row; nothing else goes
-through the head. The indices are made on the host from what the batch keeps there, and travel in one piece, so that a card waits for nothing.
+through the head. The indices are made on the host from what the batch keeps there, and travel with the batch in one copy that nobody waits for.
 
-Shapes: R rows, T tokens a row, K heads, M drafts (positions where at least one head predicts), N predictions of all heads, P hidden states.
+Shapes: R rows, T tokens a row, K heads, M drafts (positions where at least one head predicts), O those that go on from the head's own tokens,
+N predictions of all heads, P hidden states.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from decoding.errors import UserError
@@ -27,8 +27,8 @@ class Positions:
     kept_P: Tensor  # of the flattened batch, rising: where the target's hidden states are read
     drafts_M: Tensor  # of kept_P: where drafts begin
     tokens_MK: Tensor  # ids of the true tokens that the heads take in, one after another
-    own_M: Tensor  # bool: drafts that go on from the head's own tokens
-    asks_own: bool  # whether any may
+    own_O: Tensor  # of the drafts: those that go on from the head's own tokens
+    asks_own: bool  # whether any may: the same on every rank, as ranks that hold weights in shares read them together
     draft_N: Tensor  # of the drafts: the one that a prediction belongs to; head by head
     head_N: Tensor  # its head
     labels_N: Tensor  # ids of the tokens that stand there
@@ -47,7 +47,7 @@ def positions(batch: Batch, heads: int, judged: bool, own_tokens: float = 0.0, s
     judged: hidden states of the target's own predictions are wanted too. own_tokens: share of the drafts that go on from the head's own tokens,
     others in every optimizer step, the same ones however ranks share the rows.
     """
-    documents_RT, supervised_RT = batch.host_documents_RT, batch.host_supervised_RT
+    documents_RT, supervised_RT = batch.host.documents_RT, batch.host.supervised_RT
     rows, length = documents_RT.shape
     predicts_KRT = np.zeros((heads, rows, length), dtype=bool)
     for number in range(min(heads, length - 1)):
@@ -59,18 +59,18 @@ def positions(batch: Batch, heads: int, judged: bool, own_tokens: float = 0.0, s
     head, draft = np.nonzero(predicts_KF[:, drafts])
     judges = drafts[draft] + 1 + head
     kept = np.union1d(drafts, judges) if judged else drafts
-    taken_MK = np.minimum(drafts[:, None] + 1 + np.arange(heads), rows * length - 1)
-    own = (drafts % length + step % 2**16 * length) * _SPREAD % 2**32 < own_tokens * 2**32
-    device = batch.ids_RT.device
+    taken = np.minimum(drafts[:, None] + 1 + np.arange(heads), rows * length - 1)
+    own = np.flatnonzero((drafts % length + step % 2**16 * length) * _SPREAD % 2**32 < own_tokens * 2**32)
     seats = np.searchsorted(kept, judges) if judged else judges[:0]
-    parts = [kept, np.searchsorted(kept, drafts), taken_MK.ravel(), own, draft, head, judges, seats]
-    kept_P, drafts_M, taken, own_M, draft_N, head_N, judges_N, seats_N = _moved(parts, device)
+    kept_P, drafts_M, taken_MK, own_O, draft_N, head_N, judges_N, seats_N = batch.send(
+        kept, np.searchsorted(kept, drafts), taken, own, draft, head, judges, seats
+    )
     ids_F = batch.ids_RT.flatten()
     return Positions(
         kept_P,
         drafts_M,
-        ids_F[taken].view(-1, heads),
-        own_M.bool(),
+        ids_F[taken_MK],
+        own_O,
         own_tokens > 0,
         draft_N,
         head_N,
@@ -81,6 +81,17 @@ def positions(batch: Batch, heads: int, judged: bool, own_tokens: float = 0.0, s
     )
 
 
+def count_kept(mask_T: np.ndarray, heads: int, judged: bool) -> int:
+    """How many hidden states `positions` keeps of one document, by its mask alone: documents share none."""
+    before_T = np.concatenate(([0], np.cumsum(mask_T[2:])))  # supervised tokens from the third on, before each
+    begins = np.arange(len(mask_T) - 2)
+    kept_T = np.zeros(len(mask_T), dtype=bool)
+    kept_T[:-2] = before_T[np.minimum(begins + heads, len(begins))] > before_T[begins]
+    if judged:
+        kept_T[1:-1] |= mask_T[2:]
+    return int(kept_T.sum())
+
+
 def check_predictions(samples: Sequence[Sample], heads: int) -> None:
     """Raise UserError where no head has anything to predict: its first one is a document's third token."""
     if not any(sample.mask[2:].any() for sample in samples):
@@ -88,8 +99,3 @@ def check_predictions(samples: Sequence[Sample], heads: int) -> None:
             f"zero supervised positions for {heads} heads in {len(samples)} samples: the first token that a head can predict is a text's third, "
             "and none from there on is supervised. Look at the chat template and data.train_on"
         )
-
-
-def _moved(parts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
-    packed = torch.from_numpy(np.concatenate([part.astype(np.int64) for part in parts]))
-    return packed.to(device, non_blocking=True).split([len(part) for part in parts])

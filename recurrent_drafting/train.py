@@ -22,7 +22,8 @@ from recurrent_drafting.head_folder import write_card, write_head
 from recurrent_drafting.objective import CONTINUATIONS, LOSSES, HeadTraining, judged, tokens_said
 from recurrent_drafting.positions import check_predictions
 from recurrent_drafting.real_drafting import block_efficiency
-from recurrent_drafting.states import MemoryStore, Store, TargetStates, said_width, states_on_disk
+from recurrent_drafting.states import TargetStates
+from recurrent_drafting.stores import Layout, MemoryStore, Store, states_on_disk
 from training.config import check_values
 from training.drafter_folder import close_run, origin_of
 from training.heads import check_fits
@@ -179,10 +180,9 @@ def make_store(
         return None
     if config.states.cache == "memory":
         return MemoryStore(config.states.memory_mb * 10**6)
-    heads, dtype = config.loss.predict_n_tokens, dtype_of(config.loop.dtype)
-    root, digest = Path(config.states.folder), hash_input(target_folder)
-    width = shape.hidden_size + said_width(tokens_said(config.loss), dtype)
-    return states_on_disk(root, digest, data, heads, judged(config.loss), width, dtype, show)
+    loss, dtype = config.loss, dtype_of(config.loop.dtype)
+    layout = Layout(loss.predict_n_tokens, judged(loss), shape.hidden_size, dtype, tokens_said(loss))
+    return states_on_disk(Path(config.states.folder), hash_input(target_folder), data, layout, show)
 
 
 def make_evaluation(
@@ -195,10 +195,11 @@ def make_evaluation(
 ) -> Looks:
     """What is looked at between steps: accuracies of the heads where there are held-out chats, and the chain on the target's answers.
 
-    The chain's block efficiency is that of real decoding, so it chooses the checkpoint; beams are measured once, when the head is done.
+    On greedy answers the chain's block efficiency is that of real decoding, so it chooses the checkpoint; beams are measured once, when the head
+    is done.
     """
-    heads, length = config.loss.predict_n_tokens, config.data.max_length
-    looks: list[Look] = [GreedyChain(head, states, answers, heads, length, parallel.device)]
+    heads, length, longest = config.loss.predict_n_tokens, config.data.max_length, config.held_out.max_new_tokens
+    looks: list[Look] = [GreedyChain(head, states, answers, heads, longest, length, parallel.device)]
     if config.data.held_out_chats or config.data.held_out_texts:
         samples = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
         chosen = drawn_evenly(samples, config.data.held_out_tokens)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from decoding import cuda
 from decoding.errors import UserError
 from training import checkpoint
 from training.config import LoopConfig
@@ -146,8 +147,8 @@ def _step(
     rows = data.step_rows(progress.step)
     progress.data = data.state()
     parallel.inner.begin(progress.step, total)
-    loss, metrics, tokens = _backward(module, rows, data, config, parallel, optimizer)
-    norm = float(optimizer.clip())
+    sums, tokens = _backward(module, rows, data, config, parallel, optimizer)
+    (loss, *metrics), norm = cuda.read(sums, optimizer.clip())  # the step's one wait for the device
     if not math.isfinite(loss) or not math.isfinite(norm):
         clip = config.optimizer.clip
         remedy = f"or loop.optimizer.clip (now {clip})" if clip > 0 else "or set loop.optimizer.clip (now off)"
@@ -162,7 +163,8 @@ def _step(
     progress.tokens += tokens
     progress.supervised += data.supervised_in(rows)
     progress.seconds += seconds
-    record = {"loss": loss, **metrics, "lr": rate, "gradient_norm": norm, "tokens": progress.tokens}
+    named = dict(zip(parallel.inner.metric_names, metrics, strict=True))
+    record = {"loss": loss, **named, "lr": rate, "gradient_norm": norm, "tokens": progress.tokens}
     return record | {"supervised_tokens": progress.supervised, "tokens_per_second": tokens / seconds}
 
 
@@ -173,12 +175,11 @@ def _backward(
     config: LoopConfig,
     parallel: Parallel,
     optimizer: Optimizer,
-) -> tuple[float, dict[str, float], int]:
-    """Loss and gradient of one step, divided by the global count of supervised tokens. Returns (loss, metrics, tokens), all global."""
+) -> tuple[Tensor, int]:
+    """Gradient of one step, divided by the global count of supervised tokens. Returns ([the loss, *metrics] on the device, tokens), global."""
     count = max(1, data.supervised_in(rows))
     rows_per_forward = max(1, config.micro_batch_tokens // data.capacity)
-    names = parallel.inner.metric_names
-    totals = torch.zeros(1 + len(names), dtype=torch.float64, device=parallel.device)
+    totals = torch.zeros(1 + len(parallel.inner.metric_names), dtype=torch.float64, device=parallel.device)
     forwards = list(micro_batches(rows, parallel.rank, parallel.world_size, rows_per_forward))
     for number, part in enumerate(forwards):
         # Rounded weights add up their gradients in float32 masters, so theirs travel after every forward; others once a step.
@@ -189,9 +190,8 @@ def _backward(
             parallel.backward(module, loss_sum / count)
         optimizer.collect()
         totals += torch.cat([loss_sum.detach().double().reshape(1), metric_sums.double()])
-    loss, *metrics = (parallel.sum(totals) / count).tolist()
     tokens = sum(len(data.samples[index].ids) for row in rows for index in row)
-    return loss, dict(zip(names, metrics, strict=True)), tokens
+    return parallel.sum(totals) / count, tokens
 
 
 def _due(step: int, every: int, total: int) -> bool:

@@ -43,8 +43,8 @@ class LanguageModelling(Constant):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum of -log q in nats, number of right argmaxes [1]) over supervised tokens."""
-        hidden_NH = hidden_states(self.model, batch)[batch.supervised_RT]
-        return chunked_cross_entropy(hidden_NH, self.model.lm_head.weight, batch.next_RT[batch.supervised_RT])
+        hidden_NH = batch.at_supervised(hidden_states(self.model, batch))
+        return chunked_cross_entropy(hidden_NH, self.model.lm_head.weight, batch.at_supervised(batch.next_RT))
 
 
 class Frozen:
@@ -82,7 +82,7 @@ class Distillation(Constant):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum of KL(teacher || student) in nats, sum of min(p, q) [1]) over supervised tokens."""
         teacher_NG = self._states(batch)
-        hidden_NH = hidden_states(self.student, batch)[batch.supervised_RT]
+        hidden_NH = batch.at_supervised(hidden_states(self.student, batch))
         return chunked_forward_kl(
             hidden_NH,
             self.student.lm_head.weight,
@@ -113,7 +113,7 @@ class TeacherStates:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, G], in the order of `batch.supervised_RT`."""
+        """[N, G], in the order of `Batch.at_supervised`."""
         if not self.remember:
             return self._read(batch)
         return torch.cat([self._row(batch, index) for index in range(len(batch.rows))])
@@ -131,7 +131,7 @@ class TeacherStates:
 
     def _read(self, batch: Batch) -> Tensor:
         self.tokens_read += batch.ids_RT.numel()
-        return hidden_states(self._teacher.model, batch)[batch.supervised_RT]
+        return batch.at_supervised(hidden_states(self._teacher.model, batch))
 
 
 def freeze(model: Any) -> Any:

@@ -3,7 +3,7 @@
 Padding is the largest waste in drafter training: chats differ tenfold in length. Packed rows waste only what no document fits into, and
 attention stays inside a document (training/attention.py), so that packed and separate documents give equal losses and gradients.
 
-Shapes: R rows, T tokens a row.
+Shapes: R rows, T tokens a row, N supervised tokens.
 """
 
 import bisect
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decoding import cuda
 from decoding.errors import UserError
 
 
@@ -27,40 +28,108 @@ class Sample:
     mask: np.ndarray  # bool [length]; position 0 is never supervised, as nothing precedes it
 
 
-@dataclass
-class Batch:
-    """Packed rows on a device."""
+@dataclass(frozen=True)
+class HostRows:
+    """Packed rows in the host's memory."""
 
-    ids_RT: Tensor  # int64, 0 where no document lies
-    positions_RT: Tensor  # int64, position inside the document
-    documents_RT: Tensor  # int64, number of the document in its row from 1; 0 where none lies
-    supervised_RT: Tensor  # bool at t: the token at t + 1 is supervised and of the same document
-    next_RT: Tensor  # int64, the token at t + 1 (0 where not supervised)
-    rows: list[tuple[int, ...]]  # the samples in each row
-    host_documents_RT: np.ndarray  # documents_RT and supervised_RT where no card has to be asked for them
-    host_supervised_RT: np.ndarray
+    ids_RT: np.ndarray  # int64, 0 where no document lies
+    positions_RT: np.ndarray  # int64, position inside the document
+    documents_RT: np.ndarray  # int64, number of the document in its row from 1; 0 where none lies
+    next_RT: np.ndarray  # int64, the token at t + 1 (0 where not supervised)
+    supervised_RT: np.ndarray  # bool at t: the token at t + 1 is supervised and of the same document
 
-    def row(self, index: int) -> "Batch":
-        """One row as a batch of its own."""
+    @property
+    def places_N(self) -> np.ndarray:
+        """Of the flattened rows, rising: where the next token is supervised."""
+        return np.flatnonzero(self.supervised_RT)
+
+    def row(self, index: int) -> "HostRows":
         one = slice(index, index + 1)
-        return Batch(
+        return HostRows(
             self.ids_RT[one],
             self.positions_RT[one],
             self.documents_RT[one],
-            self.supervised_RT[one],
             self.next_RT[one],
-            self.rows[one],
-            self.host_documents_RT[one],
-            self.host_supervised_RT[one],
+            self.supervised_RT[one],
         )
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What a device reads of packed rows; as `HostRows`, all int64."""
+
+    ids_RT: Tensor
+    positions_RT: Tensor
+    documents_RT: Tensor
+    next_RT: Tensor
+    places_N: Tensor
+
+
+class Batch:
+    """Packed rows on a device.
+
+    They are made on the host, whose copy stays, and travel when they are first asked for, in one copy that nobody waits for. Indices that are
+    made of them on the host travel along (`send`).
+    """
+
+    def __init__(
+        self, host: HostRows, rows: list[tuple[int, ...]], device: torch.device, there: _Sent | None = None
+    ) -> None:
+        """rows: the samples in each row. there: what is on the device already."""
+        self.host, self.rows, self.device = host, rows, device
+        self._sent = there
+
+    def send(self, *indices: np.ndarray) -> list[Tensor]:
+        """Indices on the device, int64, in the rows' own copy where these have not travelled yet."""
+        if self._sent is not None:
+            return cuda.sent_together(indices, self.device)
+        host = self.host
+        own = (host.ids_RT, host.positions_RT, host.documents_RT, host.next_RT, host.places_N)
+        found = cuda.sent_together([*own, *indices], self.device)
+        self._sent = _Sent(*found[: len(own)])
+        return found[len(own) :]
+
+    @property
+    def ids_RT(self) -> Tensor:
+        return self._there().ids_RT
+
+    @property
+    def positions_RT(self) -> Tensor:
+        return self._there().positions_RT
+
+    @property
+    def documents_RT(self) -> Tensor:
+        return self._there().documents_RT
+
+    @property
+    def next_RT(self) -> Tensor:
+        return self._there().next_RT
+
+    def at_supervised(self, values_RTx: Tensor) -> Tensor:
+        """The values [N, ...] of those [R, T, ...] where the next token is supervised; a mask as the index would wait for the device."""
+        return values_RTx.flatten(0, 1)[self._there().places_N]
+
+    def row(self, index: int) -> "Batch":
+        """One row as a batch of its own."""
+        one, host, whole = slice(index, index + 1), self.host.row(index), self._there()
+        before = int(self.host.supervised_RT[:index].sum())
+        places_N = whole.places_N[before : before + int(host.supervised_RT.sum())] - index * host.ids_RT.shape[1]
+        there = _Sent(whole.ids_RT[one], whole.positions_RT[one], whole.documents_RT[one], whole.next_RT[one], places_N)
+        return Batch(host, self.rows[one], self.device, there)
 
     @property
     def tokens(self) -> int:
-        return int((self.documents_RT > 0).sum())
+        return int((self.host.documents_RT > 0).sum())
 
     @property
     def supervised(self) -> int:
-        return int(self.supervised_RT.sum())
+        return int(self.host.supervised_RT.sum())
+
+    def _there(self) -> _Sent:
+        if self._sent is None:
+            self.send()
+        assert self._sent is not None
+        return self._sent
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -105,7 +174,7 @@ def split_documents(ids: Sequence[int], max_length: int) -> list[Sample]:
 def collate(
     samples: Sequence[Sample], rows: Sequence[Sequence[int]], capacity: int, device: str | torch.device = "cpu"
 ) -> Batch:
-    """The rows as tensors."""
+    """The rows as a batch for the device."""
     shape = (len(rows), capacity)
     ids, positions, documents, following = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     supervised = np.zeros(shape, dtype=bool)
@@ -121,20 +190,8 @@ def collate(
             following[r, start : end - 1] = np.where(sample.mask[1:], sample.ids[1:], 0)
             start = end
 
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
     keys = [tuple(row) for row in rows]
-    return Batch(
-        tensor(ids),
-        tensor(positions),
-        tensor(documents),
-        tensor(supervised),
-        tensor(following),
-        keys,
-        documents,
-        supervised,
-    )
+    return Batch(HostRows(ids, positions, documents, following, supervised), keys, torch.device(device))
 
 
 class PackedData:

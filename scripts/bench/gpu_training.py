@@ -76,9 +76,9 @@ def step(
         (loss_sum / count).backward()
         optimizer.collect()
         total += loss_sum.detach()
-    loss, norm = float(total) / count, float(optimizer.clip())
+    loss_sum, norm = cuda.read(total, optimizer.clip())
     optimizer.step(optimizer.config.lr)
-    return loss, norm
+    return loss_sum / count, norm
 
 
 def timed_steps(

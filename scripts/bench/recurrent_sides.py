@@ -112,9 +112,8 @@ class Bench:
             answers.append(Sample(np.asarray([*ids, *answer], dtype=np.int32), mask))
         longest = max(len(one.ids) for one in answers)
         head, chosen = RecurrentHead(head_config(HeadShapeConfig(), self.target.config)), self.chosen
-        return GreedyChain(
-            head, self.states, answers, chosen.heads, max(longest, chosen.max_length), torch.device(chosen.device)
-        )
+        capacity, device = max(longest, chosen.max_length), torch.device(chosen.device)
+        return GreedyChain(head, self.states, answers, chosen.heads, chosen.max_new_tokens, capacity, device)
 
     def data(self, answered: bool, seed: int) -> PackedData:
         """The chats in packed rows."""

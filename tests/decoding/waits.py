@@ -39,15 +39,17 @@ class Waits:
             for name in INDEXERS:
                 context.setattr(Tensor, name, self._looked_at(name, getattr(Tensor, name)))
             context.setattr(torch, "tensor", self._counted("torch.tensor", torch.tensor))
-            context.setattr(cuda, "tensor", self._free(cuda.tensor))
-            context.setattr(cuda, "fill", self._free(cuda.fill))
+            context.setattr(torch, "from_numpy", self._counted("torch.from_numpy", torch.from_numpy))
+            for name in ("tensor", "fill", "sent", "sent_together"):
+                context.setattr(cuda, name, self._free(getattr(cuda, name)))
             context.setattr(cuda, "read", self._read)
             context.setattr(cuda, "synchronize", self._synchronize)
             yield
 
     def _counted(self, name: str, real: Any) -> Any:
         def reader(*given: Any, **named: Any) -> Any:
-            if not self._meaning:
+            nothing = isinstance(given[0], list) and not given[0]  # of which no copy is made
+            if not self._meaning and not nothing:
                 self.stray.append(name)
             return real(*given, **named)
 

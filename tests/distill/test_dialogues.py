@@ -104,5 +104,7 @@ def test_a_series_goes_on_while_half_of_its_chats_do_and_begins_anew_behind_what
 def test_an_account_that_does_not_balance_is_an_error():
     account = Account(input=2)
     account.add(Dialogue(0, 0, chat("a0")))
-    with pytest.raises(AssertionError):
+    with pytest.raises(RuntimeError, match=r"0 answered \+ 1 skipped \+ 0 failed, expected 2 in all"):
         account.check()
+    account.add(Dialogue(1, 0, chat("a1")))
+    account.check()

@@ -153,7 +153,7 @@ def test_a_removal_is_the_one_that_moves_the_target_least():
         with torch.no_grad():
             for batch in rows:
                 p, q = (
-                    torch.log_softmax(model.lm_head(hidden_states(model, batch)[batch.supervised_RT]).double(), -1)
+                    torch.log_softmax(model.lm_head(batch.at_supervised(hidden_states(model, batch))).double(), -1)
                     for model in (target, student)
                 )
                 total += float((p.exp() * (p - q)).sum())

@@ -137,6 +137,13 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(folder: Path):
     ("key", "value"),
     [
         ("hidden_size", -1),
+        ("hidden_size", 0),
+        ("vocab_size", True),
+        ("vocab_size", 61.0),
+        ("num_draft_layers", False),
+        ("draft_vocab_size", V + 1),
+        ("draft_vocab_size", -1),
+        ("draft_vocab_size", True),
         ("exit_dim", None),
         ("num_draft_layers", "two"),
         ("draft_vocab_size", "few"),
@@ -145,7 +152,7 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(folder: Path):
 )
 def test_wrong_keys_are_named(folder: Path, key: str, value: Any):
     change_config(folder, **{key: value})
-    with pytest.raises(UserError, match=f"{key} is {value!r}, expected (a whole number|true)"):
+    with pytest.raises(UserError, match=f"config.json: {key} is {value!r}, expected (a whole number|true)"):
         load_head(folder)
 
 

@@ -1,9 +1,15 @@
-"""Block efficiency of the walked chain against rounds decoded one by one, and accuracies against whole logits."""
+"""Block efficiency of the walked chain against real decoding with one beam, and accuracies against whole logits."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from decoding.loop import Settings, decode
+from decoding.native import NativeTarget
+from decoding.stats import Generation
+from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.evaluation import GreedyChain, HeadAccuracy, Looks, walk
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.states import TargetStates
@@ -11,45 +17,25 @@ from tests.recurrent_drafting import tiny
 from training.objectives import hidden_states
 from training.packing import Sample, collate
 
-DRAFT = 3
+DRAFT, TOKENS = 3, 14
 CPU = torch.device("cpu")
+PROMPTS = [[3, 5, 8], [1], [40, 2, 9, 11, 30], [7, 7]]
 
 
-def answered(target: object, prompts: list[list[int]], tokens: int) -> list[Sample]:
-    """The target's greedy answers."""
+def decoded(model: Any, head: RecurrentHead | None, stops: tuple[int, ...] = ()) -> list[Generation]:
+    """Greedily, by the native backend in float64; plainly, or with chains of the head."""
+    target = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), dtype=torch.float64, execution="eager")
+    drafter = None if head is None else RecurrentDrafter(head=head, beam_width=1)
+    return decode(target, drafter, PROMPTS, Settings(TOKENS, num_draft_tokens=DRAFT, stop_token_ids=stops))
+
+
+def samples_of(done: list[Generation], later: int = 0) -> list[Sample]:
+    """The answers as samples. later: tokens of each that count as the prompt's."""
     found = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(tokens):
-            batch = collate([Sample(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=bool))], [[0]], len(ids))
-            ids.append(int((hidden_states(target, batch)[0, -1] @ target.lm_head.weight.T).argmax()))
-        found.append(Sample(np.array(ids, dtype=np.int32), np.arange(len(ids)) >= len(prompt)))
+    for prompt, one in zip(PROMPTS, done, strict=True):
+        ids = np.array(prompt + one.tokens, dtype=np.int32)
+        found.append(Sample(ids, np.arange(len(ids)) >= len(prompt) + later))
     return found
-
-
-def decoded(head: RecurrentHead, target: object, answer: Sample) -> tuple[int, int, int, int]:
-    """(rounds, emitted, accepted, tested) of speculative decoding by hand: draft, look at the target's own argmax, keep what agrees."""
-    ids = answer.ids.tolist()
-    first, table = int(np.argmax(answer.mask)), target.get_input_embeddings().weight
-    rounds = emitted = accepted = tested = 0
-    tip = first
-    while tip < len(ids) - 1:
-        seen = np.array(ids[: tip + 1], dtype=np.int32)
-        batch = collate([Sample(seen, np.ones(len(seen), dtype=bool))], [[0]], len(seen))
-        context = head.context(hidden_states(target, batch)[0, tip - 1][None])
-        state = head.start(table[ids[tip]][None])
-        right = 0
-        for number in range(min(DRAFT, len(ids) - 1 - tip)):
-            drafted = int(head.to_target_ids(head.logits(head.features(context, state)).argmax()))
-            tested += 1
-            if drafted != ids[tip + 1 + number]:
-                break
-            right += 1
-            state = head.advance(state, table[drafted][None])
-        gained = min(right + 1, len(ids) - 1 - tip)
-        rounds, emitted, accepted = rounds + 1, emitted + gained, accepted + right
-        tip += gained
-    return rounds, emitted, accepted, tested
 
 
 def leaning(form: str, answers: list[Sample]) -> RecurrentHead:
@@ -65,26 +51,40 @@ def leaning(form: str, answers: list[Sample]) -> RecurrentHead:
     return head
 
 
+@pytest.mark.parametrize("stopped", [False, True], ids=["by length", "by a stop token"])
 @pytest.mark.parametrize("form", ["recurrent", "without recurrence", "shortlist"])
-def test_the_walk_is_speculative_decoding_round_by_round(form: str):
+def test_the_walk_is_real_decoding_round_by_round(form: str, stopped: bool):
     target = tiny.target()
-    answers = answered(target, [[3, 5, 8], [1], [40, 2, 9, 11, 30]], 14)
-    head = leaning(form, answers)
-    chain = GreedyChain(head, TargetStates(target), answers, DRAFT, tiny.ROW, CPU)
-    figures, by_hand = chain(), [decoded(head, target, answer) for answer in answers]
-    assert chain.counts() == by_hand
-    rounds, emitted, accepted, tested = map(sum, zip(*by_hand))
+    stops = (decoded(target, None)[2].tokens[6],) if stopped else ()
+    plain = decoded(target, None, stops)
+    head = leaning(form, samples_of(plain))
+    done = decoded(target, head, stops)
+    assert [one.tokens for one in done] == [one.tokens for one in plain]
+    assert stopped == any(one.finish == "stop" for one in done)
+    states = TargetStates(target)
+    chain = GreedyChain(head, states, samples_of(plain), DRAFT, TOKENS, tiny.ROW, CPU)
+    assert chain.counts() == [(one.rounds, len(one.tokens), one.accepted, one.tested) for one in done]
+    rounds, emitted, accepted, tested = map(sum, zip(*chain.counts()))
     assert accepted > 0, "the test is of no use with a head that is never right"
+    figures = chain()
     assert figures["block_efficiency"] == pytest.approx(emitted / rounds)
     assert figures["acceptance"] == pytest.approx(accepted / tested)
     assert figures["score"] == figures["block_efficiency"]
+    # The control: as if the prefill gave the first token.
+    late = GreedyChain(head, states, samples_of(plain, later=1), DRAFT, TOKENS - 1, tiny.ROW, CPU)
+    assert [one[0] for one in late.counts()] != [one.rounds for one in done]
 
 
 def test_perfect_and_useless_drafts_have_their_closed_forms():
-    answer = np.arange(20) >= 4  # 16 tokens, the first from the prefill
-    assert walk(np.full(20, DRAFT), answer, DRAFT) == (4, 15, 12, 12)
-    assert walk(np.zeros(20, dtype=int), answer, DRAFT)[:3] == (15, 15, 0)
-    assert walk(np.zeros(5, dtype=int), np.arange(5) >= 4, DRAFT) == (0, 0, 0, 0)
+    """16 tokens behind a prompt of 4: ended by their number, and by a stop token while 30 might have come."""
+    perfect, useless = np.full(20, DRAFT), np.zeros(20, dtype=int)
+    assert walk(perfect, 4, DRAFT, 20) == (4, 16, 12, 12)
+    assert walk(perfect, 4, DRAFT, 34) == (4, 16, 12, 12)
+    assert walk(useless, 4, DRAFT, 20) == (16, 16, 0, 15)
+    assert walk(useless, 4, DRAFT, 34) == (16, 16, 0, 16)
+    assert walk(np.full(7, DRAFT), 4, DRAFT, 7) == (1, 3, 2, 2)
+    assert walk(np.full(7, DRAFT), 4, DRAFT, 34) == (1, 3, 3, 3)
+    assert walk(np.zeros(5, dtype=int), 4, DRAFT, 5) == (1, 1, 0, 0)
 
 
 def test_accuracies_are_ranks_among_whole_logits():

@@ -233,7 +233,7 @@ def test_broken_sharegpt_records_are_counted_and_named(
     bad = [{"id": "x"}, {"conversations": [{"from": "martian", "value": "hello"}]}]
     (tmp_path / "chats.json").write_text(json.dumps([*good[:20], *bad, *good[20:]]))
     chats = [f"data.chats=[{tmp_path / 'chats.json'}]", "loop.max_steps=1"]
-    with pytest.raises(UserError, match=r"2 .*|more than 1.0% are bad") as error:
+    with pytest.raises(UserError, match=r"chats: 40 of 42 used; .*; more than 1\.0% are bad") as error:
         run(configured(tiny_target, tmp_path / "strict", *chats))
     assert "no turns (conversations or messages)" in str(error.value) and "unknown role 'martian'" in str(error.value)
     assert "chats.json:1, record 21)" in str(error.value) and "chats.json:1, record 22)" in str(error.value)

@@ -1,5 +1,6 @@
 """The objective against a plain loop over documents, positions and heads; packing, training-time test, memory, and waiting for the device."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -8,18 +9,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+from decoding import cuda
 from decoding.errors import UserError
+from recurrent_drafting import objective as module
 from recurrent_drafting.config import HeadLossConfig
 from recurrent_drafting.head import RecurrentHead
-from recurrent_drafting.objective import HeadTraining
+from recurrent_drafting.objective import HeadTraining, predictions
 from recurrent_drafting.positions import check_predictions, positions
 from recurrent_drafting.states import TargetStates
 from scripts.bench.common import peak_bytes
+from tests.decoding.waits import Waits
 from tests.recurrent_drafting import tiny
+from training.losses.heads import chunked_argmax
 from training.losses.soft import eager_soft
 from training.objectives import hidden_states
-from training.packing import Sample, collate
+from training.packing import Sample, best_fit, collate
 
 
 @cache
@@ -114,7 +120,8 @@ def test_nothing_is_predicted_across_documents():
     apart = sum(objective(collate([one], [[0]], tiny.ROW))[0] for one in documents)
     torch.testing.assert_close(together, apart)
     merged = tiny.packed(documents)
-    merged.host_documents_RT[:] = (merged.host_documents_RT > 0).astype(np.int64)
+    merged.send()  # so that attention still knows
+    merged.host.documents_RT[:] = (merged.host.documents_RT > 0).astype(np.int64)
     assert abs(float((objective(merged)[0] - apart).detach())) > 1e-3
 
 
@@ -140,11 +147,37 @@ def test_positions_are_where_tokens_are_supervised_and_nowhere_else():
 
 def test_own_tokens_are_a_share_that_changes_from_step_to_step():
     batch = collate([Sample(np.arange(400, dtype=np.int32) % 61, np.arange(400) > 0)], [[0]], 400)
-    shares = [positions(batch, 3, False, 0.3, step).own_M for step in range(20)]
-    assert 0.25 < float(torch.stack(shares).float().mean()) < 0.35
-    assert not torch.equal(shares[0], shares[1])
-    assert torch.equal(shares[4], positions(batch, 3, False, 0.3, 4).own_M)
-    assert not positions(batch, 3, False).own_M.any()
+    own = [positions(batch, 3, False, 0.3, step).own_O.tolist() for step in range(20)]
+    drafts = len(positions(batch, 3, False).drafts_M)
+    assert 0.25 < sum(map(len, own)) / (20 * drafts) < 0.35
+    assert own[0] != own[1]
+    assert own[4] == positions(batch, 3, False, 0.3, 4).own_O.tolist()
+    assert not len(positions(batch, 3, False).own_O)
+    assert len(positions(batch, 3, False, 1.0).own_O) == drafts
+
+
+@pytest.mark.parametrize("form", ["recurrent", "projected", "shortlist"])
+def test_own_tokens_are_made_for_the_drafts_that_take_them_alone(form: str, monkeypatch: pytest.MonkeyPatch):
+    """Each draft goes on as it does where all take their own tokens, or none; and no other draft's logits are made."""
+    states, head, batch = TargetStates(tiny.target()), tiny.head(form), tiny.packed(tiny.samples())
+    made: list[int] = []
+
+    def counted(features_NE: Tensor, weight_VE: Tensor) -> Tensor:
+        made.append(len(features_NE))
+        return chunked_argmax(features_NE, weight_VE)
+
+    monkeypatch.setattr(module, "chunked_argmax", counted)
+    found = []
+    for share in (0.0, 1.0, 0.5):
+        where = positions(batch, tiny.HEADS, False, share)
+        found.append(predictions(head, states, states(batch, where), where))
+    none_NE, all_NE, some_NE = found
+    own_N1 = torch.isin(where.draft_N, where.own_O)[:, None]
+    torch.testing.assert_close(some_NE, torch.where(own_N1, all_NE, none_NE))
+    assert not torch.allclose(all_NE, none_NE), "tokens that change nothing prove nothing"
+    drafts, few = len(where.drafts_M), len(where.own_O)
+    assert 0 < few < drafts
+    assert made == [drafts] * (tiny.HEADS - 1) + [few] * (tiny.HEADS - 1)
 
 
 def test_own_tokens_are_another_loss_between_all_and_none():
@@ -178,20 +211,51 @@ def test_texts_without_a_prediction_are_refused():
     check_predictions(tiny.samples(), 4)
 
 
-@pytest.mark.parametrize("given", [{}, {"name": "lk"}, {"own_tokens": 0.5}, {"name": "continuations"}])
-def test_a_step_never_waits_for_the_device(given: dict[str, Any]):
-    """No operation whose result's size or value the host must know; `item` is the control that is seen."""
-    objective = tiny.objective(tiny.head(), tiny.target(), **given)
-    batch = tiny.packed(tiny.samples(2))
-    waits = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::masked_select", "aten::is_nonzero"}
+LOSSES = [{}, {"name": "lk"}, {"own_tokens": 0.5}, {"name": "continuations"}]
 
-    def seen(step: Any) -> set[str]:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+
+def micro_batch(objective: HeadTraining, device: str = "cpu") -> None:
+    """From samples to gradients, as the loop does it."""
+    documents = tiny.samples(3)
+    rows = best_fit([len(one.ids) for one in documents], tiny.ROW)
+    objective(collate(documents, rows, tiny.ROW, device))[0].backward()
+
+
+@pytest.mark.parametrize("given", LOSSES)
+def test_a_micro_batch_never_waits_for_the_device_and_travels_in_one_copy(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """From the samples on. No value, and no result of a size that the host must ask for; a batch out of pageable memory is seen, and `item` is."""
+    objective, sent, copies = tiny.objective(tiny.head(), tiny.target(), **given), cuda.sent, []
+    reads = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::masked_select", "aten::is_nonzero"}
+
+    def counted(host: Tensor, device: torch.device) -> Tensor:
+        copies.append(host.numel())
+        return sent(host, device)
+
+    def seen(step: Callable[[], Any]) -> tuple[list[str], set[str]]:
+        waits = Waits()
+        with waits.counting(monkeypatch), profile(activities=[ProfilerActivity.CPU]) as found:
             step()
-        return waits & {event.key for event in profile.key_averages()}
+        assert waits.meant == 0
+        return waits.stray, reads & {event.key for event in found.key_averages()}
 
-    assert not seen(lambda: objective(batch)[0].backward())
-    assert seen(lambda: objective(batch)[0].item())
+    monkeypatch.setattr(cuda, "sent", counted)
+    assert seen(lambda: micro_batch(objective)) == ([], set())
+    assert len(copies) == 1
+    batch = tiny.packed(tiny.samples(3))
+    assert seen(lambda: objective(batch)[0].item()) == (["item"], {"aten::item", "aten::_local_scalar_dense"})
+    assert seen(lambda: torch.from_numpy(batch.host.ids_RT).to("cpu"))[0] == ["torch.from_numpy"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+@pytest.mark.parametrize("given", LOSSES)
+def test_sync_debug_mode_finds_no_wait_in_a_micro_batch(given: dict[str, Any]):
+    target, head = tiny.target().to("cuda"), tiny.head().to("cuda")
+    objective = tiny.objective(head, target, **given)
+    micro_batch(objective, "cuda")  # libraries make their workspaces
+    with cuda.no_waiting(torch.device("cuda")):
+        micro_batch(objective, "cuda")
 
 
 def test_no_tensor_of_heads_and_vocabulary_is_there():

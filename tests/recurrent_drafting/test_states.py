@@ -1,29 +1,41 @@
 """Kept states are those that a forward gives: in memory, on disk, after a kill; and the price is told first."""
 
+import hashlib
+import shutil
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from decoding.native import NativeTarget
-from recurrent_drafting import states as module
-from recurrent_drafting.positions import positions
-from recurrent_drafting.states import DiskStore, MemoryStore, Store, TargetStates, said_width, states_on_disk
+from recurrent_drafting import stores as module
+from recurrent_drafting.positions import count_kept, positions
+from recurrent_drafting.states import TargetStates
+from recurrent_drafting.stores import DiskStore, Layout, MemoryStore, Store, states_on_disk
 from tests.distill.families import FAMILIES, family
 from tests.recurrent_drafting import tiny
 from training.objectives import freeze
-from training.packing import PackedData, collate
+from training.packing import PackedData, Sample, collate
 
 
 def data() -> PackedData:
     return PackedData(tiny.samples(), tiny.ROW, 2, 0)
 
 
-def on_disk(root: Path, judged: bool = True, show: bool = False) -> DiskStore:
-    return states_on_disk(root, "hash", data(), tiny.HEADS, judged, tiny.HIDDEN, torch.float64, show)
+def on_disk(
+    root: Path,
+    judged: bool = True,
+    show: bool = False,
+    tokens: int = 0,
+    dtype: torch.dtype = torch.float64,
+    target: str = "hash",
+) -> DiskStore:
+    return states_on_disk(root, target, data(), Layout(tiny.HEADS, judged, tiny.HIDDEN, dtype, tokens), show)
 
 
 class Counting(TargetStates):
@@ -54,17 +66,16 @@ def test_states_from_a_store_are_those_of_a_forward(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_the_target_goes_on_with_is_kept_with_its_states(kind: str, dtype: torch.dtype, tmp_path: Path):
-    width = tiny.HIDDEN + said_width(3, dtype)
-    disk = states_on_disk(tmp_path, "hash", data(), tiny.HEADS, False, width, dtype, False)
+    store: Store = MemoryStore(10**6) if kind == "memory" else on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
     target, rows = tiny.target(dtype), data().rows
-    kept = Counting(target, MemoryStore(10**6) if kind == "memory" else disk)
+    kept = Counting(target, store)
     for _ in range(2):
         for these in (rows, [[], rows[0]]):
             batch = collate(data().samples, these, tiny.ROW)
             where = positions(batch, tiny.HEADS, judged=False)
             found, made = kept.go_on(batch, where, 3), TargetStates(target).go_on(batch, where, 3)
             assert torch.equal(found[0], made[0]) and torch.equal(found[1], made[1])
-            assert found[1].shape == (len(where.kept_P), 3)
+            assert found[1].shape == (len(where.kept_P), 3) and found[1].dtype == torch.int64
     assert kept.reads == len(rows)
 
 
@@ -154,20 +165,73 @@ def test_what_would_change_the_states_gets_a_folder_of_its_own(tmp_path: Path):
     on_disk(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
     on_disk(tmp_path, judged=False)
-    states_on_disk(tmp_path, "another target", data(), tiny.HEADS, True, tiny.HIDDEN, torch.float64, False)
-    assert len(list(tmp_path.iterdir())) == 3
+    on_disk(tmp_path, target="another target")
+    on_disk(tmp_path, tokens=3)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def folder_of_before(root: Path, judged: bool, width: int, dtype: torch.dtype) -> Path:
+    """Where versions that kept tokens behind the states, by their bytes, had their one file."""
+    keys = sorted(tuple(row) for row in data().rows)
+    digest = hashlib.sha256(f"hash {tiny.HEADS} {judged} {width} {dtype} {keys}".encode())
+    for sample in data().samples:
+        digest.update(sample.ids.tobytes() + sample.mask.tobytes())
+    folder = root / digest.hexdigest()[:16]
+    folder.mkdir()
+    return folder
+
+
+def test_a_cache_of_before_is_read_where_it_is_the_same(tmp_path: Path):
+    folder, rows = folder_of_before(tmp_path, True, tiny.HIDDEN, torch.float64), sorted(map(tuple, data().rows))
+    target, parts, sums = tiny.target(), [], []
+    for row in rows:
+        batch = collate(data().samples, [row], tiny.ROW)
+        parts.append(TargetStates(target)(batch, positions(batch, tiny.HEADS, judged=True)).numpy().tobytes())
+        sums.append(zlib.crc32(parts[-1]))
+    (folder / "states.bin").write_bytes(b"".join(parts))
+    (folder / "checksums.bin").write_bytes(np.array(sums, dtype=np.uint32).tobytes())
+    kept = Counting(target, on_disk(tmp_path))
+    batch = collate(data().samples, rows, tiny.ROW)
+    where = positions(batch, tiny.HEADS, judged=True)
+    torch.testing.assert_close(kept(batch, where), TargetStates(target)(batch, where))
+    assert kept.reads == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_cache_of_before_with_tokens_in_its_states_is_refused(dtype: torch.dtype, tmp_path: Path):
+    width = tiny.HIDDEN + 3 * 8 // dtype.itemsize
+    folder = folder_of_before(tmp_path, False, width, dtype)
+    count = sum(count_kept(sample.mask, tiny.HEADS, False) for sample in data().samples)
+    (folder / "states.bin").write_bytes(bytes(count * width * dtype.itemsize))
+    words = rf"states.bin has {count * width * dtype.itemsize:,} bytes, expected .* an earlier version .* Delete the folder {folder}"
+    with pytest.raises(UserError, match=words):
+        on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
+    assert (folder / "states.bin").stat().st_size == count * width * dtype.itemsize, "it is left as it was"
+    shutil.rmtree(folder)
+    on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_kept_positions_are_counted_by_masks_alone(judged: bool):
+    documents = tiny.samples(40, seed=3)
+    documents += [Sample(np.arange(n, dtype=np.int32), np.arange(n) > 0) for n in range(1, 6)]
+    documents.append(Sample(np.arange(9, dtype=np.int32), np.zeros(9, dtype=bool)))
+    for heads in (1, 2, tiny.HEADS, 30):
+        for document in documents:
+            where = positions(collate([document], [[0]], tiny.ROW), heads, judged)
+            assert count_kept(document.mask, heads, judged) == len(where.kept_P)
 
 
 def test_the_price_is_told_before_the_room_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    store = on_disk(tmp_path / "states", show=True)
+    on_disk(tmp_path / "states", show=True)
     said = capsys.readouterr().out
     batch = collate(data().samples, data().rows, tiny.ROW)
     count = len(positions(batch, tiny.HEADS, judged=True).kept_P)
     assert f"states: {count:,} of {data().tokens:,} positions" in said
     assert "GB on disk in" in said
-    assert store._bytes.numel() == count * tiny.HIDDEN * 8
+    assert next((tmp_path / "states").glob("*/states.bin")).stat().st_size == count * tiny.HIDDEN * 8
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(UserError, match=r"states.bin needs .* GB, 0.00 GB are free there: give states.folder"):
+    with pytest.raises(UserError, match=r"full/.* needs .* GB, 0.00 GB are free there: give states.folder"):
         on_disk(tmp_path / "full")

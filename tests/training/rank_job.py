@@ -105,8 +105,8 @@ def run(spec: Spec) -> dict[str, Any]:
 
         batch = collate(data.samples, data.rows[:1], data.capacity)
         assert student.lm_head.weight.shape == (VOCABULARY, 32)
-        hidden = hidden_states(student, batch)[batch.supervised_RT]
-        teachers = hidden_states(teacher, batch)[batch.supervised_RT]
+        hidden = batch.at_supervised(hidden_states(student, batch))
+        teachers = batch.at_supervised(hidden_states(teacher, batch))
         return {
             "score": float(log.records[-1]["step"]),
             "seen": float(hidden.double().mean() + teachers.double().mean()),

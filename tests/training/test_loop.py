@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from decoding.errors import UserError
+from tests.decoding.waits import Waits
 from training import checkpoint
+from training import loop as loop_module
 from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig, TrackerConfig
-from training.loop import Interrupted, fit
+from training.loop import Interrupted, Progress, fit
 from training.models import build_llama
 from training.objectives import LanguageModelling
-from training.packing import PackedData, Sample
+from training.packing import Batch, PackedData, Sample
 from training.parallel import Parallel
 from training.tracker import Tracker
 
@@ -117,6 +119,31 @@ def test_the_equality_of_runs_can_fail(tmp_path: Path):
     assert not same(a, b)
     for name in a.model:  # and yet the same mathematics
         torch.testing.assert_close(a.model[name], b.model[name], rtol=1e-2, atol=1e-4)
+
+
+def test_a_step_reads_the_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two forwards, the gradient's norm, an update; the control reads the loss of every forward."""
+    module, config, parallel, waits = make_model(), loop(4), Parallel(ParallelConfig(), "cpu"), Waits()
+    wrapped, optimizer = parallel.prepare(module, module.model, config.optimizer, module.rates)
+    data, progress = make_data(), Progress()
+
+    def step() -> None:
+        with waits.counting(monkeypatch):
+            loop_module._step(wrapped, data, config, parallel, optimizer, progress, 4, tmp_path)
+
+    step()
+    step()
+    assert (waits.meant, waits.stray) == (2, [])
+    real = module.forward
+
+    def read(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, metrics = real(batch)
+        assert loss.item() > 0
+        return loss, metrics
+
+    module.forward = read
+    step()
+    assert (waits.meant, waits.stray) == (3, ["item"] * 2)
 
 
 def test_a_damaged_or_half_written_checkpoint_is_named_and_the_one_before_is_taken(

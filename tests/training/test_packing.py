@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from decoding import cuda
 from decoding.errors import UserError
+from tests.decoding.waits import Waits
 from training.attention import document_mask, packed_attention, plain_attention
 from training.config import StudentConfig
 from training.models import build_llama
@@ -98,10 +100,46 @@ def test_packed_and_separate_documents_give_equal_losses_and_gradients(kind: str
 def test_without_the_document_mask_the_equality_fails():
     samples = chats(9)
     rows = best_fit([len(sample.ids) for sample in samples], 64)
+    right = LanguageModelling(tiny(0))(collate(samples, rows, 64))[0]
     batch = collate(samples, rows, 64)
-    right = LanguageModelling(tiny(0))(batch)[0]
-    batch.documents_RT = torch.ones_like(batch.documents_RT)  # the control: one document a row, so neighbours leak
+    batch.host.documents_RT[:] = 1  # the control: one document a row, so neighbours leak
     assert abs((right - LanguageModelling(tiny(0))(batch)[0]).item()) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "distil", "distil, remembered"])
+def test_a_micro_batch_never_waits_for_the_device(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """From samples to gradients; the mask as an index, which would ask how many there are, is seen."""
+    samples, model, teacher = chats(9), tiny(0), freeze(tiny(1))
+    rows, sent, copies = best_fit([len(sample.ids) for sample in samples], 64), cuda.sent, []
+    states = TeacherStates(teacher, 10**6 if "remembered" in kind else 0)
+    module = LanguageModelling(model) if kind == "pretrain" else Distillation(model, teacher, states=states)
+
+    def counted(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copies.append(host.numel())
+        return sent(host, device)
+
+    monkeypatch.setattr(cuda, "sent", counted)
+    waits = Waits()
+    with waits.counting(monkeypatch):
+        module(collate(samples, rows, 64))[0].backward()
+    assert (waits.stray, waits.meant, len(copies)) == ([], 0, 1)
+    batch = collate(samples, rows, 64)
+    mask_RT = batch.documents_RT == 1
+    with waits.counting(monkeypatch):
+        assert len(batch.ids_RT[mask_RT])
+    assert waits.stray == ["__getitem__"]
+
+
+def test_a_row_of_a_batch_is_a_batch_of_that_row():
+    samples = chats(9)
+    rows = best_fit([len(sample.ids) for sample in samples], 64)
+    batch = collate(samples, rows, 64)
+    for index, row in enumerate(rows):
+        alone, cut = collate(samples, [row], 64), batch.row(index)
+        for name in ("ids_RT", "positions_RT", "documents_RT", "next_RT"):
+            assert torch.equal(getattr(cut, name), getattr(alone, name))
+        assert torch.equal(cut.at_supervised(cut.next_RT), alone.at_supervised(alone.next_RT))
+        assert (cut.rows, cut.tokens, cut.supervised) == (alone.rows, alone.tokens, alone.supervised)
 
 
 def test_plain_attention_equals_torch_attention():
