@@ -29,7 +29,7 @@ from decoding.chooser import FRESH, Chooser
 from decoding.errors import UserError
 
 KINDS = ("picked", "drawn")
-LEAST_CHANCE, CHANCE_SLOPE = 0.3, 0.65  # an untried token's chance to pass, by its probability; as `CostRatio.prior`
+LEAST_CHANCE, CHANCE_SLOPE = 0.3, 0.65  # an untried token's chance to pass, by its probability
 
 
 def check_kind(draws: str, drafter: str) -> str:

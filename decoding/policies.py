@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 
+from decoding.draws import CHANCE_SLOPE, LEAST_CHANCE
 from decoding.errors import UserError
 from decoding.stopping import Fixed, RoundCosts, Sign, Stopping, Tries
 
@@ -116,102 +117,123 @@ class Thompson(Fixed):
         self.failed = 1.0 + (self.failed - 1.0) * self.DISCOUNT + (accepted < drafted)
 
 
+class Passed:
+    """Accepted over tested tokens: a prior that stands for WEIGHT tests, and what was seen, old rounds forgotten by degrees."""
+
+    WEIGHT = 4.0
+    DISCOUNT = 0.99  # of what was seen, every round: a row that gave up drafting tries again some day
+
+    def __init__(self, confidence: float = 0.5) -> None:
+        self._prior = self._passed = self.WEIGHT * (LEAST_CHANCE + CHANCE_SLOPE * confidence)
+        self._tested = self.WEIGHT
+
+    @property
+    def share(self) -> float:
+        return self._passed / self._tested
+
+    def forget(self) -> None:
+        """A round is over."""
+        self._passed = self._prior + (self._passed - self._prior) * self.DISCOUNT
+        self._tested = self.WEIGHT + (self._tested - self.WEIGHT) * self.DISCOUNT
+
+    def learn(self, passed: int, tested: int = 1) -> None:
+        self._passed += passed
+        self._tested += tested
+
+
 class CostRatio(Fixed):
     """Ours: go on while the chance that the next token survives, over what it costs, beats the tokens a millisecond so far.
 
     Optimal stopping of a renewal-reward process: with rho the long-run rate, the k-th further token is worth its
     P(survive) when that exceeds rho (t_draft + t_target(k + 1) - t_target(k)). P(survive) is the product of acceptance
-    estimates: of a drawn token by its confidence (a Beta count in each tenth, which starts from `prior`), of the next one by the
-    running acceptance. rho is that of this request: emitted tokens over the modelled milliseconds of its rounds.
-
-    per_token=False is for devices that the host runs ahead of, where a confidence costs a wait: nothing is read, and each round takes the
-    draft length with the most expected tokens a millisecond at the running acceptance. So it is in a batch, whose rounds are as long as their
-    longest draft (`RoundCosts.rows`).
+    estimates: of a drawn token by its confidence (a count in each tenth), of the next one by the running acceptance. rho is that
+    of this request: emitted tokens over the modelled milliseconds of its rounds.
     """
 
-    BINS = 10  # of confidence, and one more count for all tokens
-    WEIGHT = 4.0  # tests that a count's prior stands for
-    DISCOUNT = 0.99  # of what was seen, every round: a row that gave up drafting tries again some day
+    reads = "confidence"
+    BINS = 10  # of confidence
 
-    def __init__(self, costs: RoundCosts, per_token: bool = True) -> None:
-        self.costs, self.per_token = costs, per_token and costs.rows == 1
-        self.reads = "confidence" if self.per_token else "nothing"
-        self._tries = Tries(costs)
-        confidences = [*((i + 0.5) / self.BINS for i in range(self.BINS)), 0.5]
-        self._prior = [self.WEIGHT * self.prior(confidence) for confidence in confidences]
-        self._passed, self._tested = list(self._prior), [self.WEIGHT] * len(confidences)
-        self._round: list[int] = []  # bins of the tokens drawn in this round
+    def __init__(self, costs: RoundCosts) -> None:
+        self.costs = costs
+        self.passed = Passed()
+        self._by_confidence = [Passed((i + 0.5) / self.BINS) for i in range(self.BINS)]
+        self._round: list[Passed] = []  # counts of the tokens drawn in this round
         self._survival = 1.0
         # One autoregressive step: a drafter has to beat it.
         self._tokens, self._ms = 1.0, costs.plain_ms
 
-    @staticmethod
-    def prior(confidence: float) -> float:
-        """Acceptance before anything was seen."""
-        return 0.3 + 0.65 * confidence
-
-    @property
-    def acceptance(self) -> float:
-        """Accepted over tested, all confidences together."""
-        return self._passed[-1] / self._tested[-1]
-
     def limit(self, budget: int) -> int:
-        if not self.per_token:
-            length = max(range(budget + 1), key=self._rate)
-            return length * self._tries(length > 0)
         self._round, self._survival = [], 1.0
         return budget if self._worth(0) else 0
 
-    def _rate(self, length: int) -> float:
-        """Expected tokens a millisecond of a round with this draft length."""
-        tokens = sum(self.acceptance**depth for depth in range(length + 1))
-        return tokens / self.costs.round_ms(length, length)
-
     def more(self, depth: int, sign: Sign | None) -> bool:
-        if not self.per_token:
-            return True
         assert sign is not None
-        bin_ = min(int(sign.confidence * self.BINS), self.BINS - 1)
-        self._round.append(bin_)
-        self._survival *= self._passed[bin_] / self._tested[bin_]
+        count = self._by_confidence[min(int(sign.confidence * self.BINS), self.BINS - 1)]
+        self._round.append(count)
+        self._survival *= count.share
         return self._worth(depth)
 
     def _worth(self, depth: int) -> bool:
         """Is token depth + 1 worth its cost?"""
         more_ms = self.costs.round_ms(depth + 1, depth + 1) - self.costs.round_ms(depth, depth)
-        return self._survival * self.acceptance * self._ms > self._tokens * more_ms
+        return self._survival * self.passed.share * self._ms > self._tokens * more_ms
 
     def update(self, drafted: int, accepted: int) -> None:
-        self._passed = [at + (x - at) * self.DISCOUNT for x, at in zip(self._passed, self._prior)]
-        self._tested = [self.WEIGHT + (x - self.WEIGHT) * self.DISCOUNT for x in self._tested]
-        for depth, bin_ in enumerate(self._round[: accepted + 1]):
-            for count in (bin_, -1) if depth < drafted else ():
-                self._tested[count] += 1
-                self._passed[count] += depth < accepted
-        if not self.per_token:
-            self._tested[-1] += min(accepted + 1, drafted)
-            self._passed[-1] += accepted
+        for count in (self.passed, *self._by_confidence):
+            count.forget()
+        tested = min(accepted + 1, drafted)
+        for depth, count in enumerate(self._round[:tested]):
+            self.passed.learn(depth < accepted)
+            count.learn(depth < accepted)
         self._tokens += accepted + 1
         self._ms += self.costs.round_ms(drafted, drafted)
 
 
+class CostRatioByRound(Fixed):
+    """The same decision before the round, from past rounds alone: the length with the most expected tokens a millisecond at the running acceptance.
+
+    For devices that the host runs ahead of, where a confidence costs a wait, and for batches, whose rounds are as long as their longest draft
+    (`RoundCosts.rows`).
+    """
+
+    def __init__(self, costs: RoundCosts) -> None:
+        self.costs, self.passed, self._tries = costs, Passed(), Tries(costs)
+
+    def limit(self, budget: int) -> int:
+        length = max(range(budget + 1), key=self._rate)
+        return length * self._tries(length > 0)
+
+    def _rate(self, length: int) -> float:
+        """Expected tokens a millisecond of a round with this draft length."""
+        tokens = sum(self.passed.share**depth for depth in range(length + 1))
+        return tokens / self.costs.round_ms(length, length)
+
+    def update(self, drafted: int, accepted: int) -> None:
+        self.passed.forget()
+        self.passed.learn(accepted, min(accepted + 1, drafted))
+
+
 # Policies that read what was drawn: on a GPU each drafted token waits for the device.
-EAGER = ("confidence", "assisted", "adaptive_confidence", "entropy")
-NAMES = ("fixed", "confidence", "assisted", "adaptive_confidence", "entropy", "thompson", "cost_ratio")
+EAGER: dict[str, type[Confidence | AdaptiveConfidence | Entropy]] = {
+    "confidence": Confidence,
+    "assisted": Assisted,
+    "adaptive_confidence": AdaptiveConfidence,
+    "entropy": Entropy,
+}
+NAMES = ("fixed", *EAGER, "thompson", "cost_ratio")
 
 
 def make_stopping(
     name: str, keys_B: Sequence[int], threshold: float | None, costs: RoundCosts | None, per_token: bool = True
 ) -> list[Stopping]:
     """A policy for each row. keys_B: of (seed, request), for those that draw numbers; threshold: None takes the policy's own;
-    per_token: whether `cost_ratio` looks at every drawn token (see there).
+    per_token: whether `cost_ratio` may look at drawn tokens (of several rows it never does).
 
     Raises UserError for an unknown name, and for `cost_ratio` without measured costs.
     """
     given = {} if threshold is None else {"threshold": threshold}
     if name in EAGER:
-        kind = {"confidence": Confidence, "assisted": Assisted, "entropy": Entropy}.get(name, AdaptiveConfidence)
-        return [kind(**given) for _ in keys_B]
+        return [EAGER[name](**given) for _ in keys_B]
     if given:
         raise UserError(f"stopping '{name}' takes no threshold, found {threshold}.")
     if name == "fixed":
@@ -221,5 +243,6 @@ def make_stopping(
     if name == "cost_ratio":
         if costs is None:
             raise UserError("stopping 'cost_ratio' needs measured costs: Settings(costs=time_parts(...).costs).")
-        return [CostRatio(costs, per_token) for _ in keys_B]
+        kind = CostRatio if per_token and costs.rows == 1 else CostRatioByRound
+        return [kind(costs) for _ in keys_B]
     raise UserError(f"stopping '{name}' is unknown, expected one of {', '.join(NAMES)}.")

@@ -14,7 +14,7 @@ from decoding.chooser import Chooser
 from decoding.drafter import NO_NODE, Proposal
 from decoding.graph import GraphDrafter
 from decoding.loop import Settings, decode
-from decoding.policies import CostRatio
+from decoding.policies import CostRatioByRound
 from decoding.sampling import Warper
 from decoding.stopping import Fixed, RoundCosts
 
@@ -125,17 +125,17 @@ def test_rules_on_the_device_equal_their_twins(rule: str, kind: str, monkeypatch
 
 def test_cost_ratio_by_the_round() -> None:
     """Without looking at tokens it takes the length with the most expected tokens a millisecond, and learns acceptance from rounds."""
-    policy = CostRatio(RoundCosts(0.1, (1.0, 1.01, 1.02, 1.03, 1.04)), per_token=False)
+    policy = CostRatioByRound(RoundCosts(0.1, (1.0, 1.01, 1.02, 1.03, 1.04)))
     assert policy.reads == "nothing" and policy.more(1, None)
     for _ in range(300):
         policy.update(4, 4)
-    assert policy.acceptance > 0.95 and policy.limit(4) == 4 and policy.limit(2) == 2
+    assert policy.passed.share > 0.95 and policy.limit(4) == 4 and policy.limit(2) == 2
     for _ in range(900):  # rounds of one test each, which old rounds of four outweigh for long
         policy.update(4, 0)
-    assert policy.acceptance < 0.05 and policy.limit(4) == 0
+    assert policy.passed.share < 0.05 and policy.limit(4) == 0
     for _ in range(600):  # half of the tested tokens pass: 1 + 0.5 over 1.11 ms, 1.75 over 1.22, 1.875 over 1.33 ...
         policy.update(4, 1)
-    assert policy.acceptance == pytest.approx(0.5, abs=0.02)
+    assert policy.passed.share == pytest.approx(0.5, abs=0.02)
     assert policy.limit(4) == 2
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from decoding.graph import GraphDrafter
 from decoding.loop import Settings, decode
-from decoding.policies import CostRatio
+from decoding.policies import make_stopping
 from decoding.stopping import RoundCosts, Tries
 from decoding.trees import RankedTree
 from decoding.worth import Worth
@@ -52,8 +52,9 @@ def test_rows_of_a_batch_try_again_together() -> None:
 
 
 def test_a_policy_of_a_batch_settles_the_length_before_the_round() -> None:
-    assert CostRatio(CHEAP).reads == "confidence"
-    policy = CostRatio(replace(CHEAP, rows=4))
+    (alone,) = make_stopping("cost_ratio", [0], None, CHEAP)
+    assert alone.reads == "confidence"
+    policy = make_stopping("cost_ratio", [0] * 4, None, replace(CHEAP, rows=4))[0]
     assert policy.reads == "nothing" and policy.limit(4) > 0 and policy.more(1, None)
 
 
