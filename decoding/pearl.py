@@ -40,6 +40,15 @@ class Lane:
     turns: int = 0  # rounds of the schedule; not all run the target
 
 
+@dataclass(slots=True)
+class Took:
+    """Seconds of a round's two lanes, and of both together: the longer one's where they run at the same time."""
+
+    draft: float
+    target: float
+    both: float
+
+
 class Pearl(Batch):
     """The rows of a batch under PEARL's schedule, with a virtual clock."""
 
@@ -59,18 +68,18 @@ class Pearl(Batch):
 
     def round(self) -> None:
         """Both lanes, one after the other; then the verdict, and the longer lane on the clock."""
-        chunk, forward = self._both_lanes()
+        chunk, forward, took = self._both_lanes()
         settled = perf_counter()
-        self._steps = chunk.steps if chunk is not None else 0
+        steps = chunk.steps if chunk is not None else 0
         if forward is None and chunk is None:  # a drafter that is at the end of its context has nothing to assume
             forward = self._verify_lane(fresh=False)
-            self._target_seconds += perf_counter() - settled
-            self._lanes_seconds += perf_counter() - settled
+            late = perf_counter() - settled
+            took = Took(took.draft, took.target + late, took.both + late)
             settled = perf_counter()
         if forward is None:
             assert chunk is not None
             self._assume_whole(chunk)
-            self._charge(self.rows, perf_counter() - settled)
+            self._charge(self.rows, steps, took, perf_counter() - settled)
             return
         logits_BNV, hidden_BNC = forward
         for row in self.rows:
@@ -82,13 +91,13 @@ class Pearl(Batch):
         assert self.drafter is not None
         self.drafter.observe(Observation(outcome, logits_BNV, hidden_BNC))
         self.drafter.rollback([self._kept(row.sequence, lane) for row, lane in zip(rows, self.lanes, strict=True)])
-        self._charge(rows, perf_counter() - settled)
+        self._charge(rows, steps, took, perf_counter() - settled)
         if len(keep) < len(rows):
             self.lanes = [self.lanes[b] for b in keep]
             self._select(keep)
 
-    def _both_lanes(self) -> tuple[Proposal | None, tuple[Tensor, Tensor] | None]:
-        """The next chunk and the target's forward, and what each lane took: here one after the other, charged as if at the same time."""
+    def _both_lanes(self) -> tuple[Proposal | None, tuple[Tensor, Tensor] | None, Took]:
+        """The next chunk, the target's forward, and what the lanes took: here one after the other, charged as if at the same time."""
         began = perf_counter()
         request = self._request()
         assert self.drafter is not None
@@ -97,9 +106,12 @@ class Pearl(Batch):
             cuda.synchronize(self.target.device)
         drafted_at = perf_counter()
         forward = self._verify_lane(fresh=request is not None)
-        self._draft_seconds, self._target_seconds = drafted_at - began, perf_counter() - drafted_at
-        self._lanes_seconds = max(self._draft_seconds, self._target_seconds)
-        return chunk if chunk is not None and max(chunk.counts_B) else None, forward
+        draft, target = drafted_at - began, perf_counter() - drafted_at
+        return (
+            chunk if chunk is not None and max(chunk.counts_B) else None,
+            forward,
+            Took(draft, target, max(draft, target)),
+        )
 
     @staticmethod
     def _kept(sequence: list[int], lane: Lane) -> int:
@@ -203,16 +215,16 @@ class Pearl(Batch):
             lane.q_AV = None if chunk.q_BNV is None else chunk.q_BNV[b, :count]
             row.generation.drafted += count
 
-    def _charge(self, rows: list[Row], rest_seconds: float) -> None:
-        """Put a round on the clock: the longer lane, then what cannot overlap."""
+    def _charge(self, rows: list[Row], steps: int, took: Took, rest: float) -> None:
+        """Put a round on the clock: its lanes, then what cannot overlap, in seconds."""
         for row in rows:
             generation = row.generation
-            generation.decode_seconds += self._lanes_seconds + rest_seconds
-            generation.lanes_seconds += self._lanes_seconds
-            generation.shorter_seconds += min(self._draft_seconds, self._target_seconds)
-            generation.draft_seconds += self._draft_seconds
-            generation.target_seconds += self._target_seconds
-            generation.draft_steps += self._steps
+            generation.decode_seconds += took.both + rest
+            generation.lanes_seconds += took.both
+            generation.shorter_seconds += min(took.draft, took.target)
+            generation.draft_seconds += took.draft
+            generation.target_seconds += took.target
+            generation.draft_steps += steps
             if generation.rounds == 1 and not generation.first_token_seconds:
                 generation.first_token_seconds = generation.prefill_seconds + generation.decode_seconds
 

@@ -20,7 +20,7 @@ from time import perf_counter
 
 from decoding.batch import OnTokens, Row, Settings
 from decoding.drafter import Drafter
-from decoding.pearl import Pearl
+from decoding.pearl import Pearl, Took
 from decoding.pearl_wall import PearlWall
 from decoding.stopping import RoundCosts
 from decoding.target import Target
@@ -136,13 +136,13 @@ class PearlPlus(Pearl):
         self._costs = settings.costs
         self.overall, self.first, self.next = Count(), Count(), Count()
         self.chosen: list[Choice] = []  # of all cycles
+        self._deciding = 0.0  # seconds of this round
 
     def round(self) -> None:
         """At the start of a cycle choose; then a round as PEARL's, its states switched on and off."""
         began = perf_counter()
         choices = self._choices()
-        # On the virtual clock too: nothing else runs meanwhile.
-        self.rows[0].generation.decode_seconds += perf_counter() - began
+        self._deciding = perf_counter() - began
         if not self.lanes[0].tokens:
             choice = max(choices.values(), key=lambda choice: choice.rate)
             self.chosen.append(choice)
@@ -154,6 +154,10 @@ class PearlPlus(Pearl):
         passed, tested = generation.accepted, generation.tested
         super().round()
         self._learn(generation.accepted - passed, generation.tested - tested)
+
+    def _charge(self, rows: list[Row], steps: int, took: Took, rest: float) -> None:
+        """As PEARL's; what the choice took is of the rest, on the virtual clock too: nothing else runs meanwhile."""
+        super()._charge(rows, steps, took, rest + self._deciding)
 
     def _learn(self, passed: int, tested: int) -> None:
         """What a round's tests say of the request's acceptance."""
@@ -219,13 +223,11 @@ class PearlPlusWall(PearlPlus, PearlWall):
         self._beside = self._verifying = 0.0  # of rounds with two lanes: seconds beside them, and in the target's lane
         super().open()
 
-    def round(self) -> None:
-        """As PEARL+; rounds with two lanes teach the overlap and the rest."""
-        generation = self.rows[0].generation
-        before = generation.decode_seconds
-        super().round()
-        if self._draft_seconds > 0 and self._target_seconds > 0:
-            self._hidden += self._draft_seconds + self._target_seconds - self._lanes_seconds
-            self._shorter += min(self._draft_seconds, self._target_seconds)
-            self._beside += generation.decode_seconds - before - self._lanes_seconds
-            self._verifying += self._target_seconds
+    def _charge(self, rows: list[Row], steps: int, took: Took, rest: float) -> None:
+        """As PEARL+'s; rounds with two lanes teach the overlap and the rest."""
+        super()._charge(rows, steps, took, rest)
+        if took.draft > 0 and took.target > 0:
+            self._hidden += took.draft + took.target - took.both
+            self._shorter += min(took.draft, took.target)
+            self._beside += rest + self._deciding
+            self._verifying += took.target

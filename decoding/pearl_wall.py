@@ -10,10 +10,10 @@ Shapes: as in decoding/pearl.py.
 from contextlib import ExitStack
 from time import perf_counter
 
-import torch
+from torch import Tensor
 
 from decoding.drafter import Proposal
-from decoding.pearl import Pearl
+from decoding.pearl import Pearl, Took
 from decoding.worker import RemoteChain, lanes
 
 
@@ -35,7 +35,7 @@ class PearlWall(Pearl):
         """Give the cores back."""
         self._bound.close()
 
-    def _both_lanes(self) -> "tuple[Proposal | None, tuple[torch.Tensor, torch.Tensor] | None]":
+    def _both_lanes(self) -> tuple[Proposal | None, tuple[Tensor, Tensor] | None, Took]:
         """Ask for the chunk, verify, then wait for the chunk."""
         assert isinstance(self.drafter, RemoteChain)
         began = perf_counter()
@@ -45,11 +45,11 @@ class PearlWall(Pearl):
         forward = self._verify_lane(fresh=request is not None)
         if request is not None and self.least is not None:
             self.drafter.enough()
-        self._target_seconds = perf_counter() - began if forward is not None else 0.0
+        target = perf_counter() - began if forward is not None else 0.0
         chunk = self.drafter.finish() if request is not None else None
-        self._draft_seconds = self.drafter.worker_seconds if request is not None else 0.0
-        self._lanes_seconds = perf_counter() - began
-        return chunk if chunk is not None and max(chunk.counts_B) else None, forward
+        draft = self.drafter.worker_seconds if request is not None else 0.0
+        took = Took(draft, target, perf_counter() - began)
+        return chunk if chunk is not None and max(chunk.counts_B) else None, forward, took
 
 
 class PearlWallWithoutPre(PearlWall):

@@ -14,7 +14,7 @@ from decoding.chain import ChainDrafter
 from decoding.drafter import Caps
 from decoding.errors import UserError
 from decoding.loop import Generation, Settings, decode
-from decoding.pearl import Pearl
+from decoding.pearl import Pearl, Took
 from decoding.schedules import VIRTUAL
 from decoding.with_lookup import ChainWithLookup
 
@@ -139,13 +139,7 @@ def test_the_rest_of_a_round_is_charged_on_top_of_the_longer_lane() -> None:
     batch = object.__new__(Pearl)
     batch.rows = [type("Row", (), {"generation": Generation()})()]  # type: ignore[assignment]
     for draft, target in ((2.0, 3.0), (4.0, 1.0)):
-        batch._draft_seconds, batch._target_seconds, batch._lanes_seconds, batch._steps = (
-            draft,
-            target,
-            max(draft, target),
-            1,
-        )
-        batch._charge(batch.rows, 0.5)
+        batch._charge(batch.rows, 1, Took(draft, target, max(draft, target)), 0.5)
     assert batch.rows[0].generation.decode_seconds == pytest.approx(3.5 + 4.5)
     assert batch.rows[0].generation.draft_seconds == pytest.approx(6.0)
     assert batch.rows[0].generation.target_seconds == pytest.approx(4.0)
