@@ -165,6 +165,9 @@ def baseline_cells(row: Row) -> dict[str, str]:
     }
 
 
+ENDED = 0.6  # of its length: a mean draft that is shorter was ended by its rule, or found nothing
+
+
 def best_of(count: int) -> str:
     """`Best of 6: `, before a headline that was chosen among so many rows by the very number it shows."""
     return f"Best of {count}: " if count > 1 else ""
@@ -195,6 +198,8 @@ def losses(row: Row) -> str:
 def foretold(row: Row) -> str:
     """The draft length that was used and how it was found, then what the formula says of it and of the length that it would take."""
     used = RULES[row.length_rule].format(gamma=row.num_draft_tokens)
+    if used and row.length_rule not in OWN and row.drafted < ENDED * row.num_draft_tokens:
+        used += f" as the most, of which a mean round drafted {row.drafted:.1f}"
     if not used or row.predicted_speedup is None:
         verdict = f"{row.verdict[0].upper()}{row.verdict[1:]}."
         return f"Used: {used}. {verdict}" if used else verdict
