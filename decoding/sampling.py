@@ -9,6 +9,7 @@ Shapes: R rows (any leading dimensions), V vocabulary.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import cuda
@@ -73,6 +74,19 @@ class Warper:
         found = self._beginning(logits_RV, *logits_RV.sort(dim=-1, descending=True, stable=True))
         assert found is not None, "a full stable sort decides every row"
         return found
+
+    def of_likeliest(self, logits_RK: Tensor) -> Tensor:
+        """Warped probabilities, in proportion, of the K highest logits of a row, highest first, as if there were no other tokens: in few
+        operations of fixed shape, for drafts, which need not say exactly what the target's warpers would leave."""
+        K = logits_RK.shape[-1]
+        kept = min(self.top_k or K, K)
+        probs_RK = F.pad(self._tempered(logits_RK[..., :kept]).softmax(-1), (0, K - kept))
+        if self.top_p < 1:
+            reached_RK = probs_RK.cumsum(-1)
+            probs_RK[..., 1:].masked_fill_(reached_RK[..., :-1] >= self.top_p, 0.0)
+        if self.min_p > 0:
+            probs_RK.masked_fill_(probs_RK < self.min_p * probs_RK[..., :1], 0.0)
+        return probs_RK
 
     def _tempered(self, logits_RV: Tensor) -> Tensor:
         if logits_RV.dtype != torch.float64:
