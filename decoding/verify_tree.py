@@ -162,7 +162,7 @@ class Candidates:
     symbols: Symbols
     other: int  # drawn from what p has in the tail
     refused: int  # drawn from what p has there and q has not
-    any: int  # drawn from p itself
+    p: list[float]  # of the symbols before any test
 
     def chance(self, child: int) -> float:
         return self.symbols.chance(self.tokens[child])
@@ -174,15 +174,13 @@ class Candidates:
         symbols = self.symbols
         if symbols.refused:
             return self.refused
-        total, drawn = sum(symbols.p), self.other
-        if not symbols.failed or total <= 0:  # the latter as in `_left`
-            return self.any
-        point = uniform * total
-        for token, weight in zip(symbols.ids, symbols.p[:-1], strict=False):
+        weights = symbols.p if sum(symbols.p) > 0 else self.p  # as in `_left`
+        point, drawn = uniform * sum(weights), self.other
+        for token, weight in zip(symbols.ids, weights[:-1], strict=False):
             point -= weight
             if point < 0:
                 return token
-            if symbols.p[-1] == 0 and weight > 0:
+            if weights[-1] == 0 and weight > 0:
                 drawn = token  # the last one, if rounding goes past it
         return drawn
 
@@ -195,27 +193,27 @@ def _candidates(
     P, last = probs_BPV.shape[1], probs_BPV.shape[2] - 1
     ids_BQK, q_BQK, tail_BPV = proposal.q_top.ids_BPK[:, :P], proposal.q_top.probs_BPK[:, :P], proposal.q_top.tail_BPV
     Q, has_tail = ids_BQK.shape[1], tail_BPV is not None  # nodes behind these have no children
-    p_BQK, ends_BQ1 = probs_BPV.gather(2, ids_BQK), ends_B11.expand(-1, Q, 1)
-    candidates_BQK = ids_BQK[:, :, :-1] if has_tail else ids_BQK
-    others_BQV = probs_BPV[:, :Q].scatter(2, candidates_BQK, 0.0)
-    cumulative_BQV = others_BQV.cumsum(-1, dtype=torch.float64)
-    other_BQ = draw_from(cumulative_BQV, ends_BQ1)
-    wanted = [ids_BQK, q_BQK, p_BQK, cumulative_BQV[:, :, -1], other_BQ, draw_at(probs_BPV, ends_B11.expand(-1, P, 1))]
+    p_BQK = probs_BPV.gather(2, ids_BQK)
+    # Here it ends as p of the tails, and where there are no candidates of all tokens: one draw does for both.
+    others_BQV = probs_BPV[:, :Q].scatter_(2, ids_BQK[:, :, :-1] if has_tail else ids_BQK, 0.0)
+    cumulative_BPV = probs_BPV.cumsum(-1, dtype=torch.float64)
+    other_BP = draw_from(cumulative_BPV, ends_B11.expand(-1, P, 1))
+    wanted = [ids_BQK, q_BQK, p_BQK, cumulative_BPV[:, :, -1], other_BP]
     if tail_BPV is not None:
         tail_BQV = tail_BPV[:, :P]
         sum_BQ1 = tail_BQV.sum(-1, keepdim=True)
-        scale_BQ1 = cumulative_BQV[:, :, -1:].to(sum_BQ1.dtype) / sum_BQ1
+        scale_BQ1 = cumulative_BPV[:, :Q, -1:].to(sum_BQ1.dtype) / sum_BQ1
         surplus_BQV = torch.addcmul(others_BQV, tail_BQV, scale_BQ1, value=-1).clamp_(min=0)
-        refused_BQ = draw_at(surplus_BQV, ends_BQ1)
+        refused_BQ = draw_at(surplus_BQV, ends_B11.expand(-1, Q, 1))
         wanted += [tail_BQV.gather(2, ids_BQK[:, :, -1:]).squeeze(2), sum_BQ1.squeeze(2), refused_BQ]
-    drafted, parents, ids, q, p, others, other, any_, *of_tail = chooser.read(
+    drafted, parents, ids, q, p, others, other, *of_tail = chooser.read(
         proposal.tokens_BN, proposal.parents_BN, *wanted
     )
 
     def at(row: int, node: int, children: list[int]) -> Stand:
         place = node + 1
         if place >= Q:
-            return Known([], any_[row][place])
+            return Known([], other[row][place])
         own, shares, all_others = p[row][place], [max(share, 0.0) for share in q[row][place]], others[row][place]
         drawn = refused = min(other[row][place], last)  # of no weight at all, past the end, and then nobody asks for it
         within = 0.0
@@ -226,7 +224,7 @@ def _candidates(
         else:
             shares.append(0.0)
         symbols = Symbols(ids[row][place], [*own, all_others], shares, within)
-        return Candidates(drafted[row], symbols, drawn, refused, any_[row][place])
+        return Candidates(drafted[row], symbols, drawn, refused, symbols.p)
 
     return drafted, parents, at
 

@@ -36,7 +36,6 @@ from decoding.drafter import TopRows
 from decoding.draws import CHANCE_SLOPE, LEAST_CHANCE, chance
 from recurrent_drafting.beams import Beams, Step, over_target
 from recurrent_drafting.packed import Head
-from recurrent_drafting.prefix_tree import edges
 
 CANDIDATES = 64  # of the head's likeliest tokens are symbols of their own
 
@@ -76,6 +75,13 @@ def constants(width: int, symbols: int, dtype: torch.dtype, device: torch.device
             lump_SS,
             rest_S,
         )
+
+
+@lru_cache
+def offsets(length: int, width: int, device: torch.device) -> Tensor:
+    """(L, 1): parents among the beams of the step before, zeros at the first step, plus this: `prefix_tree.edges` of them in one operation."""
+    with torch.inference_mode(False):
+        return torch.tensor([-1, *range(0, (length - 1) * width, width)], device=device)[:, None]
 
 
 class Draws:
@@ -154,7 +160,8 @@ class Draws:
 
     def drawn(self, beams: Beams) -> tuple[Tensor, Tensor, TopRows]:
         """Tokens and parents (B, M) of all nodes, and what the children of the tip and of the expanded ones were drawn from."""
-        tokens_BM, parents_BM = beams.tokens_BLW.flatten(1), edges(beams.parents_BLW)
+        tokens_BM, parents_BLW = beams.tokens_BLW.flatten(1), beams.parents_BLW
+        parents_BM = (parents_BLW + offsets(*parents_BLW.shape[1:], parents_BLW.device)).flatten(1)
         places_BQS, rates_BQS = beams.made(lambda step: step.places_BPS), beams.made(lambda step: step.rates_BPS)
         ids_BQS = self.head.to_target_ids(places_BQS)
         if not self.has_tail:
