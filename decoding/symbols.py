@@ -49,12 +49,12 @@ class Symbols:
     def _of_symbol(self, place: int) -> float:
         """min(1, p / q) of a symbol."""
         total, q = sum(self.p), self.q[place]
-        return min(self.p[place] * sum(self.q) / (total * q), 1.0) if total > 0 and q > 0 else 0.0
+        return min((self.p[place] / total) / (q / sum(self.q)), 1.0) if total > 0 and q > 0 else 0.0
 
 
 def share_of(p: float, p_of_tail: float, q: float, q_of_tail: float) -> float:
     """(p / p_of_tail) / (q / q_of_tail), of a token of the tail; 0 where one of the two has none of it."""
-    return p * q_of_tail / (q * p_of_tail) if q > 0 and p_of_tail > 0 else 0.0
+    return (p / p_of_tail) / (q / q_of_tail) if q > 0 and p_of_tail > 0 else 0.0  # products of the two may underflow
 
 
 def among_candidates(

@@ -202,7 +202,7 @@ def _candidates(
     if tail_BPV is not None:
         tail_BQV = tail_BPV[:, :P]
         sum_BQ1 = tail_BQV.sum(-1, keepdim=True)
-        scale_BQ1 = cumulative_BPV[:, :Q, -1:].to(sum_BQ1.dtype) / sum_BQ1
+        scale_BQ1 = (cumulative_BPV[:, :Q, -1:].to(sum_BQ1.dtype) / sum_BQ1).nan_to_num_(nan=0.0, posinf=0.0)
         surplus_BQV = torch.addcmul(others_BQV, tail_BQV, scale_BQ1, value=-1).clamp_(min=0)
         refused_BQ = draw_at(surplus_BQV, ends_B11.expand(-1, Q, 1))
         wanted += [tail_BQV.gather(2, ids_BQK[:, :, -1:]).squeeze(2), sum_BQ1.squeeze(2), refused_BQ]

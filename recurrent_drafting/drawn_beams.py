@@ -52,7 +52,7 @@ class Constants:
     first_W: Tensor  # zeros, the parents of the first step's nodes
     miss_111: Tensor  # the chance of a child to fail, but for what its probability makes of it
     least: Tensor
-    lump_SS: Tensor  # probabilities of the likeliest tokens times this plus `rest_S`: the last becomes that of all but the others
+    lump_SS: Tensor  # of a linear map: the last of the probabilities becomes that of all tokens but the others
     rest_S: Tensor
 
 
@@ -131,7 +131,7 @@ class Draws:
         q_BPV = self.chooser.warper.probs(logits_BPV)
         top = q_BPV.topk(self.symbols, dim=-1)
         of_shape = constants(self.width, self.symbols, q_BPV.dtype, self.chooser.device)
-        return top.indices, top.values, F.linear(top.values, of_shape.lump_SS.T, of_shape.rest_S), q_BPV
+        return top.indices, top.values, F.linear(top.values, of_shape.lump_SS, of_shape.rest_S), q_BPV
 
     def _budget(
         self, probs_BPS: Tensor, reached_BP: Tensor | None, of_shape: Constants
