@@ -33,8 +33,10 @@ class Step:
     scores_BW: (
         Tensor | None
     )  # picks: log probability of the beam; draws: the chance that it is reached and passes; None: nobody reads it
-    # Draws alone; of the step's P beams what its tokens were drawn from, over all tokens and as symbols (recurrent_drafting/drawn_beams.py).
+    # Of drawn beams, of the P that the step started from, what its tokens were drawn from (recurrent_drafting/drawn_beams.py): of a single beam
+    # all tokens, else symbols and, of the last of them, the tail.
     q_BPV: Tensor | None = None
+    tail_BPV: Tensor | None = None
     places_BPS: Tensor | None = None
     rates_BPS: Tensor | None = None
     admitted_BW: Tensor | None = None  # which were drawn and will be verified; None: all

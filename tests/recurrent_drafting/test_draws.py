@@ -28,7 +28,7 @@ class StochasticBeams(Draws):
 
     def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
         _, P, _ = logits_BPV.shape
-        places_BPS, _, rates_BPS, q_BPV = self._symbols(logits_BPV)
+        places_BPS, _, rates_BPS, tail_BPV = self._symbols(logits_BPV, step)
         scores_BPS = rates_BPS.clamp(min=0).log() + (0.0 if scores_BP is None else scores_BP[:, :, None])
         gumbel_BPS = scores_BPS - (-self._clocks_BLWS[:, step, :P]).log()
         if step:  # of which the largest is the parent's own
@@ -39,7 +39,7 @@ class StochasticBeams(Draws):
         self.perturbed = best.values
         tokens_BW = self.head.to_target_ids(places_BPS.flatten(1).gather(1, best.indices))
         scores_BW = scores_BPS.flatten(1).gather(1, best.indices)
-        return Step(best.indices // self.symbols, tokens_BW, scores_BW, q_BPV, places_BPS, rates_BPS)
+        return Step(best.indices // self.symbols, tokens_BW, scores_BW, None, tail_BPV, places_BPS, rates_BPS)
 
 
 def break_proposals(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
