@@ -9,7 +9,6 @@ from torch import Tensor
 
 from decoding import symbols, verify, verify_tree
 from decoding.drafter import Drafter, Proposal
-from decoding.verify import Rule
 from recurrent_drafting import drafts, drawn_beams
 from recurrent_drafting.beams import Beams, Step
 from recurrent_drafting.drawn_beams import Draws
@@ -137,17 +136,21 @@ def test_law_3_rejects_a_tree_read_at_once_without_residual(monkeypatch: pytest.
     assert brief_law(drawn()) < P_LIMIT
 
 
-@pytest.mark.parametrize("rule", [pytest.param(verify._recursive, marks=pytest.mark.long), verify_tree.token])
+TAILS = [("at once", 2, 4), ("walked", 2, 0), ("at once", 3, 0), ("walked", 3, 0)]
+
+
 @pytest.mark.parametrize(
-    ("width", "head"), [(2, {}), (3, {}), pytest.param(2, {"draft_vocab_size": 4}, id="shortlist")]
+    ("rule", "width", "shortlist"), [TAILS[0], *(pytest.param(*case, marks=pytest.mark.long) for case in TAILS[1:])]
 )
 def test_law_3_of_a_tail_of_several_tokens(
-    width: int, head: dict[str, int], rule: Rule, monkeypatch: pytest.MonkeyPatch
+    rule: str, width: int, shortlist: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Candidates fewer than the vocabulary, so that children are drawn from the tail and tested twice."""
     monkeypatch.setattr(drawn_beams, "CANDIDATES", 2)
-    monkeypatch.setattr(verify, "_recursive", rule)
-    assert brief_law(recurrent(draft_table(), width, SCALE, head, draws="drawn")) > P_LIMIT
+    if rule == "at once":
+        monkeypatch.setattr(verify, "_recursive", verify_tree.token)
+    fields = {"draft_vocab_size": shortlist}
+    assert brief_law(recurrent(draft_table(), width, SCALE, fields, draws="drawn")) > P_LIMIT
 
 
 def pass_whole_tails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +169,7 @@ def draw_refused_ones_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_tree.Candidates, "following", wrong)
 
 
-@pytest.mark.parametrize("broken", [pass_whole_tails, draw_refused_ones_from_p])
+@pytest.mark.parametrize("broken", [pass_whole_tails, pytest.param(draw_refused_ones_from_p, marks=pytest.mark.long)])
 def test_law_3_rejects_a_tail_that_is_tested_once(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
