@@ -106,7 +106,7 @@ class Draws:
         slots_BW = None
         if scores_BP is not None:
             ranked_BPW = tested_BPW if admit_BPW is None else admit_BPW.clone()
-            ranked_BPW[:, 0, 0] = float("inf")  # the first child of the first node, which has no score yet
+            ranked_BPW[:, 0, 0] = float("inf")  # the first child of the first node is always drawn
             slots_BW = ranked_BPW.flatten(1).topk(W, dim=-1).indices  # a later sibling is always worth less
 
         def chosen(values_BPW: Tensor) -> Tensor:
@@ -115,12 +115,12 @@ class Draws:
         tokens_BW = self.head.to_target_ids(chosen(places_BPS.gather(2, order_BPW)))
         parents_BW = of_shape.first_W.expand(B, W) if slots_BW is None else slots_BW // W
         scores_BW = None if reached_BPW is None else chosen(reached_BPW)
-        step_made = Step(parents_BW, tokens_BW, scores_BW, None, tail_BPV, places_BPS, rates_BPS)
+        made = Step(parents_BW, tokens_BW, scores_BW, None, tail_BPV, places_BPS, rates_BPS)
         if self.admit is not None and admit_BPW is not None:
-            step_made.admitted_BW = self.admit(chosen(admit_BPW))
+            made.admitted_BW = self.admit(chosen(admit_BPW))
             if scores_BW is not None:
-                step_made.scores_BW = scores_BW * step_made.admitted_BW
-        return step_made
+                made.scores_BW = scores_BW * made.admitted_BW
+        return made
 
     def _symbols(self, logits_BPV: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Places (B, P, S) of the symbols in the head's vocabulary, probabilities of their tokens, likeliest first, the rates that they are drawn by,
