@@ -35,18 +35,21 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class TopRows:
-    """What a tree's tokens were drawn from, where few tokens have a share in it: row 0 is of the tip's children, row n + 1 of node n's.
+    """What a tree's tokens were drawn from, by few candidates: row 0 is of the tip's children, row n + 1 of node n's.
 
-    Siblings stand in the order in which they were drawn, without replacement. Nodes at the end that have no children may be left out.
+    Siblings stand in the order in which they were drawn, without replacement. Nodes at the end that have no children may be left out. With a
+    tail the last candidate is none but stands for all tokens that are not among the others: the share is that of them together, and the id
+    that of the one that was drawn from them.
     """
 
     ids_BPK: Tensor  # different within a row
-    probs_BPK: Tensor
+    probs_BPK: Tensor  # in proportion
+    tail_BPV: Tensor | None = None  # in proportion, 0 at the candidates; None: other tokens have no share
 
-    def dense(self, row: int, parent: int, vocab_size: int) -> Tensor:
-        """q over the vocabulary of the children of one node (-1: the tip)."""
-        probs_K = self.probs_BPK[row, parent + 1]
-        return probs_K.new_zeros(vocab_size).scatter_(0, self.ids_BPK[row, parent + 1], probs_K)
+    def at(self, row: int, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One row of each."""
+        tail_V = None if self.tail_BPV is None else self.tail_BPV[row, place]
+        return self.ids_BPK[row, place], self.probs_BPK[row, place], tail_V
 
 
 @dataclass(slots=True)

@@ -16,8 +16,15 @@ tested more often if it is likely. And a draw must not serve two nodes: that the
 The j-th child of a node is worth the chance that it is reached and passes. The chance of a child with probability q(x) is taken for
 0.3 + 0.65 q(x), that of one not drawn yet for the mean of this.
 
-A tree's model draws from its whole vocabulary: where many tokens are likely, leaving out all but the 64 likeliest has cost a third of the
-accepted tokens. (A recurrent head has fewer to say, and draws from those.)
+All draw from the whole vocabulary: where many tokens are likely, leaving out all but the 64 likeliest has cost a third of the accepted tokens.
+
+That takes numbers for every token after every failure, unless the unlikely tokens, the *tail*, are one symbol among the candidates (`TopRows`). By
+the proof above the symbol that is emitted then has the target's distribution over symbols, and it is left to emit the right token where that
+symbol is the tail. If the tail is what the failed children left, a token is drawn from what p has there. If the tail was drawn and passed,
+its token t was drawn from what q has there, by a number that nothing else has used; it passes with probability min(1, p(t) / q(t)), both as
+shares of their tails, and if it does not, a token is drawn from max(p - q, 0) over the tail: the usual test of one drawn token. Neither test
+looks at t before; so nodes may be expanded and budgets set as if it were unknown. One uniform does for both: below the first chance
+it is as good as a new one.
 
 Shapes: B rows, P nodes, K children of a node, R rows of probabilities, V vocabulary.
 """

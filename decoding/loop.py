@@ -17,6 +17,7 @@ from decoding.schedules import batch_type, usual_stopping
 from decoding.stats import Generation
 from decoding.target import Target
 from decoding.timing import Parts, time_parts
+from decoding.verify import check_rule
 
 __all__ = ["Generation", "Parts", "Settings", "decode", "start", "time_parts"]
 
@@ -51,8 +52,10 @@ def unread(
 ) -> Batch:
     """The batch before its prefill; the drafter knows its target.
 
-    Raises UserError for an empty prompt, or one that fills the target's context.
+    Raises UserError for an empty prompt, one that fills the target's context, or a rule that does not fit the drafter.
     """
+    if drafter is not None:
+        check_rule(settings.verify, settings.temperature, drafter.caps, drafter.name)
     ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
     if len(ids) != len(prompts):
         raise ValueError(f"{len(ids)} request ids for {len(prompts)} prompts")

@@ -7,8 +7,10 @@ Shapes: R rows (any leading dimensions), V vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import cuda
@@ -74,6 +76,23 @@ class Warper:
         assert found is not None, "a full stable sort decides every row"
         return found
 
+    def of_likeliest(self, logits_RK: Tensor) -> Tensor:
+        """Warped probabilities, in proportion, of the K highest logits of a row, highest first, as if there were no other tokens: in few
+        operations of fixed shape, for drafts, which need not say exactly what the target's warpers would leave. Of the token that brings the
+        sum to top_p only its share below top_p stays, and min_p takes its threshold off all that stay."""
+        if logits_RK.dtype != torch.float64:
+            logits_RK = logits_RK.float()
+        cut = cuts(self, logits_RK.shape[-1], logits_RK.dtype, logits_RK.device)
+        if self.top_k or self.temperature != 1:
+            logits_RK = torch.add(cut.top_k_K, logits_RK, alpha=1 / self.temperature)
+        probs_RK = logits_RK.softmax(-1)
+        if self.top_p < 1:
+            room_RK = F.linear(probs_RK, cut.before_KK, cut.top_p_K)
+            probs_RK = torch.clamp(room_RK, min=cut.zero, max=probs_RK)
+        if self.min_p > 0:
+            probs_RK = torch.sub(probs_RK, probs_RK[..., :1], alpha=self.min_p).clamp_(min=0)
+        return probs_RK
+
     def _tempered(self, logits_RV: Tensor) -> Tensor:
         if logits_RV.dtype != torch.float64:
             logits_RV = logits_RV.float()
@@ -103,6 +122,27 @@ class Warper:
         if counts_R1.numel() > 1 or ahead:
             probs_RK = probs_RK * (torch.arange(longest, device=ids_RK.device) < counts_R1)
         return probs_RK / probs_RK.sum(-1, keepdim=True), ids_RK[..., :longest]
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What `Warper.of_likeliest` adds and multiplies by."""
+
+    top_k_K: Tensor  # 0, and -inf from top_k on
+    before_KK: Tensor  # probabilities times this: less the sum of those before
+    top_p_K: Tensor
+    zero: Tensor
+
+
+@lru_cache
+def cuts(warper: Warper, count: int, dtype: torch.dtype, device: torch.device) -> Cuts:
+    """For so many logits; made once, as each is an operation."""
+    with torch.inference_mode(False):
+        top_k_K = torch.zeros(count, dtype=dtype, device=device)
+        top_k_K[warper.top_k or count :] = float("-inf")
+        before_KK = torch.full((count, count), -1.0, dtype=dtype, device=device).tril(-1)
+        top_p_K = torch.full((count,), warper.top_p, dtype=dtype, device=device)
+        return Cuts(top_k_K, before_KK, top_p_K, torch.zeros((), dtype=dtype, device=device))
 
 
 def draw(weights_RV: Tensor, uniforms_R: list[float]) -> Tensor:

@@ -11,6 +11,7 @@ Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than t
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,11 +19,22 @@ from torch import Tensor
 from decoding import cuda, noise, verify_device, verify_tree
 from decoding.cache import ancestors
 from decoding.chooser import Chooser
-from decoding.drafter import Outcome, Proposal
+from decoding.drafter import Caps, Outcome, Proposal
+from decoding.errors import UserError
 from decoding.reading import Reading
 from decoding.sampling import draw
+from decoding.symbols import among_candidates
 
 Rule = Callable[[Tensor, Proposal | None, Chooser], Outcome]
+
+
+def check_rule(verify: str, temperature: float, caps: Caps, name: str) -> None:
+    """Raise UserError for a rule that cannot verify what a drafter of this name proposes; greedy decoding follows trees whatever `verify` is."""
+    if verify == "block" and temperature > 0 and caps.shape == "tree":
+        raise UserError(
+            f"drafter {name} proposes trees, and verify=block tests chains: take verify=token or verify=coupled, or a drafter of chains "
+            "(of beams a single one, beam_width=1)."
+        )
 
 
 def greedy(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
@@ -124,22 +136,18 @@ def _recursive(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outc
         ended, weights = [], []
         for b, node, p_V in zip(going, at_R, chooser.warper.probs(rows_RV), strict=True):
             children = [n for n in range(proposal.counts_B[b]) if parents[b][n] == node - 1]
-            q_V = _q_of(children, b, node - 1, proposal, len(p_V))
-            failed: set[int] = set()
-            for n in children:
-                token = drafted[b][n]
-                if token in failed:  # nothing was drawn there (`sampling.draw_different`)
-                    continue
-                p, q = p_V[token].item(), 1.0 if q_V is None else q_V[token].item()
-                if chooser.uniform(b, depth, noise.ACCEPT, n) * q < p and q > 0:
-                    paths_B[b].append(n)
-                    break
-                p_V, q_V = _after_failure(p_V, q_V, token)
-                failed.add(token)
+            uniform = partial(_test_number, chooser, b, depth)
+            if proposal.q_top is not None and children:
+                passed, left_V = among_candidates(children, drafted[b], p_V, *proposal.q_top.at(b, node), uniform)
+            else:
+                q_V = proposal.q_BNV[b, children[0]] if children and proposal.q_BNV is not None else None
+                passed, left_V = _one_by_one(children, drafted[b], p_V, q_V, uniform)
             tested_B[b] += bool(children)
-            if len(paths_B[b]) == depth:
+            if passed is None:
                 ended.append((b, noise.RESIDUAL if children else noise.BONUS))
-                weights.append(p_V)
+                weights.append(left_V)
+            else:
+                paths_B[b].append(passed)
         if ended:
             drawn = draw(torch.stack(weights), [chooser.uniform(b, depth, purpose) for b, purpose in ended]).tolist()
             for (b, _), token in zip(ended, drawn, strict=True):
@@ -149,13 +157,25 @@ def _recursive(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outc
     return Outcome(tokens_B, paths_B, [len(path) for path in paths_B], tested_B)
 
 
-def _q_of(children: list[int], row: int, parent: int, proposal: Proposal, vocab_size: int) -> Tensor | None:
-    """q that a node's children were drawn from; None: they are point masses, or there are none."""
-    if not children:
-        return None
-    if proposal.q_top is not None:
-        return proposal.q_top.dense(row, parent, vocab_size)
-    return None if proposal.q_BNV is None else proposal.q_BNV[row, children[0]]
+def _test_number(chooser: Chooser, row: int, depth: int, node: int) -> float:
+    return chooser.uniform(row, depth, noise.ACCEPT, node)
+
+
+def _one_by_one(
+    children: list[int], tokens: list[int], p_V: Tensor, q_V: Tensor | None, uniform: Callable[[int], float]
+) -> tuple[int | None, Tensor]:
+    """The first child that passes, and what those before it left of p: p and q are made anew after every failure. q_V: None for point masses."""
+    failed: set[int] = set()
+    for child in children:
+        token = tokens[child]
+        if token in failed:  # nothing was drawn there (`sampling.draw_different`)
+            continue
+        p, q = p_V[token].item(), 1.0 if q_V is None else q_V[token].item()
+        if uniform(child) * q < p and q > 0:
+            return child, p_V
+        p_V, q_V = _after_failure(p_V, q_V, token)
+        failed.add(token)
+    return None, p_V
 
 
 def _after_failure(p_V: Tensor, q_V: Tensor | None, token: int) -> tuple[Tensor, Tensor | None]:

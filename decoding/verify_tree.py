@@ -6,8 +6,9 @@ failed, and the token that follows if they all have. That token is drawn at ever
 ends hangs on other uniforms, so one will do for all nodes.
 
 - Point masses: a failed child takes its own probability out of p. What is left where all have failed is known before any is tested.
-- Drawn from few candidates (`Proposal.q_top`): failures change p at the candidates alone, by numbers that the host reads and works out where
-  the walk comes by. The device draws from all other tokens, and the host says whether it is one of these.
+- Drawn from few candidates (`Proposal.q_top`): failures change p at the candidates, and at all other tokens together, by numbers that the host
+  reads and works out where the walk comes by (decoding/symbols.py). The device draws from all other tokens, once from p and once from what p
+  has there and q has not, and the host says whether it is one of these.
 - Drawn from the whole vocabulary (`Proposal.q_BNV`): the device works it out for all nodes at once, child by child.
 
 Same uniforms and same tests as in the twin, so the same path up to rounding; the token behind it is drawn by another uniform.
@@ -30,6 +31,7 @@ from decoding import cuda, noise
 from decoding.chooser import Chooser
 from decoding.drafter import NO_NODE, Outcome, Proposal
 from decoding.sampling import draw_at, draw_from
+from decoding.symbols import Symbols, share_of
 
 
 class Stand(Protocol):
@@ -39,8 +41,8 @@ class Stand(Protocol):
         """Of this child to pass, given that all before it have failed."""
         ...
 
-    def fail(self, child: int) -> None:
-        """The child did not pass."""
+    def fail(self, child: int, uniform: float) -> bool:
+        """The child did not pass by this uniform. Whether the next one is tested."""
         ...
 
     def following(self, uniform: float) -> int:
@@ -78,10 +80,12 @@ def _walk(row: int, parents: list[int], at: At, chooser: Chooser) -> tuple[list[
         children = children_of.get(here, [])
         stand = at(row, here, children)
         for child in children:
-            if chooser.uniform(row, depth, noise.ACCEPT, child) < stand.chance(child):
+            uniform = chooser.uniform(row, depth, noise.ACCEPT, child)
+            if uniform < stand.chance(child):
                 path.append(child)
                 break
-            stand.fail(child)
+            if not stand.fail(child, uniform):
+                break
         if len(path) == depth:
             return path, depth + bool(children), stand.following(chooser.uniform(row, 0, noise.RESIDUAL))
 
@@ -100,8 +104,9 @@ class Mass:
         # A sum of what is left. One less what has failed would leave rounding behind, and the last child of all that p has could fail by it.
         return p / (self.rest + sum(self.untested.values())) if p > 0 else 0.0
 
-    def fail(self, child: int) -> None:
+    def fail(self, child: int, uniform: float) -> bool:
         self.untested.pop(self.tokens[child], None)
+        return True
 
     def following(self, uniform: float) -> int:
         return self.follows
@@ -142,8 +147,8 @@ class Known:
     def chance(self, child: int) -> float:
         return self.chances[child]
 
-    def fail(self, child: int) -> None:
-        """The next chance knows of it."""
+    def fail(self, child: int, uniform: float) -> bool:
+        return True  # the next chance knows of it
 
     def following(self, uniform: float) -> int:
         return self.follows
@@ -151,42 +156,31 @@ class Known:
 
 @dataclass(slots=True)
 class Candidates:
-    """A node whose children were drawn from few candidates. What failed children left of p is not normalised."""
+    """A node whose children were drawn from few candidates, and perhaps from the tail of all other tokens."""
 
     tokens: list[int]  # of all nodes
-    weights: dict[int, float]  # what is left of p at the candidates
-    q: dict[int, float]  # that the next child was drawn from
-    others: float  # p of all tokens that are no candidates
-    other: int  # drawn from these
-    any: int  # drawn from p itself
-    failed: bool = False
-
-    @property
-    def total(self) -> float:
-        return self.others + sum(self.weights.values())
+    symbols: Symbols
+    other: int  # drawn from what p has in the tail
+    refused: int  # drawn from what p has there and q has not
+    p: list[float]  # of the symbols before any test
 
     def chance(self, child: int) -> float:
-        token, total = self.tokens[child], self.total
-        q = self.q[token]
-        return self.weights[token] / (total * q) if total > 0 and q > 0 else 0.0
+        return self.symbols.chance(self.tokens[child])
 
-    def fail(self, child: int) -> None:
-        total, failed = self.total, self.tokens[child]
-        for token, share in self.q.items():
-            self.weights[token] = max(self.weights[token] - total * share, 0.0)
-        rest = sum(share for token, share in self.q.items() if token != failed)
-        self.q = {token: share / rest if token != failed and rest > 0 else 0.0 for token, share in self.q.items()}
-        self.failed = True
+    def fail(self, child: int, uniform: float) -> bool:
+        return self.symbols.fail(self.tokens[child], uniform)
 
     def following(self, uniform: float) -> int:
-        if not self.failed or self.total <= 0:  # the latter as in `_left`
-            return self.any
-        point, drawn = uniform * self.total, self.other
-        for token, weight in self.weights.items():
+        symbols = self.symbols
+        if symbols.refused:
+            return self.refused
+        weights = symbols.p if sum(symbols.p) > 0 else self.p  # as in `_left`
+        point, drawn = uniform * sum(weights), self.other
+        for token, weight in zip(symbols.ids, weights[:-1], strict=False):
             point -= weight
             if point < 0:
                 return token
-            if self.others == 0 and weight > 0:
+            if weights[-1] == 0 and weight > 0:
                 drawn = token  # the last one, if rounding goes past it
         return drawn
 
@@ -194,32 +188,43 @@ class Candidates:
 def _candidates(
     probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, chooser: Chooser
 ) -> tuple[list[list[int]], list[list[int]], At]:
-    """Tokens, parents and stands of a tree whose children were drawn from few candidates."""
+    """Tokens, parents and stands of a tree whose children were drawn from few candidates, and perhaps from the tail of all other tokens."""
     assert proposal.parents_BN is not None and proposal.q_top is not None
     P, last = probs_BPV.shape[1], probs_BPV.shape[2] - 1
-    ids_BQK, q_BQK = proposal.q_top.ids_BPK[:, :P], proposal.q_top.probs_BPK[:, :P]
-    Q = ids_BQK.shape[1]  # nodes behind them have no children
+    ids_BQK, q_BQK, tail_BPV = proposal.q_top.ids_BPK[:, :P], proposal.q_top.probs_BPK[:, :P], proposal.q_top.tail_BPV
+    Q, has_tail = ids_BQK.shape[1], tail_BPV is not None  # nodes behind these have no children
     p_BQK = probs_BPV.gather(2, ids_BQK)
-    cumulative_BQV = probs_BPV[:, :Q].scatter(2, ids_BQK, 0.0).cumsum(-1, dtype=torch.float64)
-    drafted, parents, ids, q, p, others, other, any_ = chooser.read(
-        proposal.tokens_BN,
-        proposal.parents_BN,
-        ids_BQK,
-        q_BQK,
-        p_BQK,
-        cumulative_BQV[:, :, -1],
-        draw_from(cumulative_BQV, ends_B11.expand(-1, Q, 1)),
-        draw_at(probs_BPV, ends_B11.expand(-1, P, 1)),
+    # Here it ends as p of the tails, and where there are no candidates of all tokens: one draw does for both.
+    others_BQV = probs_BPV[:, :Q].scatter_(2, ids_BQK[:, :, :-1] if has_tail else ids_BQK, 0.0)
+    cumulative_BPV = probs_BPV.cumsum(-1, dtype=torch.float64)
+    other_BP = draw_from(cumulative_BPV, ends_B11.expand(-1, P, 1))
+    wanted = [ids_BQK, q_BQK, p_BQK, cumulative_BPV[:, :, -1], other_BP]
+    if tail_BPV is not None:
+        tail_BQV = tail_BPV[:, :P]
+        sum_BQ1 = tail_BQV.sum(-1, keepdim=True)
+        scale_BQ1 = (cumulative_BPV[:, :Q, -1:].to(sum_BQ1.dtype) / sum_BQ1).nan_to_num_(nan=0.0, posinf=0.0)
+        surplus_BQV = torch.addcmul(others_BQV, tail_BQV, scale_BQ1, value=-1).clamp_(min=0)
+        refused_BQ = draw_at(surplus_BQV, ends_B11.expand(-1, Q, 1))
+        wanted += [tail_BQV.gather(2, ids_BQK[:, :, -1:]).squeeze(2), sum_BQ1.squeeze(2), refused_BQ]
+    drafted, parents, ids, q, p, others, other, *of_tail = chooser.read(
+        proposal.tokens_BN, proposal.parents_BN, *wanted
     )
 
     def at(row: int, node: int, children: list[int]) -> Stand:
         place = node + 1
         if place >= Q:
-            return Known([], any_[row][place])
-        own = dict(zip(ids[row][place], p[row][place], strict=True))
-        shares = dict(zip(ids[row][place], q[row][place], strict=True))
-        drawn = min(other[row][place], last)  # of no weight at all, past the end, and then nobody asks for it
-        return Candidates(drafted[row], own, shares, others[row][place], drawn, any_[row][place])
+            return Known([], other[row][place])
+        own, shares, all_others = p[row][place], [max(share, 0.0) for share in q[row][place]], others[row][place]
+        drawn = refused = min(other[row][place], last)  # of no weight at all, past the end, and then nobody asks for it
+        within = 0.0
+        if has_tail:
+            drawn_q, sum_q, left = (each[row][place] for each in of_tail)
+            within = share_of(own.pop(), all_others, drawn_q, sum_q)
+            refused = left if left <= last else drawn  # p = q up to rounding has left nothing
+        else:
+            shares.append(0.0)
+        symbols = Symbols(ids[row][place], [*own, all_others], shares, within)
+        return Candidates(drafted[row], symbols, drawn, refused, symbols.p)
 
     return drafted, parents, at
 

@@ -175,7 +175,9 @@ def _with_masses(drawn: TopRows, tokens_BN: Tensor, is_copied_B11: Tensor, vocab
     others_K = torch.arange(K, device=tokens_BN.device)
     mass_BPK = torch.zeros_like(probs_BPK)
     mass_BPK[:, :, 0] = 1.0
+    tail_BPV = None if drawn.tail_BPV is None else F.pad(drawn.tail_BPV, (0, 0, 0, max(N - P, 0)))  # without a share
     return TopRows(
         torch.where(is_copied_B11, (tokens_BP[:, :, None] + others_K) % vocab_size, ids_BPK),
         torch.where(is_copied_B11, mass_BPK, probs_BPK),
+        tail_BPV,
     )

@@ -14,6 +14,7 @@ from typing import Any
 from decoding.errors import UserError
 from decoding.schedules import SCHEDULES, batch_type
 from decoding.stopping import RoundCosts
+from decoding.verify import check_rule
 from eval.budgets import with_limits
 from eval.config import EvalConfig
 from eval.records import Record
@@ -93,10 +94,7 @@ def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
             costs = RoundCosts(1.0, (1.0,))  # none are needed to see whether the rest fits
             for size in cfg.batch_sizes:
                 batch_type(use.schedule, drafter, rule, use.stopping or "fixed", costs, size)
-        if rule == "block" and drafter.caps.shape == "tree" and max(cfg.temperatures) > 0:
-            raise UserError(
-                f"drafters: {name} proposes trees, and verify=block tests chains. Give its mapping verify: token or coupled."
-            )
+        check_rule(rule, max(cfg.temperatures), drafter.caps, name)
 
 
 def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:

@@ -1,14 +1,13 @@
 """Beam search with the head: from the tip, W beams of L drafted tokens, at fixed shapes and without a wait for the device.
 
-What a step chooses is W pairs (beam of the step before, token), and nothing else of it is kept: tokens and back pointers are all that
-verification asks of picked beams, and of drawn ones the few candidates that they were drawn from. The target's hidden state enters through
-`head.context`, once a draft; embeddings are the target's own.
+What a step chooses is W pairs (beam of the step before, token), and of picked ones nothing else is kept: tokens and back pointers are all that
+verification asks for. The target's hidden state enters through `head.context`, once a draft; embeddings are the target's own.
 
 `Picks` takes the likeliest pairs of all, as the published code does. They are no samples, so verification takes them for point masses.
-`Draws` draws them, so that p / q tests hold at every node (see there).
+recurrent_drafting/drawn_beams.py draws them, so that p / q tests hold at every node; of these is kept what they were drawn from.
 
-Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W), L drafted tokens along a beam, K candidates, H hidden size,
-V vocabulary that the head drafts from.
+Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W), L drafted tokens along a beam, S symbols that a child is drawn from,
+H hidden size, V vocabulary that the head drafts from.
 """
 
 from collections.abc import Callable
@@ -18,13 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decoding import cuda, noise
 from decoding.chooser import Chooser
-from decoding.draws import CHANCE_SLOPE, LEAST_CHANCE
 from recurrent_drafting.head import Context
 from recurrent_drafting.packed import Head
-
-CANDIDATES = 64  # of the head's likeliest tokens that a child is drawn from; q is the head's distribution over these
 
 Embed = Callable[[Tensor], Tensor]  # token ids (...) -> the target's embeddings (..., H)
 
@@ -38,6 +33,13 @@ class Step:
     scores_BW: (
         Tensor | None
     )  # picks: log probability of the beam; draws: the chance that it is reached and passes; None: nobody reads it
+    # Of drawn beams, of the P that the step started from, what its tokens were drawn from (recurrent_drafting/drawn_beams.py): of a single beam
+    # all tokens, else symbols and, of the last of them, the tail.
+    q_BPV: Tensor | None = None
+    tail_BPV: Tensor | None = None
+    places_BPS: Tensor | None = None
+    rates_BPS: Tensor | None = None
+    admitted_BW: Tensor | None = None  # which were drawn and will be verified; None: all
 
 
 @dataclass(slots=True)
@@ -55,6 +57,11 @@ class Beams:
     def parents_BLW(self) -> Tensor:
         """Beams of the step before; 0 at the first step."""
         return torch.stack([step.parents_BW for step in self.steps], 1)
+
+    def made(self, part: Callable[[Step], Tensor | None]) -> Tensor:
+        """What each step of drawn beams made, one behind the other along the second dimension."""
+        parts = [part(step) for step in self.steps]
+        return torch.cat([each for each in parts if each is not None], 1)
 
 
 class Choose(Protocol):
@@ -146,7 +153,8 @@ class Picks:
     def _best(self, logits_BPV: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Log probabilities and ids (B, P, W) of each beam's likeliest next tokens, best first."""
         if self.coupled is not None:
-            best = self.coupled.log_scores(self._over_target(logits_BPV), step).topk(self.width, dim=-1)
+            over_target_BPV = over_target(self.head, logits_BPV, float("-inf"))
+            best = self.coupled.log_scores(over_target_BPV, step).topk(self.width, dim=-1)
             return best.values, best.indices
         if self.temperature != 1.0:
             logits_BPV = logits_BPV / self.temperature
@@ -155,93 +163,11 @@ class Picks:
         best = scores_BPV.topk(self.width, dim=-1)
         return best.values, self.head.to_target_ids(best.indices)
 
-    def _over_target(self, logits_BPV: Tensor) -> Tensor:
-        """Logits over the target's vocabulary: tokens outside a shortlist are ruled out."""
-        ids_V = self.head.token_ids_V
-        if ids_V is None:
-            return logits_BPV
-        shape = (*logits_BPV.shape[:-1], self.head.config.vocab_size)
-        return logits_BPV.new_full(shape, float("-inf")).index_copy_(-1, ids_V, logits_BPV)
 
-
-class Draws:
-    """W nodes a step, drawn without replacement among siblings, in a way that leaves p / q tests exact at every node.
-
-    Why p / q tests are exact there stands in decoding/draws.py.
-
-    Here a step first decides how many children each node gets, from the nodes of the steps before and their distributions, and only then
-    draws them, by noise that nothing else has used: its keys are of (seed, request, round, position, node, candidate). A node's children are
-    the first of K clocks with the rates q in the order in which they ring (Gumbel top-k: Kool et al. 2019, arXiv 1903.06059, section 2.3).
-    Every drawn child is in the tree, expanded or not.
-
-    Stochastic beam search (Kool et al., section 4), which takes the W earliest of all nodes' clocks, keeps p / q exact as well (Jeon et al.
-    2024, arXiv 2402.14160), its last beams alone too: that a child is there hangs on when its clock rang and on what rang before, and
-    when a clock rings tells nothing of whose it is. What breaks the law is any look at the children themselves: leaving out unlikely ones,
-    or testing the likeliest first. The tests show both.
-
-    Budgets: the j-th child of a node is worth the chance that it is reached and passes. The chance of a child with probability q(x) is
-    taken for 0.3 + 0.65 q(x), that of one not drawn yet for the mean of this. The W worthiest children are drawn; the first child of the
-    first node always, so that no tree accepts less than a drawn chain.
-    """
-
-    def __init__(
-        self,
-        head: Head,
-        width: int,
-        length: int,
-        rows: int,
-        chooser: Chooser,
-        admit: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        """admit: from the worth (B, W) of the children that would be drawn, which of them are (boolean); None: all."""
-        self.head, self.width, self.length, self.chooser, self.admit = head, width, length, chooser, admit
-        self.candidates = min(head.config.num_drafted, max(CANDIDATES, width))
-        device = chooser.device
-        keys = [[chooser.draft_key(row, depth) for depth in range(length)] for row in range(rows)]
-        counters_WK = torch.arange(width * self.candidates, device=device).view(width, self.candidates)
-        keys_BL11 = cuda.tensor(keys, device)[:, :, None, None]
-        self._waits_BLWK = noise.exponentials(keys_BL11, noise.scaled_ids(counters_WK))
-        self._ranks_W = torch.arange(width, device=device)
-        self._least = torch.full((), LEAST_CHANCE, device=device)
-        self.q: list[tuple[Tensor, Tensor]] = []  # of each step's beams: ids of the target and probabilities, (B, P, K)
-        self.admitted: list[Tensor] = []  # with `admit`: of each step (B, W)
-
-    def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
-        W, P = self.width, logits_BPV.shape[1]
-        top = logits_BPV.topk(self.candidates, dim=-1)
-        ids_BPK, q_BPK = self.head.to_target_ids(top.indices), self.chooser.warper.probs(top.values)
-        self.q.append((ids_BPK, q_BPK))
-        tested_BPW, slots_BW, drawn_BW = self._budget(q_BPK, scores_BP)
-        order_BPW = (q_BPK / self._waits_BLWK[:, step, :P]).topk(W, dim=-1).indices  # the clocks in the order they ring
-
-        def chosen(values_BPW: Tensor) -> Tensor:
-            return values_BPW.flatten(1).gather(1, slots_BW)
-
-        tokens_BW = chosen(ids_BPK.gather(2, order_BPW))
-        if drawn_BW is not None:
-            self.admitted.append(drawn_BW)
-        if step + 1 == self.length:
-            return Step(slots_BW // W, tokens_BW, None)
-        scores_BW = chosen(tested_BPW) * self._chance(chosen(q_BPK.gather(2, order_BPW)))
-        return Step(slots_BW // W, tokens_BW, scores_BW if drawn_BW is None else scores_BW * drawn_BW)
-
-    def _budget(self, q_BPK: Tensor, reached_BP: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Which children will be drawn, before any is: the chance (B, P, W) that the j-th child of a node comes to be tested, the W
-        children's places in it, a node's children next to each other in their order, and which are admitted."""
-        W = self.width
-        chance_BP1 = self._chance(q_BPK.square().sum(-1, keepdim=True))
-        tested_BPW = (1 - chance_BP1).pow(self._ranks_W)
-        if reached_BP is None:  # all of them are the tip's
-            slots_BW = self._ranks_W.expand(len(q_BPK), W)
-        else:
-            tested_BPW = tested_BPW * reached_BP[:, :, None]
-            ranked_BPW = tested_BPW * chance_BP1
-            ranked_BPW[:, 0, 0] = float("inf")
-            slots_BW = ranked_BPW.flatten(1).topk(W, dim=-1).indices.sort(-1).values
-        if self.admit is None:
-            return tested_BPW, slots_BW, None
-        return tested_BPW, slots_BW, self.admit((tested_BPW * chance_BP1).flatten(1).gather(1, slots_BW))
-
-    def _chance(self, q: Tensor) -> Tensor:
-        """The chance of a drawn token to pass, before anything was seen, by its probability."""
-        return torch.add(self._least, q, alpha=CHANCE_SLOPE)
+def over_target(head: Head, values_BPV: Tensor, others: float) -> Tensor:
+    """Values over the head's vocabulary as values over the target's; tokens outside a shortlist get `others`."""
+    ids_V = head.token_ids_V
+    if ids_V is None:
+        return values_BPV
+    shape = (*values_BPV.shape[:-1], head.config.vocab_size)
+    return values_BPV.new_full(shape, others).index_copy_(-1, ids_V, values_BPV)

@@ -14,7 +14,8 @@ from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Proposal, TopRows
 from decoding.worth import Worth
-from recurrent_drafting.beams import Beams, Choose, Draws, Picks, Step
+from recurrent_drafting.beams import Beams, Choose, Picks, Step
+from recurrent_drafting.drawn_beams import Admit, DrawnChain, Draws
 from recurrent_drafting.packed import Head
 from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
 
@@ -125,7 +126,7 @@ class DrawnDraft(Draft):
     ) -> None:
         super().__init__(head, width, chooser, depths_B, worth_B)
         admit = self._admit if worth_B else None
-        self.choose = self._draws = Draws(head, width, max(depths_B), len(self.depths_B), chooser, admit)
+        self.choose = self._draws = drawing(head, width, max(depths_B), len(self.depths_B), chooser, admit)
 
     def _admit(self, chances_BW: Tensor) -> Tensor:
         """The children that are drawn: in each row those that are worth their verification; none in rows that draft no more."""
@@ -139,21 +140,30 @@ class DrawnDraft(Draft):
 
     def proposal(self, beams: Beams) -> Proposal:
         """The drawn nodes as a chain or a tree, with their q."""
-        draws, W, steps = self._draws, self.width, len(beams.steps)
-        counts_B = [worth.verified for worth in self.worth_B] or [W * depth for depth in self.depths_B]
-        ids_BPK, q_BPK = (torch.cat([both[i] for both in draws.q], 1) for i in (0, 1))
-        if W == 1:
-            shape = (*ids_BPK.shape[:2], self.chooser.vocab_size)
-            q_BLV = q_BPK.new_zeros(shape).scatter_(2, ids_BPK, q_BPK)
-            N = max(counts_B)
-            return Proposal(beams.tokens_BLW[:, :N, 0], counts_B, None, q_BLV[:, :N], steps)
-        if not self.worth_B:
-            tokens_BM, parents_BM = beams.tokens_BLW.flatten(1), edges(beams.parents_BLW)
-            return Proposal(tokens_BM, counts_B, parents_BM, None, steps, TopRows(ids_BPK, q_BPK))
-        tree = tree_of(beams, torch.cat(draws.admitted, 1))
-        proposal = proposal_of(tree, counts_B, steps)
-        proposal.q_top = expanded(tree, proposal.tokens_BN.shape[1], TopRows(ids_BPK, q_BPK))
-        return proposal
+        counts_B = [worth.verified for worth in self.worth_B] or [self.width * depth for depth in self.depths_B]
+        return drawn_proposal(self._draws, beams, counts_B)
+
+
+def drawing(
+    head: Head, width: int, length: int, rows: int, chooser: Chooser, admit: Admit | None
+) -> Draws | DrawnChain:
+    """How beams of so many tokens are drawn."""
+    return DrawnChain(head, chooser, admit) if width == 1 else Draws(head, width, length, rows, chooser, admit)
+
+
+def drawn_proposal(draws: Draws | DrawnChain, beams: Beams, counts_B: list[int]) -> Proposal:
+    """The nodes that were drawn, as a chain or a tree, with their q. counts_B: of each row."""
+    steps = len(beams.steps)
+    if isinstance(draws, DrawnChain):
+        N = max(counts_B)
+        return Proposal(beams.tokens_BLW[:, :N, 0], counts_B, None, draws.q(beams)[:, :N], steps)
+    tokens_BM, parents_BM, rows = draws.drawn(beams)
+    if beams.steps[0].admitted_BW is None:
+        return Proposal(tokens_BM, counts_B, parents_BM, None, steps, rows)
+    tree = pack(tokens_BM, parents_BM, beams.made(lambda step: step.admitted_BW))
+    proposal = proposal_of(tree, counts_B, steps)
+    proposal.q_top = expanded(tree, proposal.tokens_BN.shape[1], rows)
+    return proposal
 
 
 def expanded(tree: Tree, nodes: int, rows: TopRows) -> TopRows:
@@ -162,5 +172,9 @@ def expanded(tree: Tree, nodes: int, rows: TopRows) -> TopRows:
     numbers_BM = torch.arange(1, M + 1, device=tree.places_BM.device).expand(B, M)
     source_BN = numbers_BM.new_zeros(B, M + 2).scatter_(1, tree.places_BM + 1, numbers_BM)[:, : nodes + 1]
     index_BN1 = source_BN.clamp(max=rows.ids_BPK.shape[1] - 1)[:, :, None]  # the last step's nodes have no children
-    both = (rows.ids_BPK, rows.probs_BPK)
-    return TopRows(*(each.gather(1, index_BN1.expand(-1, -1, each.shape[2])) for each in both))
+
+    def moved(each_BPX: Tensor) -> Tensor:
+        return each_BPX.gather(1, index_BN1.expand(-1, -1, each_BPX.shape[2]))
+
+    tail_BPV = None if rows.tail_BPV is None else moved(rows.tail_BPV)
+    return TopRows(moved(rows.ids_BPK), moved(rows.probs_BPK), tail_BPV)

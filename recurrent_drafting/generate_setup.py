@@ -13,6 +13,7 @@ from decoding.engine import Engine, stop_tokens, text_of
 from decoding.errors import UserError
 from decoding.loop import Settings
 from decoding.target import load_target
+from decoding.verify import check_rule
 from recurrent_drafting.generate_config import GenerateConfig
 from training.config import refuse_parallel
 from training.drafter_use import Use, check_not_evaluated
@@ -68,6 +69,9 @@ def load(cfg: GenerateConfig) -> Loaded:
     device = device_of(cfg.target.device)
     tokenizer = load_tokenizer(_folder(cfg.tokenizer), of_model=False) if cfg.tokenizer else load_tokenizer(folder)
     _check_template(cfg, tokenizer)
+    drafter, use = drafter_of(cfg, folder, device)
+    if drafter is not None:
+        check_rule(cfg.verify, cfg.temperature, drafter.caps, drafter.name)  # before the larger model is read
     target = load_target(
         folder,
         backend=cfg.target.backend,
@@ -76,7 +80,6 @@ def load(cfg: GenerateConfig) -> Loaded:
         device=device,
         max_length=cfg.target.max_length or None,
     )
-    drafter, use = drafter_of(cfg, folder, device)
     if drafter is not None:
         drafter.prepare(target, None)  # what does not fit the target is told now, not after the first message
     engine = Engine(target, drafter, tokenizer, stop_tokens(folder, tokenizer))

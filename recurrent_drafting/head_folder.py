@@ -70,5 +70,8 @@ python -m eval.run target.path={target} drafters=[HEAD]
 python -m recurrent_drafting.cmd.generate --hf_llm {target.replace("embedded:", "assets/")} --hf_drafter HEAD --beam_width 8 --beam_length 5
 ```
 
+Where answers are sampled, `draws=drawn` behind the second line (in the first, `"drafters=[{{use: HEAD, draws: drawn}}]"`) draws the beams instead
+of taking the likeliest ones: as exact, and which of the two is faster hangs on the texts.
+
 HEAD stands for this folder. `drafter_card.json` says from which target, data and code it comes. Made with Shallow Draft.
 """

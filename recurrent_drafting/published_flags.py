@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from decoding.errors import UserError
+
 TRUE, FALSE = ("true", "t", "1", "yes", "y"), ("false", "f", "0", "no", "n")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -63,6 +65,19 @@ def _mt_bench(value: str) -> list[str]:
     return [f"prompts={quoted(value)}"]
 
 
+def _most(flag: str, key: str, without_limit: str) -> Callable[[str], list[str]]:
+    """A limit of at least one; negative: none, which is 0 to our key."""
+
+    def overrides(value: str) -> list[str]:
+        if int(value) == 0:
+            raise UserError(
+                f"--{flag} is 0, which leaves nothing: expected 1 or more, or a negative number ({without_limit})."
+            )
+        return [f"{key}={max(int(value), 0)}"]
+
+    return overrides
+
+
 def _device(value: str) -> list[str]:
     return [f"target.device={'cpu' if int(value) < 0 else f'cuda:{int(value)}'}"]
 
@@ -112,16 +127,16 @@ FLAGS = (
         "all",
         "prompts to answer; negative: all",
         "fewer prompts than that are no error",
-        lambda value: [f"max_prompts={max(int(value), 0)}"],
+        _most("max_num_prompts", "max_prompts", "all"),
     ),
     Flag(
         "max_prompt_length",
         "number",
         "50",
         "the context",
-        "longest prompt, in tokens; longer ones are left out and counted",
+        "longest prompt, in tokens; longer ones are left out and counted; negative: as long as the context",
         "counts tokens of the rendered prompt, not characters, and adds nothing to what may be generated",
-        lambda value: [f"max_prompt_tokens={max(int(value), 0)}"],
+        _most("max_prompt_length", "max_prompt_tokens", "as long as the context"),
     ),
     Flag(
         "max_generation_length",

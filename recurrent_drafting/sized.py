@@ -16,10 +16,10 @@ from torch import Tensor
 
 from decoding import cuda
 from decoding.chooser import Chooser
-from decoding.drafter import Proposal, TopRows
+from decoding.drafter import Proposal
 from decoding.tree_size import TreeSize
-from recurrent_drafting.beams import Beams, Draws, Picks
-from recurrent_drafting.drafts import Draft, expanded, proposal_of, tree_of
+from recurrent_drafting.beams import Beams, Picks
+from recurrent_drafting.drafts import Draft, drawing, drawn_proposal, proposal_of, tree_of
 from recurrent_drafting.packed import Head
 
 
@@ -83,7 +83,7 @@ class SizedDraws(Draft):
         L = max(self.depths_B)
         self._chosen_BL = [[*size.chosen, *[0] * (L - len(size.chosen))] for size in sizes_B]
         self._chances: list[Tensor] = []
-        self.choose = self._draws = Draws(head, width, L, len(sizes_B), chooser, self._admit)
+        self.choose = self._draws = drawing(head, width, L, len(sizes_B), chooser, self._admit)
 
     def _admit(self, chances_BW: Tensor) -> Tensor:
         """The worthiest; siblings keep their order, as a later one is never worth more. None below a node that is not there."""
@@ -93,15 +93,7 @@ class SizedDraws(Draft):
 
     def proposal(self, beams: Beams) -> Proposal:
         """The drawn nodes as a chain or a tree, with their q."""
-        draws, steps = self._draws, len(beams.steps)
-        ids_BPK, q_BPK = (torch.cat([both[i] for both in draws.q], 1) for i in (0, 1))
-        if self.width == 1:
-            q_BLV = q_BPK.new_zeros(*ids_BPK.shape[:2], self.chooser.vocab_size).scatter_(2, ids_BPK, q_BPK)
-            proposal = Proposal(beams.tokens_BLW[:, :, 0], self.nodes_B, None, q_BLV, steps)
-        else:
-            tree = tree_of(beams, torch.cat(draws.admitted, 1))
-            proposal = proposal_of(tree, self.nodes_B, steps)
-            proposal.q_top = expanded(tree, proposal.tokens_BN.shape[1], TopRows(ids_BPK, q_BPK))
+        proposal = drawn_proposal(self._draws, beams, self.nodes_B)
         chances_BLW = torch.stack(self._chances, 1).sort(-1, descending=True).values
         proposal.asks = lambda _: (chances_BLW,)
         return proposal

@@ -13,6 +13,7 @@ from decoding import cuda
 from recurrent_drafting.loss_config import HeadLossConfig
 from recurrent_drafting.objective import HeadTraining
 from recurrent_drafting.states import TargetStates
+from scripts.bench.gpu_decode import judged
 from scripts.bench.gpu_training import Sizes, chats, frozen_target, ours
 from scripts.bench.random_models import Shape, random_head
 
@@ -50,11 +51,12 @@ def training(sizes: Sizes, device: str) -> dict[str, Any]:
     loss_config = HeadLossConfig(predict_n_tokens=HEADS)
     objective = HeadTraining(head, TargetStates(frozen_target(sizes, device)), loss_config)
     found = ours(objective, head, chats(sizes), sizes, device)
+    hours = SHAREGPT_TOKENS / found["tokens_per_second"] / 3600
     return {
         **found,
-        "projected_card_hours": SHAREGPT_TOKENS / found["tokens_per_second"] / 3600,
+        "projected_card_hours": hours,
         "projected": f"{SHAREGPT_TOKENS:,} tokens, two epochs of ShareGPT, on one card",
         "published_card_hours": PUBLISHED_HOURS,
-        "goal_card_hours": GOAL_HOURS,
+        **judged(-hours, -GOAL_HOURS),
         "head_parameters": head.num_parameters,
     }

@@ -24,7 +24,8 @@ from training.paths import resolve
 TARGET_CALLS = ("forward", "embed")
 HEAD_CALLS = ("start", "advance", "context", "features", "logits", "to_target_ids")
 OPERATION_ROUNDS = 12
-GOAL_SHARE, GOAL_OPERATIONS = 0.2, 150  # at 8 beams of 5
+GOAL_SHARE, GOAL_OPERATIONS = 0.2, 150
+GOAL_BEAMS = (8, 5)  # that these are set for
 
 
 class Clock:
@@ -77,7 +78,23 @@ def drafting(chosen: Any) -> dict[str, Any]:
             "operations_outside": operations,
             "operations_outside_as_on_a_gpu": of_a_gpu,
         }
-    return found | {"goals": {"share_outside": GOAL_SHARE, "operations_outside_as_on_a_gpu": GOAL_OPERATIONS}}
+    return found | {"goals": goals(found, chosen.beam_width, chosen.beam_length)}
+
+
+def goals(found: dict[str, Any], width: int, length: int) -> dict[str, dict[str, Any]]:
+    """Each goal with what was found by way of drafting; of other beams than those that it was set for, without a verdict."""
+    shares = {way: one["share_outside"] for way, one in found.items()}
+    operations = {way: one["operations_outside_as_on_a_gpu"] for way, one in found.items()}
+    told = {
+        f"at most {GOAL_SHARE:.0%} of a round outside the models": (shares, GOAL_SHARE),
+        f"at most {GOAL_OPERATIONS} operations outside them": (operations, GOAL_OPERATIONS),
+    }
+    if (width, length) != GOAL_BEAMS:
+        return {name: {"found": of_ways} for name, (of_ways, _) in told.items()}
+    return {
+        name: {"found": of_ways, "met": all(value <= most for value in of_ways.values())}
+        for name, (of_ways, most) in told.items()
+    }
 
 
 def _prompts(chosen: Any, engine: Engine, room: int) -> list[list[int]]:

@@ -70,7 +70,8 @@ def draft_table() -> TableTarget:
 
 def random_head(target: Target, scale: float = 1.0, seed: int = 3, **fields: int) -> RecurrentHead:
     """A head of a target's sizes with random weights, in float64; scale: of its output layer, so that its tokens differ in probability."""
-    config = HeadConfig(target.vocab_size, target.hidden_size, 2 * target.hidden_size, num_draft_layers=1, **fields)
+    sizes = {"exit_dim": 2 * target.hidden_size, "num_draft_layers": 1} | fields
+    config = HeadConfig(target.vocab_size, target.hidden_size, **sizes)
     generator = torch.Generator().manual_seed(seed)
     head = RecurrentHead(config).double().requires_grad_(False)
     for parameter in head.parameters():
@@ -79,9 +80,12 @@ def random_head(target: Target, scale: float = 1.0, seed: int = 3, **fields: int
     return head.eval().to(target.device)
 
 
-def recurrent(target: Target, beam_width: int = 4, scale: float = 3.0, **options: object) -> RecurrentDrafter:
-    """A recurrent drafter whose head knows nothing: what of its beams passes, passes by chance."""
-    return RecurrentDrafter(head=random_head(target, scale), beam_width=beam_width, **options)  # type: ignore[arg-type]
+def recurrent(
+    target: Target, beam_width: int = 4, scale: float = 3.0, fields: dict[str, int] | None = None, **options: object
+) -> RecurrentDrafter:
+    """A recurrent drafter whose head knows nothing: what of its beams passes, passes by chance. fields: of the head's shape."""
+    head = random_head(target, scale, **(fields or {}))
+    return RecurrentDrafter(head=head, beam_width=beam_width, **options)  # type: ignore[arg-type]
 
 
 def recurrent_of(kit: Kit, beam_width: int, **options: object) -> RecurrentDrafter:

@@ -52,12 +52,26 @@ def with_q(proposal: Proposal, seed: int) -> Proposal:
     return Proposal(proposal.tokens_BN, proposal.counts_B, proposal.parents_BN, None, 0, q_top)
 
 
+def with_tail(proposal: Proposal, seed: int) -> Proposal:
+    """The same tree, drawn from five candidates a node and a tail; the token that was drawn from the tail is that of a child here and there."""
+    generator = torch.Generator().manual_seed(seed + 100)
+    few = with_q(proposal, seed)
+    rows = few.q_top
+    assert rows is not None
+    order_BP6 = torch.rand(ROWS, 4, 6, generator=generator).argsort(-1)
+    ids_BP6, probs_BP6 = rows.ids_BPK.gather(2, order_BP6), rows.probs_BPK.gather(2, order_BP6)
+    tail_BPV = 1 + torch.rand(ROWS, 4, V, generator=generator, dtype=torch.float64)
+    few.q_top = TopRows(ids_BP6, probs_BP6, tail_BPV.scatter_(2, ids_BP6[:, :, :-1], 0.0))
+    return few
+
+
 def dense(proposal: Proposal) -> Proposal:
     """The same tree, its candidates' probabilities spread over the vocabulary."""
-    assert proposal.q_top is not None and proposal.parents_BN is not None
-    parents = proposal.parents_BN.tolist()
-    rows = [torch.stack([proposal.q_top.dense(b, parent, V) for parent in parents[b]]) for b in range(ROWS)]
-    return Proposal(proposal.tokens_BN, proposal.counts_B, proposal.parents_BN, torch.stack(rows), siblings=3)
+    rows = proposal.q_top
+    assert rows is not None and rows.tail_BPV is None and proposal.parents_BN is not None
+    q_BPV = torch.zeros(*rows.ids_BPK.shape[:2], V, dtype=torch.float64).scatter_(2, rows.ids_BPK, rows.probs_BPK)
+    q_BNV = q_BPV.gather(1, (proposal.parents_BN + 1)[:, :, None].expand(-1, -1, V))
+    return Proposal(proposal.tokens_BN, proposal.counts_B, proposal.parents_BN, q_BNV, siblings=3)
 
 
 def padded(proposal: Proposal) -> Proposal:
@@ -74,6 +88,7 @@ def padded(proposal: Proposal) -> Proposal:
 KINDS: dict[str, Callable[[Proposal, int], Proposal]] = {
     "point masses": lambda proposal, seed: proposal,
     "few candidates": with_q,
+    "candidates and a tail": with_tail,
     "whole vocabulary": lambda proposal, seed: dense(with_q(proposal, seed)),
 }
 by_kind = pytest.mark.parametrize("kind", KINDS)
@@ -132,25 +147,30 @@ def test_padding_changes_nothing(kind: str) -> None:
         )
 
 
-@pytest.mark.parametrize(("kind", "stand"), [("point masses", "Mass"), ("few candidates", "Candidates")])
+@pytest.mark.parametrize(
+    ("kind", "stand"),
+    [("point masses", "Mass"), ("few candidates", "Candidates"), ("candidates and a tail", "Candidates")],
+)
 def test_a_walk_that_forgets_its_failures_goes_elsewhere(
     kind: str, stand: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits_BNV, proposal, chooser = random_tree(0)
     proposal = KINDS[kind](proposal, 0)
     eager = verify._recursive(logits_BNV, proposal, chooser)
-    monkeypatch.setattr(getattr(verify_tree, stand), "fail", lambda self, child: None)
+    monkeypatch.setattr(getattr(verify_tree, stand), "fail", lambda self, child, uniform: True)
     assert paths(verify_tree.token(logits_BNV, proposal, chooser)) != paths(eager)
 
 
-@by_kind
+@pytest.mark.parametrize("kind", ["point masses", "few candidates", "whole vocabulary"])
 def test_the_token_behind_the_path_has_the_law_of_what_is_left(kind: str) -> None:
-    """One tree of which nothing passes, many times: p without the failed children's shares, worked out by the twin's own rule."""
+    """One tree of which nothing passes, many times: p without the failed children's shares, worked out by the twin's own rule. (A tail, where a
+    child may pass in part, is under law 3 in tests/recurrent_drafting.)"""
     logits_BNV, proposal, chooser = random_tree(0)
-    draws, row, candidates = 6_000, 0, with_q(proposal, 0).q_top
-    assert candidates is not None
+    draws, row, drawn = 6_000, 0, with_q(proposal, 0)
+    rows, q_BNV = drawn.q_top, dense(drawn).q_BNV
+    assert rows is not None and q_BNV is not None
     proposal = KINDS[kind](proposal, 0)
-    logits_BNV[row, 0, candidates.ids_BPK[row, 0]] -= 2.0  # so that they often fail
+    logits_BNV[row, 0, rows.ids_BPK[row, 0]] -= 2.0  # so that they often fail
     one = Proposal(
         proposal.tokens_BN[row : row + 1].expand(draws, -1),
         [3] * draws,  # the tip's children alone
@@ -160,14 +180,15 @@ def test_the_token_behind_the_path_has_the_law_of_what_is_left(kind: str) -> Non
         None
         if proposal.q_top is None
         else TopRows(
-            *(each[row : row + 1].expand(draws, -1, -1) for each in (proposal.q_top.ids_BPK, proposal.q_top.probs_BPK))
+            proposal.q_top.ids_BPK[row : row + 1].expand(draws, -1, -1),
+            proposal.q_top.probs_BPK[row : row + 1].expand(draws, -1, -1),
         ),
         siblings=3,
     )
     chooser.begin(list(range(draws)), [0] * draws, [3] * draws, 3)
     outcome = verify_tree.token(logits_BNV[row : row + 1].expand(draws, -1, -1), one, chooser)
     p_V = chooser.warper.probs(logits_BNV[row, 0])
-    q_V = None if kind == "point masses" else verify._q_of([0], 0, -1, one, V)
+    q_V = None if kind == "point masses" else q_BNV[row, 0]
     for child in one.tokens_BN[0, :3].tolist():
         p_V, q_V = verify._after_failure(p_V, q_V, child)
     last = Counter(tokens[0] for tokens in outcome.tokens_B if len(tokens) == 1)
@@ -199,6 +220,10 @@ def nearly_equal(kind: str, seed: int) -> tuple[torch.Tensor, Proposal, torch.Te
     proposal = Proposal(allowed_BV[:, :4], children_B.tolist(), torch.full((ROWS, 4), -1), siblings=4)
     if kind == "few candidates":
         proposal.q_top = TopRows(allowed_BV[:, None, :4], q_BV.gather(1, allowed_BV[:, :4])[:, None])
+    elif kind == "candidates and a tail":
+        tail_BV = q_BV.scatter(1, allowed_BV[:, :3], 0.0)
+        probs_BK = torch.cat((q_BV.gather(1, allowed_BV[:, :3]), tail_BV.sum(1, keepdim=True)), 1)
+        proposal.q_top = TopRows(allowed_BV[:, None, :4], probs_BK[:, None], tail_BV[:, None])
     elif kind == "whole vocabulary":
         proposal.q_BNV = q_BV[:, None].expand(-1, 4, -1)
     return logits_BV[:, None].expand(-1, 5, -1), proposal, p_BV, sizes_B.tolist()

@@ -118,7 +118,7 @@ def test_the_coupled_baseline_is_decoded_where_it_is_needed_alone(home, three_ru
         ({"verify": "block"}, {"schedule": "pearl_virtual"}, "verify=block with schedule 'pearl_virtual'"),
         ({"verify": "token", "schedule": "alone"}, {}, "verify=token with schedule=alone, under which nothing"),
         ({"use": "static_tree", "folder": "SHALLOW", "verify": "block"}, {}, "static_tree proposes trees"),
-        ({"use": "static_tree", "folder": "SHALLOW"}, {"verify": "block"}, "verify: token or coupled"),
+        ({"use": "static_tree", "folder": "SHALLOW"}, {"verify": "block"}, "take verify=token or verify=coupled"),
         ({"max_draft_tokens": 0}, {}, "max_draft_tokens is 0, expected a whole number from 1 up"),
         ({"max_draft_tokens": 2.5}, {}, "max_draft_tokens is 2.5"),
         ({"max_draft_tokens": 8}, {}, "shallow has max_draft_tokens=8, but stopping=fixed ends no draft"),

@@ -7,7 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoding.chooser import Chooser
 from decoding.sampling import Warper
-from recurrent_drafting.beams import Beams, Draws, Picks, Step, search
+from recurrent_drafting import drawn_beams
+from recurrent_drafting.beams import Beams, Picks, Step, search
+from recurrent_drafting.drawn_beams import Draws
 from recurrent_drafting.head import RecurrentHead
 from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
@@ -105,34 +107,63 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-def test_nothing_waits_and_nothing_grows_with_length_times_vocabulary(drawn: bool) -> None:
-    """A step's logits are the largest thing there is: [B, W, V], whatever the length."""
+def test_nothing_waits_and_a_step_makes_nothing_larger_than_its_logits(drawn: bool) -> None:
+    """[B, W, V], whatever the length; a head's features are as wide as its blocks, and these no wider than V here."""
     length, width, V = 5, 4, 600
     target = markov(symbols=V)
-    head = random_head(target, scale=4.0)
+    head = random_head(target, scale=4.0, exit_dim=V)
     chooser = sampling(3, V)
     hidden_BH = torch.zeros(3, V, dtype=torch.float64)
     with Largest() as largest, Operations() as operations:
         choose = Draws(head, width, length, 3, chooser) if drawn else Picks(head, width)
         search(head, target.embed, TIPS_B, hidden_BH, length, choose)
     assert operations.waits == 0
-    features = 3 * width * head.config.exit_dim
-    assert largest.numbers <= features < 3 * width * length * V
+    assert largest.numbers == 3 * width * V
 
 
-def test_draws_come_from_the_candidates_that_are_told() -> None:
-    head = random_head(TARGET, scale=4.0)
-    draws = Draws(head, 4, 3, len(TIPS_B), sampling(len(TIPS_B)))
+@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 9}], ids=["whole", "shortlist"])
+@pytest.mark.parametrize("candidates", [2, 64])
+def test_draws_come_from_what_is_told(candidates: int, fields: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates, and a tail of all that the head says besides; a child that is none of these was drawn from that tail."""
+    monkeypatch.setattr(drawn_beams, "CANDIDATES", candidates)
+    head, width, tails = random_head(TARGET, scale=2.0, **fields), 4, 0
+    if head.token_ids_V is not None:
+        head.token_ids_V = torch.tensor([0, 1, 3, 4, 6, 7, 8, 10, 11])
+    draws = Draws(head, width, 3, len(TIPS_B), sampling(len(TIPS_B)))
     beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 3, draws)
-    for step, (ids_BPK, q_BPK) in zip(beams.steps, draws.q, strict=True):
-        assert torch.allclose(q_BPK.sum(-1), torch.ones_like(q_BPK[..., 0]))
-        for row in range(len(TIPS_B)):
-            pairs = list(zip(step.parents_BW[row].tolist(), step.tokens_BW[row].tolist()))
-            assert len(set(pairs)) == len(pairs), "drawn without replacement"
-            assert [parent for parent, _ in pairs] == sorted(parent for parent, _ in pairs), "siblings stand together"
-            assert pairs[0][0] == 0, "the first draw's own first draw is always there"
-            for parent, token in pairs:
-                assert token in ids_BPK[row, parent].tolist()
+    tokens_BM, parents_BM, rows = draws.drawn(beams)
+    assert rows.tail_BPV is not None
+    ids_BPK, tail_BP = rows.ids_BPK[:, :, :-1], rows.tail_BPV.sum(-1)
+    assert ids_BPK.shape[2] == min(max(candidates, width), head.config.num_drafted - 1)
+    assert torch.allclose(rows.probs_BPK.sum(-1), torch.ones_like(tail_BP))
+    assert torch.allclose(rows.probs_BPK[:, :, -1], tail_BP)
+    assert not rows.tail_BPV.gather(2, ids_BPK).any()
+    for row in range(len(TIPS_B)):
+        pairs = list(zip(parents_BM[row].tolist(), tokens_BM[row].tolist()))
+        assert len(set(pairs)) == len(pairs), "drawn without replacement"
+        assert [pairs[step * width][0] for step in range(3)] == [-1, 0, width], (
+            "the first draw's own first draw is there"
+        )
+        for parent, token in pairs:
+            if token not in ids_BPK[row, parent + 1].tolist():
+                assert token == rows.ids_BPK[row, parent + 1, -1] and rows.tail_BPV[row, parent + 1, token] > 0
+                tails += 1
+    assert tails or candidates > 2
+
+
+def test_siblings_are_in_the_order_of_their_clocks() -> None:
+    """First children are the likelier ones, by far where the head is sure, and a node's later children come behind its earlier ones."""
+    head, rows = knowing_head(TARGET), 2000
+    draws = Draws(head, 3, 1, rows, sampling(rows))
+    tips_B = torch.full((rows,), 3)
+    (step,) = search(head, TARGET.embed, tips_B, torch.zeros(rows, 12, dtype=torch.float64), 1, draws).steps
+    q_V = TARGET.table_VVV[0, 3].softmax(-1)
+    found_V = step.tokens_BW[:, 0].bincount(minlength=12) / rows
+    assert (found_V - q_V).abs().max() < 0.05
+    best = int(q_V.argmax())
+    second_V = step.tokens_BW[step.tokens_BW[:, 0] == best, 1].bincount(minlength=12).double()
+    expected_V = q_V.index_fill(0, torch.tensor([best]), 0.0) / (1 - q_V[best])
+    assert (second_V / second_V.sum() - expected_V).abs().max() < 0.08
 
 
 def test_a_childs_place_among_the_draws_tells_nothing_of_its_token() -> None:
@@ -143,11 +174,12 @@ def test_a_childs_place_among_the_draws_tells_nothing_of_its_token() -> None:
     draws = Draws(head, 4, 2, draws_made, sampling(draws_made))
     beams = search(head, TARGET.embed, tips_B, hidden_BH, 2, draws)
     first, second = beams.steps
+    first_B1 = second.parents_BW.eq(0).long().argmax(1, keepdim=True)  # the first child of the first node
     tested = 0
     for token in range(TARGET.vocab_size):
         for has_second in (False, True):
-            among_B = (first.tokens_BW[:, 0] == token) & ((second.parents_BW[:, 1] == 0) == has_second)
-            children = second.tokens_BW[among_B, 0]
+            among_B = (first.tokens_BW[:, 0] == token) & ((second.parents_BW.eq(0).sum(1) > 1) == has_second)
+            children = second.tokens_BW.gather(1, first_B1)[among_B, 0]
             if len(children) < 200:
                 continue
             tested += 1

@@ -2,6 +2,8 @@
 
 import re
 import signal
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from decoding.engine import text_of
 from decoding.errors import UserError
 from decoding.loop import decode
+from recurrent_drafting import generate_setup
 from recurrent_drafting.chat import cost_line, interrupts, visible
 from recurrent_drafting.chat_session import ChatSession, Piece
 from recurrent_drafting.checkpoint import save_head
@@ -61,7 +64,8 @@ def test_every_turn_is_a_fresh_decode_of_the_conversation(drafter: str, tiny_tar
         assert "".join(piece.text for piece in pieces) == answer.rstrip("\ufffd")
         messages.append({"role": "assistant", "content": answer.rstrip("\ufffd")})
         assert session.messages == messages
-        assert any(piece.accepted for piece in pieces) <= (generation.accepted > 0)
+        assert drafter != "none" or not generation.accepted
+        assert any(piece.accepted for piece in pieces) == (generation.accepted > 0)
         assert session.time_plain() is None, "the end of the answer, decoded plainly, is the same"
         if turn > 1:
             new = len(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -142,14 +146,14 @@ def test_a_message_without_room_is_refused_with_what_to_do_and_forgotten(tiny_ta
 def test_the_context_may_end_an_answer_and_the_line_says_so(tiny_target: Path):
     cfg = config_of(tiny_target, "prompt_lookup", max_new_tokens=600)
     loaded = load(cfg)
-    long = "la " * 200
-    session = ChatSession(Loaded(loaded.engine, loaded.settings, ""), cfg)
-    session.settings = session.session.settings
-    said(session, long)
-    assert session.last is not None
+    # No stop token ends it before.
+    endless = Loaded(loaded.engine, replace(loaded.settings, ignore_eos=True), "")
+    session = ChatSession(endless, cfg)
+    said(session, "la " * 200)
+    assert session.last is not None and session.last.generation.finish == "length"
     line = cost_line(session, session.last)
-    if session.last.generation.finish == "length":
-        assert session.last.context_full and "the context is full: /reset" in line
+    assert session.last.context_full and "the context is full: /reset" in line
+    assert len(session.prompt) + len(session.last.generation.tokens) == loaded.engine.target.max_length
     assert re.match(
         r"\[\d+ tokens; [\d.]+ tokens/s; block efficiency [\d.]+; speedup not measured; read \d+ of \d+ prompt tokens",
         line,
@@ -162,7 +166,7 @@ def test_the_context_may_end_an_answer_and_the_line_says_so(tiny_target: Path):
 
 
 def test_what_does_not_fit_is_told_before_the_chat(
-    tiny_target: Path, head: Path, tmp_path: Path, embedded_target: Path
+    tiny_target: Path, head: Path, embedded_target: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with pytest.raises(UserError, match="is neither a folder .* nor one of conf/drafter"):
         load(config_of(tiny_target, "runs/none"))
@@ -174,6 +178,13 @@ def test_what_does_not_fit_is_told_before_the_chat(
     cfg.drafter = {"use": "prompt_lookup", "verify": "coupled"}
     with pytest.raises(UserError, match="has verify=coupled, which eval.run alone follows"):
         load(cfg)
+    for width, fits in ((10, False), (1, True)):
+        cfg = config_of(tiny_target, str(head), verify="block", temperature=1.0, beam_width=width)
+        with monkeypatch.context() as patch:
+            if not fits:
+                patch.setattr(generate_setup, "load_target", None)  # it is told before the target is read
+            with nullcontext() if fits else pytest.raises(UserError, match="proposes trees, .* beam_width=1"):
+                load(cfg)
     cfg = config_of(tiny_target, "none", template="mine")
     loaded = load(cfg)
     with pytest.raises(UserError, match="unknown chat template 'mine'"):

@@ -19,7 +19,7 @@ from decoding.worth import Worth
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from tests.decoding.rows import random_head, recurrent
+from tests.decoding.rows import BY_NAME, Kit, random_head, recurrent
 from tests.decoding.tiny import hf_model, native_of, random_prompts
 
 from .toys import knowing_head, markov
@@ -218,6 +218,19 @@ def test_tokens_that_were_copied_in_place_of_a_draft_earn_it_no_trust() -> None:
 
 def drafter_with(beam_width: int = 4, **options: object) -> RecurrentDrafter:
     return RecurrentDrafter(head=knowing_head(markov()), beam_width=beam_width, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "multi_candidate", "recurrent_with_lookup"])
+def test_block_verification_of_a_tree_is_refused_before_anything_is_decoded(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = markov()
+    kit = Kit(target, target, target, [], random_head(target))
+    drafter = BY_NAME[kind].make(kit)
+    monkeypatch.setattr(target, "open", None)
+    monkeypatch.setattr(target, "forward", None)
+    with pytest.raises(UserError, match="proposes trees, and verify=block tests chains: take verify=token"):
+        decode(target, drafter, PROMPTS, Settings(temperature=1.0, verify="block"))
 
 
 def test_bad_input_is_told() -> None:

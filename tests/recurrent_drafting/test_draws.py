@@ -1,16 +1,18 @@
 """Law 3 for drawn beams: which other ways to draw keep it, and which break it. The rows themselves are in tests/decoding."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from decoding import verify, verify_tree
+from decoding import symbols, verify, verify_tree
 from decoding.drafter import Drafter, Proposal
-from recurrent_drafting import drafts
-from recurrent_drafting.beams import Beams, Draws, Step
-from recurrent_drafting.prefix_tree import surviving
+from recurrent_drafting import drafts, drawn_beams
+from recurrent_drafting.beams import Beams, Step
+from recurrent_drafting.drawn_beams import Draws
+from recurrent_drafting.prefix_tree import pack, surviving
 from tests.decoding.rows import draft_table, recurrent
 from tests.decoding.test_law_of_distribution import P_LIMIT, law_holds
 
@@ -24,20 +26,19 @@ class StochasticBeams(Draws):
     perturbed: Tensor
 
     def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
-        B, P, _ = logits_BPV.shape
-        top = logits_BPV.topk(self.candidates, dim=-1)
-        q_BPK = self.chooser.warper.probs(top.values)
-        self.q.append((top.indices, q_BPK))
-        scores_BPK = q_BPK.log() + (0.0 if scores_BP is None else scores_BP[:, :, None])
-        gumbel_BPK = scores_BPK - self._waits_BLWK[:, step, :P].log()
+        _, P, _ = logits_BPV.shape
+        places_BPS, _, rates_BPS, tail_BPV = self._symbols(logits_BPV, step)
+        scores_BPS = rates_BPS.clamp(min=0).log() + (0.0 if scores_BP is None else scores_BP[:, :, None])
+        gumbel_BPS = scores_BPS - (-self._clocks_BLWS[:, step, :P]).log()
         if step:  # of which the largest is the parent's own
             above_BP1 = self.perturbed[:, :, None]
-            v = above_BP1 - gumbel_BPK + torch.log1p(-(gumbel_BPK - gumbel_BPK.amax(-1, keepdim=True)).exp())
-            gumbel_BPK = above_BP1 - v.clamp(min=0) - torch.log1p((-v.abs()).exp())
-        best = gumbel_BPK.nan_to_num(nan=float("-inf")).flatten(1).topk(self.width, dim=-1)
+            v = above_BP1 - gumbel_BPS + torch.log1p(-(gumbel_BPS - gumbel_BPS.amax(-1, keepdim=True)).exp())
+            gumbel_BPS = above_BP1 - v.clamp(min=0) - torch.log1p((-v.abs()).exp())
+        best = gumbel_BPS.nan_to_num(nan=float("-inf")).flatten(1).topk(self.width, dim=-1)
         self.perturbed = best.values
-        tokens_BW = top.indices.flatten(1).gather(1, best.indices)
-        return Step(best.indices // self.candidates, tokens_BW, scores_BPK.flatten(1).gather(1, best.indices))
+        tokens_BW = self.head.to_target_ids(places_BPS.flatten(1).gather(1, best.indices))
+        scores_BW = scores_BPS.flatten(1).gather(1, best.indices)
+        return Step(best.indices // self.symbols, tokens_BW, scores_BW, None, tail_BPV, places_BPS, rates_BPS)
 
 
 def break_proposals(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
@@ -46,8 +47,8 @@ def break_proposals(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
 
     def proposal(self: drafts.DrawnDraft, beams: Beams) -> Proposal:
         full = original(self, beams)
-        assert full.q_top is not None
-        tree = drafts.tree_of(beams, keep(self, beams, full))
+        assert full.q_top is not None and full.parents_BN is not None
+        tree = pack(full.tokens_BN, full.parents_BN, keep(self, beams, full))
         broken = drafts.proposal_of(tree, None, full.steps)
         broken.q_top = drafts.expanded(tree, broken.tokens_BN.shape[1], full.q_top)
         return broken
@@ -108,13 +109,14 @@ def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPat
     class Sorted(Draws):
         def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
             chosen = super().__call__(logits_BPV, scores_BP, step)
-            ids_BPK, q_BPK = self.q[-1]
-            rows_B1 = torch.arange(len(ids_BPK))[:, None]
-            of_parent_BWK = ids_BPK[rows_B1, chosen.parents_BW] == chosen.tokens_BW[:, :, None]
-            q_BW = (q_BPK[rows_B1, chosen.parents_BW] * of_parent_BWK).sum(-1)
+            assert chosen.places_BPS is not None and chosen.rates_BPS is not None
+            rows_B1 = torch.arange(len(logits_BPV))[:, None]
+            of_parent_BWS = chosen.places_BPS[rows_B1, chosen.parents_BW] == chosen.tokens_BW[:, :, None]
+            q_BW = (chosen.rates_BPS[rows_B1, chosen.parents_BW] * of_parent_BWS).sum(-1)
             order_BW = (q_BW - 10.0 * chosen.parents_BW).argsort(1, descending=True)
             scores_BW = None if chosen.scores_BW is None else chosen.scores_BW.gather(1, order_BW)
-            return Step(chosen.parents_BW.gather(1, order_BW), chosen.tokens_BW.gather(1, order_BW), scores_BW)
+            parents_BW, tokens_BW = chosen.parents_BW.gather(1, order_BW), chosen.tokens_BW.gather(1, order_BW)
+            return replace(chosen, parents_BW=parents_BW, tokens_BW=tokens_BW, scores_BW=scores_BW)
 
     monkeypatch.setattr(drafts, "Draws", Sorted)
     assert brief_law(drawn()) < P_LIMIT
@@ -130,5 +132,48 @@ def test_law_3_where_a_tree_is_read_at_once(draws: str, warper: str, monkeypatch
 
 def test_law_3_rejects_a_tree_read_at_once_without_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_recursive", verify_tree.token)
-    monkeypatch.setattr(verify_tree.Candidates, "fail", lambda self, child: None)
+    monkeypatch.setattr(verify_tree.Candidates, "fail", lambda self, child, uniform: True)
     assert brief_law(drawn()) < P_LIMIT
+
+
+TAILS = [("at once", 2, 4), ("walked", 2, 0), ("at once", 3, 0), ("walked", 3, 0)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "width", "shortlist"), [TAILS[0], *(pytest.param(*case, marks=pytest.mark.long) for case in TAILS[1:])]
+)
+def test_law_3_of_a_tail_of_several_tokens(
+    rule: str, width: int, shortlist: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Candidates fewer than the vocabulary, so that children are drawn from the tail and tested twice."""
+    monkeypatch.setattr(drawn_beams, "CANDIDATES", 2)
+    if rule == "at once":
+        monkeypatch.setattr(verify, "_recursive", verify_tree.token)
+    fields = {"draft_vocab_size": shortlist}
+    assert brief_law(recurrent(draft_table(), width, SCALE, fields, draws="drawn")) > P_LIMIT
+
+
+def pass_whole_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of the tail passes with its tail, and is not tested itself."""
+    for module in (symbols, verify_tree):
+        monkeypatch.setattr(module, "share_of", lambda *given: 1.0)
+
+
+def draw_refused_ones_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a token of the tail did not pass with its tail, another is drawn from what p has there, not from what q left of it."""
+    following = verify_tree.Candidates.following
+
+    def wrong(self: verify_tree.Candidates, uniform: float) -> int:
+        return self.other if self.symbols.refused else following(self, uniform)
+
+    monkeypatch.setattr(verify_tree.Candidates, "following", wrong)
+
+
+@pytest.mark.parametrize("broken", [pass_whole_tails, pytest.param(draw_refused_ones_from_p, marks=pytest.mark.long)])
+def test_law_3_rejects_a_tail_that_is_tested_once(
+    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawn_beams, "CANDIDATES", 2)
+    monkeypatch.setattr(verify, "_recursive", verify_tree.token)
+    broken(monkeypatch)
+    assert brief_law(recurrent(draft_table(), 2, SCALE, draws="drawn")) < P_LIMIT

@@ -56,6 +56,7 @@ def test_without_flags_the_defaults_are_those_that_the_help_tells():
         ("--max_num_prompts 7", "max_prompts", 7),
         ("--max_num_prompts -1", "max_prompts", 0),
         ("--max_prompt_length=500", "max_prompt_tokens", 500),
+        ("--max_prompt_length=-1", "max_prompt_tokens", 0),
         ("--max_generation_length 2048", "max_new_tokens", 2048),
         ("--beam_width=45", "beam_width", 45),
         ("--beam_length 4", "beam_length", 4),
@@ -107,6 +108,8 @@ def test_a_text_may_hold_what_hydra_would_read_as_its_own():
         ("--dtype float32", r"--dtype is 'float32', expected bf16 \| fp16 \| fp32"),
         ("--greedy_search=maybe", "--greedy_search is 'maybe', expected true or false"),
         ("--hf_llm=", "--hf_llm is '', expected text"),
+        ("--max_num_prompts 0", r"--max_num_prompts is 0, .* expected 1 or more, or a negative number \(all\)"),
+        ("--max_prompt_length=0", r"--max_prompt_length is 0, .* a negative number \(as long as the context\)"),
     ],
 )
 def test_what_a_flag_does_not_take_is_refused(words: str, message: str):

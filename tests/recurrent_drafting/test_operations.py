@@ -18,11 +18,13 @@ MOST = 150  # published: about 1,300 of 3,900
 WIDTH, LENGTH = 8, 5
 
 
-def opened(rule: str, layers: int = 2, rows: int = 1, length: int = LENGTH, **options: Any) -> tuple[Batch, Operations]:
+def opened(
+    rule: str, layers: int = 2, rows: int = 1, length: int = LENGTH, draws: str = "picked", **warper: Any
+) -> tuple[Batch, Operations]:
     """A batch after some rounds, and a counter that leaves its models out."""
     target = native_of(hf_model("llama", layers=layers))
-    drafter = RecurrentDrafter(head=random_head(target, 3.0), beam_width=WIDTH, **options)
-    sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
+    drafter = RecurrentDrafter(head=random_head(target, 3.0), beam_width=WIDTH, draws=draws)
+    sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule, **warper}
     settings = Settings(max_new_tokens=100, num_draft_tokens=length, **sampled)  # type: ignore[arg-type]
     batch = start(target, drafter, random_prompts(rows, seed=6), settings)
     operations = Operations()
@@ -61,11 +63,25 @@ def test_they_do_not_grow_with_the_target_and_hardly_with_the_length() -> None:
     assert shallow < longer <= MOST
 
 
-@pytest.mark.parametrize(("rule", "draws"), [("coupled", "picked"), ("token", "picked"), ("token", "drawn")])
-def test_a_sampled_round_as_well(rule: str, draws: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token verification as it is where the host runs ahead."""
+TRUNCATING = {"temperature": 0.7, "top_k": 12, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("rule", "draws", "length", "warper"),
+    [
+        ("coupled", "picked", LENGTH, {}),
+        ("token", "picked", LENGTH + 3, TRUNCATING),
+        ("token", "drawn", LENGTH, {"temperature": 0.7}),
+        ("token", "drawn", LENGTH, TRUNCATING),
+        ("token", "drawn", LENGTH, {"temperature": 0.7, "min_p": 0.1}),
+    ],
+)
+def test_a_sampled_round_as_well(
+    rule: str, draws: str, length: int, warper: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token verification as it is where the host runs ahead; of several rows, which have a few operations more than one."""
     monkeypatch.setattr(verify, "_recursive", verify_tree.token)
-    batch, operations = opened(rule, draws=draws)
+    batch, operations = opened(rule, draws=draws, rows=4, length=length, **warper)
     assert most_of(batch, operations) <= MOST, operations.counts
 
 

@@ -12,7 +12,7 @@ from decoding.engine import load
 from decoding.loop import Settings, decode
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from scripts.bench import common, recurrent, recurrent_show, recurrent_training
+from scripts.bench import common, recurrent, recurrent_rounds, recurrent_show, recurrent_training
 from scripts.bench import recurrent_tables as tables
 from scripts.bench.recurrent_generation import arms, goals, unlooping
 from scripts.bench.recurrent_training import IGNORED, published_loss
@@ -81,7 +81,10 @@ def test_a_round_is_taken_apart(tiny_target: Path, head: Path, tmp_path: Path, m
         one = figures[way]
         assert one["share_of_target"] + one["share_of_head"] + one["share_outside"] == pytest.approx(1)
         assert 0 < one["share_outside"] < 1 and one["tau"] >= 1
-        assert 0 < one["operations_outside_as_on_a_gpu"] <= figures["goals"]["operations_outside_as_on_a_gpu"]
+        assert 0 < one["operations_outside_as_on_a_gpu"] <= recurrent_rounds.GOAL_OPERATIONS
+    assert len(figures["goals"]) == 2 and not any("met" in one for one in figures["goals"].values()), "three beams"
+    slow = {way: {"share_outside": 0.3, "operations_outside_as_on_a_gpu": 150} for way in ("greedy", "drawn")}
+    assert [one["met"] for one in recurrent_rounds.goals(slow, 8, 5).values()] == [False, True]
 
 
 def test_prompts_whose_answer_loops_are_passed_over(tiny_target: Path):

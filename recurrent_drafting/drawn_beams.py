@@ -1,0 +1,187 @@
+"""Drawn beams: the nodes of a step are drawn without replacement among siblings, in a way that leaves p / q tests exact at every node.
+
+Why they are exact there stands in decoding/draws.py, once for all drawn trees. Here a step first decides how many children each node gets, from
+the nodes of the steps before and what the head says behind them, and only then draws them, by noise that nothing else has used: its keys
+are of (seed, request, round, position, node, symbol). A node's children are the first of S clocks with the rates q in the order in which they
+ring (Gumbel top-k: Kool et al. 2019, arXiv 1903.06059, section 2.3). Every drawn child is in the tree, expanded or not.
+
+The S symbols are the head's likeliest tokens and the *tail*, all others as one, and a token that was drawn from these. Where top-k, top-p or
+min-p cut q it has no tail.
+
+Stochastic beam search (Kool et al., section 4), which takes the W earliest of all nodes' clocks, keeps p / q exact as well (Jeon et al.
+2024, arXiv 2402.14160), its last beams alone too: that a child is there hangs on when its clock rang and on what rang before, and
+when a clock rings tells nothing of whose it is. What breaks the law is any look at the children themselves: leaving out unlikely ones,
+or testing the likeliest first. The tests show both.
+
+Budgets: the j-th child of a node is worth the chance that it is reached and passes. The chance of a child with probability q(x) is taken for
+0.3 + 0.65 q(x), and that of one not drawn yet for the same at every node, which has gained as much as its mean over q; where costs decide how
+many are drawn it is that mean. The W worthiest children are drawn; the first child of the first node always, so that no tree accepts less
+than a drawn chain.
+
+Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W), L steps, M = L W nodes, S symbols, K candidates
+(S less the tail), Q nodes that were expanded and the tip, V vocabulary that the head drafts from.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from decoding import cuda, noise
+from decoding.chooser import Chooser
+from decoding.drafter import TopRows
+from decoding.draws import CHANCE_SLOPE, LEAST_CHANCE, chance
+from recurrent_drafting.beams import Beams, Step, over_target
+from recurrent_drafting.packed import Head
+
+CANDIDATES = 64  # of the head's likeliest tokens are symbols of their own
+MISS = 0.35  # the chance of a child that is not drawn yet to fail, where all of a step's budget is drawn
+
+# From what the children that would be drawn are worth (B, W): which of them are (boolean).
+Admit = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Numbers that hang on shapes alone."""
+
+    counters_WX: Tensor  # of a node's noise: S clocks, and the token of its tail
+    ranks_W: Tensor
+    tested_W: Tensor  # the chance of the j-th child to be tested if its node is reached
+    first_W: Tensor  # zeros, the parents of the first step's nodes
+    least: Tensor
+
+
+@lru_cache
+def constants(width: int, symbols: int, dtype: torch.dtype, device: torch.device) -> Constants:
+    """Those of so many beams and symbols, in the dtype of probabilities; made once, as each is an operation."""
+    with torch.inference_mode(False):
+        counters_WX = torch.arange(width * (symbols + 1), device=device).view(width, symbols + 1)
+        ranks_W = torch.arange(width, device=device)
+        return Constants(
+            noise.scaled_ids(counters_WX),
+            ranks_W,
+            torch.full((width,), MISS, dtype=dtype, device=device) ** ranks_W,
+            torch.zeros_like(ranks_W),
+            torch.full((), LEAST_CHANCE, dtype=dtype, device=device),
+        )
+
+
+@lru_cache
+def offsets(length: int, width: int, device: torch.device) -> Tensor:
+    """(L, 1): parents among the beams of the step before, zeros at the first step, plus this: `prefix_tree.edges` of them in one operation."""
+    with torch.inference_mode(False):
+        return torch.tensor([-1, *range(0, (length - 1) * width, width)], device=device)[:, None]
+
+
+class Draws:
+    """W nodes a step, of two beams or more."""
+
+    def __init__(
+        self, head: Head, width: int, length: int, rows: int, chooser: Chooser, admit: Admit | None = None
+    ) -> None:
+        """admit: None draws all."""
+        self.head, self.width, self.length, self.chooser, self.admit = head, width, length, chooser, admit
+        self.has_tail = not chooser.warper.truncates
+        self.symbols = min(head.config.num_drafted, max(CANDIDATES, width) + self.has_tail)
+        counters_WX = constants(width, self.symbols, torch.float32, chooser.device).counters_WX
+        keys = [[chooser.draft_key(row, depth) for depth in range(length)] for row in range(rows)]
+        uniforms_BLWX = noise.uniforms(cuda.tensor(keys, chooser.device)[:, :, None, None], counters_WX)
+        self._clocks_BLWS = uniforms_BLWX[..., :-1].log()  # less than 0: the first to ring is the least of rate / clock
+        self._tails_BLW1 = uniforms_BLWX[..., -1:]
+
+    def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
+        B, P, _ = logits_BPV.shape
+        W = self.width
+        places_BPS, probs_BPS, rates_BPS, tail_BPV = self._symbols(logits_BPV, step)
+        of_shape = constants(W, self.symbols, probs_BPS.dtype, self.chooser.device)
+        tested_BPW, admit_BPW = self._worth(probs_BPS, scores_BP, of_shape)
+        order_BPW = (rates_BPS / self._clocks_BLWS[:, step, :P]).topk(W, dim=-1, largest=False).indices
+        reached_BPW = None
+        if step + 1 < self.length:
+            passes_BPW = torch.add(of_shape.least, probs_BPS.gather(2, order_BPW), alpha=CHANCE_SLOPE)
+            reached_BPW = tested_BPW * passes_BPW
+        slots_BW = None
+        if scores_BP is not None:
+            ranked_BPW = tested_BPW if admit_BPW is None else admit_BPW.clone()
+            ranked_BPW[:, 0, 0] = float("inf")  # the first child of the first node is always drawn
+            slots_BW = ranked_BPW.flatten(1).topk(W, dim=-1).indices  # a later sibling is always worth less
+
+        def chosen(values_BPW: Tensor) -> Tensor:
+            return values_BPW[:, 0] if slots_BW is None else values_BPW.flatten(1).gather(1, slots_BW)
+
+        tokens_BW = self.head.to_target_ids(chosen(places_BPS.gather(2, order_BPW)))
+        parents_BW = of_shape.first_W.expand(B, W) if slots_BW is None else slots_BW // W
+        scores_BW = None if reached_BPW is None else chosen(reached_BPW)
+        made = Step(parents_BW, tokens_BW, scores_BW, None, tail_BPV, places_BPS, rates_BPS)
+        if self.admit is not None and admit_BPW is not None:
+            made.admitted_BW = self.admit(chosen(admit_BPW))
+            if scores_BW is not None:
+                made.scores_BW = scores_BW * made.admitted_BW
+        return made
+
+    def _symbols(self, logits_BPV: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Places (B, P, S) of the symbols in the head's vocabulary, probabilities of their tokens, likeliest first, the rates that they are drawn by,
+        and probabilities of all tokens of the tail (B, P, V). With a tail the last symbol is that; its token is drawn from it here."""
+        if not self.has_tail:
+            top = logits_BPV.topk(self.symbols, dim=-1)
+            probs_BPS = self.chooser.warper.of_likeliest(top.values)
+            return top.indices, probs_BPS, probs_BPS, None
+        q_BPV = self.chooser.warper.probs(logits_BPV)
+        top = q_BPV.topk(self.symbols, dim=-1)
+        candidates_BPK = top.indices[:, :, :-1]
+        tail_BPV = q_BPV.scatter_(2, candidates_BPK, 0.0)
+        ends_BPV = tail_BPV.cumsum(-1, dtype=torch.float64)
+        total_BP1 = ends_BPV[:, :, -1:]
+        # The first sum that reaches the point; where the tail has no share that is any token, and its clock does not ring before the others have.
+        found_BP1 = torch.searchsorted(ends_BPV, self._tails_BLW1[:, step, : logits_BPV.shape[1]] * total_BP1)
+        rates_BPS = torch.cat((top.values[:, :, :-1], total_BP1), 2)
+        return torch.cat((candidates_BPK, found_BP1), 2), top.values, rates_BPS, tail_BPV
+
+    def _worth(self, probs_BPS: Tensor, reached_BP: Tensor | None, of_shape: Constants) -> tuple[Tensor, Tensor | None]:
+        """Before any child is drawn: the chance (B, P, W) that the j-th child of a node comes to be tested; and with `admit` that it passes."""
+        if self.admit is None:
+            if reached_BP is None:
+                return of_shape.tested_W.expand(*probs_BPS.shape[:2], -1), None
+            return reached_BP[:, :, None] * of_shape.tested_W, None
+        chance_BP1 = chance(probs_BPS.square().sum(-1, keepdim=True))
+        tested_BPW = (1 - chance_BP1).pow(of_shape.ranks_W)
+        if reached_BP is not None:
+            tested_BPW = tested_BPW * reached_BP[:, :, None]
+        return tested_BPW, tested_BPW * chance_BP1
+
+    def drawn(self, beams: Beams) -> tuple[Tensor, Tensor, TopRows]:
+        """Tokens and parents (B, M) of all nodes, and what the children of the tip and of the expanded ones were drawn from."""
+        parents_BLW = beams.parents_BLW
+        parents_BM = (parents_BLW + offsets(*parents_BLW.shape[1:], parents_BLW.device)).flatten(1)
+        ids_BQS = self.head.to_target_ids(beams.made(lambda step: step.places_BPS))
+        rows = TopRows(ids_BQS, beams.made(lambda step: step.rates_BPS))
+        if self.has_tail:
+            tail_BQV = beams.made(lambda step: step.tail_BPV)
+            rows = replace(rows, tail_BPV=over_target(self.head, tail_BQV, 0.0))
+        return beams.tokens_BLW.flatten(1), parents_BM, rows
+
+
+class DrawnChain:
+    """One beam: each token drawn from all that the head says, as any chain is."""
+
+    def __init__(self, head: Head, chooser: Chooser, admit: Admit | None = None) -> None:
+        """admit: None draws all."""
+        self.head, self.chooser, self.admit = head, chooser, admit
+
+    def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
+        tokens_B, q_BV = self.chooser.draft(logits_BPV[:, 0], step)
+        assert q_BV is not None, "greedy and coupled decoding pick"
+        tokens_B1, scores_B1, admitted_B1 = tokens_B[:, None], None, None
+        if self.admit is not None:
+            reached_B1 = 1.0 if scores_BP is None else scores_BP
+            admitted_B1 = self.admit(reached_B1 * chance(q_BV.square().sum(-1, keepdim=True)))
+            scores_B1 = reached_B1 * chance(q_BV.gather(1, tokens_B1)) * admitted_B1
+        ids_B1 = self.head.to_target_ids(tokens_B1)
+        return Step(torch.zeros_like(ids_B1), ids_B1, scores_B1, q_BV[:, None], admitted_BW=admitted_B1)
+
+    def q(self, beams: Beams) -> Tensor:
+        """What each token was drawn from, (B, L, the target's vocabulary)."""
+        return over_target(self.head, beams.made(lambda step: step.q_BPV), 0.0)
