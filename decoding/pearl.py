@@ -213,6 +213,7 @@ class Pearl(Batch):
             generation.draft_seconds += self._draft_seconds
             generation.target_seconds += self._target_seconds
             generation.draft_steps += self._steps
+            generation.draft_beams += self._steps
             if generation.rounds == 1 and not generation.first_token_seconds:
                 generation.first_token_seconds = generation.prefill_seconds + generation.decode_seconds
 

@@ -48,8 +48,8 @@ def break_proposals(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
         full = original(self, beams)
         assert full.q_top is not None
         tree = drafts.tree_of(beams, keep(self, beams, full))
-        broken = drafts.proposal_of(tree, None, full.steps)
-        broken.q_top = drafts.expanded(tree, broken.tokens_BN.shape[1], full.q_top)
+        broken = drafts.proposal_of(tree, None)
+        broken.q_top = drafts.expanded(tree, broken.tokens_BN.shape[1], full.q_top, drafts.numbers_of(beams))
         return broken
 
     monkeypatch.setattr(drafts.DrawnDraft, "proposal", proposal)

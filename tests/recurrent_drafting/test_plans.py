@@ -5,14 +5,14 @@ import pytest
 from decoding import cuda
 from decoding.drafter import NO_NODE, Proposal
 from decoding.loop import Settings, decode
-from recurrent_drafting import sized
+from recurrent_drafting import plans
 from recurrent_drafting.drafter import RecurrentDrafter
 from tests.decoding.rows import random_head
 from tests.decoding.tiny import hf_model, native_of, random_prompts
 
 
 def test_room_is_what_the_last_trees_needed() -> None:
-    room = sized.Room()
+    room = plans.Room()
     assert room.nodes(40) == 40, "of the first tree nothing is known"
     room.learn(22)
     assert room.nodes(40) == 22
@@ -21,7 +21,7 @@ def test_room_is_what_the_last_trees_needed() -> None:
     assert room.nodes(24) == 18, "of a shorter draft the same share"
     assert room.nodes(0) == 0
     room.learn(0)  # nothing was drafted
-    for _ in range(sized.Room.ROUNDS):
+    for _ in range(plans.Room.ROUNDS):
         room.nodes(40)
         room.learn(25)
     assert room.nodes(40) == 25, "old trees are forgotten"
@@ -47,7 +47,7 @@ def test_a_tree_without_room_loses_its_last_nodes_and_no_token(rule: str, monkey
 
     for least in (32, 5):
         trees[least] = []
-        monkeypatch.setattr(sized.Room, "nodes", lambda self, most, least=least: min(most, least))
+        monkeypatch.setattr(plans.Room, "nodes", lambda self, most, least=least: min(most, least))
         drafted = decode(target, Watched(head=random_head(target, 3.0), beam_width=8), prompts, settings)
         assert [g.tokens for g in drafted] == expected
     whole, cut = trees[32][0], trees[5][0]  # the first round's have the same text before them
