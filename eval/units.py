@@ -231,9 +231,7 @@ def mean_round_ms(units: Sequence[Unit]) -> float:
 
 def mean_draft_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
     """Drafting in a mean round, from the timed step."""
-    if facts.schedule == ALONE:
-        return parts.t_draft_ms
-    if facts.one_pass:
+    if facts.schedule == ALONE or facts.one_pass:
         return parts.t_draft_ms
     return parts.at(mean_beams(units)).t_draft_ms * _per_round(units, [unit.draft_steps for unit in units])
 

@@ -1,14 +1,15 @@
 """Beam search with the head: from the tip, W beams of L drafted tokens, at fixed shapes and without a wait for the device.
 
 What a step chooses is W pairs (beam of the step before, token), and nothing else of it is kept: tokens and back pointers are all that
-verification asks of picked beams, and of drawn ones the few candidates that they were drawn from. The target's hidden state enters through
-`head.context`, once a draft; embeddings are the target's own.
+verification asks of picked beams, and of drawn ones the few candidates that they were drawn from. All beams of a step go on, or those that
+the caller names: the others stay nodes without children. The target's hidden state enters through `head.context`, once a draft; embeddings
+are the target's own.
 
 `Picks` takes the likeliest pairs of all, as the published code does. They are no samples, so verification takes them for point masses.
 `Draws` draws them, so that p / q tests hold at every node (see there).
 
-Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W), L drafted tokens along a beam, K candidates, H hidden size,
-V vocabulary that the head drafts from.
+Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W or fewer), Q beams that go on, L drafted tokens along a beam,
+K candidates, H hidden size, V vocabulary that the head drafts from.
 """
 
 from collections.abc import Callable
