@@ -152,6 +152,7 @@ class Batch:
             row.generation.draft_seconds += drafted_at - began
             if proposal is not None:
                 row.generation.draft_steps += proposal.steps
+                row.generation.draft_beams += proposal.beams or proposal.steps
                 row.generation.verified += proposal.tokens_BN.shape[1]
             if row.generation.rounds == 1:
                 row.generation.first_token_seconds = row.generation.prefill_seconds + ended - began

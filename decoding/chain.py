@@ -154,7 +154,7 @@ class ChainDrafter:
         """Keep only these rows."""
         self.model.select(rows)
 
-    def time_step(self) -> None:
+    def time_step(self, beams: int = 1) -> None:
         """One forward over one token a row; nothing is committed."""
         self.model.forward(torch.zeros(len(self.model.lengths_B), 1, dtype=torch.long, device=self.model.device))
 

@@ -83,7 +83,7 @@ def with_rest(
     if shallow is not None and _steps(deep) - _steps(shallow) >= 0.5:  # less says nothing but noise of a step
         step_ms = max(0.0, (rest_ms - _rest_ms(costs, shallow)) / (_steps(deep) - _steps(shallow)))
         rest_ms -= step_ms * _steps(deep)
-        costs = replace(costs, t_draft_ms=costs.t_draft_ms + step_ms)
+        costs = costs.dearer(step_ms)
     return replace(costs, overhead_ms=rest_ms, plain_overhead_ms=_rest_ms(costs, plain))
 
 
@@ -95,7 +95,8 @@ def _steps(done: Generation) -> float:
 def _rest_ms(costs: RoundCosts, done: Generation) -> float:
     """What a mean round of a generation took beside its parts."""
     verified = costs.target_ms(1 + round(done.verified / done.rounds))
-    return 1000 * done.decode_seconds / done.rounds - _steps(done) * costs.t_draft_ms - verified
+    draft_ms = _steps(done) * costs.step_ms(done.draft_beams / max(1, done.draft_steps))
+    return 1000 * done.decode_seconds / done.rounds - draft_ms - verified
 
 
 def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
@@ -103,12 +104,15 @@ def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
     the median pace."""
     pace_ms = median(window.t_target_ms[0] for window in windows)
     ratios = [[part / window.t_target_ms[0] for part in window.t_target_ms] for window in windows]
+    steps = [[ms / window.t_target_ms[0] for _, ms in window.t_draft_by_beams_ms] for window in windows]
+    step_ms = [pace_ms * ratio for ratio in rising([median(column) for column in zip(*steps, strict=True)])]
     return RoundCosts(
-        pace_ms * median(window.t_draft_ms / window.t_target_ms[0] for window in windows),
+        step_ms[-1] if step_ms else pace_ms * median(window.t_draft_ms / window.t_target_ms[0] for window in windows),
         tuple(pace_ms * ratio for ratio in rising([median(column) for column in zip(*ratios, strict=True)])),
         max(0.0, pace_ms * median(window.overhead_ms / window.t_target_ms[0] for window in windows)),
         max(0.0, pace_ms * median(_plain_share(window) for window in windows)),
         windows[0].rows,
+        tuple((beams, ms) for (beams, _), ms in zip(windows[0].t_draft_by_beams_ms, step_ms, strict=True)),
     )
 
 

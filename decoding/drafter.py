@@ -31,6 +31,9 @@ class Caps:
     steps: str = "token"  # what t_draft times: one drafted "token", or a whole "round" (trees, one-pass drafters)
     # Of a chain: the stopping policy is asked after every token; else it limits the length before a round alone.
     stops_by_token: bool = True
+    beams: tuple[int, ...] = (
+        1,
+    )  # numbers that a draft step is timed from, fewest first; one where all steps are alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Proposal:
     parents_BN: Tensor | None = None
     q_BNV: Tensor | None = None  # probabilities that each token was drawn from; None: none (greedy, coupled, n-gram)
     steps: int = 0  # the model's forwards that made it
+    beams: int = 0  # that these started from, summed; 0: one each
     q_top: TopRows | None = None  # of a tree, in place of q_BNV
     siblings: int = 0  # of a tree with q_BNV: the most children that a node has
     # From the target's logits (B, N + 1, V) to what the drafter wants to read with the outcome; see `Observation.answers`.
@@ -162,6 +166,7 @@ class Drafter(Protocol):
         """Keep only these rows, in this order."""
         ...
 
-    def time_step(self) -> None:
-        """Do the work of one draft step (see `Caps.steps`) and leave no trace; for timing, after `open`."""
+    def time_step(self, beams: int = 1) -> None:
+        """Do the work of one draft step (see `Caps.steps`) that starts from so many beams, one of `Caps.beams`, and leave no trace; for
+        timing, after `open`."""
         ...

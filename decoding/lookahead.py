@@ -196,7 +196,7 @@ class Lookahead:
         self._filed = [self._filed[row] for row in rows]
         self._ends = [self._ends[row] for row in rows]
 
-    def time_step(self) -> None:
+    def time_step(self, beams: int = 1) -> None:
         """One look into the pools; the window's cost is the target's."""
         for pool, window in zip(self.pools, self._windows, strict=True):
             pool.newest(window.rows[0][0], self.candidates)

@@ -90,7 +90,7 @@ class MultiCandidate(ChainDrafter):
     def _parents(self, parents: list[int], rows: int) -> Tensor:
         return cuda.tensor(parents, self.model.device).expand(rows, -1)
 
-    def time_step(self) -> None:
+    def time_step(self, beams: int = 1) -> None:
         """The forwards of one proposal at the depth of the last one; nothing is committed."""
         B = len(self.model.lengths_B)
         super().time_step()

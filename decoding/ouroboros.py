@@ -186,7 +186,7 @@ class Ouroboros(ChainDrafter):
         self.inner.select(rows)
         self._drafted = [self._drafted[row] for row in rows]
 
-    def time_step(self) -> None:
+    def time_step(self, beams: int = 1) -> None:
         """One forward over a token, the window and a candidate; nothing is committed."""
         width = 1 + self.inner.width(self.phrase)
         self.model.forward(torch.zeros(len(self.model.lengths_B), width, dtype=torch.long, device=self.model.device))

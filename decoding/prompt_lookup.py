@@ -121,7 +121,7 @@ class Lookup:
         """Keep only these rows."""
         self._indices = [self._indices[row] for row in rows]
 
-    def time_step(self) -> None:
+    def time_step(self, beams: int = 1) -> None:
         """One look-up a row."""
         for index, prompt in zip(self._indices, self._opened, strict=True):
             index.find(prompt)

@@ -106,7 +106,7 @@ class StaticTree(ChainDrafter):
         parents = [self._index.get(path[:-1], -1) for path in self.paths if len(path) <= depth]
         return cuda.tensor(parents, self.model.device).expand(rows, -1)
 
-    def time_step(self) -> None:
+    def time_step(self, beams: int = 1) -> None:
         """One forward over the nodes that a level's turn runs over on average; nothing is committed."""
         self.model.forward(
             torch.zeros(len(self.model.lengths_B), max(1, self._width // 2), dtype=torch.long, device=self.model.device)

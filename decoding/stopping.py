@@ -7,8 +7,10 @@ so a row's output hangs neither on its neighbours nor on what was decoded before
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,29 +39,50 @@ def cut(drafted: list[int], policy: "Stopping") -> list[int]:
 class RoundCosts:
     """Measured milliseconds of a round's parts, as `cost_ratio` weighs them."""
 
-    t_draft_ms: float  # of a step, with what is done for each step beside the model (draws, a tree's nodes)
+    t_draft_ms: float  # of a step, with what is done for each step beside the model (draws, a tree's nodes); of beams, of the widest
     t_target_ms: tuple[float, ...]  # of n = 1, 2, ... new tokens; further ones on the line through the last two
     overhead_ms: float = 0.0  # the rest of a round that drafts
     plain_overhead_ms: float | None = None  # the rest of one that does not; None: the same
     # Of the batch that was timed. One row's draft makes the round of all its rows dear, so rows of a batch decide before the round, by what they
     # have seen, and are of one mind, instead of each by what it draws.
     rows: int = 1
+    # (beams that a step starts from, its milliseconds), narrowest first; steps between two widths lie on the line through them. Empty: all alike.
+    t_draft_by_beams_ms: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> "RoundCosts":
         """From `dataclasses.asdict` by way of JSON."""
-        return cls(**{**entry, "t_target_ms": tuple(entry["t_target_ms"])})
+        by_beams = tuple((beams, ms) for beams, ms in entry.get("t_draft_by_beams_ms", ()))
+        return cls(**{**entry, "t_target_ms": tuple(entry["t_target_ms"]), "t_draft_by_beams_ms": by_beams})
 
     @property
     def plain_ms(self) -> float:
         """A round that does not draft."""
         return self.target_ms(1) + (self.overhead_ms if self.plain_overhead_ms is None else self.plain_overhead_ms)
 
+    def step_ms(self, beams: float) -> float:
+        """A draft step that starts from so many beams."""
+        if not self.t_draft_by_beams_ms:
+            return self.t_draft_ms
+        widths, milliseconds = zip(*self.t_draft_by_beams_ms)
+        return float(np.interp(beams, widths, milliseconds))
+
+    def steps_ms(self, steps: int, beams: int | None = None) -> float:
+        """So many draft steps: the first starts from the tip alone, the others from so many beams (None: from the most)."""
+        return self.step_ms(1) + (steps - 1) * (self.t_draft_ms if beams is None else self.step_ms(beams))
+
+    def dearer(self, ms: float) -> "RoundCosts":
+        """With so much more a draft step."""
+        by_beams = tuple((beams, step_ms + ms) for beams, step_ms in self.t_draft_by_beams_ms)
+        return replace(self, t_draft_ms=self.t_draft_ms + ms, t_draft_by_beams_ms=by_beams)
+
     def round_ms(self, steps: int, nodes: int) -> float:
         """A round of so many draft steps that has so many nodes verified."""
-        if not steps:
-            return self.plain_ms
-        return steps * self.t_draft_ms + self.target_ms(nodes + 1) + self.overhead_ms
+        return self.drafted_ms(self.steps_ms(steps), nodes) if steps else self.plain_ms
+
+    def drafted_ms(self, draft_ms: float, nodes: int) -> float:
+        """A round whose draft took so long, and that has so many nodes verified."""
+        return draft_ms + self.target_ms(nodes + 1) + self.overhead_ms
 
     def target_ms(self, n: int) -> float:
         """t_target(n)."""

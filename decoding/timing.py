@@ -5,7 +5,7 @@ row, as a chain takes them: the first one finds the caches full of the target's 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
@@ -24,24 +24,28 @@ STEP_ROOM = 64  # slots that a draft step may take behind the committed ones (a 
 
 @dataclass(frozen=True)
 class Parts:
-    """Medians in milliseconds. t_draft_ms is None without a drafter."""
+    """Medians in milliseconds. t_draft_ms is None without a drafter, and of beams the widest step's."""
 
     t_draft_ms: float | None
     t_target_ms: dict[int, float]  # by new tokens a forward
     context: int  # committed tokens while timing
     batch_size: int
+    t_draft_by_beams_ms: dict[int, float] = field(default_factory=dict)  # empty where all steps are alike
 
     @property
     def costs(self) -> RoundCosts:
         """What `stopping="cost_ratio"` and drafters weigh. Widths between two that were timed lie on the line through them.
 
-        A forward over more tokens takes no less, so where the clock says otherwise the neighbours' mean stands (isotonic regression):
-        a choice of lengths would follow the noise.
+        A forward over more tokens takes no less, nor does a step from more beams, so where the clock says otherwise the neighbours' mean
+        stands (isotonic regression): a choice of lengths and widths would follow the noise.
         """
         timed = sorted(self.t_target_ms)
         smooth = rising([self.t_target_ms[n] for n in timed])
         every = np.interp(range(1, timed[-1] + 1), timed, smooth)
-        return RoundCosts(self.t_draft_ms or 0.0, tuple(every.tolist()), rows=self.batch_size)
+        by_beams = self.t_draft_by_beams_ms
+        steps = tuple(zip(sorted(by_beams), rising([by_beams[n] for n in sorted(by_beams)])))
+        widest = steps[-1][1] if steps else self.t_draft_ms or 0.0
+        return RoundCosts(widest, tuple(every.tolist()), rows=self.batch_size, t_draft_by_beams_ms=steps)
 
 
 def rising(values: Sequence[float]) -> tuple[float, ...]:
@@ -81,33 +85,40 @@ def time_parts(
         drafter.prepare(target, None)
         drafter.open([filled] * batch_size, None, capacity)
     inputs = {n: torch.full((batch_size, n), filled[-1], device=target.device) for n in sizes}
-    seconds: dict[int, list[float]] = {n: [] for n in [0, *sizes]}
+    seconds: dict[int, list[float]] = {n: [] for n in sizes}
+    draft_seconds: dict[int, list[float]] = {n: [] for n in drafter.caps.beams} if drafter is not None else {}
     in_a_row = STEPS_IN_A_ROW if drafter is not None and drafter.caps.steps == "token" else 1
     for turn in range(warmup + repeats):
-        for n in [0, *sizes]:
-            if n == 0 and drafter is None:
-                continue
+        for beams in rotated(list(draft_seconds), turn):  # whichever comes first stands behind a wide forward
+            assert drafter is not None
+            if len(draft_seconds) > 1:  # each is to find the caches as full of the target's weights as the others do
+                target.forward(inputs[1])
             cuda.synchronize(target.device)
-            if n == 0:
-                assert drafter is not None
-                took = _draft(drafter, in_a_row, target.device) / in_a_row
-            else:
-                began = perf_counter()
-                target.forward(inputs[n])
-                cuda.synchronize(target.device)
-                took = perf_counter() - began
-            if turn >= warmup:
-                seconds[n].append(took)
-    t_draft_ms = median(seconds[0]) * 1e3 if drafter is not None else None
-    return Parts(t_draft_ms, {n: median(seconds[n]) * 1e3 for n in sizes}, length, batch_size)
+            draft_seconds[beams].append(_draft(drafter, in_a_row, beams, target.device) / in_a_row)
+        for n in sizes:
+            cuda.synchronize(target.device)
+            began = perf_counter()
+            target.forward(inputs[n])
+            cuda.synchronize(target.device)
+            seconds[n].append(perf_counter() - began)
+    by_beams = {n: 1e3 * median(taken[warmup:]) for n, taken in draft_seconds.items()}
+    t_draft_ms = by_beams[max(by_beams)] if by_beams else None
+    t_target_ms = {n: 1e3 * median(seconds[n][warmup:]) for n in sizes}
+    return Parts(t_draft_ms, t_target_ms, length, batch_size, by_beams if len(by_beams) > 1 else {})
 
 
-def _draft(drafter: Drafter, steps: int, device: torch.device) -> float:
+def rotated(values: list[int], by: int) -> list[int]:
+    """The values in turn, another one first each time."""
+    first = by % len(values) if values else 0
+    return values[first:] + values[:first]
+
+
+def _draft(drafter: Drafter, steps: int, beams: int, device: torch.device) -> float:
     """Seconds of so many draft steps in a row. Those of a worker are by its own clock: its message is the rest of a round, and no part of a step."""
     if isinstance(drafter, RemoteChain):
         return drafter.time_steps(steps)
     began = perf_counter()
     for _ in range(steps):
-        drafter.time_step()
+        drafter.time_step(beams)
     cuda.synchronize(device)
     return perf_counter() - began

@@ -238,7 +238,7 @@ class RankedTree(ChainDrafter):
             proposal.asks = lambda _: (seen.chances(self.max_nodes),)
         return proposal
 
-    def time_step(self) -> None:
+    def time_step(self, beams: int = 1) -> None:
         """One forward over two levels of expanded nodes, the mean of a tree three deep; nothing is committed."""
         self.model.forward(
             torch.zeros(len(self.model.lengths_B), 2 * self.frontier, dtype=torch.long, device=self.model.device)

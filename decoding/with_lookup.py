@@ -92,7 +92,7 @@ class LookupFirst:
         if max(copied.counts_B) == 0:
             return drafted
         if max(drafted.counts_B) == 0:  # beyond the model's context, or not worth it
-            copied.steps = drafted.steps
+            copied.steps, copied.beams = drafted.steps, drafted.beams
             return copied
         return _merged(drafted, copied, chooser)
 
@@ -109,9 +109,9 @@ class LookupFirst:
         self.drafter.select(rows)
         self._indices = [self._indices[row] for row in rows]
 
-    def time_step(self) -> None:
+    def time_step(self, beams: int = 1) -> None:
         """One of the drafter's: a look-up costs next to nothing."""
-        self.drafter.time_step()
+        self.drafter.time_step(beams)
 
 
 class ChainWithLookup(LookupFirst):
@@ -148,6 +148,7 @@ def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
         torch.where(is_copied_B1, sides_BN[1], sides_BN[0]),
         [a or b for a, b in zip(drafted.counts_B, copied.counts_B, strict=True)],
         steps=drafted.steps,
+        beams=drafted.beams,
         siblings=drafted.siblings,
         asks=drafted.asks,
     )

@@ -154,7 +154,7 @@ class RemoteChain:
         """Keep only these rows."""
         self._send(("select", (list(rows),)))
 
-    def time_step(self) -> None:
+    def time_step(self, beams: int = 1) -> None:
         """One forward in the worker over one token a row, there and back."""
         self.time_steps(1)
 

@@ -1,4 +1,5 @@
-"""What a draft is worth on this machine: how long and how wide it is drafted, and which of it is verified, by measured costs.
+"""What a draft is worth on this machine: how long it is drafted, from how many nodes each step goes on, and which nodes are verified, by
+measured costs.
 
 A node's chance to be accepted is estimated by the drafter: its path's probability. Summed over nodes these are the tokens that a round gains,
 over the milliseconds that it takes the rate that is maximised (OPT-Tree, Wang et al. 2024, arXiv 2406.17276, with costs, as
@@ -7,6 +8,7 @@ row's output hangs on no neighbour; and nothing looks at a token before its chan
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from decoding.stopping import RoundCosts, Tries
 
@@ -31,8 +33,11 @@ class Worth:
         """Forget the last round's draft."""
         self.steps = self.verified = 0
         self.ended = False
+        self.beams = 1  # nodes of the last step that the next one is to start from: the likeliest
         self.nodes: list[float] = []  # estimated chances of this round's nodes, trust included
-        self._mass = 1.0
+        self._draft_ms = 0.0
+        self._above = self._mass = 1.0  # chances of what the last step started from, and of what the next one does
+        self._best_rate = 0.0  # tokens a millisecond, if the draft ended here
 
     @property
     def trust(self) -> float:
@@ -45,7 +50,7 @@ class Worth:
 
     def _rate(self, tokens: float, nodes: int) -> float:
         """Tokens a millisecond after the steps so far."""
-        return tokens / self.costs.round_ms(self.steps, nodes)
+        return tokens / (self.costs.drafted_ms(self._draft_ms, nodes) if self.steps else self.costs.plain_ms)
 
     def best(self) -> tuple[list[int], float]:
         """The nodes whose verification promises most, in order, and the tokens a millisecond that they promise.
@@ -65,11 +70,17 @@ class Worth:
     def saw(self, chances_W: Sequence[float], mass: float | None = None) -> None:
         """A step chose nodes with these chances; `ended` tells afterwards whether another step is worth its cost.
 
-        mass: the chances of those that the next step would go on from (default: all).
+        mass: the chances of those that the next step would go on from; None: `beams` tells from how many it is to.
         """
-        self.steps += 1
+        self._step()
         self.nodes += [self.trust * chance for chance in chances_W]
-        self._decide(sum(chances_W) if mass is None else mass, self.best()[1])
+        self._decide(chances_W if mass is None else [mass], self.best()[1])
+
+    def _step(self) -> None:
+        """Another step was taken."""
+        self.steps += 1
+        self._draft_ms += self.costs.step_ms(self.beams)
+        self._above = self._mass
 
     def settle(self, chances_M: Sequence[float]) -> int:
         """The draft has these nodes after all. How many of the likeliest are verified."""
@@ -77,8 +88,8 @@ class Worth:
         return len(self.best()[0])
 
     def admit(self, chances_W: Sequence[float]) -> list[bool]:
-        """Which children, not drawn yet, a step draws; all of them are verified."""
-        self.steps += 1
+        """Which children, not drawn yet, a step draws; all of them are verified. `drew` follows where it is known which tokens they are."""
+        self._step()
         order = sorted(range(len(chances_W)), key=lambda child: (-chances_W[child], child))
         tokens = 1.0 + sum(self.nodes)
         most, taken = self._rate(tokens, len(self.nodes)), 0
@@ -90,14 +101,27 @@ class Worth:
         admitted = set(order[:taken])
         self.verified += taken
         self.nodes += [self.trust * chances_W[child] for child in sorted(admitted)]
-        self._decide(sum(chances_W[child] for child in admitted), most)
+        self._decide([sum(chances_W[child] for child in admitted)], most)
         return [child in admitted for child in range(len(chances_W))]
 
-    def _decide(self, mass: float, rate: float) -> None:
-        """Another step gains its nodes' chances, less than this one's by as much as this one's were less than the last one's."""
-        gain = self.trust * mass * min(1.0, mass / self._mass) if self._mass > 0 else 0.0
-        self.ended = gain <= rate * self.costs.t_draft_ms
-        self._mass = mass
+    def drew(self, chances_W: Sequence[float]) -> None:
+        """The children that were admitted have these chances, now that they are drawn; 0 of the others. `beams` tells how many of them the next
+        step is to expand: that hangs on their tokens, and says nothing of those of their own children."""
+        self._decide(chances_W, self._best_rate)
+
+    def _decide(self, chances_W: Sequence[float], rate: float) -> None:
+        """From how many of these nodes another step pays most, if from any.
+
+        It gains its nodes' chances: those that it starts from, less by as much as this step's were less than those that it started from.
+        """
+        shrinks = min(1.0, sum(chances_W) / self._above) if self._above > 0 else 0.0
+        most, sums = 0.0, accumulate(sorted(chances_W, reverse=True))
+        self.beams, self._mass, self._best_rate = 0, 0.0, rate
+        for count, mass in enumerate(sums, 1):
+            gain = self.trust * mass * shrinks - rate * self.costs.step_ms(count)
+            if gain > most:
+                most, self.beams, self._mass = gain, count, mass
+        self.ended = self.beams == 0
 
     def learn(self, accepted: int) -> None:
         """The round is over; a row that did not draft comes nearer to its prior, whatever was accepted in place of a draft."""
@@ -110,5 +134,5 @@ class Worth:
         if self.steps:
             self._kept += accepted
             self._tokens += 1 + accepted
-            self._ms += self.costs.round_ms(self.steps, self.verified)
+            self._ms += self.costs.drafted_ms(self._draft_ms, self.verified)
         self.begin()

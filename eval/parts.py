@@ -43,6 +43,7 @@ class Slice:
     t_target_ms: dict[int, float]
     context: int
     shared: bool = True  # the target ran as it does without this drafter; not where the two have cores of their own
+    t_draft_by_beams_ms: dict[int, float] = dataclasses.field(default_factory=dict)  # empty where all steps are alike
 
 
 def time_slice(
@@ -65,7 +66,7 @@ def time_slice(
                 target_ms = _time(bench, None, condition.batch_size, prompt, widths, often).t_target_ms
         assert step.t_draft_ms is not None, "a drafter was timed"
         place = (part, condition.temperature, condition.batch_size, name)
-        slices.append(Slice(*place, step.t_draft_ms, target_ms, step.context, shared))
+        slices.append(Slice(*place, step.t_draft_ms, target_ms, step.context, shared, step.t_draft_by_beams_ms))
     return slices
 
 
@@ -137,7 +138,8 @@ def median_parts(slices: Sequence[Slice], drafter: str, condition: Condition, pa
     target = [s.t_target_ms for s in here if s.shared] if own[0].shared else [s.t_target_ms for s in own]
     widths = sorted({n for times in target for n in times})
     t_target_ms = {n: median(times[n] for times in target if n in times) for n in widths}
-    return PartTimes(median(s.t_draft_ms for s in own), t_target_ms, own[0].context)
+    by_beams = {n: median(s.t_draft_by_beams_ms[n] for s in own) for n in own[0].t_draft_by_beams_ms}
+    return PartTimes(median(s.t_draft_ms for s in own), t_target_ms, own[0].context, by_beams)
 
 
 def append_slices(path: Path, slices: Iterable[Slice]) -> None:
@@ -154,6 +156,7 @@ def read_slices(path: Path) -> list[Slice]:
     slices = []
     for line in path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines():
         values = json.loads(line)
-        values["t_target_ms"] = {int(n): milliseconds for n, milliseconds in values["t_target_ms"].items()}
+        for key in ("t_target_ms", "t_draft_by_beams_ms"):  # JSON has no integer keys
+            values[key] = {int(n): milliseconds for n, milliseconds in values.get(key, {}).items()}
         slices.append(Slice(**values))
     return slices

@@ -74,6 +74,7 @@ class Record:
     shorter_seconds: float = 0.0  # there, the shorter lane of every round
     sample: int = 0  # of several generations of one prompt
     trace: str = ""  # a character a token: 1 a draft that passed, 0 in place of one that failed, . none tested
+    draft_beams: int = 0  # that the draft steps started from, summed; 0: one each
     attempt: int = 1  # times its unit was measured, stalls of the machine included
 
     @property

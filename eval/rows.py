@@ -24,6 +24,7 @@ from eval.units import (
     Unit,
     busy_ms,
     lane_costs,
+    mean_beams,
     mean_draft_ms,
     mean_round_ms,
     mean_target_ms,
@@ -157,13 +158,13 @@ def _acceptance(units: Sequence[Unit]) -> dict[str, Any]:
 
 def _costs(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> dict[str, Any]:
     draft_ms, target_ms = mean_draft_ms(units, facts, parts), mean_target_ms(units, facts, parts)
-    round_ms = mean_round_ms(units)
+    round_ms, step_ms = mean_round_ms(units), parts.at(mean_beams(units)).t_draft_ms
     base_seconds = sum(unit.base_seconds for unit in units)
     return {
-        "t_draft_ms": parts.t_draft_ms,
+        "t_draft_ms": step_ms,
         "t_target_ms": parts.t_target_ms,
         "V": metrics.cost_table(parts.t_target_ms),
-        "cost_ratio": parts.t_draft_ms / parts.t_target_ms[1],
+        "cost_ratio": step_ms / parts.t_target_ms[1],
         "context": parts.context,
         "draft_ms_per_round": draft_ms,
         "target_ms_per_round": target_ms,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from decoding.errors import UserError
 
@@ -34,6 +36,17 @@ class PartTimes:
     t_draft_ms: float  # one draft step (one proposal for a one-pass drafter)
     t_target_ms: dict[int, float]  # n new tokens -> one target forward
     context: int  # committed tokens in the caches while timing
+    t_draft_by_beams_ms: dict[int, float] = field(
+        default_factory=dict
+    )  # beams that a step starts from; empty: all alike
+
+    def at(self, beams: float) -> PartTimes:
+        """With a draft step from so many beams, which may be a mean; linear between those timed."""
+        if not self.t_draft_by_beams_ms:
+            return self
+        timed = sorted(self.t_draft_by_beams_ms)
+        step_ms = float(np.interp(beams, timed, [self.t_draft_by_beams_ms[n] for n in timed]))
+        return replace(self, t_draft_ms=step_ms)
 
 
 @dataclass(frozen=True)
@@ -121,7 +134,7 @@ class Row:
     accepted_by_depth: list[int]
     tau: float | None
     drafted: float  # tokens a round of one row
-    t_draft_ms: float
+    t_draft_ms: float  # of beams, at the mean number that a step of this row started from
     t_target_ms: dict[int, float]
     V: dict[int, float]
     cost_ratio: float

@@ -42,6 +42,7 @@ class Unit:
     cpu_seconds: float = 0.0  # both sides
     drafted: int = 0  # of single rows
     draft_steps: int = 0
+    draft_beams: int = 0  # that these started from
     verified: int = 0
     lanes_seconds: float = 0.0  # of overlapped schedules: the longer lane of every round
     draft_seconds: float = 0.0  # the drafter's lane
@@ -72,6 +73,7 @@ def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Un
         unit.prefill_seconds += rows[0].prefill_seconds
         unit.drafted += sum(row.drafted for row in rows)
         unit.draft_steps += max(row.draft_steps for row in rows)
+        unit.draft_beams += max(row.draft_beams or row.draft_steps for row in rows)
         unit.verified += max(row.verified for row in rows)
         unit.lanes_seconds += max(row.lanes_seconds for row in rows)
         unit.draft_seconds += max(row.draft_seconds for row in rows)
@@ -130,8 +132,9 @@ def pool_counts(
     """
     units = [unit for group in judged.values() for unit in group]
     tested, accepted = tested_counts(units)
-    reached = _reached(judged)
-    passes, nodes = metrics.usable_alpha(tested, accepted), _by_length(judged, timed)
+    reached, beams = _reached(judged), mean_beams(units)
+    parts, parts_then = parts.at(beams), parts_then.at(beams)
+    passes, nodes = metrics.usable_alpha(tested, accepted), _by_length(parts, judged, timed)
     overlapped = facts.schedule in SCHEDULES
     # The last round of a generation may have no room for a full proposal; any other short one is the drafter's choice.
     short = sum(reached) - sum(tested) > sum(len(unit.tested) for unit in units)
@@ -163,11 +166,14 @@ def _ratios(parts: PartTimes) -> dict[str, Any]:
     }
 
 
-def _by_length(*groups: ByGamma) -> dict[int, tuple[float, float]]:
-    """Draft length -> (nodes verified in a mean round, draft steps a node), the first group's figures where several have a length."""
+def _by_length(parts: PartTimes, *groups: ByGamma) -> dict[int, tuple[float, float]]:
+    """Draft length -> (nodes verified in a mean round, draft steps of t_draft a node), the first group's figures where several have a length."""
     found: dict[int, tuple[float, float]] = {}
     for gamma, units in (pair for group in reversed(groups) for pair in group.items()):
-        verified, steps = sum(unit.verified for unit in units), sum(unit.draft_steps for unit in units)
+        verified = sum(unit.verified for unit in units)
+        # Short drafts have narrower steps in the mean: their first one starts from the tip alone.
+        share = parts.at(mean_beams(units)).t_draft_ms / parts.t_draft_ms if parts.t_draft_by_beams_ms else 1.0
+        steps = share * sum(unit.draft_steps for unit in units)
         found[gamma] = (verified / sum(unit.batch_rounds for unit in units), steps / verified if verified else 0.0)
     return found
 
@@ -225,13 +231,15 @@ def mean_round_ms(units: Sequence[Unit]) -> float:
 
 def mean_draft_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
     """Drafting in a mean round, from the timed step."""
-    if facts.schedule == ALONE:
+    if facts.schedule == ALONE or facts.one_pass:
         return parts.t_draft_ms
-    return (
-        parts.t_draft_ms
-        if facts.one_pass
-        else parts.t_draft_ms * _per_round(units, [unit.draft_steps for unit in units])
-    )
+    return parts.at(mean_beams(units)).t_draft_ms * _per_round(units, [unit.draft_steps for unit in units])
+
+
+def mean_beams(units: Sequence[Unit]) -> float:
+    """That a draft step started from."""
+    steps = sum(unit.draft_steps for unit in units)
+    return sum(unit.draft_beams for unit in units) / steps if steps else 1.0
 
 
 def mean_target_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:

@@ -1,17 +1,18 @@
 """Beam search with the head: from the tip, W beams of L drafted tokens, at fixed shapes and without a wait for the device.
 
 What a step chooses is W pairs (beam of the step before, token), and of picked ones nothing else is kept: tokens and back pointers are all that
-verification asks for. The target's hidden state enters through `head.context`, once a draft; embeddings are the target's own.
+verification asks for. All beams of a step go on, or those that the caller names: the others stay nodes without children. The target's hidden
+state enters through `head.context`, once a draft; embeddings are the target's own.
 
 `Picks` takes the likeliest pairs of all, as the published code does. They are no samples, so verification takes them for point masses.
 recurrent_drafting/drawn_beams.py draws them, so that p / q tests hold at every node; of these is kept what they were drawn from.
 
-Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W), L drafted tokens along a beam, S symbols that a child is drawn from,
-H hidden size, V vocabulary that the head drafts from.
+Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W or fewer), Q beams that go on, L drafted tokens along a beam,
+S symbols that a child is drawn from, H hidden size, V vocabulary that the head drafts from.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -42,11 +43,33 @@ class Step:
     admitted_BW: Tensor | None = None  # which were drawn and will be verified; None: all
 
 
+@dataclass(frozen=True, slots=True)
+class Going:
+    """The beams of a step that the next one starts from."""
+
+    scores_BP: Tensor | None  # None: nobody reads them
+    beams_BP: Tensor | None = None  # which; None: the first P, of steps without scores all
+
+    def of(self, values_BW: Tensor) -> Tensor:
+        """The values of these beams."""
+        if self.beams_BP is not None:
+            return values_BW.gather(1, self.beams_BP)
+        return values_BW if self.scores_BP is None else values_BW[:, : self.scores_BP.shape[1]]
+
+    def under(self, step: Step) -> Step:
+        """A step that was chosen from these beams, with parents among all beams of the step before."""
+        if self.beams_BP is None:
+            return step
+        return replace(step, parents_BW=self.beams_BP.gather(1, step.parents_BW))
+
+
 @dataclass(slots=True)
 class Beams:
     """All steps of a draft, the first token's first."""
 
     steps: list[Step] = field(default_factory=list)
+    going: list[Going] = field(default_factory=list)  # what each step but the first started from
+    started: int = 0  # beams that the steps started from, summed; the tip is one
 
     @property
     def tokens_BLW(self) -> Tensor:
@@ -77,43 +100,43 @@ def search(
     hidden_BH: Tensor,
     length: int,
     choose: Choose,
-    more: Callable[[Step], bool] | None = None,
+    narrow: Callable[[Step], Going | None] | None = None,
 ) -> Beams:
-    """Beams of `length` tokens after the tips, or of fewer where `more`, asked after each step, ends the search.
+    """Beams of `length` tokens after the tips, or of fewer where `narrow`, asked after each step for the beams to go on from, has none.
 
     hidden_BH: the target's hidden states of the tokens before the tips, in the head's dtype.
     """
     context = head.context(hidden_BH).unsqueeze(1)
     state_BPH = head.start(embed(tips_B))[:, None]
-    beams, scores_BP = Beams(), None
+    beams, going = Beams(), None
     for number in range(length):
         logits_BPV = head.logits(head.features(context, state_BPH))
-        step = choose(logits_BPV, scores_BP, number)
-        beams.steps.append(step)
-        if (more is not None and not more(step)) or number + 1 == length:
+        step = choose(logits_BPV, None if going is None else going.scores_BP, number)
+        beams.started += state_BPH.shape[1]
+        beams.steps.append(step if going is None else going.under(step))
+        going = Going(step.scores_BW) if narrow is None else narrow(step)
+        if going is None or number + 1 == length:
             break
-        scores_BP = step.scores_BW
-        state_BPH = advance(head, embed, state_BPH, step)
+        beams.going.append(going)
+        state_BPH = advance(head, embed, state_BPH, going.of(step.parents_BW), going.of(step.tokens_BW))
     return beams
 
 
-def advance(head: Head, embed: Embed, state_BPH: Tensor, step: Step) -> Tensor:
-    """The states of the chosen beams."""
-    width = step.parents_BW.shape[1]
+def advance(head: Head, embed: Embed, state_BPH: Tensor, parents_BQ: Tensor, tokens_BQ: Tensor) -> Tensor:
+    """The states (B, Q, H) of these beams. parents_BQ: among the P that the step started from."""
     if state_BPH.shape[1] == 1:
-        state_BWH = state_BPH.expand(-1, width, -1)
+        state_BQH = state_BPH.expand(-1, parents_BQ.shape[1], -1)
     else:
-        state_BWH = state_BPH.gather(1, step.parents_BW[:, :, None].expand(-1, -1, state_BPH.shape[2]))
-    return head.advance(state_BWH, embed(step.tokens_BW))
+        state_BQH = state_BPH.gather(1, parents_BQ[:, :, None].expand(-1, -1, state_BPH.shape[2]))
+    return head.advance(state_BQH, embed(tokens_BQ))
 
 
-def timed_step(head: Head, embed: Embed, context: Context, state_BWH: Tensor, choose: Choose) -> None:
-    """One step from W beams, for timing: what `search` does between two choices, and the choice."""
-    B, W, _ = state_BWH.shape
-    beams_BW = torch.arange(W, device=state_BWH.device).expand(B, W)
-    before = Step(beams_BW, beams_BW, None)
-    logits_BWV = head.logits(head.features(context, advance(head, embed, state_BWH, before)))
-    choose(logits_BWV, torch.zeros(B, W, device=state_BWH.device), 1)
+def timed_step(head: Head, embed: Embed, context: Context, state_BPH: Tensor, choose: Choose) -> None:
+    """One step from P beams, for timing: what `search` does between two choices, and the choice."""
+    B, P, _ = state_BPH.shape
+    beams_BP = torch.arange(P, device=state_BPH.device).expand(B, P)
+    logits_BPV = head.logits(head.features(context, advance(head, embed, state_BPH, beams_BP, beams_BP)))
+    choose(logits_BPV, torch.zeros(B, P, device=state_BPH.device), 1)
 
 
 class Picks:

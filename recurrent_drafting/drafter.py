@@ -4,11 +4,10 @@ The head reads the target's hidden state of the last token in the cache, which s
 from every round's own forward. A prompt of one token has no such token: its first round drafts from a hidden state of zeros.
 
 Picked beams are point masses to verification, drawn ones (`draws=drawn`) are tested by p / q at every node; greedy decoding and the
-coupled rule pick whatever `draws` says. One beam is a chain. Fixed beams are drafted at fixed shapes and read once, for the number of nodes
-that the target's forward is to run over; with `by_cost` every step is read. Where reading is a wait for the device nothing is read before the
-accepted lengths, and these numbers come from the rounds before (recurrent_drafting/sized.py).
+coupled rule pick whatever `draws` says. One beam is a chain. How many steps, beams and nodes a row drafts is said by its plan
+(recurrent_drafting/plans.py): all of them, or as many as measured costs make worth it.
 
-Shapes: B rows, W beams, N nodes proposed, C = H hidden size.
+Shapes: B rows, P beams that a step starts from, N nodes proposed, C = H hidden size.
 """
 
 from collections.abc import Sequence
@@ -24,18 +23,17 @@ from decoding.drafter import Caps, Observation, Proposal
 from decoding.draws import are_drawn, check_kind
 from decoding.errors import UserError
 from decoding.native import EXECUTIONS
+from decoding.sampling import Warper
 from decoding.stopping import RoundCosts, Stopping
 from decoding.target import DTYPES, Target
-from decoding.tree_size import TreeSize
 from decoding.verify import at_nodes
-from decoding.worth import Worth
-from recurrent_drafting.beams import Picks, search, timed_step
+from recurrent_drafting.beams import Choose, Picks, search, timed_step
 from recurrent_drafting.checkpoint import load_head
-from recurrent_drafting.drafts import DrawnDraft, PickedDraft
+from recurrent_drafting.drafts import DrawnDraft, PickedDraft, drawing, rooms_of
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.packed import for_drafting
+from recurrent_drafting.plans import Plan, ladder, plan_of
 from recurrent_drafting.recorded import RecordedPicks
-from recurrent_drafting.sized import Room, SizedDraws, SizedPicks
 
 
 class RecurrentDrafter:
@@ -59,10 +57,10 @@ class RecurrentDrafter:
     ) -> None:
         """From a head's folder, or from a `head` in memory, which keeps its dtype and device.
 
-        beam_width: beams of a draft. draws: `picked`, the likeliest beams, or `drawn`. by_cost: take the number of steps, the nodes that
-        are verified, and whether to draft at all from measured costs; beam_width and the draft length are then the most. execution:
-        fixed picked beams are drafted operation by operation (`eager`) or as one recorded step (`graph`, and `compiled` as well, as there
-        is nothing to fuse); None takes graph on a GPU and eager on a CPU.
+        beam_width: beams of a draft. draws: `picked`, the likeliest beams, or `drawn`. by_cost: take the number of steps, the beams that
+        each starts from, the nodes that are verified, and whether to draft at all from measured costs; beam_width and the draft length are
+        then the most. execution: fixed picked beams are drafted operation by operation (`eager`) or as one recorded step (`graph`, and
+        `compiled` as well, as there is nothing to fuse); None takes graph on a GPU and eager on a CPU.
         """
         if head is None:
             if folder is None:
@@ -80,7 +78,10 @@ class RecurrentDrafter:
             )
         self.beam_width, self.draws = beam_width, draws
         shape = "chain" if beam_width == 1 else "tree"
-        self.caps = Caps(shape, has_q=draws == "drawn", needs_hidden=True, needs_costs=by_cost, stops_by_token=False)
+        beams = ladder(beam_width) if by_cost else tuple(sorted({1, beam_width}))
+        self.caps = Caps(
+            shape, has_q=draws == "drawn", needs_hidden=True, needs_costs=by_cost, stops_by_token=False, beams=beams
+        )
         self.num_layers, self.num_parameters = head.config.num_draft_layers, head.num_parameters
         self.device, self.dtype = head.output.device, head.output.dtype
         if execution is None:
@@ -91,9 +92,9 @@ class RecurrentDrafter:
         self._recorded: RecordedPicks | None = None
         self._target: Target | None = None
         self._costs: RoundCosts | None = None
-        self._worth_B: list[Worth] = []
-        self._sizes_B: list[TreeSize] = []  # in its place where the host runs ahead
-        self._rooms_B: list[Room] = []  # there, of fixed beams
+        self._plans_B: list[Plan] = []
+        self._drawn = draws == "drawn"  # the last draft, or what the first one may be
+        self._timed: Choose | None = None
         self._hidden_BH = torch.empty(0)
 
     def width(self, gamma: int) -> int:
@@ -138,23 +139,19 @@ class RecurrentDrafter:
             read_B1 = cuda.tensor([[len(prompt) > 1] for prompt in prompts_B], self.device)
             last_BH = at_nodes(prefill_hidden_BNC, [max(len(prompt) - 2, 0) for prompt in prompts_B])
             self._hidden_BH = torch.where(read_B1, self._own(last_BH), self._hidden_BH)
-        self._weigh(len(prompts_B))
+        self._plan(len(prompts_B))
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Take the last of the hidden states that the target has just read: it stands before the tip."""
         if hidden_NC is not None:
             self._hidden_BH = self._own(hidden_NC[-1:])
-        self._weigh(1)
+        self._plan(1)
 
-    def _weigh(self, rows: int) -> None:
+    def _plan(self, rows: int) -> None:
         """Decide afresh how much is drafted."""
-        self._worth_B, self._sizes_B, self._rooms_B = [], [], []
-        if self._costs is None:
-            self._rooms_B = [Room() for _ in range(rows)] if cuda.runs_ahead(self.device) else []
-        elif cuda.runs_ahead(self.device) or self._costs.rows > 1:
-            self._sizes_B = [TreeSize(self._costs, self.beam_width) for _ in range(rows)]
-        else:
-            self._worth_B = [Worth(self._costs) for _ in range(rows)]
+        ahead = cuda.runs_ahead(self.device)
+        self._plans_B = [plan_of(self._costs, self.beam_width, ahead) for _ in range(rows)]
+        self._timed = None
 
     def _own(self, target_states: Tensor) -> Tensor:
         return target_states.to(self.device, self.dtype)
@@ -171,36 +168,20 @@ class RecurrentDrafter:
         chooser: Chooser,
     ) -> Proposal:
         """The beams of each row, as long as its budget. Stopping policies limit the length before a round, not inside it."""
-        depths_B = list(budgets_B)
-        for b, worth in enumerate(self._worth_B):
-            depths_B[b] *= worth.drafts()
-        for b, size in enumerate(self._sizes_B):
-            depths_B[b] = len(size.choose(depths_B[b], self.width(depths_B[b])))
+        depths_B = [plan.begin(budget) for plan, budget in zip(self._plans_B, budgets_B, strict=True)]
         length = max(depths_B)
         if length == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         tips = [sequence[-1] for sequence in sequences_B]
-        drawn = are_drawn(self.draws, chooser)
-        room_B = [room.nodes(self.width(depth)) for room, depth in zip(self._rooms_B, depths_B)] or None
-        by_cost = self._worth_B or self._sizes_B
-        if self._recorded is not None and not drawn and not by_cost and chooser.rule != "coupled":
+        self._drawn = are_drawn(self.draws, chooser)
+        if self._recorded is not None and not self._drawn and self._costs is None and chooser.rule != "coupled":
             temperature = 1.0 if chooser.warper.greedy else chooser.warper.temperature
-            return self._recorded(tips, self._hidden_BH, depths_B, temperature, room_B)
+            return self._recorded(tips, self._hidden_BH, depths_B, temperature, rooms_of(self._plans_B))
         tips_B = cuda.tensor(tips, self.device)
-        draft = self._draft(drawn, chooser, depths_B, room_B)
-        more = draft.more if self._worth_B else None
-        return draft.proposal(search(self.head, self._embed, tips_B, self._hidden_BH, length, draft.choose, more))
-
-    def _draft(
-        self, drawn: bool, chooser: Chooser, depths_B: list[int], room_B: list[int] | None
-    ) -> PickedDraft | DrawnDraft | SizedPicks | SizedDraws:
-        """How this round's beams are chosen."""
-        if self._sizes_B:
-            sized: type[SizedPicks | SizedDraws] = SizedDraws if drawn else SizedPicks
-            return sized(self.head, self.beam_width, chooser, self._sizes_B)
-        if drawn:
-            return DrawnDraft(self.head, self.beam_width, chooser, depths_B, self._worth_B)
-        return PickedDraft(self.head, self.beam_width, chooser, depths_B, self._worth_B, room_B)
+        kind = DrawnDraft if self._drawn else PickedDraft
+        draft = kind(self.head, self.beam_width, chooser, self._plans_B)
+        beams = search(self.head, self._embed, tips_B, self._hidden_BH, length, draft.choose, draft.narrow)
+        return draft.proposal(beams)
 
     def observe(self, observation: Observation) -> None:
         """Keep the hidden state of the last accepted token; with costs, learn what the draft was worth."""
@@ -209,13 +190,9 @@ class RecurrentDrafter:
         if outcome.paths_B is not None:
             last_B = [path[-1] + 1 if path else 0 for path in outcome.paths_B]
         self._hidden_BH = self._own(at_nodes(observation.hidden_BNC, last_B))
-        for worth, accepted in zip(self._worth_B, outcome.accepted_B):
-            worth.learn(accepted)
-        answer_B = observation.answers[0] if observation.answers else [()] * len(self._sizes_B)
-        for size, chances_LW, accepted in zip(self._sizes_B, answer_B, outcome.accepted_B):
-            size.learn(chances_LW, accepted)
-        for room, needed in zip(self._rooms_B, answer_B):
-            room.learn(needed)
+        answer_B = observation.answers[0] if observation.answers else [None] * len(self._plans_B)
+        for plan, answer, accepted in zip(self._plans_B, answer_B, outcome.accepted_B, strict=True):
+            plan.learn(answer, accepted)
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
         """Beams leave nothing behind."""
@@ -224,13 +201,21 @@ class RecurrentDrafter:
         """Keep only these rows."""
         kept = cuda.tensor(list(rows), self.device)  # a list as an index would wait for the device
         self._hidden_BH = self._hidden_BH[kept]
-        self._worth_B = [self._worth_B[row] for row in rows] if self._worth_B else []
-        self._sizes_B = [self._sizes_B[row] for row in rows] if self._sizes_B else []
-        self._rooms_B = [self._rooms_B[row] for row in rows] if self._rooms_B else []
+        self._plans_B = [self._plans_B[row] for row in rows]
 
-    def time_step(self) -> None:
-        """One step of all beams, greedily."""
+    def time_step(self, beams: int = 1) -> None:
+        """One step from so many beams, drawn or picked as the last draft was; before one as `draws` says."""
         B, H = self._hidden_BH.shape
-        states_BWH = self._hidden_BH[:, None].expand(B, self.beam_width, H)
+        if self._timed is None:
+            picks = Picks(self.head, self.beam_width, scored=self.caps.needs_costs)
+            self._timed = self._timed_draws(B) if self._drawn else picks
+        states_BPH = self._hidden_BH[:, None].expand(B, beams, H)
         context = self.head.context(self._hidden_BH).unsqueeze(1)
-        timed_step(self.head, self._embed, context, states_BWH, Picks(self.head, self.beam_width))
+        timed_step(self.head, self._embed, context, states_BPH, self._timed)
+
+    def _timed_draws(self, rows: int) -> Choose:
+        """Draws of a round that there never is; its noise is made once, as it is once a round."""
+        config = self.head.config
+        chooser = Chooser(Warper(1.0), "token", 0, config.vocab_size, self.device)
+        chooser.begin([0] * rows, [0] * rows, [0] * rows, 3)
+        return drawing(self.head, self.beam_width, 3, rows, chooser)

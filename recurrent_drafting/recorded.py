@@ -1,7 +1,9 @@
-"""Picked beams as one recorded step: search, packing and all, for a fixed number of rows, steps and one temperature.
+"""Picked beams as one recorded step: search, packing and all, for a fixed number of rows and one temperature.
 
 The eager twin is `search` with `Picks`. Shapes are fixed and nothing is asked of the host, so a CUDA graph can hold the whole draft; it is
-recorded on first use and replayed from then on. On a CPU the same body runs unrecorded: so the tests compare it with its twin.
+recorded on first use and replayed from then on. One length is recorded, the longest that was asked for: rows whose budget is shorter read the
+beams of the step where it ends, so that a budget that shrinks at the end of a text costs no new recording. On a CPU the same body runs
+unrecorded: so the tests compare it with its twin.
 
 Shapes: B rows, L steps, H hidden size.
 """
@@ -24,6 +26,7 @@ from recurrent_drafting.prefix_tree import Tree
 class _Recording:
     """One shape: the buffers that it reads, and what is recorded."""
 
+    length: int
     tips_B: Tensor
     hidden_BH: Tensor
     depths_B: Tensor
@@ -35,7 +38,8 @@ class RecordedPicks:
 
     def __init__(self, head: Head, width: int, embed: Embed, device: torch.device) -> None:
         self.head, self.width, self.embed, self.device = head, width, embed, device
-        self._recordings: dict[tuple[int, int, float], _Recording] = {}
+        self._recordings: dict[tuple[int, float], _Recording] = {}  # by rows and temperature
+        self._longest = 0
         self._memory = cuda.pool(self.device)
 
     def __call__(
@@ -46,19 +50,22 @@ class RecordedPicks:
         temperature: float,
         room_B: list[int] | None,
     ) -> Proposal:
-        """The proposal of each row's beams; it lives until the next call. room_B: see `PickedDraft`."""
-        length = max(depths_B)
-        key = (len(tips), length, temperature)
-        found = self._recordings.get(key)
-        if found is None:
-            found = self._recordings[key] = self._record(*key, hidden_BH)
+        """The proposal of each row's beams; it lives until the next call. room_B: see `rooms_of`."""
+        self._longest = max(self._longest, *depths_B)
+        found = self._recordings.get((len(tips), temperature))
+        if found is None or found.length < max(depths_B):
+            found = self._record(len(tips), self._longest, temperature, hidden_BH)
+            self._recordings[len(tips), temperature] = found
         cuda.fill(found.tips_B, list(tips))
         cuda.fill(found.depths_B, list(depths_B))
         found.hidden_BH.copy_(hidden_BH)
         drafted = found.run()
         if isinstance(drafted, Tensor):
-            return Proposal(drafted, list(depths_B), steps=length)
-        return fixed_proposal(drafted, room_B, length)
+            proposal = Proposal(drafted[:, : max(depths_B)], list(depths_B))
+        else:
+            proposal = fixed_proposal(drafted, room_B)
+        proposal.steps, proposal.beams = found.length, 1 + (found.length - 1) * self.width
+        return proposal
 
     def _record(self, rows: int, length: int, temperature: float, hidden_BH: Tensor) -> _Recording:
         with torch.inference_mode(False):
@@ -71,4 +78,4 @@ class RecordedPicks:
             beams = search(self.head, self.embed, tips_B, hidden_BH, length, choose)
             return beams.tokens_BLW[:, :, 0] if self.width == 1 else last_beams(beams, depths_B)
 
-        return _Recording(tips_B, hidden_BH, depths_B, cuda.capture(body, self.device, self._memory))
+        return _Recording(length, tips_B, hidden_BH, depths_B, cuda.capture(body, self.device, self._memory))

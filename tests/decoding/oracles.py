@@ -56,7 +56,7 @@ class Oracle:
     def select(self, rows: Sequence[int]) -> None:
         self.truths = [self.truths[row] for row in rows]
 
-    def time_step(self) -> None: ...
+    def time_step(self, beams: int = 1) -> None: ...
 
 
 class OracleTree(Oracle):

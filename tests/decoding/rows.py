@@ -108,7 +108,8 @@ def before(row: DrafterRow, slow: bool = True) -> DrafterRow:
     )
 
 
-COSTS = RoundCosts(0.2, (1.0, 1.05, 1.1, 1.15, 1.2))  # for the rows that weigh costs
+# For the rows that weigh costs. A step from one beam costs as much as a token of a chain, further beams as much as they may gain.
+COSTS = RoundCosts(0.2, (1.0, 1.05, 1.1, 1.15, 1.2), t_draft_by_beams_ms=((1, 0.2), (6, 0.45)))
 
 ROWS = [
     DrafterRow(

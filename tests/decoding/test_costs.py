@@ -5,7 +5,7 @@ import json
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from decoding.chain import ChainDrafter
 from decoding.costs import measure_costs, settled
 from decoding.loop import Settings
 from decoding.stopping import RoundCosts
-from decoding.timing import Parts, rising
+from decoding.timing import Parts, rising, time_parts
 
 from .test_laws import models
 
@@ -120,6 +120,46 @@ def test_a_round_without_a_draft_costs_no_rest_of_one_with() -> None:
     assert costs.round_ms(2, 2) == pytest.approx(1.0 + 1.2 + 0.4)
     assert RoundCosts(0.5, (1.0,), 0.4).plain_ms == pytest.approx(1.4)
     assert RoundCosts.read(json.loads(json.dumps(asdict(costs)))) == costs
+
+
+def test_a_step_of_beams_costs_what_its_width_does() -> None:
+    """The first one starts from the tip, others from as many as they do."""
+    costs = RoundCosts(0.9, (1.0, 1.1, 1.2), 0.4, t_draft_by_beams_ms=((1, 0.2), (2, 0.3), (8, 0.9)))
+    assert [costs.step_ms(beams) for beams in (1, 1.5, 2, 5, 8)] == pytest.approx([0.2, 0.25, 0.3, 0.6, 0.9])
+    assert costs.steps_ms(1) == costs.steps_ms(1, 8) == pytest.approx(0.2)
+    assert costs.steps_ms(3, 2) == pytest.approx(0.2 + 2 * 0.3)
+    assert costs.round_ms(3, 2) == pytest.approx(0.2 + 2 * 0.9 + 1.2 + 0.4)
+    dearer = costs.dearer(0.1)
+    assert dearer.t_draft_ms == dearer.step_ms(8) == pytest.approx(1.0) and dearer.step_ms(1) == pytest.approx(0.3)
+    assert RoundCosts.read(json.loads(json.dumps(asdict(costs)))) == costs
+    bare = RoundCosts(0.9, (1.0,))
+    assert bare.step_ms(1) == bare.step_ms(8) == 0.9, "control: of other drafters all steps are alike"
+
+
+def test_every_width_is_timed_and_held_against_noise() -> None:
+    from recurrent_drafting.drafter import RecurrentDrafter
+    from tests.recurrent_drafting.toys import knowing_head, markov
+
+    target = markov()
+    asked: list[int] = []
+
+    class Watched(RecurrentDrafter):
+        def time_step(self, beams: int = 1) -> None:
+            asked.append(beams)
+            super().time_step(beams)
+
+    for draws in ("picked", "drawn"):
+        asked.clear()
+        drafter = Watched(head=knowing_head(target), beam_width=6, draws=draws, by_cost=True)
+        parts = time_parts(target, drafter, [1, 2, 3], repeats=2, warmup=1)
+        assert asked[::3] == [1, 2, 4, 6, 2, 4, 6, 1, 4, 6, 1, 2], "none of them is always behind the same forward"
+        assert set(parts.t_draft_by_beams_ms) == {1, 2, 4, 6} and parts.t_draft_ms == parts.t_draft_by_beams_ms[6]
+    assert Watched(head=knowing_head(target), beam_width=6).caps.beams == (1, 6), "fixed beams know two widths"
+    noisy = Parts(0.4, {1: 1.0}, 10, 1, {1: 0.2, 2: 0.5, 4: 0.3, 6: 0.4}).costs
+    assert noisy.t_draft_by_beams_ms == ((1, 0.2), *((n, pytest.approx(0.4)) for n in (2, 4, 6)))
+    one, other = (replace(noisy, t_draft_by_beams_ms=((1, low), (6, 2 * low))) for low in (0.1, 0.3))
+    assert settled([one, one, other]).t_draft_by_beams_ms == ((1, pytest.approx(0.1)), (6, pytest.approx(0.2)))
+    assert settled([one, one, other]).t_draft_ms == pytest.approx(0.2)
 
 
 def test_a_bad_window_decides_nothing() -> None:

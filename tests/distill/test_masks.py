@@ -147,7 +147,7 @@ def test_the_penalty_is_counted_once_however_a_step_is_cut():
         for row in rows:
             total = total + objective(collate(samples, [row], 20))[0]
         total.backward()
-        gradients.append((float(total), dict(masks.each())["units"].multipliers.grad.clone()))
+        gradients.append((total.item(), dict(masks.each())["units"].multipliers.grad.clone()))
     assert gradients[0][0] == pytest.approx(gradients[1][0], rel=1e-5)
     torch.testing.assert_close(gradients[0][1], gradients[1][1])
 

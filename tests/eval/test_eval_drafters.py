@@ -234,10 +234,10 @@ def test_drafters_are_timed_alike_wherever_they_stand_in_the_list(home, tmp_path
     for name in seen:
         step = bench.drafters[name].time_step
 
-        def stepped(name=name, step=step):
+        def stepped(beams, name=name, step=step):
             seen[name].append(tuple(now))
             now.clear()
-            step()
+            step(beams)
 
         bench.drafters[name].time_step = stepped
     slices = time_slice(bench, Condition(0.0, 1), "main", middle_prompt(bench), (1, 2, 3), 2)

@@ -123,6 +123,43 @@ def test_a_drafter_that_is_often_silent_is_predicted_from_its_offers(rows):
     assert lookup.predicted_speedup == pytest.approx(lookup.speedup, rel=0.03)
 
 
+def test_steps_of_beams_are_charged_by_their_widths(records):
+    """Drafts of one token start from the tip alone; in longer ones all steps but the first start from eight beams."""
+    name, tip_ms, wide_ms = "simulated-good", 0.2, 1.4
+    per_step = DRAFTERS[name][2]
+
+    def beams(record):
+        if record.drafter != name:
+            return record
+        wide = record.draft_steps - record.rounds
+        longer = (record.rounds * tip_ms + wide * wide_ms - record.draft_steps * per_step) / 1000
+        return dataclasses.replace(
+            record,
+            draft_beams=record.rounds + 8 * wide,
+            decode_seconds=record.decode_seconds + 1.05 * longer,
+        )
+
+    def built(by_beams):
+        widest = {"t_draft_ms": wide_ms, "t_draft_by_beams_ms": by_beams}
+        parts = [dataclasses.replace(one, **widest) if one.drafter == name else one for one in simulated.slices()]
+        facts = {name: facts for name, (_, facts, _) in DRAFTERS.items()}
+        made = build_rows(simulated.run_facts(), facts, parts, [beams(record) for record in records])
+        return {row.num_draft_tokens: row for row in made if row.drafter == name and row.temperature == 1.0}
+
+    rows = built({1: tip_ms, 8: wide_ms})
+    assert {1, 4} <= set(rows)
+    for gamma, row in rows.items():
+        assert row.draft_ms_per_round == pytest.approx(tip_ms + (gamma - 1) * wide_ms)
+        assert row.t_draft_ms == pytest.approx(row.draft_ms_per_round / gamma)
+        assert row.cost_ratio == pytest.approx(row.t_draft_ms / row.t_target_ms[1])
+        assert row.predicted_speedup == pytest.approx(row.speedup, rel=0.06)
+    alike = built({})
+    assert alike[1].draft_ms_per_round == pytest.approx(wide_ms), (
+        "control: without the widths a short draft is overpriced"
+    )
+    assert alike[1].overhead < 0 < rows[1].overhead
+
+
 def test_a_drafter_that_never_offers_a_token_is_no_error(records):
     silent = [
         dataclasses.replace(

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from decoding.chooser import Chooser
 from decoding.sampling import Warper
 from recurrent_drafting import drawn_beams
-from recurrent_drafting.beams import Beams, Picks, Step, search
+from recurrent_drafting.beams import Beams, Going, Picks, Step, search
 from recurrent_drafting.drawn_beams import Draws
 from recurrent_drafting.head import RecurrentHead
 from scripts.bench.operations import Operations
@@ -31,12 +31,12 @@ def sampling(rows: int, vocab_size: int = TARGET.vocab_size) -> Chooser:
     return chooser
 
 
-def plain_beams(head: RecurrentHead, row: int, length: int, width: int) -> set[tuple[int, ...]]:
-    """The published search, a beam at a time: all log probabilities, the best `width` of all continuations."""
+def plain_beams(head: RecurrentHead, row: int, length: int, width: int, going: int = 99) -> set[tuple[int, ...]]:
+    """The published search, a beam at a time: all log probabilities, the best `width` of all continuations of the best `going` beams."""
     beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for _ in range(length):
         grown = []
-        for score, path in beams:
+        for score, path in beams[:going]:
             state = head.start(TARGET.embed(TIPS_B[row]))
             for token in path:
                 state = head.advance(state, TARGET.embed(torch.tensor(token)))
@@ -88,9 +88,38 @@ def test_scores_are_log_probabilities_of_the_paths_at_the_targets_temperature() 
 def test_the_search_ends_where_it_is_told_to() -> None:
     head = random_head(TARGET)
     seen: list[Step] = []
-    more = lambda step: seen.append(step) or len(seen) < 2  # noqa: E731
-    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 6, Picks(head, 3), more)
+
+    def narrow(step: Step) -> Going | None:
+        seen.append(step)
+        return Going(step.scores_BW) if len(seen) < 2 else None
+
+    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), 6, Picks(head, 3), narrow)
     assert len(beams.steps) == len(seen) == 2
+    assert beams.started == 1 + 3
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_narrowed_search_goes_on_from_the_beams_it_was_told(named: bool) -> None:
+    """The first ones, or some by name and in any order: back pointers are beams of the whole step before in either case."""
+    head, width, going, length = random_head(TARGET, scale=4.0), 5, 2, 3
+    rows = []
+
+    def narrow(step: Step) -> Going | None:
+        assert step.scores_BW is not None
+        if not named:
+            return Going(step.scores_BW[:, :going])
+        beams_BP = torch.tensor([[1, 0]]).expand(len(TIPS_B), going)
+        return Going(step.scores_BW.gather(1, beams_BP), beams_BP)
+
+    def counted(logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
+        rows.append(logits_BPV.shape[1])
+        return Picks(head, width)(logits_BPV, scores_BP, step)
+
+    beams = search(head, TARGET.embed, TIPS_B, hidden_states(), length, counted, narrow)
+    assert rows == [1, going, going] and beams.started == sum(rows)
+    for row in range(len(TIPS_B)):
+        assert set(paths_of(beams, row)) == plain_beams(head, row, length, width, going)
+    assert plain_beams(head, 0, length, width, going) != plain_beams(head, 0, length, width), "control: it matters"
 
 
 class Largest(TorchDispatchMode):

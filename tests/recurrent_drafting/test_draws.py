@@ -7,16 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding import symbols, verify, verify_tree
+from decoding import cuda, symbols, verify, verify_tree
 from decoding.drafter import Drafter, Proposal
+from decoding.loop import Settings, decode
 from recurrent_drafting import drafts, drawn_beams
 from recurrent_drafting.beams import Beams, Step
+from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.drawn_beams import Draws
 from recurrent_drafting.prefix_tree import pack, surviving
-from tests.decoding.rows import draft_table, recurrent
+from tests.decoding.law_3 import target_of
+from tests.decoding.rows import COSTS, draft_table, recurrent
 from tests.decoding.test_law_of_distribution import P_LIMIT, law_holds
 
 WIDTH, SCALE = 3, 0.8  # beams, and of a head that is not sure
+STEEP = replace(COSTS, t_draft_by_beams_ms=((1, 0.05), (2, 0.5), (3, 1.0)))  # a second beam seldom pays
 Keep = Callable[[drafts.DrawnDraft, Beams, Proposal], Tensor]
 
 
@@ -49,8 +53,9 @@ def break_proposals(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
         full = original(self, beams)
         assert full.q_top is not None and full.parents_BN is not None
         tree = pack(full.tokens_BN, full.parents_BN, keep(self, beams, full))
-        broken = drafts.proposal_of(tree, None, full.steps)
-        broken.q_top = drafts.expanded(tree, broken.tokens_BN.shape[1], full.q_top)
+        broken = drafts.proposal_of(tree, None)
+        broken.steps = full.steps
+        broken.q_top = drafts.expanded(tree, broken.tokens_BN.shape[1], full.q_top, drafts.numbers_of(beams))
         return broken
 
     monkeypatch.setattr(drafts.DrawnDraft, "proposal", proposal)
@@ -101,6 +106,55 @@ def test_drawn_children_that_are_left_out_break_the_law(
 ) -> None:
     break_proposals(monkeypatch, keep)
     assert (brief_law(drawn()) > P_LIMIT) == exact
+
+
+def narrowing() -> RecurrentDrafter:
+    """A drafter by cost."""
+    return recurrent(draft_table(), WIDTH, scale=SCALE, draws="drawn", by_cost=True)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_drawn_children_that_are_not_expanded_stay(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As leaves, in the order of their draws; and the others' children stand below them, each drawn from the row of q that is told for its parent."""
+    monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
+    leaves = 0
+    original = drafts.DrawnDraft.proposal
+
+    def proposal(self: drafts.DrawnDraft, beams: Beams) -> Proposal:
+        nonlocal leaves
+        made = original(self, beams)
+        assert made.parents_BN is not None and made.q_top is not None
+        assert [plan.nodes for plan in self.by_cost_B] == beams.made(lambda step: step.admitted_BW).sum(1).tolist()
+        assert made.beams == beams.started < 1 + WIDTH * (len(beams.steps) - 1) or len(beams.steps) == 1
+        for row, count in enumerate(made.counts_B):
+            parents, tokens = made.parents_BN[row, :count].tolist(), made.tokens_BN[row, :count].tolist()
+            levels = [0] * count
+            for node, parent in enumerate(parents):
+                levels[node] = levels[parent] + 1 if parent >= 0 else 0
+                drawn_from = made.q_top.probs_BPK[row, parent + 1][made.q_top.ids_BPK[row, parent + 1] == tokens[node]]
+                assert drawn_from.max() > 0
+                if parent >= 0:
+                    below = made.q_top.probs_BPK[row, parent + 1]
+                    assert not below.equal(made.q_top.probs_BPK[row, 0]), "the row of another node"
+            inner = [node for node in range(count) if levels[node] < max(levels)]
+            leaves += sum(node not in parents for node in inner)
+        return made
+
+    monkeypatch.setattr(drafts.DrawnDraft, "proposal", proposal)
+    settings = Settings(max_new_tokens=200, num_draft_tokens=3, temperature=1.0, costs=STEEP)
+    (done,) = decode(target_of(None), narrowing(), [[1, 2]], settings)
+    assert done.accepted > 20
+    assert leaves > 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("told", [True, False])
+def test_law_3_where_few_of_the_drawn_children_are_expanded(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its control: children are tested by what the tip's were drawn from."""
+    if not told:
+        monkeypatch.setattr(drafts, "numbers_of", lambda beams: torch.zeros_like(beams.parents_BLW.flatten(1)))
+    more = {"max_new_tokens": 4, "num_draft_tokens": 3, "costs": STEEP}
+    assert (law_holds(narrowing(), "token", "plain", 40_000, **more) > P_LIMIT) == told
 
 
 def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:

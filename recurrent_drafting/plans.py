@@ -1,0 +1,180 @@
+"""How much a row drafts: how many steps, how many beams each of them starts from, and how many nodes are verified.
+
+A plan is a row's own and knows its rounds, so what a row drafts hangs on no neighbour. There are three kinds:
+
+- `Fixed`: all beams to the end of the budget. Where the host runs ahead of the device, their tree gets as much room in the target's forward
+  as the row's last trees needed (`Room`); elsewhere its nodes are counted.
+- `ByReading`: every step is read and weighed by measured costs (decoding/worth.py).
+- `ByHistory`: with costs where a look at a step would be a wait for the device, and in batches, whose rounds are as wide as their widest row.
+  Steps, beams and nodes are said before the round, by the rounds before (decoding/tree_size.py); which ones these are is found on the device.
+
+What is left out is left out for its place or for its chance, which are known before anything is tested. Of drawn beams no node is left out once it
+is drawn: plans say how many children are drawn, before they are, and from how many of the drawn ones the search goes on.
+
+Shapes: W beams.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from decoding.stopping import RoundCosts
+from decoding.tree_size import TreeSize
+from decoding.worth import Worth
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """Numbers of beams that steps are timed from, and that one is chosen of before a round: the powers of two, and the most."""
+    return (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
+
+
+class Room:
+    """Nodes of a row's tree of fixed beams that the target's forward has room for: as many as its last trees needed, of W x L at most.
+
+    What goes beyond is left out: nodes of the last steps, which are reached least often. The true number is read after the round, so a row
+    is short of room for one round.
+    """
+
+    ROUNDS = 8
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, int]] = deque(maxlen=self.ROUNDS)  # nodes needed, and seen
+        self._most = 0
+
+    def nodes(self, most: int) -> int:
+        """Of a draft that sees `most` nodes."""
+        self._most = most
+        return max((-(-needed * most // seen) for needed, seen in self._last), default=most)
+
+    def learn(self, needed: int) -> None:
+        """The round is over."""
+        if self._most:
+            self._last.append((needed, self._most))
+        self._most = 0
+
+
+class Fixed:
+    """All beams to the end of the budget."""
+
+    def __init__(self, width: int, ahead: bool) -> None:
+        self._width, self._room = width, Room() if ahead else None
+        self.depth = 0  # steps of this round
+        self.room: int | None = None  # nodes of a tree that are proposed at most; None: as many as there are
+
+    def begin(self, budget: int) -> int:
+        """A round begins. How many steps it has."""
+        self.depth = budget
+        self.room = None if self._room is None else self._room.nodes(self._width * budget)
+        return budget
+
+    def learn(self, answer: Any, accepted: int) -> None:
+        """The round is over. answer: the number of nodes; None where it was not asked for."""
+        if self._room is not None and answer is not None:
+            self._room.learn(answer)
+
+
+class ByReading:
+    """As many steps, beams and nodes as this round's own chances make worth their cost."""
+
+    reads = True
+
+    def __init__(self, costs: RoundCosts) -> None:
+        self._worth = Worth(costs)
+        self._draws = False  # in the step that is taken
+        self.depth = 0  # steps of this round at most
+
+    @property
+    def steps(self) -> int:
+        """Taken in this round."""
+        return self._worth.steps
+
+    @property
+    def nodes(self) -> int:
+        """That are verified."""
+        return self._worth.verified
+
+    @property
+    def _goes_on(self) -> bool:
+        return not self._worth.ended and self._worth.steps < self.depth
+
+    def begin(self, budget: int) -> int:
+        """A round begins. How many steps it has at most; none where drafting does not pay."""
+        self.depth = budget * self._worth.drafts()
+        return self.depth
+
+    def saw(self, chances_W: Sequence[float]) -> int:
+        """A step picked nodes with these chances. From how many of them the next one starts; 0: from none."""
+        if self._goes_on:
+            self._worth.saw(chances_W)
+        return self._worth.beams if self._goes_on else 0
+
+    def admit(self, chances_W: Sequence[float]) -> int:
+        """How many children a step draws, the worthiest, if these are the chances of those that it could draw."""
+        self._draws = self._goes_on
+        return sum(self._worth.admit(chances_W)) if self._draws else 0
+
+    def drew(self, chances_W: Sequence[float]) -> int:
+        """The drawn children have these chances. From how many of them the next step starts; 0: from none."""
+        if self._draws:
+            self._worth.drew(chances_W)
+        return self._worth.beams if self._goes_on else 0
+
+    def learn(self, answer: Any, accepted: int) -> None:
+        """The round is over."""
+        self._worth.learn(accepted)
+
+
+class ByHistory:
+    """As many steps, beams and nodes as paid in the row's past rounds. It is told no chances before a round is over."""
+
+    reads = False
+
+    def __init__(self, costs: RoundCosts, width: int) -> None:
+        self._size = TreeSize(costs, width, beams=ladder(width))
+        self._width, self._taken = width, 0
+
+    @property
+    def depth(self) -> int:
+        """Steps of this round."""
+        return len(self._size.chosen)
+
+    @property
+    def steps(self) -> int:
+        """Taken in this round: all of them."""
+        return self.depth
+
+    @property
+    def nodes(self) -> int:
+        """That are verified."""
+        return sum(self._size.chosen)
+
+    def begin(self, budget: int) -> int:
+        """A round begins. How many steps it has; none where drafting does not pay."""
+        self._taken = 0
+        return len(self._size.choose(budget, self._width * budget))
+
+    def admit(self, chances_W: Sequence[float]) -> int:
+        """How many children a step draws, the worthiest."""
+        return self._size.chosen[self._taken] if self._taken < self.depth else 0
+
+    def saw(self, chances_W: Sequence[float]) -> int:
+        """A step is over. From how many of its nodes the next one starts; 0: from none."""
+        self._taken += 1
+        return self._size.beams if self._taken < self.depth else 0
+
+    drew = saw
+
+    def learn(self, answer: Any, accepted: int) -> None:
+        """The round is over. answer: of each step the chances of its nodes, likeliest first; None where nothing was drafted."""
+        self._size.learn(() if answer is None else answer, accepted)
+
+
+ByCost = ByReading | ByHistory
+Plan = Fixed | ByCost
+
+
+def plan_of(costs: RoundCosts | None, width: int, ahead: bool) -> Plan:
+    """How a row drafts. costs: None where beams are fixed. ahead: the host runs ahead of the device."""
+    if costs is None:
+        return Fixed(width, ahead)
+    return ByHistory(costs, width) if ahead or costs.rows > 1 else ByReading(costs)

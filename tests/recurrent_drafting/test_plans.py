@@ -1,0 +1,111 @@
+"""How much a row drafts: beams as wide as pays, rows that hang on no neighbour, and the room that fixed trees get where the host runs ahead."""
+
+import pytest
+import torch
+
+from decoding import cuda
+from decoding.drafter import NO_NODE, Proposal
+from decoding.loop import Settings, decode
+from decoding.stopping import RoundCosts
+from recurrent_drafting import plans
+from recurrent_drafting.drafter import RecurrentDrafter
+from recurrent_drafting.recorded import RecordedPicks
+from tests.decoding.rows import random_head
+from tests.decoding.tiny import hf_model, native_of, random_prompts
+
+from .toys import knowing_head, markov
+
+WIDTH = 8
+FORWARDS = tuple(1 + 0.001 * n for n in range(40))  # nodes cost next to nothing
+FLAT, STEEP = (RoundCosts(0.1, FORWARDS, t_draft_by_beams_ms=((1, 0.1), (WIDTH, most))) for most in (0.11, 4.0))
+
+
+def mean_beams(costs: RoundCosts, rule: str, draws: str) -> float:
+    """Beams that a step starts from after the first, on a text that nobody can be sure of."""
+    target = markov()
+    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=WIDTH, draws=draws, by_cost=True)
+    sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
+    settings = Settings(max_new_tokens=80, num_draft_tokens=4, costs=costs, **sampled)  # type: ignore[arg-type]
+    (done,) = decode(target, drafter, [[1, 2, 3]], settings)
+    if rule != "token":
+        assert done.tokens == decode(target, None, [[1, 2, 3]], settings)[0].tokens
+    assert done.draft_steps > done.rounds, "a round of one step starts from the tip alone"
+    return (done.draft_beams - done.rounds) / (done.draft_steps - done.rounds)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("rule", "draws"), [("greedy", "picked"), ("coupled", "picked"), ("token", "drawn")])
+def test_a_step_starts_from_as_many_beams_as_pay(
+    rule: str, draws: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read step by step, or chosen before the round where the host runs ahead."""
+    monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
+    wide, narrow = mean_beams(FLAT, rule, draws), mean_beams(STEEP, rule, draws)
+    assert 1 <= narrow < 2 < 4 < wide <= WIDTH
+
+
+def test_widths_that_are_timed_end_at_the_most() -> None:
+    assert [plans.ladder(most) for most in (1, 2, 6, 8)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize("width", [1, 6])
+def test_a_shorter_budget_is_served_by_the_recorded_draft(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row by row the beams of the step where it ends; nothing is recorded anew, and a longer one is recorded once."""
+    target = native_of(hf_model("llama", layers=2))
+    head, tips, hidden_BH = random_head(target, 3.0), [3, 9], torch.ones(2, target.hidden_size, dtype=torch.float64)
+    captured = []
+    monkeypatch.setattr(cuda, "capture", lambda body, device, memory: captured.append(body) or body)
+    recorded = RecordedPicks(head, width, target.embed, target.device)
+    with torch.inference_mode():
+        for depths, records in (([4, 4], 1), ([2, 3], 1), ([1, 0], 1), ([5, 2], 2), ([4, 5], 2)):
+            found = recorded(tips, hidden_BH, depths, 1.0, None)
+            fresh = RecordedPicks(head, width, target.embed, target.device)(tips, hidden_BH, depths, 1.0, None)
+            assert len(captured) - 1 == records, "the fresh one records always"
+            captured.pop()
+            assert found.counts_B == fresh.counts_B
+            assert found.tokens_BN.equal(fresh.tokens_BN)
+            assert found.parents_BN is fresh.parents_BN is None or found.parents_BN.equal(fresh.parents_BN)  # type: ignore[union-attr, arg-type]
+
+
+def test_room_is_what_the_last_trees_needed() -> None:
+    room = plans.Room()
+    assert room.nodes(40) == 40, "of the first tree nothing is known"
+    room.learn(22)
+    assert room.nodes(40) == 22
+    room.learn(30)  # more than there was room for: the next round has it
+    assert room.nodes(40) == 30
+    assert room.nodes(24) == 18, "of a shorter draft the same share"
+    assert room.nodes(0) == 0
+    room.learn(0)  # nothing was drafted
+    for _ in range(plans.Room.ROUNDS):
+        room.nodes(40)
+        room.learn(25)
+    assert room.nodes(40) == 25, "old trees are forgotten"
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+def test_a_tree_without_room_loses_its_last_nodes_and_no_token(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompts = native_of(hf_model("llama", layers=2)), random_prompts(6)
+    sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
+    settings = Settings(max_new_tokens=24, num_draft_tokens=4, **sampled)  # type: ignore[arg-type]
+    expected = [g.tokens for g in decode(target, None, prompts, settings)]
+    monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+    trees: dict[int, list[list[list[int]]]] = {}
+
+    class Watched(RecurrentDrafter):
+        def propose(self, *arguments: object) -> Proposal:
+            proposal = super().propose(*arguments)  # type: ignore[arg-type]
+            assert proposal.parents_BN is not None or not max(proposal.counts_B)
+            if proposal.parents_BN is not None:
+                rows = zip(proposal.parents_BN.tolist(), proposal.counts_B, strict=True)
+                trees[least].append([[parent for parent in row[:count] if parent != NO_NODE] for row, count in rows])
+            return proposal
+
+    for least in (32, 5):
+        trees[least] = []
+        monkeypatch.setattr(plans.Room, "nodes", lambda self, most, least=least: min(most, least))
+        drafted = decode(target, Watched(head=random_head(target, 3.0), beam_width=8), prompts, settings)
+        assert [g.tokens for g in drafted] == expected
+    whole, cut = trees[32][0], trees[5][0]  # the first round's have the same text before them
+    assert [row[:5] for row in whole] == cut
+    assert any(len(row) > 5 for row in whole)
