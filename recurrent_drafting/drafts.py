@@ -158,7 +158,7 @@ class PickedDraft(Draft):
 
 
 class DrawnDraft(Draft):
-    """Beams drawn without replacement (see recurrent_drafting/drawn_beams.py), with what they were drawn from. Every drawn node is in the tree, expanded or not."""
+    """Beams drawn without replacement, with what they were drawn from. Every drawn node is in the tree, expanded or not."""
 
     def __init__(self, head: Head, width: int, chooser: Chooser, plans_B: Sequence[Plan]) -> None:
         super().__init__(head, width, chooser, plans_B)
