@@ -7,7 +7,7 @@ from typing import Any
 
 from decoding.stats import LOOPING_BELOW
 from eval import words
-from eval.comparison import Panel, Standing, differing_fields
+from eval.comparison import Panel, Standing, telling
 from eval.entries import ALL, Entry
 from eval.evaluations import Evaluation
 from eval.lossless import DIFFERS
@@ -180,11 +180,10 @@ def kept_apart(panels: Sequence[Panel]) -> list[str]:
     """What differs between settings, whose speeds are for that reason not compared with one another."""
     settings = list(dict.fromkeys(panel.setting for panel in panels))
     sentences = []
-    for field in differing_fields(settings):
-        runs: dict[Any, list[str]] = {}
+    for field in telling(settings, "target", "target_hash"):
+        runs: dict[Any, dict[str, None]] = {}
         for panel in panels:
-            here = runs.setdefault(vars(panel.setting)[field], [])
-            here += [entry.run for entry in panel.entries if entry.run not in here]
+            runs.setdefault(vars(panel.setting)[field], {}).update(dict.fromkeys(entry.run for entry in panel.entries))
         said = "; ".join(f"{value} ({', '.join(names)})" for value, names in runs.items())
         sentences.append(
             f"Not compared for speed with one another, as they differ in {field.replace('_', ' ')}: {said}."

@@ -75,7 +75,7 @@ def panels_of(entries: Sequence[Entry], resamples: int, seed: int) -> list[Panel
         return settings.index(setting), work.benchmark, work.batch_size, work.temperature
 
     keys = sorted(groups, key=order)
-    differing = _telling(settings, "target", "target_hash") + _telling(
+    differing = telling(settings, "target", "target_hash") + telling(
         [work for _, work in keys], "benchmark", "prompts_hash"
     )
     return [
@@ -91,7 +91,7 @@ def differing_fields(objects: Sequence[Any]) -> list[str]:
     ]
 
 
-def _telling(objects: Sequence[Any], name: str, hashed: str) -> list[str]:
+def telling(objects: Sequence[Any], name: str, hashed: str) -> list[str]:
     """The fields to tell objects by: those that differ, the hash only where two have one name."""
     enough = len({vars(one)[hashed] for one in objects}) <= len({vars(one)[name] for one in objects})
     return [field for field in differing_fields(objects) if field != hashed or not enough]

@@ -28,6 +28,7 @@ def test_other_settings_are_kept_apart_and_named(runs, tmp_path, field):
         assert all(standing.rival is None or standing.rival.run == standing.entry.run for standing in panel.standings)
     (sentence,) = kept_apart(found)
     assert f"differ in {field}:" in sentence and str(other) in sentence
+    assert all(sentence.count(f"{entry.run}") == 1 for panel in found for entry in panel.entries), "each run once"
     assert len({panel.label for panel in found}) == 4
     assert kept_apart(panels(*three(runs))) == [], "control: like runs are not kept apart"
     assert len(panels(*three(runs))) == 2
