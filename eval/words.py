@@ -10,6 +10,7 @@ from eval.agreement import departs, sentence
 from eval.budgets import NO_LIMITS
 from eval.lengths import OWN, RULES
 from eval.schema import RoundBudget, Row
+from training.drafter_use import ALONE
 
 # Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
 UNDISTURBED = 0.9
@@ -105,7 +106,9 @@ def cells(row: Row) -> dict[str, str]:
         "alpha": number(row.alpha),
         "tau": number(row.tau),
         "c": number(row.cost_ratio, 3),
-        "V": number(row.target_ms_per_round / row.t_target_ms[1]),
+        "V": number(row.target_ms_per_round / row.t_target_ms[1])
+        if row.schedule != ALONE
+        else "–",  # nothing is verified
         "overhead": f"{100 * row.overhead:.0f} %",
         "predicted": times(row.predicted_speedup),
         "output": row.lossless,
