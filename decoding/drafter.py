@@ -65,11 +65,11 @@ class Proposal:
     parents_BN: Tensor | None = None
     q_BNV: Tensor | None = None  # probabilities that each token was drawn from; None: none (greedy, coupled, n-gram)
     steps: int = 0  # the model's forwards that made it
-    beams: int = 0  # that these started from, summed; 0: one each
     q_top: TopRows | None = None  # of a tree, in place of q_BNV
     siblings: int = 0  # of a tree with q_BNV: the most children that a node has
     # From the target's logits (B, N + 1, V) to what the drafter wants to read with the outcome; see `Observation.answers`.
     asks: Callable[[Tensor], Sequence[Tensor]] | None = None
+    beams: int = 0  # that its steps started from, summed; 0: one each
 
     def counted(self) -> "Proposal | None":
         """Without the nodes that no row counts: they ride along in the forward and are not verified. None if no row counts any."""

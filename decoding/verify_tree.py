@@ -194,26 +194,27 @@ def _candidates(
     ids_BQK, q_BQK, tail_BPV = proposal.q_top.ids_BPK[:, :P], proposal.q_top.probs_BPK[:, :P], proposal.q_top.tail_BPV
     Q, has_tail = ids_BQK.shape[1], tail_BPV is not None  # nodes behind these have no children
     p_BQK = probs_BPV.gather(2, ids_BQK)
-    # Here it ends as p of the tails, and where there are no candidates of all tokens: one draw does for both.
+    # A node without children is drawn from as if it had no candidates: whether it has any may hang on how deep its row's neighbours draft.
+    any_BP = draw_at(probs_BPV, ends_B11.expand(-1, P, 1))
     others_BQV = probs_BPV[:, :Q].scatter_(2, ids_BQK[:, :, :-1] if has_tail else ids_BQK, 0.0)
-    cumulative_BPV = probs_BPV.cumsum(-1, dtype=torch.float64)
-    other_BP = draw_from(cumulative_BPV, ends_B11.expand(-1, P, 1))
-    wanted = [ids_BQK, q_BQK, p_BQK, cumulative_BPV[:, :, -1], other_BP]
+    cumulative_BQV = others_BQV.cumsum(-1, dtype=torch.float64)
+    other_BQ = draw_from(cumulative_BQV, ends_B11.expand(-1, Q, 1))
+    wanted = [ids_BQK, q_BQK, p_BQK, cumulative_BQV[:, :, -1], other_BQ, any_BP]
     if tail_BPV is not None:
         tail_BQV = tail_BPV[:, :P]
         sum_BQ1 = tail_BQV.sum(-1, keepdim=True)
-        scale_BQ1 = (cumulative_BPV[:, :Q, -1:].to(sum_BQ1.dtype) / sum_BQ1).nan_to_num_(nan=0.0, posinf=0.0)
+        scale_BQ1 = (cumulative_BQV[:, :, -1:].to(sum_BQ1.dtype) / sum_BQ1).nan_to_num_(nan=0.0, posinf=0.0)
         surplus_BQV = torch.addcmul(others_BQV, tail_BQV, scale_BQ1, value=-1).clamp_(min=0)
         refused_BQ = draw_at(surplus_BQV, ends_B11.expand(-1, Q, 1))
         wanted += [tail_BQV.gather(2, ids_BQK[:, :, -1:]).squeeze(2), sum_BQ1.squeeze(2), refused_BQ]
-    drafted, parents, ids, q, p, others, other, *of_tail = chooser.read(
+    drafted, parents, ids, q, p, others, other, any_, *of_tail = chooser.read(
         proposal.tokens_BN, proposal.parents_BN, *wanted
     )
 
     def at(row: int, node: int, children: list[int]) -> Stand:
         place = node + 1
-        if place >= Q:
-            return Known([], other[row][place])
+        if not children:
+            return Known([], any_[row][place])
         own, shares, all_others = p[row][place], [max(share, 0.0) for share in q[row][place]], others[row][place]
         drawn = refused = min(other[row][place], last)  # of no weight at all, past the end, and then nobody asks for it
         within = 0.0

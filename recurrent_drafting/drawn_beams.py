@@ -73,7 +73,7 @@ def constants(width: int, symbols: int, dtype: torch.dtype, device: torch.device
 def offsets(length: int, width: int, device: torch.device) -> Tensor:
     """(L, 1): parents among the beams of the step before, zeros at the first step, plus this: `prefix_tree.edges` of them in one operation."""
     with torch.inference_mode(False):
-        return torch.tensor([-1, *range(0, (length - 1) * width, width)], device=device)[:, None]
+        return cuda.tensor([-1, *range(0, (length - 1) * width, width)], device)[:, None]
 
 
 class Draws:
