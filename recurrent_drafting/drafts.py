@@ -7,6 +7,7 @@ chances are read for it; elsewhere they come back with the accepted lengths.
 Shapes: B rows, W beams, P beams that a step starts from, L steps, M = L W nodes seen, N nodes proposed.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,7 +25,7 @@ from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
 TOKENS_STEP = 8  # on a GPU a forward's tokens, nodes and tip, come in multiples of it: few widths are recorded, and products fill their tiles
 
 
-class Draft:
+class Draft(ABC):
     """What both kinds share."""
 
     choose: Choose
@@ -40,8 +41,9 @@ class Draft:
         """What `search` asks after each step; None where all beams go on."""
         return self._narrow if self.by_cost_B else None
 
+    @abstractmethod
     def _narrow(self, step: Step) -> Going | None:
-        raise NotImplementedError
+        """The beams of a step that the next one starts from; None ends the search."""
 
     def _told(self, chances_BW: Callable[[], Tensor]) -> Sequence[Sequence[float]]:
         """What the rows' plans are told of a step: its chances, or nothing where that would be a wait."""
