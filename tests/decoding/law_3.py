@@ -3,6 +3,7 @@
 A 5-symbol target whose next token hangs on the last two lets the exact law be written down.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -128,6 +129,11 @@ def count_triples(
             done = first_tokens(target, drafter, prompt, settings, ids, 3)
         counts.update(map(tuple, done))
     return counts
+
+
+def at_least(draws: int) -> int:
+    """So many draws, or as many as SHALLOW_DRAFT_DRAWS asks for where these are more: for a run without a limit of time."""
+    return max(draws, int(os.environ.get("SHALLOW_DRAFT_DRAWS", "0")))
 
 
 def law_holds(drafter: Drafter | None, rule: str, warper: str, draws: int, seed: int = 0, **more: object) -> float:
