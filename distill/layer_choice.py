@@ -2,8 +2,8 @@
 
 Candidates: first, last and evenly spaced between; the same over all layers but the last; the layers of the largest block influence; what is
 left when the layer whose absence moves the target least (by KL of the next token) is taken away again and again; the first ones and the last;
-the first ones (early exit). Influence and greedy KL are free to drop any layer, but they look at the target before any distillation, where the
-last layer's part is hard to miss; learned masks have dropped it and drafted better, so two of the candidates do.
+the first ones (early exit). Influence and greedy KL are free to drop any layer, but they look at the target before any distillation, where a
+student without the last layer drafts worse; a few steps may turn that round, as for learned masks, so two candidates leave it out.
 
 Shapes: N supervised tokens, C hidden size, V vocabulary.
 """
