@@ -126,11 +126,14 @@ class ImportanceConfig:
 
     sequences: int = 1024  # rows of data.max_length tokens that are read for the scores
     cache_dir: str = "runs/importance"  # scores by target and data: every shape after the first is free
-    choice: str = "probe"  # of layers: probe (candidates by acceptance) | even | influence | greedy | contiguous
+    # Of layers: probe (these candidates by acceptance) | even | even_without_last | influence | greedy | contiguous | early_exit
+    choice: str = "probe"
     greedy_sequences: int = 8  # rows on which layers are taken away one by one
     rescale_norms: bool = True  # give every norm the scale that its output had before channels went
     probe_sequences: int = 100  # held-out rows on which candidates are compared
-    probe_steps: int = 50  # of distillation (by `between`) that a candidate gets before it is compared; 0: none
+    # Of distillation (by `between`) that a candidate gets before it is compared; 0: none, which favours sets with the last layer.
+    probe_steps: int = 50
+    probe_candidates: int = 4  # that are distilled: those of the highest acceptance as they were cut
 
 
 @dataclass

@@ -16,6 +16,7 @@ from decoding import cuda
 from decoding.folder import read_config
 from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import write_card
+from distill.layer_choice import most_candidates
 from distill.shapes import odd_widths, removal_flops, student_config
 from training.config import LoopConfig, ParallelConfig
 from training.drafter_folder import Origin, write_untrained
@@ -78,14 +79,13 @@ def _print_importance(config: PruneConfig, source: Any, frozen: Mapping[str, Any
     """Of mode=importance: tokens that are read and operations; memory of what is in it longest, a probe or the scores."""
     settings, row = config.importance, config.data.max_length
     flops = importance_flops(config, source, frozen["target"], shape)
-    probing = settings.choice == "probe"
-    if probing and settings.probe_steps:
+    compared, tried = _probes(config, source, shape)
+    what = f", up to {compared} candidates compared on held-out text" if compared else ""
+    if tried:
         distilled = settings.probe_steps * config.between.tokens_per_step
-        what = f", and up to 4 candidates distilled on {distilled:,} tokens each (importance.probe_steps={settings.probe_steps})"
-    else:
-        what = ", and up to 4 candidates compared on held-out text" if probing else ""
+        what += f" and {tried} of them distilled on {distilled:,} tokens each (importance.probe_steps={settings.probe_steps})"
     _say(f"importance: scores from {settings.sequences * row:,} tokens{what}", flops, config.assumed_tflops)
-    training = config.between if probing and settings.probe_steps else None
+    training = config.between if tried else None
     _print_memory(training, config.parallel, shape, frozen, config.target.dtype)
     if training is not None:
         trained = parameter_counts(shape)["all"]
@@ -118,15 +118,33 @@ def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) 
     """Operations of mode=importance by its settings: scores, the greedy order of layers, and all probes."""
     settings, row = config.importance, config.data.max_length
     scores = forward_flops(source) * settings.sequences * row
-    if settings.choice not in ("probe", "greedy"):
+    if settings.choice not in ("probe", "greedy") or not _layers_are_open(config, source, shape):
         return scores
     greedy = removal_flops(source) * settings.greedy_sequences * row
-    if settings.choice == "greedy":
+    compared, tried = _probes(config, source, shape)
+    if not compared:
         return scores + greedy
     a_token = 6.0 * parameter_counts(shape)["all"] + forward_flops(target)
     distilled = settings.probe_steps * config.between.tokens_per_step * a_token
     looked = settings.probe_sequences * row * forward_flops(shape)
-    return scores + greedy + 4 * (distilled + looked) + settings.probe_sequences * row * forward_flops(target)
+    # Each is looked at as it was cut, and again behind its distillation; the target reads the held-out text once.
+    all_looks = (compared + tried) * looked + settings.probe_sequences * row * forward_flops(target)
+    return scores + greedy + tried * distilled + all_looks
+
+
+def _probes(config: PruneConfig, source: Any, shape: Any) -> tuple[int, int]:
+    """(candidate sets of layers that are compared as cut, those of them that are distilled), at most."""
+    settings = config.importance
+    if settings.choice != "probe" or not _layers_are_open(config, source, shape):
+        return 0, 0
+    most = most_candidates(shape.num_hidden_layers, source.num_hidden_layers)
+    return most, min(most, settings.probe_candidates) if settings.probe_steps else 0
+
+
+def _layers_are_open(config: PruneConfig, source: Any, shape: Any) -> bool:
+    """Whether this cut drops layers that `drafter.layers` does not name."""
+    count = shape.num_hidden_layers
+    return count < source.num_hidden_layers and len(config.drafter.layers) != count
 
 
 def describe(student: Any, target: Any) -> None:

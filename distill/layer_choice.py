@@ -1,11 +1,14 @@
 """Which layers stay. At severe cuts no one-shot criterion is to be trusted, so candidate sets are held against each other by acceptance.
 
-Candidates: first, last and evenly spaced between; the layers of the largest block influence; what is left when the layer whose absence moves
-the target least (by KL of the next token) is taken away again and again; the first ones and the last.
+Candidates: first, last and evenly spaced between; the same over all layers but the last; the layers of the largest block influence; what is
+left when the layer whose absence moves the target least (by KL of the next token) is taken away again and again; the first ones and the last;
+the first ones (early exit). Influence and greedy KL are free to drop any layer, but they look at the target before any distillation, where a
+student without the last layer drafts worse; a few steps may turn that round, as for learned masks, so two candidates leave it out.
 
 Shapes: N supervised tokens, C hidden size, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +23,8 @@ from training.objectives import hidden_states
 from training.packing import Batch
 from training.progress import ProgressBar
 
+CRITERIA = ("even", "even_without_last", "influence", "greedy", "contiguous", "early_exit")
+
 
 def candidates(
     count: int, layers: int, influence_L: Tensor, removal: Sequence[int], distinct: bool = True
@@ -29,17 +34,31 @@ def candidates(
     removal: layers in the order in which `removal_order` takes them away.
     """
     by_influence = torch.argsort(influence_L, descending=True, stable=True)[:count]
-    proposed = {
-        "even": evenly_spaced(count, layers),
+    proposed = _by_place(count, layers) | {
         "influence": sorted(by_influence.tolist()),
         "greedy": sorted(set(range(layers)) - {*removal[: layers - count]}),
-        "contiguous": [*range(count - 1), layers - 1],
     }
     found: dict[str, list[int]] = {}
-    for name, chosen in proposed.items():
-        if not distinct or chosen not in found.values():
-            found[name] = chosen
+    for name in CRITERIA:
+        if not distinct or proposed[name] not in found.values():
+            found[name] = proposed[name]
     return found
+
+
+def most_candidates(count: int, layers: int) -> int:
+    """How many distinct sets `candidates` proposes at most, whatever the model: those by place, one by influence and one by greedy KL."""
+    by_place = {tuple(chosen) for chosen in _by_place(count, layers).values()}
+    return min(len(by_place) + 2, math.comb(layers, count))
+
+
+def _by_place(count: int, layers: int) -> dict[str, list[int]]:
+    """The sets that need no look at the model. Where all layers stay, the last one does too."""
+    return {
+        "even": evenly_spaced(count, layers),
+        "even_without_last": evenly_spaced(count, max(count, layers - 1)),
+        "contiguous": [*range(count - 1), layers - 1],
+        "early_exit": list(range(count)),
+    }
 
 
 @torch.no_grad()

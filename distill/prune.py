@@ -20,6 +20,7 @@ from distill.config import PruneConfig
 from distill.cut import cut_model, load_cut, refuse_other_shape, save_cut
 from distill.drafter_folder import write_card
 from distill.dry_run import dry_prune
+from distill.layer_choice import CRITERIA
 from distill.masks import BETA, Masks
 from distill.prune_modes import MODES, Source, Workbench, read_source
 from distill.shapes import odd_widths, refuse_wider, student_config
@@ -39,7 +40,7 @@ from training.ranks import SHARDED_WEIGHTS
 from training.run_folder import RunFolder, hash_input
 from training.shapes import bytes_a_step, layers_of, millions, parameter_counts
 
-CHOICES = ("probe", "even", "influence", "greedy", "contiguous")
+CHOICES = ("probe", *CRITERIA)
 MASKS = "masks.safetensors"
 
 
@@ -81,7 +82,7 @@ def check(config: PruneConfig) -> None:
             raise UserError(f"{key} is '{value}'; expected one of {', '.join(known)}")
     counts = {
         f"importance.{name}": getattr(config.importance, name)
-        for name in ("sequences", "greedy_sequences", "probe_sequences")
+        for name in ("sequences", "greedy_sequences", "probe_sequences", "probe_candidates")
     }
     check_values(
         config,

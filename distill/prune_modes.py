@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from decoding.errors import UserError
 from distill import importance
 from distill.acceptance import HeldOutAcceptance
 from distill.config import PruneConfig
-from distill.cut import cut_model
+from distill.cut import Cut, cut_model
 from distill.l0 import MaskedModel, masked
 from distill.layer_choice import candidates, removal_order
 from distill.masks import BETA, Masks, in_words
@@ -129,19 +129,31 @@ def by_importance(bench: Workbench, source: Source, shape: Any, folder: Path) ->
     settings, layers = bench.config.importance, shape.num_hidden_layers
     scores = _scores(bench, source)
     proposed = _proposed(bench, source, scores, layers)
-    found: dict[str, float] = {}
+
+    def cut_to(name: str) -> tuple[Any, Cut]:
+        cut = importance.strongest(scores, proposed[name], shape, source.model.config, settings.rescale_norms)
+        return cut_model(source.model, cut, shape).requires_grad_(True), cut
+
+    as_cut: dict[str, float] = {}
+    distilled: dict[str, float] = {}
     if len(proposed) > 1:
-        for name, chosen in proposed.items():
-            cut = importance.strongest(scores, chosen, shape, source.model.config, settings.rescale_norms)
-            student = cut_model(source.model, cut, shape).requires_grad_(True)
-            found[name] = _probe(bench, student, name, folder / "probe" / name)
-            if bench.parallel.is_main:
-                print(f"probe: {name} {chosen} acceptance {found[name]:.3f}")
+        as_cut = _as_cut(bench, proposed, shape, lambda name: cut_to(name)[0], folder / "probe" / "as_cut.json")
+        if settings.probe_steps:
+            # A distillation costs dozens of such looks, so that sets which are far behind as cut get none.
+            for name in sorted(proposed, key=lambda name: -as_cut[name])[: settings.probe_candidates]:
+                distilled[name] = _probe(bench, cut_to(name)[0], name, folder / "probe" / name)
+    found = distilled or as_cut
     best = max(found, key=lambda name: found[name]) if found else next(iter(proposed))
     best = bench.parallel.broadcast(best)  # where ranks' last digits differ
-    cut = importance.strongest(scores, proposed[best], shape, source.model.config, settings.rescale_norms)
-    notes = {"layers": proposed[best], "proposed_by": best, "probe_acceptance": found, "candidates": proposed}
-    return cut_model(source.model, cut, shape).requires_grad_(True), notes, cut
+    notes = {
+        "layers": proposed[best],
+        "proposed_by": best,
+        "acceptance_as_cut": as_cut,
+        "probe_acceptance": found,
+        "candidates": proposed,
+    }
+    student, cut = cut_to(best)
+    return student, notes, cut
 
 
 def _scores(bench: Workbench, source: Source) -> importance.Scores:
@@ -220,22 +232,43 @@ def _ordered(model: Any, batches: list[Batch], parallel: Parallel) -> list[int]:
     return removal_order(model, batches, parallel.is_main, parallel.rank, parallel.world_size, add)
 
 
+def _as_cut(
+    bench: Workbench, proposed: Mapping[str, list[int]], shape: Any, student_of: Callable[[str], Any], known: Path
+) -> dict[str, float]:
+    """Acceptance of every candidate before any distillation: a forward over the held-out text each, and one of the target for all.
+
+    Rank 0's figures, so that all ranks then try the same ones; found once, and kept in the file `known`.
+    """
+    here = bench.parallel.is_main and known.is_file()
+    found = bench.parallel.broadcast(json.loads(known.read_text()) if here else None)
+    if found is not None:
+        return dict(found)
+    tokens = sum(len(sample.ids) for sample in bench.held_out)
+    flops = (len(proposed) * forward_flops(shape) + forward_flops(bench.teacher.config)) * tokens
+    with bench.account("probes", flops):
+        found = {name: bench.acceptance(student_of(name))["acceptance"] for name in proposed}
+    if bench.parallel.is_main:
+        for name, chosen in proposed.items():
+            print(f"probe: {name} {chosen} acceptance {found[name]:.3f} as cut")
+        known.parent.mkdir(parents=True, exist_ok=True)
+        write_text(known, json.dumps(found))
+    return dict(bench.parallel.broadcast(found))
+
+
 def _probe(bench: Workbench, student: Any, name: str, place: Path) -> float:
-    """Acceptance of a candidate, after a short distillation where the configuration wants one; found once, and kept in `place`."""
+    """Acceptance of a candidate after a short distillation; found once, and kept in `place`."""
     known, steps = place / "acceptance.json", bench.config.importance.probe_steps
     here = bench.parallel.is_main and known.is_file()
     found = bench.parallel.broadcast(json.loads(known.read_text()) if here else None)
-    if found is None and steps:
+    if found is None:
         loop = _in_small(bench.config.between, steps)
         found = bench.distil(f"probe {name}", student, loop, place).best["acceptance"]
-    elif found is None:
-        tokens = sum(len(sample.ids) for sample in bench.held_out)
-        with bench.account("probes", (forward_flops(student.config) + forward_flops(bench.teacher.config)) * tokens):
-            found = bench.acceptance(student)["acceptance"]
     if bench.parallel.is_main:
         place.mkdir(parents=True, exist_ok=True)
         write_text(known, json.dumps(found))
-        shutil.rmtree(place / "checkpoints", ignore_errors=True)  # of a large student it is large, and there are four
+        print(f"probe: {name} acceptance {found:.3f} after {steps} steps")
+        # Of a large student it is large, and there are several.
+        shutil.rmtree(place / "checkpoints", ignore_errors=True)
     return found
 
 

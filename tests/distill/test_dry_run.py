@@ -1,16 +1,21 @@
 """Dry runs of pruning: what is said, against counts written out, and the folder that they leave."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import training.run_folder
-from distill.dry_run import hours, operations, size
+from distill.config import PruneConfig
+from distill.dry_run import hours, importance_flops, operations, size
 from distill.prune import run
+from training.config import DataConfig, LoopConfig
+from training.shapes import forward_flops, parameter_counts
 
 from .test_prune import configured
 
@@ -38,6 +43,38 @@ def test_importance_says_parameters_operations_tokens_hours_memory_and_disk(tiny
     assert f"memory of one process: {size(2 * TARGET)} (target {size(2 * TARGET)})" in words
     assert f"disk: {size(2 * STUDENT)} for the student's folder (bfloat16)" in words
     assert "/nowhere/llama is not there" in words and "its tokenizer is missing" in words
+
+
+def test_probes_are_told_as_many_as_there_can_be(tiny_target, tmp_path, capsys):
+    """All candidates are looked at, some are distilled; none where nothing is left to choose."""
+    words = said(tiny_target, tmp_path, capsys, "importance.probe_steps=50")
+    assert "up to 6 candidates compared on held-out text and 4 of them distilled on 12,800 tokens each" in words
+    words = said(tiny_target, tmp_path / "all", capsys, "importance.probe_steps=50", "importance.probe_candidates=9")
+    assert "up to 6 candidates compared on held-out text and 6 of them distilled" in words
+    words = said(tiny_target, tmp_path / "as_cut", capsys)
+    assert "up to 6 candidates compared on held-out text," in words
+    words = said(tiny_target, tmp_path / "named", capsys, "drafter.layers=[0,1,2,3,30]")
+    assert "candidates" not in words
+
+
+def test_operations_of_importance_are_those_of_all_its_parts():
+    """Counted out for a shape whose probes are all distilled, and for one where four of six are."""
+    target, shape = (AutoConfig.for_model("llama", num_hidden_layers=layers) for layers in (32, 5))
+    config = PruneConfig(job="distill.prune", data=DataConfig(max_length=64), between=LoopConfig(tokens_per_step=128))
+    settings = config.importance
+    student = forward_flops(shape) * 64 * settings.probe_sequences
+    a_token = 6 * parameter_counts(shape)["all"] + forward_flops(target)
+
+    def flops(**changed: Any) -> float:
+        importance = dataclasses.replace(settings, **changed)
+        return importance_flops(dataclasses.replace(config, importance=importance), target, target, shape)
+
+    alone = flops(choice="greedy")
+    target_reads = forward_flops(target) * 64 * settings.probe_sequences
+    assert flops(probe_steps=0) == pytest.approx(alone + target_reads + 6 * student)
+    for tried in (4, 6):
+        distilled = tried * (settings.probe_steps * 128 * a_token + student)
+        assert flops(probe_candidates=tried) == pytest.approx(alone + target_reads + 6 * student + distilled)
 
 
 def test_a_target_in_shares_takes_a_share_of_the_memory(tiny_target, tmp_path, capsys):

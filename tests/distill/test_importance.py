@@ -10,7 +10,7 @@ import torch
 import distill.importance
 from distill.cut import cut_model
 from distill.importance import Scores, collect, dealt, read_order, read_scores, strongest, write_order, write_scores
-from distill.layer_choice import candidates, removal_order
+from distill.layer_choice import CRITERIA, candidates, most_candidates, removal_order
 from distill.shapes import student_config
 from training.config import StudentConfig
 from training.objectives import hidden_states
@@ -128,12 +128,17 @@ def test_a_cut_norm_keeps_the_scale_of_its_output():
     assert off[0] < 0.1 < off[1]
 
 
+@torch.no_grad()
+def silence(layer: Any) -> None:
+    """It hands on what it is given."""
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+
+
 def test_layers_that_do_nothing_are_taken_away_first():
     target = family("llama", num_hidden_layers=6)
-    with torch.no_grad():
-        for idle in (2, 4):
-            target.model.layers[idle].self_attn.o_proj.weight.zero_()
-            target.model.layers[idle].mlp.down_proj.weight.zero_()
+    for idle in (2, 4):
+        silence(target.model.layers[idle])
     order = removal_order(target, batches(rows=2), show=False)
     assert set(order[:2]) == {2, 4}
     assert len(set(order)) == 5
@@ -163,13 +168,51 @@ def test_a_removal_is_the_one_that_moves_the_target_least():
 
 def test_candidates_are_the_sets_that_their_names_say():
     influence = torch.tensor([0.9, 0.1, 0.5, 0.2, 0.8, 0.3])
+    found = candidates(3, 6, torch.tensor([0.9, 0.1, 0.5, 0.6, 0.2, 0.3]), [1, 3, 0, 2, 4])
+    assert found == {
+        "even": [0, 2, 5],
+        "even_without_last": [0, 2, 4],
+        "influence": [0, 2, 3],
+        "greedy": [2, 4, 5],
+        "contiguous": [0, 1, 5],
+        "early_exit": [0, 1, 2],
+    }
     found = candidates(3, 6, influence, [1, 3, 5, 2, 4])
-    assert found == {"even": [0, 2, 5], "influence": [0, 2, 4], "contiguous": [0, 1, 5]}, (
-        "greedy proposes [0, 2, 4] too"
-    )
+    assert "influence" not in found and "greedy" not in found, "both propose what even_without_last proposes"
     every = candidates(3, 6, influence, [1, 3, 5, 2, 4], distinct=False)
-    assert every["greedy"] == [0, 2, 4]
+    assert every["influence"] == every["greedy"] == every["even_without_last"] == [0, 2, 4]
     assert candidates(1, 6, influence, [1, 3, 5, 2, 0]) == {"even": [0], "greedy": [4], "contiguous": [5]}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 7, 12, 32])
+def test_candidates_are_distinct_sorted_and_of_the_size(layers: int):
+    """At every cut, one layer and all of them included; some cut leaves the last layer out, and never more sets than are told."""
+    generator = torch.Generator().manual_seed(layers)
+    for count in range(1, layers + 1):
+        influence = torch.rand(layers, generator=generator)
+        removal = torch.randperm(layers, generator=generator).tolist()[: layers - 1]
+        every = candidates(count, layers, influence, removal, distinct=False)
+        assert tuple(every) == CRITERIA
+        for chosen in every.values():
+            assert chosen == sorted(set(chosen)) and len(chosen) == count and {*chosen} <= {*range(layers)}
+        found = candidates(count, layers, influence, removal)
+        assert sorted(found.values()) == sorted(map(list, {tuple(chosen) for chosen in every.values()}))
+        assert len(found) <= most_candidates(count, layers) <= len(CRITERIA)
+        assert (count == layers) == all(layers - 1 in chosen for chosen in found.values())
+    assert most_candidates(layers, layers) == 1
+
+
+@pytest.mark.parametrize("idle", [0, 3])
+def test_neither_criterion_holds_on_to_the_first_or_the_last_layer(idle: int):
+    """A layer that does nothing goes, wherever it stands."""
+    target, rows = family("llama"), batches(rows=2)
+    silence(target.model.layers[idle])
+    scores = collect(target, rows, show=False).finished()
+    removal = removal_order(target, rows, show=False)
+    every = candidates(3, 4, scores.influence_L, removal, distinct=False)
+    left = [layer for layer in range(4) if layer != idle]
+    assert every["influence"] == every["greedy"] == left
+    assert every["even"] != left, "the control: this one looks at no layer"
 
 
 def test_scores_and_orders_are_kept_and_damaged_ones_made_again(tmp_path: Path):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import distill.masks
@@ -102,11 +102,36 @@ def test_every_shape_after_the_first_is_free(tiny_target: Path, tmp_path: Path, 
 
 
 def test_the_probe_takes_the_candidate_that_is_accepted_most(tiny_target: Path, tmp_path: Path):
-    run(configured(tiny_target, tmp_path / "run", "importance.probe_steps=2", "importance.greedy_sequences=3"))
+    """Of the two that are accepted most as they were cut."""
+    run(configured(tiny_target, tmp_path / "run", "importance.probe_steps=2", "importance.probe_candidates=2"))
+    (notes,) = json.loads((tmp_path / "run" / "manifest.json").read_text())["metrics"]["stages"]
+    as_cut, found = notes["acceptance_as_cut"], notes["probe_acceptance"]
+    assert notes["candidates"].keys() == as_cut.keys() and len(as_cut) > 2
+    assert {*found} == {*sorted(as_cut, key=lambda name: as_cut[name])[-2:]}
+    assert notes["layers"] == notes["candidates"][notes["proposed_by"]]
+    assert notes["proposed_by"] == max(found, key=lambda name: found[name])
+
+
+@pytest.mark.parametrize(("working", "proposed_by"), [((0, 2), "even_without_last"), ((0, 3), "even")])
+def test_the_last_layer_stays_only_where_it_is_of_use(
+    working: tuple[int, int], proposed_by: str, tiny_target: Path, tmp_path: Path
+):
+    """Of four layers two do nothing: once the last is one of them, and once, the control, it works."""
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    state = load_file(target / "model.safetensors")
+    for name, tensor in state.items():
+        idle = any(f"layers.{layer}." in name for layer in {*range(4)} - {*working})
+        if idle and name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    run(configured(target, tmp_path / "run"))
     (notes,) = json.loads((tmp_path / "run" / "manifest.json").read_text())["metrics"]["stages"]
     found = notes["probe_acceptance"]
-    assert notes["layers"] == notes["candidates"][notes["proposed_by"]]
-    assert not found or notes["proposed_by"] == max(found, key=lambda name: found[name])
+    assert (notes["layers"], notes["proposed_by"]) == ([*working], proposed_by)
+    assert found[proposed_by] == pytest.approx(1, abs=1e-4), "it is the target"
+    assert len(found) > 1
+    assert all(acceptance < 0.99 for name, acceptance in found.items() if name != proposed_by)
 
 
 def test_a_remembered_target_is_read_once_for_all_candidates(tiny_target: Path, tmp_path: Path):
@@ -116,7 +141,7 @@ def test_a_remembered_target_is_read_once_for_all_candidates(tiny_target: Path, 
         folder = tmp_path / f"cache_{memory}"
         run(configured(tiny_target, folder, "importance.probe_steps=2", f"cache_mb={memory}"))
         metrics = json.loads((folder / "manifest.json").read_text())["metrics"]
-        probes = [value for name, value in metrics["flops"].items() if name.startswith("probe")]
+        probes = [value for name, value in metrics["flops"].items() if name.startswith("probe ")]
         told.append((probes, metrics["stages"][0]["probe_acceptance"], metrics["stages"][0]["layers"]))
     (fresh, found, layers), (kept, again, same_layers) = told
     assert kept[0] == fresh[0] and all(later < first for later, first in zip(kept[1:], fresh[1:], strict=True))
@@ -256,6 +281,7 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
         (["drafter.hidden_size=18"], r"hidden_size \(18\) is no multiple of its 4 query heads.*16 is the nearest"),
         (["mode=magic"], "mode is 'magic'; expected one of importance, l0, random"),
         (["importance.choice=best"], "importance.choice is 'best'"),
+        (["importance.probe_candidates=0"], "importance.probe_candidates is 0, expected 1 or more"),
         (["l0.beta=half", "mode=l0"], "l0.beta is 'half'; expected one of code, paper"),
         (["mode=l0", "loop.max_steps=200"], "warmup_steps is 320, expected less than loop.max_steps=200"),
         (["mode=l0", "drafter.intermediate_size=2"], "95.8% of the units.*95.0% at most.*take a wider shape"),

@@ -116,7 +116,7 @@ def test_masks_learned_in_shares_go_on_in_one_process(alone: Path, tiny_target: 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["zero1", "fsdp"], indirect=True)
 def test_probes_and_stages_run_with_a_target_in_shares(kind: str, tiny_target: Path, tmp_path: Path):
-    """Several trainings follow each other in the same ranks: two probes, a distillation between the stages, the probes of the last cut."""
+    """Several trainings follow each other in the same ranks: the probes, a distillation between the stages, the probes of the last cut."""
     given = (
         *NARROW,
         "drafter.num_hidden_layers=1",
