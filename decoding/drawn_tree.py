@@ -19,7 +19,7 @@ from decoding.drafter import Proposal
 from decoding.draws import Draws, worths
 from decoding.graph_device import DeviceGraph
 from decoding.seen import NONE, Seen
-from decoding.tree_budget import TreeBudget
+from decoding.tree_budget import DrawnBudget
 
 Run = Callable[[Tensor, Tensor, int], Tensor]  # tokens, parents, n: logits of the last n of these nodes behind the tip
 
@@ -27,7 +27,7 @@ Run = Callable[[Tensor, Tensor, int], Tensor]  # tokens, parents, n: logits of t
 class DrawnTree:
     """One round's tree."""
 
-    def __init__(self, draws: Draws, run: Run, frontier: int, budget: TreeBudget) -> None:
+    def __init__(self, draws: Draws, run: Run, frontier: int, budget: DrawnBudget) -> None:
         """frontier: nodes of a level that are expanded, and children that each gets at most."""
         self.draws, self.run, self.frontier, self.budget = draws, run, frontier, budget
         tip_B1 = draws.tips()
@@ -117,7 +117,7 @@ class DrawnTree:
 class DrawnGraph(DrawnTree):
     """A drawn tree whose equal nodes are expanded once."""
 
-    def __init__(self, draws: Draws, run: Run, frontier: int, budget: TreeBudget, graph: DeviceGraph) -> None:
+    def __init__(self, draws: Draws, run: Run, frontier: int, budget: DrawnBudget, graph: DeviceGraph) -> None:
         super().__init__(draws, run, frontier, budget)
         self.graph = graph
         self._own = 1  # nodes of a level that the model has run over; merged ones are behind them

@@ -25,7 +25,7 @@ from decoding.errors import UserError
 from decoding.graph_device import DeviceGraph
 from decoding.seen import NONE, Seen
 from decoding.stopping import Stopping
-from decoding.tree_budget import TreeBudget
+from decoding.tree_budget import DrawnBudget, PickedBudget
 from decoding.trees import RankedTree
 
 
@@ -77,7 +77,9 @@ class GraphDrafter(RankedTree):
             self._on_device = DeviceGraph(sequences_B, self.match, max(budgets_B), chooser.device)
         return super().propose(sequences_B, budgets_B, stopping_B, chooser)
 
-    def _new_tree(self, draws: Draws, run: Run, budget: TreeBudget, sequences_B: Sequence[Sequence[int]]) -> DrawnGraph:
+    def _new_tree(
+        self, draws: Draws, run: Run, budget: DrawnBudget, sequences_B: Sequence[Sequence[int]]
+    ) -> DrawnGraph:
         graph = DeviceGraph(sequences_B, self.match, draws.levels, draws.chooser.device)
         return DrawnGraph(draws, run, self.frontier, budget, graph)
 
@@ -108,10 +110,10 @@ class GraphDrafter(RankedTree):
                     closed_P[node - first] = True
         return cuda.tensor(closed_BP, seen.scores_BM.device)
 
-    def _pick(self, seen: Seen, depths_B: list[int]) -> Proposal:
+    def _pick(self, seen: Seen, budget: PickedBudget) -> Proposal:
         if self._on_device is not None:
-            return super()._pick(self._on_device.unrolled(seen, self.max_nodes), depths_B)
-        added = [self._unrolled(seen, b, depth) for b, depth in enumerate(depths_B)]
+            return super()._pick(self._on_device.unrolled(seen, self.max_nodes), budget)
+        added = [self._unrolled(seen, b, depth) for b, depth in enumerate(budget.depths_B)]
         width = max(len(nodes) for nodes in added)
         if width:
             padded = [nodes + [(0, -1, NONE, 0)] * (width - len(nodes)) for nodes in added]
@@ -119,7 +121,7 @@ class GraphDrafter(RankedTree):
             tokens, parents, scores, depths = ([[node[i] for node in row] for row in padded] for i in range(4))
             whole = [cuda.tensor(column, device) for column in (tokens, parents, depths)]
             seen.add(whole[0], whole[1], cuda.tensor(scores, device, dtype), whole[2])
-        return super()._pick(seen, depths_B)
+        return super()._pick(seen, budget)
 
     def _unrolled(self, seen: Seen, row: int, depth: int) -> list[tuple[int, int, float, int]]:
         """(token, parent, score, depth) of the copies that merged nodes get, parents first."""

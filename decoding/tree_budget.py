@@ -1,19 +1,23 @@
-"""How many nodes of each level a drawn tree gets: said of every level before its nodes are drawn (why: decoding/draws.py).
+"""How large the trees of a batch grow. A drafter holds one budget for all rounds of a batch, which learns what came of each.
 
-`BySize` says it before the round, from the rounds before (decoding/tree_size.py): for a fixed number of nodes, and by measured costs where the
-host runs ahead of the device. `ByWorth` weighs each level's children by measured costs where the host waits anyway (decoding/worth.py).
+Where children are drawn, the number of nodes of each level is said before they are drawn (why: decoding/draws.py). Where they are picked, a tree
+grows first, and of all the nodes that it saw the likeliest are proposed. Each kind is sized in three ways: by a fixed number of nodes;
+by measured costs and the rounds before (decoding/tree_size.py), where a look at a growing tree costs a wait, and in a batch, whose rounds are as wide
+as their widest tree; else by measured costs and the tree itself while it grows (decoding/worth.py).
 
-Shapes: B rows, X children that a level could have, L levels, W chances of a level that are told.
+Shapes: B rows, L levels, W chances of a level that are told, X children that a drawn level could have; of picked trees P nodes of a level, K of
+them expanded next, M nodes seen.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import cuda
+from decoding.seen import Seen
 from decoding.stopping import RoundCosts
 from decoding.tree_size import TreeSize
 from decoding.worth import Worth
@@ -25,6 +29,19 @@ class TreeBudget(Protocol):
     def begin(self, depths_B: Sequence[int]) -> list[int]:
         """A round begins: how deep each row may draft, at most `depths_B`; 0 where drafting does not pay."""
         ...
+
+    def learn(self, answers: Sequence[Any], accepted_B: Sequence[int]) -> None:
+        """The round is over. answers: what it asked for, as lists; nothing where it was not asked."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        ...
+
+
+@runtime_checkable
+class DrawnBudget(TreeBudget, Protocol):
+    """Of trees whose children are drawn."""
 
     def admit(self, chances_BX: Tensor) -> list[int]:
         """How many of the next level's children are drawn. chances_BX: that each is reached and passes, largest first."""
@@ -38,28 +55,80 @@ class TreeBudget(Protocol):
         """What is to be read with the outcome."""
         ...
 
-    def learn(self, answers: Sequence[Any], accepted_B: Sequence[int]) -> None:
-        """The round is over. answers: what it asked for, as lists; nothing where it was not asked."""
+
+@runtime_checkable
+class PickedBudget(TreeBudget, Protocol):
+    """Of trees whose children are picked."""
+
+    depths_B: list[int]  # how deep each row's tree is to be, as far as is known
+
+    def saw(self, scores_BP: Tensor, frontier_BK: Tensor) -> None:
+        """The next level has nodes with these path scores (logarithms), and would be expanded from those of `frontier_BK`."""
         ...
+
+    def settle(self, scores_BM: Tensor, real_B: Tensor) -> list[int]:
+        """The trees are grown: how many of each row's likeliest nodes are proposed. No more than its `real_B` are; where the host does not look at
+        those, the number is of places, some of which stay empty. scores_BM: path scores of all nodes, of no node the score `NONE`."""
+        ...
+
+    def asks(self, seen: Seen) -> Callable[[Tensor], Sequence[Tensor]] | None:
+        """What is to be read with the outcome, as `Proposal.asks`."""
+        ...
+
+
+class _Sizes:
+    """By the rounds before."""
+
+    def __init__(self, rows: int, most: int, branching: int | None, costs: RoundCosts | None) -> None:
+        self.most = most
+        self.depths_B: list[int] = []
+        self._sizes_B = [TreeSize(costs, most, branching) for _ in range(rows)]
+
+    def begin(self, depths_B: Sequence[int]) -> list[int]:
+        pairs = zip(self._sizes_B, depths_B, strict=True)
+        self.depths_B = [len(size.choose(depth, self.most)) for size, depth in pairs]
+        return self.depths_B
+
+    def learn(self, answers: Sequence[Any], accepted_B: Sequence[int]) -> None:
+        chances_BLW = answers[0] if answers else [()] * len(self._sizes_B)
+        for size, chances_LW, accepted in zip(self._sizes_B, chances_BLW, accepted_B, strict=True):
+            size.learn(chances_LW, accepted)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
-        ...
+        self._sizes_B = [self._sizes_B[row] for row in rows]
 
 
-class BySize:
-    """So many nodes of each level as paid in past rounds."""
+class _Worths:
+    """By the tree itself while it grows."""
+
+    def __init__(self, worth_B: list[Worth], most: int) -> None:
+        self.most = most
+        self.depths_B: list[int] = []
+        self._worth_B = worth_B
+
+    def begin(self, depths_B: Sequence[int]) -> list[int]:
+        self.depths_B = [depth * worth.drafts() for worth, depth in zip(self._worth_B, depths_B, strict=True)]
+        return self.depths_B
+
+    def learn(self, answers: Sequence[Any], accepted_B: Sequence[int]) -> None:
+        for worth, accepted in zip(self._worth_B, accepted_B, strict=True):
+            worth.learn(accepted)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._worth_B = [self._worth_B[row] for row in rows]
+
+
+class DrawnBySize(_Sizes):
+    """So many nodes of each level as paid in past rounds, or without costs as make up a fixed number of nodes."""
 
     def __init__(self, rows: int, most: int, branching: int, costs: RoundCosts | None = None) -> None:
         """most: nodes of a tree, or with costs the most. branching: children of a node at most."""
-        self.most = most
-        self._sizes_B = [TreeSize(costs, most, branching) for _ in range(rows)]
+        super().__init__(rows, most, branching, costs)
         self._levels: list[Tensor] = []
 
     def begin(self, depths_B: Sequence[int]) -> list[int]:
         self._levels = []
-        pairs = zip(self._sizes_B, depths_B, strict=True)
-        return [len(size.choose(depth, self.most)) for size, depth in pairs]
+        return super().begin(depths_B)
 
     def admit(self, chances_BX: Tensor) -> list[int]:
         level, told_BX = len(self._levels), chances_BX[:, : self.most]
@@ -72,30 +141,16 @@ class BySize:
     def asks(self) -> tuple[Tensor, ...]:
         return (torch.stack(self._levels, 1),)
 
-    def learn(self, answers: Sequence[Any], accepted_B: Sequence[int]) -> None:
-        chances_BLW = answers[0] if answers else [()] * len(self._sizes_B)
-        for size, chances_LW, accepted in zip(self._sizes_B, chances_BLW, accepted_B, strict=True):
-            size.learn(chances_LW, accepted)
 
-    def select(self, rows: Sequence[int]) -> None:
-        self._sizes_B = [self._sizes_B[row] for row in rows]
-
-
-class ByWorth:
-    """As many nodes and levels as this round's own tree makes worth their cost."""
+class DrawnByWorth(_Worths):
+    """As many nodes and levels as this round's own tree makes worth their cost: each level's children are weighed before they are drawn."""
 
     def __init__(self, rows: int, most: int, costs: RoundCosts) -> None:
-        self.most = most
-        self._worth_B = [Worth(costs) for _ in range(rows)]
-        self._depths_B: list[int] = []
-
-    def begin(self, depths_B: Sequence[int]) -> list[int]:
-        self._depths_B = [depth * worth.drafts() for worth, depth in zip(self._worth_B, depths_B, strict=True)]
-        return self._depths_B
+        super().__init__([Worth(costs) for _ in range(rows)], most)
 
     def _goes_on(self, row: int) -> bool:
         worth = self._worth_B[row]
-        return not worth.ended and worth.steps < self._depths_B[row] and worth.verified < self.most
+        return not worth.ended and worth.steps < self.depths_B[row] and worth.verified < self.most
 
     def admit(self, chances_BX: Tensor) -> list[int]:
         (read_BX,) = cuda.read(chances_BX)
@@ -111,9 +166,72 @@ class ByWorth:
     def asks(self) -> tuple[Tensor, ...]:
         return ()
 
+
+class PickedByNumber:
+    """A fixed number of nodes, or as many as there are."""
+
+    def __init__(self, most: int, ahead: bool) -> None:
+        """ahead: the host does not look at how many there are."""
+        self.most, self.ahead = most, ahead
+        self.depths_B: list[int] = []
+
+    def begin(self, depths_B: Sequence[int]) -> list[int]:
+        self.depths_B = list(depths_B)
+        return self.depths_B
+
+    def saw(self, scores_BP: Tensor, frontier_BK: Tensor) -> None:
+        """As deep as may be, whatever is seen."""
+
+    def settle(self, scores_BM: Tensor, real_B: Tensor) -> list[int]:
+        if self.ahead:
+            return [min(self.most, scores_BM.shape[1]) if depth else 0 for depth in self.depths_B]
+        return [min(self.most, count) for count in real_B.tolist()]
+
+    def asks(self, seen: Seen) -> None:
+        return None
+
     def learn(self, answers: Sequence[Any], accepted_B: Sequence[int]) -> None:
-        for worth, accepted in zip(self._worth_B, accepted_B, strict=True):
-            worth.learn(accepted)
+        """Nothing to learn."""
 
     def select(self, rows: Sequence[int]) -> None:
-        self._worth_B = [self._worth_B[row] for row in rows]
+        """Rows have nothing of their own."""
+
+
+class PickedBySize(_Sizes):
+    """So many levels and nodes as paid in past rounds."""
+
+    def __init__(self, rows: int, most: int, costs: RoundCosts) -> None:
+        super().__init__(rows, most, None, costs)
+
+    def saw(self, scores_BP: Tensor, frontier_BK: Tensor) -> None:
+        """The depth is settled."""
+
+    def settle(self, scores_BM: Tensor, real_B: Tensor) -> list[int]:
+        return [min(sum(size.chosen), scores_BM.shape[1]) for size in self._sizes_B]
+
+    def asks(self, seen: Seen) -> Callable[[Tensor], Sequence[Tensor]]:
+        return lambda _: (seen.chances(self.most),)
+
+
+class PickedByWorth(_Worths):
+    """As many levels as promise more than they cost, and of the finished tree as many nodes as promise most."""
+
+    def __init__(self, rows: int, most: int, costs: RoundCosts) -> None:
+        super().__init__([Worth(costs, most) for _ in range(rows)], most)
+
+    def saw(self, scores_BP: Tensor, frontier_BK: Tensor) -> None:
+        chances_BP, mass_B = cuda.read(scores_BP.exp(), frontier_BK.exp().sum(1))
+        for worth, chances_P, mass, depth in zip(self._worth_B, chances_BP, mass_B, self.depths_B, strict=True):
+            if worth.steps < depth:
+                worth.saw(chances_P, mass)
+        pairs = zip(self._worth_B, self.depths_B, strict=True)
+        self.depths_B = [worth.steps if worth.ended else depth for worth, depth in pairs]
+
+    def settle(self, scores_BM: Tensor, real_B: Tensor) -> list[int]:
+        counts_B = [min(self.most, count) for count in real_B.tolist()]
+        pairs = zip(self._worth_B, scores_BM.exp().tolist(), strict=True)
+        settled_B = [worth.settle(chances_M) for worth, chances_M in pairs]
+        return [min(pair) for pair in zip(counts_B, settled_B, strict=True)]
+
+    def asks(self, seen: Seen) -> None:
+        return None

@@ -25,7 +25,7 @@ from decoding.sampling import Warper
 from decoding.seen import NONE
 from decoding.static_tree import StaticTree
 from decoding.stopping import Fixed, RoundCosts
-from decoding.tree_budget import BySize, ByWorth
+from decoding.tree_budget import DrawnBySize, DrawnByWorth
 from decoding.trees import RankedTree
 
 from .law_3 import P_LIMIT, PROMPT, law_holds, target_table
@@ -66,7 +66,7 @@ def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen.scores_BM = self.seen.scores_BM.scatter(1, order_BM[:, 2:], NONE)
         return proposal(self, ahead)
 
-    monkeypatch.setattr(RankedTree, "_new_budget", lambda self, rows: BySize(rows, 12, 3))
+    monkeypatch.setattr(RankedTree, "_drawn_budget", lambda self, rows: DrawnBySize(rows, 12, 3))
     monkeypatch.setattr(DrawnTree, "_level", noting)
     monkeypatch.setattr(DrawnTree, "proposal", cut)
 
@@ -245,7 +245,7 @@ def test_budgets_by_size_learn_where_nodes_pass() -> None:
     """Sure levels make it deep and narrow, even ones wide; what a node cannot have is not asked for."""
     budgets = {}
     for name, chances in (("sure", [0.95, 0.0, 0.0]), ("even", [0.4, 0.3, 0.2])):
-        budget = BySize(1, 6, 3)
+        budget = DrawnBySize(1, 6, 3)
         for _ in range(40):
             (depth,) = budget.begin([5])
             levels = list[int]()
@@ -260,7 +260,7 @@ def test_budgets_by_size_learn_where_nodes_pass() -> None:
 
 
 def test_a_budget_by_worth_stops_where_another_level_costs_more_than_it_gains() -> None:
-    budget = ByWorth(2, 4, RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5)))
+    budget = DrawnByWorth(2, 4, RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5)))
     assert budget.begin([6, 0]) == [6, 0]
     assert budget.admit(torch.tensor([[0.9, 0.02, 0.0], [0.9, 0.02, 0.0]])) == [1, 0]
     assert budget.more()

@@ -1,0 +1,91 @@
+"""How many nodes picked trees get, and that a budget lasts as long as the batch that it learns from.
+
+Those of drawn trees are in test_drawn_trees.py, what the rounds before say in test_tree_size.py, what a growing tree says in test_worth.py.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.chooser import Chooser
+from decoding.sampling import Warper
+from decoding.seen import NONE, Seen
+from decoding.stopping import Fixed, RoundCosts
+from decoding.tree_budget import DrawnBudget, PickedBudget, PickedByNumber, PickedBySize, PickedByWorth
+from decoding.trees import RankedTree
+
+from .rows import draft_table
+
+COSTS = RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5))
+
+
+def scores(*chances_BM: list[float]) -> tuple[Tensor, Tensor]:
+    """Path scores of these chances, none where a chance is 0, and how many nodes each row has."""
+    scores_BM = torch.tensor(chances_BM, dtype=torch.float64).log()
+    return scores_BM, (scores_BM > NONE).sum(1)
+
+
+def test_a_number_of_nodes_is_counted_or_left_open() -> None:
+    """Hosts that run ahead do not look: they have as many places as there may be nodes, and none where a row does not draft."""
+    grown = scores([0.5, 0.4, 0.3, 0.2], [0.5, 0.0, 0.0, 0.0], [0.0] * 4)
+    for ahead, expected in ((False, [3, 1, 0]), (True, [3, 3, 0])):
+        budget = PickedByNumber(3, ahead)
+        assert budget.begin([2, 2, 0]) == [2, 2, 0]
+        budget.saw(grown[0], grown[0])
+        assert budget.depths_B == [2, 2, 0]
+        assert budget.settle(*grown) == expected
+
+
+def test_sizes_of_picked_trees_come_from_the_rounds_before() -> None:
+    """Where one token always passes the tree is deep and narrow; where nothing does none is drafted."""
+    for chance, accepted, expected in ((1.0, 5, [1] * 5), (0.0, 0, [])):
+        budget = PickedBySize(1, 6, COSTS)
+        for _ in range(40):
+            (depth,) = budget.begin([5])
+            told = torch.tensor([[[chance, 0.0, 0.0]] * depth], dtype=torch.float64)
+            budget.learn([told.tolist()] if depth else [], [min(accepted, depth)])
+        (depth,) = budget.begin([5])
+        assert [1] * depth == expected and budget.settle(*scores([0.9] * 9)) == [len(expected)]
+
+
+def test_sizes_ask_for_the_chances_of_each_level() -> None:
+    seen = Seen.none(1, torch.device("cpu"), torch.float64)
+    for level, chances in ((1, [0.5, 0.3]), (2, [0.1, 0.4])):
+        seen.levels = level
+        nowhere = torch.zeros(1, 2, dtype=torch.long)
+        seen.add(nowhere, nowhere - 1, scores(chances)[0], nowhere + level)
+    (told_BLW,) = PickedBySize(1, 2, COSTS).asks(seen)(torch.empty(0))
+    assert told_BLW.tolist()[0] == [pytest.approx([0.5, 0.3]), pytest.approx([0.4, 0.1])]
+
+
+def test_a_picked_tree_ends_where_another_level_costs_more_than_it_gains() -> None:
+    """Of what it saw as many nodes are proposed as promise most."""
+    budget = PickedByWorth(2, 4, COSTS)
+    assert budget.begin([6, 0]) == [6, 0]
+    sure, _ = scores([0.9, 0.02], [0.9, 0.02])
+    budget.saw(sure, sure[:, :1])
+    assert budget.depths_B == [6, 0]
+    unsure, _ = scores([0.05, 0.01], [0.9, 0.9])
+    budget.saw(unsure, unsure[:, :1])
+    assert budget.depths_B == [2, 0]
+    assert budget.settle(*scores([0.9, 0.02, 0.05, 0.01], [0.0] * 4)) == [1, 0]
+    budget.select([0])
+    budget.learn([], [1])
+    assert budget.begin([3]) == [3], "of the next round nothing is known yet"
+
+
+def test_a_budget_lasts_as_long_as_its_batch() -> None:
+    """It is made anew where prompts are opened, where a row goes on with another text, and where another kind of tree is wanted."""
+    drafter, prompt, made = RankedTree(model=draft_table()), [1, 2], []
+    drafter.open([prompt], None, 32)
+    for rule, kind in (("token", DrawnBudget), ("token", DrawnBudget), ("greedy", PickedBudget)):
+        chooser = Chooser(Warper(0.0 if rule == "greedy" else 1.0), rule, 0, 5, torch.device("cpu"))
+        chooser.begin([0], [0], [2], 3)
+        drafter.propose([prompt], [2], [Fixed()], chooser)
+        drafter.rollback([1])
+        made.append(drafter._budget)
+        assert isinstance(made[-1], kind)
+    assert made[0] is made[1]
+    drafter.resume(prompt, 0, None)
+    drafter.propose([prompt], [2], [Fixed()], chooser)
+    assert isinstance(drafter._budget, PickedBudget) and drafter._budget is not made[-1]
