@@ -73,8 +73,7 @@ class GraphDrafter(RankedTree):
         ]
         self._known = [{} for _ in sequences_B]
         self._merged = [{} for _ in sequences_B]
-        if self._ahead:
-            self._on_device = DeviceGraph(sequences_B, self.match, max(budgets_B), chooser.device)
+        self._on_device = DeviceGraph(sequences_B, self.match, max(budgets_B), chooser.device) if self._ahead else None
         return super().propose(sequences_B, budgets_B, stopping_B, chooser)
 
     def _new_tree(

@@ -22,9 +22,10 @@ from distill.drafter_folder import write_card
 from distill.dry_run import dry_prune
 from distill.layer_choice import CRITERIA
 from distill.masks import BETA, Masks
-from distill.prune_modes import MODES, Source, Workbench, read_source
+from distill.prune_modes import MODES
 from distill.shapes import odd_widths, refuse_wider, student_config
 from distill.student import chosen_layers
+from distill.workbench import Source, Workbench, read_source
 from training.checkpoint import write_text
 from training.config import DataConfig, check_values, refuse_parallel
 from training.drafter_folder import Origin, write_model

@@ -7,121 +7,30 @@ import dataclasses
 import hashlib
 import json
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decoding.errors import UserError
 from distill import importance
-from distill.acceptance import HeldOutAcceptance
-from distill.config import PruneConfig
 from distill.cut import Cut, cut_model
 from distill.l0 import MaskedModel, masked
 from distill.layer_choice import candidates, removal_order
 from distill.masks import BETA, Masks, in_words
 from distill.shapes import removal_flops
+from distill.workbench import Source, Workbench
 from training.checkpoint import write_text
 from training.config import LoopConfig
-from training.frozen import load_frozen
-from training.job_data import row_data, rows_of_step
-from training.loop import Progress, fit
+from training.job_data import rows_of_step
+from training.loop import fit
 from training.models import dtype_of, load_causal_lm, random_model
-from training.objectives import Distillation, TeacherStates
-from training.packing import Batch, PackedData, Sample, collate
+from training.packing import Batch, Sample
 from training.parallel import Parallel
 from training.run_folder import hash_input
 from training.shapes import forward_flops, parameter_counts
 from training.tracker import Tracker
-
-LEAST_ROWS = 16  # of calibration text: below, a score is the luck of a few documents
-
-
-@dataclass
-class Source:
-    """A frozen model to cut, and the folder that it was read from."""
-
-    model: Any
-    folder: Path
-
-
-def read_source(config: PruneConfig, folder: Path, parallel: Parallel) -> Source:
-    """The model in a folder; in shares where ranks hold weights so, as a target too large for one card must be."""
-    return Source(load_frozen(folder, dtype_of(config.target.dtype), parallel), folder)
-
-
-@dataclass
-class Workbench:
-    """What all modes and stages share."""
-
-    config: PruneConfig
-    teacher: Any  # the target, frozen
-    texts: dict[str, list[Sample]]  # to train on and to score by, by domain; without domains under an empty name
-    held_out: list[Sample]
-    parallel: Parallel
-    seconds: dict[str, float] = field(default_factory=dict)  # by part of the work, of this process
-    flops: dict[str, float] = field(
-        default_factory=dict
-    )  # products of matrices with weights; attention's own are left out
-    scorer: HeldOutAcceptance | None = None
-    states: TeacherStates = field(init=False)  # the target's on the training text, for all that is distilled here
-
-    def __post_init__(self) -> None:
-        self.states = TeacherStates(self.teacher, self.config.cache_mb * 10**6)
-
-    @contextmanager
-    def account(self, part: str, flops: float) -> Iterator[None]:
-        """Count the seconds spent inside, and these operations, under a part of the work."""
-        began = time.monotonic()
-        yield
-        self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - began
-        self.flops[part] = self.flops.get(part, 0.0) + flops
-
-    def acceptance(self, student: Any) -> dict[str, float]:
-        """Acceptance of a student's drafts on the held-out text; the teacher reads it once."""
-        if self.scorer is None:
-            self.scorer = HeldOutAcceptance(student, self.teacher, self.held_out, self.config.data.max_length, 1.0)
-        self.scorer.student = student
-        return self.scorer()
-
-    def data(self, rows_a_step: int) -> PackedData:
-        """The training text in packed rows; of domains, drawn by their shares. Raises UserError where there is too little."""
-        data = row_data(self.texts, self.config.data, rows_a_step, self.config.seed)
-        if len(data.rows) < LEAST_ROWS:
-            raise UserError(
-                f"too little calibration text: {len(data.rows)} rows of {data.capacity} tokens, expected at least {LEAST_ROWS} (about a thousand "
-                "is usual): give more data.texts or data.chats, or lower data.max_length"
-            )
-        return data
-
-    def rows(self, count: int) -> list[Batch]:
-        """`count` packed rows of the training text, or all there are, each as a batch."""
-        data = self.data(1)
-        rows: list[list[int]] = []
-        while len(rows) < min(count, len(data.rows)) and not data.ended:
-            rows += data.step_rows(len(rows))
-        if len(rows) < count and self.parallel.is_main:
-            print(f"note: the text makes {len(rows):,} rows of {data.capacity} tokens; {count:,} were asked for")
-        return [collate(data.samples, [row], data.capacity, self.parallel.device) for row in rows]
-
-    def distil(self, title: str, student: Any, loop: LoopConfig, folder: Path) -> Progress:
-        """Distil the target into `student`, in loop.dtype, for a while; resumes from `folder`."""
-        data = self.data(rows_of_step(self.config.data, loop))
-        objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher, states=self.states)
-        flops = 6.0 * parameter_counts(student.config)["all"] * loop.max_steps * loop.tokens_per_step
-        before = self.states.tokens_read
-        with self.account(title, flops):
-            progress = fit(
-                title, objective, student, data, loop, self.parallel, folder, None, lambda: self.acceptance(student)
-            )
-        read = self.parallel.sum(torch.tensor(self.states.tokens_read - before, device=self.parallel.device))
-        self.flops[title] += forward_flops(self.teacher.config) * float(read)
-        return progress
 
 
 def by_importance(bench: Workbench, source: Source, shape: Any, folder: Path) -> tuple[Any, dict[str, Any], Any]:

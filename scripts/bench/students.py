@@ -14,8 +14,9 @@ import torch
 from distill.acceptance import HeldOutAcceptance
 from distill.config import ImportanceConfig, PruneConfig
 from distill.prune import workbench
-from distill.prune_modes import MODES, Source, Workbench
+from distill.prune_modes import MODES
 from distill.shapes import student_config
+from distill.workbench import Source, Workbench
 from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig, TargetConfig
 from training.objectives import TeacherStates
 from training.paths import resolve

@@ -16,8 +16,9 @@ from distill import importance
 from distill.config import ImportanceConfig, PruneConfig
 from distill.cut import cut_model
 from distill.prune import workbench
-from distill.prune_modes import Source, _removal, _scores
+from distill.prune_modes import _removal, _scores
 from distill.shapes import student_config
+from distill.workbench import Source
 from tests.training.rank_job import ROOT, local_bytes
 from training.config import DataConfig, ParallelConfig, StudentConfig, TargetConfig
 from training.launch import _free_port
