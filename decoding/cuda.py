@@ -16,6 +16,8 @@ from torch import Tensor
 from decoding.errors import UserError
 
 T = TypeVar("T")
+# On a CPU `compiled` serves tests, which want it traced and not fused; benchmarks that time it there set "inductor" (it needs a C++ compiler).
+CPU_COMPILER = "aot_eager"
 
 
 def device_of(name: str) -> str:
@@ -164,7 +166,7 @@ def capture(function: Callable[[], T], device: torch.device, memory: Any) -> Cal
 
 
 def compiled(function: Callable[..., T], device: torch.device) -> Callable[..., T]:
-    """`function` fused by inductor on a GPU; on a CPU traced to the same graph and run operation by operation.
+    """`function` fused by inductor on a GPU; on a CPU traced to the same graph and run by CPU_COMPILER.
 
     Tuned matrix-vector products: with one row, inductor writes them as reductions with what stands around them.
     """
@@ -172,7 +174,7 @@ def compiled(function: Callable[..., T], device: torch.device) -> Callable[..., 
     if device.type == "cuda":
         options: dict[str, Any] = {"coordinate_descent_tuning": True}
         return torch.compile(function, fullgraph=True, dynamic=False, options=options)
-    return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=CPU_COMPILER)
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int] | None:

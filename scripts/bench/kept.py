@@ -37,11 +37,19 @@ class Kept:
         known = len(self.all())
         if known:
             print(f"{known} parts were measured before: {self._path} (delete it to measure anew)", file=sys.stderr)
+        others = [revision for revision in self.revisions() if revision != git_revision()]
+        if others:
+            print(f"note: some of them on other code: {', '.join(others)}", file=sys.stderr)
 
     def all(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """(part, figures) of every finished part, those of earlier calls too."""
         records = read_journal(self._path) if self._path.is_file() else []
         return [(record["part"], record["figures"]) for record in records]
+
+    def revisions(self) -> list[str]:
+        """The code that the finished parts were measured on."""
+        records = read_journal(self._path) if self._path.is_file() else []
+        return sorted({str(record["git_revision"]) for record in records})
 
     def figures(
         self, part: Mapping[str, Any], measure: Callable[..., dict[str, Any]], *given: Any, **named: Any

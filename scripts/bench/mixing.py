@@ -2,10 +2,12 @@
 
     python scripts/bench/mixing.py target=$SHALLOW_DRAFT_DATA/models/chat24m texts=$SHALLOW_DRAFT_DATA/data/text
 
-Three sides start from the same student, the same shares and the same seeds, and see as many rows: `fixed` keeps its shares, `acceptance` moves
-them by the gap in held-out acceptance, `loss` by the gap to the target's own loss, as Sheared-LLaMA does where no scaling law gives a reference.
+Four sides start from the same student and the same seeds, and see as many rows: `fixed` keeps shares by the size of the domains, `equal` keeps
+equal ones, `acceptance` starts as `fixed` and moves by the gap in held-out acceptance, `loss` so by the gap to the target's own loss, as
+Sheared-LLaMA does where no scaling law gives a reference.
 Pieces such as `seeds=[0]` may be run one by one: with the same settings and `work`, the figures are of all that was run so far.
-The last fifth of every domain is never trained on; half of it moves the shares, the other half, which no side ever sees, is what counts.
+The last fifth of every domain is never trained on; every second piece of it moves the shares, the others, which no side ever sees, are what
+counts. Pieces of one document stand in both, and a domain of one long document (a book) is held out by its end.
 """
 
 import logging
@@ -38,7 +40,7 @@ from training.parallel import Parallel
 from training.paths import resolve
 from training.samples import text_samples
 
-SIDES = ("fixed", "acceptance", "loss")
+SIDES = ("fixed", "equal", "acceptance", "loss")
 _HELD_OUT = 0.2
 _FOLDERS = ("cc", "github", "book", "stackexchange", "wiki", "arxiv", "c4-rp")
 _FILES = {"maths": "gsm8k_train_qa.jsonl", "stories": "tinystories_1000.jsonl", "articles": "wikipedia_en_30.jsonl"}
@@ -52,19 +54,18 @@ class Options:
     target: str = "embedded:target"  # model folder of the teacher
     texts: str = "."  # folder that the domains' paths start from
     domains: list[str] = field(default_factory=lambda: list(_DOMAINS))  # NAME=PATH of a text file or folder
-    start: str = "tokens"  # shares that every side starts with: tokens (by the size of the domain) | equal
     layers: int = 1  # layers of the student
     dtype: str = "bfloat16"  # of student and teacher
     max_length: int = 512  # tokens a row
     tokens_per_step: int = 8192  # tokens a step
     steps: int = 400  # optimizer steps a run
-    eval_every: int = 20  # steps between evaluations, after which shares may move
+    eval_every: int = 5  # steps between evaluations, after which shares may move
     rate: float = 1.0  # eta of both dynamic sides
     smoothing: float = 0.9  # of the gaps in acceptance
     floor_share: float = 0.01  # least share of a domain
     lr: float = 3e-3  # peak learning rate
     max_bad: float = 0.1  # share of bad records that is skipped and counted: one of arxiv's twenty has no text
-    held_out_tokens: int = 8192  # of a domain, that move the shares; as many count
+    held_out_tokens: int = 4096  # of a domain, that move the shares; as many count
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # a run of every side each
     sides: list[str] = field(default_factory=lambda: [*SIDES])  # what is compared
     threads: int = 2  # CPU threads
@@ -100,13 +101,13 @@ def read_domains(chosen: Options, tokenizer: Any) -> dict[str, Domain]:
     return found
 
 
-def mixture(chosen: Options, domains: dict[str, Domain], references: dict[str, float], mixing: str, seed: int) -> Any:
+def mixture(chosen: Options, domains: dict[str, Domain], references: dict[str, float], side: str, seed: int) -> Any:
     """The rows of one run."""
     sizes = {name: sum(len(sample.ids) for sample in of.train) for name, of in domains.items()}
-    shares = {name: float(size) if chosen.start == "tokens" else 1.0 for name, size in sizes.items()}
+    shares = {name: 1.0 if side == "equal" else float(size) for name, size in sizes.items()}
     config = DataConfig(
         domains={name: DomainConfig(share=shares[name], reference=references[name]) for name in domains},
-        mixing=mixing,
+        mixing="fixed" if side == "equal" else side,
         mixing_rate=chosen.rate,
         mixing_smoothing=chosen.smoothing,
         floor_share=chosen.floor_share,
@@ -149,13 +150,13 @@ def measure(student: Any, held_out: dict[str, HeldOutAcceptance]) -> dict[str, T
 
 
 def distilled(
-    chosen: Options, teacher: Teacher, domains: dict[str, Domain], references: dict[str, float], mixing: str, seed: int
+    chosen: Options, teacher: Teacher, domains: dict[str, Domain], references: dict[str, float], side: str, seed: int
 ) -> dict[str, Any]:
     """One run: what the judge's half says of the student, and what was trained on."""
     torch.manual_seed(seed)
     student: Any = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher.model, dtype_of(chosen.dtype))
     student.to(chosen.device)
-    data = mixture(chosen, domains, references, mixing, seed)
+    data = mixture(chosen, domains, references, side, seed)
     looks = 0
 
     def evaluate() -> dict[str, float]:
@@ -176,7 +177,7 @@ def distilled(
         dtype=chosen.dtype,
         optimizer=OptimizerConfig(lr=chosen.lr),
     )
-    title = f"{mixing} {seed}"
+    title = f"{side} {seed}"
     with tempfile.TemporaryDirectory() as folder:
         parallel = Parallel(ParallelConfig(), chosen.device)
         objective = Distillation(student, teacher.model, states=teacher.states)
@@ -188,8 +189,6 @@ def distilled(
 
 def main() -> None:
     chosen = options(Options)
-    if chosen.start not in ("tokens", "equal"):
-        sys.exit(f"error: start is '{chosen.start}', expected tokens or equal")
     unknown = sorted({*chosen.sides} - {*SIDES})
     if unknown:
         sys.exit(f"error: sides has '{unknown[0]}', expected some of {', '.join(SIDES)}")
@@ -220,7 +219,7 @@ def figures(kept: Kept, references: dict[str, float]) -> dict[str, Any]:
         for side, by_seed in runs.items()
         if side != "fixed" and "fixed" in runs
     }
-    return {"over_fixed": over_fixed, "target_loss": references, "runs": runs}
+    return {"over_fixed": over_fixed, "target_loss": references, "revisions": kept.revisions(), "runs": runs}
 
 
 if __name__ == "__main__":

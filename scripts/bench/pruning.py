@@ -214,7 +214,13 @@ def figures(kept: Kept) -> dict[str, Any]:
         }
         for layers, by_side in runs.items()
     }
-    return {"importance_over": over, "cost": costs(kept), "published_flops": published(), "runs": runs}
+    return {
+        "importance_over": over,
+        "cost": costs(kept),
+        "published_flops": published(),
+        "revisions": kept.revisions(),
+        "runs": runs,
+    }
 
 
 def by_work(accounts: dict[str, float]) -> dict[str, float]:

@@ -20,6 +20,20 @@ def kept(work: Path, **given: object) -> Kept:
     return Kept(str(work), Options(**given), ("seeds",))  # type: ignore[arg-type]
 
 
+def test_parts_of_other_code_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """They are not measured again: whether a change touches them is for the reader to know."""
+    monkeypatch.setattr("scripts.bench.kept.git_revision", lambda: "old")
+    kept(tmp_path).figures({"seed": 0}, lambda: {"alpha": 0.5})
+    assert kept(tmp_path).revisions() == ["old"]
+    assert "other code" not in capsys.readouterr().err
+    monkeypatch.setattr("scripts.bench.kept.git_revision", lambda: "new")
+    kept(tmp_path).figures({"seed": 1}, lambda: {"alpha": 0.6})
+    assert "note: some of them on other code: old" in capsys.readouterr().err
+    assert kept(tmp_path).revisions() == ["new", "old"]
+
+
 def test_a_finished_part_is_not_measured_again(tmp_path: Path):
     measured: list[int] = []
 
