@@ -39,19 +39,16 @@ TREE_CASES = [
     for warper in WARPERS
     if warper != "hot_top_p"
 ]
-# Every way of verifying has a million draws in the long suite: chains by token and by block, drawn siblings, drawn beams, siblings that are point
-# masses. A draw takes 30 to 75 microseconds in a chain and 80 to 240 in a tree, so trees that only bring other drafts to these get what fits,
-# and lookup before a drafter, which mixes two kinds of drafts, less. SHALLOW_DRAFT_DRAWS=1000000 gives every one its own million.
+# Every way of verifying has a million draws in the long suite: chains by token and by block, of drawn tokens and of point masses; drawn siblings,
+# drawn beams, siblings that are point masses. A draw takes 30 to 110 microseconds in a chain and 100 to 450 in a tree, so rows that only bring
+# other drafts to these have fewer. SHALLOW_DRAFT_DRAWS=1000000 gives every one its own million.
 MILLION = 1_000_000
-OF_A_RULE = ("multi_candidate", "recurrent_drawn", "static_tree_picked")
+OF_A_RULE = ("chain", "prompt_lookup", "multi_candidate", "recurrent_drawn", "static_tree_picked")
 
 
 def draws_of(row: DrafterRow) -> int:
     """Draws of a row in the long suite."""
-    if row in ADDED or (row in PICKED and row.name not in OF_A_RULE):
-        return 100_000
-    is_chain = row.table is not None and row.table().caps.shape == "chain"
-    return MILLION if is_chain or row.name in OF_A_RULE else 400_000
+    return MILLION if row.name in OF_A_RULE else 100_000 if row in ADDED or row in PICKED else 200_000
 
 
 # `coupled` says token by token what the target says without a drafter (law 2), so its one million is that of all rows.
