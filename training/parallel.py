@@ -6,6 +6,7 @@ every rank's share is multiplied by the number of ranks before the backward pass
 """
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,8 @@ from decoding.target import device_of
 from training import ranks, sharding, zero
 from training.config import OptimizerConfig, ParallelConfig
 from training.optimizer import MasterAdamW, Optimizer, Rate, WithApart
+
+LAST_MOMENT = 0.1  # seconds; see Parallel.close
 
 
 class Parallel:
@@ -185,8 +188,12 @@ class Parallel:
             dist.barrier()
 
     def close(self) -> None:
+        """Leave the group; nothing is sent after it."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+            # FSDP and ZeRO keep the group's threads alive beyond this. One that lets go of the last message's tensors only when the interpreter
+            # is ending asks for Python's lock in vain and aborts the process: so they get a moment in which this thread does not hold it.
+            time.sleep(LAST_MOMENT)
 
     def _mesh(self) -> Any:
         return init_device_mesh(self.device.type, (self.world_size,))
