@@ -131,8 +131,10 @@ def _waiting_is_meant(device: torch.device) -> Iterator[None]:
         return
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("default")
-    yield
-    torch.cuda.set_sync_debug_mode(before)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def pool(device: torch.device) -> Any:

@@ -169,12 +169,14 @@ class ParallelTarget:
 
 
 def device_beside(target: Any) -> str:
-    """Where a drafter that runs at the same time as the target belongs: the card after the target's last, else the target's own."""
+    """Where a drafter that runs at the same time as the target belongs: the first free card after the target's last, else the first free one
+    before it, else the target's own."""
     devices = target.devices if isinstance(target, ParallelTarget) else [str(target.device)]
     if not devices[0].startswith("cuda"):
         return devices[0]
-    following = max(_first_card(device) for device in devices) + 1
-    return f"cuda:{following}" if following < cuda.cards() else devices[0]
+    taken = {_first_card(device) for device in devices}
+    free = [card for card in (*range(max(taken), cuda.cards()), *range(max(taken))) if card not in taken]
+    return f"cuda:{free[0]}" if free else devices[0]
 
 
 def _first_card(device: str) -> int:

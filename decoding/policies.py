@@ -101,7 +101,9 @@ class Entropy(AdaptiveConfidence):
 
 
 class Thompson(Fixed):
-    """EESD's control (arXiv 2406.03853): before each token draw an acceptance from its Beta posterior and go on with that chance."""
+    """EESD's control (arXiv 2406.03853): before each token but the first draw an acceptance from its Beta posterior and go on with that chance.
+
+    A round drafts one token at least, here as under every rule without costs; the paper asks before that one too."""
 
     DISCOUNT = 0.99  # of old rounds
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from time import thread_time
 from typing import Any
+
+import torch
 
 from decoding.chain import ChainDrafter
 from decoding.drafter import Drafter
@@ -20,6 +21,7 @@ from decoding.target import Target
 from decoding.ties import choice_scores, first_difference, top_two_gap
 from eval.benchmarks import Benchmark, render_turns
 from eval.lossless import is_compared
+from eval.neighbours import Watch
 from eval.records import BASELINE, COUPLED, Arm, Condition, Record
 from training.data import Prompt
 from training.drafters import ALONE, Use
@@ -155,9 +157,9 @@ def _measure_sample(
         requests = [_request(sample, unit, turn, row) for row in range(len(present))]
         for again in range(bench.repeats):
             for arm in rotate([*bench.baselines(condition), *arms], unit + turn + sample + again):
-                began = thread_time()
+                watch = Watch(torch.get_num_threads())
                 rows = bench.decode(condition, arm, prompts_ids, requests)
-                spent = thread_time() - began
+                spent = watch.seconds()
                 done(arm, sum(len(row.tokens) for row in rows), rows[0].prefill_seconds + _seconds(rows))
                 if arm not in outputs or _faster(rows, outputs[arm]):
                     outputs[arm], busy[arm] = rows, spent

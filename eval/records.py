@@ -66,7 +66,7 @@ class Record:
     prefill_seconds: float  # of the batch
     decode_seconds: float  # wall time from the end of the prefill to this row's last token, of the whole batch
     draft_seconds: float  # the drafter's part of it
-    cpu_seconds: float  # processor time of the thread that decodes, over prefill and decoding of the batch
+    cpu_seconds: float  # that decoding had its processors, over prefill and decoding of the batch (eval/neighbours.py)
     differs_at: int | None  # first token that is not the baseline's; None: equal, or not comparable
     gap: float | None  # there, the target's best score minus its second best
     lanes_seconds: float = 0.0  # under an overlapped schedule: the longer lane of every round, part of decode_seconds

@@ -163,9 +163,7 @@ class Row:
     headline_speedup_low: float | None
     headline_speedup_high: float | None
     distinct_4: float  # mean over prompts, of the baseline's text
-    cpu_share: (
-        float  # the decoding thread's processor time over wall time; well below 1 on a CPU: others used the machine
-    )
+    cpu_share: float  # of wall time, how much decoding had its processors (eval/neighbours.py); well below 1 on a CPU: others used the machine
     slower_prompts: int  # units on which the drafter loses
     worst_prompt: str
     worst_speedup: float

@@ -247,7 +247,7 @@ def disturbance(rows: list[Row]) -> str:
         return ""
     remedy = "" if rows[0].threads == 1 else ", or with threads=1"
     return (
-        f"Other processes used this machine: decoding had a processor for only {100 * share:.0f} % of the time. Times "
+        f"Other processes used this machine: decoding had its processors for only {100 * share:.0f} % of the time. Times "
         f"and speedups are unreliable, the cost of many threads most of all. Measure again on an idle machine{remedy}."
     )
 

@@ -24,7 +24,7 @@ for part in $parts; do
     exact | decode | train | recurrent) ;;
     *) echo "error: part '$part' is unknown, expected exact, decode, train, recurrent or all" >&2; exit 2 ;;
   esac
-  "${PYTHON:-python}" scripts/bench/gpu.py "part=$part" "device=${DEVICE:-cuda}" "toy=${TOY:-false}" || status=$?
+  "${PYTHON:-python3}" scripts/bench/gpu.py "part=$part" "device=${DEVICE:-cuda}" "toy=${TOY:-false}" || status=$?
 done
 if [ -n "${OUT:-}" ]; then
   mkdir -p "$OUT"

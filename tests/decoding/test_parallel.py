@@ -257,12 +257,14 @@ def test_cards_are_counted_from_the_targets_on(monkeypatch: pytest.MonkeyPatch) 
         processes_of("tp", 3, "native", "cuda:2")
 
 
-def test_a_drafter_gets_the_card_after_the_targets_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_gets_a_free_card_as_long_as_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "cards", lambda: 3)
     split = ParallelTarget.__new__(ParallelTarget)
     for devices, expected in (
         (["cuda:0", "cuda:1"], "cuda:2"),
-        (["cuda:1", "cuda:2"], "cuda:1"),
+        (["cuda:1", "cuda:2"], "cuda:0"),
+        (["cuda:2"], "cuda:0"),
+        (["cuda:0", "cuda:1", "cuda:2"], "cuda:0"),  # none is free
         (["cpu", "cpu"], "cpu"),
     ):
         split.devices = devices

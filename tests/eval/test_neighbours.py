@@ -1,0 +1,59 @@
+"""What other processes took of the machine counts where decoding wanted it, and nowhere else."""
+
+from pathlib import Path
+
+import pytest
+
+from eval import neighbours
+from eval.neighbours import Watch, had, machine_seconds
+
+
+def test_neighbours_count_where_decoding_wanted_their_processors():
+    assert had(own=10.0, elapsed=10.0, others=0.0, threads=2, processors=2) == 10.0
+    assert had(own=10.0, elapsed=10.0, others=4.0, threads=2, processors=2) == 8.0, "each of two threads bears half"
+    assert had(own=10.0, elapsed=10.0, others=10.0, threads=1, processors=2) == 10.0, "the other one was free"
+    assert had(own=10.0, elapsed=10.0, others=13.0, threads=1, processors=2) == 7.0
+    assert had(own=4.0, elapsed=10.0, others=0.0, threads=1, processors=2) == 4.0, "it had none itself"
+
+
+def test_short_times_err_to_both_sides():
+    """Hundredths of a second on either side: their sum is right, which it would not be if one side were cut off."""
+    assert sum(had(0.1, 0.1, error, 2, 2) for error in (0.01, -0.01)) == pytest.approx(0.2)
+
+
+def test_the_machine_counts_all_but_idling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 20 30 9000 500 4 5 6 7 8\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
+    monkeypatch.setattr(neighbours, "STAT", stat)
+    monkeypatch.setattr(neighbours.os, "sysconf", lambda name: 100)
+    assert machine_seconds() == 1.65
+    monkeypatch.setattr(neighbours, "STAT", tmp_path / "none")
+    assert machine_seconds() is None
+
+
+@pytest.mark.parametrize(("taken", "expected"), [(0.0, 3.0), (1.0, 2.5)])
+def test_a_watch_takes_this_process_from_the_machines_count(
+    taken: float, expected: float, monkeypatch: pytest.MonkeyPatch
+):
+    """Three seconds of two threads, with and without a neighbour."""
+    for name, start, end in (
+        ("thread_time", 5.0, 8.0),
+        ("perf_counter", 1.0, 4.0),
+        ("process_time", 9.0, 15.0),
+        ("machine_seconds", 100.0, 106.0 + taken),
+    ):
+        times = iter((start, end))
+        monkeypatch.setattr(neighbours, name, lambda times=times: next(times))
+    monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 2)
+    assert Watch(threads=2).seconds() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_without_the_machines_count_the_threads_own_time_stands(known: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(neighbours, "machine_seconds", lambda: 0.0 if known else None)
+    for name in ("thread_time", "perf_counter", "process_time"):
+        times = iter((0.0, 2.0))
+        monkeypatch.setattr(neighbours, name, lambda times=times: next(times))
+    monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 2)
+    # A count that stands still, as some containers have it, says that others took less than nothing: no disturbance.
+    assert Watch(threads=2).seconds() == pytest.approx(3.0 if known else 2.0)
