@@ -39,6 +39,7 @@ from distill.config import (
 from eval.config import CompareConfig, EvalConfig
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.generate_config import GenerateConfig
+from training import corpus
 from training.config import JobConfig, typed
 from training.job import CONF, check_arguments, register
 
@@ -138,6 +139,8 @@ def test_every_command_runs_at_toy_size(
     command: str, tiny_target: Path, padded_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(eval.parts, "COST_WINDOWS", 1)  # no figure counts here
+    documents = corpus.documents
+    monkeypatch.setattr(corpus, "documents", lambda split: documents(split)[: 6 if split == "held_out" else None])
     job, arguments = parts(command)
     real = {
         "PADDED": padded_target,
@@ -158,6 +161,8 @@ def test_every_command_runs_at_toy_size(
     arguments = [*TOY[job].split(), *arguments, f"output_dir={tmp_path / 'run'}"]
     if "+experiment=batches" in arguments:
         arguments += ["batch_sizes=[4]", "temperatures=[0.0]", "sweep=[2]", "threads=1"]  # of six conditions one
+    if "+experiment=every_way" in arguments:
+        arguments += [f"target.path={tiny_target}"]  # what to skip is searched in two layers, not in fourteen
     if any(word.startswith("batch_sizes=") for word in arguments):
         arguments += ["max_prompts=8", "sweep_prompts=4"]  # a whole batch for each part
     own = composed(job, arguments)
