@@ -60,7 +60,7 @@ def load_benchmark(
         "other_category": len(everything) - len(chosen),
         "too_long": too_long,
         "over_limit": len(chosen) - too_long - len(kept),
-        "measured": len(kept),
+        "kept": len(kept),
     }
     elsewhere: list[Prompt] = []
     if cfg.sweep_path:

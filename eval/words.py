@@ -134,12 +134,12 @@ def baseline_budget_cells(row: Row) -> dict[str, str]:
 
 def _budget(budget: RoundBudget | None, virtual: bool) -> dict[str, str]:
     if budget is None:
-        return dict.fromkeys(("MB read", "of reading", "MFLOP", "of computing"), "not known")
+        return dict.fromkeys(("MB read", "of bandwidth", "MFLOP", "of arithmetic"), "not known")
     return {
         "MB read": f"{budget.megabytes:.3g}" if budget.megabytes < 100 else f"{budget.megabytes:.0f}",
-        "of reading": _share(budget.bandwidth_share, virtual),
+        "of bandwidth": _share(budget.bandwidth_share, virtual),
         "MFLOP": f"{budget.megaflop:.3g}" if budget.megaflop < 100 else f"{budget.megaflop:.0f}",
-        "of computing": _share(budget.operations_share, virtual),
+        "of arithmetic": _share(budget.operations_share, virtual),
     }
 
 
@@ -202,7 +202,7 @@ def foretold(row: Row) -> str:
     """The draft length that was used and how it was found, then what the formula says of it and of the length that it would take."""
     used = RULES[row.length_rule].format(gamma=row.num_draft_tokens)
     if used and row.length_rule not in OWN and row.drafted < ENDED * row.num_draft_tokens:
-        used += f" as the most, of which a mean round drafted {row.drafted:.1f}"
+        used += f"; a mean round drafted {row.drafted:.1f} of them"
     if not used or row.predicted_speedup is None:
         verdict = f"{row.verdict[0].upper()}{row.verdict[1:]}."
         return f"Used: {used}. {verdict}" if used else verdict

@@ -25,7 +25,7 @@ PROVENANCE = Provenance(
     command="python -m eval.run drafters=[simulated]",
     date="2026-01-01 00:00:00",
     versions={"torch": "0"},
-    prompt_counts={"read": 40, "measured": 40},
+    prompt_counts={"read": 40, "kept": 40},
     prompt_file="simulated.jsonl",
     revision="none",
     unmeasured=["Everything: these records are simulated."],

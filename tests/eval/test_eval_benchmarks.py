@@ -23,8 +23,8 @@ def test_every_prompt_is_accounted_for(tmp_path):
     found = load(path, limit=2, category="odd")
     assert [prompt.id for prompt in found.prompts] == ["p0", "p2"]
     assert found.name == "mine"
-    assert found.counts == {"read": 9, "other_category": 4, "too_long": 0, "over_limit": 3, "measured": 2}
-    left_out = sum(found.counts[key] for key in ("other_category", "too_long", "over_limit", "measured"))
+    assert found.counts == {"read": 9, "other_category": 4, "too_long": 0, "over_limit": 3, "kept": 2}
+    left_out = sum(found.counts[key] for key in ("other_category", "too_long", "over_limit", "kept"))
     assert left_out == found.counts["read"]
 
 
@@ -154,7 +154,7 @@ def test_a_limit_may_take_prompts_from_all_over_a_file(tmp_path):
         found = load(path, limit=4, too_long="skip", **options)
         assert {prompt.category for prompt in found.prompts} == {*categories}
         counts = found.counts
-        assert (counts["measured"], sum(counts.values()) - counts["read"]) == (4, 20)
+        assert (counts["kept"], sum(counts.values()) - counts["read"]) == (4, 20)
     assert len(load(path, too_long="skip", spread=True).prompts) == 19, "without a limit there are all that fit"
 
 
@@ -175,7 +175,7 @@ def test_the_sweep_may_have_a_file_of_its_own(tmp_path):
     assert [prompt.id for prompt in found.prompts] == ["p0", "p1", "p2"]
     assert [prompt.id for prompt in found.elsewhere] == [f"q{n}" for n in range(3, 9)]
     assert found.elsewhere[0].turns == ["Q: Question 3, part 0?"]
-    assert found.counts["measured"] == 3
+    assert found.counts["kept"] == 3
     assert load(path).elsewhere == []
     with pytest.raises(UserError, match="holds no prompt besides the 4 that are measured"):
         load(path, sweep_path=str(path))

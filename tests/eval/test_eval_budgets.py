@@ -194,12 +194,12 @@ def test_shares_that_no_limit_allows_are_told_to_be_none():
     assert "plain reading (1.0 GB/s)" in said and "plain product (1 GFLOP/s)" in said
     good, slow = (next(row for row in rows if row.drafter == f"simulated-{name}") for name in ("good", "slow"))
     assert good.budget.bandwidth_share > 1
-    assert words.budget_cells(good)["of reading"].endswith("% (yardstick read slowly: not valid)")
+    assert words.budget_cells(good)["of bandwidth"].endswith("% (yardstick read slowly: not valid)")
     assert slow.budget is None and set(words.budget_cells(slow).values()) >= {"not known"}
     honest = next(row for row in simulated_rows(Limits(1e12, 1e13)) if row.drafter == "simulated-good")
     assert "not valid" not in "".join(words.budget_cells(honest).values())
     virtual = dataclasses.replace(honest, schedule="pearl_virtual", budget=RoundBudget(3.0, 4.0, None, None))
-    assert words.budget_cells(virtual)["of reading"] == "virtual clock"
+    assert words.budget_cells(virtual)["of bandwidth"] == "virtual clock"
 
 
 def test_rows_with_budgets_and_rows_of_before_survive_their_file(tmp_path):

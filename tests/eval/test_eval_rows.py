@@ -49,7 +49,7 @@ def test_the_length_that_was_used_stands_apart_from_the_one_that_the_formula_wou
     same = dataclasses.replace(good, best_gamma=gamma)
     assert words.foretold(same) == f"Used: gamma={gamma}, chosen in the sweep. Predicted: {good.verdict}."
     ended = dataclasses.replace(same, drafted=0.4 * gamma)
-    assert f"chosen in the sweep as the most, of which a mean round drafted {0.4 * gamma:.1f}." in words.foretold(ended)
+    assert f"chosen in the sweep; a mean round drafted {0.4 * gamma:.1f} of them." in words.foretold(ended)
     given = dataclasses.replace(other, length_rule="given")
     assert words.foretold(given).startswith(f"Used: gamma={gamma}, as given. Predicted: {said}")
     unforetold = dataclasses.replace(good, length_rule="own", predicted_speedup=None, verdict="there is no formula")

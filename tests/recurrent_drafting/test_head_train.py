@@ -183,11 +183,16 @@ def test_ranks_of_every_kind_make_the_same_head(
 
 
 @pytest.mark.long
-def test_ranks_go_on_as_one_process_does(tiny_target: Path, tmp_path: Path):
-    """The paper's distillation: each rank has the target continue its own positions."""
-    more = "loss.name=continuations"
+@pytest.mark.parametrize(("kind", "loss"), [("ddp", "continuations"), ("fsdp", "forward_kl"), ("zero3", "lk")])
+def test_ranks_train_on_what_the_target_says_as_one_process_does(
+    kind: str, loss: str, tiny_target: Path, tmp_path: Path, request: pytest.FixtureRequest
+):
+    """Each rank has the target continue its own positions, or asks it for its distributions there."""
+    if kind.startswith("zero"):
+        request.getfixturevalue("deepspeed")
+    more = f"loss.name={loss}"
     run(configured(tiny_target, tmp_path / "alone", more))
-    same_in_ranks("ddp", tmp_path / "alone", tiny_target, tmp_path / "ranks", more)
+    same_in_ranks(kind, tmp_path / "alone", tiny_target, tmp_path / "ranks", more)
 
 
 def same_in_ranks(kind: str, alone: Path, target: Path, folder: Path, *more: str) -> None:
