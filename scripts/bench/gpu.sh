@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What wants a GPU, in parts of under eight minutes each: gpu.sh exact|decode|train|recurrent|all
+# What wants a GPU, in parts planned for under eight minutes each: gpu.sh exact|decode|train|recurrent|all
 #
 #   exact      every way of drafting gives autoregressive text on the card, as graphs and eager; the noise is the CPU's; a round waits for nothing else
 #   decode     LLaMA-7B and drafters of 1 to 12 layers against the card's bandwidth, whole rounds, V(n) at contexts of 1k, 8k and 32k
