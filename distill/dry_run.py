@@ -89,9 +89,7 @@ def _print_importance(config: PruneConfig, source: Any, frozen: Mapping[str, Any
     _print_memory(training, config.parallel, shape, frozen, config.target.dtype)
     if training is not None:
         trained = parameter_counts(shape)["all"]
-        print(
-            f"disk: {size(_checkpoint_bytes(training, trained, trained))} of the candidate that is at it, until it is compared"
-        )
+        print(f"disk: {size(_checkpoint_bytes(training, trained, trained))} while a candidate is distilled")
 
 
 def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) -> None:

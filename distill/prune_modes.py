@@ -90,7 +90,8 @@ def _scores(bench: Workbench, source: Source) -> importance.Scores:
 def _cached(bench: Workbench, source: Source, rows: int) -> Path:
     """Where what was found out about a source on so many rows of this text is kept."""
     shares = {name: domain.share for name, domain in bench.config.data.domains.items()}
-    data = [rows, bench.config.data.max_length, bench.config.seed, _samples_hash(bench.texts), shares]
+    settings = (rows, bench.config.data.max_length, bench.config.seed, bench.config.target.dtype)
+    data = [*settings, _samples_hash(bench.texts), shares]
     return Path(bench.config.importance.cache_dir) / importance.cache_key(hash_input(source.folder), str(data))
 
 

@@ -45,7 +45,9 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
         raise UserError(f"drafter.head_dim is {shape.head_dim}, expected an even number: rope turns channels in pairs")
     given: dict[str, Any] = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}
     if shape.num_attention_heads and not shape.num_key_value_heads:
-        given["num_key_value_heads"] = min(given["num_attention_heads"], theirs["num_key_value_heads"])
+        # As many groups as the target has, or the next fewer that share the heads out evenly.
+        most = min(given["num_attention_heads"], theirs["num_key_value_heads"])
+        given["num_key_value_heads"] = max(n for n in range(1, most + 1) if given["num_attention_heads"] % n == 0)
     heads, groups = given["num_attention_heads"], given["num_key_value_heads"]
     if heads % groups:
         raise UserError(

@@ -27,7 +27,7 @@ from eval.table import print_table
 from eval.texts import Text, texts_of
 from eval.words import condition_label, main_rows
 from training.job import job_main
-from training.models import missing_of, target_is_here
+from training.models import target_is_here
 from training.run_folder import RunFolder
 
 NOT_MEASURED = (
@@ -50,7 +50,7 @@ def run(cfg: EvalConfig) -> Path:
             check_plan(cfg, loaded)
             _say_plan(cfg, loaded)
         else:
-            print(f"note: {missing_of(cfg.target)}; nothing can be decoded with it yet")
+            print(f"note: {cfg.target.path} is not there, and measuring needs its weights: no plan can be made yet")
         return Path(cfg.output_dir)
     folder = RunFolder(cfg)
     results = folder.path / "results.jsonl"

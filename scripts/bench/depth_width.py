@@ -39,6 +39,7 @@ from scripts.bench.kept import Kept, paired
 from scripts.bench.students import Students, configured
 from training.config import DataConfig, HeldOutConfig, StudentConfig, TargetConfig, plain
 from training.drafter_folder import write_model
+from training.drafters import CONTROL
 from training.held_out import target_answers
 from training.models import target_config
 from training.packing import Sample
@@ -209,8 +210,11 @@ def measured(chosen: Options, drafters: dict[str, Path], execution: str, seed: i
         "distinct_4",
         "overhead",
         "lossless",
+        "baseline_tokens_per_second",
+        "t_target_ms",
     )
-    rows = [row for row in read_rows(folder / "results.jsonl") if row.part == "main" and row.drafter in drafters]
+    compared = (*drafters, CONTROL)
+    rows = [row for row in read_rows(folder / "results.jsonl") if row.part == "main" and row.drafter in compared]
     return {"rows": [{key: getattr(row, key) for key in keys} for row in rows]}
 
 

@@ -10,6 +10,7 @@ The last fifth of every domain is never trained on; every second piece of it mov
 counts. Pieces of one document stand in both, and a domain of one long document (a book) is held out by its end.
 """
 
+import json
 import logging
 import statistics
 import sys
@@ -202,24 +203,29 @@ def main() -> None:
             found = kept.figures({"side": side, "seed": seed}, distilled, *told)
             print(f"  {side} seed {seed}: worst {found['worst']:.4f} mean {found['mean']:.4f}", file=sys.stderr)
             save(chosen.name, chosen, figures(kept, references), show=False)
-    over_fixed = figures(kept, references)["over_fixed"]
-    print(f"acceptance in the worst domain and on average, over fixed shares: {over_fixed}")
+    found = figures(kept, references)
+    print(json.dumps({key: found[key] for key in found if key.startswith("over_")}, indent=1))
 
 
 def figures(kept: Kept, references: dict[str, float]) -> dict[str, Any]:
-    """Every side over fixed shares, paired over seeds, and the runs."""
+    """Every side over fixed shares and over equal ones, paired over seeds, and the runs."""
     runs: dict[str, dict[str, dict[str, Any]]] = {}  # side -> seed -> what was found
     for part, found in kept.all():
         runs.setdefault(part["side"], {})[str(part["seed"])] = found
-    over_fixed = {
+    compared = {f"over_{other}": over(runs, other) for other in ("fixed", "equal") if other in runs}
+    return {**compared, "target_loss": references, "revisions": kept.revisions(), "runs": runs}
+
+
+def over(runs: dict[str, dict[str, dict[str, Any]]], other: str) -> dict[str, Any]:
+    """Every side's acceptance less that of the other one, paired over seeds."""
+    return {
         side: {
-            key: paired(*({seed: one[key] for seed, one in of.items()} for of in (by_seed, runs["fixed"])))
+            key: paired(*({seed: one[key] for seed, one in of.items()} for of in (by_seed, runs[other])))
             for key in ("worst", "mean")
         }
         for side, by_seed in runs.items()
-        if side != "fixed" and "fixed" in runs
+        if side != other
     }
-    return {"over_fixed": over_fixed, "target_loss": references, "revisions": kept.revisions(), "runs": runs}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Pieces such as `seeds=[0] layers=[4]` may be run one by one: with the same setti
 
 import dataclasses
 import logging
-import statistics
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -233,7 +232,10 @@ def by_work(accounts: dict[str, float]) -> dict[str, float]:
 
 
 def costs(kept: Kept) -> dict[str, dict[str, dict[str, float]]]:
-    """side -> work -> its mean seconds and operations over the runs that did it: scores and the layers' order serve all cuts of a seed."""
+    """side -> work -> its least seconds and operations of the runs that did it: scores and the layers' order serve all cuts of a seed.
+
+    The least, as a run beside other work takes longer, and none takes less than it must.
+    """
     spent: dict[str, dict[str, dict[str, list[float]]]] = {}
     for part, found in kept.all():
         for what, of_works in found["pruning"].items():
@@ -241,7 +243,7 @@ def costs(kept: Kept) -> dict[str, dict[str, dict[str, float]]]:
                 lists = spent.setdefault(part["side"], {}).setdefault(f"{work}, to {part['layers']} layers", {})
                 lists.setdefault(what, []).append(value)
     return {
-        side: {work: {what: statistics.mean(values) for what, values in of.items()} for work, of in works.items()}
+        side: {work: {what: min(values) for what, values in of.items()} for work, of in works.items()}
         for side, works in spent.items()
     }
 

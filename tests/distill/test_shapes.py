@@ -5,8 +5,9 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
 from distill.shapes import refuse_wider, student_config
-from training.config import StudentConfig, typed
+from training.config import StudentConfig, TargetConfig, typed
 from training.job import CONF
+from training.models import target_config
 from training.shapes import bytes_a_step, millions, parameter_counts
 
 # Names of "Decoding Speculative Decoding" (arXiv 2402.01528), and Sheared-LLaMA's (arXiv 2310.06694) by their shapes.
@@ -33,6 +34,17 @@ def test_counts_are_the_published_ones(name: str):
     text = (CONF / "drafter" / f"{name}.yaml").read_text()
     assert words in text, "the file says it too"
     assert shape.name == name
+
+
+@pytest.mark.parametrize("target", ["llama3_1_8b", "llama3_1_70b"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_are_cut_from_a_target_of_grouped_queries_too(name: str, target: str):
+    """With groups of its own: as many as the target has where they share the heads out evenly."""
+    theirs = target_config(typed(OmegaConf.load(CONF / "target" / f"{target}.yaml"), TargetConfig))
+    student = student_config(typed(OmegaConf.load(CONF / "drafter" / f"{name}.yaml"), StudentConfig), theirs)
+    refuse_wider(student, theirs)
+    heads, groups = student.num_attention_heads, student.num_key_value_heads
+    assert heads % groups == 0 and groups == {32: 8, 20: 5, 16: 8, 8: 8}[heads]
 
 
 def test_bytes_of_a_step_are_those_of_layers_and_head():
