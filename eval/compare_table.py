@@ -40,7 +40,7 @@ def print_comparison(
 
 
 def _table(panel: Panel, console: Console) -> Table:
-    title = f"{panel.setting.target} on {panel.workload.benchmark} prompts: {panel.label}"
+    title = f"{panel.setting.target} on benchmark {panel.workload.benchmark}: {panel.label}"
     table = Table(
         title=title,
         box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII,
