@@ -43,6 +43,8 @@ def test_students_first_and_their_speeds_later(tiny_target: Path, tmp_path: Path
     both = figures("seeds=[0]", "executions=['native eager']")
     assert both["acceptance"] == students["acceptance"], "as they were kept"
     (rows,) = both["rows"]["native eager"].values()
-    assert {row["drafter"] for row in rows} == {"1x32", "2x32", "prompt_lookup"} and all(row["speedup"] > 0 for row in rows)
+    assert {row["drafter"] for row in rows} == {"1x32", "2x32", "prompt_lookup"} and all(
+        row["speedup"] > 0 for row in rows
+    )
     assert figures("seeds=[0]", "executions=[]", "max_prompts=9")["rows"] == {}, "other prompts, the same students"
     assert both["over_first"]["speedup"]["native eager"]["2x32"]["T=0"]["seeds"] == 1
