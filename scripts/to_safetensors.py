@@ -26,15 +26,13 @@ def convert(folder: Path) -> Path:
     if target.exists():
         raise UserError(f"{target} is there already; delete it to convert again")
     weights: dict[str, torch.Tensor] = {}
-    seen: set[tuple[object, ...]] = set()
-    shards = [
-        torch.load(file, map_location="cpu", weights_only=True) for file in files
-    ]  # kept: freed memory would lend its address to others
+    seen: set[int] = set()
+    # All are held until the last is read: freed memory would lend its address to another tensor, which would pass for tied.
+    shards = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
     for shard in shards:
         for name, tensor in shard.items():
-            place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            if place not in seen:  # one tensor under two names is tied: it is written once
-                seen.add(place)
+            if tensor.data_ptr() not in seen:  # one tensor under two names is tied: it is written once
+                seen.add(tensor.data_ptr())
                 weights[name] = tensor.contiguous()
     partial = folder / ".model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})
