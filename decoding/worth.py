@@ -19,9 +19,9 @@ class Worth:
     DISCOUNT = 0.99  # of what was seen, every round: a row that gave up drafting tries again some day
     WEIGHT = 4.0  # rounds that the prior stands for
 
-    def __init__(self, costs: RoundCosts, most: int | None = None) -> None:
-        """most: nodes that `best` chooses at most."""
-        self.costs, self.most = costs, most
+    def __init__(self, costs: RoundCosts, most: int | None = None, margin: float = 1.0) -> None:
+        """most: nodes that `best` chooses at most. margin: how many times a plain round's tokens a millisecond a drafting one must bring."""
+        self.costs, self.most, self.margin = costs, most, margin
         self._tries = Tries(costs)
         # A round before any was seen: one step, one node, accepted.
         self._first = (2.0, costs.round_ms(1, 1))
@@ -46,7 +46,7 @@ class Worth:
 
     def drafts(self) -> bool:
         """Whether drafting pays in the round that begins; asked once a round."""
-        return self._tries(self._tokens / self._ms > 1 / self.costs.plain_ms)
+        return self._tries(self._tokens / self._ms > self.margin / self.costs.plain_ms)
 
     def _rate(self, tokens: float, nodes: int) -> float:
         """Tokens a millisecond after the steps so far."""

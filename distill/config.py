@@ -159,7 +159,8 @@ class PruneConfig(JobConfig):
     )  # layers left after each stage before the last, such as [12, 5]; widths are cut in the first. Empty: by largest_cut
     largest_cut: float = 1.0  # share of its layers that one stage may take (0.625: 32 -> 12 -> 5 -> 3)
     assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
-    masks: str = ""  # masks.safetensors of an earlier run on this target: cut by it, and choose nothing anew
+    # masks.safetensors of an earlier run: cut this target by it, and choose nothing anew. It holds which units stay: no weights, no logits.
+    masks: str = ""
     cache_mb: int = 0  # memory for the target's hidden states, read once for all of a probe's candidates
     data: DataConfig = field(default_factory=DataConfig)
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)

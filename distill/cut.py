@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from decoding.errors import UserError
-from training.checkpoint import disk_error
+from training.checkpoint import disk_error, save_tensors
 from training.models import random_model
 from training.shapes import target_widths
 from training.sharding import Wholes
@@ -140,7 +139,7 @@ def save_cut(cut: Cut, path: Path, target_hash: str, notes: dict[str, Any]) -> N
     head = {"form": str(FORM), "target": target_hash, "a_group": str(cut.a_group), "notes": json.dumps(notes)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, head)
+        save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, path, head)
     except (OSError, SafetensorError) as error:
         raise disk_error(path, error) from error
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from decoding.folder import read_json
 from training import drafter_folder
-from training.drafter_folder import CARD, Origin, figures_on_card
+from training.drafter_folder import CARD, Origin, figures_on_card, tokenizer_on_card, training_on_card
 
 
 def pruning_on_card(folder: Path) -> dict[str, Any] | None:
@@ -68,10 +68,10 @@ tags: [speculative-decoding, drafter]
 # {card["name"]}
 
 A drafter for `{card["target"]}`: {layers}, width {shape["hidden_size"]}, {card["parameters"] / 1e6:.1f} M parameters,
-distilled with {card["loss"].get("name", "no loss")}. Held-out: {figures_on_card(card)}.
+{training_on_card(card)}. Held-out: {figures_on_card(card)}.
 It only proposes tokens; the target decides every one of them, so the output is the target's own.
 
-{lines}
+{tokenizer_on_card(card)}{lines}
 
 `drafter_card.json` says from which target, data and code it comes. Made with Shallow Draft.
 """

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from distill.cut import Cut
-from training.checkpoint import disk_error, write_text
+from training.checkpoint import disk_error, save_tensors, write_text
 from training.objectives import hidden_states
 from training.packing import Batch
 from training.progress import ProgressBar
@@ -207,7 +207,7 @@ def write_scores(path: Path, scores: Scores, notes: dict[str, Any]) -> None:
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(scores.tensors(), part, {"notes": json.dumps(notes)})
+        save_tensors(scores.tensors(), part, {"notes": json.dumps(notes)})
         part.replace(path)
     except (OSError, SafetensorError) as error:
         raise disk_error(path, error) from error

@@ -267,7 +267,12 @@ def finish(
         config.target.path,
         resolve(config.target.path),
         {"sources": sources(config.data)},
-        {"name": "none: cut, not distilled yet"},
+        {
+            "name": None,
+            "note": "random weights, not trained yet"
+            if config.mode == "random"
+            else "cut out of it, not distilled yet",
+        },
         acceptance,
     )
     write_card(folder, student, origin, {"mode": config.mode, "stages": told})

@@ -53,6 +53,15 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
         raise UserError(
             f"drafter.num_attention_heads ({heads}) is no multiple of num_key_value_heads ({groups}): every group has as many query heads"
         )
+    if (
+        0 < theirs["hidden_size"] < given["hidden_size"]
+        and given["hidden_size"] % heads
+        and not shape.num_attention_heads
+    ):
+        raise UserError(
+            f"drafter.hidden_size is {given['hidden_size']}, the target has {theirs['hidden_size']}, and {heads} query heads: "
+            f"take at most {theirs['hidden_size']}, or give drafter.num_attention_heads as well"
+        )
     if target.model_type != "qwen3" and given["hidden_size"] % heads:
         raise UserError(
             f"drafter.hidden_size ({given['hidden_size']}) is no multiple of its {heads} query heads: head_dim is free, but transformers and the "

@@ -189,4 +189,4 @@ def _provenance(evaluations: Sequence[Evaluation], making: Making) -> str:
             "code": making.revision,
             "raw data": "comparison.jsonl; results.jsonl and records.jsonl of each run",
         }
-    ) + table(("run", "measured", "hardware", "versions", "code", "command"), body)
+    ) + table(("run", "measured", "hardware", "versions", "code", "command"), body, texts=6)

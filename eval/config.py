@@ -86,6 +86,6 @@ class CompareConfig(JobConfig):
     labels: dict[str, str] | None = None
     # Or by what drafters share: bytes_per_step, training_tokens (each within 3 %), or fields of the card, such as shape.hidden_size.
     group_by: list[str] = field(default_factory=list)
-    prompts: str = "headline"  # that rank and are drawn: headline (texts that do not loop) | all
+    prompts: str = "headline"  # which prompts count: headline (those whose text does not loop) | all
     bootstrap_resamples: int = 2000  # of the 95 % interval of one speedup over another
     tracker: TrackerConfig = field(default_factory=TrackerConfig)

@@ -30,10 +30,13 @@ def tr(cells: Sequence[str], kind: str = "") -> str:
     return f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
 
 
-def table(columns: Sequence[str], body: Sequence[str]) -> str:
-    """A table that scrolls by itself where it is wider than the screen. columns: plain texts; body: rows of `tr`."""
+def table(columns: Sequence[str], body: Sequence[str], texts: int = 1) -> str:
+    """A table that scrolls by itself where it is wider than the screen.
+
+    columns: plain texts; body: rows of `tr`; texts: how many columns, from the left, hold words and not figures.
+    """
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    return f'<div class="scroll"><table class="texts-{texts}"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
 
 
 def bullets(sentences: Sequence[str]) -> str:

@@ -145,7 +145,7 @@ def _budgets(shown: Sequence[Row]) -> str:
         body.append(tr([label, *words.baseline_budget_cells(here[0]).values()], "baseline"))
         body += [tr([label, *words.budget_cells(row).values()]) for row in here]
     columns = ["setting", *words.budget_cells(shown[0])]
-    return f'{table(columns, body)}<p class="note">{escape(words.limits_line(shown[0]))}.</p>'
+    return f'{table(columns, body, texts=2)}<p class="note">{escape(words.limits_line(shown[0]))}.</p>'
 
 
 def _verdicts(shown: Sequence[Row]) -> str:
@@ -166,9 +166,9 @@ def _duels(shown: Sequence[Row], records: Sequence[Record]) -> str:
             body.append(tr([*names, label, spread]))
     if not body:
         return ""
-    columns = ("drafter", "its best rival", "setting", "tokens/s over the rival's [95 %]")
+    columns = ("drafter", "its best rival", "setting", "tokens/s over it [95 %]")
     note = '<p class="note">Paired over prompts: both sides of a prompt are resampled together.</p>'
-    return table(columns, body) + note
+    return table(columns, body, texts=3) + note
 
 
 def _replays(shown: Sequence[Row]) -> str:
@@ -181,7 +181,7 @@ def _replays(shown: Sequence[Row]) -> str:
             cells = [row.drafter, words.condition_label(row), clock, *speeds, words.number(agreement.ratio(row))]
             body.append(tr([*cells, agreement.verdict(row)], "bad" if agreement.departs(row) else ""))
     columns = ("drafter", "setting", "clock", "measured", "closed form", "replay", "replay / measured", "verdict")
-    return table(columns, body) if body else ""
+    return table(columns, body, texts=3) if body else ""
 
 
 def _plots(rows: Sequence[Row], shown: Sequence[Row], records: Sequence[Record]) -> str:
@@ -236,7 +236,7 @@ def _categories(shown: Sequence[Row]) -> str:
             cells = [row.drafter, words.condition_label(row), part.category, str(part.prompts)]
             body.append(tr([*cells, words.number(part.alpha), words.number(part.tau), spread]))
     names = ("drafter", "setting", "category", "prompts", "alpha", "tau", "speedup [95 %]")
-    return table(names, body) if body else ""
+    return table(names, body, texts=3) if body else ""
 
 
 def _definitions() -> str:

@@ -42,7 +42,7 @@ def run(cfg: EvalConfig) -> Path:
     Raises UserError for input that does not fit, and for an output that is not the target's own (after the report).
     """
     check(cfg)
-    if not cfg.drafters:
+    if not cfg.drafters and cfg.prompt_lookup_control:
         print("no drafters= given: prompt lookup, the control, is all that is measured beside autoregressive decoding")
     if cfg.dry_run:
         if target_is_here(cfg.target):
@@ -50,7 +50,7 @@ def run(cfg: EvalConfig) -> Path:
             check_plan(cfg, loaded)
             _say_plan(cfg, loaded)
         else:
-            print(f"note: {cfg.target.path} is not there, and measuring needs its weights: no plan can be made yet")
+            _say_intent(cfg)
         return Path(cfg.output_dir)
     folder = RunFolder(cfg)
     results = folder.path / "results.jsonl"
@@ -110,6 +110,16 @@ def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     print(
         f"would decode {sum(batches.values())} batches, at most {most_tokens(cfg, loaded)} tokens, into {cfg.output_dir}"
     )
+
+
+def _say_intent(cfg: EvalConfig) -> None:
+    """The plan as far as the configuration tells it, where the target's folder, whose tokenizer counts prompts, is missing."""
+    told = ", ".join(condition.label for condition in conditions(cfg))
+    prompts = f"at most {cfg.max_prompts} prompts" if cfg.max_prompts else "all prompts"
+    print(
+        f"would measure the drafters ({len(cfg.drafters)} given) on {prompts} of {cfg.benchmark.path}, {cfg.max_new_tokens} tokens each; {told}"
+    )
+    print(f"note: {cfg.target.path} is not there, and measuring needs its weights: which prompts fit is not known yet")
 
 
 def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:

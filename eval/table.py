@@ -25,7 +25,7 @@ from eval.words import (
 
 PLAIN_WIDTH = 160  # characters where there is no terminal to ask
 WIDE = 140  # terminals below this get the columns of NARROW
-NARROW = ["drafter", "speedup [95 %]", "tokens/s", "gamma", "alpha", "tau"]
+NARROW = ["drafter", "speedup [95 %]", "gamma", "alpha", "tau", "c", "V"]  # acceptance never without cost
 
 
 def print_table(rows: list[Row], console: Console | None = None) -> None:

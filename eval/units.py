@@ -123,7 +123,7 @@ ByGamma = dict[int, list[Unit]]  # draft length -> the units run at it
 def pool_counts(
     judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: PartTimes, parts_then: PartTimes, limit: int
 ) -> Pool:
-    """What predicts the speedup of `judged`: its own acceptance and parts, and the overhead of the runs `timed`.
+    """What predicts the speedup of `judged`: its own acceptance, parts and plain rounds, and the overhead of the rounds `timed`.
 
     parts_then: those timed between these runs, as a machine's pace changes. limit: tokens that a text may have.
 
@@ -155,8 +155,8 @@ def pool_counts(
         deepest=max(*judged, *timed),
         own_lengths=facts.own_cap is not None,
     )
-    overhead, baseline_overhead = _overheads(timed, facts, parts_then, replace(costs, **_ratios(parts_then)), limit)
-    return Pool(passes, replace(costs, overhead=overhead, baseline_overhead=baseline_overhead))
+    overhead = _overhead(timed, facts, parts_then, replace(costs, **_ratios(parts_then)), limit)
+    return Pool(passes, replace(costs, overhead=overhead, baseline_overhead=_baseline_overhead(judged, parts)))
 
 
 def _ratios(parts: PartTimes) -> dict[str, Any]:
@@ -178,14 +178,11 @@ def _by_length(parts: PartTimes, *groups: ByGamma) -> dict[int, tuple[float, flo
     return found
 
 
-def _overheads(
-    timed: ByGamma, facts: DrafterFacts, parts: PartTimes, costs: prediction.Costs, limit: int
-) -> tuple[float, float]:
-    """(o, o_1): what rounds took beyond their parts, over t_target(1), as the mean over draft lengths.
+def _overhead(timed: ByGamma, facts: DrafterFacts, parts: PartTimes, costs: prediction.Costs, limit: int) -> float:
+    """o: what rounds took beyond their parts, over t_target(1), as the mean over draft lengths.
 
     The parts of an overlapped round are its lanes as timed alone, which its trace puts together.
     """
-    units = [unit for group in timed.values() for unit in group]
     t_1 = parts.t_target_ms[1]
     extra_ms = []
     for gamma, group in timed.items():
@@ -194,8 +191,14 @@ def _overheads(
             traces = [trace for unit in group for trace in unit.traces]
             busy = t_1 * mean_lanes(traces, gamma, limit, facts.schedule, costs)
         extra_ms.append(mean_round_ms(group) - busy)
+    return float(np.mean(extra_ms)) / t_1
+
+
+def _baseline_overhead(judged: ByGamma, parts: PartTimes) -> float:
+    """o_1: the same of a plain round, from the baseline of the runs that are judged: no drafter's round is in it."""
+    units = [unit for group in judged.values() for unit in group]
     base_ms = 1000 * sum(unit.base_seconds for unit in units) / sum(unit.base_batch_rounds for unit in units)
-    return float(np.mean(extra_ms)) / t_1, base_ms / t_1 - 1.0
+    return base_ms / parts.t_target_ms[1] - 1.0
 
 
 def replayable(facts: DrafterFacts, units: Sequence[Unit]) -> bool:

@@ -136,9 +136,9 @@ def _budget(budget: RoundBudget | None, virtual: bool) -> dict[str, str]:
     if budget is None:
         return dict.fromkeys(("MB read", "of bandwidth", "MFLOP", "of arithmetic"), "not known")
     return {
-        "MB read": f"{budget.megabytes:.3g}" if budget.megabytes < 100 else f"{budget.megabytes:.0f}",
+        "MB read": f"{budget.megabytes:.1f}",
         "of bandwidth": _share(budget.bandwidth_share, virtual),
-        "MFLOP": f"{budget.megaflop:.3g}" if budget.megaflop < 100 else f"{budget.megaflop:.0f}",
+        "MFLOP": f"{budget.megaflop:.1f}",
         "of arithmetic": _share(budget.operations_share, virtual),
     }
 
@@ -146,7 +146,7 @@ def _budget(budget: RoundBudget | None, virtual: bool) -> dict[str, str]:
 def _share(share: float | None, virtual: bool) -> str:
     if share is None:
         return "virtual clock" if virtual else "not measured"
-    return f"{100 * share:.3g} %" + (f" ({SLOW_YARDSTICK})" if share > 1 else "")
+    return f"{100 * share:.1f} %" + (f" ({SLOW_YARDSTICK})" if share > 1 else "")
 
 
 def limits_line(row: Row) -> str:
@@ -195,7 +195,11 @@ def losses(row: Row) -> str:
     worst = f"worst {row.worst_prompt}: {times(row.worst_speedup)}"
     text = f"slower on {row.slower_prompts} of {row.prompts} prompts ({worst})"
     behind = [part.category for part in row.categories if part.speedup_high is not None and part.speedup_high < 1]
-    return text + (f", and as a whole on {', '.join(behind)}" if behind else "")
+    return text + (
+        f", and all in all on the {'category' if len(behind) == 1 else 'categories'} {', '.join(behind)}"
+        if behind
+        else ""
+    )
 
 
 def foretold(row: Row) -> str:

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS, load_state, read_config
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from training.checkpoint import disk_error
+from training.checkpoint import disk_error, save_tensors
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 _SIZES = {"vocab_size": 1, "hidden_size": 1, "exit_dim": 1, "num_draft_layers": 0}  # with the least of each
@@ -57,7 +56,7 @@ def save_head(head: RecurrentHead, folder: Path, dtype: torch.dtype = torch.floa
     text = json.dumps(published_config(head.config, dtype), indent=2, sort_keys=True) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(state, folder / WEIGHTS, {"format": "pt"})
         (folder / "config.json").write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise disk_error(folder, error) from error

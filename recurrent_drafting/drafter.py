@@ -32,7 +32,7 @@ from recurrent_drafting.checkpoint import load_head
 from recurrent_drafting.drafts import DrawnDraft, PickedDraft, drawing, rooms_of
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.packed import for_drafting
-from recurrent_drafting.plans import Plan, ladder, plan_of
+from recurrent_drafting.plans import Plan, ladder, plan_of, width_worth
 from recurrent_drafting.recorded import RecordedPicks
 
 
@@ -47,7 +47,7 @@ class RecurrentDrafter:
         folder: str | Path | None = None,
         *,
         beam_width: int = 8,
-        draws: str = "picked",
+        draws: str = "drawn",
         by_cost: bool = False,
         dtype: str = "float32",
         device: str = "cpu",
@@ -57,7 +57,8 @@ class RecurrentDrafter:
     ) -> None:
         """From a head's folder, or from a `head` in memory, which keeps its dtype and device.
 
-        beam_width: beams of a draft. draws: `picked`, the likeliest beams, or `drawn`. by_cost: take the number of steps, the beams that
+        beam_width: beams of a draft. draws: `drawn`, or `picked`, the likeliest beams, as published; greedy they are always picked.
+        by_cost: take the number of steps, the beams that
         each starts from, the nodes that are verified, and whether to draft at all from measured costs; beam_width and the draft length are
         then the most. execution: fixed picked beams are drafted operation by operation (`eager`) or as one recorded step (`graph`, and
         `compiled` as well, as there is nothing to fuse); None takes graph on a GPU and eager on a CPU.
@@ -92,6 +93,8 @@ class RecurrentDrafter:
         self._recorded: RecordedPicks | None = None
         self._target: Target | None = None
         self._costs: RoundCosts | None = None
+        self._width = beam_width  # that is searched: with costs, as many as pay
+        self._rows = 0
         self._plans_B: list[Plan] = []
         self._drawn = draws == "drawn"  # the last draft, or what the first one may be
         self._timed: Choose | None = None
@@ -149,9 +152,19 @@ class RecurrentDrafter:
 
     def _plan(self, rows: int) -> None:
         """Decide afresh how much is drafted."""
-        ahead = cuda.runs_ahead(self.device)
-        self._plans_B = [plan_of(self._costs, self.beam_width, ahead) for _ in range(rows)]
-        self._timed = None
+        self._rows, self._plans_B, self._timed = rows, [], None
+
+    def _planned(self, chooser: Chooser) -> list[Plan]:
+        """The rows' plans; made with their first round, which tells whether its beams are drawn."""
+        if not self._plans_B:
+            drawn, ahead = are_drawn(self.draws, chooser), cuda.runs_ahead(self.device)
+            self._width = self.searched(drawn)
+            self._plans_B = [plan_of(self._costs, self._width, ahead) for _ in range(self._rows)]
+        return self._plans_B
+
+    def searched(self, drawn: bool) -> int:
+        """Beams of a search, at most."""
+        return self.beam_width if self._costs is None else width_worth(self._costs, self.beam_width, drawn)
 
     def _own(self, target_states: Tensor) -> Tensor:
         return target_states.to(self.device, self.dtype)
@@ -168,7 +181,7 @@ class RecurrentDrafter:
         chooser: Chooser,
     ) -> Proposal:
         """The beams of each row, as long as its budget. Stopping policies limit the length before a round, not inside it."""
-        depths_B = [plan.begin(budget) for plan, budget in zip(self._plans_B, budgets_B, strict=True)]
+        depths_B = [plan.begin(budget) for plan, budget in zip(self._planned(chooser), budgets_B, strict=True)]
         length = max(depths_B)
         if length == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
@@ -179,7 +192,7 @@ class RecurrentDrafter:
             return self._recorded(tips, self._hidden_BH, depths_B, temperature, rooms_of(self._plans_B))
         tips_B = cuda.tensor(tips, self.device)
         kind = DrawnDraft if self._drawn else PickedDraft
-        draft = kind(self.head, self.beam_width, chooser, self._plans_B)
+        draft = kind(self.head, self._width, chooser, self._plans_B)
         beams = search(self.head, self._embed, tips_B, self._hidden_BH, length, draft.choose, draft.narrow)
         return draft.proposal(beams)
 
@@ -191,8 +204,9 @@ class RecurrentDrafter:
             last_B = [path[-1] + 1 if path else 0 for path in outcome.paths_B]
         self._hidden_BH = self._own(at_nodes(observation.hidden_BNC, last_B))
         answer_B = observation.answers[0] if observation.answers else [None] * len(self._plans_B)
-        for plan, answer, accepted in zip(self._plans_B, answer_B, outcome.accepted_B, strict=True):
-            plan.learn(answer, accepted)
+        if self._plans_B:  # there are none as long as others, such as a lookup, have drafted every round
+            for plan, answer, accepted in zip(self._plans_B, answer_B, outcome.accepted_B, strict=True):
+                plan.learn(answer, accepted)
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
         """Beams leave nothing behind."""
@@ -201,7 +215,8 @@ class RecurrentDrafter:
         """Keep only these rows."""
         kept = cuda.tensor(list(rows), self.device)  # a list as an index would wait for the device
         self._hidden_BH = self._hidden_BH[kept]
-        self._plans_B = [self._plans_B[row] for row in rows]
+        self._rows = len(rows)
+        self._plans_B = [self._plans_B[row] for row in rows] if self._plans_B else []
 
     def time_step(self, beams: int = 1) -> None:
         """One step from so many beams, drawn or picked as the last draft was; before one as `draws` says."""

@@ -22,6 +22,9 @@ from recurrent_drafting.packed import Head
 from recurrent_drafting.plans import ByCost, Fixed, Plan
 from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
 
+# Greedy, a likeliest token passes more often than its probability says, and the others less: chances that costs are weighed by are those of this
+# temperature. Of 0.35, 0.6 and 1 this one was the fastest (LOG.md, "A recurrent head for chat24m").
+GREEDY_TEMPERATURE = 0.6
 TOKENS_STEP = 8  # on a GPU a forward's tokens, nodes and tip, come in multiples of it: few widths are recorded, and products fill their tiles
 
 
@@ -117,7 +120,9 @@ def own(scores_BP: Tensor, counts_B: Sequence[int], none: float) -> Tensor:
 
 def picks(head: Head, width: int, chooser: Chooser, scored: bool) -> Picks:
     """How beams are picked under a rule."""
-    temperature = 1.0 if chooser.warper.greedy else chooser.warper.temperature
+    temperature = chooser.warper.temperature
+    if chooser.warper.greedy:
+        temperature = GREEDY_TEMPERATURE if scored else 1.0
     return Picks(head, width, temperature, chooser if chooser.rule == "coupled" else None, scored)
 
 

@@ -20,7 +20,7 @@ class GenerateConfig(JobConfig):
     beam_width: int = 10  # beams of a recurrent head; the most, where by_cost is set
     # Tokens of a beam, the target's own first one among them; so one fewer is drafted, by other drafters too.
     beam_length: int = 5
-    draws: str = "picked"  # beams of a head: picked (its likeliest) | drawn (at random, without replacement)
+    draws: str = "drawn"  # beams of a head where answers are sampled: drawn (at random, without replacement) | picked (its likeliest)
     by_cost: bool = True  # a head's width and length follow the measured costs of a round; false: they are fixed
     verify: str = "token"  # token | block | coupled: the rule where temperature > 0; greedy at temperature 0
     stopping: str | None = None  # when a chain ends, as in eval.run; null: the drafter's usual policy

@@ -11,7 +11,14 @@ from recurrent_drafting.checkpoint import extensions, published_config, save_hea
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from training import drafter_folder
 from training.checkpoint import disk_error, write_text
-from training.drafter_folder import Origin, copy_tokenizer, figures_on_card, write_zeros
+from training.drafter_folder import (
+    Origin,
+    copy_tokenizer,
+    figures_on_card,
+    tokenizer_on_card,
+    training_on_card,
+    write_zeros,
+)
 
 
 def write_head(head: RecurrentHead, target_folder: Path, folder: Path) -> None:
@@ -61,17 +68,17 @@ tags: [speculative-decoding, drafter, recurrent-drafting]
 # {card["name"]}
 
 A recurrent drafter head (ReDrafter, arXiv 2403.09919) for `{target}`: {kind}, {blocks} of width {shape["exit_dim"]},
-{card["parameters"] / 1e6:.1f} M parameters, trained with {card["loss"].get("name", "no loss")}. Held-out: {figures_on_card(overall)}.
+{card["parameters"] / 1e6:.1f} M parameters, {training_on_card(card)}. Held-out: {figures_on_card(overall)}.
 It only proposes tokens; the target decides every one of them, so the output is the target's own. It reads that target's hidden states and
 embedding, and works with no other. The folder holds {layout}.
 
-```
+{tokenizer_on_card(card)}```
 python -m eval.run target.path={target} drafters=[HEAD]
 python -m recurrent_drafting.cmd.generate --hf_llm {target.replace("embedded:", "assets/")} --hf_drafter HEAD --beam_width 8 --beam_length 5
 ```
 
-Where answers are sampled, `draws=drawn` behind the second line (in the first, `"drafters=[{{use: HEAD, draws: drawn}}]"`) draws the beams instead
-of taking the likeliest ones: as exact, and which of the two is faster hangs on the texts.
+How many beams pay hangs on the machine: `by_cost=true` (the second line's default; in the first `"drafters=[{{use: HEAD, by_cost: true}}]"`)
+measures it. Where answers are sampled beams are drawn; `draws=picked` takes the likeliest ones as published, as exact and seldom as fast.
 
 HEAD stands for this folder. `drafter_card.json` says from which target, data and code it comes. Made with Shallow Draft.
 """

@@ -8,6 +8,8 @@ A plan is a row's own and knows its rounds, so what a row drafts hangs on no nei
 - `ByHistory`: with costs where a look at a step would be a wait for the device, and in batches, whose rounds are as wide as their widest row.
   Steps, beams and nodes are said before the round, by the rounds before (decoding/tree_size.py); which ones these are is found on the device.
 
+With costs, at most as many beams are searched as pay on the machine at all (`width_worth`).
+
 What is left out is left out for its place or for its chance, which are known before anything is tested. Of drawn beams no node is left out once it
 is drawn: plans say how many children are drawn, before they are, and from how many of the drawn ones the search goes on.
 
@@ -26,6 +28,32 @@ from decoding.worth import Worth
 def ladder(most: int) -> tuple[int, ...]:
     """Numbers of beams that steps are timed from, and that one is chosen of before a round: the powers of two, and the most."""
     return (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
+
+
+FIRST_PASSES = 0.66  # the chance of a step's likeliest node to pass
+# That of a later one, where those before it failed; of heads of chat24m (LOG.md, "A recurrent head for chat24m").
+LATER_PASSES = {"picked": 0.2, "drawn": 0.1}
+DEEPEST = 5  # steps that are thought of
+MARGIN = 1.05  # of a drafting round over a plain one: a head's step is dear, and is paid before it tells that nothing is worth verifying
+
+
+def width_worth(costs: RoundCosts, most: int, drawn: bool) -> int:
+    """How many beams pay on this machine, of `ladder(most)`: by measured costs alone, so that every request has as many.
+
+    Where a forward over more tokens costs nearly nothing that is all of them; where it is dear, a chain, which is also drawn faster.
+    """
+    later = LATER_PASSES["drawn" if drawn else "picked"]
+
+    def rate(width: int) -> float:
+        """Tokens a millisecond at the best length, every node verified."""
+        passes = 1 - (1 - FIRST_PASSES) * (1 - later) ** (width - 1)
+        tokens, best = 1.0, 0.0
+        for steps in range(1, DEEPEST + 1):
+            tokens += passes**steps
+            best = max(best, tokens / costs.drafted_ms(costs.steps_ms(steps, width), steps * width))
+        return best
+
+    return max(ladder(most), key=lambda width: (rate(width), -width))
 
 
 class Room:
@@ -79,7 +107,7 @@ class ByReading:
     reads = True
 
     def __init__(self, costs: RoundCosts) -> None:
-        self._worth = Worth(costs)
+        self._worth = Worth(costs, margin=MARGIN)
         self._draws = False  # in the step that is taken
         self.depth = 0  # steps of this round at most
 

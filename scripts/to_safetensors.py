@@ -10,9 +10,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from safetensors.torch import save_file
 
 from decoding.errors import UserError
+from training.checkpoint import save_tensors
 
 
 def convert(folder: Path) -> Path:
@@ -35,7 +35,7 @@ def convert(folder: Path) -> Path:
                 seen.add(tensor.data_ptr())
                 weights[name] = tensor.contiguous()
     partial = folder / ".model.safetensors.partial"
-    save_file(weights, partial, metadata={"format": "pt"})
+    save_tensors(weights, partial, {"format": "pt"})
     partial.replace(target)
     return target
 

@@ -37,6 +37,17 @@ class Checkpoint:
     rng: dict[str, Tensor]
 
 
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file that everybody may read whom its folder lets in. Raises OSError and SafetensorError."""
+    save_file(tensors, path, metadata)
+    let_read(path)
+
+
+def let_read(path: Path) -> None:
+    """safetensors writes for its owner's eyes alone; a served folder is read by others: the file gets what its folder allows."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def save(
     folder: Path, state: dict[str, Any], model: dict[str, Tensor], optimizer: dict[str, Tensor], rng: dict[str, Tensor]
 ) -> Path:
@@ -51,7 +62,7 @@ def save(
     try:
         partial.mkdir(parents=True)
         for name, tensors in (("model", model), ("optimizer", optimizer), ("rng", rng)):
-            save_file(
+            save_tensors(
                 {key: value.detach().contiguous() for key, value in tensors.items()}, partial / f"{name}.safetensors"
             )
             force_to_disk(partial / f"{name}.safetensors")

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 from decoding.folder import WEIGHTS
-from training.checkpoint import disk_error, write_text
+from training.checkpoint import disk_error, let_read, write_text
 from training.config import DataConfig, HeldOutConfig, TargetConfig, plain
 from training.job_data import sources
 from training.loop import Progress
@@ -45,6 +45,8 @@ def write_model(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stored.save_pretrained(folder)
+        for file in folder.glob("*.safetensors"):
+            let_read(file)
         copy_tokenizer(tokenizer_folder, folder)
     except (OSError, SafetensorError) as error:
         raise disk_error(folder, error) from error
@@ -110,14 +112,15 @@ class Origin:
     target: str  # as the configuration names it
     target_folder: Path
     data: dict[str, Any]  # sources, and the tokens that were seen
-    loss: dict[str, Any]
+    loss: dict[str, Any]  # its settings; {"name": None, "note": what it is instead} where nothing was trained
     acceptance: dict[str, Any]  # held-out figures
     trained: bool = True  # False: a dry run's, of weights that nobody has read or made, so that nothing is hashed
 
     @classmethod
     def untrained(cls, name: str, target: str, target_folder: Path) -> "Origin":
         """Of what a dry run writes."""
-        return cls(name, target, target_folder, {"sources": []}, {"name": "nothing yet (dry run)"}, {}, trained=False)
+        loss = {"name": None, "note": "untrained: a dry run's weights of zero"}
+        return cls(name, target, target_folder, {"sources": []}, loss, {}, trained=False)
 
 
 class Trains(Protocol):
@@ -161,6 +164,7 @@ def write_card(folder: Path, origin: Origin, about: dict[str, Any], readme: Call
         "data": origin.data,
         "loss": origin.loss,
         "acceptance": origin.acceptance,
+        "tokenizer": any((folder / name).is_file() for name in TOKENIZER_FILES),
         "cost_ratio": None,  # eval.run measures it on the machine that will serve
         "git_revision": git_revision(),
         "versions": versions(),
@@ -169,7 +173,27 @@ def write_card(folder: Path, origin: Origin, about: dict[str, Any], readme: Call
     write_text(folder / "README.md", readme(card))
 
 
+def training_on_card(card: dict[str, Any]) -> str:
+    """How the drafter of a card came by its weights, for a sentence."""
+    loss = card["loss"]
+    return f"trained with {loss['name']}" if loss["name"] else str(loss["note"])
+
+
+def tokenizer_on_card(card: dict[str, Any]) -> str:
+    """A paragraph for a README where the target's tokenizer could not be copied; empty where it is there."""
+    if card["tokenizer"]:
+        return ""
+    return (
+        f"**No tokenizer here**: `{card['target']}` had none when this folder was made, so only its weights load. Copy the target's tokenizer files "
+        "into this folder first.\n\n"
+    )
+
+
 def figures_on_card(card: dict[str, Any]) -> str:
     """The held-out figures of a card in a line; `not measured` where it has none."""
-    figures = {key.replace("_", " "): value for key, value in card["acceptance"].items() if isinstance(value, float)}
-    return ", ".join(f"{key} {value:.3f}" for key, value in figures.items()) or "not measured"
+    measured = {key: value for key, value in card["acceptance"].items() if isinstance(value, float)}
+    temperature = measured.pop("temperature", None)
+    figures = ", ".join(f"{key.replace('_', ' ')} {value:.3f}" for key, value in measured.items())
+    if not figures:
+        return "not measured"
+    return figures if temperature is None else f"{figures}, texts at temperature {temperature:g}"

@@ -8,7 +8,7 @@ from typing import Any
 from decoding.chooser import SAMPLING
 from decoding.drafter import Caps
 from decoding.errors import UserError
-from decoding.policies import NAMES
+from decoding.policies import EAGER, NAMES
 from decoding.schedules import SCHEDULES, UNTAUGHT, usual_stopping
 
 ALONE = "alone"  # the schedule of a drafter that writes its own text, without the target: the end of the scale
@@ -42,6 +42,11 @@ class Use:
             raise UserError(
                 f"lookup={self.lookup} with schedule '{self.schedule}': what a lookup has read of a chunk cannot be taken back when the chunk is "
                 "thrown away, so it goes with schedule=serial alone. Leave lookup= out, or take schedule=serial."
+            )
+        if self.stopping_threshold is not None and self.stopping is not None and self.stopping not in EAGER:
+            raise UserError(
+                f"stopping '{self.stopping}' takes no threshold, found stopping_threshold={self.stopping_threshold}: leave it out, or take "
+                f"stopping={' | '.join(EAGER)}."
             )
         self._check_rule()
         self._check_cap()

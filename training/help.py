@@ -22,6 +22,8 @@ from rich.table import Table
 
 from training.config import fields_of
 
+EXPERIMENT = "+experiment="
+
 
 def field_docs(schema: type[Any], prefix: str = "") -> dict[str, str]:
     """Dotted key -> the comment beside its field, for all fields of a dataclass and of those inside it, in order."""
@@ -46,18 +48,18 @@ def print_help(job: str, schema: type[Any], conf: Path, overrides: list[str]) ->
         composed = compose(job.replace(".", "_"), overrides)
     console = Console(highlight=False, markup=False)
     about = " ".join((schema.__doc__ or "").split())
-    console.print(
-        f"{about}\n\nUsage: python -m {job} [+experiment=NAME] [KEY=VALUE ...] [GROUP=NAME ...]", soft_wrap=True
-    )
+    groups = list(_groups(job, schema, conf))
+    experiments = "[+experiment=NAME] " if groups[0][0] == EXPERIMENT else ""
+    console.print(f"{about}\n\nUsage: python -m {job} {experiments}[KEY=VALUE ...] [GROUP=NAME ...]", soft_wrap=True)
     console.print(
         "  -m with several values (KEY=1,2,4) runs one after another; dry_run=true says what a run would cost",
         soft_wrap=True,
     )
     console.print("\nGroups (conf/):", style="bold")
-    groups = Table.grid(padding=(0, 2))
-    for called, names in _groups(job, schema, conf):
-        groups.add_row(f"  {called}", ", ".join(names))
-    console.print(groups)
+    shown_groups = Table.grid(padding=(0, 2))
+    for called, names in groups:
+        shown_groups.add_row(f"  {called}", ", ".join(names))
+    console.print(shown_groups)
     console.print("\nKeys, their values here and what they mean:", style="bold")
     keys = Table.grid(padding=(0, 2))
     for key, doc in field_docs(schema).items():
@@ -81,7 +83,9 @@ def _groups(job: str, schema: type[Any], conf: Path) -> Iterator[tuple[str, list
     for folder in sorted(path for path in conf.iterdir() if path.is_dir()):
         texts = {file.stem: file.read_text() for file in sorted(folder.glob("*.yaml"))}
         if folder.name == "experiment":
-            yield "+experiment=", [name for name, text in texts.items() if f"job: {job}\n" in text]
+            found = [name for name, text in texts.items() if f"job: {job}\n" in text]
+            if found:  # a job may be a stage of others' experiments alone
+                yield EXPERIMENT, found
         elif folder.name == "drafter" and decodes:  # the others are shapes to train
             yield decodes, [name for name, text in texts.items() if "_target_" in text]
         elif folder.name in fields:

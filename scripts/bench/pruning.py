@@ -105,6 +105,7 @@ def run(chosen: Options, students: Students, side: str, layers: int, seed: int, 
         taus = block_efficiency(chosen, Path(place), seed)
     return {
         "layers": notes["layers"],
+        "masks": notes.get("masks"),  # of l0: how far each kind ended from its sparsity, and how clear its choice is
         "acceptance_before": before,
         "acceptance": after["acceptance"],
         "greedy_acceptance": after["greedy_acceptance"],

@@ -80,18 +80,25 @@ def random_head(target: Target, scale: float = 1.0, seed: int = 3, **fields: int
     return head.eval().to(target.device)
 
 
+class AllBeams(RecurrentDrafter):
+    """By cost, and all beams are searched whatever forwards cost: the costs of a table would leave a chain of drawn ones."""
+
+    def searched(self, drawn: bool) -> int:
+        return self.beam_width
+
+
 def recurrent(
     target: Target, beam_width: int = 4, scale: float = 3.0, fields: dict[str, int] | None = None, **options: object
 ) -> RecurrentDrafter:
     """A recurrent drafter whose head knows nothing: what of its beams passes, passes by chance. fields: of the head's shape."""
     head = random_head(target, scale, **(fields or {}))
-    return RecurrentDrafter(head=head, beam_width=beam_width, **options)  # type: ignore[arg-type]
+    return AllBeams(head=head, beam_width=beam_width, **{"draws": "picked", **options})  # type: ignore[arg-type]
 
 
 def recurrent_of(kit: Kit, beam_width: int, **options: object) -> RecurrentDrafter:
     """A recurrent drafter with the kit's head."""
     head = kit.head or random_head(kit.target, 3.0)
-    return RecurrentDrafter(head=head, beam_width=beam_width, **options)  # type: ignore[arg-type]
+    return AllBeams(head=head, beam_width=beam_width, **{"draws": "picked", **options})  # type: ignore[arg-type]
 
 
 def before(row: DrafterRow, slow: bool = True) -> DrafterRow:

@@ -43,6 +43,8 @@ def test_importance_says_parameters_operations_tokens_hours_memory_and_disk(tiny
     assert f"memory of one process: {size(2 * TARGET)} (target {size(2 * TARGET)})" in words
     assert f"disk: {size(2 * STUDENT)} for the student's folder (bfloat16)" in words
     assert "/nowhere/llama is not there" in words and "its tokenizer is missing" in words
+    readme = (tmp_path / "run" / "student" / "README.md").read_text()
+    assert "**No tokenizer here**: `/nowhere/llama` had none" in readme
 
 
 def test_probes_are_told_as_many_as_there_can_be(tiny_target, tmp_path, capsys):
@@ -122,6 +124,8 @@ def test_a_dry_run_leaves_a_folder_that_loads(tiny_target: Path, tmp_path: Path)
     assert (student.config.hidden_size, student.config.num_hidden_layers) == (16, 2)
     assert not any(parameter.any() for parameter in student.parameters())
     assert AutoTokenizer.from_pretrained(folder)("def f(x):")["input_ids"]
+    readme = (folder / "README.md").read_text()
+    assert "untrained: a dry run's weights of zero" in readme and "No tokenizer" not in readme
     assert student.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
 
 

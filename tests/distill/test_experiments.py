@@ -121,6 +121,22 @@ def test_a_recipe_hands_shape_and_domains_to_its_pruning():
     assert _hydras("drafter={use: graph, lookup: 6}") == "drafter={use: graph, lookup: 6}", "Hydra's own form stays"
 
 
+@pytest.mark.parametrize("experiment", ["llama_796m", "depth_sweep"])
+def test_what_is_said_of_chats_and_memory_reaches_every_stage_that_trains(experiment: str):
+    """Pruning would score by another template than the student is distilled with, and not fit the card that it fits."""
+    said = ["data.template=vicuna", "data.train_on=all", "data.max_samples=70", "data.max_bad=0.2"]
+    small = ["loop.micro_batch_tokens=2048", "loop.activation_checkpointing=true"]
+    register("distill.train", TrainConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = typed(compose("distill_train", [f"+experiment={experiment}", *said, *small]), TrainConfig)
+        for stage, overrides in config.stage_overrides.items():
+            job = stage.partition(":")[0]
+            if job == "distill.prune" or "-m" in overrides:  # the others are this job itself, or train nothing
+                assert {*said, *small} <= {text.lower() for text in overrides}, stage
+                between = [text.replace("loop.", "between.") for text in small]
+                assert job != "distill.prune" or {*between} <= {text.lower() for text in overrides}
+
+
 EXPERIMENTS = sorted((CONF / "experiment").glob("*.yaml"))
 
 

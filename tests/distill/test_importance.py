@@ -236,14 +236,14 @@ def test_scores_and_orders_are_kept_and_damaged_ones_made_again(tmp_path: Path):
 
 def test_two_members_of_a_sweep_may_keep_the_same_scores_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     scores, path = collect(family("llama"), batches(), show=False).finished(), tmp_path / "scores.safetensors"
-    save = distill.importance.save_file
+    save = distill.importance.save_tensors
 
     def while_another_writes(*given: Any) -> None:
-        monkeypatch.setattr(distill.importance, "save_file", save)
+        monkeypatch.setattr(distill.importance, "save_tensors", save)
         save(*given)
         write_scores(path, scores, {})  # the other one begins and ends before we do
 
-    monkeypatch.setattr(distill.importance, "save_file", while_another_writes)
+    monkeypatch.setattr(distill.importance, "save_tensors", while_another_writes)
     write_scores(path, scores, {})
     assert read_scores(path) is not None
     assert [file.name for file in tmp_path.iterdir()] == [path.name], "nothing is left over"

@@ -43,6 +43,8 @@ def test_the_most_that_can_go_is_what_the_bound_allows():
     refuse_unreachable("layers", 1 - 5 / 80, 80, BETA["code"])
     with pytest.raises(UserError, match=r"96.9% of the layers.*95.0% at most.*depths=\[6\]"):
         refuse_unreachable("layers", 1 - 1 / 32, 32, BETA["code"])
+    for deeper, layers in ((32, 6), (6, 1)):  # what it proposes can be done
+        refuse_unreachable("layers", 1 - layers / deeper, deeper, BETA["code"])
     with pytest.raises(UserError, match=r"93.8% of the layers.*93.2% at most"):
         refuse_unreachable("layers", 1 - 5 / 80, 80, BETA["paper"])
     with pytest.raises(

@@ -64,6 +64,8 @@ def test_the_drafter_folder_is_complete_and_loads(finished: Path, tiny_target: P
     assert card["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert 0 < card["acceptance"]["acceptance"] < 1
     assert "--speculative-config" in (drafter / "README.md").read_text()
+    read_by = drafter.stat().st_mode & 0o666  # whom the folder lets in
+    assert all(file.stat().st_mode & 0o777 == read_by for file in drafter.iterdir()), "others may serve it"
     assert model.generation_config.assistant_confidence_threshold == 0.0
 
 

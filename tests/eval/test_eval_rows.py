@@ -105,7 +105,7 @@ def test_a_drafter_that_loses_is_told_so(rows):
     which, measured, _ = words.verdict_line(slow)
     assert which == "simulated-slow, greedy"
     assert "slower than no drafter" in measured
-    assert "as a whole on code, maths, writing" in measured
+    assert "all in all on the categories code, maths, writing" in measured
 
 
 def test_headlines_leave_looping_prompts_out(rows):

@@ -1,6 +1,7 @@
 """`eval.run` from end to end on a tiny random LLaMA: what it measures, keeps, refuses and takes up again."""
 
 import json
+import re
 
 import pytest
 
@@ -256,6 +257,11 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
     # The first 19 again, and in batches of two: one x (baseline + 4 arms) and one x (baseline + 2).
     assert "would decode 27 batches, at most 420 tokens" in capsys.readouterr().out
     assert not (home / "dry").exists()
+    # As much as can be told without the target.
+    run(config(home, "dry", dry_run=True, target=TargetConfig(path="/nowhere/llama")))
+    told = capsys.readouterr().out
+    assert re.search(r"would measure the drafters \(1 given\) on at most 64 prompts .* tokens each; .*T=1", told), told
+    assert "/nowhere/llama is not there" in told
 
 
 @pytest.mark.parametrize(
@@ -267,6 +273,8 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
         ({"verify": "typical"}, "token, block or coupled"),
         ({"target": TargetConfig(path="nowhere", execution="fast")}, "eager, graph or compiled"),
         ({"max_new_tokens": 1}, "max_new_tokens"),
+        ({"stopping": "fixed", "stopping_threshold": 0.5}, "'fixed' takes no threshold, found stopping_threshold=0.5"),
+        ({"stopping_threshold": 0.5}, "takes no threshold"),
         ({"sweep": []}, "num_draft_tokens is empty"),
         ({"sweep_prompts": 5}, "prompts are too few"),
         ({"drafters": ["/nowhere/at/all"]}, "neither a folder"),

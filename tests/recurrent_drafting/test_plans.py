@@ -10,7 +10,7 @@ from decoding.stopping import RoundCosts
 from recurrent_drafting import plans
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.recorded import RecordedPicks
-from tests.decoding.rows import random_head
+from tests.decoding.rows import AllBeams, random_head
 from tests.decoding.tiny import hf_model, native_of, random_prompts
 
 from .toys import knowing_head, markov
@@ -23,7 +23,7 @@ FLAT, STEEP = (RoundCosts(0.1, FORWARDS, t_draft_by_beams_ms=((1, 0.1), (WIDTH, 
 def mean_beams(costs: RoundCosts, rule: str, draws: str) -> float:
     """Beams that a step starts from after the first, on a text that nobody can be sure of."""
     target = markov()
-    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=WIDTH, draws=draws, by_cost=True)
+    drafter = AllBeams(head=knowing_head(target), beam_width=WIDTH, draws=draws, by_cost=True)
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
     settings = Settings(max_new_tokens=80, num_draft_tokens=4, costs=costs, **sampled)  # type: ignore[arg-type]
     (done,) = decode(target, drafter, [[1, 2, 3]], settings)
@@ -42,6 +42,20 @@ def test_a_step_starts_from_as_many_beams_as_pay(
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
     wide, narrow = mean_beams(FLAT, rule, draws), mean_beams(STEEP, rule, draws)
     assert 1 <= narrow < 2 < 4 < wide <= WIDTH
+
+
+@pytest.mark.parametrize("draws", ["picked", "drawn"])
+def test_a_search_has_as_many_beams_as_pay_on_the_machine(draws: str) -> None:
+    """All of them where a forward over many tokens costs as one, a chain where it does not; whatever the text. The output is the target's own."""
+    target = markov()
+    dear = RoundCosts(0.1, tuple(1.0 + 0.3 * n for n in range(40)), t_draft_by_beams_ms=((1, 0.1), (WIDTH, 0.11)))
+    for costs, most, width in ((FLAT, WIDTH, WIDTH), (STEEP, WIDTH, 1), (dear, WIDTH, 1), (dear, 1, 1)):
+        assert plans.width_worth(costs, most, draws == "drawn") == width
+        drafter = RecurrentDrafter(head=knowing_head(target), beam_width=most, draws=draws, by_cost=True)
+        settings = Settings(max_new_tokens=40, num_draft_tokens=4, costs=costs)
+        (done,) = decode(target, drafter, [[1, 2, 3]], settings)
+        assert done.tokens == decode(target, None, [[1, 2, 3]], settings)[0].tokens
+        assert (done.draft_beams > done.draft_steps) == (width > 1)
 
 
 def test_widths_that_are_timed_end_at_the_most() -> None:
