@@ -1,7 +1,9 @@
 """Law 1 of every row, and law 2 of a few, on real trained models in float32, as test_real_models.py has it for chains and prompt lookup.
 
 All rows run on the smallest real model, a few on the chat model, whose forwards cost a hundred times as much. What drafts is made of the
-target: its first layers, its own with some skipped, and a recurrent head with random weights, whose tokens pass by chance.
+target: its first layers, its own with some skipped, and a recurrent head fitted to what it says by least squares.
+
+Shapes: N tokens, H hidden size, E = 2 H.
 """
 
 from dataclasses import replace
@@ -9,12 +11,14 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from decoding import load
 from decoding.loop import Generation, Settings, decode
 from decoding.target import Target, load_target
+from recurrent_drafting.head import RecurrentHead
 
-from .rows import BY_NAME, COSTS, ROWS, DrafterRow, Kit
+from .rows import BY_NAME, COSTS, ROWS, DrafterRow, Kit, random_head
 from .test_real_models import chats, check_law, first_layers
 
 pytestmark = pytest.mark.long
@@ -35,14 +39,31 @@ def spoken(folder: Path, sampled: bool) -> tuple[Target, list[list[int]], Settin
     return target, prompts, settings, decode(target, None, prompts, settings)
 
 
+@lru_cache
+@torch.inference_mode()
+def fitted_head(folder: Path, sampled: bool) -> RecurrentHead:
+    """A head without blocks whose output is the target's next hidden state, guessed from [h; s_1], through the target's own output layer."""
+    target, prompts, _, plain = spoken(folder, sampled)
+    head = random_head(target, num_draft_layers=0)
+    known, next_ = [], []
+    for prompt, said in zip(prompts, plain, strict=True):
+        tokens_1N = torch.tensor([[*prompt, *said.tokens]])
+        target.open(1, tokens_1N.shape[1])
+        hidden_NH = target.features(tokens_1N)[0].double()
+        states_NH = head.start(target.embed(tokens_1N)[0].double())
+        known.append(torch.cat((hidden_NH[:-1], states_NH[1:]), -1))
+        next_.append(hidden_NH[1:])
+    guess_EH = torch.linalg.lstsq(torch.cat(known), torch.cat(next_)).solution
+    head.output.copy_(target.lm_head(guess_EH.float()).T)
+    return head
+
+
 def check_row(row: DrafterRow, folder: Path, layers: int, sampled: bool = False) -> None:
-    """The law, with a drafter of so many of the target's layers; and that drafts pass where the drafter knows something."""
+    """The law, with a drafter of so many of the target's layers; and that drafts pass."""
     target, prompts, settings, plain = spoken(folder, sampled)
-    kit = Kit(target, load_target(folder), first_layers(folder, layers).model, [])
+    kit = Kit(target, load_target(folder), first_layers(folder, layers).model, [], fitted_head(folder, sampled))
     _, drafted = check_law(target, row.make(kit), prompts, settings, plain)
-    assert sum(g.accepted for g in drafted) > 0
-    knows = not row.name.startswith("recurrent")
-    assert sum(g.rounds for g in drafted) < (0.97 if knows else 1.0) * sum(g.rounds for g in plain)
+    assert sum(g.rounds for g in drafted) < 0.97 * sum(g.rounds for g in plain)
 
 
 @pytest.mark.parametrize("row", DRAFTING, ids=lambda row: row.name)
