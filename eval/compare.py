@@ -129,6 +129,7 @@ def record_of(panel: Panel, standing: Standing) -> dict[str, Any]:
         "counted_speedup_low": speedup.low if speedup else None,
         "counted_speedup_high": speedup.high if speedup else None,
         "not_ranked": entry.not_ranked,
+        "drafts_nothing": entry.idle,
         "pareto_parameters": standing.on_front.get("parameters"),
         "pareto_training_tokens": standing.on_front.get("training_tokens"),
         "rival": standing.rival.name if standing.rival else None,
@@ -155,7 +156,8 @@ def _plots(panel: Panel, look: dict[str, Look]) -> list[Plot]:
     drawn: dict[str, tuple[Callable[[Paint], bytes], str]] = {
         "depth": (
             lambda paint: depth(panel, look, paint),
-            "Drafter depth against speedup, with 95 % intervals; each at its fastest draft length. Dashed: the control, in a band over the runs.",
+            "Drafter depth against speedup, with 95 % intervals; each at its fastest draft length; hollow where it drafts nothing, at plain "
+            "decoding's speed. Dashed: the control, in a band over the runs.",
         )
     }
     if any(entry.alpha is not None for entry in chains(panel)):

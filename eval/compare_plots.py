@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from eval.compare_paint import Look, Paint, axes_of, in_order, key, png, speedup_axis, styled
+from eval.compare_words import IDLE
 from eval.comparison import COSTS, Panel, chains, usual_costs
 from eval.entries import Entry
 from eval.plots import INK, MUTED, short
@@ -41,18 +42,24 @@ NAMES = {"parameters": "drafter parameters", "training_tokens": "training tokens
 
 
 def depth(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
-    """Speedup over the number of layers, with 95 % intervals; the points of a series are joined, the control is a line across."""
+    """Speedup over the number of layers, with 95 % intervals; the points of a series are joined, the control is a line across.
+
+    A drafter that drafts nothing is hollow and joined to none: its speed is plain decoding's.
+    """
     with styled(paint):
         figure, axes = axes_of(f"Depth against speedup: {panel.label}", paint)
         axes.axhline(1, color=paint[MUTED], linewidth=1)
         drawn = [entry for entry in in_order(panel.fastest) if entry.row.drafter != CONTROL]
         _controls(axes, panel, paint)
         for name in dict.fromkeys(entry.series for entry in drawn if entry.series):
-            line = [entry for entry in drawn if entry.series == name]
+            line = [entry for entry in drawn if entry.series == name and not entry.idle]
+            if not line:
+                continue
             at, speeds = [_x(entry, drawn) for entry in line], [_speed(entry) for entry in line]
             axes.plot(at, speeds, color=paint[look[line[0].name].colour], label=short(name, 60))
         for entry in drawn:
-            _point(axes, _x(entry, drawn), entry, look[entry.name], paint, label="" if entry.series else entry.name)
+            label = "" if entry.series and not entry.idle else _said(entry)
+            _point(axes, _x(entry, drawn), entry, look[entry.name], paint, label=label, hollow=entry.idle)
         layers = sorted({entry.row.drafter_layers for entry in drawn})
         if layers:
             axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
@@ -151,7 +158,7 @@ def pareto(panel: Panel, cost: str, look: dict[str, Look], paint: Paint) -> byte
                 entry,
                 look[entry.name],
                 paint,
-                label=THE_CONTROL if entry.row.drafter == CONTROL else entry.name,
+                label=_said(entry),
                 hollow=not marks[id(entry)],
             )
         most = max([*places.values(), 1e-6])
@@ -167,8 +174,11 @@ def _speed(entry: Entry) -> float:
     return entry.speedup.value
 
 
-def _name(entry: Entry) -> str:
-    return THE_CONTROL if entry.row.drafter == CONTROL else entry.name
+def _said(entry: Entry) -> str:
+    """The drafter in a key."""
+    if entry.row.drafter == CONTROL:
+        return THE_CONTROL
+    return f"{short(entry.name, 29 - len(IDLE) - 2)}, {IDLE}" if entry.idle else entry.name
 
 
 def _x(entry: Entry, drawn: Sequence[Entry]) -> float:

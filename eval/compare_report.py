@@ -28,6 +28,19 @@ from eval.evaluations import Evaluation
 from eval.markup import bullets, definitions, document, figure, section, table, tr, warned
 from training.drafters import CONTROL
 
+# Columns of the first table; the second has the others, by which the outcome is understood.
+OUTCOME = [
+    "drafter",
+    "layers",
+    "parameters",
+    "speedup [95 %]",
+    "not looping",
+    "over the best",
+    "front",
+    "tokens/s",
+    "alone",
+    "output",
+]
 UNMEASURED = (
     "Any machine, dtype, batch size, temperature or prompt that is not named above.",
     "One drafter's speed against another's where they ran at different times: what is compared is each one's ratio to its own run's baseline.",
@@ -125,13 +138,14 @@ def _value(entry: Entry) -> float | None:
 
 
 def _panel(panel: Panel, plots: Sequence[Plot]) -> str:
-    columns = list(cells(panel.standings[0]))
-    body = [tr(list(cells(standing).values())) for standing in panel.standings]
+    rows = [cells(standing) for standing in panel.standings]
+    why = ["drafter", *(name for name in rows[0] if name not in OUTCOME)]
+    tables = "".join(table(names, [tr([row[name] for name in names]) for row in rows]) for names in (OUTCOME, why))
     drawings = "".join(figure("", _picture(plot), plot.caption) for plot in plots)
     note = f'<p class="note">{escape(headline_note(panel.entries[0]))}</p>' if plots else ""
     return section(
         escape(heading(panel)),
-        f"<p>{escape(_work(panel))}</p>{table(columns, body)}{_terms(panel)}{_plots(drawings, note)}"
+        f"<p>{escape(_work(panel))}</p>{tables}{_terms(panel)}{_plots(drawings, note)}"
         f"<h3>Where each loses</h3>{bullets(losses(panel))}",
     )
 

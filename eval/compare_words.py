@@ -14,6 +14,7 @@ from eval.lossless import DIFFERS
 from eval.series import EQUAL_WITHIN, rounded
 from training.drafters import CONTROL
 
+IDLE = "drafts nothing"
 DRIFT = 0.1  # baselines of two runs that differ by more are told
 # Settings of eval.run that change what a speedup stands on, though not what is compared with what.
 WAYS = (
@@ -36,7 +37,7 @@ DEFINITIONS: dict[str, str] = {
     "alone": "tokens a second of the baseline in the same run, without a drafter.",
     "over the best": "this drafter's speedup over that of the best other one, on the prompts that both ran, with the 95 % interval of a bootstrap "
     "that keeps each prompt's four sides together: both drafters, and each one's own baseline.",
-    "front": "P: no drafter with as few parameters is faster (Pareto front). T: the same of tokens trained on.",
+    "front": "P: no drafter with as few parameters is faster (Pareto front). T: the same of tokens trained on. What drafts nothing is on neither.",
 }
 
 
@@ -45,7 +46,7 @@ def cells(standing: Standing) -> dict[str, str]:
     entry, row = standing.entry, standing.entry.row
     ratio = standing.ratio
     return {
-        "drafter": _with_rule(entry) + (f" [{entry.not_ranked}]" if entry.not_ranked else ""),
+        "drafter": _with_rule(entry) + _remark(entry),
         "layers": str(row.drafter_layers) if row.drafter_layers else "–",
         "speedup [95 %]": words.with_interval(row.speedup, row.speedup_low, row.speedup_high),
         "not looping": f"{words.times(row.headline_speedup)} ({row.headline_prompts})",
@@ -71,6 +72,12 @@ def _with_rule(entry: Entry) -> str:
     """The name, and the rule of its own that a drafter of the run had, where the name does not say it."""
     rule = words.own_rule(entry.row)
     return f"{entry.name}, {rule}" if rule and rule not in entry.name.lower() else entry.name
+
+
+def _remark(entry: Entry) -> str:
+    """Why it is not ranked, or that there is little to rank."""
+    remark = entry.not_ranked or (IDLE if entry.idle else "")
+    return f" [{remark}]" if remark else ""
 
 
 def front_marks(standing: Standing) -> str:
@@ -133,7 +140,8 @@ def drafter_label(entry: Entry) -> str:
     row = entry.row
     if not row.drafter_parameters:
         return entry.name
-    return f"{entry.name} ({'1 layer' if row.drafter_layers == 1 else f'{row.drafter_layers} layers'}, {words.millions(row.drafter_parameters)})"
+    size = f"{'1 layer' if row.drafter_layers == 1 else f'{row.drafter_layers} layers'}, {words.millions(row.drafter_parameters)}"
+    return f"{entry.name} ({size}{f', {IDLE}' if entry.idle else ''})"
 
 
 def prompts_label(entry: Entry) -> str:
@@ -209,12 +217,23 @@ def cautions(panels: Sequence[Panel], evaluations: Sequence[Evaluation]) -> list
     for evaluation in evaluations:
         found += evaluation.notes
     for panel in panels:
+        found += _idle(panel)
         found += [
             f"NOT LOSSLESS: {one.name}: {one.row.lossless_detail}"
             for one in panel.entries
             if one.row.lossless == DIFFERS
         ]
     return found
+
+
+def _idle(panel: Panel) -> list[str]:
+    """The drafters whose speed is plain decoding's."""
+    names = ", ".join(entry.name for entry in panel.fastest if entry.idle)
+    text = (
+        f"{heading(panel)}: {names} {IDLE}: the rule that ends drafts found that none pays here, so the speed is plain decoding's. Evaluate "
+        "with stopping=fixed to see what drafts would cost."
+    )
+    return [text] if names else []
 
 
 def _other_prompts(panel: Panel) -> list[str]:

@@ -36,7 +36,9 @@ class Standing:
     rival: Entry | None = None  # the best of the others; None where it is not ranked or alone
     ratio: Interval | None = None  # its speedup over the rival's on prompts that both ran; None where they share none
     shared: int = 0  # prompts that both ran
-    on_front: dict[str, bool] = dataclasses.field(default_factory=dict)  # cost -> non-dominated; absent: cost unknown
+    on_front: dict[str, bool] = dataclasses.field(
+        default_factory=dict
+    )  # cost -> non-dominated; absent: unknown, or idle
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def _standings(entries: Sequence[Entry], resamples: int, seed: int) -> list[Stan
         weighed = [(entry, value_of(entry)) for entry in ranked]
         if not any(value for _, value in weighed):  # that nothing costs nothing is no news
             continue
-        points = [(entry, value) for entry, value in weighed if value is not None]
+        points = [(entry, value) for entry, value in weighed if value is not None and not entry.idle]
         front = pareto_front([(value, _speed(entry)) for entry, value in points])
         marks = {id(entry): on_front for (entry, _), on_front in zip(points, front, strict=True)}
         found = [

@@ -17,6 +17,7 @@ from eval.units import Unit
 from training.drafters import ALONE
 
 HEADLINE, ALL = "headline", "all"  # the prompts that count
+IDLE_BELOW = 0.05  # draft tokens of a mean round: fewer, and the rule that ends drafts has found that none pays
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,11 @@ class Entry:
         if self.row.lossless == DIFFERS:
             return "not the target's own text"
         return "" if self.speedup is not None else "every text of the target loops"
+
+    @property
+    def idle(self) -> bool:
+        """Whether a model drafted next to nothing, so that its speed is plain decoding's and tells nothing of the model."""
+        return self.row.drafter_parameters > 0 and self.row.num_draft_tokens > 0 and self.row.drafted < IDLE_BELOW
 
     def counted(self) -> dict[tuple[str, ...], Unit]:
         """Prompt ids -> the unit, of the prompts that count."""

@@ -12,39 +12,16 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from decoding.errors import UserError
+from eval.origins import FILE as ORIGINS
+from eval.origins import Origin, read_origins
 from eval.records import Record, read_records
 from eval.rows import units_at
 from eval.schema import Row, read_rows
 from eval.units import Unit
 from eval.words import main_rows
-from training.config import TargetConfig
-from training.drafter_folder import CARD
-from training.drafters import describe
-from training.heads import head_of
 
 JOB = "eval.run"
 FILES = ("config.yaml", "manifest.json", "results.jsonl", "records.jsonl")
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a parameter
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a drafter's folder says of it."""
-
-    card: dict[str, Any]  # drafter_card.json; empty where there is none
-    embedding: int | None  # parameters of the input embedding, of which a step reads one row; 0: it is the lm_head too
-    dtype: str  # in which it was run
-
-    def bytes_per_step(self, row: Row) -> int | None:
-        """Bytes of weights that a draft step reads: the layers and the lm_head. None where the folder does not tell its shape."""
-        if self.embedding is None or self.dtype not in BYTES:
-            return None
-        return (row.drafter_parameters - self.embedding) * BYTES[self.dtype]
-
-    @property
-    def training_tokens(self) -> int | None:
-        """Tokens that it was distilled on, epochs included."""
-        return self.card.get("data", {}).get("tokens_seen")  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -57,7 +34,7 @@ class Evaluation:
     manifest: dict[str, Any]
     rows: list[Row]  # those that count: of the main part
     records: list[Record]
-    origins: dict[str, Origin]  # drafter -> its folder; those without one are absent
+    origins: dict[str, Origin]  # drafter -> what its folder says; those without one are absent
     notes: list[str]  # what could not be known, in sentences
 
     @property
@@ -134,8 +111,13 @@ def read_evaluation(folder: Path, label: str) -> Evaluation:
     if not rows:
         raise UserError(f"{folder / 'results.jsonl'} has no rows. Evaluate again, with another output_dir=")
     records = read_records(folder / "records.jsonl")
-    origins, notes = _origins({str(key): value for key, value in config.items()}, manifest, rows[0].dtype)
-    return Evaluation(folder, label, config, manifest, rows, records, origins, [f"{label}: {note}" for note in notes])  # type: ignore[arg-type]
+    origins = read_origins(folder)
+    notes = [f"{label}: {name}: {origin.note}" for name, origin in (origins or {}).items() if origin.note]
+    if origins is None:
+        notes.append(
+            f"{label} has no {ORIGINS}: bytes a step and training of its drafters are not known. Evaluate again to know them"
+        )
+    return Evaluation(folder, label, config, manifest, rows, records, origins or {}, notes)  # type: ignore[arg-type]
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -143,44 +125,3 @@ def _json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is damaged ({error}). Evaluate again, with another output_dir=") from error
-
-
-def _origins(config: dict[str, Any], manifest: dict[str, Any], dtype: str) -> tuple[dict[str, Origin], list[str]]:
-    """(what the drafters' folders say, what could not be known)."""
-    found: dict[str, Origin] = {}
-    notes = []
-    mappings: dict[str, dict[str, Any]] = {}
-    for entry in config["drafters"]:  # one by one: of those that are gone by now nothing is known, of the others all
-        try:
-            mappings |= describe([entry], TargetConfig(dtype=dtype), control=False)
-        except UserError as error:
-            notes.append(f"bytes a step and training of one drafter are unknown: {error}")
-    for name, mapping in mappings.items():
-        if "folder" not in mapping:
-            continue
-        folder = Path(mapping["folder"])
-        card = _json(folder / CARD) if (folder / CARD).is_file() else {}
-        if card.get("drafter_hash", "") is None:  # a dry run's: it tells of no training
-            card = {}
-        if card and card.get("drafter_hash") != manifest["inputs"].get(str(folder)):
-            notes.append(
-                f"{folder} was trained again since {name} was evaluated, so its card is not that drafter's: left out"
-            )
-            continue
-        found[name] = Origin(card, _embedding(folder), mapping.get("dtype") or dtype)
-    return found, notes
-
-
-def _embedding(folder: Path) -> int | None:
-    """Parameters of the input embedding that a step does not read; None where config.json does not tell them.
-
-    A head has none of its own.
-    """
-    if head_of(folder):
-        return 0
-    if not (folder / "config.json").is_file():
-        return None
-    config = _json(folder / "config.json")
-    if not {"vocab_size", "hidden_size"} <= config.keys():
-        return None
-    return 0 if config.get("tie_word_embeddings") else int(config["vocab_size"]) * int(config["hidden_size"])

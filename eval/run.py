@@ -17,6 +17,7 @@ from decoding.stopping import RoundCosts
 from decoding.verify import check_rule
 from eval.budgets import with_limits
 from eval.config import EvalConfig
+from eval.origins import Origin, origin_of, write_origins
 from eval.records import Record
 from eval.report import Provenance, write_report
 from eval.rows import build_rows
@@ -37,7 +38,7 @@ NOT_MEASURED = (
 
 
 def run(cfg: EvalConfig) -> Path:
-    """Measure and report; returns the run folder with results.jsonl, records.jsonl, parts.jsonl and report.html.
+    """Measure and report; returns the run folder with results.jsonl, records.jsonl, parts.jsonl, drafters.json and report.html.
 
     Raises UserError for input that does not fit, and for an output that is not the target's own (after the report).
     """
@@ -64,6 +65,7 @@ def run(cfg: EvalConfig) -> Path:
         loaded = load(cfg)
         check_plan(cfg, loaded)
         folder.write_manifest(loaded.inputs, {}, finished=False)
+        write_origins(folder.path, _origins(loaded, folder.manifest["inputs"]))
         shapes = with_limits(loaded.shapes, most_tokens(cfg, loaded), folder.path / "limits.json")
         session = Session(cfg, loaded, folder.path)
         session.measure()
@@ -133,6 +135,11 @@ def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:
         for row in main_rows(list(rows))
     }
     return {"speedup": speedups, "prompts": loaded.bench.benchmark.counts}
+
+
+def _origins(loaded: Loaded, hashes: dict[str, str]) -> dict[str, Origin]:
+    """Drafter -> what its folder says."""
+    return {name: origin_of(folder, hashes[str(folder)], dtype) for name, (folder, dtype) in loaded.folders.items()}
 
 
 def _provenance(

@@ -22,10 +22,15 @@ def with_series(entries: Sequence[Entry], labels: Mapping[str, str], group_by: S
     _check_labels(entries, labels)
     values = {field: [_value(entry, field) for entry in entries] for field in group_by}
     for field, found in values.items():
-        if all(value is None for value in found):
+        if not any(found):  # a drafter without a model costs 0 of some
+            known = _fields(entries)
             raise UserError(
-                f"group_by: no drafter's card has the field '{field}'; expected bytes_per_step, training_tokens or a dotted field of "
-                f"drafter_card.json, such as {_fields(entries)}"
+                f"group_by: '{field}' is known of none of these drafters; "
+                + (
+                    f"expected one of {', '.join(known)}"
+                    if known
+                    else "their folders had no drafter_card.json and no shape. Leave group_by out, or name series by labels="
+                )
             )
     grouped = {field: rounded(found) for field, found in values.items()}
     made = []
@@ -87,12 +92,11 @@ def _said(field: str, value: Any) -> str:
     return f"{name} {value}"
 
 
-def _fields(entries: Sequence[Entry]) -> str:
-    card: dict[str, Any] = next((entry.card for entry in entries if entry.card), {})
-    inner = [
-        f"{key}.{name}"
-        for key, value in card.items()
-        if isinstance(value, dict) and key != "versions"
-        for name in value
-    ]
-    return ", ".join(inner) or "shape.hidden_size"
+def _fields(entries: Sequence[Entry]) -> list[str]:
+    """What is known of at least one drafter: what the comparison works out, and dotted fields of cards."""
+    found = [name for name in ("bytes_per_step", "training_tokens") if any(vars(entry)[name] for entry in entries)]
+    for entry in entries:
+        for key, value in entry.card.items():
+            if isinstance(value, dict) and key != "versions":
+                found += [f"{key}.{name}" for name in value]
+    return list(dict.fromkeys(found))

@@ -83,6 +83,7 @@ class Loaded:
     prompt_file: Path
     inputs: list[Path]  # for the manifest
     shapes: Shapes  # what its models read and compute
+    folders: dict[str, tuple[Path, str]]  # drafter -> its folder, if it has one, and the dtype that it runs in
 
 
 def load(cfg: EvalConfig) -> Loaded:
@@ -127,11 +128,16 @@ def load(cfg: EvalConfig) -> Loaded:
         for name, drafter in drafters.items()
     }
     inputs = [folder, prompt_file, *([sweep_file] if sweep_file else [])]
-    inputs += [Path(mapping["folder"]) for mapping in mappings.values() if "folder" in mapping]
+    folders = {
+        name: (Path(mapping["folder"]), mapping.get("dtype") or cfg.target.dtype)
+        for name, mapping in mappings.items()
+        if "folder" in mapping
+    }
+    inputs += [drafter_folder for drafter_folder, _ in folders.values()]
     settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
     bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats)
     shapes = shapes_of(folder, target, mappings, drafters)
-    return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs, shapes)
+    return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs, shapes, folders)
 
 
 def _sweep_file(cfg: EvalConfig) -> Path | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from eval.origins import origin_of, write_origins
 from eval.records import append_records
 from eval.rows import build_rows
 from eval.schema import DrafterFacts, write_rows
@@ -73,6 +74,7 @@ def write(
         "started": "2026-01-01T00:00:00",
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_origins(folder, {name: origin_of(home, "2" * 64, rows[0].dtype) for name, home in homes.items()})
     return folder
 
 

@@ -1,15 +1,20 @@
 """`eval.compare`: what is put side by side and what is not, on SIMULATED runs whose right answers are known."""
 
 import dataclasses
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 
 from decoding.errors import UserError
 from eval.compare_paint import looks
-from eval.compare_words import best_sentence, cautions, kept_apart, losses, terms
+from eval.compare_words import best_sentence, cautions, cells, kept_apart, losses, terms
 from eval.comparison import panels_of
 from eval.entries import entries_of
 from eval.evaluations import labels_of
+from eval.origins import origin_of, write_origins
+from eval.schema import read_rows, write_rows
 from eval.series import with_series
 
 from . import simulated_runs
@@ -176,7 +181,11 @@ def test_bytes_a_step_are_equal_within_three_per_cent(tmp_path):
     ("labels", "group_by", "message"),
     [
         ({"two": "wide"}, [], "labels: 'two' is no drafter, run or run folder.*simulated-1, one,"),
-        ({}, ["shape.depth"], "group_by: no drafter's card has the field 'shape.depth'.*data.tokens_seen"),
+        (
+            {},
+            ["shape.depth"],
+            "group_by: 'shape.depth' is known of none of these drafters; expected one of bytes_per_step, training_tokens, .*data.tokens_seen",
+        ),
     ],
 )
 def test_labels_and_fields_that_name_nothing_are_refused(runs, labels, group_by, message):
@@ -185,14 +194,56 @@ def test_labels_and_fields_that_name_nothing_are_refused(runs, labels, group_by,
         with_series(entries, labels, group_by)
 
 
-def test_a_card_of_a_drafter_that_was_trained_again_is_left_out(tmp_path):
+def test_what_cards_say_is_kept_with_the_results(tmp_path, monkeypatch):
+    """However paths are told, and whatever becomes of the drafter's folder."""
     folder = simulated_runs.write(tmp_path / "run", SHALLOW, tokens_seen=1000)
-    assert evaluations_of(folder)[0].origins["simulated-1"].training_tokens == 1000
-    card = tmp_path / "run.drafters" / "simulated-1" / "drafter_card.json"
-    card.write_text(card.read_text().replace("2" * 64, "3" * 64))
+    shutil.rmtree(tmp_path / "run.drafters")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (evaluation,) = evaluations_of(Path("../run"))
+    assert evaluation.origins["simulated-1"].training_tokens == 1000 and not evaluation.notes
+    (folder / "drafters.json").write_text('{"simulated-1": 3}')
+    with pytest.raises(UserError, match=r"drafters\.json is damaged.*Evaluate again"):
+        evaluations_of(folder)
+    (folder / "drafters.json").unlink()
     (evaluation,) = evaluations_of(folder)
-    assert evaluation.origins == {} and "was trained again since simulated-1 was evaluated" in evaluation.notes[0]
-    card.unlink()
-    (card.parent / "config.json").unlink()
-    card.parent.rmdir()
-    assert "is neither a folder" in evaluations_of(folder)[0].notes[0]
+    assert evaluation.origins == {} and "has no drafters.json" in evaluation.notes[0]
+    with pytest.raises(UserError, match=r"known of none of these drafters; their folders had no drafter_card\.json"):
+        with_series(entries_of([evaluation], "headline"), {}, ["training_tokens"])
+
+
+def test_a_card_of_other_weights_is_left_out(tmp_path):
+    simulated_runs.write(tmp_path / "run", SHALLOW, tokens_seen=1000)
+    home = tmp_path / "run.drafters" / "simulated-1"
+    assert origin_of(home, "2" * 64, "float32").training_tokens == 1000
+    other = origin_of(home, "3" * 64, "float32")
+    assert other.training_tokens is None and "is of other weights" in other.note and other.embedding
+    write_origins(tmp_path / "run", {"simulated-1": other})
+    assert "simulated-1: the card in" in evaluations_of(tmp_path / "run")[0].notes[0]
+
+
+# ---------------------------------------------------------------------------------------------- what drafts nothing
+def test_a_drafter_that_drafts_nothing_is_said_to(tmp_path):
+    """Its speed is plain decoding's: it lies on no front, is joined to no point, and the words say so."""
+    folder = simulated_runs.write(tmp_path / "run", {**SHALLOW, **DEEP})
+    for panel in panels(folder):
+        assert not any(entry.idle for entry in panel.entries) and not _said(panel, evaluations_of(folder)), "control"
+    rows = [
+        dataclasses.replace(row, drafted=0.01) if row.drafter == "simulated-4" else row
+        for row in read_rows(folder / "results.jsonl")
+    ]
+    write_rows(folder / "results.jsonl", rows)
+    for panel in panels(folder):
+        for one in panel.standings:
+            idle = one.entry.row.drafter == "simulated-4"
+            assert idle == one.entry.idle == cells(one)["drafter"].endswith("[drafts nothing]")
+            assert not (idle and one.on_front)
+        assert _said(panel, evaluations_of(folder)) == ["simulated-4"]
+
+
+def _said(panel, evaluations):
+    found = [
+        re.search(r": ([\w-]+) drafts nothing: .* stopping=fixed", sentence)
+        for sentence in cautions([panel], evaluations)
+    ]
+    return [match[1] for match in found if match]
