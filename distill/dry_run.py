@@ -18,6 +18,7 @@ from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import write_card
 from distill.layer_choice import most_candidates
 from distill.shapes import odd_widths, removal_flops, student_config
+from training.amounts import hours, operations, size
 from training.config import LoopConfig, ParallelConfig
 from training.drafter_folder import Origin, write_untrained
 from training.memory_plan import Shape, activation_bytes, bytes_per_rank
@@ -26,17 +27,20 @@ from training.paths import resolve
 from training.ranks import ZERO
 from training.shapes import bytes_a_step, forward_flops, layers_of, millions, parameter_counts, target_widths
 
+LARGE = 10**9  # parameters of a target whose memory is worth a word
 
-def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: bool) -> Path:
-    """Of `distill.train`: print shapes and cost and write the untrained drafter to `folder`, unless a trained one is there. Returns `folder`.
+
+def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: bool) -> float:
+    """Of `distill.train`: print shapes and cost and write the untrained drafter to `folder`, unless a trained one is there. Returns operations.
 
     was_dry: what is there was written by a dry run, and is replaced.
     """
     target = target_config(config.target)
     student = _student(config, target)
     describe(student, target)
-    print_cost(config.loop, config.parallel, student, {"target": target}, config.assumed_tflops)
-    return _write(config, student, target, target_folder, folder, was_dry)
+    flops = print_cost(config.loop, config.parallel, student, {"target": target}, config.assumed_tflops)
+    _write(config, student, target, target_folder, folder, was_dry)
+    return flops
 
 
 def _student(config: TrainConfig, target: Any) -> Any:
@@ -50,9 +54,11 @@ def _student(config: TrainConfig, target: Any) -> Any:
 
 def dry_prune(
     config: PruneConfig, target: Any, shapes: list[Any], target_folder: Path, folder: Path, was_dry: bool
-) -> Path:
-    """Of `distill.prune`: what every stage makes and takes, then the untrained student. Returns its folder."""
-    source = target
+) -> float:
+    """Of `distill.prune`: what every stage makes and takes, then the untrained student in `folder`. Returns operations."""
+    source, flops = target, 0.0
+    if hint := wide_dtype(config, target):
+        print(hint)
     for number, shape in enumerate(shapes, start=1):
         if len(shapes) > 1:
             print(f"stage {number} of {len(shapes)}: {source.num_hidden_layers} -> {layers_of(shape)}")
@@ -61,22 +67,25 @@ def dry_prune(
         if config.masks:
             print("cut by the saved masks: nothing is scored or trained")
         elif config.mode == "importance":
-            _print_importance(config, source, frozen, shape)
+            flops += _print_importance(config, source, frozen, shape)
         elif config.mode == "l0":
-            _print_masks(config, source, frozen)
+            flops += _print_masks(config, source, frozen)
         else:
             print("random weights: nothing is scored or trained")
         if number < len(shapes):
             print("then a short distillation, before the next cut:")
-            print_cost(config.between, config.parallel, shape, frozen, config.assumed_tflops, config.target.dtype)
+            flops += print_cost(
+                config.between, config.parallel, shape, frozen, config.assumed_tflops, config.target.dtype
+            )
         source = shape
     stored = parameter_counts(shapes[-1])["all"] * dtype_of(config.target.dtype).itemsize
     print(f"disk: {size(stored)} for the student's folder ({config.target.dtype})")
-    return _write(config, shapes[-1], target, target_folder, folder, was_dry)
+    _write(config, shapes[-1], target, target_folder, folder, was_dry)
+    return flops
 
 
-def _print_importance(config: PruneConfig, source: Any, frozen: Mapping[str, Any], shape: Any) -> None:
-    """Of mode=importance: tokens that are read and operations; memory of what is in it longest, a probe or the scores."""
+def _print_importance(config: PruneConfig, source: Any, frozen: Mapping[str, Any], shape: Any) -> float:
+    """Of mode=importance: tokens that are read and operations, which it returns; memory of what is in it longest, a probe or the scores."""
     settings, row = config.importance, config.data.max_length
     flops = importance_flops(config, source, frozen["target"], shape)
     compared, tried = _probes(config, source, shape)
@@ -90,18 +99,16 @@ def _print_importance(config: PruneConfig, source: Any, frozen: Mapping[str, Any
     if training is not None:
         trained = parameter_counts(shape)["all"]
         print(f"disk: {size(_checkpoint_bytes(training, trained, trained))} while a candidate is distilled")
+    return flops
 
 
-def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) -> None:
-    """Of mode=l0: the source is trained under masks, and the target only looks at evaluations."""
+def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) -> float:
+    """Of mode=l0: the source is trained under masks, and the target only looks at evaluations. Returns operations."""
     loop, trained = config.loop, parameter_counts(source)["all"]
     tokens, a_token = loop.max_steps * loop.tokens_per_step, 6.0 if config.l0.train_weights else 4.0
     what = "weights and masks" if config.l0.train_weights else "masks, the weights frozen,"
-    _say(
-        f"l0: {what} trained on {tokens:,} tokens in {loop.max_steps:,} steps",
-        a_token * trained * tokens,
-        config.assumed_tflops,
-    )
+    flops = a_token * trained * tokens
+    _say(f"l0: {what} trained on {tokens:,} tokens in {loop.max_steps:,} steps", flops, config.assumed_tflops)
     _print_memory(loop, config.parallel, source, frozen, config.target.dtype, config.l0.train_weights)
     if config.parallel.kind in (*ZERO, "fsdp"):
         whole = trained * dtype_of(loop.dtype).itemsize
@@ -110,6 +117,7 @@ def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) ->
             f"({size(whole)} of the machine's memory) and has them twice ({size(2 * whole)}) while they are cut"
         )
     _print_checkpoint(loop, trained if config.l0.train_weights else 0, trained)
+    return flops
 
 
 def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) -> float:
@@ -145,6 +153,17 @@ def _layers_are_open(config: PruneConfig, source: Any, shape: Any) -> bool:
     return count < source.num_hidden_layers and len(config.drafter.layers) != count
 
 
+def wide_dtype(config: PruneConfig, target: Any) -> str:
+    """A hint where a large target is stored in 16 bits and would be read in 32; else empty."""
+    stored, whole = target.dtype or torch.float32, parameter_counts(target)["all"]
+    if config.target.dtype != "float32" or stored.itemsize > 2 or whole < LARGE:
+        return ""
+    told = str(stored).removeprefix("torch.")
+    return (
+        f"note: the target is stored in {told} and read in float32, {size(4 * whole)}: target.dtype=bfloat16 takes half"
+    )
+
+
 def describe(student: Any, target: Any) -> None:
     """Parameters, bytes of a step, and warnings of odd widths."""
     counts, whole = parameter_counts(student), parameter_counts(target)["all"]
@@ -167,25 +186,26 @@ def print_cost(
     frozen: Mapping[str, Any],
     tflops: float,
     frozen_dtype: str = "",
-) -> None:
-    """Say what training a student of this configuration takes.
+) -> float:
+    """Say what training a student of this configuration takes. Returns operations; 0 where the data alone tells how many.
 
     frozen: configurations of the models that are held beside it, by name; `target` is run too, as the teacher. frozen_dtype: of their
     weights; empty: the loop's.
     """
     trained = parameter_counts(student)["all"]
     teacher = parameter_counts(frozen["target"])["all"] if "target" in frozen else 0
-    flops = 6 * trained + 2 * teacher
-    print(f"cost: {operations(flops)} a token (6 x student{' + 2 x teacher' if teacher else ''})")
-    if loop.max_steps:
-        tokens = loop.max_steps * loop.tokens_per_step
-        _say(f"plan: {tokens:,} tokens in {loop.max_steps:,} steps", float(flops * tokens), tflops)
+    a_token = 6 * trained + 2 * teacher
+    print(f"cost: {operations(a_token)} a token (6 x student{' + 2 x teacher' if teacher else ''})")
+    tokens = loop.max_steps * loop.tokens_per_step
+    if tokens:
+        _say(f"plan: {tokens:,} tokens in {loop.max_steps:,} steps", float(a_token * tokens), tflops)
     else:
         print(
             f"plan: {loop.max_epochs:g} epochs; their tokens are known when the data is read (or give loop.max_steps)"
         )
     _print_memory(loop, parallel, student, frozen, frozen_dtype or loop.dtype)
     _print_checkpoint(loop, trained, trained)
+    return float(a_token * tokens)
 
 
 def _print_checkpoint(loop: LoopConfig, trained: int, stored: int) -> None:
@@ -244,39 +264,19 @@ def _shape(student: Any) -> Shape:
     )
 
 
-def size(count: float) -> str:
-    """`1.4 GB`, `96 MB`, `0.3 MB`: bytes in powers of ten."""
-    if count >= 1e9:
-        return f"{count / 1e9:,.1f} GB"
-    return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
-
-
 def _say(what: str, flops: float, tflops: float) -> None:
     print(f"{what}, {operations(flops)}, {hours(flops / tflops / 1e12)} at {tflops:g} TFLOP/s (assumed_tflops)")
 
 
-def hours(seconds: float) -> str:
-    """`101.42 hours`, `0.02 hours (87 s)`."""
-    found = seconds / 3600
-    return f"{found:,.2f} hours" if found >= 0.1 else f"{found:.2g} hours ({seconds:,.{0 if seconds >= 10 else 1}f} s)"
-
-
-def operations(count: float) -> str:
-    """`36.5 EFLOP`, `5.6 TFLOP`, `23.6 GFLOP`."""
-    units = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9))
-    letter, unit = next(((letter, unit) for letter, unit in units if count >= unit), ("M", 1e6))
-    return f"{count / unit:,.1f} {letter}FLOP"
-
-
 def _write(
     config: TrainConfig | PruneConfig, student: Any, target: Any, target_folder: Path, folder: Path, was_dry: bool
-) -> Path:
+) -> None:
     """The untrained folder, unless a trained one is there."""
     if was_dry:
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         print(f"kept: {folder} is there already")
-        return folder
+        return
     with torch.device("meta"):
         model = random_model(student, dtype_of(config.loop.dtype))
     write_untrained(model, target_folder, folder, target.dtype or torch.float32, draft_tokens=4)
@@ -284,4 +284,3 @@ def _write(
     if not target_is_here(config.target):
         print(f"note: {missing_of(config.target)}")
     print(f"untrained student folder, to try serving with: {folder}")
-    return folder

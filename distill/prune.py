@@ -19,13 +19,14 @@ from decoding.folder import WEIGHTS, weight_files
 from distill.config import PruneConfig
 from distill.cut import cut_model, load_cut, refuse_other_shape, save_cut
 from distill.drafter_folder import write_card
-from distill.dry_run import dry_prune
+from distill.dry_run import dry_prune, wide_dtype
 from distill.layer_choice import CRITERIA
 from distill.masks import BETA, Masks
 from distill.prune_modes import MODES
 from distill.shapes import odd_widths, refuse_wider, student_config
 from distill.student import chosen_layers
 from distill.workbench import Source, Workbench, read_source
+from training.amounts import PLANNED
 from training.checkpoint import write_text
 from training.config import DataConfig, check_values, refuse_parallel
 from training.drafter_folder import Origin, write_model
@@ -59,8 +60,12 @@ def run(config: PruneConfig) -> Path:
     inputs = [target_folder, *data_files(config.data)]
     if config.dry_run:
         run_folder.write_manifest(inputs, {}, finished=False)
-        return dry_prune(config, source, shapes, target_folder, folder, run_folder.was_dry)
+        planned = dry_prune(config, source, shapes, target_folder, folder, run_folder.was_dry)
+        run_folder.write_manifest(inputs, {PLANNED: planned}, finished=False)
+        return folder
     weight_files(target_folder)
+    if (hint := wide_dtype(config, source)) and not is_worker():
+        print(hint)
     processes = processes_wanted(config.parallel)
     if processes > 1 and not is_worker():
         launch(config.job, run_folder.path / "config.yaml", processes)

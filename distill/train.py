@@ -14,6 +14,7 @@ from distill.config import TrainConfig
 from distill.drafter_folder import pruning_on_card, write_card
 from distill.dry_run import dry_run
 from distill.student import build_student
+from training.amounts import PLANNED
 from training.config import check_values
 from training.drafter_folder import close_run, origin_of, write_model
 from training.frozen import load_frozen
@@ -48,7 +49,9 @@ def run(config: TrainConfig) -> Path:
     inputs = input_paths(config, target_folder)
     if config.dry_run:
         run_folder.write_manifest(inputs, {}, finished=False)
-        return dry_run(config, target_folder, folder, run_folder.was_dry)
+        planned = dry_run(config, target_folder, folder, run_folder.was_dry)
+        run_folder.write_manifest(inputs, {PLANNED: planned}, finished=False)
+        return folder
     weight_files(target_folder)
     check_context(config.target, config.data, target_folder)
     processes = processes_wanted(config.parallel)

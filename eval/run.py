@@ -23,7 +23,7 @@ from eval.report import Provenance, write_report
 from eval.rows import build_rows
 from eval.schema import Row, read_rows, write_rows
 from eval.session import Session, drafting, generations, most_tokens, prompts_by_part
-from eval.setup import Loaded, check, conditions, load
+from eval.setup import EMBEDDED, Loaded, check, conditions, load
 from eval.table import print_table
 from eval.texts import Text, texts_of
 from eval.words import condition_label, main_rows
@@ -107,6 +107,7 @@ def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     print(f"target: {loaded.run.target} ({loaded.run.backend}, {loaded.run.dtype}, {loaded.run.device})")
     print(f"drafters: {drafters}")
     print(f"prompts of {loaded.bench.benchmark.name}: {prompts}")
+    _hint_prompts(cfg)
     print(f"draft lengths: {_draft_lengths(cfg, loaded)}")
     print(f"conditions: {', '.join(condition.label for condition in conditions(cfg))}")
     print(
@@ -121,7 +122,17 @@ def _say_intent(cfg: EvalConfig) -> None:
     print(
         f"would measure the drafters ({len(cfg.drafters)} given) on {prompts} of {cfg.benchmark.path}, {cfg.max_new_tokens} tokens each; {told}"
     )
+    _hint_prompts(cfg)
     print(f"note: {cfg.target.path} is not there, and measuring needs its weights: which prompts fit is not known yet")
+
+
+def _hint_prompts(cfg: EvalConfig) -> None:
+    """Say so where a target of one's own is asked the prompts that ship with the embedded one."""
+    if cfg.benchmark.path.startswith(EMBEDDED) and not cfg.target.path.startswith(EMBEDDED):
+        print(
+            f"note: {cfg.benchmark.path} are requests for Python functions. Give prompts of the kind that will be served: benchmark=file "
+            "benchmark.path=PROMPTS.jsonl (of a recipe: benchmark_prompts=PROMPTS.jsonl)"
+        )
 
 
 def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:

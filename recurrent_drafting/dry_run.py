@@ -13,6 +13,7 @@ from recurrent_drafting.head import HeadConfig
 from recurrent_drafting.head_folder import write_card, write_untrained
 from recurrent_drafting.objective import judged, tokens_said
 from recurrent_drafting.stores import Layout
+from training.amounts import hours, operations
 from training.drafter_folder import Origin
 from training.losses.chunked import CHUNK
 from training.memory_plan import bytes_per_rank
@@ -44,29 +45,29 @@ def draft_flops(config: HeadConfig, heads: int) -> float:
 
 def dry_run(
     config: HeadTrainConfig, head: HeadConfig, target: Any, target_folder: Path, folder: Path, was_dry: bool
-) -> Path:
-    """Print what training takes and write the untrained head to `folder`, unless a trained one is there. Returns `folder`.
+) -> float:
+    """Print what training takes and write the untrained head to `folder`, unless a trained one is there. Returns operations.
 
     was_dry: what is there was written by a dry run, and is replaced.
     """
     describe(head, target)
-    print_cost(config, head, target)
+    flops = print_cost(config, head, target)
     print_memory(config, head, target)
     if head.draft_vocab_size:
         print("note: the shortlist is counted in the data, which a dry run does not read: no head folder is written")
-        return folder
+        return flops
     if was_dry:
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         print(f"kept: {folder} is there already")
-        return folder
+        return flops
     write_untrained(head, target_folder, folder)
     origin = Origin.untrained(config.head.name, config.target.path, target_folder)
     write_card(folder, head, head_parameters(head)["all"], origin)
     if not target_is_here(config.target):
         print(f"note: {missing_of(config.target)}")
     print(f"untrained head folder, to try loading with: {folder}")
-    return folder
+    return flops
 
 
 def describe(head: HeadConfig, target: Any) -> None:
@@ -86,8 +87,8 @@ def target_flops(config: HeadTrainConfig, target: Any) -> float:
     return whole - lm_head + config.assumed_supervised * (asked * lm_head + forwards)
 
 
-def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None:
-    """Operations, and hours where the number of tokens is known."""
+def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> float:
+    """Operations, which it returns, and hours; 0 where the data alone tells the number of tokens."""
     teacher = target_flops(config, target)
     draft = 3 * draft_flops(head, config.loss.predict_n_tokens)
     token = teacher + config.assumed_supervised * draft
@@ -102,12 +103,13 @@ def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None:
         print(
             f"plan: {loop.max_epochs:g} epochs; their tokens are known when the data is read (or give assumed_tokens)"
         )
-        return
-    hours = token * tokens / config.assumed_tflops / 1e12 / 3600
+        return 0.0
+    flops = token * tokens
     print(
-        f"plan: {tokens:,} tokens in {-(-tokens // loop.tokens_per_step):,} steps, {token * tokens / 1e15:,.2f} PFLOP, {hours:,.2f} hours at "
-        f"{config.assumed_tflops:g} TFLOP/s"
+        f"plan: {tokens:,} tokens in {-(-tokens // loop.tokens_per_step):,} steps, {operations(flops)}, "
+        f"{hours(flops / config.assumed_tflops / 1e12)} at {config.assumed_tflops:g} TFLOP/s (assumed_tflops)"
     )
+    return flops
     if config.states.cache == "disk":
         epoch = tokens if loop.max_steps else config.assumed_tokens
         loss, dtype = config.loss, dtype_of(loop.dtype)

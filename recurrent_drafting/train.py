@@ -24,6 +24,7 @@ from recurrent_drafting.positions import check_predictions
 from recurrent_drafting.real_drafting import block_efficiency
 from recurrent_drafting.states import TargetStates
 from recurrent_drafting.stores import Layout, MemoryStore, Store, states_on_disk
+from training.amounts import PLANNED
 from training.config import check_values
 from training.drafter_folder import close_run, origin_of
 from training.heads import check_fits
@@ -61,7 +62,9 @@ def run(config: HeadTrainConfig) -> Path:
     inputs = [target_folder] if config.dry_run else input_paths(config, target_folder)
     if config.dry_run:
         run_folder.write_manifest(inputs, {}, finished=False)
-        return dry_run(config, shape, target, target_folder, folder, run_folder.was_dry)
+        planned = dry_run(config, shape, target, target_folder, folder, run_folder.was_dry)
+        run_folder.write_manifest(inputs, {PLANNED: planned}, finished=False)
+        return folder
     weight_files(target_folder)
     check_context(config.target, config.data, target_folder)
     processes = processes_wanted(config.parallel)

@@ -6,6 +6,7 @@ config.yaml, so that one cannot disturb another and every one can be run again b
 
 import dataclasses
 import errno
+import importlib.util
 import os
 import re
 import shutil
@@ -158,6 +159,8 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
             if not match.group(1):
                 raise UserError(f"an experiment is added with a plus: +{argument}")
             _check_experiment(argument.split("=", 1)[1], job)
+        elif key == "hydra/launcher" and argument.endswith("=slurm"):
+            _check_slurm()
         elif not key.startswith(("hydra.", "hydra/")) and not (match.group(1) and key in groups):
             _check_key(key, keys, schema)
 
@@ -173,6 +176,17 @@ def _check_key(key: str, choices: list[str], schema: type[Any]) -> None:
             return
     if key not in choices:
         raise unknown_key(key, choices)
+
+
+def _check_slurm() -> None:
+    """Raise UserError where the members of a sweep cannot become Slurm jobs."""
+    if importlib.util.find_spec("submitit") is None:
+        raise UserError("hydra/launcher=slurm needs Hydra's submitit launcher: pip install 'shallow-draft[slurm]'")
+    if shutil.which("srun") is None:
+        raise UserError(
+            "hydra/launcher=slurm hands every member to Slurm, but srun is not on the PATH here. Run the same command on a node of the "
+            "cluster, or leave hydra/launcher out: the members then run here, one after another"
+        )
 
 
 def _check_experiment(name: str, job: str) -> None:

@@ -12,12 +12,15 @@ import os
 import re
 import sys
 import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
+from training.amounts import PLANNED, hours, operations
 from training.config import JobConfig
 from training.launch import run_child
 from training.ranks import Meeting
@@ -31,7 +34,7 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
     `stage_overrides[stage]` are a stage's overrides; `{output_dir}` in them is this run's folder, and `@{key}` the stage's own value of a key
     (as `${key}` is this job's). Raises UserError naming the stage that failed.
     """
-    meeting = Meeting()
+    meeting, started = Meeting(), time.time()
     for number, stage in enumerate(config.stages, start=1):
         if meeting.rank == 0:
             print(f"[{number}/{len(config.stages)}] {stage}", flush=True)
@@ -56,6 +59,20 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
                 f"stage {number} ({stage}) ended with status {status}; mend it and run the same command: finished stages are passed over"
             )
         meeting.wait(f"stage {number}")
+    if config.dry_run and meeting.rank == 0:
+        _say_total(config.output_dir, started, composed.get("assumed_tflops"))
+
+
+def _say_total(output_dir: str, started: float, tflops: float | None) -> None:
+    """What the dry runs of all stages, and of all members of their sweeps, counted together."""
+    manifests = [path for path in Path(output_dir).glob("**/manifest.json") if path.stat().st_mtime >= started]
+    planned = [json.loads(path.read_text())["metrics"].get(PLANNED) for path in manifests]
+    flops = sum(found or 0.0 for found in planned)
+    if flops and tflops:
+        unknown = planned.count(0.0)
+        missing = f", without {unknown} whose data alone tells its tokens" if unknown else ""
+        told = f"{operations(flops)}, {hours(flops / tflops / 1e12)} at {tflops:g} TFLOP/s (assumed_tflops)"
+        print(f"all stages together: {told}{missing}; evaluations are not counted")
 
 
 def _hydras(override: str) -> str:

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import training.run_folder
 from distill.config import PruneConfig
-from distill.dry_run import hours, importance_flops, operations, size
+from distill.dry_run import importance_flops
 from distill.prune import run
+from training.amounts import hours, operations, size
 from training.config import DataConfig, LoopConfig
 from training.shapes import forward_flops, parameter_counts
 
@@ -160,3 +161,9 @@ def test_sizes_are_read_at_a_glance():
         "0.024 hours (87 s)",
         "0.00044 hours (1.6 s)",
     ]
+
+
+def test_a_large_target_in_twice_its_room_is_told(tiny_target, tmp_path, capsys):
+    words = said(tiny_target, tmp_path, capsys, "target.dtype=float32")
+    assert f"stored in float16 and read in float32, {size(4 * TARGET)}: target.dtype=bfloat16 takes half" in words
+    assert "takes half" not in said(tiny_target, tmp_path / "half", capsys), "control"

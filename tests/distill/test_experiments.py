@@ -192,6 +192,11 @@ def test_a_ladder_of_depths_ends_in_one_comparison(tiny_target: Path, tmp_path: 
     assert (folder / "eval.compare" / "comparison.html").is_file()
 
 
+def hours_in(text: str) -> list[float]:
+    """Every figure of hours at an assumed pace."""
+    return [float(found.replace(",", "")) for found in re.findall(r"([\d.,]+) hours(?: \([\d.,]+ s\))? at ", text)]
+
+
 @pytest.mark.parametrize(
     ("experiment", "millions", "pruning", "words"),
     [
@@ -215,5 +220,9 @@ def test_a_recipe_says_what_it_takes_without_weights_or_data(
     assert words in said
     assert "target: 6738.4 M parameters" in said
     assert "hours at" in said and "is not there" in said
+    assert "embedded:prompts are requests for Python functions" in said
+    *parts, total = hours_in(said)
+    assert "all stages together" in said.splitlines()[-1]
+    assert len(parts) >= 1 and total == pytest.approx(sum(parts), abs=0.01 * len(parts))
     config = json.loads((tmp_path / "run" / "distill.train" / "drafter" / "config.json").read_text())
     assert config["head_dim"] == 128

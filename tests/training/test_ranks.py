@@ -139,8 +139,17 @@ def test_a_dry_run_tells_of_slurms_ranks_anywhere(monkeypatch: pytest.MonkeyPatc
     assert ranks.sits_out(config)
 
 
+def test_a_sweep_on_slurm_wants_slurm(submitit: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What submitit would say with a traceback; where there is an srun, nothing is wrong."""
+    arguments = ["-m", "seed=1,2", "hydra/launcher=slurm"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"srun is not on the PATH here.*leave hydra/launcher out"):
+        check_arguments(arguments, "distill.train", TrainConfig)
+    (tmp_path / "srun").touch(0o755)
+    check_arguments(arguments, "distill.train", TrainConfig)
+
+
 def test_the_conf_for_submitit_composes(submitit: None):
-    check_arguments(["-m", "seed=1,2", "hydra/launcher=slurm"], "distill.train", TrainConfig)
     register("distill.train", TrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose(
