@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -58,5 +59,5 @@ def _table(panel: Panel, console: Console) -> Table:
             overflow="fold",
         )
     for row in rows:
-        table.add_row(*(row[name] for name in names))
+        table.add_row(*(escape(row[name]) for name in names))  # brackets are words here, no markup
     return table

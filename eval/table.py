@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -65,7 +66,7 @@ def _budgets(shown: list[Row], console: Console) -> Table:
         table.add_section()
         table.add_row(Text(label, style="dim"))
         for texts in (baseline_budget_cells(here[0]), *map(budget_cells, here)):
-            table.add_row(*texts.values())
+            table.add_row(*map(escape, texts.values()))
     return table
 
 
@@ -82,5 +83,5 @@ def _table(rows: list[Row], label: str, console: Console) -> Table:
     table.add_row(*(baseline.get(name, "") for name in names))
     for row in rows:
         texts = cells(row)
-        table.add_row(*(texts[name] for name in names))
+        table.add_row(*(escape(texts[name]) for name in names))  # brackets are words here, no markup
     return table

@@ -9,6 +9,7 @@ import pytest
 
 from decoding.errors import UserError
 from eval.compare_paint import looks
+from eval.compare_table import print_comparison
 from eval.compare_words import best_sentence, cautions, cells, kept_apart, losses, terms
 from eval.comparison import panels_of
 from eval.entries import entries_of
@@ -223,7 +224,7 @@ def test_a_card_of_other_weights_is_left_out(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- what drafts nothing
-def test_a_drafter_that_drafts_nothing_is_said_to(tmp_path):
+def test_a_drafter_that_drafts_nothing_is_said_to(tmp_path, capsys):
     """Its speed is plain decoding's: it lies on no front, is joined to no point, and the words say so."""
     folder = simulated_runs.write(tmp_path / "run", {**SHALLOW, **DEEP})
     for panel in panels(folder):
@@ -239,6 +240,8 @@ def test_a_drafter_that_drafts_nothing_is_said_to(tmp_path):
             assert idle == one.entry.idle == cells(one)["drafter"].endswith("[drafts nothing]")
             assert not (idle and one.on_front)
         assert _said(panel, evaluations_of(folder)) == ["simulated-4"]
+    print_comparison(panels(folder), evaluations_of(folder))
+    assert capsys.readouterr().out.count("[drafts") == len(panels(folder)), "as words, in a cell or folded"
 
 
 def _said(panel, evaluations):
