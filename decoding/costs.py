@@ -15,6 +15,8 @@ from decoding.target import Target
 from decoding.timing import rising, time_parts
 from decoding.worker import RemoteChain, lanes
 
+DEEP = RoundCosts(0.01, (1.0,))  # by which a drafter that weighs costs drafts, and deep
+
 
 def own_cores(target: Target, drafter: Drafter, schedule: str) -> AbstractContextManager[None]:
     """What is timed inside has the cores that it will have: a drafter that works beside the target leaves it the others."""
@@ -46,24 +48,30 @@ def measure_costs(
         schedule="serial",
         stopping="fixed",
         stopping_threshold=None,
-        costs=RoundCosts(0.01, (1.0,)),  # a drafter that weighs costs is to draft, and deep
+        costs=DEEP,
         ignore_eos=True,
     )
-    prompts = [list(prompt)] * batch_size
+    prompts, beams = [list(prompt)] * batch_size, None
 
     def generation(drafter: Drafter | None, num_draft_tokens: int) -> Generation:
         return decode(target, drafter, prompts, replace(brief, num_draft_tokens=num_draft_tokens))[0]
 
-    def window() -> RoundCosts:
-        parts = time_parts(
+    def timed() -> RoundCosts:
+        return time_parts(
             target, drafter, prompt, widths=widths, context=context, batch_size=batch_size, repeats=repeats, warmup=1
-        )
+        ).costs
+
+    def window() -> RoundCosts:
+        costs = replace(timed(), beams=beams)
         plain = generation(None, 1)
         shallow = generation(drafter, 1) if settings.schedule == "serial" else None
-        return with_rest(parts.costs, drafter, generation(drafter, brief.num_draft_tokens), shallow, plain)
+        return with_rest(costs, drafter, generation(drafter, brief.num_draft_tokens), shallow, plain)
 
     with own_cores(target, drafter, settings.schedule):
         generation(drafter, brief.num_draft_tokens)  # warms up
+        if drafter.caps.worth_beams is not None:  # the rest is measured of rounds with as many
+            beams = drafter.caps.worth_beams(timed())
+            brief = replace(brief, costs=replace(DEEP, beams=beams))
         return settled([window() for _ in range(windows)])
 
 
@@ -113,6 +121,7 @@ def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
         max(0.0, pace_ms * median(_plain_share(window) for window in windows)),
         windows[0].rows,
         tuple((beams, ms) for (beams, _), ms in zip(windows[0].t_draft_by_beams_ms, step_ms, strict=True)),
+        windows[0].beams,
     )
 
 

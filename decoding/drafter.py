@@ -34,6 +34,9 @@ class Caps:
     beams: tuple[int, ...] = (
         1,
     )  # numbers that a draft step is timed from, fewest first; one where all steps are alike
+    worth_beams: Callable[[RoundCosts], int] | None = (
+        None  # how many of them a search has by these costs, if it weighs that
+    )
 
 
 @dataclass(frozen=True, slots=True)

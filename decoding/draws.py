@@ -13,8 +13,9 @@ likeliest first, taking the best nodes of the finished tree. The last would be w
 unlikely child leaves room in its level for another node's expansion, whose children may then be worth more than it and push it out, so that it is
 tested more often if it is likely. And a draw must not serve two nodes: that the second one is there may hang on what the first one's child is.
 
-The j-th child of a node is worth the chance that it is reached and passes. The chance of a child with probability q(x) is taken for
-0.3 + 0.65 q(x), that of one not drawn yet for the mean of this.
+The j-th child of a node is worth the chance that it is reached and passes. A first child with probability q(x) passes by a chance that is taken
+for 0.55 + 0.4 q(x), before it is drawn for the mean of this. A later one, tested on what the failed ones left, passes rarely, whatever its own
+probability: the j-th by 0.15 / (j - 1). These are rates of a head of chat24m at temperature 1 (LOG.md, "What drawn children are worth").
 
 All draw from the whole vocabulary: where many tokens are likely, leaving out all but the 64 likeliest has cost a third of the accepted tokens.
 
@@ -29,6 +30,8 @@ it is as good as a new one.
 Shapes: B rows, P nodes, K children of a node, R rows of probabilities, V vocabulary.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -36,7 +39,8 @@ from decoding.chooser import FRESH, Chooser
 from decoding.errors import UserError
 
 KINDS = ("picked", "drawn")
-LEAST_CHANCE, CHANCE_SLOPE = 0.3, 0.65  # an untried token's chance to pass, by its probability
+LEAST_CHANCE, CHANCE_SLOPE = 0.55, 0.4  # an untried first child's chance to pass, by its probability
+SECOND_CHANCE = 0.15  # of a second child, where the first failed; the j-th of later ones has a j-th of it
 
 
 def check_kind(draws: str, drafter: str) -> str:
@@ -52,8 +56,33 @@ def are_drawn(draws: str, chooser: Chooser) -> bool:
 
 
 def chance(q: Tensor) -> Tensor:
-    """The chance of a drawn token to pass, before anything was seen, by its probability."""
+    """The chance of a first child to pass, before anything was seen, by its probability."""
     return LEAST_CHANCE + CHANCE_SLOPE * q
+
+
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """Of K children of a node: the chances of the later ones, whatever their probabilities are. The first has none of its own here."""
+
+    passes_K: Tensor  # where it is tested; 0 of the first
+    rest_K: Tensor  # to be tested, where the first has failed; 0 of the first
+    first_K: Tensor  # 1 of the first
+
+    @classmethod
+    def of(cls, count: int, like: Tensor) -> "Siblings":
+        """In the dtype and on the device of `like`."""
+        later = torch.arange(count, dtype=torch.float64)
+        passes_K = torch.where(later > 0, SECOND_CHANCE / later.clamp(min=1), 0.0)
+        rest_K = torch.cat((torch.ones(1), (1 - passes_K).cumprod(0)))[:count].where(later > 0, 0.0)
+        return cls(*(each.to(like) for each in (passes_K, rest_K, (later == 0).double())))
+
+    def tested(self, first_BP1: Tensor) -> Tensor:
+        """(B, P, K): the chance to come to be tested, if the first passes by `first_BP1`."""
+        return torch.addcmul(self.first_K, 1 - first_BP1, self.rest_K)
+
+    def passing(self, first_BPX: Tensor) -> Tensor:
+        """(B, P, K): the chance to pass where it is tested, if the first passes by `first_BPX` (X = 1 or K, of which the first is read)."""
+        return torch.addcmul(self.passes_K, first_BPX, self.first_K)
 
 
 class Draws:
@@ -96,7 +125,8 @@ def worths(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
     """Logarithms (B, P, K), given that the node is reached, of what each child is worth before it is drawn, and of the chance that it passes
     once its probability `drawn_BPK` is known; both include that its earlier siblings fail. -inf where there is no token left to draw."""
     mean_BP1 = chance(q_BPV.square().sum(-1, keepdim=True))
-    fail_BPK = torch.arange(drawn_BPK.shape[2], device=drawn_BPK.device) * torch.log1p(-mean_BP1)
-    none_BPK = drawn_BPK <= 0
-    worth_BPK = (fail_BPK + mean_BP1.log()).masked_fill(none_BPK, float("-inf"))
-    return worth_BPK, (fail_BPK + chance(drawn_BPK).log()).masked_fill(none_BPK, float("-inf"))
+    siblings, none_BPK = Siblings.of(drawn_BPK.shape[2], drawn_BPK), drawn_BPK <= 0
+    tested_BPK = siblings.tested(mean_BP1)
+    worth_BPK = (tested_BPK * siblings.passing(mean_BP1)).log()
+    reached_BPK = (tested_BPK * siblings.passing(chance(drawn_BPK))).log()
+    return worth_BPK.masked_fill(none_BPK, float("-inf")), reached_BPK.masked_fill(none_BPK, float("-inf"))

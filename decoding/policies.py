@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Sequence
 
-from decoding.draws import CHANCE_SLOPE, LEAST_CHANCE
 from decoding.errors import UserError
 from decoding.stopping import Fixed, RoundCosts, Sign, Stopping, Tries
 
@@ -117,6 +116,9 @@ class Thompson(Fixed):
     def update(self, drafted: int, accepted: int) -> None:
         self.passed = 1.0 + (self.passed - 1.0) * self.DISCOUNT + accepted
         self.failed = 1.0 + (self.failed - 1.0) * self.DISCOUNT + (accepted < drafted)
+
+
+LEAST_CHANCE, CHANCE_SLOPE = 0.3, 0.65  # an untried token's chance to pass, by its probability
 
 
 class Passed:

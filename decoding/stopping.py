@@ -48,6 +48,9 @@ class RoundCosts:
     rows: int = 1
     # (beams that a step starts from, its milliseconds), narrowest first; steps between two widths lie on the line through them. Empty: all alike.
     t_draft_by_beams_ms: tuple[tuple[int, float], ...] = ()
+    beams: int | None = (
+        None  # that a search has, of which the rest was measured; None: as many as these costs say, or all are alike
+    )
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> "RoundCosts":

@@ -12,21 +12,45 @@ from itertools import accumulate
 
 from decoding.stopping import RoundCosts, Tries
 
+PASSES = 0.66  # of a step, the chance that one of its nodes passes, before any was tested
+WEIGHT = 4.0  # rounds, or tests, that a prior stands for
+
+
+class Share:
+    """What came over what was spent: a prior that stays, and what was seen, forgotten by degrees."""
+
+    DISCOUNT = 0.99  # of what was seen, every round: a row that gave up drafting tries again some day
+
+    def __init__(self, came: float, spent: float, weight: float = WEIGHT) -> None:
+        """The prior, which stands for `weight` times as much."""
+        self._prior = (weight * came, weight * spent)
+        self._came, self._spent = self._prior
+
+    @property
+    def now(self) -> float:
+        return self._came / self._spent
+
+    def learn(self, came: float, spent: float) -> None:
+        """A round is over."""
+        first, cost = self._prior
+        self._came = first + (self._came - first) * self.DISCOUNT + came
+        self._spent = cost + (self._spent - cost) * self.DISCOUNT + spent
+
 
 class Worth:
     """The decisions of one row."""
 
-    DISCOUNT = 0.99  # of what was seen, every round: a row that gave up drafting tries again some day
-    WEIGHT = 4.0  # rounds that the prior stands for
-
-    def __init__(self, costs: RoundCosts, most: int | None = None, margin: float = 1.0) -> None:
-        """most: nodes that `best` chooses at most. margin: how many times a plain round's tokens a millisecond a drafting one must bring."""
+    def __init__(
+        self, costs: RoundCosts, most: int | None = None, margin: float = 1.0, patience: float = WEIGHT
+    ) -> None:
+        """most: nodes that `best` chooses at most. margin: how many times a plain round's tokens a millisecond a drafting one must bring.
+        patience: rounds that the hope to do so stands for."""
         self.costs, self.most, self.margin = costs, most, margin
         self._tries = Tries(costs)
         # A round before any was seen: one step, one node, accepted.
-        self._first = (2.0, costs.round_ms(1, 1))
-        self._tokens, self._ms = (self.WEIGHT * part for part in self._first)
-        self._promised = self._kept = self.WEIGHT
+        self._rounds = Share(2.0, costs.round_ms(1, 1), patience)  # tokens over milliseconds
+        self._promises = Share(1.0, 1.0)  # accepted over promised tokens
+        self._steps = Share(PASSES, 1.0)  # steps of which a node passed, of those that were tested
         self.begin()
 
     def begin(self) -> None:
@@ -36,17 +60,16 @@ class Worth:
         self.beams = 1  # nodes of the last step that the next one is to start from: the likeliest
         self.nodes: list[float] = []  # estimated chances of this round's nodes, trust included
         self._draft_ms = 0.0
-        self._above = self._mass = 1.0  # chances of what the last step started from, and of what the next one does
         self._best_rate = 0.0  # tokens a millisecond, if the draft ended here
 
     @property
     def trust(self) -> float:
         """Accepted over promised tokens."""
-        return self._kept / self._promised
+        return self._promises.now
 
     def drafts(self) -> bool:
         """Whether drafting pays in the round that begins; asked once a round."""
-        return self._tries(self._tokens / self._ms > self.margin / self.costs.plain_ms)
+        return self._tries(self._rounds.now > self.margin / self.costs.plain_ms)
 
     def _rate(self, tokens: float, nodes: int) -> float:
         """Tokens a millisecond after the steps so far."""
@@ -80,7 +103,6 @@ class Worth:
         """Another step was taken."""
         self.steps += 1
         self._draft_ms += self.costs.step_ms(self.beams)
-        self._above = self._mass
 
     def settle(self, chances_M: Sequence[float]) -> int:
         """The draft has these nodes after all. How many of the likeliest are verified."""
@@ -112,27 +134,23 @@ class Worth:
     def _decide(self, chances_W: Sequence[float], rate: float) -> None:
         """From how many of these nodes another step pays most, if from any.
 
-        It gains its nodes' chances: those that it starts from, less by as much as this step's were less than those that it started from.
+        It gains a token where one of the nodes that it starts from is reached and one of its own passes, which happens as often as in this row's
+        steps before: how likely this step's nodes are tells nothing of the next one's (LOG.md, "What drawn children are worth").
         """
-        shrinks = min(1.0, sum(chances_W) / self._above) if self._above > 0 else 0.0
         most, sums = 0.0, accumulate(sorted(chances_W, reverse=True))
-        self.beams, self._mass, self._best_rate = 0, 0.0, rate
+        self.beams, self._best_rate = 0, rate
         for count, mass in enumerate(sums, 1):
-            gain = self.trust * mass * shrinks - rate * self.costs.step_ms(count)
+            gain = self.trust * mass * self._steps.now - rate * self.costs.step_ms(count)
             if gain > most:
-                most, self.beams, self._mass = gain, count, mass
+                most, self.beams = gain, count
         self.ended = self.beams == 0
 
     def learn(self, accepted: int) -> None:
         """The round is over; a row that did not draft comes nearer to its prior, whatever was accepted in place of a draft."""
-        tokens, ms = self._first
-        self._tokens = tokens * self.WEIGHT + (self._tokens - tokens * self.WEIGHT) * self.DISCOUNT
-        self._ms = ms * self.WEIGHT + (self._ms - ms * self.WEIGHT) * self.DISCOUNT
         promised = sum(sorted(self.nodes, reverse=True)[: self.verified]) / self.trust
-        self._promised = self.WEIGHT + (self._promised - self.WEIGHT) * self.DISCOUNT + promised
-        self._kept = self.WEIGHT + (self._kept - self.WEIGHT) * self.DISCOUNT
-        if self.steps:
-            self._kept += accepted
-            self._tokens += 1 + accepted
-            self._ms += self.costs.drafted_ms(self._draft_ms, self.verified)
+        drafted = self.steps > 0
+        ms = self.costs.drafted_ms(self._draft_ms, self.verified) if drafted else 0.0
+        self._rounds.learn((1 + accepted) * drafted, ms)
+        self._promises.learn(accepted * drafted, promised)
+        self._steps.learn(accepted * drafted, min(accepted + 1, self.steps))
         self.begin()

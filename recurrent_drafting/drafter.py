@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decoding import cuda
-from decoding.chooser import Chooser
+from decoding.chooser import FRESH, Chooser
 from decoding.cuda import device_of
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.draws import are_drawn, check_kind
@@ -81,7 +81,13 @@ class RecurrentDrafter:
         shape = "chain" if beam_width == 1 else "tree"
         beams = ladder(beam_width) if by_cost else tuple(sorted({1, beam_width}))
         self.caps = Caps(
-            shape, has_q=draws == "drawn", needs_hidden=True, needs_costs=by_cost, stops_by_token=False, beams=beams
+            shape,
+            has_q=draws == "drawn",
+            needs_hidden=True,
+            needs_costs=by_cost,
+            stops_by_token=False,
+            beams=beams,
+            worth_beams=self._worth_beams if by_cost else None,
         )
         self.num_layers, self.num_parameters = head.config.num_draft_layers, head.num_parameters
         self.device, self.dtype = head.output.device, head.output.dtype
@@ -97,7 +103,7 @@ class RecurrentDrafter:
         self._rows = 0
         self._plans_B: list[Plan] = []
         self._drawn = draws == "drawn"  # the last draft, or what the first one may be
-        self._timed: Choose | None = None
+        self._timed: dict[int, Choose] = {}  # by beams of a search
         self._hidden_BH = torch.empty(0)
 
     def width(self, gamma: int) -> int:
@@ -152,19 +158,26 @@ class RecurrentDrafter:
 
     def _plan(self, rows: int) -> None:
         """Decide afresh how much is drafted."""
-        self._rows, self._plans_B, self._timed = rows, [], None
+        self._rows, self._plans_B, self._timed = rows, [], {}
 
     def _planned(self, chooser: Chooser) -> list[Plan]:
         """The rows' plans; made with their first round, which tells whether its beams are drawn."""
         if not self._plans_B:
             drawn, ahead = are_drawn(self.draws, chooser), cuda.runs_ahead(self.device)
             self._width = self.searched(drawn)
-            self._plans_B = [plan_of(self._costs, self._width, ahead) for _ in range(self._rows)]
+            sampled_picks = not drawn and chooser.rule in FRESH
+            self._plans_B = [plan_of(self._costs, self._width, ahead, sampled_picks) for _ in range(self._rows)]
         return self._plans_B
 
     def searched(self, drawn: bool) -> int:
         """Beams of a search, at most."""
-        return self.beam_width if self._costs is None else width_worth(self._costs, self.beam_width, drawn)
+        if self._costs is None:
+            return self.beam_width
+        return min(self._costs.beams or width_worth(self._costs, self.beam_width, drawn), self.beam_width)
+
+    def _worth_beams(self, costs: RoundCosts) -> int:
+        """By the parts of a round, and with beams as the last draft had them, drawn or picked."""
+        return width_worth(costs, self.beam_width, self._drawn)
 
     def _own(self, target_states: Tensor) -> Tensor:
         return target_states.to(self.device, self.dtype)
@@ -219,18 +232,23 @@ class RecurrentDrafter:
         self._plans_B = [self._plans_B[row] for row in rows] if self._plans_B else []
 
     def time_step(self, beams: int = 1) -> None:
-        """One step from so many beams, drawn or picked as the last draft was; before one as `draws` says."""
+        """One step from so many beams, drawn or picked as the last draft was; before one as `draws` says.
+
+        By cost a step from one beam is a chain's, which does without the tree: it is one where a single beam is searched. A tree's first step
+        takes a little longer, which then counts as the rest of a round.
+        """
         B, H = self._hidden_BH.shape
-        if self._timed is None:
-            picks = Picks(self.head, self.beam_width, scored=self.caps.needs_costs)
-            self._timed = self._timed_draws(B) if self._drawn else picks
+        width = 1 if beams == 1 and self.caps.needs_costs else self.beam_width
+        if width not in self._timed:
+            picks = Picks(self.head, width, scored=self.caps.needs_costs)
+            self._timed[width] = self._timed_draws(B, width) if self._drawn else picks
         states_BPH = self._hidden_BH[:, None].expand(B, beams, H)
         context = self.head.context(self._hidden_BH).unsqueeze(1)
-        timed_step(self.head, self._embed, context, states_BPH, self._timed)
+        timed_step(self.head, self._embed, context, states_BPH, self._timed[width])
 
-    def _timed_draws(self, rows: int) -> Choose:
+    def _timed_draws(self, rows: int, width: int) -> Choose:
         """Draws of a round that there never is; its noise is made once, as it is once a round."""
         config = self.head.config
         chooser = Chooser(Warper(1.0), "token", 0, config.vocab_size, self.device)
         chooser.begin([0] * rows, [0] * rows, [0] * rows, 3)
-        return drawing(self.head, self.beam_width, 3, rows, chooser)
+        return drawing(self.head, width, 3, rows, chooser)

@@ -103,9 +103,11 @@ def last_beams(beams: Beams, depths_B: Tensor) -> Tree:
 
 def first(values_BM: Tensor, counts_B: Sequence[int]) -> Tensor:
     """Which are the counts_B largest values of each row (B, M); of equal ones the first."""
+    counts_B1 = cuda.tensor(list(counts_B), values_BM.device)[:, None]
+    if values_BM.shape[1] == 1:
+        return counts_B1 > 0
     order_BM = values_BM.sort(dim=-1, descending=True, stable=True).indices
     places_BM = torch.arange(order_BM.shape[1], device=order_BM.device).expand_as(order_BM)
-    counts_B1 = cuda.tensor(list(counts_B), order_BM.device)[:, None]
     return torch.empty_like(order_BM).scatter_(1, order_BM, places_BM) < counts_B1
 
 
@@ -191,6 +193,8 @@ class DrawnDraft(Draft):
         P = max(counts_B)
         if P == 0:
             return None
+        if scores_BW.shape[1] == 1:
+            return Going(own(scores_BW, counts_B, 0.0))
         order = scores_BW.sort(dim=-1, descending=True, stable=True)
         return Going(own(order.values[:, :P], counts_B, 0.0), order.indices[:, :P])
 

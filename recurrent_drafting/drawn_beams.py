@@ -13,9 +13,9 @@ Stochastic beam search (Kool et al., section 4), which takes the W earliest of a
 when a clock rings tells nothing of whose it is. What breaks the law is any look at the children themselves: leaving out unlikely ones,
 or testing the likeliest first. The tests show both.
 
-Budgets: the j-th child of a node is worth the chance that it is reached and passes. The chance of a child with probability q(x) is taken for
-0.3 + 0.65 q(x), and that of one not drawn yet for the same at every node, which has gained as much as its mean over q; where costs decide how
-many are drawn it is that mean. The W worthiest children are drawn; the first child of the first node always, so that no tree accepts less
+Budgets: the j-th child of a node is worth the chance that it is reached and passes, as decoding/draws.py takes them. That of a first child that is
+not drawn yet is taken for the same at every node, which has gained as much as its mean over q; where costs decide how many are drawn it is
+that mean. The W worthiest children are drawn; the first child of the first node always, so that no tree accepts less
 than a drawn chain.
 
 Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W), L steps, M = L W nodes, S symbols, K candidates
@@ -32,7 +32,7 @@ from torch import Tensor
 from decoding import cuda, noise
 from decoding.chooser import Chooser
 from decoding.drafter import TopRows
-from decoding.draws import CHANCE_SLOPE, LEAST_CHANCE, chance
+from decoding.draws import CHANCE_SLOPE, LEAST_CHANCE, Siblings, chance
 from recurrent_drafting.beams import Beams, Step, over_target
 from recurrent_drafting.packed import Head
 
@@ -48,10 +48,13 @@ class Constants:
     """Numbers that hang on shapes alone."""
 
     counters_WX: Tensor  # of a node's noise: S clocks, and the token of its tail
-    ranks_W: Tensor
-    tested_W: Tensor  # the chance of the j-th child to be tested if its node is reached
+    siblings: Siblings
+    worth_W: (
+        Tensor  # where nothing is weighed, the chance that the j-th child is tested and passes, if its node is reached
+    )
+    least_W: Tensor  # the same once it is drawn, and how much this grows by its probability
+    slope_W: Tensor
     first_W: Tensor  # zeros, the parents of the first step's nodes
-    least: Tensor
 
 
 @lru_cache
@@ -59,13 +62,17 @@ def constants(width: int, symbols: int, dtype: torch.dtype, device: torch.device
     """Those of so many beams and symbols, in the dtype of probabilities; made once, as each is an operation."""
     with torch.inference_mode(False):
         counters_WX = torch.arange(width * (symbols + 1), device=device).view(width, symbols + 1)
-        ranks_W = torch.arange(width, device=device)
+        like = torch.zeros((), dtype=dtype, device=device)
+        siblings = Siblings.of(width, like)
+        passes_11 = (1 - MISS) + like[None, None]
+        tested_W = siblings.tested(passes_11)[0]
         return Constants(
             noise.scaled_ids(counters_WX),
-            ranks_W,
-            torch.full((width,), MISS, dtype=dtype, device=device) ** ranks_W,
-            torch.zeros_like(ranks_W),
-            torch.full((), LEAST_CHANCE, dtype=dtype, device=device),
+            siblings,
+            tested_W * siblings.passing(passes_11)[0],
+            tested_W * (siblings.passes_K + LEAST_CHANCE * siblings.first_K),
+            tested_W * CHANCE_SLOPE * siblings.first_K,
+            torch.zeros(width, dtype=torch.long, device=device),
         )
 
 
@@ -97,15 +104,16 @@ class Draws:
         W = self.width
         places_BPS, probs_BPS, rates_BPS, tail_BPV = self._symbols(logits_BPV, step)
         of_shape = constants(W, self.symbols, probs_BPS.dtype, self.chooser.device)
-        tested_BPW, admit_BPW = self._worth(probs_BPS, scores_BP, of_shape)
+        above_BP1 = None if scores_BP is None else scores_BP[:, :, None]
         order_BPW = (rates_BPS / self._clocks_BLWS[:, step, :P]).topk(W, dim=-1, largest=False).indices
-        reached_BPW = None
-        if step + 1 < self.length:
-            passes_BPW = torch.add(of_shape.least, probs_BPS.gather(2, order_BPW), alpha=CHANCE_SLOPE)
-            reached_BPW = tested_BPW * passes_BPW
+        drawn_BPW = probs_BPS.gather(2, order_BPW) if step + 1 < self.length else None
+        if self.admit is None:
+            worth_BPW, reached_BPW = _worth(drawn_BPW, above_BP1, of_shape)
+        else:
+            worth_BPW, reached_BPW = _weighed(probs_BPS, drawn_BPW, above_BP1, of_shape.siblings)
         slots_BW = None
         if scores_BP is not None:
-            ranked_BPW = tested_BPW if admit_BPW is None else admit_BPW.clone()
+            ranked_BPW = worth_BPW if self.admit is None else worth_BPW.clone()
             ranked_BPW[:, 0, 0] = float("inf")  # the first child of the first node is always drawn
             slots_BW = ranked_BPW.flatten(1).topk(W, dim=-1).indices  # a later sibling is always worth less
 
@@ -116,8 +124,8 @@ class Draws:
         parents_BW = of_shape.first_W.expand(B, W) if slots_BW is None else slots_BW // W
         scores_BW = None if reached_BPW is None else chosen(reached_BPW)
         made = Step(parents_BW, tokens_BW, scores_BW, None, tail_BPV, places_BPS, rates_BPS)
-        if self.admit is not None and admit_BPW is not None:
-            made.admitted_BW = self.admit(chosen(admit_BPW))
+        if self.admit is not None:
+            made.admitted_BW = self.admit(chosen(worth_BPW))
             if scores_BW is not None:
                 made.scores_BW = scores_BW * made.admitted_BW
         return made
@@ -140,18 +148,6 @@ class Draws:
         rates_BPS = torch.cat((top.values[:, :, :-1], total_BP1), 2)
         return torch.cat((candidates_BPK, found_BP1), 2), top.values, rates_BPS, tail_BPV
 
-    def _worth(self, probs_BPS: Tensor, reached_BP: Tensor | None, of_shape: Constants) -> tuple[Tensor, Tensor | None]:
-        """Before any child is drawn: the chance (B, P, W) that the j-th child of a node comes to be tested; and with `admit` that it passes."""
-        if self.admit is None:
-            if reached_BP is None:
-                return of_shape.tested_W.expand(*probs_BPS.shape[:2], -1), None
-            return reached_BP[:, :, None] * of_shape.tested_W, None
-        chance_BP1 = chance(probs_BPS.square().sum(-1, keepdim=True))
-        tested_BPW = (1 - chance_BP1).pow(of_shape.ranks_W)
-        if reached_BP is not None:
-            tested_BPW = tested_BPW * reached_BP[:, :, None]
-        return tested_BPW, tested_BPW * chance_BP1
-
     def drawn(self, beams: Beams) -> tuple[Tensor, Tensor, TopRows]:
         """Tokens and parents (B, M) of all nodes, and what the children of the tip and of the expanded ones were drawn from."""
         parents_BLW = beams.parents_BLW
@@ -162,6 +158,28 @@ class Draws:
             tail_BQV = beams.made(lambda step: step.tail_BPV)
             rows = replace(rows, tail_BPV=over_target(self.head, tail_BQV, 0.0))
         return beams.tokens_BLW.flatten(1), parents_BM, rows
+
+
+def _worth(drawn_BPW: Tensor | None, above_BP1: Tensor | None, of_shape: Constants) -> tuple[Tensor, Tensor | None]:
+    """The chances (B, P, W) that each node's j-th child is tested and passes: before it is drawn, which is all that the step looks at, and
+    then by its probability."""
+    worth_BPW = of_shape.worth_W[None, None] if above_BP1 is None else above_BP1 * of_shape.worth_W
+    if drawn_BPW is None:
+        return worth_BPW, None
+    reached_BPW = torch.addcmul(of_shape.least_W, drawn_BPW, of_shape.slope_W)
+    return worth_BPW, reached_BPW if above_BP1 is None else above_BP1 * reached_BPW
+
+
+def _weighed(
+    probs_BPS: Tensor, drawn_BPW: Tensor | None, above_BP1: Tensor | None, siblings: Siblings
+) -> tuple[Tensor, Tensor | None]:
+    """The same by what the head says at each node, for costs to be weighed by."""
+    passes_BP1 = chance(probs_BPS.square().sum(-1, keepdim=True))
+    tested_BPW = siblings.tested(passes_BP1)
+    if above_BP1 is not None:
+        tested_BPW = tested_BPW * above_BP1
+    worth_BPW = tested_BPW * siblings.passing(passes_BP1)
+    return worth_BPW, None if drawn_BPW is None else tested_BPW * siblings.passing(chance(drawn_BPW))
 
 
 class DrawnChain:

@@ -18,11 +18,13 @@ Shapes: W beams.
 
 from collections import deque
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
+from decoding.draws import SECOND_CHANCE
 from decoding.stopping import RoundCosts
 from decoding.tree_size import TreeSize
-from decoding.worth import Worth
+from decoding.worth import WEIGHT, Worth
 
 
 def ladder(most: int) -> tuple[int, ...]:
@@ -30,11 +32,12 @@ def ladder(most: int) -> tuple[int, ...]:
     return (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
 
 
-FIRST_PASSES = 0.66  # the chance of a step's likeliest node to pass
-# That of a later one, where those before it failed; of heads of chat24m (LOG.md, "A recurrent head for chat24m").
-LATER_PASSES = {"picked": 0.2, "drawn": 0.1}
+FIRST_PASSES = 0.66  # the chance of a step's likeliest node to pass; these are rates of a head of chat24m
+PICKED_PASSES = 0.2  # that of a later one, where those before it failed (of drawn ones see decoding/draws.py)
 DEEPEST = 5  # steps that are thought of
 MARGIN = 1.05  # of a drafting round over a plain one: a head's step is dear, and is paid before it tells that nothing is worth verifying
+# The same of picked beams where tokens are sampled, and the rounds that hope for them stands for: they pass by their own p, which seldom pays.
+PICKS_MARGIN, PICKS_PATIENCE = 1.15, 1.0
 
 
 def width_worth(costs: RoundCosts, most: int, drawn: bool) -> int:
@@ -42,11 +45,11 @@ def width_worth(costs: RoundCosts, most: int, drawn: bool) -> int:
 
     Where a forward over more tokens costs nearly nothing that is all of them; where it is dear, a chain, which is also drawn faster.
     """
-    later = LATER_PASSES["drawn" if drawn else "picked"]
 
     def rate(width: int) -> float:
         """Tokens a millisecond at the best length, every node verified."""
-        passes = 1 - (1 - FIRST_PASSES) * (1 - later) ** (width - 1)
+        later = [SECOND_CHANCE / rank if drawn else PICKED_PASSES for rank in range(1, width)]
+        passes = 1 - (1 - FIRST_PASSES) * prod(1 - chance for chance in later)
         tokens, best = 1.0, 0.0
         for steps in range(1, DEEPEST + 1):
             tokens += passes**steps
@@ -106,8 +109,10 @@ class ByReading:
 
     reads = True
 
-    def __init__(self, costs: RoundCosts) -> None:
-        self._worth = Worth(costs, margin=MARGIN)
+    def __init__(self, costs: RoundCosts, sampled_picks: bool) -> None:
+        """sampled_picks: see `plan_of`."""
+        margin, patience = (PICKS_MARGIN, PICKS_PATIENCE) if sampled_picks else (MARGIN, WEIGHT)
+        self._worth = Worth(costs, margin=margin, patience=patience)
         self._draws = False  # in the step that is taken
         self.depth = 0  # steps of this round at most
 
@@ -201,8 +206,11 @@ ByCost = ByReading | ByHistory
 Plan = Fixed | ByCost
 
 
-def plan_of(costs: RoundCosts | None, width: int, ahead: bool) -> Plan:
-    """How a row drafts. costs: None where beams are fixed. ahead: the host runs ahead of the device."""
+def plan_of(costs: RoundCosts | None, width: int, ahead: bool, sampled_picks: bool = False) -> Plan:
+    """How a row drafts. costs: None where beams are fixed. ahead: the host runs ahead of the device. sampled_picks: beams are picked, and tested
+    as point masses by what is sampled, which seldom pays and is given up at once."""
     if costs is None:
         return Fixed(width, ahead)
-    return ByHistory(costs, width) if ahead or costs.rows > 1 else ByReading(costs)
+    if ahead or costs.rows > 1:
+        return ByHistory(costs, width)
+    return ByReading(costs, sampled_picks)

@@ -66,6 +66,10 @@ def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen.scores_BM = self.seen.scores_BM.scatter(1, order_BM[:, 2:], NONE)
         return proposal(self, ahead)
 
+    def likely(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
+        return worths(q_BPV, drawn_BPK)[0], drawn_BPK.log()
+
+    monkeypatch.setattr(drawn_tree, "worths", likely)
     monkeypatch.setattr(RankedTree, "_drawn_budget", lambda self, rows: DrawnBySize(rows, 12, 3))
     monkeypatch.setattr(DrawnTree, "_level", noting)
     monkeypatch.setattr(DrawnTree, "proposal", cut)
@@ -139,17 +143,16 @@ def test_children_that_were_not_drawn_are_not_tested(name: str, ahead: bool, mon
 
 
 def test_what_a_child_is_worth() -> None:
-    """Each child's chance, siblings before it failing; before it is drawn by the mean, then by its own probability."""
-    q_BPV = torch.tensor([[[0.5, 0.5, 0.0]]], dtype=torch.float64)
+    """Each child's chance, siblings before it failing; the first one's before it is drawn by the mean, then by its own probability."""
+    q_BPV = torch.tensor([[[0.5, 0.3, 0.2, 0.0]]], dtype=torch.float64)
     worth_BPK, reached_BPK = worths(q_BPV, q_BPV)
-    mean = 0.3 + 0.65 * 0.5
-    assert worth_BPK[0, 0].exp().tolist() == pytest.approx([mean, (1 - mean) * mean, 0.0])
-    assert torch.allclose(worth_BPK, reached_BPK)
-    skewed_BPV = torch.tensor([[[0.9, 0.1, 0.0]]], dtype=torch.float64)
-    worth_BPK, reached_BPK = worths(skewed_BPV, skewed_BPV[:, :, [1, 0]])
-    mean = 0.3 + 0.65 * 0.82
-    assert worth_BPK[0, 0].exp().tolist() == pytest.approx([mean, (1 - mean) * mean])
-    assert reached_BPK[0, 0].exp().tolist() == pytest.approx([0.365, (1 - mean) * 0.885])
+    mean = 0.55 + 0.4 * 0.38
+    later = [(1 - mean) * 0.15, (1 - mean) * 0.85 * 0.075]
+    assert worth_BPK[0, 0].exp().tolist() == pytest.approx([mean, *later, 0.0])
+    assert reached_BPK[0, 0].exp().tolist() == pytest.approx([0.75, *later, 0.0])
+    worth_BPK, reached_BPK = worths(q_BPV, q_BPV[:, :, [1, 0]])
+    assert worth_BPK[0, 0].exp().tolist() == pytest.approx([mean, later[0]])
+    assert reached_BPK[0, 0].exp().tolist() == pytest.approx([0.67, later[0]])
 
 
 TREES: dict[str, Callable[[str], Drafter]] = {

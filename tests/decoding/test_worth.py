@@ -100,3 +100,19 @@ def test_the_likeliest_nodes_are_verified_within_their_number() -> None:
     steep = Worth(replace(CHEAP, t_target_ms=(1.0, 1.1, 9.0)))
     steep.saw([0.9, 0.5])
     assert steep.settle([0.9, 0.5]) == 1
+
+
+def test_patience_is_how_long_hope_outlives_failures() -> None:
+    """A row whose hope stands for one round gives up behind a failure or two; with more of it a few later."""
+    costs = RoundCosts(0.1, (1.0, 1.2), overhead_ms=0.2, plain_overhead_ms=0.0)
+    drafted: dict[float, list[int]] = {}
+    for patience in (1.0, 4.0):
+        worth, drafted[patience] = Worth(costs, patience=patience), []
+        for number in range(300):
+            if worth.drafts():
+                drafted[patience].append(number)
+                worth.saw([0.5])
+            worth.learn(0)
+    assert drafted[1.0][:2] == [0, 2] and drafted[1.0][2] > 50
+    assert drafted[4.0][:5] == [0, 1, 2, 3, 4]
+    assert 2 < len(drafted[1.0]) < len(drafted[4.0]) / 2 < 15, "none gives up for good"

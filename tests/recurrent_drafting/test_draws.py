@@ -20,7 +20,8 @@ from tests.decoding.rows import COSTS, draft_table, recurrent
 from tests.decoding.test_law_of_distribution import P_LIMIT, law_holds
 
 WIDTH, SCALE = 3, 0.8  # beams, and of a head that is not sure
-STEEP = replace(COSTS, t_draft_by_beams_ms=((1, 0.05), (2, 0.5), (3, 1.0)))  # a second beam seldom pays
+# A second beam seldom pays, a second child does.
+STEEP = replace(COSTS, t_target_ms=(1.0, 1.002), t_draft_by_beams_ms=((1, 0.05), (2, 0.5), (3, 1.0)))
 Keep = Callable[[drafts.DrawnDraft, Beams, Proposal], Tensor]
 
 
