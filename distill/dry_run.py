@@ -62,7 +62,7 @@ def dry_prune(
     for number, shape in enumerate(shapes, start=1):
         if len(shapes) > 1:
             print(f"stage {number} of {len(shapes)}: {source.num_hidden_layers} -> {layers_of(shape)}")
-        describe(shape, target)
+        describe(shape, source if number > 1 else target, "cut from" if number > 1 else "target")
         frozen = {"target": target} | ({"student of the stage before": source} if number > 1 else {})
         if config.masks:
             print("cut by the saved masks: nothing is scored or trained")
@@ -164,10 +164,10 @@ def wide_dtype(config: PruneConfig, target: Any) -> str:
     )
 
 
-def describe(student: Any, target: Any) -> None:
-    """Parameters, bytes of a step, and warnings of odd widths."""
+def describe(student: Any, target: Any, role: str = "target") -> None:
+    """Parameters, bytes of a step, and warnings of odd widths. role: what the target is to the student."""
     counts, whole = parameter_counts(student), parameter_counts(target)["all"]
-    print(f"target: {millions(whole)} parameters, {layers_of(target)}")
+    print(f"{role}: {millions(whole)} parameters, {layers_of(target)}")
     tables = f"{millions(counts['embedding'])} embedding, {millions(counts['head'])} head"
     if not counts["head"]:
         tables = f"{millions(counts['embedding'])} embedding, the head too"

@@ -198,7 +198,8 @@ def refuse_unreachable(kind: str, sparsity: float, layers: int, beta: float) -> 
     if sparsity <= most:
         return
     between = max(2, round((layers * (1 - sparsity) * layers) ** 0.5))
-    remedy = f"prune in stages (such as depths=[{between}])" if kind == "layers" else "take a wider shape"
+    stages = f"prune in stages (distill.prune: such as depths=[{between}]; a recipe: a smaller prune_largest_cut)"
+    remedy = stages if kind == "layers" else "take a wider shape"
     raise UserError(
         f"mode=l0 is asked to take {sparsity:.1%} of the {kind}, but its masks reach {most:.1%} at most (their logits are bounded; beyond, "
         f"all lie on the bound and the choice is arbitrary): {remedy}, or take mode=importance"

@@ -59,8 +59,9 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
         and not shape.num_attention_heads
     ):
         raise UserError(
-            f"drafter.hidden_size is {given['hidden_size']}, the target has {theirs['hidden_size']}, and {heads} query heads: "
-            f"take at most {theirs['hidden_size']}, or give drafter.num_attention_heads as well"
+            f"drafter.hidden_size is {given['hidden_size']}, the target has {theirs['hidden_size']}, and {heads} query heads: a student that "
+            f"is cut out is never larger, so take at most {theirs['hidden_size']}; from scratch (mode=random) give "
+            "drafter.num_attention_heads as well"
         )
     if target.model_type != "qwen3" and given["hidden_size"] % heads:
         raise UserError(

@@ -104,7 +104,9 @@ def read_evaluation(folder: Path, label: str) -> Evaluation:
     if manifest and not manifest.get("finished"):
         raise UserError(f"runs: {folder} is not finished; end it with: {manifest.get('command')}")
     if missing:
-        raise UserError(f"runs: {folder} is no finished run of {JOB}: it has no {', '.join(missing)}")
+        raise UserError(
+            f"runs: {folder} is no finished run of {JOB}: it has no {', '.join(missing)}. Name the folder that eval.run printed, or a glob of such"
+        )
     config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     assert isinstance(config, dict), "run folders hold mappings"
     rows = main_rows(read_rows(folder / "results.jsonl"))

@@ -167,7 +167,8 @@ def read_samples(
             "says why: look at data.max_length, the chat template and data.train_on"
         )
     if not samples:
+        held = "" if split == "train" else "held_out_"
         raise UserError(
-            f"the {split} split is empty: give {key}.{'' if split == 'train' else 'held_out_'}chats or _texts"
+            f"the {split} split is empty: give {key}.{held}chats=[CHATS.json], {key}.{held}texts=[TEXT.txt], or both"
         )
     return samples

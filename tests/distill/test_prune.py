@@ -290,7 +290,7 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
             r"depths is \[2\]: expected falling numbers of layers between the target's 4 and the student's 2",
         ),
         (["data.max_samples=2", "data.max_length=512"], "too little calibration text"),
-        (["data=text"], "the train split is empty: give data.chats or _texts"),
+        (["data=text"], r"the train split is empty: give data\.chats=\[CHATS"),
         (["data.max_samples=2", "data.max_length=512", "mode=l0", "loop.max_steps=400"], "too little calibration text"),
         (["data.mixing=loss"], "data.mixing is loss, but data.domains is empty"),
         (["masks=/nowhere/masks.safetensors"], "/nowhere/masks.safetensors does not exist"),
