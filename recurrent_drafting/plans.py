@@ -35,7 +35,7 @@ def ladder(most: int) -> tuple[int, ...]:
 FIRST_PASSES = 0.66  # the chance of a step's likeliest node to pass; these are rates of a head of chat24m
 PICKED_PASSES = 0.2  # that of a later one, where those before it failed (of drawn ones see decoding/draws.py)
 DEEPEST = 5  # steps that are thought of
-TREE = 1.1  # how many times a chain's rate a tree must promise: growing, testing and moving one costs beside the steps that are timed
+DRAWN_TREE = 1.1  # how many times a chain's rate a drawn tree must promise: drawing and testing it costs beside the steps that are timed
 MARGIN = 1.05  # of a drafting round over a plain one: a head's step is dear, and is paid before it tells that nothing is worth verifying
 # The same of picked beams where tokens are sampled, and the rounds that hope for them stands for: they pass by their own p, which seldom pays.
 PICKS_MARGIN, PICKS_PATIENCE = 1.15, 1.0
@@ -55,7 +55,7 @@ def width_worth(costs: RoundCosts, most: int, drawn: bool) -> int:
         for steps in range(1, DEEPEST + 1):
             tokens += passes**steps
             best = max(best, tokens / costs.drafted_ms(costs.steps_ms(steps, width), steps * width))
-        return best / (TREE if width > 1 else 1.0)
+        return best / (DRAWN_TREE if drawn and width > 1 else 1.0)
 
     return max(ladder(most), key=lambda width: (rate(width), -width))
 
