@@ -49,7 +49,7 @@ def describe(entries: Sequence[Any], target: TargetConfig, control: bool) -> dic
         if name in found:
             raise UserError(
                 f"drafters: two entries are called {name!r}. Give one of them another name, as a mapping: "
-                f"drafters=[{{_target_: {mapping['_target_']}, folder: ..., name: another}}]."
+                f"drafters=[{{use: {mapping.get('folder', 'NAME')}, name: another}}]."
             )
         found[name] = {**mapping, "name": name}
         _check_keys(name, found[name])
