@@ -17,6 +17,7 @@ from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
 from decoding.folder import read_config
+from decoding.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.stopping import RoundCosts, Sign, Stopping
 from decoding.target import Target, load_target, prefill
 from decoding.verify import at_nodes
@@ -42,13 +43,15 @@ class ChainDrafter:
     ) -> None:
         """From a model folder, or from a `model` in memory.
 
-        backend: None takes native for its families and hf for the others. execution: of a native one, see `load_target`.
+        backend: None takes native for its families and hf for the others, eager where that has no such execution. execution: see `load_target`.
         """
         if model is None:
             if folder is None:
                 raise ValueError("ChainDrafter needs a folder or a model")
             if backend is None:
                 backend = "native" if read_config(folder)["model_type"] in FAMILIES else "hf"
+                if backend == "hf" and execution not in HF_EXECUTIONS:
+                    execution = None
             model = load_target(
                 folder,
                 backend=backend,

@@ -167,16 +167,17 @@ def capture(function: Callable[[], T], device: torch.device, memory: Any) -> Cal
     return replay
 
 
-def compiled(function: Callable[..., T], device: torch.device) -> Callable[..., T]:
+def compiled(function: Callable[..., T], device: torch.device, sizes_open: bool = False) -> Callable[..., T]:
     """`function` fused by inductor on a GPU; on a CPU traced to the same graph and run by CPU_COMPILER.
 
+    sizes_open: one form for all sizes, and what cannot be traced runs as it is; otherwise a form for each, traced whole.
     Tuned matrix-vector products: with one row, inductor writes them as reductions with what stands around them.
     """
     torch._dynamo.config.recompile_limit = 256  # one for every shape; a loop over contexts and widths has many
+    how: dict[str, Any] = {"fullgraph": not sizes_open, "dynamic": sizes_open}
     if device.type == "cuda":
-        options: dict[str, Any] = {"coordinate_descent_tuning": True}
-        return torch.compile(function, fullgraph=True, dynamic=False, options=options)
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=CPU_COMPILER)
+        return torch.compile(function, options={"coordinate_descent_tuning": True}, **how)
+    return torch.compile(function, backend=CPU_COMPILER, **how)
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int] | None:

@@ -5,10 +5,13 @@ an explicit 4-D mask and explicit positions. That needs a model which takes all 
 positions would be silently wrong, so `HFTarget` tries a two-branch tree on loading and refuses a model whose answer
 differs from running the branches apart.
 
+`compiled` traces the whole model once for single tokens and once for all wider forwards, with sizes left open: slots come as a
+tensor then, so that no length is built into the code. Prompts are read uncompiled.
+
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, H key/value heads, D head size, T cache slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from decoding.cache import Plan, Slots
+from decoding import cuda
+from decoding.cache import BAND_ROWS, Plan, Slots
 from decoding.errors import UserError
 from decoding.folder import read_config, refuse_unsupported_attention, weight_files
 
+EXECUTIONS = ("eager", "compiled")  # operation by operation; traced by torch.compile
+WIDEST = BAND_ROWS  # new tokens of a compiled forward: what is wider is a prompt
 PROBE_TOLERANCE = 0.05  # share of the largest logit; a model that ignores mask or positions is off by far more
 
 
@@ -47,7 +53,8 @@ class RowLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None and self.owner.plan is not None
         plan = self.owner.plan
         B, _, N, _ = key_states.shape
-        if plan.start is not None:
+        if plan.slots_BN is None:
+            assert plan.start is not None
             self.keys[:B, :, plan.start : plan.start + N] = key_states
             self.values[:B, :, plan.start : plan.start + N] = value_states
         else:
@@ -85,9 +92,13 @@ class RowCache(Cache):
 class HFTarget:
     """A `Target` (decoding/target.py) around a `transformers` model."""
 
-    backend = "hf"
-
-    def __init__(self, model: PreTrainedModel, name: str, max_length: int | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, name: str, max_length: int | None = None, execution: str | None = None
+    ) -> None:
+        """execution: one of EXECUTIONS; None is eager. Raises UserError for another word."""
+        self.execution = execution or "eager"
+        if self.execution not in EXECUTIONS:
+            raise UserError(f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}.")
         self.model = model.eval().requires_grad_(False)
         config = model.config
         self.name, self.device = name, model.device
@@ -100,11 +111,14 @@ class HFTarget:
         self.slots = Slots(model.dtype, model.device)
         self.cache = RowCache(self.num_layers, 0, 0)
         self._hidden: Tensor | None = None
+        self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self._kept: dict[
             int, list[tuple[Tensor, Tensor]]
         ] = {}  # name -> keys and values of every layer, (1, H, tokens, D)
         model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
         self._refuse_deaf_model()
+        if self.execution == "compiled":
+            self._compiled = cuda.compiled(self._step, self.device, sizes_open=True)
 
     @classmethod
     def from_folder(
@@ -115,6 +129,7 @@ class HFTarget:
         device: str,
         max_length: int | None,
         trust_remote_code: bool,
+        execution: str | None = None,
     ) -> "HFTarget":
         """Raises UserError for damaged folders and for models whose attention is not full and causal."""
         refuse_unsupported_attention(read_config(folder), str(folder))
@@ -128,7 +143,7 @@ class HFTarget:
             raise UserError(f"{folder}: transformers cannot load it as a causal LM: {error}") from error
         refuse_unsupported_attention(config.to_dict(), str(folder))
         torch.nn.Module.to(model, torch.device(device))
-        return cls(model, name, max_length)
+        return cls(model, name, max_length, execution)
 
     def _keep_hidden(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         """The input of the output embedding is the hidden state after the final norm, in every architecture."""
@@ -146,6 +161,11 @@ class HFTarget:
                     f"{self.name}: this {self.model.config.model_type} model ignores the 4-D attention mask or the position "
                     "ids that it is given, so drafted tokens cannot be verified with it. Choose another target."
                 )
+
+    @property
+    def backend(self) -> str:
+        """The backend's word in results, with how it runs where that is not operation by operation."""
+        return "hf" if self.execution == "eager" else f"hf {self.execution}"
 
     @property
     def lengths_B(self) -> list[int]:
@@ -186,9 +206,27 @@ class HFTarget:
 
     def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(logits_BNV, hidden_BNC); see `Target.forward`."""
-        logits_BNV = self.model(**self._inputs(tokens_BN, parents_BN)).logits
+        inputs = self._inputs(tokens_BN, parents_BN)
+        if self._compiled is None or tokens_BN.shape[1] > WIDEST or not self.cache.stores():
+            return self._run(inputs)
+        B, N = tokens_BN.shape
+        plan = self.cache.plan
+        assert plan is not None
+        slots_BN = plan.slots_BN
+        if slots_BN is None:
+            slots_BN = torch.arange(plan.end - N, plan.end, device=self.device).expand(B, N)
+        return self._compiled(tokens_BN, inputs["attention_mask"], inputs["position_ids"], slots_BN)
+
+    def _run(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        logits_BNV = self.model(**inputs).logits
         assert self._hidden is not None
         return logits_BNV, self._hidden
+
+    def _step(self, tokens_BN: Tensor, mask: Tensor, positions_BN: Tensor, slots_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """What is compiled: a forward in which every length is a tensor's size."""
+        self.cache.plan = Plan(mask.shape[-1], None, slots_BN, positions_BN, mask, False)
+        inputs = {"input_ids": tokens_BN, "attention_mask": mask, "position_ids": positions_BN}
+        return self._run({**inputs, "past_key_values": self.cache, "use_cache": True})
 
     def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
         """hidden_BNC without the logits of all positions: only the last one's are computed, and dropped."""

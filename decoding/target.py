@@ -14,6 +14,7 @@ from decoding import cuda
 from decoding.cuda import device_of
 from decoding.errors import UserError
 from decoding.folder import load_state, read_config
+from decoding.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.hf import HFTarget
 from decoding.native import EXECUTIONS, NativeTarget
 from decoding.parallel import ParallelTarget, processes_of
@@ -129,8 +130,8 @@ def load_target(
     cache grows with what is decoded.
     parallel: 'none', or over several processes 'tp' (every layer cut) or 'layers' (some layers each); native alone.
     processes: how many, this one included; 0 is one a visible GPU.
-    execution: of the native backend: 'eager', 'graph' (steps recorded as CUDA graphs) or 'compiled' (recorded with fused layers); None is
-    graph on a GPU and eager on a CPU, where the others run unrecorded and serve tests.
+    execution: of the native backend 'eager', 'graph' (steps recorded as CUDA graphs) or 'compiled' (recorded with fused layers); None is
+    graph on a GPU and eager on a CPU, where the others run unrecorded and serve tests. Of the hf backend 'eager' (None) or 'compiled'.
     Raises UserError if the folder is missing, empty, damaged, holds only pickled weights, or its kind is unsupported.
     """
     config, device = read_config(folder), device_of(device)
@@ -142,7 +143,7 @@ def load_target(
     place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device, "max_length": max_length}
     try:
         if backend == "hf":
-            target = HFTarget.from_folder(folder, name, DTYPES[dtype], device, max_length, trust_remote_code)
+            target = HFTarget.from_folder(folder, name, DTYPES[dtype], device, max_length, trust_remote_code, execution)
         elif count > 1:
             target = ParallelTarget(folder, kind=parallel, processes=count, **place)
         else:
@@ -171,8 +172,9 @@ def _check_folder(folder: str | Path, config: dict[str, Any], backend: str, dtyp
 
 
 def _check_execution(execution: str | None, backend: str, processes: int) -> None:
-    if execution is not None and (backend != "native" or execution not in EXECUTIONS):
-        raise UserError(f"execution '{execution}': expected one of {', '.join(EXECUTIONS)}, with backend=native.")
+    known = EXECUTIONS if backend == "native" else HF_EXECUTIONS
+    if execution is not None and execution not in known:
+        raise UserError(f"execution '{execution}': expected one of {', '.join(known)} with backend={backend}.")
     if processes > 1 and execution not in (None, "eager"):
         raise UserError(
             f"execution '{execution}': a target over several processes runs eager; its sums are not recorded."

@@ -45,7 +45,7 @@ class Evaluation:
 
     @property
     def execution(self) -> str:
-        """How the native backend ran, by the defaults of training.config.TargetConfig where the run did not say; hf runs eagerly."""
+        """How the backend ran, by the defaults of training.config.TargetConfig where the run did not say."""
         asked = self.config["target"].get("execution", "")
         return asked or (
             "graph" if self.rows[0].device.startswith("cuda") and self.rows[0].backend != "hf" else "eager"

@@ -6,7 +6,7 @@
 Every shape is pruned from the target by importance and distilled on the same rows for as many steps, once a seed; then all are decoded with in
 one interleaved run for each backend and execution. Bytes are those of the layers and the head; the most and the fewest may differ by 3 %.
 Speedups are those over prompts whose greedy text does not loop, as in every verdict (`headline_speedup`); those over all prompts stand beside.
-`native compiled` is inductor's code on a CPU too, where it needs a C++ compiler. There is no compiled Hugging Face backend.
+Compiled is inductor's code on a CPU too, where it needs a C++ compiler.
 
 Pieces such as `seeds=[0]` or `executions=["hf eager"]` (none with `executions=[]`: students alone) may be run one by one: with the same settings
 and `work`, the figures are of all that was run so far.
@@ -55,7 +55,7 @@ DECODING = (
     "sweep",
     "repeats",
 )  # options that students do not hang on
-EXECUTIONS = ("native eager", "native compiled", "hf eager")
+EXECUTIONS = ("native eager", "native compiled", "hf eager", "hf compiled")
 COMPARED = ("headline_speedup", "speedup", "tau", "t_draft_ms")
 
 
@@ -172,9 +172,7 @@ def measured(chosen: Options, drafters: dict[str, Path], execution: str, seed: i
     backend, how = execution.split()
     how_decoded = hashlib.sha256(json.dumps(decoding(chosen)).encode()).hexdigest()[:8]
     folder = work / f"eval_{execution.replace(' ', '_')}_seed{seed}_{how_decoded}"
-    target = TargetConfig(
-        path=chosen.target, device=chosen.device, backend=backend, execution=how if backend == "native" else ""
-    )
+    target = TargetConfig(path=chosen.target, device=chosen.device, backend=backend, execution=how)
     eval.run.run(
         EvalConfig(
             job="eval.run",

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from decoding import linear
 from decoding.cache import ancestors
+from decoding.chain import ChainDrafter
+from decoding.errors import UserError
 from decoding.hf import HFTarget
 from decoding.linear import PackedLinear, PlainLinear, can_pack, make_linear
+from decoding.loop import Settings, decode
 from decoding.native import NativeTarget, Skips
 from decoding.target import Target, load_target, prefill
 
@@ -268,6 +271,70 @@ def test_a_foreign_architecture_runs_on_hf() -> None:
         logits_BNV, _ = target.forward(new)
     close(logits_BNV[0], plain(model, [5, 6, 7, *new[0].tolist()])[-3:])
     close(logits_BNV[1], plain(model, [8, *new[1].tolist()])[-3:])
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_model_equals_the_eager_one() -> None:
+    """Ragged rows, chains, trees, moved paths, a bigger cache: one traced form for single tokens and one for more, a batch and a row alike."""
+    parents_BN = torch.tensor([[-1, 0, 0, 1, 1], [-1, 0, 1, 0, 3]])
+    model = hf_model("llama")
+    targets = [HFTarget(model, "tiny", execution=execution) for execution in ("eager", "compiled")]
+
+    def both(tokens_BN: Tensor, parents_BN: Tensor | None = None) -> None:
+        for left, right in zip(*(target.forward(tokens_BN, parents_BN) for target in targets), strict=True):
+            close(left, right)
+
+    with torch.inference_mode():
+        for batch, capacity in ((2, 60), (1, 40), (2, 100)):
+            for target in targets:
+                target.open(batch, capacity)
+                prefill(target, [[5, 6, 7, 8], [9]][:batch])
+            for round_ in range(3):
+                both(ids(batch, 5, seed=round_), parents_BN[:batch])
+                for target in targets:
+                    target.commit([[0, 2, 1, 3, 4], [0, 1, 2, 3, 4]][:batch], [2, 3][:batch])
+                for tokens in (1, 2 + round_):
+                    both(ids(batch, tokens, seed=round_))
+                    for target in targets:
+                        target.commit(None, [tokens] * batch)
+            for target in targets:
+                target.truncate([7, 3][:batch])
+            both(ids(batch, 4))
+    found = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 0 < found <= 8, f"{found} forms were traced: a length has been built into the code"
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_foreign_architecture_decodes_as_it_does_eagerly() -> None:
+    """GPT-2 as target and a LLaMA as drafter, greedy and compiled: the tokens of plain eager decoding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
+    model = GPT2LMHeadModel(config).double().eval()
+    eager, compiled = (HFTarget(model, "gpt2", execution=execution) for execution in ("eager", "compiled"))
+    drafter = ChainDrafter(model=HFTarget(hf_model("llama"), "drafter", execution="compiled"))
+    prompts, settings = [[5, 6, 7], [8]], Settings(max_new_tokens=20, temperature=0.0)
+
+    def texts(target: HFTarget, drafter: ChainDrafter | None) -> list[list[int]]:
+        return [made.tokens for made in decode(target, drafter, prompts, settings)]
+
+    expected = texts(eager, None)
+    assert texts(compiled, None) == expected
+    assert texts(compiled, drafter) == expected
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def test_an_execution_that_a_backend_does_not_have(stories260k: Path) -> None:
+    with pytest.raises(UserError, match="execution 'graph': expected one of eager, compiled with backend=hf"):
+        load_target(stories260k, backend="hf", execution="graph")
+    with pytest.raises(UserError, match="execution 'graph' is unknown, expected one of eager, compiled"):
+        HFTarget(hf_model("llama"), "tiny", execution="graph")
 
 
 def test_ancestors() -> None:
