@@ -215,7 +215,8 @@ class HFTarget:
         slots_BN = plan.slots_BN
         if slots_BN is None:
             slots_BN = torch.arange(plan.end - N, plan.end, device=self.device).expand(B, N)
-        return self._compiled(tokens_BN, inputs["attention_mask"], inputs["position_ids"], slots_BN)
+        # A copy: a view of the band, made outside inference, would be traced once more.
+        return self._compiled(tokens_BN, inputs["attention_mask"].clone(), inputs["position_ids"], slots_BN)
 
     def _run(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         logits_BNV = self.model(**inputs).logits

@@ -17,9 +17,9 @@ from decoding.folder import read_config
 from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import write_card
 from distill.layer_choice import most_candidates
-from distill.shapes import odd_widths, removal_flops, student_config
+from distill.shapes import odd_widths, other_size, removal_flops, student_config
 from training.amounts import hours, operations, size
-from training.config import LoopConfig, ParallelConfig
+from training.config import LoopConfig, ParallelConfig, StudentConfig
 from training.drafter_folder import Origin, write_untrained
 from training.memory_plan import Shape, activation_bytes, bytes_per_rank
 from training.models import dtype_of, missing_of, random_model, target_config, target_is_here
@@ -38,9 +38,15 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: boo
     target = target_config(config.target)
     student = _student(config, target)
     describe(student, target)
+    _print_other_size(config.drafter, student)
     flops = print_cost(config.loop, config.parallel, student, {"target": target}, config.assumed_tflops)
     _write(config, student, target, target_folder, folder, was_dry)
     return flops
+
+
+def _print_other_size(drafter: StudentConfig, student: Any) -> None:
+    if note := other_size(drafter.name, student):
+        print(note)
 
 
 def _student(config: TrainConfig, target: Any) -> Any:
@@ -78,6 +84,7 @@ def dry_prune(
                 config.between, config.parallel, shape, frozen, config.assumed_tflops, config.target.dtype
             )
         source = shape
+    _print_other_size(config.drafter, shapes[-1])
     stored = parameter_counts(shapes[-1])["all"] * dtype_of(config.target.dtype).itemsize
     print(f"disk: {size(stored)} for the student's folder ({config.target.dtype})")
     _write(config, shapes[-1], target, target_folder, folder, was_dry)

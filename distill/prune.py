@@ -23,7 +23,7 @@ from distill.dry_run import dry_prune, wide_dtype
 from distill.layer_choice import CRITERIA
 from distill.masks import BETA, Masks
 from distill.prune_modes import MODES
-from distill.shapes import odd_widths, refuse_wider, student_config
+from distill.shapes import odd_widths, other_size, refuse_wider, student_config
 from distill.student import chosen_layers
 from distill.workbench import Source, Workbench, read_source
 from training.amounts import PLANNED
@@ -251,6 +251,8 @@ def describe(config: PruneConfig, bench: Workbench, shape: Any) -> None:
     )
     for warning in odd_widths(shape):
         print(f"warning: {warning}")
+    if note := other_size(config.drafter.name, shape):
+        print(note)
 
 
 def finish(

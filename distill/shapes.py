@@ -5,6 +5,7 @@ own family as far as serving engines go: a LLaMA where the maths allow it (Qwen2
 class (Qwen3 normalizes queries and keys).
 """
 
+import re
 from typing import Any
 
 from transformers import LlamaConfig, Qwen3Config
@@ -13,8 +14,9 @@ from decoding.errors import UserError
 from decoding.folder import refuse_unsupported_attention
 from decoding.weights import FAMILIES
 from training.config import StudentConfig
-from training.shapes import WIDTHS, parameter_counts, target_widths
+from training.shapes import WIDTHS, millions, parameter_counts, target_widths
 
+NAMED = 0.1  # share by which a count may differ from the size that a name tells: published names are rounded
 ALIGNED = 64  # what products of matrices like their sides to be a multiple of
 _SHARED = (
     "vocab_size",
@@ -110,6 +112,22 @@ def odd_widths(student: Any) -> list[str]:
         for name, size in sides.items()
         if size % ALIGNED
     ]
+
+
+def other_size(name: str, student: Any) -> str:
+    """A note where a name tells another size than this target's vocabulary and groups give the shape (`llama_796m`, `sheared_2b7`); else empty."""
+    told = re.search(r"_(\d+)(m|b)(\d*)$", name)
+    if told is None:
+        return ""
+    whole, unit, tenths = told.groups()
+    named = float(f"{whole}.{tenths or 0}") * (1e6 if unit == "m" else 1e9)
+    count = parameter_counts(student)["all"]
+    if abs(count - named) <= NAMED * named:
+        return ""
+    return (
+        f"note: drafter.name is {name}, and with this target's vocabulary of {student.vocab_size:,} the shape has {millions(count)}: "
+        f"drafter.name={name[: told.start()]}_{count / 1e6:.0f}m would say so"
+    )
 
 
 def removal_flops(config: Any) -> float:

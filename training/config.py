@@ -44,7 +44,7 @@ class TargetConfig:
         default_factory=dict
     )  # its published config.json (conf/target); a dry run takes it where `path` is not there
     backend: str = "native"  # native | hf
-    execution: str = ""  # eager | compiled, and natively graph; empty: graph on a GPU with the native backend, eager otherwise
+    execution: str = ""  # eager | compiled | graph (native alone); empty: graph where it can be, on a GPU, else eager
     dtype: str = "float32"  # float32 | bfloat16 | float16 | float64
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     max_length: int = 0  # context in tokens; 0 takes the model's own

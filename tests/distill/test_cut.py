@@ -11,7 +11,7 @@ from decoding.native import NativeTarget
 from decoding.target import prefill
 from distill.cut import Cut, cut_model, load_cut, refuse_other_shape, save_cut, whole
 from distill.l0 import masked
-from distill.shapes import odd_widths, refuse_wider, student_config
+from distill.shapes import odd_widths, other_size, refuse_wider, student_config
 from training.attention import document_mask
 from training.config import StudentConfig
 from training.shapes import parameter_counts
@@ -148,6 +148,28 @@ def test_a_family_that_is_not_built_is_named():
 
     with pytest.raises(UserError, match="family 'gpt2', students are cut from llama, mistral, qwen2, qwen3"):
         student_config(StudentConfig(), AutoConfig.for_model("gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "noted"),
+    [
+        ("llama_1m", True),
+        ("llama_0b1", True),
+        ("wide_17m", False),
+        ("student", False),
+        ("chat24m", False),
+        ("m", False),
+    ],
+)
+def test_a_name_that_tells_another_size_is_noted(name: str, noted: bool):
+    from transformers import LlamaConfig
+
+    shape = LlamaConfig(vocab_size=32000, hidden_size=256, num_hidden_layers=1, intermediate_size=512)
+    note = other_size(name, shape)  # 17.0 M
+    assert bool(note) == noted
+    if noted:
+        assert f"drafter.name is {name}, and with this target's vocabulary of 32,000 the shape has 17.0 M" in note
+        assert note.endswith(f"{name.rsplit('_')[0]}_17m would say so")
 
 
 def test_odd_widths_are_warned_of():
