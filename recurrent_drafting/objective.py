@@ -22,7 +22,7 @@ from recurrent_drafting.positions import Positions, positions
 from recurrent_drafting.states import TargetStates
 from training.losses.chunked import RowLoss, cross_entropy_rows
 from training.losses.heads import at_temperature, chunked_argmax, chunked_by_head, listed_cross_entropy_rows
-from training.losses.soft import kl_rows, lk_hybrid_rows, lk_rows, teacher_log_probs
+from training.losses.soft import Teacher, kl_rows, lk_hybrid_rows, lk_rows
 from training.objectives import Constant
 from training.packing import Batch
 
@@ -78,30 +78,30 @@ class HeadTraining(Constant):
             labels_N = where.labels_N if self.indices_V is None else self.indices_V[where.labels_N]
             rows = cross_entropy_rows if self.indices_V is None else listed_cross_entropy_rows
             return rows, lambda start, end: labels_N[start:end]
-        judge_NH, temperature = hidden_PH[where.judges_N], self.loss.temperature
-        against = teacher_log_probs(judge_NH, self.states.lm_head, temperature, self.head.token_ids_V)
+        temperature = self.loss.temperature
+        teacher = Teacher(hidden_PH, self.states.lm_head, temperature, self.head.token_ids_V)
         kinds: dict[str, RowLoss] = {
             "forward_kl": kl_rows,
             "lk": lk_rows,
             "lk_hybrid": lk_hybrid_rows(self.loss.lk_eta),
         }
-        return at_temperature(kinds[self.loss.name], temperature), against
+        return at_temperature(kinds[self.loss.name], temperature), teacher.shared(where.judges_N, where.judges)
 
 
 def predictions(head: RecurrentHead, states: TargetStates, hidden_PH: Tensor, where: Positions) -> Tensor:
-    """The features of all predictions [N, E], head by head; the first linear map of the hidden states is made once a draft."""
+    """The features of all predictions [N, E]; the first linear map of the hidden states is made once a draft."""
     context = head.context(hidden_PH[where.drafts_M])
     state_MH = head.start(states.embed(where.tokens_MK[:, 0]))
-    drafts = where.draft_N.split(where.counts_K)
-    reached = [state_MH.index_select(0, drafts[0])]
-    for number in range(1, len(drafts)):
+    reached = [state_MH]
+    for number in range(1, len(where.counts_K)):
         tokens_M = where.tokens_MK[:, number]
         if where.asks_own:
             said_O = _likeliest_of(where.own_O, head, context, state_MH)
             tokens_M = tokens_M.index_copy(0, where.own_O, said_O)
         state_MH = head.advance(state_MH, states.embed(tokens_M))
-        reached.append(state_MH.index_select(0, drafts[number]))
-    return head.features(context.select(where.draft_N), torch.cat(reached))
+        reached.append(state_MH)
+    state_NH = torch.cat(reached).index_select(0, where.head_N * len(where.drafts_M) + where.draft_N)
+    return head.features(context.select(where.draft_N), state_NH)
 
 
 @torch.no_grad()

@@ -29,10 +29,11 @@ class Positions:
     tokens_MK: Tensor  # ids of the true tokens that the heads take in, one after another
     own_O: Tensor  # of the drafts: those that go on from the head's own tokens
     asks_own: bool  # whether any may: the same on every rank, as ranks that hold weights in shares read them together
-    draft_N: Tensor  # of the drafts: the one that a prediction belongs to; head by head
+    draft_N: Tensor  # of the drafts: the one that a prediction belongs to; predictions of one token lie together
     head_N: Tensor  # its head
     labels_N: Tensor  # ids of the tokens that stand there
-    judges_N: Tensor  # of kept_P: where the target itself predicts that token; empty where nobody asks
+    judges_N: Tensor  # of kept_P, rising: where the target itself predicts that token; empty where nobody asks
+    judges: np.ndarray  # the same on the host
     counts_K: list[int]  # predictions of each head
     kept_R: list[int]  # of kept_P, in each row
 
@@ -58,6 +59,8 @@ def positions(batch: Batch, heads: int, judged: bool, own_tokens: float = 0.0, s
     drafts = np.flatnonzero(predicts_KF.any(axis=0))
     head, draft = np.nonzero(predicts_KF[:, drafts])
     judges = drafts[draft] + 1 + head
+    order = np.argsort(judges, kind="stable")
+    head, draft, judges = head[order], draft[order], judges[order]
     kept = np.union1d(drafts, judges) if judged else drafts
     taken = np.minimum(drafts[:, None] + 1 + np.arange(heads), rows * length - 1)
     own = np.flatnonzero((drafts % length + step % 2**16 * length) * _SPREAD % 2**32 < own_tokens * 2**32)
@@ -76,6 +79,7 @@ def positions(batch: Batch, heads: int, judged: bool, own_tokens: float = 0.0, s
         head_N,
         batch.next_RT.flatten()[judges_N],
         seats_N,
+        seats,
         np.bincount(head, minlength=heads).tolist(),
         np.bincount(kept // length, minlength=rows).tolist(),
     )

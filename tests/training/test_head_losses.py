@@ -1,5 +1,7 @@
 """Losses against a teacher and losses of several heads: against eager twins, in value, gradient and memory."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,11 +10,18 @@ from torch import Tensor
 from scripts.bench.common import peak_bytes
 from training.losses.chunked import RowLoss, cross_entropy_rows
 from training.losses.heads import at_temperature, chunked_argmax, chunked_by_head, listed_cross_entropy_rows
-from training.losses.soft import eager_soft, kl_rows, lk_hybrid_rows, lk_rows, teacher_log_probs
+from training.losses.soft import Judgement, Teacher, eager_soft, kl_rows, lk_hybrid_rows, lk_rows
 
 N, E, G, V, K = 37, 6, 5, 23, 3
 SOFT: dict[str, RowLoss] = {"forward_kl": kl_rows, "lk": lk_rows, "lk_hybrid": lk_hybrid_rows(3.0)}
 LISTED = torch.tensor([0, 2, 3, 7, 8, 11, 19, 22])
+JUDGES = (
+    torch.arange(N) // 3 + torch.arange(N) // 11
+)  # up to three rows share a position of the teacher, and some positions judge none
+
+
+def shared(teacher: Teacher) -> Callable[[int, int], Judgement]:
+    return teacher.shared(JUDGES, JUDGES.numpy())
 
 
 def inputs(outputs: int = V) -> tuple[Tensor, ...]:
@@ -28,10 +37,10 @@ def inputs(outputs: int = V) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
 def test_soft_losses_by_head_equal_their_eager_twins(name: str, shortlist: Tensor | None, temperature: float):
     features, weight, teacher, teacher_weight, head = inputs(V if shortlist is None else len(LISTED))
-    against = teacher_log_probs(teacher, teacher_weight, temperature, shortlist)
+    against = shared(Teacher(teacher, teacher_weight, temperature, shortlist))
     rows = at_temperature(SOFT[name], temperature)
     loss, sums = chunked_by_head(features, weight, rows, against, head, K, decay=0.8, chunk=10)
-    log_p = F.log_softmax(teacher @ teacher_weight.T / temperature, dim=-1)
+    log_p = F.log_softmax(teacher[JUDGES] @ teacher_weight.T / temperature, dim=-1)
     log_p = log_p if shortlist is None else log_p[:, shortlist]
     each = eager_soft(name, features @ weight.T / temperature, log_p)
     twin = (each * 0.8**head).sum()
@@ -50,7 +59,7 @@ def test_soft_losses_by_head_equal_their_eager_twins(name: str, shortlist: Tenso
 @pytest.mark.parametrize("name", SOFT)
 def test_gradients_against_finite_differences(name: str):
     features, weight, teacher, teacher_weight, head = inputs()
-    against = teacher_log_probs(teacher, teacher_weight)
+    against = shared(Teacher(teacher, teacher_weight))
     if name == "lk_hybrid":  # its lambda takes no gradient, so that the whole is no gradient of its value; eta 0 is KL
         assert torch.autograd.gradcheck(
             lambda f, w: chunked_by_head(f, w, lk_hybrid_rows(0.0), against, head, K, chunk=8)[0], (features, weight)
@@ -63,10 +72,10 @@ def test_gradients_against_finite_differences(name: str):
 
 def test_gradcheck_rejects_a_wrong_gradient():
     features, weight, teacher, teacher_weight, head = inputs()
-    against = teacher_log_probs(teacher, teacher_weight)
+    against = shared(Teacher(teacher, teacher_weight))
 
-    def forgetful(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        loss, gradient, metric = lk_rows(logits, log_p)
+    def forgetful(logits: Tensor, judgement: Judgement) -> tuple[Tensor, Tensor, Tensor]:
+        loss, gradient, metric = lk_rows(logits, judgement)
         return loss, gradient * metric, metric  # the control: TV's gradient for -log alpha
 
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
@@ -79,7 +88,7 @@ def test_a_drafter_that_is_its_teacher_loses_nothing():
     teacher, weight = torch.randn(N, G, dtype=torch.float64), torch.randn(V, G, dtype=torch.float64)
     head = torch.zeros(N, dtype=torch.long)
     for rows in SOFT.values():
-        loss, sums = chunked_by_head(teacher, weight, rows, teacher_log_probs(teacher, weight), head, 1)
+        loss, sums = chunked_by_head(teacher, weight, rows, Teacher(teacher, weight).at, head, 1)
         assert abs(float(loss)) < 1e-9
         assert abs(float(sums[0]) - N) < 1e-9
 
@@ -100,6 +109,24 @@ def test_labels_outside_the_shortlist_count_nothing_and_are_wrong():
         torch.testing.assert_close(ours, theirs)
     right = (features @ weight.T).argmax(dim=-1) == labels
     assert float(sums[:K].sum()) == float((right & kept).sum())
+
+
+def test_the_teacher_judges_each_position_once():
+    """Its products are over the positions that a chunk's rows are held against, not over the rows."""
+    *_, teacher, teacher_weight, _ = inputs()
+    made: list[int] = []
+
+    class Counted(Teacher):
+        def at(self, start: int, end: int) -> Judgement:
+            made.append(end - start)
+            return super().at(start, end)
+
+    rows = shared(Counted(teacher, teacher_weight))
+    whole = Teacher(teacher, teacher_weight).at(0, N)
+    for start in range(0, N, 10):
+        for found, expected in zip(rows(start, min(N, start + 10)), whole):
+            torch.testing.assert_close(found, expected[JUDGES[start : start + 10]])
+    assert sum(made) < N / 1.5
 
 
 def test_no_rows_give_zeros_and_gradients_of_zero():

@@ -7,11 +7,15 @@ so that they run in chunks (training/losses/chunked.py).
 Where q covers a shortlist of the vocabulary, p comes with its true probabilities there, which add up to less than 1: what lies outside can never
 be accepted, and a row counts by the mass that p leaves to the shortlist.
 
-Shapes: C rows of a chunk, V vocabulary that q covers.
+Several rows may be held against one distribution (every head that predicts a token is), which is then made once.
+
+Shapes: C rows of a chunk, P positions of the teacher, V vocabulary that q covers.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,19 +25,31 @@ from training.losses.chunked import RowLoss
 _LEAST = 1e-30  # of alpha, so that its logarithm is finite
 
 
-def kl_rows(logits_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """mass x KL(p / mass || q), with mass = sum p (1 over a whole vocabulary); d/dlogits = mass q - p. Metric: alpha."""
-    p_CV, log_q_CV = log_p_CV.exp(), F.log_softmax(logits_CV, dim=-1)
-    q_CV = log_q_CV.exp()
-    mass_C1 = p_CV.sum(dim=-1, keepdim=True)
-    loss_C = (p_CV * (log_p_CV - log_q_CV)).sum(dim=-1) - (mass_C1 * mass_C1.clamp_min(_LEAST).log()).squeeze(1)
+class Judgement(NamedTuple):
+    """The teacher's distribution p in the rows of a chunk."""
+
+    p_CV: Tensor
+    mass_C: Tensor  # sum p: 1 over a whole vocabulary
+    negentropy_C: Tensor  # sum p log p
+
+    def select(self, index_C: Tensor) -> "Judgement":
+        """That of these rows."""
+        return Judgement(*(part.index_select(0, index_C) for part in self))
+
+
+def kl_rows(logits_CV: Tensor, teacher: Judgement) -> tuple[Tensor, Tensor, Tensor]:
+    """mass x KL(p / mass || q); d/dlogits = mass q - p. Metric: alpha."""
+    p_CV, mass_C, negentropy_C = teacher
+    log_q_CV = F.log_softmax(logits_CV, dim=-1)
+    loss_C = negentropy_C - (p_CV * log_q_CV).sum(dim=-1) - mass_C * mass_C.clamp_min(_LEAST).log()
+    q_CV = log_q_CV.exp_()
     alpha_C = torch.minimum(p_CV, q_CV).sum(dim=-1)
-    return loss_C, q_CV.mul_(mass_C1).sub_(p_CV), alpha_C[:, None]
+    return loss_C, q_CV.mul_(mass_C[:, None]).sub_(p_CV), alpha_C[:, None]
 
 
-def lk_rows(logits_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def lk_rows(logits_CV: Tensor, teacher: Judgement) -> tuple[Tensor, Tensor, Tensor]:
     """-log alpha; d/dlogits = (d TV / dlogits) / alpha. Metric: alpha."""
-    alpha_C, slope_CV = _acceptance(logits_CV, log_p_CV)
+    alpha_C, slope_CV = _acceptance(logits_CV, teacher.p_CV)
     kept_C = alpha_C.clamp_min(_LEAST)
     return -kept_C.log(), slope_CV.div_(-kept_C[:, None]), alpha_C[:, None]
 
@@ -41,9 +57,9 @@ def lk_rows(logits_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor, Tensor
 def lk_hybrid_rows(eta: float) -> RowLoss:
     """lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha), through which no gradient flows. Metric: alpha."""
 
-    def rows(logits_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        kl_C, gradient_CV, metric_C1 = kl_rows(logits_CV, log_p_CV)
-        alpha_C, slope_CV = _acceptance(logits_CV, log_p_CV)
+    def rows(logits_CV: Tensor, teacher: Judgement) -> tuple[Tensor, Tensor, Tensor]:
+        kl_C, gradient_CV, metric_C1 = kl_rows(logits_CV, teacher)
+        alpha_C, slope_CV = _acceptance(logits_CV, teacher.p_CV)
         share_C = torch.exp(-eta * alpha_C)
         gradient_CV.mul_(share_C[:, None]).sub_(slope_CV.mul_((1 - share_C)[:, None]))
         return share_C * kl_C + (1 - share_C) * (1 - alpha_C), gradient_CV, metric_C1
@@ -51,30 +67,43 @@ def lk_hybrid_rows(eta: float) -> RowLoss:
     return rows
 
 
-def _acceptance(logits_CV: Tensor, log_p_CV: Tensor) -> tuple[Tensor, Tensor]:
+def _acceptance(logits_CV: Tensor, p_CV: Tensor) -> tuple[Tensor, Tensor]:
     """(alpha, its gradient q (m - sum m q) with respect to the logits, where m marks q < p)."""
-    p_CV, q_CV = log_p_CV.exp(), torch.softmax(logits_CV, dim=-1)
+    q_CV = torch.softmax(logits_CV, dim=-1)
     alpha_C = torch.minimum(p_CV, q_CV).sum(dim=-1)
     below_CV = torch.where(q_CV < p_CV, q_CV, 0)
-    slope_CV = below_CV - q_CV * below_CV.sum(dim=-1, keepdim=True)
+    slope_CV = below_CV - q_CV.mul_(below_CV.sum(dim=-1, keepdim=True))
     return alpha_C, slope_CV
 
 
-def teacher_log_probs(
-    hidden_NG: Tensor, weight_VG: Tensor, temperature: float = 1.0, shortlist_V: Tensor | None = None
-) -> Callable[[int, int], Tensor]:
-    """What gives log p of rows [start, end), made from the teacher's hidden states when asked.
+class Teacher:
+    """The teacher's distribution, made from its hidden states when asked."""
 
-    shortlist_V: the ids that q covers, rising; None: all.
-    """
+    def __init__(
+        self, hidden_PG: Tensor, weight_VG: Tensor, temperature: float = 1.0, shortlist_V: Tensor | None = None
+    ) -> None:
+        """shortlist_V: the ids that q covers, rising; None: all."""
+        self.hidden_PG, self.weight_VG = hidden_PG, weight_VG
+        self.temperature, self.shortlist_V = temperature, shortlist_V
 
-    def log_probs(start: int, end: int) -> Tensor:
-        logits_CV = F.linear(hidden_NG[start:end], weight_VG)
-        wide_CV = (logits_CV.double() if logits_CV.dtype == torch.float64 else logits_CV.float()) / temperature
-        log_p_CV = F.log_softmax(wide_CV, dim=-1)
-        return log_p_CV if shortlist_V is None else log_p_CV.index_select(1, shortlist_V)
+    def at(self, start: int, end: int) -> Judgement:
+        """In positions [start, end)."""
+        logits_CV = F.linear(self.hidden_PG[start:end], self.weight_VG)
+        wide_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+        log_p_CV = F.log_softmax(wide_CV if self.temperature == 1.0 else wide_CV / self.temperature, dim=-1)
+        if self.shortlist_V is not None:
+            log_p_CV = log_p_CV.index_select(1, self.shortlist_V)
+        p_CV = log_p_CV.exp()
+        return Judgement(p_CV, p_CV.sum(dim=-1), log_p_CV.mul_(p_CV).sum(dim=-1))
 
-    return log_probs
+    def shared(self, judges_N: Tensor, places: np.ndarray) -> Callable[[int, int], Judgement]:
+        """What gives the distributions of rows [start, end), each that of its position judges_N; `places`: the same on the host, rising."""
+
+        def rows(start: int, end: int) -> Judgement:
+            first, last = int(places[start]), int(places[end - 1])
+            return self.at(first, last + 1).select(judges_N[start:end] - first)
+
+        return rows
 
 
 def eager_soft(name: str, logits_NV: Tensor, log_p_NV: Tensor, eta: float = 3.0) -> Tensor:
