@@ -288,9 +288,11 @@ def finish(
         for what in ("seconds", "flops")
     )
     run_folder.write_manifest(inputs, {**acceptance, "stages": told, "seconds": seconds, "flops": flops}, finished=True)
-    spent = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items()) or "nothing to measure"
-    print(f"layers {told[-1]['layers']}; acceptance before distillation {acceptance['acceptance']:.3f}")
-    print(f"spent: {spent}; {sum(flops.values()) / 1e12:,.2f} TFLOP in all")
+    kept = "random weights" if config.mode == "random" else f"layers {told[-1]['layers']}"
+    print(f"{kept}; acceptance before distillation {acceptance['acceptance']:.3f}")
+    if seconds:
+        spent = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
+        print(f"spent: {spent}; {sum(flops.values()) / 1e12:,.2f} TFLOP in all")
     print(f"student: {folder}")
 
 
