@@ -160,12 +160,19 @@ def load_cut(path: Path, target_hash: str) -> Cut:
         )
     if head["target"] != target_hash:
         raise UserError(
-            f"{path}: was made for another target (hash {head['target'][:12]}, this one has {target_hash[:12]}): masks choose among the weights "
-            "of one model and mean nothing for another. Prune this target anew, or give the target that they were made for"
+            f"{path}: was made for another target ({_source(head)}hash {head['target'][:12]}, this one has {target_hash[:12]}): masks choose among "
+            "the weights of one model and mean nothing for another. Prune this target anew, or give the target that they were made for; those of "
+            "a prune in stages were made for the model of the stage before"
         )
     layers = tuple(int(layer) for layer in found["layers"])
     hidden_K, groups_LK, queries_LKG = found["hidden"], found["groups"], found["queries"]
     return Cut(layers, hidden_K, groups_LK, queries_LKG, found["units"], found["norm_scale"], int(head["a_group"]))
+
+
+def _source(head: dict[str, str]) -> str:
+    """The folder that a cut was made for, in front of its hash; empty where it was not noted."""
+    folder = json.loads(head.get("notes", "{}")).get("source")
+    return f"{folder}, " if folder else ""
 
 
 def refuse_other_shape(cut: Cut, student: Any, path: str) -> None:

@@ -22,7 +22,7 @@ from training.amounts import hours, operations, size
 from training.config import LoopConfig, ParallelConfig, StudentConfig
 from training.drafter_folder import Origin, write_untrained
 from training.memory_plan import Shape, activation_bytes, bytes_per_rank
-from training.models import dtype_of, missing_of, random_model, target_config, target_is_here
+from training.models import dtype_of, random_model, say_missing, target_config
 from training.paths import resolve
 from training.ranks import ZERO
 from training.shapes import bytes_a_step, forward_flops, layers_of, millions, parameter_counts, target_widths
@@ -35,6 +35,7 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: boo
 
     was_dry: what is there was written by a dry run, and is replaced.
     """
+    say_missing(config.target)
     target = target_config(config.target)
     student = _student(config, target)
     describe(student, target)
@@ -63,6 +64,7 @@ def dry_prune(
 ) -> float:
     """Of `distill.prune`: what every stage makes and takes, then the untrained student in `folder`. Returns operations."""
     source, flops = target, 0.0
+    say_missing(config.target)
     if hint := wide_dtype(config, target):
         print(hint)
     for number, shape in enumerate(shapes, start=1):
@@ -288,6 +290,4 @@ def _write(
         model = random_model(student, dtype_of(config.loop.dtype))
     write_untrained(model, target_folder, folder, target.dtype or torch.float32, draft_tokens=4)
     write_card(folder, model, Origin.untrained(config.drafter.name, config.target.path, target_folder))
-    if not target_is_here(config.target):
-        print(f"note: {missing_of(config.target)}")
     print(f"untrained student folder, to try serving with: {folder}")

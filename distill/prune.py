@@ -34,7 +34,7 @@ from training.job import job_main
 from training.job_data import data_files, held_out_domains, read_samples, sources, training_texts
 from training.launch import is_worker, launch, processes_wanted
 from training.mixture import check_mixture
-from training.models import dtype_of, folder_of, load_causal_lm, target_config
+from training.models import check_context, dtype_of, folder_of, load_causal_lm, target_config
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
@@ -61,9 +61,11 @@ def run(config: PruneConfig) -> Path:
     if config.dry_run:
         run_folder.write_manifest(inputs, {}, finished=False)
         planned = dry_prune(config, source, shapes, target_folder, folder, run_folder.was_dry)
-        run_folder.write_manifest(inputs, {PLANNED: planned}, finished=False)
+        counted = {PLANNED: planned} if planned else {}  # with saved masks, or at random, it is nothing
+        run_folder.write_manifest(inputs, counted, finished=False)
         return folder
     weight_files(target_folder)
+    check_context(config.target, config.data, target_folder)
     if (hint := wide_dtype(config, source)) and not is_worker():
         print(hint)
     processes = processes_wanted(config.parallel)
@@ -162,6 +164,7 @@ def prune(
     torch.manual_seed(config.seed)
     bench = workbench(config, target_folder)
     describe(config, bench, shapes[-1])
+    refuse_early(config, bench, shapes[-1], target_folder)
     if bench.parallel.is_main:
         run_folder.write_manifest(inputs, {}, finished=False)
     source, told = Source(bench.teacher, target_folder), []
@@ -175,6 +178,14 @@ def prune(
     if bench.parallel.is_main:
         finish(config, run_folder, bench, folder, told, inputs)
     bench.parallel.close()
+
+
+def refuse_early(config: PruneConfig, bench: Workbench, shape: Any, target_folder: Path) -> None:
+    """Raise UserError for masks and texts that do not suit, before the run holds its folder: the mended command takes the same one."""
+    if config.masks:
+        refuse_other_shape(load_cut(resolve(config.masks), hash_input(target_folder)), shape, config.masks)
+    elif config.mode != "random":
+        bench.data(1)
 
 
 def workbench(config: PruneConfig, target_folder: Path) -> Workbench:
@@ -211,7 +222,6 @@ def stage(bench: Workbench, source: Source, shape: Any, place: Path, work: Path,
     target_hash = hash_input(source.folder)
     if config.masks:
         cut = load_cut(resolve(config.masks), target_hash)
-        refuse_other_shape(cut, shape, config.masks)
         student = cut_model(source.model, cut, shape).requires_grad_(True)
         notes: dict[str, Any] = {"layers": list(cut.layers), "masks": config.masks}
     else:
@@ -226,7 +236,7 @@ def stage(bench: Workbench, source: Source, shape: Any, place: Path, work: Path,
     if parallel.is_main:
         work.mkdir(parents=True, exist_ok=True)
         if cut is not None:
-            save_cut(cut, work / MASKS, target_hash, notes)
+            save_cut(cut, work / MASKS, target_hash, notes | {"source": str(source.folder)})
         write_model(student, source.folder, place, stored_dtype(config))
         write_text(done, json.dumps(notes, indent=1))
         for checkpoints in ("probe", "distil", "checkpoints"):  # of what is finished now

@@ -5,6 +5,7 @@ own family as far as serving engines go: a LLaMA where the maths allow it (Qwen2
 class (Qwen3 normalizes queries and keys).
 """
 
+import math
 import re
 from typing import Any
 
@@ -68,7 +69,7 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
     if target.model_type != "qwen3" and given["hidden_size"] % heads:
         raise UserError(
             f"drafter.hidden_size ({given['hidden_size']}) is no multiple of its {heads} query heads: head_dim is free, but transformers and the "
-            f"engines that follow it load no such LLaMA; {given['hidden_size'] // heads * heads} is the nearest below"
+            f"engines that follow it load no such LLaMA; {narrower(given['hidden_size'], heads)} is the nearest below that suits"
         )
     if shape.num_hidden_layers < 1:
         raise UserError(f"drafter.num_hidden_layers is {shape.num_hidden_layers}; a drafter has at least one layer")
@@ -79,6 +80,12 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
         return Qwen3Config(attention_bias=fields.get("attention_bias", False), **shared)
     biased = target.model_type == "qwen2" or fields.get("attention_bias", False)
     return LlamaConfig(attention_bias=biased, mlp_bias=fields.get("mlp_bias", False), **shared)
+
+
+def narrower(size: int, heads: int) -> int:
+    """The next smaller width that the heads divide, a multiple of ALIGNED where there is one."""
+    step = math.lcm(heads, ALIGNED)
+    return size // step * step or size // heads * heads
 
 
 def refuse_wider(student: Any, target: Any) -> None:

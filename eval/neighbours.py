@@ -1,4 +1,4 @@
-"""Whether decoding had its processors to itself: its own thread's processor time, less what other processes took of the processors it wanted.
+"""Whether decoding had its processors to itself: the processor time of its own thread, or what other processes left it of those that it wanted.
 
 The thread's time alone says little where several threads work: a neighbour on another thread's processor delays all of them, while the one that
 is asked waits for the others, busily. So the machine's own count of busy time is read as well, where there is one (Linux).
@@ -24,11 +24,11 @@ def had(own: float, elapsed: float, others: float, threads: int, processors: int
     """Seconds that a decoding thread had its processors.
 
     own: its processor seconds. others: processor seconds of other processes meanwhile; those that fit on processors that decoding leaves free
-    count for nothing, of the rest each of its threads bears a part. The machine counts in hundredths of a second, so that a short time may
-    come out a little too long: over many the errors cancel out, which cutting them off would not let them do.
+    count for nothing, of the rest each of its threads bears a part. What they took of this thread's own processor is missing in its seconds
+    already and counts once.
     """
     free = max(0, processors - threads) * elapsed
-    return own - (others if free == 0 else max(0.0, others - free)) / threads
+    return max(0.0, min(own, elapsed - max(0.0, others - free) / threads))
 
 
 @dataclass

@@ -17,7 +17,7 @@ from training.amounts import hours, operations
 from training.drafter_folder import Origin
 from training.losses.chunked import CHUNK
 from training.memory_plan import bytes_per_rank
-from training.models import dtype_of, missing_of, target_is_here
+from training.models import dtype_of, say_missing
 from training.shapes import forward_flops, millions, parameter_counts, target_widths
 
 
@@ -50,6 +50,7 @@ def dry_run(
 
     was_dry: what is there was written by a dry run, and is replaced.
     """
+    say_missing(config.target)
     describe(head, target)
     flops = print_cost(config, head, target)
     print_memory(config, head, target)
@@ -64,8 +65,6 @@ def dry_run(
     write_untrained(head, target_folder, folder)
     origin = Origin.untrained(config.head.name, config.target.path, target_folder)
     write_card(folder, head, head_parameters(head)["all"], origin)
-    if not target_is_here(config.target):
-        print(f"note: {missing_of(config.target)}")
     print(f"untrained head folder, to try loading with: {folder}")
     return flops
 
@@ -82,7 +81,10 @@ def describe(head: HeadConfig, target: Any) -> None:
 def target_flops(config: HeadTrainConfig, target: Any) -> float:
     """Operations of the target for a token of the data: its forward, without the lm_head but where a loss asks for it."""
     lm_head, whole = 2.0 * target.vocab_size * target.hidden_size, forward_flops(target)
-    asked, said = config.loss.predict_n_tokens * judged(config.loss), tokens_said(config.loss)
+    asked, said = (
+        judged(config.loss),
+        tokens_said(config.loss),
+    )  # heads that predict the same token share the target's distribution
     forwards = max(0, said - 1) * whole + (lm_head if said else 0)  # the first token needs no forward of its own
     return whole - lm_head + config.assumed_supervised * (asked * lm_head + forwards)
 
@@ -109,13 +111,13 @@ def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> float:
         f"plan: {tokens:,} tokens in {-(-tokens // loop.tokens_per_step):,} steps, {operations(flops)}, "
         f"{hours(flops / config.assumed_tflops / 1e12)} at {config.assumed_tflops:g} TFLOP/s (assumed_tflops)"
     )
-    return flops
     if config.states.cache == "disk":
-        epoch = tokens if loop.max_steps else config.assumed_tokens
+        epoch = min(tokens, config.assumed_tokens or tokens)  # what a later epoch reads is there
         loss, dtype = config.loss, dtype_of(loop.dtype)
         layout = Layout(loss.predict_n_tokens, judged(loss), head.hidden_size, dtype, tokens_said(loss))
         size = epoch * config.assumed_supervised * layout.bytes
         print(f"states: about {size / 1e9:,.1f} GB on disk in {config.states.folder}")
+    return flops
 
 
 def print_memory(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None:

@@ -278,6 +278,8 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
 def _text(record: dict[str, Any], place: str) -> str:
     """Return the text of a record."""
     text = record.get("text")
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str):
         raise _BadRecordError('no "text"')
+    if not text.strip():
+        raise _BadRecordError('an empty "text"')
     return text

@@ -40,7 +40,7 @@ def describe(entries: Sequence[Any], target: TargetConfig, control: bool) -> dic
     Raises UserError for an entry that is none of the three forms, and for two drafters of one name.
     """
     found: dict[str, dict[str, Any]] = {}
-    for entry in [*_expanded(entries), *([CONTROL] if control and CONTROL not in entries else [])]:
+    for entry in [*_told_apart(_expanded(entries)), *([CONTROL] if control and CONTROL not in entries else [])]:
         mapping = _mapping(entry, target)
         name = str(mapping.get("name") or Path(str(mapping.get("folder", mapping["_target_"]))).name)
         if "name" not in mapping:
@@ -73,6 +73,17 @@ def _expanded(entries: Sequence[Any]) -> list[Any]:
             raise UserError(f"drafters: {entry!r} names no folder with a config.json in it (looked in {Path.cwd()}).")
         found += [{"use": folder, "name": _name_on_card(Path(folder))} for folder in folders]
     return found
+
+
+def _told_apart(entries: Sequence[Any]) -> list[Any]:
+    """The entries, folders that end in the same name (`runs/a/drafter`, `runs/b/drafter`) called as their cards say."""
+    last = [Path(entry).name for entry in {entry for entry in entries if isinstance(entry, str)}]
+    return [
+        {"use": entry, "name": _name_on_card(resolve(entry))}
+        if isinstance(entry, str) and last.count(Path(entry).name) > 1 and "/" in entry and resolve(entry).is_dir()
+        else entry
+        for entry in entries
+    ]
 
 
 def _name_on_card(folder: Path) -> str:

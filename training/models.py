@@ -1,6 +1,7 @@
 """Building and loading Hugging Face models for training, and what a target looks like before it is there."""
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from decoding.folder import read_config
 from decoding.target import BACKENDS
 from training.attention import PACKED
 from training.config import DataConfig, ParallelConfig, StudentConfig, TargetConfig, refuse_parallel
-from training.paths import resolve
+from training.paths import is_here, resolve
 from training.ranks import SHARDED_WEIGHTS
 
 CONF_TARGETS = Path(__file__).resolve().parent.parent / "conf" / "target"
@@ -69,7 +70,7 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
 
 def target_is_here(target: TargetConfig) -> bool:
     """Whether the target's folder is there; where it is not, only what its published configuration tells can be done."""
-    return target.path.startswith("embedded:") or Path(target.path).expanduser().exists()
+    return is_here(target.path)
 
 
 def target_config(target: TargetConfig) -> PretrainedConfig:
@@ -112,9 +113,20 @@ def missing_of(target: TargetConfig) -> str:
     if target_is_here(target):
         return ""
     return (
-        f"{target.path} is not there: its shape is that of the published configuration, and its tokenizer is missing, so a drafter folder "
-        "written now holds no tokenizer files"
+        f"target.path={target.path} is not there: its shape is that of the published configuration ({_shape(target.config)}), and its "
+        "tokenizer is missing, so a drafter folder written now holds no tokenizer files"
     )
+
+
+def _shape(config: Mapping[str, Any]) -> str:
+    """A published configuration in a few words."""
+    return f"{config.get('model_type')}, {config.get('num_hidden_layers')} layers of width {config.get('hidden_size')}"
+
+
+def say_missing(target: TargetConfig) -> None:
+    """A dry run's first line, where it has to do without its target."""
+    if told := missing_of(target):
+        print(f"note: {told}")
 
 
 def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:

@@ -30,6 +30,11 @@ def resolve(name: str) -> Path:
     return path
 
 
+def is_here(name: str) -> bool:
+    """Whether `resolve` would find a path; an embedded name always counts."""
+    return name.startswith("embedded:") or Path(name).expanduser().exists()
+
+
 def imported(dotted: str) -> Any:
     """What `package.module.name` names. Raises ImportError in one line where it is not there."""
     module, _, name = dotted.rpartition(".")

@@ -18,6 +18,7 @@ from decoding import cuda
 from decoding.errors import UserError
 from training.checkpoint import sha256, write_text
 from training.config import JobConfig, plain
+from training.paths import is_here
 
 # What may differ when a run is continued: nothing of it changes the result but by the order of additions, so that a run may move to
 # another machine.
@@ -53,7 +54,7 @@ class RunFolder:
 
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.output_dir)
-        self.config = plain(config)
+        self.config = _read_alone(plain(config))
         self.was_dry = False  # whether all that the folder holds is of a dry run
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -133,6 +134,14 @@ class RunFolder:
                 f"{self.path} belongs to another configuration; different: {', '.join(differing)}. "
                 "Give another output_dir=, or delete the folder to start over"
             )
+
+
+def _read_alone(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without the target's published one where the target's folder is there: nothing reads it then."""
+    target = config.get("target")
+    if not isinstance(target, dict) or not target.get("config") or not is_here(target["path"]):
+        return config
+    return {**config, "target": {**target, "config": {}}}
 
 
 def _is_free(key: str) -> bool:

@@ -11,7 +11,7 @@ from decoding.native import NativeTarget
 from decoding.target import prefill
 from distill.cut import Cut, cut_model, load_cut, refuse_other_shape, save_cut, whole
 from distill.l0 import masked
-from distill.shapes import odd_widths, other_size, refuse_wider, student_config
+from distill.shapes import narrower, odd_widths, other_size, refuse_wider, student_config
 from training.attention import document_mask
 from training.config import StudentConfig
 from training.shapes import parameter_counts
@@ -170,6 +170,11 @@ def test_a_name_that_tells_another_size_is_noted(name: str, noted: bool):
     if noted:
         assert f"drafter.name is {name}, and with this target's vocabulary of 32,000 the shape has 17.0 M" in note
         assert note.endswith(f"{name.rsplit('_')[0]}_17m would say so")
+
+
+@pytest.mark.parametrize(("size", "heads", "below"), [(200, 3, 192), (190, 4, 128), (100, 3, 99), (300, 5, 300)])
+def test_a_width_that_heads_do_not_divide_hears_one_that_products_like(size: int, heads: int, below: int):
+    assert narrower(size, heads) == below
 
 
 def test_odd_widths_are_warned_of():

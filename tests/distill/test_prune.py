@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -216,8 +217,16 @@ def test_saved_masks_make_the_same_student_and_fit_no_other_target(tiny_target: 
     model = AutoModelForCausalLM.from_pretrained(other)
     model.model.norm.weight.data[0] = 3.0
     model.save_pretrained(other)
-    with pytest.raises(UserError, match="was made for another target"):
+    with pytest.raises(UserError, match=rf"was made for another target \({tiny_target}, hash "):
         run(configured(other, tmp_path / "refused", *NARROW, masks))
+    run(configured(other, tmp_path / "refused", *NARROW))  # a start that failed does not hold its folder
+
+
+def test_a_real_run_keeps_no_published_configuration(tiny_target: Path, tmp_path: Path):
+    """It is what a dry run takes where the target is not there; nothing reads it beside a folder."""
+    given = (*NARROW, "mode=random", "+target.config={model_type: llama, hidden_size: 4096}")
+    run(configured(tiny_target, tmp_path / "run", *given))
+    assert OmegaConf.load(tmp_path / "run" / "config.yaml").target.config == {}
 
 
 def test_interrupted_mask_training_resumes_exactly(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -290,6 +299,10 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
             r"depths is \[2\]: expected falling numbers of layers between the target's 4 and the student's 2",
         ),
         (["data.max_samples=2", "data.max_length=512"], "too little calibration text"),
+        (
+            ["data.max_length=99999"],
+            r"data\.max_length is 99999, the context of .* is \d+ tokens: lower data\.max_length",
+        ),
         (["data=text"], r"the train split is empty: give data\.chats=\[CHATS"),
         (["data.max_samples=2", "data.max_length=512", "mode=l0", "loop.max_steps=400"], "too little calibration text"),
         (["data.mixing=loss"], "data.mixing is loss, but data.domains is empty"),

@@ -82,6 +82,9 @@ def test_a_pattern_stands_for_the_folders_that_it_names(home, tmp_path):
         "depth 1": "run1",
         "depth 2": "run2",
     }, "a folder without a model is none"
+    folders = [f"{tmp_path}/run{number}/drafter" for number in (1, 2)]
+    assert list(describe(folders, target, control=False)) == ["depth 1", "depth 2"], "both end in `drafter`"
+    assert list(describe(folders[:1], target, control=False)) == ["drafter"]
     with pytest.raises(UserError, match="names no folder with a config.json"):
         describe([f"{tmp_path}/none*/drafter"], target, control=False)
 

@@ -14,11 +14,11 @@ def test_neighbours_count_where_decoding_wanted_their_processors():
     assert had(own=10.0, elapsed=10.0, others=10.0, threads=1, processors=2) == 10.0, "the other one was free"
     assert had(own=10.0, elapsed=10.0, others=13.0, threads=1, processors=2) == 7.0
     assert had(own=4.0, elapsed=10.0, others=0.0, threads=1, processors=2) == 4.0, "it had none itself"
-
-
-def test_short_times_err_to_both_sides():
-    """Hundredths of a second on either side: their sum is right, which it would not be if one side were cut off."""
-    assert sum(had(0.1, 0.1, error, 2, 2) for error in (0.01, -0.01)) == pytest.approx(0.2)
+    assert had(own=6.5, elapsed=10.0, others=13.5, threads=1, processors=2) == 6.5, (
+        "what was taken of its own processor counts once"
+    )
+    assert had(own=0.5, elapsed=10.0, others=19.5, threads=2, processors=2) == 0.25
+    assert had(own=1.0, elapsed=1.0, others=-0.01, threads=2, processors=2) == 1.0, "no more than there was"
 
 
 def test_the_machine_counts_all_but_idling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -56,4 +56,4 @@ def test_without_the_machines_count_the_threads_own_time_stands(known: bool, mon
         monkeypatch.setattr(neighbours, name, lambda times=times: next(times))
     monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 2)
     # A count that stands still, as some containers have it, says that others took less than nothing: no disturbance.
-    assert Watch(threads=2).seconds() == pytest.approx(3.0 if known else 2.0)
+    assert Watch(threads=2).seconds() == pytest.approx(2.0)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -292,7 +293,7 @@ def test_a_target_in_shares_does_not_go_on(tiny_target: Path, tmp_path: Path):
 
 
 def test_what_the_target_does_for_a_loss_is_counted(tiny_target: Path, tmp_path: Path):
-    """Beside its forward the lm_head for every prediction; or, behind each position, five forwards and an lm_head more."""
+    """Beside its forward the lm_head once a supervised token; or, behind each position, five forwards and an lm_head more."""
     target = AutoConfig.from_pretrained(tiny_target)
     flops = {
         name: target_flops(configured(tiny_target, tmp_path, f"loss.name={name}"), target)
@@ -300,7 +301,7 @@ def test_what_the_target_does_for_a_loss_is_counted(tiny_target: Path, tmp_path:
     }
     whole, lm_head = forward_flops(target), 2.0 * target.vocab_size * target.hidden_size
     assert flops["cross_entropy"] == whole - lm_head
-    assert flops["lk"] == pytest.approx(whole - lm_head + 0.6 * 5 * lm_head)
+    assert flops["lk"] == pytest.approx(whole - lm_head + 0.6 * lm_head)
     assert flops["continuations"] == pytest.approx(whole - lm_head + 0.6 * (5 * whole + lm_head))
 
 
@@ -315,6 +316,19 @@ def test_a_dry_run_writes_an_untrained_head_that_loads(finished: Path, tiny_targ
     assert not (tmp_path / "checkpoints").exists()
     run(configured(tiny_target, tmp_path, "loop.max_steps=1"))  # the real run replaces it
     assert any(parameter.any() for parameter in load_head(tmp_path / "drafter").parameters())
+
+
+def test_a_dry_run_tells_the_price_of_states_on_the_disk(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = ("dry_run=true", "states.cache=disk", "loop.max_steps=0", "loop.max_epochs=3")
+    run(configured(tiny_target, tmp_path / "known", *given, "assumed_tokens=5000000000"))
+    told = re.search(r"states: about ([\d,.]+) GB on disk in runs/states", capsys.readouterr().out)
+    assert told is not None
+    states = 5e9 * 0.6 * AutoConfig.from_pretrained(tiny_target).hidden_size * 4  # one epoch, float32
+    assert float(told[1].replace(",", "")) * 1e9 == pytest.approx(states, rel=0.5)
+    run(configured(tiny_target, tmp_path / "unknown", *given))
+    assert "states: about" not in capsys.readouterr().out, "the data alone tells"
 
 
 @pytest.mark.long

@@ -105,19 +105,26 @@ def test_prompts_of_both_forms(tmp_path: Path) -> None:
 
 
 def test_texts(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", json.dumps({"text": "one"}), json.dumps({"txt": "two"}), json.dumps({"text": "three"}))
+    write(
+        tmp_path / "a.jsonl",
+        json.dumps({"text": "one"}),
+        json.dumps({"txt": "two"}),
+        json.dumps({"text": "three"}),
+        json.dumps({"text": " "}),
+    )
     write(tmp_path / "b.py", "x = 1")
     write(tmp_path / "c.txt", b"\xff\xfe")
     (tmp_path / "d.md").touch()
     documents, counts = read_texts(tmp_path, max_bad=0.5)
     assert documents == ["one", "three", "x = 1\n"]
-    assert (counts.read, counts.used, counts.skipped) == (6, 3, 3)
+    assert (counts.read, counts.used, counts.skipped) == (7, 3, 4)
     assert counts.bad == {
         'no "text"': [f"{tmp_path}/a.jsonl:2"],
+        'an empty "text"': [f"{tmp_path}/a.jsonl:4"],
         "no UTF-8": [f"{tmp_path}/c.txt"],
         "no text": [f"{tmp_path}/d.md"],
     }
-    with pytest.raises(UserError, match="3 of 6 used"):
+    with pytest.raises(UserError, match="3 of 7 used"):
         read_texts(tmp_path)
 
 
