@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from decoding.errors import UserError
 from recurrent_drafting.published_flags import DTYPES, FLAGS, Flag, is_truth, quoted
@@ -98,11 +99,8 @@ def print_flags(console: Console) -> None:
     console.print(
         "Flags of the published tool, as --flag VALUE or --flag=VALUE; those of true or false may stand alone:"
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("  flag", "takes", "default (published)", "what it is; where it differs from the published tool"):
-        table.add_column(title, overflow="fold")
     for flag in FLAGS:
-        default = flag.here if flag.here == flag.published else f"{flag.here} ({flag.published})"
+        default = flag.here if flag.here == flag.published else f"{flag.here} (published: {flag.published})"
+        console.print(Text.assemble((f"  --{flag.name}", "bold"), f" {flag.takes}", (f"  default {default}", "dim")))
         differs = f"; differs: {flag.differs}" if flag.differs else ""
-        table.add_row(f"  --{flag.name}", flag.takes, default, flag.meaning + differs)
-    console.print(table)
+        console.print(Padding(flag.meaning + differs, (0, 0, 0, 6)))

@@ -17,7 +17,7 @@ from decoding.verify import check_rule
 from recurrent_drafting.generate_config import GenerateConfig
 from training.config import refuse_parallel
 from training.drafter_use import Use, check_not_evaluated
-from training.drafters import build, describe, uses
+from training.drafters import build, describe, name_on_card, uses
 from training.paths import resolve
 
 NONE = "none"  # drafter=none: plain decoding
@@ -96,10 +96,17 @@ def load(cfg: GenerateConfig) -> Loaded:
         text_of=lambda ids: text_of(engine, ids),
         **use.settings,
     )
-    drafts = f"{drafter.name}, {cfg.beam_length - 1} tokens deep" if drafter is not None else "none"
-    sampling = f"temperature {cfg.temperature:g}, verified by {cfg.verify}" if cfg.temperature else "greedy"
-    about = f"target {target.name} ({target.backend}, {target.dtype}, {device}); drafter {drafts}; {sampling}"
+    about = f"target {target.name} ({target.backend}, {target.dtype}, {device}); {_decoding(cfg, drafter)}"
     return Loaded(engine, settings, about)
+
+
+def _decoding(cfg: GenerateConfig, drafter: Drafter | None) -> str:
+    """Drafter and sampling in a few words."""
+    sampling = f"temperature {cfg.temperature:g}" if cfg.temperature else "greedy"
+    if drafter is None:
+        return f"no drafter; {sampling}"
+    verified = f", verified by {cfg.verify}" if cfg.temperature else ""
+    return f"drafter {drafter.name}, up to {cfg.beam_length - 1} drafted tokens a round; {sampling}{verified}"
 
 
 def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[Drafter | None, Use]:
@@ -107,6 +114,9 @@ def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[D
     entry: dict[str, Any] = dict(cfg.drafter) or {"use": USUAL}
     if entry.get("use") == NONE:
         return None, Use()
+    use_name = str(entry.get("use", ""))
+    if "name" not in entry and Path(use_name).expanduser().is_dir():  # such folders are all called `drafter`
+        entry["name"] = name_on_card(Path(use_name).expanduser())
     mappings = describe([entry], replace(cfg.target, device=device), control=False)
     ((name, mapping),) = mappings.items()
     if mapping["_target_"] == HEAD:

@@ -66,7 +66,7 @@ def answer_prompts(loaded: Loaded, cfg: GenerateConfig, prompts: Sequence[Prompt
     done = Done()
     batches = [list(prompts[start : start + cfg.batch_size]) for start in range(0, len(prompts), cfg.batch_size)]
     settings = _warmed(loaded, cfg, batches)
-    with ProgressBar("answer", len(prompts)) as bar:
+    with ProgressBar("prompts", len(prompts)) as bar:
         finished = 0
         for number, batch in enumerate(batches):
             for answers in _conversations(loaded, cfg, settings[len(batch)], number, batch, done):

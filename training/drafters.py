@@ -71,7 +71,7 @@ def _expanded(entries: Sequence[Any]) -> list[Any]:
         folders = sorted(path for path in glob(entry) if Path(path, "config.json").is_file())
         if not folders:
             raise UserError(f"drafters: {entry!r} names no folder with a config.json in it (looked in {Path.cwd()}).")
-        found += [{"use": folder, "name": _name_on_card(Path(folder))} for folder in folders]
+        found += [{"use": folder, "name": name_on_card(Path(folder))} for folder in folders]
     return found
 
 
@@ -79,14 +79,15 @@ def _told_apart(entries: Sequence[Any]) -> list[Any]:
     """The entries, folders that end in the same name (`runs/a/drafter`, `runs/b/drafter`) called as their cards say."""
     last = [Path(entry).name for entry in {entry for entry in entries if isinstance(entry, str)}]
     return [
-        {"use": entry, "name": _name_on_card(resolve(entry))}
+        {"use": entry, "name": name_on_card(resolve(entry))}
         if isinstance(entry, str) and last.count(Path(entry).name) > 1 and "/" in entry and resolve(entry).is_dir()
         else entry
         for entry in entries
     ]
 
 
-def _name_on_card(folder: Path) -> str:
+def name_on_card(folder: Path) -> str:
+    """What a drafter folder's card calls it; the folder where it has none."""
     card = folder / CARD
     return str(read_json(card)["name"]) if card.is_file() else str(folder)
 
