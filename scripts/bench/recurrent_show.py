@@ -5,8 +5,8 @@
 
 Parts: `recurrence` (with and without), `losses` (hard labels, the paper's distillation on what the target goes on with behind every position,
 distillation on its own answers, forward KL, LK, training-time test), `data` (chats as found and answered by the target, under both losses), `starts`
-(warm start and zero-initialised blocks, on and off), `shape` (beam width x length with the base heads), `pruned` (the base heads against the target
-cut to a few layers and distilled as long). The first four compare block efficiency, the last two speed as well.
+(warm start and zero-initialised blocks, on and off), `shape` (beam width x length with the heads of the side `raced`), `pruned` (the same heads
+against the target cut to a few layers and distilled as long). The first four compare block efficiency, the last two speed as well.
 
 Pieces such as `parts=[losses] seeds=[0]` may be run one by one: with the same settings and `work`, the tables are of all that was run so far.
 """
@@ -73,6 +73,7 @@ class Options:
     widths: list[int] = field(default_factory=lambda: [1, 4, 10])  # shape: beams
     lengths: list[int] = field(default_factory=lambda: [2, 3, 5])  # shape: drafted tokens of a beam
     shape_temperatures: list[float] = field(default_factory=lambda: [0.0])  # shape
+    raced: str = "forward KL"  # shape, pruned: the side whose heads are decoded with
     race_prompts: int = 8  # shape, pruned: of the held-out prompts, decoded one by one against the clock
     race_width: int = 10  # pruned: beams of the heads, the most; width and length follow the costs
     race_length: int = 4  # pruned: most drafted tokens, of heads and pruned drafters alike
@@ -127,7 +128,8 @@ class Show:
         self.kept = Kept(chosen.work, chosen, ("parts", "seeds"))
         self.work = self.kept.folder
         pairs = [pair for part, of in TRAINED.items() if part in chosen.parts for pair in of.items()]
-        self.sides = list(dict.fromkeys([BASE, *(side for pair in pairs for side in reversed(pair))]))
+        asked = [BASE] * bool(pairs) + [chosen.raced] * bool({"shape", "pruned"} & {*chosen.parts})
+        self.sides = list(dict.fromkeys([*asked, *(side for pair in pairs for side in reversed(pair))]))
         files = drawn_chats(chosen, self.work)
         if any(SIDES[side].answered for side in self.sides):
             files["answered"] = answered(chosen, files["found"], self.work)
@@ -169,8 +171,8 @@ class Show:
         steps = max(1, round(self.chosen.seconds / pace))
         objective, head = made = bench.head_objective(side, seed)
         seconds = bench.train(made, data, steps, lr)
-        if name == BASE:
-            save_head(head, self.base(seed))
+        if name == self.chosen.raced:
+            save_head(head, self.raced(seed))
         return {"steps": steps, "seconds": seconds, "epochs": steps / data.steps_per_epoch, **bench.worth(head, seed)}
 
     def student(self, layers: int, seed: int) -> dict[str, Any]:
@@ -185,26 +187,26 @@ class Show:
         write_model(made[1], bench.folder, self.pruned_folder(layers, seed), torch.float32)
         return {"steps": steps, "seconds": seconds, "cut_seconds": cut_seconds}
 
-    def base(self, seed: int) -> Path:
-        """Where a base head is."""
-        return self.work / "heads" / f"base_{seed}"
+    def raced(self, seed: int) -> Path:
+        """Where the head of the side that is decoded with is."""
+        return self.work / "heads" / f"raced_{seed}"
 
     def pruned_folder(self, layers: int, seed: int) -> Path:
         """Where a pruned drafter is."""
         return self.work / "pruned" / f"{layers}_{seed}"
 
     def shape(self, seed: int) -> dict[str, Any]:
-        """Beams of every width and length with a seed's base head."""
+        """Beams of every width and length with a seed's head."""
         heads = [
-            {"use": "recurrent", "folder": str(self.base(seed)), "beam_width": width, "name": f"{width} beams"}
+            {"use": "recurrent", "folder": str(self.raced(seed)), "beam_width": width, "name": f"{width} beams"}
             for width in self.chosen.widths
         ]
         temperatures, lengths = self.chosen.shape_temperatures, self.chosen.lengths
         return {"generations": self._race(f"shape_{seed}", heads, temperatures, lengths, seed, control=False)}
 
     def pruned(self, seed: int) -> dict[str, Any]:
-        """A seed's base head, sized by cost, against its pruned drafters, which draft as long as pays. Greedy decoding always picks."""
-        shared = {"use": "recurrent", "folder": str(self.base(seed)), "beam_width": self.chosen.race_width}
+        """A seed's head, sized by cost, against its pruned drafters, which draft as long as pays. Greedy decoding always picks."""
+        shared = {"use": "recurrent", "folder": str(self.raced(seed)), "beam_width": self.chosen.race_width}
         students = [
             {"use": str(self.pruned_folder(layers, seed)), "name": f"pruned {layers}"}
             for layers in self.chosen.pruned_layers
@@ -238,6 +240,8 @@ def main() -> None:
     unknown = sorted({*chosen.parts} - {*PARTS})
     if unknown:
         sys.exit(f"error: parts has '{unknown[0]}', expected some of {', '.join(PARTS)}")
+    if chosen.raced not in SIDES:
+        sys.exit(f"error: raced is '{chosen.raced}', expected one of {', '.join(SIDES)}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     save_text(chosen.name, Show(chosen).run()["tables"])
 
