@@ -213,19 +213,20 @@ def write_scores(path: Path, scores: Scores, notes: dict[str, Any]) -> None:
         raise disk_error(path, error) from error
 
 
-def read_order(path: Path, layers: int) -> list[int] | None:
-    """The order that `write_order` left; None where there is none, or not a whole one."""
+def read_order(path: Path, layers: int) -> list[int]:
+    """The order that `write_order` left, as far as it came; empty where there is none, or none of so many layers."""
     try:
-        order = json.loads(path.read_text()) if path.is_file() else None
-    except json.JSONDecodeError:
-        order = []
-    if order is not None and not (len(order) == layers - 1 == len({*order} & {*range(layers)})):
+        found: Any = json.loads(path.read_text()) if path.is_file() else {"layers": layers, "removed": []}
+        of, removed = found["layers"], [int(layer) for layer in found["removed"]]
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+        of, removed = 0, []
+    if of != layers or len(removed) >= layers or len({*removed} & {*range(layers)}) != len(removed):
         print(f"{path} is damaged: the layers are ordered again")
-        return None
-    return order
+        return []
+    return removed
 
 
-def write_order(path: Path, order: list[int]) -> None:
-    """Keep an order of layers beside the scores."""
+def write_order(path: Path, removed: list[int], layers: int) -> None:
+    """Keep the first layers that were taken away, of so many, beside the scores."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(order))
+    write_text(path, json.dumps({"layers": layers, "removed": removed}))

@@ -69,18 +69,20 @@ def removal_order(
     rank: int = 0,
     ranks: int = 1,
     add: Callable[[Tensor], Tensor] = lambda mine: mine,
+    begun: Sequence[int] = (),
+    keep: Callable[[list[int]], None] = lambda removed: None,
 ) -> list[int]:
     """All layers but one, in the order in which they are taken from a Hugging Face model: each time the one whose absence leaves the next
     token's distribution nearest (forward KL) to the whole model's. Ties go to the later layer.
 
     What lies before a candidate is run once for all of them, so a step over k layers costs about k^2 / 2 layers of forward. Ranks share the
-    batches; add: the sum over them.
+    batches; add: the sum over them. begun: layers that an interrupted search took away; keep: is told them all after each.
     """
-    layers = list(range(model.config.num_hidden_layers))
+    layers = [layer for layer in range(model.config.num_hidden_layers) if layer not in begun]
     mine = dealt(batches, rank, ranks)
     whole = [batch.at_supervised(hidden_states(model, batch)) for batch, _ in mine]
-    order: list[int] = []
-    with ProgressBar("layers by KL", len(layers) - 1, 0, show) as bar:
+    order = list(begun)
+    with ProgressBar("layers by KL", len(order) + len(layers) - 1, len(order), show) as bar:
         while len(layers) > 1:
             kl = torch.zeros(len(layers), dtype=torch.float64)
             for (batch, counts), whole_NC in zip(mine, whole, strict=True):
@@ -89,6 +91,7 @@ def removal_order(
             kl = add(kl)
             gone = int((kl == kl.min()).nonzero()[-1])
             order.append(layers.pop(gone))
+            keep(order)
             bar.update(len(order))
     return order
 
@@ -97,22 +100,23 @@ def _kl_without_each(model: Any, batch: Batch, layers: Sequence[int], whole_NV: 
     """Sums of KL over the supervised tokens, without each of the layers in turn."""
     found = torch.zeros(len(layers), dtype=torch.float64)
     before_RTC = model.model.embed_tokens(batch.ids_RT)
+    seen = {
+        "position_embeddings": model.model.rotary_emb(before_RTC, batch.positions_RT),
+        "position_ids": batch.positions_RT,
+        "attention_bias": document_mask(batch.documents_RT, model.dtype),
+    }
     for place, layer in enumerate(layers):
-        without_RTC = _run(model, batch, layers[place + 1 :], before_RTC)
+        without_RTC = _run(model, layers[place + 1 :], before_RTC, seen)
         logits_NV = _logits(model, without_RTC, batch).float().log_softmax(-1)
         found[place] = F.kl_div(logits_NV, whole_NV, reduction="sum", log_target=True).double().cpu()
-        before_RTC = _run(model, batch, [layer], before_RTC)
+        before_RTC = _run(model, [layer], before_RTC, seen)
     return found
 
 
-def _run(model: Any, batch: Batch, layers: Sequence[int], hidden_RTC: Tensor) -> Tensor:
-    """These layers, one after the other, without the final norm."""
-    bias = document_mask(batch.documents_RT, model.dtype)
-    rope = model.model.rotary_emb(hidden_RTC, batch.positions_RT)
+def _run(model: Any, layers: Sequence[int], hidden_RTC: Tensor, seen: dict[str, Any]) -> Tensor:
+    """These layers, one after the other, without the final norm; seen: where tokens stand and what they attend to."""
     for layer in layers:
-        hidden_RTC = model.model.layers[layer](
-            hidden_RTC, position_embeddings=rope, position_ids=batch.positions_RT, attention_bias=bias, use_cache=False
-        )
+        hidden_RTC = model.model.layers[layer](hidden_RTC, use_cache=False, **seen)
     return hidden_RTC
 
 

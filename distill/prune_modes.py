@@ -26,8 +26,7 @@ from training.config import LoopConfig
 from training.job_data import rows_of_step
 from training.loop import fit
 from training.models import dtype_of, load_causal_lm, random_model
-from training.packing import Batch, Sample
-from training.parallel import Parallel
+from training.packing import Sample
 from training.run_folder import hash_input
 from training.shapes import forward_flops, parameter_counts
 from training.tracker import Tracker
@@ -118,28 +117,26 @@ def _proposed(bench: Workbench, source: Source, scores: importance.Scores, count
 
 
 def _removal(bench: Workbench, source: Source) -> list[int]:
-    """Layers in the order in which the greedy search takes them away; kept beside the scores."""
-    settings = bench.config.importance
+    """Layers in the order in which the greedy search takes them away, by all ranks together; each is kept beside the scores as it is found."""
+    settings, parallel, layers = bench.config.importance, bench.parallel, source.model.config.num_hidden_layers
     path = _cached(bench, source, settings.greedy_sequences) / "removal.json"
-    order = importance.read_order(path, source.model.config.num_hidden_layers) if bench.parallel.is_main else None
-    order = bench.parallel.broadcast(order)
-    if order is None:
-        batches = bench.rows(settings.greedy_sequences)
-        tokens = len(batches) * bench.config.data.max_length
-        with bench.account("layers by KL", tokens * removal_flops(source.model.config)):
-            order = _ordered(source.model, batches, bench.parallel)
-        if bench.parallel.is_main:
-            importance.write_order(path, order)
-    return order
-
-
-def _ordered(model: Any, batches: list[Batch], parallel: Parallel) -> list[int]:
-    """`removal_order` by all ranks together."""
+    begun = parallel.broadcast(importance.read_order(path, layers) if parallel.is_main else None)
+    if len(begun) == layers - 1:
+        return list(begun)
 
     def add(mine: Tensor) -> Tensor:
         return parallel.sum(mine.to(parallel.device)).cpu()
 
-    return removal_order(model, batches, parallel.is_main, parallel.rank, parallel.world_size, add)
+    def keep(removed: list[int]) -> None:
+        if parallel.is_main:
+            importance.write_order(path, removed, layers)
+
+    batches = bench.rows(settings.greedy_sequences)
+    tokens = len(batches) * bench.config.data.max_length
+    with bench.account("layers by KL", tokens * removal_flops(source.model.config, len(begun))):
+        return removal_order(
+            source.model, batches, parallel.is_main, parallel.rank, parallel.world_size, add, begun, keep
+        )
 
 
 def _as_cut(

@@ -56,6 +56,11 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
         raise UserError(
             f"drafter.num_attention_heads ({heads}) is no multiple of num_key_value_heads ({groups}): every group has as many query heads"
         )
+    if given["hidden_size"] % heads and heads > theirs["num_attention_heads"] and not shape.hidden_size:
+        raise UserError(
+            f"drafter.num_attention_heads is {heads}, the target has {theirs['num_attention_heads']}: a student that is cut out is never larger. "
+            "Lower it; from scratch (mode=random) give drafter.hidden_size as well"
+        )
     if (
         0 < theirs["hidden_size"] < given["hidden_size"]
         and given["hidden_size"] % heads
@@ -137,8 +142,11 @@ def other_size(name: str, student: Any) -> str:
     )
 
 
-def removal_flops(config: Any) -> float:
-    """Operations a token of taking layers away one by one (distill.layer_choice.removal_order): of k layers left, each is left out in turn."""
+def removal_flops(config: Any, gone: int = 0) -> float:
+    """Operations a token of taking layers away one by one (distill.layer_choice.removal_order): of k layers left, each is left out in turn.
+
+    gone: layers that were taken away before.
+    """
     layers = config.num_hidden_layers
     a_layer, head = 2.0 * parameter_counts(config)["layers"] / layers, 2.0 * config.vocab_size * config.hidden_size
-    return sum(k * (k + 1) / 2 * a_layer + (k + 1) * head for k in range(2, layers + 1))
+    return sum(k * (k + 1) / 2 * a_layer + (k + 1) * head for k in range(2, layers - gone + 1))

@@ -15,7 +15,7 @@ from typing import Any
 
 from decoding.errors import UserError
 from eval.config import BenchmarkConfig
-from training.chat import render_prompt
+from training.chat import refuse_no_template, render_prompt
 from training.data import Prompt, read_prompts
 
 TURN = "{turn}"
@@ -166,6 +166,7 @@ def render_turns(turns: list[str], answers: list[str], tokenizer: Any, render: s
         history = "".join(f"{turn}\n{answer}\n" for turn, answer in zip(turns, answers, strict=False))
         # not verbose: prompts over the context are counted, not run, so its warning of them would mislead
         return list(tokenizer(history + turns[-1], verbose=False)["input_ids"])
+    refuse_no_template(tokenizer, "benchmark.render=text")
     messages = []
     for index, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})

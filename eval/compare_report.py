@@ -10,6 +10,7 @@ from html import escape
 from eval import words
 from eval.compare_words import (
     DEFINITIONS,
+    IDLE,
     best_sentence,
     busy,
     cautions,
@@ -112,6 +113,8 @@ def _headline(panel: Panel) -> str:
     head = f'<div class="headline"><h3>{escape(panel.label)}</h3>'
     if not models:
         return f"{head}<p>Nothing to rank.</p></div>"
+    if models[0].idle:
+        return f"{head}<p>Every drafter {IDLE}: the rule that ends drafts found that none pays here.</p></div>"
     best, control = models[0], [entry for entry in panel.fastest if entry.row.drafter == CONTROL]
     speed = best.speedup
     assert speed is not None, "of ranked entries alone"

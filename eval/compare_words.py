@@ -106,6 +106,8 @@ def best_sentence(panel: Panel) -> str:
     if not panel.fastest:
         return f"{label}: nothing to rank ({'; '.join(dict.fromkeys(entry.not_ranked for entry in panel.entries))})."
     best = panel.fastest[0]
+    if best.idle:
+        return f"{label}: every drafter {IDLE}: the rule that ends drafts found that none pays here."
     speed = best.speedup
     assert speed is not None, "of ranked entries alone"
     if speed.low is None or speed.high is None:
@@ -228,9 +230,10 @@ def cautions(panels: Sequence[Panel], evaluations: Sequence[Evaluation]) -> list
 
 def _idle(panel: Panel) -> list[str]:
     """The drafters whose speed is plain decoding's."""
-    names = ", ".join(entry.name for entry in panel.fastest if entry.idle)
+    found = [entry.name for entry in panel.fastest if entry.idle]
+    names, does = ", ".join(found), IDLE if len(found) == 1 else "draft nothing"
     text = (
-        f"{heading(panel)}: {names} {IDLE}: the rule that ends drafts found that none pays here, so the speed is plain decoding's. Evaluate "
+        f"{heading(panel)}: {names} {does}: the rule that ends drafts found that none pays here, so the speed is plain decoding's. Evaluate "
         "with stopping=fixed to see what drafts would cost."
     )
     return [text] if names else []

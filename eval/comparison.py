@@ -61,7 +61,8 @@ class Panel:
 
     @property
     def fastest(self) -> list[Entry]:
-        """Each drafter at its fastest draft length, the fastest drafter first; those that are not ranked are left out."""
+        """Each drafter at its fastest draft length, the fastest drafter first, behind them those that draft nothing; those that are not
+        ranked are left out."""
         return _fastest(self.entries)
 
 
@@ -119,7 +120,7 @@ def _fastest(entries: Sequence[Entry]) -> list[Entry]:
     fastest: dict[str, Entry] = {}
     for entry in sorted((entry for entry in entries if not entry.not_ranked), key=_speed, reverse=True):
         fastest.setdefault(entry.name, entry)
-    return list(fastest.values())
+    return sorted(fastest.values(), key=lambda entry: entry.idle)  # whose speed is plain decoding's, and no drafter's
 
 
 def _speed(entry: Entry) -> float:

@@ -51,7 +51,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     tokens are the answer, or where there is no answer.
     """
     messages = list(messages)
-    source = _source(tokenizer, template)
+    source = template_source(tokenizer, template)
     _check(messages, source)
     if _MARK.search(source):
         text, spans = _marked(tokenizer, source, messages)
@@ -68,7 +68,7 @@ def render_prompt(
 ) -> list[int]:
     """Return the ids of `messages` followed by the generation prompt: what a target is asked to continue."""
     messages = list(messages)
-    text = _render(tokenizer, _source(tokenizer, template), messages, prompt=True)
+    text = _render(tokenizer, template_source(tokenizer, template), messages, prompt=True)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -86,7 +86,7 @@ def render_next(
     what it wrote; so these ids stand as they are, and the new ones follow. Where the rendered text does not show where they end (a template
     that trims the answer, a tokenizer without offsets), all is tokenized anew.
     """
-    messages, source = list(messages), _source(tokenizer, template)
+    messages, source = list(messages), template_source(tokenizer, template)
     text = _render(tokenizer, source, messages, prompt=True)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
     ids = list(encoded["input_ids"])
@@ -111,8 +111,16 @@ def _end_of_said(
     return end + len(last) if text.startswith(last, end) else None
 
 
-def _source(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
-    """Return the Jinja source that `template` names."""
+def refuse_no_template(tokenizer: PreTrainedTokenizerBase, remedy: str) -> None:
+    """Raise UserError where prompts ask for the tokenizer's own chat template and it has none; remedy: what shows them as they stand."""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{tokenizer.name_or_path}: the tokenizer has no chat template to render prompts by; {remedy} takes them as they stand"
+        )
+
+
+def template_source(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """Return the Jinja source that `template` names. Raises UserError for an unknown one, and for a tokenizer that has none of its own."""
     if template in TEMPLATES:
         return TEMPLATES[template]
     if template != "auto":

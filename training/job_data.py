@@ -26,6 +26,10 @@ def training_data(tokenizer: Any, data: DataConfig, loop: LoopConfig, seed: int,
 
 def training_texts(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[str, list[Sample]]:
     """The train split by domain; without domains under an empty name."""
+    if show and (shared := trained_and_held_out(data)):
+        print(
+            f"warning: {', '.join(shared)} is both trained on and held out: what is measured there says little of other text. Hold out another file"
+        )
     if not data.domains:
         return {"": read_samples(tokenizer, data, "train", show)}
     return {
@@ -89,6 +93,12 @@ def each_data(data: DataConfig) -> list[DataConfig]:
 def sources(data: DataConfig) -> list[str]:
     """What is trained on, as it was named."""
     return [path for one in each_data(data) for path in (*one.chats, *one.texts)]
+
+
+def trained_and_held_out(data: DataConfig) -> list[str]:
+    """Files that both splits name; the standard library keeps its own splits apart."""
+    held_out = {path for one in each_data(data) for path in (*one.held_out_chats, *one.held_out_texts)}
+    return [path for path in dict.fromkeys(sources(data)) if path in held_out and path != "embedded:stdlib"]
 
 
 def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:

@@ -134,6 +134,7 @@ def test_a_students_weights_are_copies():
         ({"num_attention_heads": 6, "num_key_value_heads": 1}, "6, the target has 2 query heads"),
         ({"head_dim": 4}, "rope turns each channel"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple of num_key_value_heads"),
+        ({"num_attention_heads": 7}, "num_attention_heads is 7, the target has"),
         ({"num_attention_heads": 6, "hidden_size": 20}, "hidden_size .20. is no multiple of its 6 query heads"),
     ],
 )

@@ -144,6 +144,14 @@ def test_layers_that_do_nothing_are_taken_away_first():
     assert len(set(order)) == 5
 
 
+def test_an_interrupted_order_goes_on():
+    target, rows = family("llama", num_hidden_layers=6), batches(rows=2)
+    kept: list[list[int]] = []
+    order = removal_order(target, rows, show=False, keep=lambda removed: kept.append([*removed]))
+    assert kept == [order[:count] for count in range(1, 6)]
+    assert removal_order(target, rows, show=False, begun=order[:2]) == order
+
+
 def test_a_removal_is_the_one_that_moves_the_target_least():
     """The first step against a plain search: KL of the next token with each layer left out, in models built without it."""
     from distill.student import keep_layers
@@ -227,11 +235,14 @@ def test_scores_and_orders_are_kept_and_damaged_ones_made_again(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-40])
     assert read_scores(path) is None
     order = tmp_path / "deep" / "removal.json"
-    write_order(order, [3, 1, 2])
-    assert read_order(order, 4) == [3, 1, 2]
-    assert read_order(order, 5) is None, "an order of another number of layers"
-    order.write_text("[3, 1")
-    assert read_order(order, 4) is None
+    assert read_order(order, 4) == []
+    for removed in ([3], [3, 1, 2]):
+        write_order(order, removed, 4)
+        assert read_order(order, 4) == removed
+    assert read_order(order, 5) == [], "an order of another number of layers"
+    for damaged in ('{"layers": 4, "rem', "[3, 1, 2]", '{"layers": 4, "removed": [3, 3]}'):
+        order.write_text(damaged)
+        assert read_order(order, 4) == []
 
 
 def test_two_members_of_a_sweep_may_keep_the_same_scores_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

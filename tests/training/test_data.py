@@ -115,7 +115,7 @@ def test_texts(tmp_path: Path) -> None:
     write(tmp_path / "b.py", "x = 1")
     write(tmp_path / "c.txt", b"\xff\xfe")
     (tmp_path / "d.md").touch()
-    documents, counts = read_texts(tmp_path, max_bad=0.5)
+    documents, counts = read_texts(tmp_path, max_bad=0.6)
     assert documents == ["one", "three", "x = 1\n"]
     assert (counts.read, counts.used, counts.skipped) == (7, 3, 4)
     assert counts.bad == {
