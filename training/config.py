@@ -95,8 +95,10 @@ class DataConfig:
     )  # plain text files or folders; `embedded:stdlib` is this Python's standard library
     held_out_chats: list[str] = field(
         default_factory=list
-    )  # ShareGPT files that are never trained on; distill.train uses held_out.prompts
-    held_out_texts: list[str] = field(default_factory=list)  # plain text that is never trained on (distill.pretrain)
+    )  # ShareGPT files that are never trained on (distill.prune); distill.train uses held_out.prompts
+    held_out_texts: list[str] = field(
+        default_factory=list
+    )  # plain text that is never trained on (distill.pretrain, distill.prune)
     template: str = "auto"  # chat template: auto (the tokenizer's own) or the name of one of ours
     max_length: int = 512  # tokens a packed row holds
     max_bad: float = 0.01  # share of bad records that is skipped and counted; more is an error

@@ -26,7 +26,7 @@ from decoding.worker import RemoteChain
 from training.config import TargetConfig
 from training.drafter_folder import CARD
 from training.drafter_use import ALONE, USE, Use
-from training.heads import check_fits, head_of
+from training.heads import HEADS, check_fits, head_of
 from training.paths import imported, resolve
 
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
@@ -100,20 +100,38 @@ def check_entries(entries: Sequence[Any]) -> None:
     for entry in entries:
         if isinstance(entry, dict) and {"use", "_target_"} & entry.keys():
             use = str(entry.get("use", ""))
-            kind = entry.get("_target_") or (_written(CONF / f"{use}.yaml")["_target_"] if use in _names() else CHAIN)
+            kinds = [entry["_target_"]] if "_target_" in entry else _possible(use)
             given = {key: value for key, value in entry.items() if key != "use"}
-            _check_keys(str(entry.get("name") or use or kind), {**given, "_target_": kind})
+            _check_keys(str(entry.get("name") or use or kinds[0]), {**given, "_target_": kinds[0]}, kinds[1:])
             Use(**{key: entry[key] for key in USE if key in entry})
             if entry.get("lookup") is not None:
-                check_lookup_before(imported(str(kind)))
+                check_lookup_before(imported(str(kinds[0])))
 
 
-def _check_keys(name: str, mapping: Mapping[str, Any]) -> None:
-    """Raise UserError for a class that is not there, and for a key that neither it nor the loop takes, with the nearest one."""
+def _possible(use: str) -> list[str]:
+    """The classes that may come of `use`: of a folder that a stage has yet to write nobody knows whether it holds a model or a head."""
+    if use in _names():
+        return [_target(use)]
+    if Path(use).exists():
+        return [_target(head) if (head := head_of(use)) else CHAIN]
+    return [CHAIN, *map(_target, HEADS.values())]
+
+
+def _target(name: str) -> str:
+    return str(_written(CONF / f"{name}.yaml")["_target_"])
+
+
+def _check_keys(name: str, mapping: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+    """Raise UserError for a class that is not there, and for a key that neither it nor the loop takes, with the nearest one.
+
+    others: classes that it may turn out to be instead.
+    """
     kind = _kind(name, mapping)
     taken = _arguments(kind)
     if taken is None:
         return
+    for other in others:
+        taken = taken | (_arguments(imported(other)) or set())
     if kind is ChainDrafter:  # some schedules move it into a worker
         taken |= _arguments(RemoteChain) or set()
     known = sorted({*taken, *USE} - {"model", "self"})

@@ -15,7 +15,7 @@ from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from training.config import TargetConfig
-from training.drafters import Use, build, describe, uses
+from training.drafters import Use, build, check_entries, describe, uses
 from training.heads import head_of
 from training.run_folder import hash_input
 
@@ -64,6 +64,16 @@ def test_a_heads_rows_say_what_it_is(evaluated, parameters):
         assert row.t_draft_ms > 0
         assert row.tau >= 1
         assert row.stopping == "fixed"
+
+
+def test_keys_of_a_head_are_known_by_its_folder(home, parameters, tmp_path):
+    """As the head's own page names them; where a stage has yet to write the folder, those of either kind."""
+    for folder in (str(home / "head"), str(tmp_path / "not there yet")):
+        check_entries([{"use": folder, "by_cost": True, "beam_width": 2}])
+        with pytest.raises(UserError, match="has the key 'by_costs', which .*; the nearest is 'by_cost'"):
+            check_entries([{"use": folder, "by_costs": True}])
+    with pytest.raises(UserError, match="has the key 'by_cost', which ChainDrafter does not take"):
+        check_entries([{"use": str(home / "shallow"), "by_cost": True}])
 
 
 def test_a_comparison_reads_them(home, evaluated, parameters):
