@@ -12,6 +12,7 @@ from decoding.drafter import Drafter
 from decoding.engine import Engine, stop_tokens, text_of
 from decoding.errors import UserError
 from decoding.loop import Settings
+from decoding.sampling import Warper
 from decoding.target import load_target
 from decoding.verify import check_rule
 from recurrent_drafting.generate_config import GenerateConfig
@@ -53,6 +54,7 @@ def check(cfg: GenerateConfig) -> None:
     for key, (fine, expected) in rules.items():
         if not fine:
             raise UserError(f"{key} is {vars(cfg)[key]}, expected {expected}.")
+    Warper(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)  # refuses what it cannot sample by
     if not cfg.prompts and cfg.batch_size > 1:
         raise UserError(
             f"batch_size is {cfg.batch_size}, but a chat is one conversation: give prompts=FILE, or batch_size=1."

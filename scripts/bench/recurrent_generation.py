@@ -127,7 +127,8 @@ def arms(chosen: Any, temperature: float) -> list[dict[str, Any]]:
     found = []
     for draws in ("picked", "drawn") if temperature else ("picked",):
         shared = {"use": "recurrent", "folder": chosen.head, "draws": draws}
-        found += [{**shared, "beam_width": width, "name": f"{draws} {width}"} for width in chosen.widths]
+        fixed = {**shared, "by_cost": False}
+        found += [{**fixed, "beam_width": width, "name": f"{draws} {width}"} for width in chosen.widths]
         found.append({**shared, "beam_width": max(chosen.widths), "by_cost": True, "name": f"{draws} {BY_COST}"})
     return found
 

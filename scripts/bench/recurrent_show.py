@@ -198,7 +198,13 @@ class Show:
     def shape(self, seed: int) -> dict[str, Any]:
         """Beams of every width and length with a seed's head."""
         heads = [
-            {"use": "recurrent", "folder": str(self.raced(seed)), "beam_width": width, "name": f"{width} beams"}
+            {
+                "use": "recurrent",
+                "folder": str(self.raced(seed)),
+                "beam_width": width,
+                "by_cost": False,
+                "name": f"{width} beams",
+            }
             for width in self.chosen.widths
         ]
         temperatures, lengths = self.chosen.shape_temperatures, self.chosen.lengths

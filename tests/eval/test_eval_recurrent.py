@@ -44,9 +44,9 @@ def evaluated(home, parameters):
     """One head, fixed and by cost, picked and drawn; `shallow` beside them."""
     head = str(home / "head")
     entries = [
-        head,
-        {"use": "recurrent", "folder": head, "beam_width": WIDTH, "draws": "drawn", "name": "drawn"},
-        {"use": "recurrent", "folder": head, "beam_width": WIDTH, "by_cost": True, "name": "by_cost"},
+        {"use": head, "by_cost": False},
+        {"use": "recurrent", "folder": head, "beam_width": WIDTH, "by_cost": False, "draws": "drawn", "name": "drawn"},
+        {"use": "recurrent", "folder": head, "beam_width": WIDTH, "name": "by_cost"},
         str(home / "shallow"),
     ]
     return run(config(home, "recurrent", drafters=entries))
