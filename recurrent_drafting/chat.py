@@ -57,6 +57,11 @@ def chat(loaded: Loaded, cfg: GenerateConfig, console: Console) -> None:
             if colours
             else "no colours here: drafted tokens are not marked",
         )
+        if cfg.baseline_tokens:
+            show(
+                console,
+                f"behind an answer its last {cfg.baseline_tokens} tokens are decoded again without the drafter, for the speedup",
+            )
     show(console, HINT)
     while (text := read_message(console)) is not None:
         if text == "/reset":
@@ -128,8 +133,7 @@ def cost_line(session: ChatSession, answer: Answer) -> str:
             words.append("speedup not measured")
         else:
             words.append(
-                f"speedup {answer.tokens_per_second / plain:.2f}x over plain decoding ({plain:.1f} tokens/s: {session.plain_tokens} tokens of "
-                "these answers, decoded again without the drafter)"
+                f"speedup {answer.tokens_per_second / plain:.2f}x over plain decoding ({plain:.1f} tokens/s, timed on {session.plain_tokens} tokens)"
             )
     words.append(f"read {generation.prefilled} of {answer.prompt_tokens} prompt tokens")
     if answer.stopped:
@@ -137,7 +141,7 @@ def cost_line(session: ChatSession, answer: Answer) -> str:
     elif answer.context_full:
         words.append("the context is full: /reset starts a new conversation")
     elif generation.finish == "length":
-        words.append(f"ended at max_new_tokens={session.settings.max_new_tokens}")
+        words.append(f"ended at max_new_tokens={session.settings.max_new_tokens} (--max_generation_length)")
     return f"[{'; '.join(words)}]"
 
 

@@ -151,7 +151,7 @@ class ChatSession:
             )
         if limit and len(prompt) > limit:
             raise UserError(
-                f"your message {earlier} is {len(prompt)} tokens, over max_prompt_tokens={limit}. "
+                f"your message {earlier} is {len(prompt)} tokens, over max_prompt_tokens={limit} (--max_prompt_length). "
                 f"{'/reset starts a new conversation' if self.messages else 'Say it shorter'}."
             )
 

@@ -13,7 +13,7 @@ from recurrent_drafting.head import HeadConfig
 from recurrent_drafting.head_folder import write_card, write_untrained
 from recurrent_drafting.objective import judged, tokens_said
 from recurrent_drafting.stores import Layout
-from training.amounts import hours, operations
+from training.amounts import hours, operations, size
 from training.drafter_folder import Origin
 from training.losses.chunked import CHUNK
 from training.memory_plan import bytes_per_rank
@@ -25,7 +25,7 @@ def head_parameters(config: HeadConfig) -> dict[str, int]:
     """Parameters by part: `output`, `blocks`, `recurrence`, `projection`, and their sum as `all`."""
     H, E = config.hidden_size, config.exit_dim
     parts = {
-        "output": E * (config.draft_vocab_size or config.vocab_size),
+        "output": E * config.num_drafted,
         "blocks": config.num_draft_layers * (E * E + E),
         "recurrence": 2 * H * H + H if config.rnn else 0,
         "projection": 2 * H * E + E if config.projects else 0,
@@ -38,7 +38,7 @@ def draft_flops(config: HeadConfig, heads: int) -> float:
     H, E = config.hidden_size, config.exit_dim
     context = H * E if config.projects or config.num_draft_layers else 0
     blocks = config.num_draft_layers - (0 if config.projects or not config.num_draft_layers else 1)
-    prediction = context + blocks * E * E + E * (config.draft_vocab_size or config.vocab_size)
+    prediction = context + blocks * E * E + E * config.num_drafted
     recurrence = (2 * heads - 1) * H * H if config.rnn else 0
     return 2.0 * (context + heads * prediction + recurrence)
 
@@ -115,8 +115,9 @@ def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> float:
         epoch = min(tokens, config.assumed_tokens or tokens)  # what a later epoch reads is there
         loss, dtype = config.loss, dtype_of(loop.dtype)
         layout = Layout(loss.predict_n_tokens, judged(loss), head.hidden_size, dtype, tokens_said(loss))
-        size = epoch * config.assumed_supervised * layout.bytes
-        print(f"states: about {size / 1e9:,.1f} GB on disk in {config.states.folder}")
+        print(
+            f"states: about {size(epoch * config.assumed_supervised * layout.bytes)} on disk in {config.states.folder}"
+        )
     return flops
 
 
@@ -129,7 +130,7 @@ def print_memory(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None
     )
     predictions = loop.micro_batch_tokens * config.assumed_supervised * config.loss.predict_n_tokens
     kept = (3 * head.num_draft_layers + 2) * head.exit_dim + 3 * head.hidden_size  # of a prediction, by autograd
-    vocabulary = head.draft_vocab_size or head.vocab_size
+    vocabulary = head.num_drafted
     logits = min(CHUNK, predictions) * vocabulary * 4 * 6
     plan |= {
         "activations": predictions * kept * width,

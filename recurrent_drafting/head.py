@@ -97,7 +97,7 @@ class RecurrentHead(nn.Module):
         super().__init__()
         self.config = config
         H, E = config.hidden_size, config.exit_dim
-        drafted = config.draft_vocab_size or config.vocab_size
+        drafted = config.num_drafted
         self.lm_head = nn.ModuleList([Block(E) for _ in range(config.num_draft_layers)])
         self.lm_head.append(nn.Linear(E, drafted, bias=False))
         if config.rnn:

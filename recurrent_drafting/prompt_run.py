@@ -168,5 +168,5 @@ def _too_long(loaded: Loaded, cfg: GenerateConfig, length: int) -> str:
     if length >= holds:
         return f"longer than the target's context of {holds} tokens"
     if cfg.max_prompt_tokens and length > cfg.max_prompt_tokens:
-        return f"over max_prompt_tokens={cfg.max_prompt_tokens}"
+        return f"over max_prompt_tokens={cfg.max_prompt_tokens} (--max_prompt_length)"
     return ""

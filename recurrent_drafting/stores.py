@@ -20,6 +20,7 @@ from torch import Tensor
 from decoding import cuda
 from decoding.errors import UserError
 from recurrent_drafting.positions import count_kept
+from training.amounts import size as amount
 from training.packing import PackedData
 
 Key = tuple[int, ...]  # the samples in a row
@@ -159,8 +160,8 @@ def states_on_disk(root: Path, target_hash: str, data: PackedData, layout: Layou
     size = sum(counts) * layout.bytes
     if show:
         print(
-            f"states: {sum(counts):,} of {data.tokens:,} positions, {size / 1e9:,.2f} GB on disk in {folder} "
-            f"({_free_bytes(root) / 1e9:,.1f} GB free); later epochs and other runs on this data skip the target"
+            f"states: {sum(counts):,} of {data.tokens:,} positions, {amount(size)} on disk in {folder} "
+            f"({amount(_free_bytes(root))} free); later epochs and other runs on this data skip the target"
         )
     return DiskStore(folder, keys, counts, layout)
 
@@ -181,7 +182,7 @@ def _take_room(folder: Path, sizes: Mapping[Path, int]) -> None:
     free, size = _free_bytes(folder), sum(sizes.values())
     if size - held > free:
         raise UserError(
-            f"{folder} needs {size / 1e9:,.2f} GB, {free / 1e9:,.2f} GB are free there: give states.folder on another disk, or states.cache=memory"
+            f"{folder} needs {amount(size)}, {amount(free)} are free there: give states.folder on another disk, or states.cache=memory"
         )
     folder.mkdir(parents=True, exist_ok=True)
     for path, length in sizes.items():

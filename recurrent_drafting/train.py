@@ -97,7 +97,7 @@ def check(config: HeadTrainConfig, shape: HeadConfig) -> None:
             f"loss.name is {CONTINUATIONS} with parallel.kind={config.parallel.kind}, expected ddp, zero1 or zero2: a target in shares is read by "
             "all ranks together, and here it goes on row by row"
         )
-    drafted = shape.draft_vocab_size or shape.vocab_size
+    drafted = shape.num_drafted
     check_values(
         config,
         {

@@ -204,5 +204,15 @@ def report(found: dict[str, Any]) -> str:
         [*(row[key] for key in keys), interval(row["speedup"], row["speedup_low"], row["speedup_high"])]
         for row in found["rows"]
     ]
-    met = [[name, json.dumps(one["found"]), "yes" if one["met"] else "NO"] for name, one in found["goals"].items()]
+    met = [[name, _said(one["found"]), "yes" if one["met"] else "NO"] for name, one in found["goals"].items()]
     return f"{table([*keys, 'speedup'], rows)}\n\n{table(['goal', 'found', 'met'], met)}"
+
+
+def _said(found: Any) -> str:
+    """What was found for a goal, in words: speedups, or outputs by width."""
+    if isinstance(found, dict):
+        return "; ".join(
+            f"width {width}: {', '.join(f'{n} {kind}' for kind, n in of.items() if n)}" for width, of in found.items()
+        )
+    speedups = found if isinstance(found, list) else [found]
+    return ", ".join("none" if one is None else f"{one:.2f}x" for one in speedups)

@@ -160,7 +160,7 @@ def test_the_context_may_end_an_answer_and_the_line_says_so(tiny_target: Path):
     )
     session.time_plain()
     assert re.search(
-        r"speedup [\d.]+x over plain decoding \([\d.]+ tokens/s: 16 tokens of these answers",
+        r"speedup [\d.]+x over plain decoding \([\d.]+ tokens/s, timed on 16 tokens\)",
         cost_line(session, session.last),
     )
 

@@ -230,8 +230,8 @@ def test_the_price_is_told_before_the_room_is_taken(
     batch = collate(data().samples, data().rows, tiny.ROW)
     count = len(positions(batch, tiny.HEADS, judged=True).kept_P)
     assert f"states: {count:,} of {data().tokens:,} positions" in said
-    assert "GB on disk in" in said
+    assert "MB on disk in" in said
     assert next((tmp_path / "states").glob("*/states.bin")).stat().st_size == count * tiny.HIDDEN * 8
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(UserError, match=r"full/.* needs .* GB, 0.00 GB are free there: give states.folder"):
+    with pytest.raises(UserError, match=r"full/.* needs .* MB, 0.0 MB are free there: give states.folder"):
         on_disk(tmp_path / "full")
