@@ -15,12 +15,20 @@ from decoding.target import Target
 from decoding.timing import rising, time_parts
 from decoding.worker import RemoteChain, lanes
 
+CHEAPEST = 0.5  # of what a step took by itself: a step of a draft is not thought cheaper
 DEEP = RoundCosts(0.01, (1.0,))  # by which a drafter that weighs costs drafts, and deep
 
 
 def own_cores(target: Target, drafter: Drafter, schedule: str) -> AbstractContextManager[None]:
     """What is timed inside has the cores that it will have: a drafter that works beside the target leaves it the others."""
     return lanes(drafter, target) if schedule in WALL and isinstance(drafter, RemoteChain) else nullcontext()
+
+
+def weighed_widths(drafter: Drafter, deepest: int) -> list[int]:
+    """Numbers of new tokens at which the target is timed for what a drafter weighs: all of a chain's, and of wider trees' a few."""
+    widest = max(deepest, drafter.width(deepest) if drafter.caps.needs_costs else 0) + 1
+    some = {step * 2**power for power in range(1, widest.bit_length()) for step in (2, 3)}
+    return sorted({*range(1, deepest + 2), *(n for n in some if deepest + 1 < n < widest), widest})
 
 
 def measure_costs(
@@ -51,7 +59,7 @@ def measure_costs(
         costs=DEEP,
         ignore_eos=True,
     )
-    prompts, beams = [list(prompt)] * batch_size, None
+    prompts = [list(prompt)] * batch_size
 
     def generation(drafter: Drafter | None, num_draft_tokens: int) -> Generation:
         return decode(target, drafter, prompts, replace(brief, num_draft_tokens=num_draft_tokens))[0]
@@ -61,7 +69,9 @@ def measure_costs(
             target, drafter, prompt, widths=widths, context=context, batch_size=batch_size, repeats=repeats, warmup=1
         ).costs
 
-    def window() -> RoundCosts:
+    def window(beams: int | None = None) -> RoundCosts:
+        nonlocal brief
+        brief = replace(brief, costs=replace(DEEP, beams=beams))
         costs = replace(timed(), beams=beams)
         plain = generation(None, 1)
         shallow = generation(drafter, 1) if settings.schedule == "serial" else None
@@ -69,10 +79,13 @@ def measure_costs(
 
     with own_cores(target, drafter, settings.schedule):
         generation(drafter, brief.num_draft_tokens)  # warms up
-        if drafter.caps.worth_beams is not None:  # the rest is measured of rounds with as many
-            beams = drafter.caps.worth_beams(timed())
-            brief = replace(brief, costs=replace(DEEP, beams=beams))
-        return settled([window() for _ in range(windows)])
+        if drafter.caps.worth_beams is None or drafter.caps.rate is None:
+            return settled([window() for _ in range(windows)])
+        # By their parts alone so many beams pay; what rounds take beside them is another matter, so a single one is measured as well, in turn.
+        widths_worth = sorted({1, drafter.caps.worth_beams(timed())})
+        found = [[window(beams) for beams in widths_worth] for _ in range(windows)]
+        rate = drafter.caps.rate
+        return max((settled(of) for of in zip(*found, strict=True)), key=lambda costs: rate(costs) * costs.target_ms(1))
 
 
 def with_rest(
@@ -89,7 +102,9 @@ def with_rest(
         costs = replace(costs, t_draft_ms=1000 * drafter.seconds_a_step)
     rest_ms = _rest_ms(costs, deep)
     if shallow is not None and _steps(deep) - _steps(shallow) >= 0.5:  # less says nothing but noise of a step
-        step_ms = max(0.0, (rest_ms - _rest_ms(costs, shallow)) / (_steps(deep) - _steps(shallow)))
+        # Below nothing too, as noise goes both ways, and as steps behind one another find the drafter's weights nearer than those that were timed.
+        step_ms = (rest_ms - _rest_ms(costs, shallow)) / (_steps(deep) - _steps(shallow))
+        step_ms = max(step_ms, (CHEAPEST - 1) * costs.step_ms(1))
         rest_ms -= step_ms * _steps(deep)
         costs = costs.dearer(step_ms)
     return replace(costs, overhead_ms=rest_ms, plain_overhead_ms=_rest_ms(costs, plain))

@@ -37,6 +37,7 @@ class Caps:
     worth_beams: Callable[[RoundCosts], int] | None = (
         None  # how many of them a search has by these costs, if it weighs that
     )
+    rate: Callable[[RoundCosts], float] | None = None  # and the tokens a millisecond that it expects of `costs.beams`
 
 
 @dataclass(frozen=True, slots=True)

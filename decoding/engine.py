@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.chain import ChainDrafter
 from decoding.compatible import check_same_tokenizer, load_tokenizer
-from decoding.costs import measure_costs
+from decoding.costs import measure_costs, weighed_widths
 from decoding.drafter import Drafter
 from decoding.errors import UserError
 from decoding.folder import read_config, read_json
@@ -27,7 +27,6 @@ from decoding.stopping import RoundCosts
 from decoding.target import Target, load_target
 from decoding.text_stream import TextStream
 
-MOST_NODES = 7  # of a tree's round, in the timing before the first draft
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -164,15 +163,12 @@ def with_costs(engine: Engine, prompt: Sequence[int], settings: Settings, batch_
     rule = settings.verify if settings.temperature else "greedy"
     use = f"{settings.schedule}, {rule}, {batch_size}"
     if use not in engine.costs:
-        gamma = settings.num_draft_tokens
-        # Wider forwards lie on the line through the last two.
-        widest = max(gamma, min(drafter.width(gamma), MOST_NODES)) + 1
         engine.costs[use] = measure_costs(
             engine.target,
             drafter,
             prompt or [0],
             settings,
-            widths=range(1, widest + 1),
+            widths=weighed_widths(drafter, settings.num_draft_tokens),
             batch_size=batch_size,
             repeats=2,
             tokens=8,

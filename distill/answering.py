@@ -14,9 +14,9 @@ from time import perf_counter
 from typing import Any
 
 from decoding import noise
-from decoding.costs import measure_costs
+from decoding.costs import measure_costs, weighed_widths
 from decoding.drafter import Drafter
-from decoding.engine import MOST_NODES, stop_tokens
+from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings
 from decoding.schedules import weighs_costs
@@ -164,15 +164,12 @@ class Local:
         return replace(settings, costs=self._measured)
 
     def _measure(self, drafter: Drafter, settings: Settings, prompt: list[int], batch_size: int) -> RoundCosts:
-        gamma = settings.num_draft_tokens
-        # Wider ones lie on the line through the last two.
-        widest = max(gamma, min(drafter.width(gamma), MOST_NODES)) + 1
         return measure_costs(
             self.target,
             drafter,
             prompt,
             settings,
-            widths=range(1, widest + 1),
+            widths=weighed_widths(drafter, settings.num_draft_tokens),
             context=len(prompt) + settings.max_new_tokens // 2,
             batch_size=batch_size,
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from decoding.costs import measure_costs, own_cores
+from decoding.costs import measure_costs, own_cores, weighed_widths
 from decoding.drafter import Drafter
 from decoding.loop import Parts, time_parts
 from decoding.schedules import WALL, weighs_costs
@@ -83,13 +83,6 @@ def _time(
         repeats=repeats,
         warmup=WARM_UP,
     )
-
-
-def weighed_widths(drafter: Drafter, deepest: int) -> list[int]:
-    """Numbers of new tokens at which the target is timed for what a drafter weighs: all of a chain's, and of wider trees' a few."""
-    widest = max(deepest, drafter.width(deepest) if drafter.caps.needs_costs else 0) + 1
-    some = {step * 2**power for power in range(1, widest.bit_length()) for step in (2, 3)}
-    return sorted({*range(1, deepest + 2), *(n for n in some if deepest + 1 < n < widest), widest})
 
 
 def frozen_costs(

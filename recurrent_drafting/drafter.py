@@ -32,7 +32,7 @@ from recurrent_drafting.checkpoint import load_head
 from recurrent_drafting.drafts import DrawnDraft, PickedDraft, drawing, rooms_of
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.packed import for_drafting
-from recurrent_drafting.plans import Plan, ladder, plan_of, width_worth
+from recurrent_drafting.plans import Plan, ladder, plan_of, width_rate, width_worth
 from recurrent_drafting.recorded import RecordedPicks
 
 
@@ -88,6 +88,7 @@ class RecurrentDrafter:
             stops_by_token=False,
             beams=beams,
             worth_beams=self._worth_beams if by_cost else None,
+            rate=self._rate if by_cost else None,
         )
         self.num_layers, self.num_parameters = head.config.num_draft_layers, head.num_parameters
         self.device, self.dtype = head.output.device, head.output.dtype
@@ -178,6 +179,10 @@ class RecurrentDrafter:
     def _worth_beams(self, costs: RoundCosts) -> int:
         """By the parts of a round, and with beams as the last draft had them, drawn or picked."""
         return width_worth(costs, self.beam_width, self._drawn)
+
+    def _rate(self, costs: RoundCosts) -> float:
+        """With as many beams as these costs were measured with."""
+        return width_rate(costs, min(costs.beams or 1, self.beam_width), self._drawn)
 
     def _own(self, target_states: Tensor) -> Tensor:
         return target_states.to(self.device, self.dtype)

@@ -41,6 +41,17 @@ MARGIN = 1.05  # of a drafting round over a plain one: a head's step is dear, an
 PICKS_MARGIN, PICKS_PATIENCE = 1.15, 1.0
 
 
+def width_rate(costs: RoundCosts, width: int, drawn: bool) -> float:
+    """Tokens a millisecond of so many beams at their best length, every node verified."""
+    later = [SECOND_CHANCE / rank if drawn else PICKED_PASSES for rank in range(1, width)]
+    passes = 1 - (1 - FIRST_PASSES) * prod(1 - chance for chance in later)
+    tokens, best = 1.0, 0.0
+    for steps in range(1, DEEPEST + 1):
+        tokens += passes**steps
+        best = max(best, tokens / costs.drafted_ms(costs.steps_ms(steps, width), steps * width))
+    return best
+
+
 def width_worth(costs: RoundCosts, most: int, drawn: bool) -> int:
     """How many beams pay on this machine, of `ladder(most)`: by measured costs alone, so that every request has as many.
 
@@ -48,14 +59,7 @@ def width_worth(costs: RoundCosts, most: int, drawn: bool) -> int:
     """
 
     def rate(width: int) -> float:
-        """Tokens a millisecond at the best length, every node verified."""
-        later = [SECOND_CHANCE / rank if drawn else PICKED_PASSES for rank in range(1, width)]
-        passes = 1 - (1 - FIRST_PASSES) * prod(1 - chance for chance in later)
-        tokens, best = 1.0, 0.0
-        for steps in range(1, DEEPEST + 1):
-            tokens += passes**steps
-            best = max(best, tokens / costs.drafted_ms(costs.steps_ms(steps, width), steps * width))
-        return best / (DRAWN_TREE if drawn and width > 1 else 1.0)
+        return width_rate(costs, width, drawn) / (DRAWN_TREE if drawn and width > 1 else 1.0)
 
     return max(ladder(most), key=lambda width: (rate(width), -width))
 

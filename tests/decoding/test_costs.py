@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from decoding.chain import ChainDrafter
-from decoding.costs import measure_costs, settled
+from decoding.costs import measure_costs, settled, with_rest
 from decoding.loop import Settings
+from decoding.stats import Generation
 from decoding.stopping import RoundCosts
 from decoding.timing import Parts, rising, time_parts
 
@@ -172,3 +173,24 @@ def test_a_bad_window_decides_nothing() -> None:
     assert (costs.t_draft_ms, costs.overhead_ms, costs.plain_overhead_ms) == pytest.approx((0.45, 0.15, 0.15))
     assert settled([bad]).t_target_ms == pytest.approx((1.5, 5.0, 5.0)), "costs rise with the width"
     assert settled([bad]).overhead_ms == 0.0
+
+
+def test_noise_of_a_steps_rest_goes_both_ways() -> None:
+    """Clipping each window at nothing would make steps dear that are not: a window's share may be negative, and half a step's time at least stays."""
+    costs = RoundCosts(1.0, (4.0, 4.0, 4.0, 4.0, 4.0), t_draft_by_beams_ms=((1, 1.0),))
+    drafter = ChainDrafter(model=models()[2])
+
+    def took(steps: float, ms: float) -> Generation:
+        """Ten rounds of so many steps and verified tokens, a tree's each of one beam."""
+        done = Generation()
+        done.rounds, done.decode_seconds = 10, ms / 100
+        done.draft_steps = done.draft_beams = done.verified = round(10 * steps)
+        return done
+
+    plain = took(0, 4.0)
+    for extra, expected in ((0.25, 1.25), (-0.25, 0.75), (-5.0, 0.5)):
+        deep, shallow = took(4, 4.5 + 4 * (1 + extra)), took(1, 4.5 + 1 + extra)
+        found = with_rest(costs, drafter, deep, shallow, plain)
+        assert found.step_ms(1) == pytest.approx(expected)
+        if expected > 0.5:
+            assert found.overhead_ms == pytest.approx(0.5)

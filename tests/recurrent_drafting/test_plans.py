@@ -1,9 +1,12 @@
 """How much a row drafts: beams as wide as pays, rows that hang on no neighbour, and the room that fixed trees get where the host runs ahead."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from decoding import cuda
+from decoding.costs import measure_costs, weighed_widths
 from decoding.drafter import NO_NODE, Proposal
 from decoding.loop import Settings, decode
 from decoding.stopping import RoundCosts
@@ -123,3 +126,27 @@ def test_a_tree_without_room_loses_its_last_nodes_and_no_token(rule: str, monkey
     whole, cut = trees[32][0], trees[5][0]  # the first round's have the same text before them
     assert [row[:5] for row in whole] == cut
     assert any(len(row) > 5 for row in whole)
+
+
+@pytest.mark.parametrize("better", [1, 4])
+def test_a_tree_is_searched_where_its_whole_rounds_pay(better: int) -> None:
+    """By their parts alone four beams are worth it; whole rounds of four and of one are measured, and the better ones stand."""
+    target = markov()
+    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=4, by_cost=True)
+    asked: list[int] = []
+
+    def rate(costs: RoundCosts) -> float:
+        assert costs.beams is not None
+        asked.append(costs.beams)
+        return (2.0 if costs.beams == better else 1.0) / costs.target_ms(1)
+
+    drafter.caps = replace(drafter.caps, worth_beams=lambda costs: 4, rate=rate)
+    found = measure_costs(target, drafter, [1, 2, 3], Settings(num_draft_tokens=3), widths=weighed_widths(drafter, 3))
+    assert sorted(asked) == [1, 4] and found.beams == better
+    assert len(found.t_target_ms) == 13, "forwards as wide as the tree are timed"
+
+
+def test_a_width_promises_by_its_costs() -> None:
+    """A chain where trees are dear, a tree where they cost nothing."""
+    for costs, wide in ((FLAT, True), (STEEP, False)):
+        assert (plans.width_rate(costs, WIDTH, drawn=False) > plans.width_rate(costs, 1, drawn=False)) == wide

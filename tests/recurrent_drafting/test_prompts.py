@@ -136,7 +136,8 @@ def test_prompts_that_do_not_fit_are_counted_and_named(tiny_target: Path, tmp_pa
     text = printed(cfg, loaded, done)
     assert "left out: 2 longer than the target's context of 512 tokens (long, turn 1; grows, turn 2)" in text
     with pytest.raises(
-        UserError, match=r"none of the 3 prompts was answered: .*over max_prompt_tokens=2 \(fits, turn 1.*Give shorter"
+        UserError,
+        match=r"none of the 3 prompts was answered: .*over max_prompt_tokens=2 \(--max_prompt_length\) \(fits, turn 1.*Give shorter",
     ):
         answered(replace(cfg, max_prompt_tokens=2))
 
