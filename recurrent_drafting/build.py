@@ -42,6 +42,22 @@ def head_config(shape: HeadShapeConfig, target: Any) -> HeadConfig:
     )
 
 
+def ignored(shape: HeadShapeConfig, config: HeadConfig) -> str:
+    """Which of the keys that were set do not count, as shape.path brings its own shape; empty if there is none."""
+    usual = HeadShapeConfig()
+    keys = [
+        f"head.{name}={getattr(shape, name)} (it has {getattr(config, name)})"
+        for name in ("num_draft_layers", "rnn", "exit_dim", "draft_vocab_size")
+        if getattr(shape, name) not in (getattr(usual, name), getattr(config, name))
+    ]
+    keys += [f"head.{name}" for name in ("warm_start", "zero_blocks") if getattr(shape, name) != getattr(usual, name)]
+    return (
+        f"head.path={shape.path} brings its own shape and weights: without effect here: {', '.join(keys)}"
+        if keys
+        else ""
+    )
+
+
 def check_sizes(folder: Path, config: HeadConfig, target: Any) -> None:
     """Raise UserError for a head that was made for a target of other sizes."""
     for name in ("hidden_size", "vocab_size"):

@@ -89,17 +89,18 @@ class ChatSession:
         def marked(tokens: list[int]) -> list[tuple[int, bool]]:
             return [(token, mark == "1") for token, mark in zip(tokens, generation.trace[-len(tokens) :], strict=True)]
 
-        stream = TextStream(lambda ids: text_of(self.engine, ids))
+        stream, last = TextStream(lambda ids: text_of(self.engine, ids)), False
         try:
             while batch.rows and not stop():
                 with torch.inference_mode():
                     batch.round()
                 for token, accepted in fresh:
+                    last = accepted
                     if piece := stream.add([token]):
                         yield Piece(piece, accepted)
                 fresh.clear()
             if rest := stream.end().rstrip(BROKEN):  # bytes that no token completed are no text to show
-                yield Piece(rest, False)
+                yield Piece(rest, last)
         finally:
             full = len(prompt) + len(generation.tokens) >= self.engine.target.max_length
             self.last = Answer(generation, len(prompt), bool(batch.rows), full)

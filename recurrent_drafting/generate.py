@@ -4,6 +4,7 @@
 """
 
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -11,10 +12,12 @@ from decoding.errors import UserError
 from recurrent_drafting.chat import chat
 from recurrent_drafting.flags import print_flags, to_overrides
 from recurrent_drafting.generate_config import GenerateConfig
-from recurrent_drafting.generate_setup import USUAL, check, load
-from recurrent_drafting.prompt_report import print_report, write_answers
+from recurrent_drafting.generate_setup import NONE, USUAL, check, load
+from recurrent_drafting.prompt_report import answers_file, print_report
 from recurrent_drafting.prompt_run import answer_prompts, prompts_of
+from training.data import Prompt
 from training.job import job_main
+from training.paths import resolve
 
 JOB = "recurrent_drafting.generate"
 
@@ -24,17 +27,32 @@ def run(cfg: GenerateConfig) -> None:
     check(cfg)
     prompts = prompts_of(cfg) if cfg.prompts else []
     if cfg.dry_run:
-        doing = f"answer {len(prompts)} prompts of {cfg.prompts}" if cfg.prompts else "chat"
-        print(f"would {doing} with target.path={cfg.target.path} and drafter={cfg.drafter.get('use', USUAL)}")
+        print(plan(cfg, prompts))
         return
     loaded = load(cfg)
     console = Console(highlight=False, markup=False)
     if not cfg.prompts:
         chat(loaded, cfg, console)
         return
-    done = answer_prompts(loaded, cfg, prompts, console)
-    write_answers(cfg, done)
+    with answers_file(cfg.output) as write:
+        done = answer_prompts(loaded, cfg, prompts, console, write)
     print_report(cfg, loaded, done, console)
+
+
+def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
+    """What a run would do, in words. Raises UserError for a target that is not there."""
+    folder, drafter = resolve(cfg.target.path), cfg.drafter.get("use", USUAL)
+    doing = "chat"
+    if cfg.prompts:
+        turns, longest = sum(len(prompt.turns) for prompt in prompts), cfg.max_new_tokens
+        again = ", each again without the drafter" if cfg.baseline and drafter != NONE else ""
+        doing = (
+            f"answer {len(prompts)} prompts of {cfg.prompts}, {cfg.batch_size} at a time: {turns} turns, each with up to {longest} tokens"
+            f" ({turns * longest:,} in all{again})"
+        )
+    beams = f"up to {cfg.beam_length - 1} drafted tokens a round, {'at most ' if cfg.by_cost else ''}{cfg.beam_width} beams of a recurrent head"
+    sampling = f"temperature {cfg.temperature:g}, verified by {cfg.verify}" if cfg.temperature else "greedy"
+    return f"would {doing}\ntarget {folder}, drafter {drafter}; {beams}; {sampling}"
 
 
 def main() -> None:

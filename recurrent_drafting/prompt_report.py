@@ -2,7 +2,8 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,19 @@ def total_rate(answers: Sequence[Answer], of: Callable[[Answer], Generation]) ->
     return sum(len(of(answer).tokens) for answer in answers) / max(sum(seconds.values()), 1e-9)
 
 
-def write_answers(cfg: GenerateConfig, done: Done) -> None:
-    """One JSON object an answer, to the file that `output` names; nothing without it."""
-    if not cfg.output:
+@contextmanager
+def answers_file(output: str) -> Iterator[Callable[[Sequence[Answer]], None]]:
+    """What writes answers to `output`, one JSON object each, at once: a run that is stopped leaves all that it answered. Nothing for no name."""
+    if not output:
+        yield lambda answers: None
         return
-    lines = [json.dumps(_record(answer), ensure_ascii=False) for answer in done.answers]
-    Path(cfg.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with Path(output).open("w", encoding="utf-8") as file:
+
+        def write(answers: Sequence[Answer]) -> None:
+            file.writelines(json.dumps(_record(answer), ensure_ascii=False) + "\n" for answer in answers)
+            file.flush()
+
+        yield write
 
 
 def _record(answer: Answer) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Every prompt is answered, those of a last batch that is not full too. Between tw
 decoding happens between two clocks; which way goes first changes from batch to batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from rich.console import Console
@@ -60,8 +60,14 @@ def is_compared(settings: Settings) -> bool:
     return settings.temperature == 0 or settings.verify == "coupled"
 
 
-def answer_prompts(loaded: Loaded, cfg: GenerateConfig, prompts: Sequence[Prompt], console: Console) -> Done:
-    """Answer all turns of all prompts. Raises UserError if no prompt fits."""
+def answer_prompts(
+    loaded: Loaded,
+    cfg: GenerateConfig,
+    prompts: Sequence[Prompt],
+    console: Console,
+    write: Callable[[Sequence[Answer]], None] = lambda answers: None,
+) -> Done:
+    """Answer all turns of all prompts; `write` is given each batch's as they come. Raises UserError if no prompt fits."""
     console.print(loaded.about, soft_wrap=True)
     done = Done()
     batches = [list(prompts[start : start + cfg.batch_size]) for start in range(0, len(prompts), cfg.batch_size)]
@@ -71,6 +77,7 @@ def answer_prompts(loaded: Loaded, cfg: GenerateConfig, prompts: Sequence[Prompt
         for number, batch in enumerate(batches):
             for answers in _conversations(loaded, cfg, settings[len(batch)], number, batch, done):
                 done.answers += answers
+                write(answers)
             finished += len(batch)
             bar.update(finished, f"{sum(len(answer.drafted.tokens) for answer in done.answers)} tokens")
     if not done.answers:

@@ -13,7 +13,7 @@ import torch
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS, weight_files
-from recurrent_drafting.build import build_head, check_shape, head_config
+from recurrent_drafting.build import build_head, check_shape, head_config, ignored
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.dry_run import describe, dry_run
 from recurrent_drafting.evaluation import GreedyChain, HeadAccuracy, Look, Looks
@@ -52,6 +52,8 @@ def run(config: HeadTrainConfig) -> Path:
     target_folder = folder_of(config.target, config.dry_run)
     shape = head_config(config.head, target)
     check(config, shape)
+    if config.head.path and (without := ignored(config.head, shape)) and not is_worker():
+        print(f"note: {without}")
     if config.head.path and not config.dry_run:
         check_fits(target_folder, resolve(config.head.path))
     run_folder = RunFolder(config)
@@ -106,7 +108,10 @@ def check(config: HeadTrainConfig, shape: HeadConfig) -> None:
                 "2 or more, and two less than data.max_length",
             ),
             "loss.decay": (config.loss.decay > 0, "more than 0"),
-            "loss.temperature": (config.loss.temperature > 0, "more than 0"),
+            "loss.temperature": (
+                config.loss.temperature > 0 and (judged(config.loss) or config.loss.temperature == 1),
+                "more than 0, and 1 with hard labels, which have no distribution to soften",
+            ),
             "loss.lk_eta": (config.loss.lk_eta >= 0, "0 or more"),
             "loss.own_tokens": (0 <= config.loss.own_tokens <= 1, "a share from 0 to 1"),
             "top_k": (1 <= config.top_k <= drafted, f"1 to {drafted}, the tokens that are drafted from"),

@@ -38,13 +38,23 @@ def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sa
         print(
             f"warning: held-out prompts are {chosen.prompts} (Python functions); for your target give held_out.prompts=FILE of its own kind"
         )
-    questions = ([{"role": "user", "content": prompt.turns[0]}] for prompt in read_prompts(resolve(chosen.prompts)))
-    rendered = (render_prompt(tokenizer, question, template=config.data.template) for question in questions)
-    prompts = [ids for ids in rendered if len(ids) <= room][: chosen.max_prompts]
+    prompts: list[list[int]] = []
+    too_long = 0
+    for prompt in read_prompts(resolve(chosen.prompts)):
+        question = [{"role": "user", "content": prompt.turns[0]}]
+        ids = render_prompt(tokenizer, question, template=config.data.template)
+        if len(ids) > room:
+            too_long += 1
+        elif len(prompts) < chosen.max_prompts:
+            prompts.append(ids)
     if not prompts:
         raise UserError(
             f"no prompt of {chosen.prompts} fits into {room} tokens (data.max_length {config.data.max_length} less held_out.max_new_tokens "
             f"{chosen.max_new_tokens}): raise data.max_length or lower held_out.max_new_tokens"
+        )
+    if too_long:
+        print(
+            f"held-out prompts: {too_long} of {chosen.prompts} left out, longer than {room} tokens with room for an answer"
         )
     target = asked_target(target_folder, config)
     stops = stop_tokens(target_folder, tokenizer)

@@ -40,8 +40,10 @@ def plain(model: torch.nn.Module, tokens: list[int]) -> Tensor:
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-def close(left: Tensor, right: Tensor) -> None:
-    torch.testing.assert_close(left, right, rtol=0, atol=TOLERANCE[right.dtype] * max(1.0, right.abs().max().item()))
+def close(left: Tensor, right: Tensor, tolerance: float | None = None) -> None:
+    """``tolerance`` (default: the dtype's) is relative to the largest of ``right``, or to 1."""
+    tolerance = TOLERANCE[right.dtype] if tolerance is None else tolerance
+    torch.testing.assert_close(left, right, rtol=0, atol=tolerance * max(1.0, right.abs().max().item()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -282,7 +284,8 @@ def test_a_compiled_model_equals_the_eager_one() -> None:
 
     def both(tokens_BN: Tensor, parents_BN: Tensor | None = None) -> None:
         for left, right in zip(*(target.forward(tokens_BN, parents_BN) for target in targets), strict=True):
-            close(left, right)
+            # Hugging Face's LLaMA takes its norms' means in float32 whatever the dtype, and a compiled mean adds in another order.
+            close(left, right, tolerance=1e-5)
 
     with torch.inference_mode():
         for batch, capacity in ((2, 60), (1, 40), (2, 100)):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from decoding.errors import UserError
-from recurrent_drafting.build import build_head, check_shape, head_config
+from recurrent_drafting.build import build_head, check_shape, head_config, ignored
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.head import HeadConfig, RecurrentHead
@@ -99,6 +99,13 @@ def test_a_head_goes_on_from_its_folder_with_its_own_shape(tmp_path: Path):
     assert not head.config.rnn and head.config.num_draft_layers == 2
     assert all(parameter.requires_grad for parameter in head.parameters())
     assert torch.equal(head.output, tiny.head("without recurrence", torch.float32).output)
+
+
+def test_keys_that_a_folders_shape_overrides_are_named(tmp_path: Path):
+    config = tiny.head("without recurrence", torch.float32).config
+    asked = HeadShapeConfig(path="HEAD", num_draft_layers=5, rnn=False, zero_blocks=True)
+    assert ignored(asked, config).endswith("without effect here: head.num_draft_layers=5 (it has 2), head.zero_blocks")
+    assert not ignored(HeadShapeConfig(path="HEAD", num_draft_layers=2), config)
 
 
 @pytest.mark.parametrize(("name", "size"), [("hidden_size", 24), ("vocab_size", 67)])

@@ -257,6 +257,17 @@ def test_alpaca_evals_form_serves_as_evaluation_set(tiny_target: Path, tmp_path:
     assert "held_out_accuracy/redrafter0_top1" in records(tmp_path / "run")[-1]
 
 
+def test_prompts_without_room_for_an_answer_are_counted(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    texts = ["Say one", "word " * 400, "Say two", "word " * 500]
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps([{"instruction": text, "output": "x"} for text in texts]))
+    run(configured(tiny_target, tmp_path / "run", f"held_out.prompts={path}", "loop.max_steps=1"))
+    assert f"held-out prompts: 2 of {path} left out, longer than 240 tokens" in capsys.readouterr().out
+    assert "held_out_block_efficiency" in records(tmp_path / "run")[-1], "the two others are drafted for"
+
+
 def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Path):
     short = [{"conversations": [{"from": "human", "value": "x " * 300}, {"from": "gpt", "value": "y"}]}]
     (tmp_path / "chats.json").write_text(json.dumps(short * 3))
@@ -275,6 +286,7 @@ def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Pat
         ),
         ("loss.predict_n_tokens=1", "loss.predict_n_tokens is 1, expected 2 or more"),
         ("loss.own_tokens=2", "loss.own_tokens is 2.0, expected a share from 0 to 1"),
+        ("loss.temperature=2", "loss.temperature is 2.0, expected more than 0, and 1 with hard labels"),
         ("states.cache=tape", "states.cache is 'tape'; expected one of none, memory, disk"),
         ("top_k=0", "top_k is 0, expected 1 to 2048"),
         ("head.warm_start=cold", "head.warm_start is 'cold'"),

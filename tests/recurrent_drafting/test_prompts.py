@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -11,11 +12,12 @@ from rich.console import Console
 
 from decoding.errors import UserError
 from decoding.loop import decode
+from recurrent_drafting import prompt_run
 from recurrent_drafting.generate import run
 from recurrent_drafting.generate_config import GenerateConfig
 from recurrent_drafting.generate_setup import Loaded, load
 from recurrent_drafting.mt_bench import load_mt_bench
-from recurrent_drafting.prompt_report import equality, print_report, write_answers
+from recurrent_drafting.prompt_report import equality, print_report
 from recurrent_drafting.prompt_run import Done, answer_prompts, prompts_of
 from training.chat import render_prompt
 from training.config import TargetConfig
@@ -100,7 +102,37 @@ def test_answers_go_to_a_file_with_their_counts(tiny_target: Path, prompt_file: 
     for record in records:
         assert record["turn"] == 1 and record["differs_at"] is None and record["finish"] in ("stop", "length")
         assert 0 < len(record["tokens"]) <= 16 and record["tau"] >= 1 and record["speedup"] > 0
-    write_answers(replace(cfg, output=""), Done())  # nothing was asked for
+
+
+def test_answers_are_in_the_file_as_soon_as_they_are_given(
+    tiny_target: Path, prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Stopped in the third batch, a run has left the two before it."""
+    calls = iter(range(100))
+
+    def stopped(*given: Any, **more: Any) -> Any:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return both(*given, **more)
+
+    both = prompt_run._both
+    monkeypatch.setattr(prompt_run, "_both", stopped)
+    file = tmp_path / "answers.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run(config_of(tiny_target, prompt_file, output=str(file), turns="first"))
+    assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == ["a", "b", "c", "d"]
+
+
+def test_a_dry_run_tells_what_would_be_decoded(
+    tiny_target: Path, prompt_file: Path, capsys: pytest.CaptureFixture[str]
+):
+    cfg = config_of(tiny_target, prompt_file, dry_run=True, drafter="recurrent")
+    run(cfg)
+    told = capsys.readouterr().out
+    assert "would answer 5 prompts of" in told and "9 turns, each with up to 16 tokens (144 in all, each again" in told
+    assert f"target {tiny_target}, drafter recurrent; up to 4 drafted tokens a round, 10 beams" in told
+    with pytest.raises(UserError, match="no-such-folder"):
+        run(replace(cfg, target=TargetConfig(path="no-such-folder")))
 
 
 def test_plain_decoding_alone_and_sampling_are_told_as_what_they_are(tiny_target: Path, prompt_file: Path):
