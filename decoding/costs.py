@@ -15,7 +15,7 @@ from decoding.target import Target
 from decoding.timing import rising, time_parts
 from decoding.worker import RemoteChain, lanes
 
-CHEAPEST = 0.5  # of what a step took by itself: a step of a draft is not thought cheaper
+CHEAPEST = 0.25  # of what a step took by itself: a step of a draft is not thought cheaper
 DEEP = RoundCosts(0.01, (1.0,))  # by which a drafter that weighs costs drafts, and deep
 
 
@@ -42,7 +42,7 @@ def measure_costs(
     batch_size: int = 1,
     windows: int = 3,
     repeats: int = 3,
-    tokens: int = 16,
+    tokens: int = 32,
 ) -> RoundCosts:
     """The costs of a round under these settings, from several windows of time.
 

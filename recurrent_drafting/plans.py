@@ -1,10 +1,11 @@
 """How much a row drafts: how many steps, how many beams each of them starts from, and how many nodes are verified.
 
-A plan is a row's own and knows its rounds, so what a row drafts hangs on no neighbour. There are three kinds:
+A plan is a row's own and knows its rounds, so what a row drafts hangs on no neighbour. There are four kinds:
 
 - `Fixed`: all beams to the end of the budget. Where the host runs ahead of the device, their tree gets as much room in the target's forward
   as the row's last trees needed (`Room`); elsewhere its nodes are counted.
-- `ByReading`: every step is read and weighed by measured costs (decoding/worth.py).
+- `ByPassing`: with costs and a single beam, as many steps as pay by how often the row's drafted tokens passed before.
+- `ByReading`: of beams, every step is read and weighed by measured costs (decoding/worth.py).
 - `ByHistory`: with costs where a look at a step would be a wait for the device, and in batches, whose rounds are as wide as their widest row.
   Steps, beams and nodes are said before the round, by the rounds before (decoding/tree_size.py); which ones these are is found on the device.
 
@@ -22,9 +23,9 @@ from math import prod
 from typing import Any
 
 from decoding.draws import SECOND_CHANCE
-from decoding.stopping import RoundCosts
+from decoding.stopping import RoundCosts, Tries
 from decoding.tree_size import TreeSize
-from decoding.worth import WEIGHT, Worth
+from decoding.worth import WEIGHT, Share, Worth
 
 
 def ladder(most: int) -> tuple[int, ...]:
@@ -109,14 +110,46 @@ class Fixed:
             self._room.learn(answer)
 
 
+class ByPassing(Fixed):
+    """A chain as long as pays by how often the row's drafted tokens passed before.
+
+    It is drafted like a fixed one: no step is looked at. That a look costs, tenths of a millisecond in Python and a wait, is what a chain's length
+    by its own chances did not bring back (LOG.md, "A chain's length by its past").
+    """
+
+    def __init__(self, costs: RoundCosts, margin: float, patience: float) -> None:
+        """margin: how many times a plain round's tokens a millisecond a drafting one must promise. patience: tests that the prior stands for."""
+        super().__init__(1, ahead=False)
+        self._costs, self._least = costs, margin / costs.plain_ms
+        self._passes = Share(FIRST_PASSES, 1.0, patience)
+        self._tries = Tries(costs)
+
+    def begin(self, budget: int) -> int:
+        """A round begins. How many steps it has; none where drafting does not pay."""
+        passes, tokens = self._passes.now, 1.0
+        most, best = self._least, 0
+        for steps in range(1, budget + 1):
+            tokens += passes**steps
+            rate = tokens / self._costs.drafted_ms(self._costs.steps_ms(steps, 1), steps)
+            if rate > most:
+                most, best = rate, steps
+        self.depth = best if self._tries(best > 0) else 0
+        return self.depth
+
+    def learn(self, answer: Any, accepted: int) -> None:
+        """The round is over; a row that did not draft comes nearer to its prior, whatever was accepted in place of a draft."""
+        drafted = self.depth > 0
+        self._passes.learn(accepted * drafted, min(accepted + 1, self.depth))
+        self.depth = 0
+
+
 class ByReading:
     """As many steps, beams and nodes as this round's own chances make worth their cost."""
 
     reads = True
 
-    def __init__(self, costs: RoundCosts, sampled_picks: bool) -> None:
-        """sampled_picks: see `plan_of`."""
-        margin, patience = (PICKS_MARGIN, PICKS_PATIENCE) if sampled_picks else (MARGIN, WEIGHT)
+    def __init__(self, costs: RoundCosts, margin: float, patience: float) -> None:
+        """As `decoding.worth.Worth` has them."""
         self._worth = Worth(costs, margin=margin, patience=patience)
         self._draws = False  # in the step that is taken
         self.depth = 0  # steps of this round at most
@@ -216,6 +249,9 @@ def plan_of(costs: RoundCosts | None, width: int, ahead: bool, sampled_picks: bo
     as point masses by what is sampled, which seldom pays and is given up at once."""
     if costs is None:
         return Fixed(width, ahead)
+    margin, patience = (PICKS_MARGIN, PICKS_PATIENCE) if sampled_picks else (MARGIN, WEIGHT)
+    if width == 1:
+        return ByPassing(costs, margin, patience)
     if ahead or costs.rows > 1:
         return ByHistory(costs, width)
-    return ByReading(costs, sampled_picks)
+    return ByReading(costs, margin, patience)

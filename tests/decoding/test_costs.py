@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from decoding.chain import ChainDrafter
-from decoding.costs import measure_costs, settled, with_rest
+from decoding.costs import CHEAPEST, measure_costs, settled, with_rest
 from decoding.loop import Settings
 from decoding.stats import Generation
 from decoding.stopping import RoundCosts
@@ -188,7 +188,7 @@ def test_noise_of_a_steps_rest_goes_both_ways() -> None:
         return done
 
     plain = took(0, 4.0)
-    for extra, expected in ((0.25, 1.25), (-0.25, 0.75), (-5.0, 0.5)):
+    for extra, expected in ((0.25, 1.25), (-0.25, 0.75), (-5.0, CHEAPEST)):
         deep, shallow = took(4, 4.5 + 4 * (1 + extra)), took(1, 4.5 + 1 + extra)
         found = with_rest(costs, drafter, deep, shallow, plain)
         assert found.step_ms(1) == pytest.approx(expected)
