@@ -16,6 +16,7 @@ from decoding.timing import rising, time_parts
 from decoding.worker import RemoteChain, lanes
 
 CHEAPEST = 0.25  # of what a step took by itself: a step of a draft is not thought cheaper
+EVERY = 16  # drafted tokens up to which every length is timed
 DEEP = RoundCosts(0.01, (1.0,))  # by which a drafter that weighs costs drafts, and deep
 
 
@@ -25,10 +26,11 @@ def own_cores(target: Target, drafter: Drafter, schedule: str) -> AbstractContex
 
 
 def weighed_widths(drafter: Drafter, deepest: int) -> list[int]:
-    """Numbers of new tokens at which the target is timed for what a drafter weighs: all of a chain's, and of wider trees' a few."""
+    """Numbers of new tokens at which the target is timed for what a drafter weighs: all of a usual chain's, and of longer or wider drafts' a few."""
     widest = max(deepest, drafter.width(deepest) if drafter.caps.needs_costs else 0) + 1
     some = {step * 2**power for power in range(1, widest.bit_length()) for step in (2, 3)}
-    return sorted({*range(1, deepest + 2), *(n for n in some if deepest + 1 < n < widest), widest})
+    every = min(deepest, EVERY) + 1
+    return sorted({*range(1, every + 1), *(n for n in some if every < n < widest), widest})
 
 
 def measure_costs(

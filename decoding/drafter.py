@@ -26,6 +26,9 @@ class Caps:
     shape: str = "chain"  # or "tree"
     has_q: bool = False  # proposals carry the probabilities that the tokens were drawn from
     needs_hidden: bool = False  # wants the target's hidden states
+    last_hidden: bool = (
+        False  # and of a prompt's only the last that is read: `open` may be given that alone, as the only column
+    )
     can_overlap: bool = False  # can draft while the target verifies
     needs_costs: bool = False  # weighs its proposal by the measured costs of a round
     steps: str = "token"  # what t_draft times: one drafted "token", or a whole "round" (trees, one-pass drafters)
@@ -136,7 +139,8 @@ class Drafter(Protocol):
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
         """Start rows with these prompts; sequences will hold `capacity` tokens at most.
 
-        prefill_hidden_BNC: the target's hidden states of all prompt tokens but the last, if `caps.needs_hidden`.
+        prefill_hidden_BNC: the target's hidden states of all prompt tokens but the last, if `caps.needs_hidden`; or, if
+        `caps.last_hidden`, maybe one column alone, each prompt's last of these.
         """
         ...
 

@@ -168,10 +168,10 @@ def with_costs(engine: Engine, prompt: Sequence[int], settings: Settings, batch_
             drafter,
             prompt or [0],
             settings,
-            widths=weighed_widths(drafter, settings.num_draft_tokens),
+            widths=weighed_widths(drafter, min(settings.num_draft_tokens, settings.max_new_tokens)),
             batch_size=batch_size,
             repeats=2,
-            tokens=8,
+            tokens=24,
         )
     return replace(settings, costs=engine.costs[use])
 

@@ -19,6 +19,7 @@ from decoding.drafter import Drafter
 from decoding.errors import UserError
 from decoding.loop import Generation, unread
 from decoding.target import Target, prefill
+from decoding.verify import at_nodes
 
 
 class Session:
@@ -98,8 +99,8 @@ class Turns:
     """Conversations that are answered in batches, a batch taking one turn of each: what a turn left in the target's cache is there for the next.
 
     Rows end at different times and batches differ, so a row's keys and values are copied out when it ends and copied in when its conversation goes
-    on: as much memory again, beside the cache, as the batch has committed. The drafter reads every prompt anew. One that wants the target's
-    hidden states wants those of the whole prompt, so for it the target reads anew as well.
+    on: as much memory again, beside the cache, as the batch has committed. The drafter reads every prompt anew. For one that wants the target's
+    hidden states of whole prompts (`caps.last_hidden` is false) the target reads anew as well.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
@@ -147,9 +148,12 @@ class Turns:
         """As `Batch.open`, but for what is kept of the last batch, which is then forgotten."""
         began = perf_counter()
         drafter, wants_hidden = self.drafter, self.drafter is not None and self.drafter.caps.needs_hidden
+        wants_all = drafter is not None and wants_hidden and not drafter.caps.last_hidden
         prompts_B = [row.sequence for row in batch.rows]
-        held_B = [(0, []) if wants_hidden else self._held.get(name, (0, [])) for name in names]
+        held_B = [(0, []) if wants_all else self._held.get(name, (0, [])) for name in names]
         kept_B = [shared(held, prompt) for (_, held), prompt in zip(held_B, prompts_B, strict=True)]
+        if wants_hidden:  # the last state comes out of a forward
+            kept_B = [max(0, min(kept, len(prompt) - 2)) for kept, prompt in zip(kept_B, prompts_B, strict=True)]
         new_B = [prompt[kept:-1] for kept, prompt in zip(kept_B, prompts_B, strict=True)]
         # Rows near their limit are padded past it, and short ones beside a long new part past its end.
         capacity = max(max(row.limit for row in batch.rows) + batch.width() + 1, max(kept_B) + max(map(len, new_B)))
@@ -160,6 +164,8 @@ class Turns:
         self.forget()
         hidden_BNC = prefill(self.target, new_B, wants_hidden)
         if drafter is not None:
+            if hidden_BNC is not None and not wants_all:
+                hidden_BNC = at_nodes(hidden_BNC, [max(len(new) - 1, 0) for new in new_B])[:, None]
             drafter.open(prompts_B, hidden_BNC, capacity)
         for row, new in zip(batch.rows, new_B, strict=True):
             row.generation.prefilled = len(new)

@@ -21,6 +21,7 @@ from distill.journal import Journal, read_journal
 from distill.regenerated import FILE, Regenerated, broken, chats_text, figures, gather, show
 from distill.turns import answer_all, asked_now, next_request
 from training import ranks
+from training.amounts import hours
 from training.checkpoint import write_text
 from training.config import refuse_parallel
 from training.counts import Counts
@@ -217,7 +218,7 @@ def dry_run(config: RegenerateConfig) -> None:
     if not pace:
         batch = asked[len(asked) // 2 :][: config.batch_size]
         pace, how = Local(config, folder, tokenizer).tokens_per_second([one for _, one in batch]), "timed on a batch"
-    print(f"at {pace:,.0f} tokens/s ({how}): at most {tokens_out / pace / 3600:,.2f} hours, into {config.output_dir}")
+    print(f"at {pace:,.0f} tokens/s ({how}): at most {hours(tokens_out / pace)}, into {config.output_dir}")
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ class RecurrentDrafter:
             shape,
             has_q=draws == "drawn",
             needs_hidden=True,
+            last_hidden=True,
             needs_costs=by_cost,
             stops_by_token=False,
             beams=beams,
@@ -147,7 +148,8 @@ class RecurrentDrafter:
                     f"drafter '{self.name}': the target's hidden states have the size {prefill_hidden_BNC.shape[-1]}, its head reads {size}."
                 )
             read_B1 = cuda.tensor([[len(prompt) > 1] for prompt in prompts_B], self.device)
-            last_BH = at_nodes(prefill_hidden_BNC, [max(len(prompt) - 2, 0) for prompt in prompts_B])
+            last = prefill_hidden_BNC.shape[1] - 1  # 0: of each prompt the last state alone
+            last_BH = at_nodes(prefill_hidden_BNC, [min(max(len(prompt) - 2, 0), last) for prompt in prompts_B])
             self._hidden_BH = torch.where(read_B1, self._own(last_BH), self._hidden_BH)
         self._plan(len(prompts_B))
 

@@ -112,13 +112,21 @@ def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> float:
         f"{hours(flops / config.assumed_tflops / 1e12)} at {config.assumed_tflops:g} TFLOP/s (assumed_tflops)"
     )
     if config.states.cache == "disk":
-        epoch = min(tokens, config.assumed_tokens or tokens)  # what a later epoch reads is there
-        loss, dtype = config.loss, dtype_of(loop.dtype)
-        layout = Layout(loss.predict_n_tokens, judged(loss), head.hidden_size, dtype, tokens_said(loss))
-        print(
-            f"states: about {size(epoch * config.assumed_supervised * layout.bytes)} on disk in {config.states.folder}"
+        known = (
+            "about"
+            if config.assumed_tokens
+            else "as long as no chat comes twice (assumed_tokens, of one pass, would tell),"
         )
+        print(f"states: {known} {size(states_bytes(config, head))} on disk in {config.states.folder}")
     return flops
+
+
+def states_bytes(config: HeadTrainConfig, head: HeadConfig) -> float:
+    """Of what is kept of the target's states: of one pass over the data, as a later one finds them there."""
+    loop, loss = config.loop, config.loss
+    tokens = loop.max_steps * loop.tokens_per_step or config.assumed_tokens
+    layout = Layout(loss.predict_n_tokens, judged(loss), head.hidden_size, dtype_of(loop.dtype), tokens_said(loss))
+    return min(tokens, config.assumed_tokens or tokens) * config.assumed_supervised * layout.bytes
 
 
 def print_memory(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None:
@@ -137,6 +145,9 @@ def print_memory(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None
         "loss": logits + vocabulary * head.exit_dim * (4 + width),
         "target's layer": loop.micro_batch_tokens * (2 * target.intermediate_size + 6 * target.hidden_size) * width,
     }
+    if config.states.cache == "memory":
+        most = config.states.memory_mb * 1e6
+        plan["states, at most"] = min(most, states_bytes(config, head) or most)
     if said := tokens_said(config.loss):  # one row at a time: its text, and all but the last token behind each position
         kept_tokens = config.data.max_length * (1 + (said - 1) * config.assumed_supervised)
         widths = target_widths(target)

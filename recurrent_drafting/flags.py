@@ -4,6 +4,7 @@ They may stand beside Hydra overrides, which then have the last word.
 """
 
 from collections.abc import Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 
 from rich.console import Console
@@ -11,8 +12,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from decoding.errors import UserError
+from recurrent_drafting.generate_config import GenerateConfig
 from recurrent_drafting.published_flags import DTYPES, FLAGS, Flag, is_truth, quoted
 
+SETTINGS = {field.name for field in fields(GenerateConfig)}
 ON_FILE = "--config-file"  # of training.job: what a saved configuration is run by
 
 
@@ -38,6 +41,10 @@ def to_overrides(arguments: Sequence[str]) -> list[str]:
             given[negated.name] = []
             continue
         if flag is None or not word.startswith("--"):
+            if name not in flags and name.partition(".")[0] in SETTINGS:
+                raise UserError(
+                    f"'{word}' is a setting, not a flag: give {name}={value or 'VALUE'} (--help lists both)"
+                )
             near = get_close_matches(name, list(flags), n=1, cutoff=0.0)[0]
             raise UserError(f"unknown flag '{word}'; the nearest is --{near} (--help lists all)")
         if not equals:
@@ -50,7 +57,8 @@ def _next_value(flag: Flag, rest: list[str]) -> str:
     """The value that stands behind a flag, taken off the rest of the command line."""
     following = rest[0] if rest else None
     if flag.is_switch:
-        takes_file = following is not None and "file" in flag.takes and following.endswith((".json", ".jsonl"))
+        # A word that is neither a flag nor an override can only be the file.
+        takes_file = following is not None and "file" in flag.takes and "=" not in following
         if following is not None and (is_truth(following) or (takes_file and not following.startswith("-"))):
             return rest.pop(0)
         return "true"

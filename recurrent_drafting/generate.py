@@ -3,8 +3,10 @@
 `python -m recurrent_drafting.cmd.generate` is the same by the published name. Both take Hydra overrides and the published flags.
 """
 
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 
@@ -12,11 +14,12 @@ from decoding.errors import UserError
 from recurrent_drafting.chat import chat
 from recurrent_drafting.flags import print_flags, to_overrides
 from recurrent_drafting.generate_config import GenerateConfig
-from recurrent_drafting.generate_setup import NONE, USUAL, check, load
+from recurrent_drafting.generate_setup import NONE, USUAL, check, check_drafter, load
 from recurrent_drafting.prompt_report import answers_file, print_report
 from recurrent_drafting.prompt_run import answer_prompts, prompts_of
 from training.data import Prompt
 from training.job import job_main
+from training.loop import Interrupted
 from training.paths import resolve
 
 JOB = "recurrent_drafting.generate"
@@ -34,25 +37,45 @@ def run(cfg: GenerateConfig) -> None:
     if not cfg.prompts:
         chat(loaded, cfg, console)
         return
-    with answers_file(cfg.output) as write:
-        done = answer_prompts(loaded, cfg, prompts, console, write)
+    try:
+        with terminations(), answers_file(cfg.output) as write:
+            done = answer_prompts(loaded, cfg, prompts, console, write)
+    except KeyboardInterrupt as stop:
+        kept = f"the answers so far are in {cfg.output}" if cfg.output else "nothing is kept without output=FILE"
+        raise Interrupted(kept) from stop
     print_report(cfg, loaded, done, console)
 
 
+@contextmanager
+def terminations() -> Iterator[None]:
+    """SIGTERM is told as Ctrl-C is, while the block runs."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
-    """What a run would do, in words. Raises UserError for a target that is not there."""
+    """What a run would do, in words. Raises UserError for a target that is not there, or a drafter's folder that is not, or does not fit."""
     folder, drafter = resolve(cfg.target.path), cfg.drafter.get("use", USUAL)
+    check_drafter(cfg, folder)
     doing = "chat"
     if cfg.prompts:
         turns, longest = sum(len(prompt.turns) for prompt in prompts), cfg.max_new_tokens
         again = ", each again without the drafter" if cfg.baseline and drafter != NONE else ""
         doing = (
-            f"answer {len(prompts)} prompts of {cfg.prompts}, {cfg.batch_size} at a time: {turns} turns, each with up to {longest} tokens"
-            f" ({turns * longest:,} in all{again})"
+            f"answer {counted(len(prompts), 'prompt')} of {cfg.prompts}, {cfg.batch_size} at a time: {counted(turns, 'turn')}, each with up to "
+            f"{longest} tokens ({turns * longest:,} in all{again})"
         )
     beams = f"up to {cfg.beam_length - 1} drafted tokens a round, {'at most ' if cfg.by_cost else ''}{cfg.beam_width} beams of a recurrent head"
     sampling = f"temperature {cfg.temperature:g}, verified by {cfg.verify}" if cfg.temperature else "greedy"
     return f"would {doing}\ntarget {folder}, drafter {drafter}; {beams}; {sampling}"
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 prompt`, `2 prompts`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def main() -> None:

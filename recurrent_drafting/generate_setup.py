@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.compatible import load_tokenizer
+from decoding.compatible import check_tokenizer_of, load_tokenizer
 from decoding.cuda import device_of
 from decoding.drafter import Drafter
 from decoding.engine import Engine, stop_tokens, text_of
@@ -19,6 +19,7 @@ from recurrent_drafting.generate_config import GenerateConfig
 from training.config import refuse_parallel
 from training.drafter_use import Use, check_not_evaluated
 from training.drafters import build, describe, name_on_card, uses
+from training.heads import check_fits
 from training.paths import resolve
 
 NONE = "none"  # drafter=none: plain decoding
@@ -70,6 +71,8 @@ def load(cfg: GenerateConfig) -> Loaded:
     folder = _folder(cfg.target.path)
     device = device_of(cfg.target.device)
     tokenizer = load_tokenizer(_folder(cfg.tokenizer), of_model=False) if cfg.tokenizer else load_tokenizer(folder)
+    if cfg.tokenizer:
+        check_tokenizer_of(tokenizer, folder, f"tokenizer={cfg.tokenizer} (--hf_tokenizer)")
     _check_template(cfg, tokenizer)
     drafter, use = drafter_of(cfg, folder, device)
     if drafter is not None:
@@ -113,9 +116,32 @@ def _decoding(cfg: GenerateConfig, drafter: Drafter | None) -> str:
 
 def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[Drafter | None, Use]:
     """The drafter that the configuration names, and how the loop uses it; None for plain decoding."""
+    found = _mapping(cfg, device)
+    if found is None:
+        return None, Use()
+    name, mapping = found
+    use = uses({name: mapping}, Use(cfg.stopping))
+    check_not_evaluated(name, use[name])
+    if use[name].schedule != "serial":
+        raise UserError(
+            f"drafter {name} has schedule={use[name].schedule}, expected serial: eval.run measures the others."
+        )
+    drafter: Drafter = build({name: mapping}, use, target_folder)[name]
+    return drafter, use[name]
+
+
+def check_drafter(cfg: GenerateConfig, target_folder: Path) -> None:
+    """Raise UserError for a drafter that is not there, or a head that is not this target's; nothing is loaded."""
+    found = _mapping(cfg, "cpu")
+    if found is not None and found[1]["_target_"] == HEAD and found[1].get("folder"):
+        check_fits(target_folder, resolve(found[1]["folder"]))
+
+
+def _mapping(cfg: GenerateConfig, device: str) -> tuple[str, dict[str, Any]] | None:
+    """Name and Hydra mapping of the drafter that the configuration names; None for plain decoding."""
     entry: dict[str, Any] = dict(cfg.drafter) or {"use": USUAL}
     if entry.get("use") == NONE:
-        return None, Use()
+        return None
     use_name = str(entry.get("use", ""))
     if "name" not in entry and Path(use_name).expanduser().is_dir():  # such folders are all called `drafter`
         entry["name"] = name_on_card(Path(use_name).expanduser())
@@ -124,18 +150,13 @@ def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[D
     if mapping["_target_"] == HEAD:
         shape = {"beam_width": cfg.beam_width, "draws": cfg.draws, "by_cost": cfg.by_cost}
         mapping |= {key: value for key, value in shape.items() if key not in entry}
-    use = uses(mappings, Use(cfg.stopping))
-    check_not_evaluated(name, use[name])
-    if use[name].schedule != "serial":
-        raise UserError(
-            f"drafter {name} has schedule={use[name].schedule}, expected serial: eval.run measures the others."
-        )
-    drafter: Drafter = build(mappings, use, target_folder)[name]
-    return drafter, use[name]
+    return name, mapping
 
 
 def _check_writable(file: Path) -> None:
-    """Raise UserError now, not after an hour of decoding."""
+    """Raise UserError now, not after an hour of decoding, and for a file that would be lost."""
+    if file.is_file() and file.stat().st_size:
+        raise UserError(f"output={file} is there already: give another file, or delete it to answer anew.")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()

@@ -22,6 +22,7 @@ from decoding.folder import read_config
 from decoding.target import BACKENDS
 from training.attention import PACKED
 from training.config import DataConfig, ParallelConfig, StudentConfig, TargetConfig, refuse_parallel
+from training.heads import HEADS
 from training.paths import is_here, resolve
 from training.ranks import SHARDED_WEIGHTS
 
@@ -61,8 +62,24 @@ def random_model(config: LlamaConfig | Qwen3Config, dtype: torch.dtype, empty: b
     return model.to(dtype)
 
 
+def known_config(folder: Path) -> PretrainedConfig:
+    """The configuration of a language model's folder. Raises UserError for a recurrent head's, and for a kind that transformers does not know."""
+    kind = read_config(folder)["model_type"]
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except ValueError as error:
+        told = f"{folder} is no language model that is known here: its config.json has model_type '{kind}'"
+        if kind in HEADS:
+            raise UserError(
+                f"{told}, a recurrent head. It drafts as drafter=FOLDER of recurrent_drafting.generate or in drafters= of eval.run, and goes on "
+                "training as head.path= of recurrent_drafting.train"
+            ) from error
+        raise UserError(f"{told}. Give a LLaMA, Mistral or Qwen folder, or a newer transformers") from error
+
+
 def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
-    """A causal LM from a model folder (safetensors only) with packed attention."""
+    """A causal LM from a model folder (safetensors only) with packed attention. Raises UserError for what is no language model."""
+    known_config(folder)
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=PACKED, use_safetensors=True, local_files_only=True
     )
@@ -79,9 +96,7 @@ def target_config(target: TargetConfig) -> PretrainedConfig:
     Raises UserError naming the path and the targets whose configuration is known when there is neither.
     """
     if target_is_here(target):
-        folder = resolve(target.path)
-        read_config(folder)
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return known_config(resolve(target.path))
     if not target.config:
         raise UserError(
             f"target.path={target.path} does not exist (working folder: {Path.cwd()}): give a model folder, or for a dry run a "
@@ -100,7 +115,14 @@ def target_config(target: TargetConfig) -> PretrainedConfig:
 
 def folder_of(target: TargetConfig, dry_run: bool) -> Path:
     """The target's folder; it has to be there, but for a dry run on a published configuration. Raises UserError."""
-    return Path(target.path).expanduser() if dry_run and not target_is_here(target) else resolve(target.path)
+    if target_is_here(target):
+        return resolve(target.path)
+    if not dry_run:
+        raise UserError(
+            f"target.path={target.path} does not exist (working folder: {Path.cwd()}): give the target's folder, or fetch it there from the Hub: "
+            f"hf download OWNER/NAME --local-dir {target.path}"
+        )
+    return Path(target.path).expanduser()
 
 
 def published_targets() -> list[str]:

@@ -13,6 +13,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
     `stage_overrides[stage]` are a stage's overrides; `{output_dir}` in them is this run's folder, and `@{key}` the stage's own value of a key
     (as `${key}` is this job's). Raises UserError naming the stage that failed.
     """
-    meeting, started = Meeting(), time.time()
+    meeting, started, given = Meeting(), time.time(), []
     for number, stage in enumerate(config.stages, start=1):
         if meeting.rank == 0:
             print(f"[{number}/{len(config.stages)}] {stage}", flush=True)
@@ -43,6 +44,7 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
             text.replace("{output_dir}", config.output_dir).replace("@{", "${")
             for text in config.stage_overrides.get(stage, [])
         ]
+        given.append(overrides)
         if job == config.job and all(re.match(r"[\w.]+=", text) for text in overrides):
             own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
             own.stages, own.stage_overrides, own.output_dir = [], {}, os.path.join(config.output_dir, label or stage)
@@ -60,19 +62,30 @@ def run_stages(config: JobConfig, composed: DictConfig) -> None:
             )
         meeting.wait(f"stage {number}")
     if config.dry_run and meeting.rank == 0:
-        _say_total(config.output_dir, started, composed.get("assumed_tflops"))
+        _say_total(_output_dirs(config, given), started)
 
 
-def _say_total(output_dir: str, started: float, tflops: float | None) -> None:
-    """What the dry runs of all stages, and of all members of their sweeps, counted together."""
-    manifests = [path for path in Path(output_dir).glob("**/manifest.json") if path.stat().st_mtime >= started]
-    planned = [json.loads(path.read_text())["metrics"].get(PLANNED) for path in manifests]
-    flops = sum(found or 0.0 for found in planned)
-    if flops and tflops:
-        unknown = planned.count(0.0)
+def _say_total(folders: Sequence[str], started: float) -> None:
+    """What the dry runs of all stages, and of all members of their sweeps, counted together, each at the pace that it assumes."""
+    found = {path.resolve() for folder in folders for path in Path(folder).glob("**/manifest.json")}
+    planned = {
+        path: json.loads(path.read_text())["metrics"].get(PLANNED) for path in found if path.stat().st_mtime >= started
+    }
+    paces = {path: OmegaConf.load(path.with_name("config.yaml")).get("assumed_tflops") for path in planned}
+    counted = {path: flops for path, flops in planned.items() if flops and paces[path]}
+    if counted:
+        unknown = [*planned.values()].count(0.0)
         missing = f", without {unknown} whose data alone tells its tokens" if unknown else ""
-        told = f"{operations(flops)}, {hours(flops / tflops / 1e12)} at {tflops:g} TFLOP/s (assumed_tflops)"
+        seconds = sum(flops / paces[path] / 1e12 for path, flops in counted.items())
+        at = " and ".join(f"{pace:g}" for pace in sorted({paces[path] for path in counted}))
+        told = f"{operations(sum(counted.values()))}, {hours(seconds)} at {at} TFLOP/s (assumed_tflops)"
         print(f"all stages together: {told}{missing}; evaluations are not counted")
+
+
+def _output_dirs(config: JobConfig, stages: Sequence[Sequence[str]]) -> list[str]:
+    """The folders that an experiment's stages write to: its own, and those that overrides name."""
+    named = [text.partition("=")[2] for overrides in stages for text in overrides if text.startswith("output_dir=")]
+    return [config.output_dir, *named]
 
 
 def _hydras(override: str) -> str:

@@ -58,12 +58,23 @@ def test_conversations_in_batches_say_what_fresh_decodes_say(row: DrafterRow | N
         (fresh,) = decode(other.target, drafter, [one.prompt], settings, request_ids=[one.request])
         assert (one.answer.tokens, one.answer.rounds, one.answer.trace) == (fresh.tokens, fresh.rounds, fresh.trace)
     assert {one.answer.finish for one in found} == {"stop", "length"}, "rows end at different times"
-    wants_hidden = row is not None and row.name == "recurrent"
     for number, one in enumerate(found):
-        if number < 5 or wants_hidden:
+        if number < 5:
             assert one.answer.prefilled == len(one.prompt) - 1
         else:  # the answer's last token was in no cache, and maybe the one before it
             assert one.new - 1 <= one.answer.prefilled <= one.new
+
+
+def test_a_drafter_that_wants_all_hidden_states_has_whole_prompts_read() -> None:
+    """The control: what is kept is no help to it, and it says the same."""
+    kit, settings = kit_of(), settings_of("greedy")
+    drafter = next(row for row in ROWS if row.name == "recurrent").make(kit)
+    some = conversations(kit.target, settings, Turns(kit.target, drafter))
+    drafter.caps = replace(drafter.caps, last_hidden=False)
+    whole = conversations(kit.target, settings, Turns(kit.target, drafter))
+    assert [one.answer.tokens for one in whole] == [one.answer.tokens for one in some]
+    assert all(one.answer.prefilled == len(one.prompt) - 1 for one in whole)
+    assert sum(one.answer.prefilled for one in some) < sum(one.answer.prefilled for one in whole)
 
 
 def test_overlapped_schedules_are_refused() -> None:

@@ -166,7 +166,7 @@ def test_the_context_may_end_an_answer_and_the_line_says_so(tiny_target: Path):
 
 
 def test_what_does_not_fit_is_told_before_the_chat(
-    tiny_target: Path, head: Path, embedded_target: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Path, head: Path, embedded_target: Path, stories260k: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with pytest.raises(UserError, match="is neither a folder .* nor one of conf/drafter"):
         load(config_of(tiny_target, "runs/none"))
@@ -174,6 +174,12 @@ def test_what_does_not_fit_is_told_before_the_chat(
         load(config_of(Path("lmsys/vicuna-7b-v1.3"), "none"))
     with pytest.raises(UserError, match="hidden_size is"):
         load(config_of(embedded_target, str(head)))
+    other = config_of(tiny_target, "none")
+    other.tokenizer = str(stories260k)
+    with pytest.raises(
+        UserError, match=r"--hf_tokenizer\) is not that of .*: they differ in \d+ of 2048 ids: id \d+ is"
+    ):
+        load(other)
     cfg = config_of(tiny_target, "prompt_lookup")
     cfg.drafter = {"use": "prompt_lookup", "verify": "coupled"}
     with pytest.raises(UserError, match="has verify=coupled, which eval.run alone follows"):

@@ -53,6 +53,8 @@ def test_without_flags_the_defaults_are_those_that_the_help_tells():
         ("--eval_mt_bench=True", "prompts", "mt_bench"),
         ("--eval_mt_bench false", "prompts", ""),
         ("--eval_mt_bench data/question.jsonl", "prompts", "data/question.jsonl"),
+        ("--eval_mt_bench questions.txt", "prompts", "questions.txt"),
+        ("--eval_mt_bench seed=6", "prompts", "mt_bench"),
         ("--max_num_prompts 7", "max_prompts", 7),
         ("--max_num_prompts -1", "max_prompts", 0),
         ("--max_prompt_length=500", "max_prompt_tokens", 500),
@@ -101,6 +103,8 @@ def test_a_text_may_hold_what_hydra_would_read_as_its_own():
     [
         ("--beam_witdh 3", "unknown flag '--beam_witdh'; the nearest is --beam_width"),
         ("-beam_width 3", "unknown flag '-beam_width'; the nearest is --beam_width"),
+        ("--verify coupled", "'--verify' is a setting, not a flag: give verify=VALUE"),
+        ("--target.path=runs/a", "is a setting, not a flag: give target.path=runs/a"),
         ("--nobeam_width", "unknown flag '--nobeam_width'; the nearest is --beam_width"),
         ("--beam_width", "--beam_width has no value, expected number, such as --beam_width 10"),
         ("--beam_width --greedy_search", "--beam_width has no value"),

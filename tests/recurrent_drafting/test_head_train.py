@@ -24,6 +24,7 @@ from recurrent_drafting.dry_run import target_flops
 from recurrent_drafting.train import run
 from training.config import typed
 from training.job import CONF, register
+from training.models import load_causal_lm
 from training.run_folder import hash_input
 from training.shapes import forward_flops
 
@@ -255,6 +256,25 @@ def test_alpaca_evals_form_serves_as_evaluation_set(tiny_target: Path, tmp_path:
     given = [f"data.held_out_chats=[{path}]", f"held_out.prompts={path}", "loop.max_steps=1"]
     run(configured(tiny_target, tmp_path / "run", *given))
     assert "held_out_accuracy/redrafter0_top1" in records(tmp_path / "run")[-1]
+
+
+def test_a_head_given_as_a_language_model_is_told_as_what_it_is(finished: Path, tmp_path: Path):
+    head = finished / "drafter"
+    with pytest.raises(UserError, match="is no language model .* a recurrent head. It drafts as drafter=FOLDER"):
+        run(configured(head, tmp_path / "run"))
+    with pytest.raises(UserError, match="is no language model"):
+        load_causal_lm(head, torch.float32)
+    assert not (tmp_path / "run").exists()
+
+
+def test_kept_states_are_in_the_dry_runs_memory(tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for more, expected in (
+        (["states.memory_mb=3"], "3"),
+        (["states.memory_mb=4000"], "1"),
+    ):  # 6,144 tokens, 60 % of them
+        run(configured(tiny_target, tmp_path / expected, "dry_run=true", "states.cache=memory", *more))
+        told = re.search(r"states, at most (\d+)", capsys.readouterr().out)
+        assert told is not None and int(told[1]) <= int(expected)
 
 
 def test_prompts_without_room_for_an_answer_are_counted(

@@ -150,3 +150,54 @@ def test_a_width_promises_by_its_costs() -> None:
     """A chain where trees are dear, a tree where they cost nothing."""
     for costs, wide in ((FLAT, True), (STEEP, False)):
         assert (plans.width_rate(costs, WIDTH, drawn=False) > plans.width_rate(costs, 1, drawn=False)) == wide
+
+
+CHAIN = RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3, 1.4))
+DEAR = RoundCosts(0.3, (1.0, 1.2, 1.4, 1.6, 1.8))
+
+
+def lengths(costs: RoundCosts, passes: float, rounds: int = 300, sampled_picks: bool = False) -> list[int]:
+    """Of a chain whose tokens pass so often, in order: as many of each draft as that share says, carried over."""
+    plan, found, owed = plans.plan_of(costs, 1, ahead=False, sampled_picks=sampled_picks), [], 0.0
+    for _ in range(rounds):
+        depth = plan.begin(4)
+        owed += sum(passes**step for step in range(1, depth + 1))
+        accepted = min(int(owed), depth)
+        owed -= accepted
+        plan.learn(None, accepted)
+        found.append(depth)
+    return found
+
+
+def test_a_chain_is_as_long_as_its_past_makes_worth_it() -> None:
+    """The length that the formula has best for its share of passes: the whole budget, some of it, or hardly a draft."""
+
+    def best(costs: RoundCosts, passes: float) -> int:
+        rates = [1 / costs.plain_ms] + [
+            sum(passes**step for step in range(n + 1)) / costs.drafted_ms(n * costs.t_draft_ms, n) for n in range(1, 5)
+        ]
+        return rates.index(max(rates))
+
+    for costs, passes in ((CHAIN, 0.99), (CHAIN, 0.5), (DEAR, 0.99)):
+        last = lengths(costs, passes)[-50:]
+        assert abs(sum(last) / len(last) - best(costs, passes)) <= 0.5, (passes, last)
+    never = lengths(DEAR, 0.0)
+    assert never[0] > 0 and 0 < sum(never[50:]) < 25, "it gives up, and tries again some day"
+
+
+def test_rows_of_a_batch_try_again_together() -> None:
+    """Whenever a row that gave up drafts again, it is a round to which all rows come."""
+    tries = [round_ for round_, depth in enumerate(lengths(replace(DEAR, rows=4), 0.0, 600)) if depth]
+    given_up = next(at for at in range(len(tries)) if tries[at] != at)
+    assert given_up < len(tries) and all(round_ % 16 == 0 for round_ in tries[given_up:])
+
+
+def test_sampled_picks_are_given_up_at_once() -> None:
+    usual, picks = (sum(lengths(CHAIN, 0.0, 60, sampled_picks=which)) for which in (False, True))
+    assert 0 < picks < usual
+
+
+def test_a_long_draft_is_timed_at_a_few_widths() -> None:
+    drafter = RecurrentDrafter(head=knowing_head(markov()), beam_width=1, by_cost=True)
+    few = weighed_widths(drafter, 1000)
+    assert few[:17] == [*range(1, 18)] and few[-1] == 1001 and len(few) < 40

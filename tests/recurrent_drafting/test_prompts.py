@@ -8,19 +8,23 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 from rich.console import Console
 
 from decoding.errors import UserError
 from decoding.loop import decode
 from recurrent_drafting import prompt_run
+from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.generate import run
 from recurrent_drafting.generate_config import GenerateConfig
 from recurrent_drafting.generate_setup import Loaded, load
 from recurrent_drafting.mt_bench import load_mt_bench
 from recurrent_drafting.prompt_report import equality, print_report
 from recurrent_drafting.prompt_run import Done, answer_prompts, prompts_of
+from tests.recurrent_drafting import tiny
 from training.chat import render_prompt
 from training.config import TargetConfig
+from training.loop import Interrupted
 
 TURNS = {
     "a": ["Hello there", "And then?"],
@@ -118,21 +122,29 @@ def test_answers_are_in_the_file_as_soon_as_they_are_given(
     both = prompt_run._both
     monkeypatch.setattr(prompt_run, "_both", stopped)
     file = tmp_path / "answers.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        run(config_of(tiny_target, prompt_file, output=str(file), turns="first"))
+    cfg = config_of(tiny_target, prompt_file, output=str(file), turns="first")
+    with pytest.raises(Interrupted, match=f"the answers so far are in {file}"):
+        run(cfg)
     assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == ["a", "b", "c", "d"]
+    with pytest.raises(UserError, match=f"output={file} is there already: give another file"):
+        run(cfg)
 
 
 def test_a_dry_run_tells_what_would_be_decoded(
-    tiny_target: Path, prompt_file: Path, capsys: pytest.CaptureFixture[str]
+    tiny_target: Path, prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    cfg = config_of(tiny_target, prompt_file, dry_run=True, drafter="recurrent")
+    cfg = config_of(tiny_target, prompt_file, dry_run=True, drafter="prompt_lookup")
     run(cfg)
     told = capsys.readouterr().out
     assert "would answer 5 prompts of" in told and "9 turns, each with up to 16 tokens (144 in all, each again" in told
-    assert f"target {tiny_target}, drafter recurrent; up to 4 drafted tokens a round, 10 beams" in told
+    assert f"target {tiny_target}, drafter prompt_lookup; up to 4 drafted tokens a round, 10 beams" in told
     with pytest.raises(UserError, match="no-such-folder"):
         run(replace(cfg, target=TargetConfig(path="no-such-folder")))
+    with pytest.raises(UserError, match="'no-such-head' is neither a folder"):
+        run(replace(cfg, drafter={"use": "no-such-head"}))
+    save_head(tiny.head(dtype=torch.float32), tmp_path / "head")
+    with pytest.raises(UserError, match="hidden_size is .* in the target and .* in the head"):
+        run(replace(cfg, drafter={"use": str(tmp_path / "head")}))
 
 
 def test_plain_decoding_alone_and_sampling_are_told_as_what_they_are(tiny_target: Path, prompt_file: Path):

@@ -1,5 +1,6 @@
 """Configuration: every file of conf/ composes, unknown keys are named with the nearest valid one, the wrong job is told."""
 
+import json
 import re
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from distill.config import CompactConfig, PretrainConfig, PruneConfig, QualityCo
 from eval.config import CompareConfig, EvalConfig
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.generate_config import GenerateConfig
+from training import stages
+from training.amounts import PLANNED
 from training.config import JobConfig, plain, typed, valid_keys
 from training.help import field_docs, print_help
 from training.job import CONF, _guarded, check_arguments, register, run_typed
@@ -214,3 +217,20 @@ def test_help_shows_the_values_of_its_command_line(capsys: pytest.CaptureFixture
 def test_an_experiment_without_its_plus_is_named():
     with pytest.raises(UserError, match=r"added with a plus: \+experiment=smoke"):
         check_arguments(["experiment=smoke"], "distill.train", TrainConfig)
+
+
+def test_the_total_of_stages_counts_folders_elsewhere_and_each_at_its_own_pace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    elsewhere = tmp_path / "elsewhere"
+    for folder, flops, pace in (
+        (tmp_path / "run" / "a", 2e12, 1.0),
+        (elsewhere, 6e12, 0.5),
+        (tmp_path / "not asked", 9e12, 1.0),
+    ):
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(json.dumps({"metrics": {PLANNED: flops}}))
+        (folder / "config.yaml").write_text(f"assumed_tflops: {pace}\n")
+    config = JobConfig(job="a.b", output_dir=str(tmp_path / "run"))
+    stages._say_total(stages._output_dirs(config, [["seed=1"], [f"output_dir={elsewhere}"]]), started=0.0)
+    assert "all stages together: 8.0 TFLOP, 0.0039 hours (14 s) at 0.5 and 1 TFLOP/s" in capsys.readouterr().out
