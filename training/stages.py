@@ -71,7 +71,7 @@ def _say_total(folders: Sequence[str], started: float) -> None:
     planned = {
         path: json.loads(path.read_text())["metrics"].get(PLANNED) for path in found if path.stat().st_mtime >= started
     }
-    paces = {path: OmegaConf.load(path.with_name("config.yaml")).get("assumed_tflops") for path in planned}
+    paces = {path: yaml.safe_load(path.with_name("config.yaml").read_text()).get("assumed_tflops") for path in planned}
     counted = {path: flops for path, flops in planned.items() if flops and paces[path]}
     if counted:
         unknown = [*planned.values()].count(0.0)
