@@ -8,11 +8,7 @@ from decoding.errors import UserError
 from decoding.folder import read_config
 
 SHOWN = 3  # differing ids that a message lists
-TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-)  # files, any of which says that a folder has a tokenizer
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # a folder with any of them has one
 
 
 def load_tokenizer(

@@ -26,9 +26,7 @@ class Caps:
     shape: str = "chain"  # or "tree"
     has_q: bool = False  # proposals carry the probabilities that the tokens were drawn from
     needs_hidden: bool = False  # wants the target's hidden states
-    last_hidden: bool = (
-        False  # and of a prompt's only the last that is read: `open` may be given that alone, as the only column
-    )
+    last_hidden: bool = False  # of a prompt's only the last: `open` may be given that alone, as the only column
     can_overlap: bool = False  # can draft while the target verifies
     needs_costs: bool = False  # weighs its proposal by the measured costs of a round
     steps: str = "token"  # what t_draft times: one drafted "token", or a whole "round" (trees, one-pass drafters)

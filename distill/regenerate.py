@@ -7,6 +7,7 @@ goes to a journal, so that a run that was killed goes on with the same batches a
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from decoding.compatible import load_tokenizer
@@ -25,7 +26,7 @@ from training.amounts import hours
 from training.checkpoint import write_text
 from training.config import refuse_parallel
 from training.counts import Counts
-from training.job import job_main
+from training.job import job_main, terminations
 from training.job_data import data_files, split_chats
 from training.launch import is_worker, launch, processes_wanted
 from training.models import dtype_of, folder_of, target_config, target_is_here
@@ -54,7 +55,8 @@ def run(config: RegenerateConfig) -> Path:
     if processes > 1 and not is_worker():
         launch(config.job, run_folder.path / "config.yaml", processes)
         return artefact
-    Regeneration(config, run_folder, target_folder).run()
+    with nullcontext() if is_worker() else terminations():
+        Regeneration(config, run_folder, target_folder).run()
     return artefact
 
 

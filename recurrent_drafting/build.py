@@ -51,11 +51,8 @@ def ignored(shape: HeadShapeConfig, config: HeadConfig) -> str:
         if getattr(shape, name) not in (getattr(usual, name), getattr(config, name))
     ]
     keys += [f"head.{name}" for name in ("warm_start", "zero_blocks") if getattr(shape, name) != getattr(usual, name)]
-    return (
-        f"head.path={shape.path} brings its own shape and weights: without effect here: {', '.join(keys)}"
-        if keys
-        else ""
-    )
+    told = f"head.path={shape.path} brings its own shape and weights: without effect here: {', '.join(keys)}"
+    return told if keys else ""
 
 
 def check_sizes(folder: Path, config: HeadConfig, target: Any) -> None:

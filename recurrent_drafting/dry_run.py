@@ -112,12 +112,9 @@ def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> float:
         f"{hours(flops / config.assumed_tflops / 1e12)} at {config.assumed_tflops:g} TFLOP/s (assumed_tflops)"
     )
     if config.states.cache == "disk":
-        known = (
-            "about"
-            if config.assumed_tokens
-            else "as long as no chat comes twice (assumed_tokens, of one pass, would tell),"
-        )
-        print(f"states: {known} {size(states_bytes(config, head))} on disk in {config.states.folder}")
+        about = "about" if config.assumed_tokens else "at most"
+        unknown = "" if config.assumed_tokens else "; less where chats come twice: assumed_tokens= of one pass tells"
+        print(f"states: {about} {size(states_bytes(config, head))} on disk in {config.states.folder}{unknown}")
     return flops
 
 

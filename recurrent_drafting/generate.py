@@ -3,10 +3,8 @@
 `python -m recurrent_drafting.cmd.generate` is the same by the published name. Both take Hydra overrides and the published flags.
 """
 
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -18,7 +16,7 @@ from recurrent_drafting.generate_setup import NONE, USUAL, check, check_drafter,
 from recurrent_drafting.prompt_report import answers_file, print_report
 from recurrent_drafting.prompt_run import answer_prompts, prompts_of
 from training.data import Prompt
-from training.job import job_main
+from training.job import job_main, terminations
 from training.loop import Interrupted
 from training.paths import resolve
 
@@ -44,16 +42,6 @@ def run(cfg: GenerateConfig) -> None:
         kept = f"the answers so far are in {cfg.output}" if cfg.output else "nothing is kept without output=FILE"
         raise Interrupted(kept) from stop
     print_report(cfg, loaded, done, console)
-
-
-@contextmanager
-def terminations() -> Iterator[None]:
-    """SIGTERM is told as Ctrl-C is, while the block runs."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:

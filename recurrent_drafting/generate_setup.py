@@ -60,6 +60,10 @@ def check(cfg: GenerateConfig) -> None:
         raise UserError(
             f"batch_size is {cfg.batch_size}, but a chat is one conversation: give prompts=FILE, or batch_size=1."
         )
+    if cfg.max_prompts and not cfg.prompts:
+        raise UserError(
+            f"max_prompts is {cfg.max_prompts}, but a chat is typed: give prompts=FILE (--eval_mt_bench), or leave it out."
+        )
     if cfg.output and not cfg.prompts:
         raise UserError(f"output={cfg.output} is written of prompts= alone; a chat is not recorded.")
     if cfg.output and not cfg.dry_run:

@@ -10,8 +10,10 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -257,6 +259,16 @@ def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments:
 
 def _overrides(arguments: list[str]) -> list[str]:
     return [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+
+
+@contextmanager
+def terminations() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, and is told as that."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _guarded(action: Callable[[], Any]) -> Any:

@@ -140,13 +140,16 @@ def wait_for_answers(process: subprocess.Popen[str], journal: Path, count: int) 
     raise AssertionError(f"ended with {process.poll()}: {process.communicate()}")
 
 
-def test_kill_9_in_the_middle_changes_nothing(home: Path, straight: Path, tmp_path: Path):
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+def test_a_kill_in_the_middle_changes_nothing(ending: signal.Signals, home: Path, straight: Path, tmp_path: Path):
     folder = tmp_path / "run"
     journal = folder / "answers" / "rank_0.jsonl"
     process = started(home, folder)
     wait_for_answers(process, journal, 5)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.send_signal(ending)
+    _, words = process.communicate(timeout=60)
+    told = "interrupted: what was finished is kept. Run the same command to go on" in words
+    assert told == (ending == signal.SIGTERM), words
     before = journal.read_bytes()
     assert 5 <= before.count(b"\n") < len((straight / "answers" / "rank_0.jsonl").read_bytes().splitlines())
     assert not (folder / "chats.json").exists()
