@@ -16,6 +16,7 @@ from decoding.timing import rising, time_parts
 from decoding.worker import RemoteChain, lanes
 
 CHEAPEST = 0.25  # of what a step took by itself: a step of a draft is not thought cheaper
+SPARED = 0.25  # of a target's step: a round is not thought cheaper than its parts by more
 EVERY = 16  # drafted tokens up to which every length is timed
 DEEP = RoundCosts(0.01, (1.0,))  # by which a drafter that weighs costs drafts, and deep
 
@@ -134,8 +135,9 @@ def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
     return RoundCosts(
         step_ms[-1] if step_ms else pace_ms * median(window.t_draft_ms / window.t_target_ms[0] for window in windows),
         tuple(pace_ms * ratio for ratio in rising([median(column) for column in zip(*ratios, strict=True)])),
-        max(0.0, pace_ms * median(window.overhead_ms / window.t_target_ms[0] for window in windows)),
-        max(0.0, pace_ms * median(_plain_share(window) for window in windows)),
+        # Below nothing where the parts were timed too dear: it is whole rounds that have to come out right.
+        pace_ms * max(-SPARED, median(window.overhead_ms / window.t_target_ms[0] for window in windows)),
+        pace_ms * max(-SPARED, median(_plain_share(window) for window in windows)),
         windows[0].rows,
         tuple((beams, ms) for (beams, _), ms in zip(windows[0].t_draft_by_beams_ms, step_ms, strict=True)),
         windows[0].beams,

@@ -185,7 +185,7 @@ class PearlPlus(Pearl):
 
     def _rest_ms(self) -> float:
         """What a round of two lanes takes beside them."""
-        return self._costs.overhead_ms
+        return max(0.0, self._costs.overhead_ms)
 
 
 class PearlPlusWall(PearlPlus, PearlWall):

@@ -40,7 +40,7 @@ DRAWN_TREE = 1.1  # how many times a chain's rate a drawn tree must promise: dra
 MARGIN = 1.05  # of a drafting round over a plain one: a head's step is dear, and is paid before it tells that nothing is worth verifying
 # The same of picked beams where tokens are sampled, and the rounds that hope for them stands for: they pass by their own p, which seldom pays.
 PICKS_MARGIN, PICKS_PATIENCE = 1.15, 1.0
-# Tests that a chain's prior stands for: with 4, a few unlucky ones ended the drafting of answers on which it paid (LOG.md, "A chain's length by its past").
+# Tests that a chain's prior stands for: with 4, a few unlucky ones ended drafting where it paid (LOG.md, "A chain's length by its past").
 CHAIN_PATIENCE = 12.0
 
 
