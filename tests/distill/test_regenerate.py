@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from decoding.errors import UserError
 from distill.regenerated import same_tokens
+from training.amounts import hours
 from training.chat import render_chat
 from training.config import DataConfig
 from training.data import read_chats
@@ -142,7 +143,7 @@ def test_a_dry_run_counts_and_writes_nothing(home: Path, tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert "would ask 11 requests of 6 chats (of 6, samples counted)" in said
     assert f"at most {11 * 16:,} out" in said
-    assert f"at 100 tokens/s (as assumed): at most {11 * 16 / 100 / 3600:,.2f} hours" in said
+    assert f"at 100 tokens/s (as assumed): at most {hours(11 * 16 / 100)}" in said and " (1.8 s), into" in said
     run(configured(home / "target", home / "chats.jsonl", folder, "dry_run=true"))
     assert "tokens/s (timed on a batch)" in capsys.readouterr().out
     away = configured(home / "target", home / "chats.jsonl", folder, "dry_run=true", "target=llama2_7b")
