@@ -40,7 +40,6 @@ DRAWN_TREE = 1.1  # how many times a chain's rate a drawn tree must promise: dra
 MARGIN = 1.05  # of a drafting round over a plain one: a head's step is dear, and is paid before it tells that nothing is worth verifying
 # The same of picked beams where tokens are sampled, and the rounds that hope for them stands for: they pass by their own p, which seldom pays.
 PICKS_MARGIN, PICKS_PATIENCE = 1.15, 1.0
-PICKS_TRY = 0.4  # by which a chain of them tries a token or two at first; 0.24 passed of a head of chat24m
 # Tests that a chain's prior stands for: with 4, a few unlucky ones ended drafting where it paid (LOG.md, "A chain's length by its past").
 CHAIN_PATIENCE = 12.0
 
@@ -120,12 +119,11 @@ class ByPassing(Fixed):
     by its own chances did not bring back (LOG.md, "A chain's length by its past").
     """
 
-    def __init__(self, costs: RoundCosts, margin: float, prior: float, patience: float) -> None:
-        """margin: how many times a plain round's tokens a millisecond a drafting one must promise. prior: the share of tokens that pass, before
-        any was tested. patience: tests that it stands for."""
+    def __init__(self, costs: RoundCosts, margin: float, patience: float) -> None:
+        """margin: how many times a plain round's tokens a millisecond a drafting one must promise. patience: tests that the prior stands for."""
         super().__init__(1, ahead=False)
         self._costs, self._least = costs, margin / costs.plain_ms
-        self._passes = Share(prior, 1.0, patience)
+        self._passes = Share(FIRST_PASSES, 1.0, patience)
         self._tries = Tries(costs)
 
     def begin(self, budget: int) -> int:
@@ -255,8 +253,7 @@ def plan_of(costs: RoundCosts | None, width: int, ahead: bool, sampled_picks: bo
         return Fixed(width, ahead)
     margin, patience = (PICKS_MARGIN, PICKS_PATIENCE) if sampled_picks else (MARGIN, WEIGHT)
     if width == 1:
-        prior, tests = (PICKS_TRY, PICKS_PATIENCE) if sampled_picks else (FIRST_PASSES, CHAIN_PATIENCE)
-        return ByPassing(costs, margin, prior, tests)
+        return ByPassing(costs, margin, patience if sampled_picks else CHAIN_PATIENCE)
     if ahead or costs.rows > 1:
         return ByHistory(costs, width)
     return ByReading(costs, margin, patience)
