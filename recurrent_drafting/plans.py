@@ -19,6 +19,7 @@ Shapes: W beams.
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -40,6 +41,7 @@ DRAWN_TREE = 1.1  # how many times a chain's rate a drawn tree must promise: dra
 MARGIN = 1.05  # of a drafting round over a plain one: a head's step is dear, and is paid before it tells that nothing is worth verifying
 # The same of picked beams where tokens are sampled, and the rounds that hope for them stands for: they pass by their own p, which seldom pays.
 PICKS_MARGIN, PICKS_PATIENCE = 1.15, 1.0
+PICKS_TRY = 0.4  # by which a chain of them tries a token or two at first; 0.24 passed of a head of chat24m
 # Tests that a chain's prior stands for: with 4, a few unlucky ones ended drafting where it paid (LOG.md, "A chain's length by its past").
 CHAIN_PATIENCE = 12.0
 
@@ -55,6 +57,7 @@ def width_rate(costs: RoundCosts, width: int, drawn: bool) -> float:
     return best
 
 
+@lru_cache
 def width_worth(costs: RoundCosts, most: int, drawn: bool) -> int:
     """How many beams pay on this machine, of `ladder(most)`: by measured costs alone, so that every request has as many.
 
@@ -119,20 +122,24 @@ class ByPassing(Fixed):
     by its own chances did not bring back (LOG.md, "A chain's length by its past").
     """
 
-    def __init__(self, costs: RoundCosts, margin: float, patience: float) -> None:
-        """margin: how many times a plain round's tokens a millisecond a drafting one must promise. patience: tests that the prior stands for."""
+    def __init__(self, costs: RoundCosts, margin: float, prior: float, patience: float) -> None:
+        """margin: how many times a plain round's tokens a millisecond a drafting one must promise. prior: the share of tokens that pass, before
+        any was tested. patience: tests that it stands for."""
         super().__init__(1, ahead=False)
         self._costs, self._least = costs, margin / costs.plain_ms
-        self._passes = Share(FIRST_PASSES, 1.0, patience)
+        self._rounds_ms: list[float] = []  # of 1, 2, ... steps, as many as were asked for so far
+        self._passes = Share(prior, 1.0, patience)
         self._tries = Tries(costs)
 
     def begin(self, budget: int) -> int:
         """A round begins. How many steps it has; none where drafting does not pay."""
+        for steps in range(len(self._rounds_ms) + 1, budget + 1):
+            self._rounds_ms.append(self._costs.drafted_ms(self._costs.steps_ms(steps, 1), steps))
         passes, tokens = self._passes.now, 1.0
         most, best = self._least, 0
-        for steps in range(1, budget + 1):
+        for steps, round_ms in enumerate(self._rounds_ms[:budget], 1):
             tokens += passes**steps
-            rate = tokens / self._costs.drafted_ms(self._costs.steps_ms(steps, 1), steps)
+            rate = tokens / round_ms
             if rate > most:
                 most, best = rate, steps
         self.depth = best if self._tries(best > 0) else 0
@@ -253,7 +260,8 @@ def plan_of(costs: RoundCosts | None, width: int, ahead: bool, sampled_picks: bo
         return Fixed(width, ahead)
     margin, patience = (PICKS_MARGIN, PICKS_PATIENCE) if sampled_picks else (MARGIN, WEIGHT)
     if width == 1:
-        return ByPassing(costs, margin, patience if sampled_picks else CHAIN_PATIENCE)
+        prior, tests = (PICKS_TRY, PICKS_PATIENCE) if sampled_picks else (FIRST_PASSES, CHAIN_PATIENCE)
+        return ByPassing(costs, margin, prior, tests)
     if ahead or costs.rows > 1:
         return ByHistory(costs, width)
     return ByReading(costs, margin, patience)
