@@ -39,6 +39,11 @@ def names() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(cards())]
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the card has it in hardware."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def use(device: torch.device) -> None:
     """Make it the card that a plain `cuda` means."""
     if device.type == "cuda":

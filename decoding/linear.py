@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding import cuda
+
 PACK_ROWS = 4  # the row count oneDNN lays the weight out for: a round's; other counts give the same result
 SMALL_BYTES = 4 << 20  # of a float32 weight for which MKL is ahead over one row and level over four
 
@@ -52,10 +54,14 @@ class PackedLinear:
 
 
 @cache
+def _cpuinfo() -> str:
+    file = Path("/proc/cpuinfo")
+    return file.read_text() if file.is_file() else ""
+
+
 def mkl_is_fast() -> bool:
     """Whether `F.linear` is MKL's product on one of Intel's processors. Asked by name, not by the clock: each run must round alike."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return torch.backends.mkl.is_available() and cpuinfo.is_file() and "GenuineIntel" in cpuinfo.read_text()
+    return torch.backends.mkl.is_available() and "GenuineIntel" in _cpuinfo()
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -65,6 +71,17 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
+
+
+def draft_dtype(dtype: str, device: torch.device) -> str:
+    """In what a head drafts for a target in `dtype`: bfloat16 in place of float32, half a step's bytes, where the device multiplies it natively."""
+    if dtype != "float32":
+        return dtype
+    if device.type == "cuda":
+        native = cuda.multiplies_bfloat16()
+    else:  # elsewhere oneDNN converts, which costs more than it saves; asked by name as well
+        native = not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpuinfo().split()) and can_pack(device, torch.bfloat16)
+    return "bfloat16" if native else "float32"
 
 
 def make_linear(weight_OI: Tensor, bias_O: Tensor | None, packed: bool) -> Linear:

@@ -31,7 +31,7 @@ WAYS = (
 
 DEFINITIONS: dict[str, str] = {
     **words.DEFINITIONS,
-    "bytes/step": "weights that one draft step reads: the layers and the lm_head, in the dtype of the run.",
+    "bytes/step": "weights that one draft step reads: the layers and the lm_head, in its own dtype.",
     "trained on": "tokens that the drafter was distilled on, epochs included, by its card.",
     "t_draft": "milliseconds of one draft step; of one whole proposal for a tree, a lookup and other drafters that propose in one pass.",
     "alone": "tokens a second of the baseline in the same run, without a drafter.",
@@ -142,8 +142,7 @@ def drafter_label(entry: Entry) -> str:
     row = entry.row
     if not row.drafter_parameters:
         return entry.name
-    size = f"{'1 layer' if row.drafter_layers == 1 else f'{row.drafter_layers} layers'}, {words.millions(row.drafter_parameters)}"
-    return f"{entry.name} ({size}{f', {IDLE}' if entry.idle else ''})"
+    return f"{entry.name} ({words.size(row)}{f', {IDLE}' if entry.idle else ''})"
 
 
 def prompts_label(entry: Entry) -> str:

@@ -100,6 +100,7 @@ def build_row(
         drafter=facts.name,
         drafter_layers=facts.layers,
         drafter_parameters=facts.parameters,
+        drafter_dtype=facts.dtype,
         batch_size=first.batch_size,
         temperature=first.temperature,
         num_draft_tokens=first.num_draft_tokens,

@@ -26,6 +26,7 @@ class DrafterFacts:
     schedule: str = "serial"
     length_rule: str = "predicted"  # by which it got its draft length: see eval.lengths
     verify: str | None = None  # its own rule where temperature > 0; None: the run's
+    dtype: str = ""  # of its own model; empty: it has none
     own_cap: int | None = None  # where its stopping rule chooses the lengths: the most of them (length_rule "cap")
 
 
@@ -179,6 +180,7 @@ class Row:
     context: int
     seed: int
     hardware: str
+    drafter_dtype: str = ""  # of its own model; empty: it has none
     run_verify: str = ""  # the rule of the run and its baseline; `verify` is another one where the drafter has its own
     budget: RoundBudget | None = None  # None: what a step reads is not known
     baseline_budget: RoundBudget | None = None  # of an autoregressive step

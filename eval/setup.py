@@ -123,16 +123,17 @@ def load(cfg: EvalConfig) -> Loaded:
         name: own_cap_of(name, uses[name], drafter.caps, target, cfg.max_draft_tokens)
         for name, drafter in drafters.items()
     }
-    facts = {
-        name: facts_of(name, drafter, uses[name], bool(cfg.num_draft_tokens), caps[name])
-        for name, drafter in drafters.items()
-    }
-    inputs = [folder, prompt_file, *([sweep_file] if sweep_file else [])]
     folders = {
         name: (Path(mapping["folder"]), mapping.get("dtype") or cfg.target.dtype)
         for name, mapping in mappings.items()
         if "folder" in mapping
     }
+    dtypes = {name: dtype for name, (_, dtype) in folders.items()}
+    facts = {
+        name: facts_of(name, drafter, uses[name], bool(cfg.num_draft_tokens), caps[name], dtypes.get(name, ""))
+        for name, drafter in drafters.items()
+    }
+    inputs = [folder, prompt_file, *([sweep_file] if sweep_file else [])]
     inputs += [drafter_folder for drafter_folder, _ in folders.values()]
     settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
     bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats)
@@ -206,8 +207,10 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
     )
 
 
-def facts_of(name: str, drafter: Any, use: drafter_list.Use, lengths_given: bool, own_cap: int | None) -> DrafterFacts:
-    """What rows say of a drafter; lengths_given: whether the user names the draft lengths; own_cap: see eval.lengths."""
+def facts_of(
+    name: str, drafter: Any, use: drafter_list.Use, lengths_given: bool, own_cap: int | None, dtype: str
+) -> DrafterFacts:
+    """What rows say of a drafter; lengths_given: whether the user names the draft lengths; own_cap: see eval.lengths; dtype: of its own model."""
     return DrafterFacts(
         name=name,
         layers=drafter.num_layers,
@@ -217,6 +220,7 @@ def facts_of(name: str, drafter: Any, use: drafter_list.Use, lengths_given: bool
         schedule=use.schedule,
         length_rule=rule_of(use.schedule, lengths_given, own_cap),
         verify=use.verify,
+        dtype=dtype,
         own_cap=own_cap,
     )
 

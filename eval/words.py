@@ -51,8 +51,14 @@ def drafter_label(row: Row) -> str:
     name = ", ".join([row.drafter, *(word for word in used if word not in said), *eager])
     if row.drafter_parameters == 0:
         return f"{name} ({row.drafter_layers} of the target's layers)" if row.drafter_layers else f"{name} (no model)"
+    return f"{name} ({size(row)})"
+
+
+def size(row: Row) -> str:
+    """`1 layer, 3.1 M` of a drafter's own model, and its dtype where that is not the run's."""
     layers = "1 layer" if row.drafter_layers == 1 else f"{row.drafter_layers} layers"
-    return f"{name} ({layers}, {millions(row.drafter_parameters)})"
+    rounded = f", {row.drafter_dtype}" if row.drafter_dtype not in ("", row.dtype) else ""
+    return f"{layers}, {millions(row.drafter_parameters)}{rounded}"
 
 
 def millions(parameters: int) -> str:

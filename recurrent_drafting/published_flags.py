@@ -199,7 +199,8 @@ FLAGS = (
         "bf16",
         "fp32",
         "of weights and activations",
-        "float32 unless asked for: in half precision outputs differ from plain decoding's where two tokens are nearly tied",
+        "float32 unless asked for: in half precision outputs differ from plain decoding's where two tokens are nearly tied. With float32 the head "
+        "drafts in bfloat16 where the machine multiplies it natively, which changes no word",
         lambda value: [f"target.dtype={DTYPES[value]}"],
     ),
     Flag(

@@ -10,6 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -17,9 +18,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from decoding.chain import ChainDrafter
 from decoding.compatible import check_same_tokenizer
+from decoding.cuda import device_of
 from decoding.drafter import Drafter
 from decoding.errors import UserError
 from decoding.folder import read_json
+from decoding.linear import draft_dtype
 from decoding.schedules import WALL
 from decoding.with_lookup import ChainWithLookup, LookupFirst, check_lookup_before
 from decoding.worker import RemoteChain
@@ -30,6 +33,7 @@ from training.heads import HEADS, check_fits, head_of
 from training.paths import imported, resolve
 
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
+AUTO = "auto"  # as a drafter's dtype: see decoding.linear.draft_dtype
 CHAIN = "decoding.chain.ChainDrafter"
 CONF = Path(__file__).resolve().parent.parent / "conf" / "drafter"
 
@@ -222,7 +226,7 @@ def looked_up(kind: str, min_match: int, **named: Any) -> Drafter:
 
 
 def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
-    """The mapping of an entry; a drafter with a model folder runs as the target does, so that the two differ in size alone."""
+    """The mapping of an entry; a drafter with a model folder runs as the target does, but for what its file and the entry say."""
     if isinstance(entry, dict) and "_target_" in entry:
         return dict(entry)
     given = dict(entry) if isinstance(entry, dict) else {"use": entry}
@@ -259,6 +263,8 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
         taken = _arguments(_kind(use, mapping))
         shared = {key: value for key, value in shared.items() if taken is None or key in taken}
         mapping = {**shared, **mapping, "folder": str(resolve(mapping["folder"]))}
+        if mapping.get("dtype") == AUTO:
+            mapping["dtype"] = draft_dtype(target.dtype, torch.device(device_of(mapping["device"])))
     return mapping
 
 

@@ -46,7 +46,8 @@ class Options:
     prompts: str = "embedded:prompts"  # drafting, generation: evaluation JSONL
     max_prompts: int = 32  # of them, besides the sweep's; for generation those whose greedy answer does not loop
     max_new_tokens: int = 64  # of each
-    decode_dtype: str = "float32"  # drafting, generation: of target and head
+    decode_dtype: str = "float32"  # drafting, generation: of the target
+    head_dtype: str = "auto"  # drafting, generation: of the head; auto: as conf/drafter/recurrent.yaml has it
     beam_width: int = 8  # drafting: beams
     beam_length: int = 5  # drafting, and generation's comparison of outputs: drafted tokens of a beam
     widths: list[int] = field(default_factory=lambda: [1, 4, 10])  # generation: beams

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import eval.run
+from decoding.cuda import device_of
 from decoding.engine import Engine, encode, load
 from decoding.errors import UserError
+from decoding.linear import draft_dtype
 from decoding.loop import Settings, decode
 from decoding.stats import LOOPING_BELOW, distinct_n
 from decoding.ties import TIE_GAP, choice_scores, first_difference, top_two_gap
@@ -25,7 +29,7 @@ from scripts.bench.common import interval, table
 from training.checkpoint import write_text
 from training.config import TargetConfig
 from training.data import Prompt, read_prompts
-from training.drafters import CONTROL
+from training.drafters import AUTO, CONTROL
 from training.paths import resolve
 
 ASKED_TOGETHER = 32  # prompts whose plain answers are decoded in one batch
@@ -110,7 +114,7 @@ def same_output(chosen: Any, engine: Engine, prompts: Sequence[list[int]]) -> di
     plain = [decode(engine.target, None, [ids], settings)[0].tokens for ids in prompts]
     found = {}
     for width in chosen.exact_widths:
-        head = RecurrentDrafter(resolve(chosen.head), beam_width=width, dtype=chosen.decode_dtype, device=chosen.device)
+        head = RecurrentDrafter(resolve(chosen.head), beam_width=width, dtype=head_dtype(chosen), device=chosen.device)
         counts = found[str(width)] = {"equal": 0, "tie": 0, "different": 0}
         for ids, tokens in zip(prompts, plain, strict=True):
             at = first_difference(decode(engine.target, head, [ids], settings)[0].tokens, tokens)
@@ -122,11 +126,18 @@ def same_output(chosen: Any, engine: Engine, prompts: Sequence[list[int]]) -> di
     return found
 
 
+def head_dtype(chosen: Any) -> str:
+    """The dtype that the head drafts in."""
+    if chosen.head_dtype != AUTO:
+        return str(chosen.head_dtype)
+    return draft_dtype(chosen.decode_dtype, torch.device(device_of(chosen.device)))
+
+
 def arms(chosen: Any, temperature: float) -> list[dict[str, Any]]:
     """Heads of every width, and one whose width and length follow the costs; greedy decoding always picks, so that it needs no drawn ones."""
     found = []
     for draws in ("picked", "drawn") if temperature else ("picked",):
-        shared = {"use": "recurrent", "folder": chosen.head, "draws": draws}
+        shared = {"use": "recurrent", "folder": chosen.head, "draws": draws, "dtype": chosen.head_dtype}
         fixed = {**shared, "by_cost": False}
         found += [{**fixed, "beam_width": width, "name": f"{draws} {width}"} for width in chosen.widths]
         found.append({**shared, "beam_width": max(chosen.widths), "by_cost": True, "name": f"{draws} {BY_COST}"})

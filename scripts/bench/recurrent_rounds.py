@@ -18,6 +18,7 @@ from decoding.errors import UserError
 from decoding.loop import Settings, start
 from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.operations import Operations
+from scripts.bench.recurrent_generation import head_dtype
 from training.data import read_prompts
 from training.paths import resolve
 
@@ -60,7 +61,7 @@ def drafting(chosen: Any) -> dict[str, Any]:
             resolve(chosen.head),
             beam_width=chosen.beam_width,
             draws=draws,
-            dtype=chosen.decode_dtype,
+            dtype=head_dtype(chosen),
             device=chosen.device,
         )
         settings = Settings(

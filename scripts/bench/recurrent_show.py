@@ -203,6 +203,7 @@ class Show:
                 "folder": str(self.raced(seed)),
                 "beam_width": width,
                 "by_cost": False,
+                "dtype": self.chosen.decode_dtype,
                 "name": f"{width} beams",
             }
             for width in self.chosen.widths
@@ -212,7 +213,12 @@ class Show:
 
     def pruned(self, seed: int) -> dict[str, Any]:
         """A seed's head, sized by cost, against its pruned drafters, which draft as long as pays. Greedy decoding always picks."""
-        shared = {"use": "recurrent", "folder": str(self.raced(seed)), "beam_width": self.chosen.race_width}
+        shared = {
+            "use": "recurrent",
+            "folder": str(self.raced(seed)),
+            "beam_width": self.chosen.race_width,
+            "dtype": self.chosen.decode_dtype,
+        }
         students = [
             {"use": str(self.pruned_folder(layers, seed)), "name": f"pruned {layers}"}
             for layers in self.chosen.pruned_layers

@@ -13,6 +13,7 @@ Machines without pytest read the table too (scripts/bench/gpu_rows.py).
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -88,16 +89,23 @@ class AllBeams(RecurrentDrafter):
 
 
 def recurrent(
-    target: Target, beam_width: int = 4, scale: float = 3.0, fields: dict[str, int] | None = None, **options: object
+    target: Target,
+    beam_width: int = 4,
+    scale: float = 3.0,
+    fields: dict[str, int] | None = None,
+    dtype: torch.dtype = torch.float64,
+    **options: object,
 ) -> RecurrentDrafter:
     """A recurrent drafter whose head knows nothing: what of its beams passes, passes by chance. fields: of the head's shape."""
-    head = random_head(target, scale, **(fields or {}))
+    head = random_head(target, scale, **(fields or {})).to(dtype)
     return AllBeams(head=head, beam_width=beam_width, **{"draws": "picked", **options})  # type: ignore[arg-type]
 
 
-def recurrent_of(kit: Kit, beam_width: int, **options: object) -> RecurrentDrafter:
-    """A recurrent drafter with the kit's head."""
+def recurrent_of(kit: Kit, beam_width: int, dtype: torch.dtype | None = None, **options: object) -> RecurrentDrafter:
+    """A recurrent drafter with the kit's head; dtype: another than it has."""
     head = kit.head or random_head(kit.target, 3.0)
+    if dtype is not None:
+        head = deepcopy(head).to(dtype)
     return AllBeams(head=head, beam_width=beam_width, **{"draws": "picked", **options})  # type: ignore[arg-type]
 
 
@@ -217,6 +225,13 @@ ROWS = [
         make=lambda kit: recurrent_of(kit, 6, draws="drawn"),
         rules=("greedy", "token", "coupled"),
         table=lambda: recurrent(draft_table(), 3, 0.8, draws="drawn"),
+    ),
+    # Of fewer bits than the target: what is drawn is tested by the very q that it was drawn from, rounded as that is.
+    DrafterRow(
+        "recurrent_bfloat16",
+        make=lambda kit: recurrent_of(kit, 6, torch.bfloat16, draws="drawn"),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: recurrent(draft_table(), 3, 0.8, dtype=torch.bfloat16, draws="drawn"),
     ),
     DrafterRow(
         "recurrent_by_cost",

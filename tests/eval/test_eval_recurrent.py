@@ -6,11 +6,14 @@ import shutil
 import pytest
 import torch
 
+from decoding import linear
 from decoding.errors import UserError
+from decoding.linear import can_pack
 from decoding.with_lookup import LookupFirst
 from eval.compare import run as compare
 from eval.run import run
 from eval.schema import read_rows
+from eval.words import drafter_label
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
@@ -46,7 +49,7 @@ def evaluated(home, parameters):
     entries = [
         {"use": head, "by_cost": False},
         {"use": "recurrent", "folder": head, "beam_width": WIDTH, "by_cost": False, "draws": "drawn", "name": "drawn"},
-        {"use": "recurrent", "folder": head, "beam_width": WIDTH, "name": "by_cost"},
+        {"use": "recurrent", "folder": head, "beam_width": WIDTH, "name": "by_cost", "dtype": "bfloat16"},
         str(home / "shallow"),
     ]
     return run(config(home, "recurrent", drafters=entries))
@@ -64,6 +67,8 @@ def test_a_heads_rows_say_what_it_is(evaluated, parameters):
         assert row.t_draft_ms > 0
         assert row.tau >= 1
         assert row.stopping == "fixed"
+        assert (row.drafter_dtype, row.dtype) == ("bfloat16" if row.drafter == "by_cost" else "float64", "float64")
+        assert ("bfloat16" in drafter_label(row)) == (row.drafter == "by_cost")
 
 
 def test_keys_of_a_head_are_known_by_its_folder(home, parameters, tmp_path):
@@ -80,6 +85,7 @@ def test_a_comparison_reads_them(home, evaluated, parameters):
     origin = evaluations_of(evaluated)[0].origins["head"]
     (row,) = [row for row in read_rows(evaluated / "results.jsonl") if row.drafter == "head" and row.part == "main"][:1]
     assert origin.bytes_per_step(row) == parameters * 8, "a head has no embedding of its own to leave out"
+    assert evaluations_of(evaluated)[0].origins["by_cost"].bytes_per_step(row) == parameters * 2
     folder = compare(configured(home, "recurrent_compared", [evaluated]))
     assert {"head", "drawn", "by_cost", "shallow"} <= {
         json.loads(line)["drafter"] for line in (folder / "comparison.jsonl").read_text().splitlines()
@@ -103,6 +109,23 @@ def test_a_folder_says_that_it_is_a_head(home, parameters):
     (before,) = made({"use": "recurrent", "folder": str(home / "head"), "beam_width": 3, "lookup": 3}, home).values()
     assert isinstance(before, LookupFirst) and isinstance(before.drafter, RecurrentDrafter)
     assert (before.min_match, before.drafter.beam_width, before.num_parameters) == (3, 3, parameters)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_head_takes_fewer_bits_than_a_target_in_float32(home, parameters, native, monkeypatch):
+    monkeypatch.setattr(linear, "_cpuinfo", lambda: "flags : avx2 avx512_bf16" if native else "flags : avx2")
+    native = native and can_pack(torch.device("cpu"), torch.bfloat16)
+
+    def dtype(target_dtype, **given):
+        target = TargetConfig(path=str(home / "target"), dtype=target_dtype, device="cpu")
+        entry = {"use": str(home / "head"), **given}
+        return describe([entry], target, control=False)["head"]["dtype"]
+
+    assert dtype("float32") == ("bfloat16" if native else "float32")
+    assert [dtype(one) for one in ("bfloat16", "float16", "float64")] == ["bfloat16", "float16", "float64"]
+    assert dtype("float32", dtype="float16") == "float16", "what is asked for"
+    plain = describe([str(home / "shallow")], TargetConfig(path=str(home / "target"), device="cpu"), control=False)
+    assert plain["shallow"]["dtype"] == "float32", "a language model differs from its target in size alone"
 
 
 def made(entry, home):

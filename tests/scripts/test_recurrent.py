@@ -99,7 +99,7 @@ def test_prompts_whose_answer_loops_are_passed_over(tiny_target: Path):
 
 
 def test_greedy_decoding_is_raced_without_drawn_beams():
-    chosen = SimpleNamespace(head="a head", widths=[1, 4])
+    chosen = SimpleNamespace(head="a head", head_dtype="auto", widths=[1, 4])
     assert [one["name"] for one in arms(chosen, 0.0)] == ["picked 1", "picked 4", "picked by cost"]
     assert [one["name"] for one in arms(chosen, 1.0)][3:] == ["drawn 1", "drawn 4", "drawn by cost"]
     assert all(one["beam_width"] == 4 for one in arms(chosen, 1.0) if one.get("by_cost"))
