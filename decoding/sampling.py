@@ -94,9 +94,11 @@ class Warper:
         return probs_RK
 
     def _tempered(self, logits_RV: Tensor) -> Tensor:
-        if logits_RV.dtype != torch.float64:
-            logits_RV = logits_RV.float()
-        return logits_RV if self.temperature == 1 else logits_RV / self.temperature
+        if self.temperature == 1:
+            return logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+        if logits_RV.dtype in (torch.float32, torch.float64):
+            return logits_RV / self.temperature
+        return logits_RV / _single(self.temperature, logits_RV.device)  # which makes them float32 in the same operation
 
     def _beginning(self, logits_RV: Tensor, sorted_RK: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor] | None:
         """`survivors` from the K highest logits, or None if K < V is too few to tell."""
@@ -143,6 +145,13 @@ def cuts(warper: Warper, count: int, dtype: torch.dtype, device: torch.device) -
         before_KK = torch.full((count, count), -1.0, dtype=dtype, device=device).tril(-1)
         top_p_K = torch.full((count,), warper.top_p, dtype=dtype, device=device)
         return Cuts(top_k_K, before_KK, top_p_K, torch.zeros((), dtype=dtype, device=device))
+
+
+@lru_cache
+def _single(value: float, device: torch.device) -> Tensor:
+    """A float32 tensor of one element, which has a say in the dtype of results as a number has not."""
+    with torch.inference_mode(False):
+        return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
 def draw(weights_RV: Tensor, uniforms_R: list[float]) -> Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import cuda
@@ -100,6 +101,9 @@ class RecurrentDrafter:
         self.execution = execution
         self._recorded: RecordedPicks | None = None
         self._target: Target | None = None
+        self._embedding_VH: Tensor | None = (
+            None  # the target's, where the head's dtype is another: converted once, not in every step
+        )
         self._costs: RoundCosts | None = None
         self._width = beam_width  # that is searched: with costs, as many as pay
         self._rows = 0
@@ -134,8 +138,12 @@ class RecurrentDrafter:
             raise UserError(
                 f"{head} is on {self.device}, but '{target.name}' is on {target.device}: give both one device."
             )
-        if self.execution != "eager" and target is not self._target:
-            self._recorded = RecordedPicks(self.head, self.beam_width, self._embed, self.device)
+        if target is not self._target:
+            if self.execution != "eager":
+                self._recorded = RecordedPicks(self.head, self.beam_width, self.embed, self.device)
+            other = DTYPES[target.dtype] != self.dtype
+            ids_V = torch.arange(target.vocab_size, device=target.device)
+            self._embedding_VH = self._own(target.embed(ids_V)) if other else None
         self._target, self._costs = target, costs if self.caps.needs_costs else None
 
     def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
@@ -189,9 +197,12 @@ class RecurrentDrafter:
     def _own(self, target_states: Tensor) -> Tensor:
         return target_states.to(self.device, self.dtype)
 
-    def _embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings in the head's dtype, (..., H)."""
         assert self._target is not None, "prepare() comes before propose()"
-        return self._own(self._target.embed(ids))
+        if self._embedding_VH is None:
+            return self._own(self._target.embed(ids))
+        return F.embedding(ids, self._embedding_VH)
 
     def propose(
         self,
@@ -213,7 +224,7 @@ class RecurrentDrafter:
         tips_B = cuda.tensor(tips, self.device)
         kind = DrawnDraft if self._drawn else PickedDraft
         draft = kind(self.head, self._width, chooser, self._plans_B)
-        beams = search(self.head, self._embed, tips_B, self._hidden_BH, length, draft.choose, draft.narrow)
+        beams = search(self.head, self.embed, tips_B, self._hidden_BH, length, draft.choose, draft.narrow)
         return draft.proposal(beams)
 
     def observe(self, observation: Observation) -> None:
@@ -251,7 +262,7 @@ class RecurrentDrafter:
             self._timed[width] = self._timed_draws(B, width) if self._drawn else picks
         states_BPH = self._hidden_BH[:, None].expand(B, beams, H)
         context = self.head.context(self._hidden_BH).unsqueeze(1)
-        timed_step(self.head, self._embed, context, states_BPH, self._timed[width])
+        timed_step(self.head, self.embed, context, states_BPH, self._timed[width])
 
     def _timed_draws(self, rows: int, width: int) -> Choose:
         """Draws of a round that there never is; its noise is made once, as it is once a round."""

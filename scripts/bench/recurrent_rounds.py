@@ -22,7 +22,8 @@ from scripts.bench.recurrent_generation import head_dtype
 from training.data import read_prompts
 from training.paths import resolve
 
-TARGET_CALLS = ("forward", "embed")
+TARGET_CALLS = ("forward",)
+DRAFTER_CALLS = ("embed",)  # what the head reads of a token
 HEAD_CALLS = ("start", "advance", "context", "features", "logits", "to_target_ids")
 OPERATION_ROUNDS = 12
 GOAL_SHARE, GOAL_OPERATIONS = 0.2, 150
@@ -109,6 +110,7 @@ def _operations(engine: Engine, drafter: RecurrentDrafter, prompt: list[int], se
     counter = Operations()
     counter.inside(engine.target, *TARGET_CALLS)
     counter.inside(drafter.head, *HEAD_CALLS)
+    counter.inside(drafter, *DRAFTER_CALLS)
     batch = start(engine.target, drafter, [prompt], settings)
     most = 0
     with torch.inference_mode():
@@ -120,7 +122,7 @@ def _operations(engine: Engine, drafter: RecurrentDrafter, prompt: list[int], se
                 batch.round()
             most = max(most, counter.total if number else 0)
     batch.close()
-    for owner, names in ((engine.target, TARGET_CALLS), (drafter.head, HEAD_CALLS)):
+    for owner, names in ((engine.target, TARGET_CALLS), (drafter.head, HEAD_CALLS), (drafter, DRAFTER_CALLS)):
         for name in names:
             delattr(owner, name)  # the class's own method shows again
     return most
@@ -133,6 +135,7 @@ def _shares(
     of_target, of_head = Clock(), Clock()
     of_target.inside(engine.target, *TARGET_CALLS)
     of_head.inside(drafter.head, *HEAD_CALLS)
+    of_head.inside(drafter, *DRAFTER_CALLS)
     target_shares, head_shares, round_ms, taus = [], [], [], []
     for number in range(rounds + 1):
         made = [_one(engine, drafter, prompt, settings, of_target, of_head) for prompt in prompts]

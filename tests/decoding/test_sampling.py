@@ -155,3 +155,15 @@ def test_unknown_rules_are_refused() -> None:
         Chooser(Warper(1.0), "lenient", 0, 5, CPU)
     with pytest.raises(UserError, match=r"verify 'greedy' needs temperature 0, found 0\.5"):
         Chooser(Warper(0.5), "greedy", 0, 5, CPU)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_in_half_precision_are_warped_in_float32(dtype: torch.dtype, temperature: float) -> None:
+    logits_RV = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).mul(9).to(dtype)
+    probs_RV = Warper(temperature).probs(logits_RV)
+    assert torch.equal(probs_RV, (logits_RV.float() / temperature).softmax(-1))
+    rounded_RV = (logits_RV / temperature).softmax(-1, dtype=torch.float32)
+    assert torch.equal(probs_RV, rounded_RV) == (temperature == 1.0), (
+        "control: halves that are divided as such are rounded"
+    )

@@ -19,16 +19,23 @@ WIDTH, LENGTH = 8, 5
 
 
 def opened(
-    rule: str, layers: int = 2, rows: int = 1, length: int = LENGTH, draws: str = "picked", **warper: Any
+    rule: str,
+    layers: int = 2,
+    rows: int = 1,
+    length: int = LENGTH,
+    draws: str = "picked",
+    dtype: torch.dtype = torch.float64,
+    **warper: Any,
 ) -> tuple[Batch, Operations]:
-    """A batch after some rounds, and a counter that leaves its models out."""
+    """A batch after some rounds, and a counter that leaves its models out. dtype: of the head; its target has float64."""
     target = native_of(hf_model("llama", layers=layers))
-    drafter = RecurrentDrafter(head=random_head(target, 3.0), beam_width=WIDTH, draws=draws)
+    drafter = RecurrentDrafter(head=random_head(target, 3.0).to(dtype), beam_width=WIDTH, draws=draws)
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule, **warper}
     settings = Settings(max_new_tokens=100, num_draft_tokens=length, **sampled)  # type: ignore[arg-type]
     batch = start(target, drafter, random_prompts(rows, seed=6), settings)
     operations = Operations()
-    operations.inside(target, "forward", "embed")
+    operations.inside(target, "forward")
+    operations.inside(drafter, "embed")
     operations.inside(drafter.head, "start", "advance", "context", "features", "logits", "to_target_ids")
     with torch.inference_mode():
         for _ in range(3):
@@ -66,6 +73,7 @@ def test_they_do_not_grow_with_the_target_and_hardly_with_the_length() -> None:
 TRUNCATING = {"temperature": 0.7, "top_k": 12, "top_p": 0.9}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rule", "draws", "length", "warper"),
     [
@@ -77,11 +85,11 @@ TRUNCATING = {"temperature": 0.7, "top_k": 12, "top_p": 0.9}
     ],
 )
 def test_a_sampled_round_as_well(
-    rule: str, draws: str, length: int, warper: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    rule: str, draws: str, length: int, warper: dict[str, float], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token verification as it is where the host runs ahead; of several rows, which have a few operations more than one."""
     monkeypatch.setattr(verify, "_recursive", verify_tree.token)
-    batch, operations = opened(rule, draws=draws, rows=4, length=length, **warper)
+    batch, operations = opened(rule, draws=draws, rows=4, length=length, dtype=dtype, **warper)
     assert most_of(batch, operations) <= MOST, operations.counts
 
 
