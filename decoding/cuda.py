@@ -40,8 +40,8 @@ def names() -> list[str]:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the card has it in hardware."""
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+    """Whether there is a card that has it in hardware."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def use(device: torch.device) -> None:

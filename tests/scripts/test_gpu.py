@@ -109,7 +109,7 @@ for name in ("auto", "cuda"):
         cuda.device_of(name)
     except ValueError as error:
         assert "sees no CUDA card" in str(error)
-assert (cuda.cards(), cuda.names(), cuda.rng_state()) == (0, [], None)
+assert (cuda.cards(), cuda.names(), cuda.rng_state(), cuda.multiplies_bfloat16()) == (0, [], None, False)
 cuda.use(torch.device("cpu"))
 cuda.restore_rng(torch.get_rng_state())
 sys.settrace(None)
