@@ -12,6 +12,7 @@ from eval.lengths import OWN, RULES
 from eval.schema import RoundBudget, Row
 from training.drafter_use import ALONE
 
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # behind a drafter's size
 # Decoding on a CPU never waits, so that its thread is on a processor all the time, if it gets one.
 UNDISTURBED = 0.9
 # Predicted and measured speedups that differ by more are said not to agree.
@@ -19,7 +20,7 @@ AGREEMENT = 0.1
 
 DEFINITIONS: dict[str, str] = {
     "speedup": "tokens per second with the drafter over those of our own decoding without one: same prompts, machine, "
-    "threads, dtype and loop, interleaved. In brackets the 95 % interval of a paired bootstrap over prompts.",
+    "threads, dtype (a drafter in another one says so) and loop, interleaved. In brackets the 95 % interval of a paired bootstrap over prompts.",
     "gamma": "the most draft tokens of a round (a stopping rule may end it earlier), which the target checks in one forward pass. Where none is "
     "given, a sweep over several lengths on other prompts chooses one: the highest speedup that the formula gives for what was measured there "
     "(under an overlapped schedule the highest measured). Behind <= stands the cap of a row that chooses its lengths itself, which no sweep chose.",
@@ -57,8 +58,8 @@ def drafter_label(row: Row) -> str:
 def size(row: Row) -> str:
     """`1 layer, 3.1 M` of a drafter's own model, and its dtype where that is not the run's."""
     layers = "1 layer" if row.drafter_layers == 1 else f"{row.drafter_layers} layers"
-    rounded = f", {row.drafter_dtype}" if row.drafter_dtype not in ("", row.dtype) else ""
-    return f"{layers}, {millions(row.drafter_parameters)}{rounded}"
+    dtype = f", {SHORT.get(row.drafter_dtype, row.drafter_dtype)}" if row.drafter_dtype not in ("", row.dtype) else ""
+    return f"{layers}, {millions(row.drafter_parameters)}{dtype}"
 
 
 def millions(parameters: int) -> str:

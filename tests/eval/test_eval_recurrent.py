@@ -68,7 +68,7 @@ def test_a_heads_rows_say_what_it_is(evaluated, parameters):
         assert row.tau >= 1
         assert row.stopping == "fixed"
         assert (row.drafter_dtype, row.dtype) == ("bfloat16" if row.drafter == "by_cost" else "float64", "float64")
-        assert ("bfloat16" in drafter_label(row)) == (row.drafter == "by_cost")
+        assert (", bf16)" in drafter_label(row)) == (row.drafter == "by_cost")
 
 
 def test_keys_of_a_head_are_known_by_its_folder(home, parameters, tmp_path):
