@@ -155,7 +155,8 @@ def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[G
         raise UserError(
             f"{len(for_sweep) + len(for_main)} prompts are too few: {len(for_sweep)} go to the sweep over gamma, and "
             f"each part needs at least one batch of {condition.batch_size}. Lower sweep_prompts or batch_sizes, "
-            "raise max_prompts, or give the sweep a file of its own (benchmark.sweep_path)."
+            "raise max_prompts, give the sweep a file of its own (benchmark.sweep_path), or leave it out and say the draft length "
+            "(sweep=[] num_draft_tokens=[4])."
         )
     return sweep, main
 

@@ -68,7 +68,9 @@ class RecurrentDrafter:
             if folder is None:
                 raise ValueError("RecurrentDrafter needs a folder or a head")
             if dtype not in DTYPES:
-                raise UserError(f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}.")
+                raise UserError(
+                    f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}; or auto, where a configuration names the drafter."
+                )
             head = load_head(Path(folder), DTYPES[dtype], device_of(device))
         self.head = for_drafting(head)
         self.name = name or (Path(folder).resolve().name if folder is not None else "recurrent")
@@ -101,9 +103,8 @@ class RecurrentDrafter:
         self.execution = execution
         self._recorded: RecordedPicks | None = None
         self._target: Target | None = None
-        self._embedding_VH: Tensor | None = (
-            None  # the target's, where the head's dtype is another: converted once, not in every step
-        )
+        # The target's, where the head's dtype is another: converted once, not in every step.
+        self._embedding_VH: Tensor | None = None
         self._costs: RoundCosts | None = None
         self._width = beam_width  # that is searched: with costs, as many as pay
         self._rows = 0

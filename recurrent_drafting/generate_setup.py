@@ -105,17 +105,20 @@ def load(cfg: GenerateConfig) -> Loaded:
         text_of=lambda ids: text_of(engine, ids),
         **use.settings,
     )
-    about = f"target {target.name} ({target.backend}, {target.dtype}, {device}); {_decoding(cfg, drafter)}"
+    about = f"target {target.name} ({target.backend}, {target.dtype}, {device}); {_decoding(cfg, drafter, device)}"
     return Loaded(engine, settings, about)
 
 
-def _decoding(cfg: GenerateConfig, drafter: Drafter | None) -> str:
-    """Drafter and sampling in a few words."""
+def _decoding(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
+    """Drafter and sampling in a few words; the drafter's dtype where it is not the target's."""
     sampling = f"temperature {cfg.temperature:g}" if cfg.temperature else "greedy"
     if drafter is None:
         return f"no drafter; {sampling}"
     verified = f", verified by {cfg.verify}" if cfg.temperature else ""
-    return f"drafter {drafter.name}, up to {cfg.beam_length - 1} drafted tokens a round; {sampling}{verified}"
+    found = _mapping(cfg, device)
+    dtype = found[1].get("dtype", cfg.target.dtype) if found else cfg.target.dtype
+    name = drafter.name if dtype == cfg.target.dtype else f"{drafter.name} ({dtype})"
+    return f"drafter {name}, up to {cfg.beam_length - 1} drafted tokens a round; {sampling}{verified}"
 
 
 def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[Drafter | None, Use]:

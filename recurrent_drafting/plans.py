@@ -39,7 +39,7 @@ PICKED_PASSES = 0.2  # that of a later one, where those before it failed (of dra
 DEEPEST = 5  # steps that are thought of
 DRAWN_TREE = 1.1  # how many times a chain's rate a drawn tree must promise: drawing and testing it costs beside the steps that are timed
 MARGIN = 1.05  # of a drafting round over a plain one: a head's step is dear, and is paid before it tells that nothing is worth verifying
-# The same of picked beams where tokens are sampled, and the rounds that hope for them stands for: they pass by their own p, which seldom pays.
+# The same of picked beams where tokens are sampled, and how many rounds the hope for them lasts: they pass by their own p, which seldom pays.
 PICKS_MARGIN, PICKS_PATIENCE = 1.15, 1.0
 PICKS_TRY = 0.4  # a chain of them is thought to pass so often at first, and tries a token where that pays; 0.24 passed of a head of chat24m
 # Tests that a chain's prior stands for: with 4, a few unlucky ones ended drafting where it paid (LOG.md, "A chain's length by its past").

@@ -119,7 +119,8 @@ def _overall(cfg: GenerateConfig, answers: Sequence[Answer]) -> Table:
         ways = {"drafted": ways[""], "plain": _plain}
     last = len({answer.prompt.id for answer in answers if answer.batch == answers[-1].batch})
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(f"{len(answers)} answers, batch {cfg.batch_size} (the last one {last})")
+    smaller = f" (the last one {last})" if last != cfg.batch_size else ""
+    table.add_column(f"{len(answers)} answers, batch {cfg.batch_size}{smaller}")
     for name in ways:
         table.add_column(name, justify="right")
     rows: dict[str, Callable[[Callable[[Answer], Generation]], str]] = {

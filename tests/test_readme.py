@@ -38,6 +38,7 @@ from distill.config import (
 )
 from eval.config import CompareConfig, EvalConfig
 from recurrent_drafting.config import HeadTrainConfig
+from recurrent_drafting.flags import to_overrides
 from recurrent_drafting.generate_config import GenerateConfig
 from training import corpus
 from training.config import JobConfig, typed
@@ -111,6 +112,8 @@ def parts(command: str) -> tuple[str, list[str]]:
 
 def composed(job: str, arguments: list[str]) -> JobConfig:
     """The job's configuration, of a sweep the first member's."""
+    if job == "recurrent_drafting.generate":  # takes published flags and a drafter's folder beside overrides
+        arguments = to_overrides(arguments)
     check_arguments(arguments, job, SCHEMAS[job])
     register(job, SCHEMAS[job])
     single = [re.sub(r"=(\d+)(,\d+)+$", r"=\1", word) for word in arguments if word != "-m"]
