@@ -1,12 +1,20 @@
 #!/usr/bin/env bash
-# Style, types and tests; --all adds the long suite. Makes .venv and installs the dev, train and slurm extras when needed. Other arguments go to pytest.
+# Style, types and tests, in three tiers. Makes .venv and installs the dev, train and slurm extras when needed.
+#   (none)        the short suite: before every commit
+#   --all         the long tests too, and law 3 with 20,000 draws a case instead of 5,000
+#   --exhaustive  before a release: law 3 with a million draws a case, and a hundred kills; hours
+# Other arguments go to pytest.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 cd "$ROOT"
 ensure_environment "dev,train,slurm"
 
-markers="not long"
-if [ "${1:-}" = "--all" ]; then markers=""; shift; fi
+markers="not long and not exhaustive"
+case "${1:-}" in
+  --all)        markers="not exhaustive"; draws=20000; shift ;;
+  --exhaustive) markers="";               draws=1000000; shift ;;
+esac
+export SHALLOW_DRAFT_DRAWS="${SHALLOW_DRAFT_DRAWS:-${draws:-5000}}"
 say "ruff"  # two commands: behind `&&` a failure of the first would not end the script
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .

@@ -23,6 +23,9 @@ from .rows import COSTS, PICKED, ROWS
 from .tiny import TableTarget, hf_model, native_of
 
 P_LIMIT = 1e-6
+# scripts/test.sh sets it by tier: 5,000 in the short suite, 20,000 with --all, a million with --exhaustive.
+# Controls get the same number, so that each tier shows that its own test can fail.
+DRAWS = int(os.environ.get("SHALLOW_DRAFT_DRAWS", "5000"))
 PROMPT = [3, 1, 4, 2, 4]
 WARPERS = {
     "plain": {"temperature": 1.0},
@@ -100,8 +103,9 @@ def exact_joint(target: Target, warper: Mapping[str, float]) -> dict[Triple, flo
     return joint(next_row, PROMPT)
 
 
-def p_value(counts: Mapping[Triple, int], law: Mapping[Triple, float], draws: int) -> float:
+def p_value(counts: Counter[Triple], law: Mapping[Triple, float]) -> float:
     """Chi-square test; cells with fewer than 5 expected draws are pooled. An impossible outcome gives 0."""
+    draws = counts.total()
     if any(cell not in law for cell in counts):
         return 0.0
     large = {cell: p * draws for cell, p in law.items() if p * draws >= 5}
@@ -116,7 +120,7 @@ def p_value(counts: Mapping[Triple, int], law: Mapping[Triple, float], draws: in
 
 @without_collector()
 def count_triples(
-    target: Target, drafter: Drafter | None, prompt: Sequence[int], settings: Settings, draws: int
+    target: Target, drafter: Drafter | None, prompt: Sequence[int], settings: Settings, draws: int = DRAWS
 ) -> Counter[Triple]:
     """How often each triple began the output, over the requests 0, 1, 2 ... of one prompt."""
     counts: Counter[Triple] = Counter()
@@ -131,13 +135,8 @@ def count_triples(
     return counts
 
 
-def at_least(draws: int) -> int:
-    """So many draws, or as many as SHALLOW_DRAFT_DRAWS asks for where these are more: for a run without a limit of time."""
-    return max(draws, int(os.environ.get("SHALLOW_DRAFT_DRAWS", "0")))
-
-
-def law_holds(drafter: Drafter | None, rule: str, warper: str, draws: int, seed: int = 0, **more: object) -> float:
-    """The p-value of `draws` independent requests under this drafter and rule."""
+def law_holds(drafter: Drafter | None, rule: str, warper: str, seed: int = 0, **more: object) -> float:
+    """Return the p-value of the tier's independent requests under this drafter and rule."""
     target = target_of(drafter)
     fields = {
         "max_new_tokens": 5,
@@ -148,5 +147,5 @@ def law_holds(drafter: Drafter | None, rule: str, warper: str, draws: int, seed:
         **WARPERS[warper],
         **more,
     }
-    counts = count_triples(target, drafter, PROMPT, Settings(**fields), draws)  # type: ignore[arg-type]
-    return p_value(counts, exact_joint(target, WARPERS[warper]), draws)
+    counts = count_triples(target, drafter, PROMPT, Settings(**fields))  # type: ignore[arg-type]
+    return p_value(counts, exact_joint(target, WARPERS[warper]))

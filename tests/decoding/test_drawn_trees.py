@@ -80,12 +80,11 @@ def test_choosing_among_drawn_children_breaks_law_3(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
-    assert law_holds(narrow(), "token", "plain", 5_000) < P_LIMIT
+    assert law_holds(narrow(), "token", "plain") < P_LIMIT
 
 
-@pytest.mark.parametrize("draws", [5_000, pytest.param(100_000, marks=pytest.mark.long)])
-def test_what_is_settled_before_the_draw_keeps_it(draws: int) -> None:
-    assert law_holds(narrow(), "token", "plain", draws) > P_LIMIT
+def test_what_is_settled_before_the_draw_keeps_it() -> None:
+    assert law_holds(narrow(), "token", "plain") > P_LIMIT
 
 
 def sampling(rows: int, vocab_size: int) -> Chooser:
@@ -130,7 +129,7 @@ def test_children_that_were_not_drawn_are_not_tested(name: str, ahead: bool, mon
     """Law 3 where as few draws as children leave many places empty; it breaks where an empty place is tested as another token."""
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
     monkeypatch.setattr(chooser, "TRIES", 1)
-    assert law_holds(FEW[name](), "token", "plain", 5_000) > P_LIMIT
+    assert law_holds(FEW[name](), "token", "plain") > P_LIMIT
     different = chooser.draw_different
 
     def filled(*given: Any) -> tuple[Tensor, Tensor]:
@@ -139,7 +138,7 @@ def test_children_that_were_not_drawn_are_not_tested(name: str, ahead: bool, mon
         return (tokens_BPK + empty_BPK) % 5, probs_BPK.masked_fill(empty_BPK, 0.2)
 
     monkeypatch.setattr(chooser, "draw_different", filled)
-    assert law_holds(FEW[name](), "token", "plain", 5_000) < P_LIMIT
+    assert law_holds(FEW[name](), "token", "plain") < P_LIMIT
 
 
 def test_what_a_child_is_worth() -> None:

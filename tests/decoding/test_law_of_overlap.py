@@ -34,22 +34,16 @@ CASES = [
 CASES += [(f"plus_{name}", gamma, warper) for name in REGIMES for gamma, warper in ((4, "plain"), (3, "hot_top_p"))]
 
 
-def law_of(name: str, draws: int = 20_000, warper: str = "plain", gamma: int = 4, seed: int = 0) -> float:
+def law_of(name: str, warper: str = "plain", gamma: int = 4, seed: int = 0) -> float:
     """The p-value of the first three tokens under token verification."""
     more = {"num_draft_tokens": gamma, "seed": seed, **SCHEDULES[name]}
-    return law_holds(drafter_of("chain"), "token", warper, draws, **more)
+    return law_holds(drafter_of("chain"), "token", warper, **more)
 
 
 @pytest.mark.parametrize(("name", "gamma", "warper"), CASES)
 def test_law_3(name: str, gamma: int, warper: str) -> None:
     """PEARL+'s choice hangs on what was verified, never on what is being drafted, so the distribution stays there too."""
     assert law_of(name, warper=warper, gamma=gamma) > P_LIMIT
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_law_3_with_many_draws(name: str) -> None:
-    assert law_of(name, 1_000_000, "hot_top_p", gamma=3, seed=1) > P_LIMIT
 
 
 @pytest.mark.parametrize("warper", [{"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.85}])

@@ -125,7 +125,7 @@ def test_a_forward_beyond_the_cache_is_refused_before_any_rank_begins(
     assert target.forward(ids(1, 4))[0].shape == (1, 4, target.vocab_size)
 
 
-@pytest.mark.parametrize("link", ["sockets", "gloo"])
+@pytest.mark.parametrize("link", ["sockets", pytest.param("gloo", marks=pytest.mark.long)])
 def test_a_killed_rank_is_named_at_once(link: str, folder: Path) -> None:
     target = ParallelTarget(folder, kind="tp", processes=2, dtype=torch.float64, link=link)
     target.open(1, 8)

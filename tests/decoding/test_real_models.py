@@ -81,7 +81,7 @@ def check_law(
     return plain, drafted
 
 
-@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("rule", ["greedy", pytest.param("coupled", marks=pytest.mark.long)])
 def test_stories_keep_the_law(stories260k: Path, rule: str) -> None:
     target = load_target(stories260k)
     prompts = [[1, 10 + 7 * i] for i in range(64)]

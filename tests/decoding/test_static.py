@@ -49,7 +49,8 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("shape", "batch", "execution"),
     [(shape, batch, "graph") for shape in SHAPES for batch in (1, 4)]
-    + [("llama", 4, "compiled"), ("qwen3", 4, "compiled")],  # tracing takes seconds
+    # Tracing takes seconds.
+    + [("llama", 4, "compiled"), pytest.param("qwen3", 4, "compiled", marks=pytest.mark.long)],
 )
 def test_static_steps_equal_the_eager_twin(shape: str, batch: int, execution: str) -> None:
     targets = pair(shape, execution)

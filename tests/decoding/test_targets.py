@@ -311,6 +311,7 @@ def test_a_compiled_model_equals_the_eager_one() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.long
 def test_a_compiled_foreign_architecture_decodes_as_it_does_eagerly() -> None:
     """GPT-2 as target and a LLaMA as drafter, greedy and compiled: the tokens of plain eager decoding."""
     from transformers import GPT2Config, GPT2LMHeadModel

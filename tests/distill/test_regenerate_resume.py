@@ -140,7 +140,7 @@ def wait_for_answers(process: subprocess.Popen[str], journal: Path, count: int) 
     raise AssertionError(f"ended with {process.poll()}: {process.communicate()}")
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_kill_in_the_middle_changes_nothing(ending: signal.Signals, home: Path, straight: Path, tmp_path: Path):
     folder = tmp_path / "run"
     journal = folder / "answers" / "rank_0.jsonl"

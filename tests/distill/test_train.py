@@ -217,6 +217,7 @@ def until_it_trains(process: "subprocess.Popen[str]", folder: Path, lines: int) 
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Path):
     """The second rank is killed in the middle of training: the job ends, names it and makes no drafter."""
     given = command(

@@ -145,10 +145,8 @@ def test_every_extension_trains_and_is_told(
     assert bool(card["extensions"]) == shortlist
 
 
-@pytest.mark.parametrize(
-    ("cache", "loss"),
-    [("none", "own_tokens=0.5"), pytest.param("disk", "name=continuations", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("cache", "loss"), [("none", "own_tokens=0.5"), ("disk", "name=continuations")])
 def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(
     cache: str, loss: str, tiny_target: Path, tmp_path: Path
 ):

@@ -36,6 +36,7 @@ def test_it_runs_at_toy_size(tiny_target: Path, tmp_path: Path):
     assert figures["over_fixed"]["acceptance"]["worst"]["low"] is not None
 
 
+@pytest.mark.long
 def test_a_domain_too_small_to_split_is_named(tiny_target: Path, tmp_path: Path):
     (tmp_path / "few.jsonl").write_text(json.dumps({"text": "one line of text"}))
     done = toy(tiny_target, tmp_path, "domains=[few=few.jsonl]")

@@ -31,6 +31,7 @@ def test_documents_are_programs_of_the_standard_library() -> None:
     assert not names & {"html.entities", "encodings.cp850", "pydoc_data.topics", "test.test_json", "unittest.test"}
 
 
+@pytest.mark.long
 def test_functions_are_python_again() -> None:
     functions = corpus.functions("held_out")
     assert len(functions) > 500

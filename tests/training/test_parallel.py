@@ -51,7 +51,7 @@ def equal_runs(folder: Path, seen: dict[str, Any], one: tuple[Path, dict[str, An
 
 @pytest.mark.parametrize(
     "kind",
-    ["ddp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("zero1", "zero2", "zero3")), "fsdp"],
+    ["ddp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("zero1", "zero2", "zero3", "fsdp"))],
     indirect=True,
 )
 def test_two_processes_train_as_one(kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path):

@@ -79,7 +79,7 @@ NOWHERE = "error: target=nowhere: there is no conf/target/nowhere.yaml"
         (["sweep=[1,2"], "error: 'sweep=[1,2' cannot be read"),
         pytest.param(["target=nowhere"], NOWHERE, marks=pytest.mark.long),
         pytest.param(["target=nowhere", "--help"], NOWHERE, marks=pytest.mark.long),
-        (["-m", "target=embedded,nowhere"], NOWHERE),
+        pytest.param(["-m", "target=embedded,nowhere"], NOWHERE, marks=pytest.mark.long),
     ],
 )
 def test_a_job_ends_with_that_line_alone(arguments: list[str], found: str, tmp_path: Path):

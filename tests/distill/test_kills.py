@@ -1,0 +1,45 @@
+"""A training that is killed a hundred times, at random moments, leaves the drafter of a straight run."""
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from training.job import CONF
+
+KILLS = 100
+
+
+def start(target: Path, folder: Path) -> "subprocess.Popen[bytes]":
+    words = [sys.executable, "-m", "distill.train", "+experiment=smoke", "threads=1"]
+    words += [f"target.path={target}", f"output_dir={folder}"]
+    return subprocess.Popen(words, cwd=CONF.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def drafter_bytes(folder: Path) -> bytes:
+    return (folder / "drafter" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.exhaustive
+def test_a_hundred_kills_change_nothing(tiny_target: Path, tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert start(tiny_target, tmp_path / "straight").wait() == 0
+    seconds = time.monotonic() - began
+    moments, killed, attempt = random.Random(0), 0, 0
+    while killed < KILLS:
+        # A folder is taken on until its run ends before it is killed; then the next one begins.
+        folder = tmp_path / f"attempt_{attempt}"
+        process = start(tiny_target, folder)
+        try:
+            assert process.wait(moments.uniform(0.0, seconds)) == 0
+            assert drafter_bytes(folder) == drafter_bytes(tmp_path / "straight")
+            attempt += 1
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            killed += 1
+    assert start(tiny_target, folder).wait() == 0, "the last one resumes, too"
+    assert drafter_bytes(folder) == drafter_bytes(tmp_path / "straight")
