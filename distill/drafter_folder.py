@@ -35,6 +35,14 @@ def write_card(folder: Path, model: Any, origin: Origin, pruning: dict[str, Any]
     drafter_folder.write_card(folder, origin, about, readme)
 
 
+# What each launch line was tried with; a drafter's README repeats it.
+TRIED = {
+    "Hugging Face": "run by scripts/bench/decoding.py",
+    "vLLM": "tried by hand with vLLM 0.32 on a CPU",
+    "SGLang": "not tried yet",
+}
+
+
 def launch_lines(target: str, drafter: str, draft_tokens: int) -> dict[str, str]:
     """Ready lines for the engines that load the folder."""
     target = target.replace("embedded:", "assets/")  # what ships with the project
@@ -56,7 +64,8 @@ def launch_lines(target: str, drafter: str, draft_tokens: int) -> dict[str, str]
 def readme(card: dict[str, Any]) -> str:
     """The README of a drafter folder: front matter of the Hugging Face Hub, then what it is and how to start it."""
     lines = "\n\n".join(
-        f"**{engine}**\n\n```\n{line}\n```" for engine, line in launch_lines(card["target"], ".", 4).items()
+        f"**{engine}** ({TRIED[engine]})\n\n```\n{line}\n```"
+        for engine, line in launch_lines(card["target"], ".", 4).items()
     )
     shape = card["shape"]
     layers = "1 layer" if shape["num_hidden_layers"] == 1 else f"{shape['num_hidden_layers']} layers"
