@@ -73,8 +73,8 @@ class Session:
         with ProgressBar("eval", total) as bar:
             progress = _Progress(bar, total, self.deadline)
             measured = dict.fromkeys(("sweep", "main"), 0)
-            for part, tasks in blocks(cfg, self.loaded):
-                missing = [task for task in tasks if not self._has(task)]
+            for tasks in blocks(cfg, self.loaded):
+                part, missing = tasks[0].part, [task for task in tasks if not self._records_of(task)]
                 # A block that was begun is ended: all conditions have the same prompts.
                 if len(missing) == len(tasks) and not self.deadline.has_room(part, measured[part]):
                     continue
@@ -99,19 +99,10 @@ class Session:
         place = (task.condition, task.part, task.unit)
         return [record for record in self.records if (record.condition, record.part, record.unit) == place]
 
-    def _has(self, task: Task) -> bool:
-        """Whether an earlier run measured it."""
-        have = self._records_of(task)  # looked at first: the arms of the main part are known behind the sweep alone
-        return bool(have) and self._complete(task, have)
-
-    def _complete(self, task: Task, have: Sequence[Record]) -> bool:
-        arms = [*self.loaded.bench.baselines(task.condition), *self._arms(task.condition, task.part)]
-        return _complete(have, arms)
-
     def _measure_unit(self, task: Task, progress: _Progress) -> None:
         bench, condition, part = self.loaded.bench, task.condition, task.part
         arms, have = self._arms(condition, part), self._records_of(task)
-        if self._has(task):
+        if _complete(have, [*bench.baselines(condition), *arms]):
             progress.skip(decodings(bench, condition, task.prompts, len(arms)))
             return
         # A unit that a killed run wrote in part is measured again as a whole: its pairs must be neighbours in time.
@@ -207,21 +198,20 @@ def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[G
     return sweep, main
 
 
-def blocks(cfg: EvalConfig, loaded: Loaded) -> list[tuple[str, list[Task]]]:
-    """(part, its units that are measured all or none), in the order in which they are measured.
+def blocks(cfg: EvalConfig, loaded: Loaded) -> list[list[Task]]:
+    """All units by what is measured as a whole or not at all, in the order in which it is.
 
     Without a bound in seconds a condition's sweep and main part, one condition after another. With one the sweep of all conditions, then
     their main part, each cut into blocks of as many prompts as the largest batch has.
     """
-    tasks: dict[tuple[int, str, int], list[Task]] = defaultdict(list)
+    found: dict[tuple[int, int], list[Task]] = defaultdict(list)
     largest = max(cfg.batch_sizes)
     for number, condition in enumerate(conditions(cfg)):
         for place, (part, units) in enumerate(zip(("sweep", "main"), split(cfg, loaded, condition), strict=True)):
             for index, (unit, prompts) in enumerate(units):
-                block = index * condition.batch_size // largest
-                key = (place, part, block) if cfg.max_seconds else (number, part, place)
-                tasks[key].append(Task(condition, part, index, unit, prompts))
-    return [(key[1], tasks[key]) for key in sorted(tasks, key=lambda key: (key[0], key[2]))]
+                order = (place, index * condition.batch_size // largest) if cfg.max_seconds else (number, place)
+                found[order].append(Task(condition, part, index, unit, prompts))
+    return [found[order] for order in sorted(found)]
 
 
 def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
@@ -269,6 +259,7 @@ class _Progress:
             self.bar.update(self.count, f"as many as fit into {self.deadline.max_seconds:g} s", self.count)
 
     def _update(self, note: str) -> None:
-        spent = self.deadline.seconds if self.deadline.bounds else 0.0
-        fit = self.count * self.deadline.max_seconds / spent if spent else self.total
-        self.bar.update(self.count, note, max(self.count + 1, min(self.total, int(fit))) if spent else self.total)
+        total = self.total
+        if self.deadline.bounds and (spent := self.deadline.seconds):
+            total = min(total, max(self.count + 1, int(self.count * self.deadline.max_seconds / spent)))
+        self.bar.update(self.count, note, total)

@@ -123,12 +123,13 @@ class DataConfig:
 class LoopConfig:
     """How long to train, in what batches, and when to look."""
 
-    # What ends the training, whichever comes first: max_steps, max_epochs, max_tokens or max_seconds. Schedules run to the nearest.
-    max_steps: int = 0  # optimizer steps; 0: any number
-    max_epochs: float | None = None  # passes over the data; null: one where nothing else is given, else any number
-    max_tokens: int = 0  # tokens trained on, without padding: the step that reaches them is the last; 0: any number
-    # Seconds of training, held-out evaluations (the last one too) and checkpoints, of resumed runs together; 0: any number. One step is
-    # always made. What comes before the first step, and the export after the last, is not counted.
+    # Optimizer steps at most; 0: any number. Of max_steps, max_epochs, max_tokens and max_seconds the first that is reached ends the training,
+    # and schedules run to the nearest.
+    max_steps: int = 0
+    max_epochs: float | None = None  # passes over the data at most; null: any number beside another bound, else one
+    max_tokens: int = 0  # tokens trained on at most, padding apart, up to the end of a step; 0: any number
+    # Seconds of training at most, with held-out evaluations (the last one too) and checkpoints, of resumed runs together; 0: any number. What
+    # comes before the first step and behind the last evaluation is not counted. One step is always made.
     max_seconds: float = 0.0
     tokens_per_step: int = 8192  # packed tokens an optimizer step sees, over all ranks and accumulation steps
     micro_batch_tokens: int = 8192  # packed tokens of one forward on one rank
