@@ -19,7 +19,8 @@ LEAST = {
     "sweep": 2,
     "main": 5,
 }  # blocks that are measured, whatever they take: of fewer than five prompts a speedup has no interval
-UNTIL = {"sweep": 0.5, "main": 1.0}  # shares of the bound by which the parts end
+UNTIL = {"sweep": 0.4, "main": 1.0}  # shares of the bound by which the parts end
+COSTS = 0.1  # share of the bound in which the costs that drafters weigh are measured, beforehand
 
 
 class Deadline:
@@ -43,6 +44,11 @@ class Deadline:
     def seconds(self) -> float:
         """Spent on measuring so far, by earlier runs too."""
         return self._earlier + self._clock() - self._began
+
+    @property
+    def costs_seconds(self) -> float:
+        """For the costs that drafters weigh."""
+        return COSTS * self.max_seconds
 
     def has_room(self, part: str, blocks: int) -> bool:
         """Whether another block of a part is to be measured behind so many; it is taken to last as long as the longest."""

@@ -68,7 +68,8 @@ class Session:
         print(
             "eval: timing the steps that drafters weigh, and warming up", file=sys.stderr
         )  # minutes, with many drafters
-        frozen_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file)
+        seconds = self.deadline.costs_seconds
+        frozen_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file, seconds)
         warm_up(self.loaded, self.cfg)
         with ProgressBar("eval", total) as bar:
             progress = _Progress(bar, total, self.deadline)
