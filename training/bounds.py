@@ -1,7 +1,7 @@
 """How long a run is: bounds by steps, epochs, tokens and seconds, whichever comes first, and the progress towards them that schedules follow.
 
-Progress is what a checkpoint remembers of each step, never a fresh look at the clock: a run that goes on takes the same learning rates as one
-that never stopped: exactly so under bounds by steps and tokens, and under one by seconds where the clock reads the same.
+Progress is what was recorded after the step before, and what a checkpoint holds, never a fresh look at the clock: a resumed run takes the same
+learning rates as one that never stopped, exactly so under bounds by steps and tokens, and under one by seconds where the clock reads the same.
 """
 
 import math

@@ -107,7 +107,7 @@ def fit(
         if not progress.reached(whole):
             of = f" of {whole.steps:.0f}" if whole.steps < math.inf else ""
             bar.say(f"  ended after step {progress.step}{of}: {data.ended}")
-        elif progress.time_up:
+        elif progress.time_up and progress.step < whole.steps:
             bar.say(
                 f"  ended after step {progress.step}: no other fits into {config.max_seconds:g} s (loop.max_seconds)"
             )
