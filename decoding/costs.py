@@ -1,9 +1,12 @@
 """What a round costs on this machine, measured before anything is decided by it: the parts, and the rest of a round beside them."""
 
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from statistics import median
+from typing import TypeVar
 
 from decoding.batch import Settings
 from decoding.drafter import Drafter
@@ -19,6 +22,9 @@ CHEAPEST = 0.25  # of what a step took by itself: a step of a draft is not thoug
 SPARED = 0.25  # of a target's step: a round is not thought cheaper than its parts by more
 EVERY = 16  # drafted tokens up to which every length is timed
 DEEP = RoundCosts(0.01, (1.0,))  # by which a drafter that weighs costs drafts, and deep
+LEAST_WINDOWS = 3  # of which the median passes over a bad one
+
+Window = TypeVar("Window")
 
 
 def own_cores(target: Target, drafter: Drafter, schedule: str) -> AbstractContextManager[None]:
@@ -46,8 +52,9 @@ def measure_costs(
     windows: int = 3,
     repeats: int = 3,
     tokens: int = 32,
+    seconds: float = math.inf,
 ) -> RoundCosts:
-    """The costs of a round under these settings, from several windows of time.
+    """The costs of a round under these settings, from several windows of time: `windows`, or as many as `seconds` allow, three at least.
 
     A machine changes pace from second to second, and one bad window would decide all that follows. So each window times the parts (`repeats`
     of each, in turn) and right behind them serial generations of `tokens` tokens at fixed length, whose rounds take more than their parts by
@@ -83,12 +90,20 @@ def measure_costs(
     with own_cores(target, drafter, settings.schedule):
         generation(drafter, brief.num_draft_tokens)  # warms up
         if drafter.caps.worth_beams is None or drafter.caps.rate is None:
-            return settled([window() for _ in range(windows)])
+            return settled(_taken(window, windows, seconds))
         # By their parts alone so many beams pay; what rounds take beside them is another matter, so a single one is measured as well, in turn.
         widths_worth = sorted({1, drafter.caps.worth_beams(timed())})
-        found = [[window(beams) for beams in widths_worth] for _ in range(windows)]
+        found = _taken(lambda: [window(beams) for beams in widths_worth], windows, seconds)
         rate = drafter.caps.rate
         return max((settled(of) for of in zip(*found, strict=True)), key=lambda costs: rate(costs) * costs.target_ms(1))
+
+
+def _taken(window: Callable[[], Window], most: int, seconds: float) -> list[Window]:
+    """Windows one after another, until there are `most` or the time is over."""
+    ends, found = time.perf_counter() + seconds, [window() for _ in range(min(most, LEAST_WINDOWS))]
+    while len(found) < most and time.perf_counter() < ends:
+        found.append(window())
+    return found
 
 
 def with_rest(

@@ -143,7 +143,7 @@ class L0Config:
     evaluation holds the weights whole on each."""
 
     beta: str = "code"  # of the hard-concrete distribution: code (2/3, what was run) | paper (0.83, its appendix)
-    warmup_share: float = 0.2  # share of the steps over which the sparsity grows to its target
+    warmup_share: float = 0.2  # share of the run over which the sparsity grows to its target
     mask_lr: float = 1.0  # peak learning rate of mask logits and multipliers
     train_weights: bool = True  # weights move with the masks; false: frozen, at a fraction of the memory
 

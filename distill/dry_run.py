@@ -24,6 +24,7 @@ from training.drafter_folder import Origin, write_untrained
 from training.memory_plan import Shape, activation_bytes, bytes_per_rank
 from training.models import dtype_of, random_model, say_missing, target_config
 from training.paths import resolve
+from training.plan import plan_tokens
 from training.ranks import ZERO
 from training.shapes import bytes_a_step, forward_flops, layers_of, millions, parameter_counts, target_widths
 
@@ -114,10 +115,11 @@ def _print_importance(config: PruneConfig, source: Any, frozen: Mapping[str, Any
 def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) -> float:
     """Of mode=l0: the source is trained under masks, and the target only looks at evaluations. Returns operations."""
     loop, trained = config.loop, parameter_counts(source)["all"]
-    tokens, a_token = loop.max_steps * loop.tokens_per_step, 6.0 if config.l0.train_weights else 4.0
+    a_token = (6.0 if config.l0.train_weights else 4.0) * trained
     what = "weights and masks" if config.l0.train_weights else "masks, the weights frozen,"
-    flops = a_token * trained * tokens
-    _say(f"l0: {what} trained on {tokens:,} tokens in {loop.max_steps:,} steps", flops, config.assumed_tflops)
+    plan = plan_tokens(loop, a_token, config.assumed_tflops)
+    flops = a_token * plan.tokens
+    _say(f"l0: {what} trained on {plan.words}", flops, config.assumed_tflops)
     _print_memory(loop, config.parallel, source, frozen, config.target.dtype, config.l0.train_weights)
     if config.parallel.kind in (*ZERO, "fsdp"):
         whole = trained * dtype_of(loop.dtype).itemsize
@@ -205,16 +207,14 @@ def print_cost(
     teacher = parameter_counts(frozen["target"])["all"] if "target" in frozen else 0
     a_token = 6 * trained + 2 * teacher
     print(f"cost: {operations(a_token)} a token (6 x student{' + 2 x teacher' if teacher else ''})")
-    tokens = loop.max_steps * loop.tokens_per_step
-    if tokens:
-        _say(f"plan: {tokens:,} tokens in {loop.max_steps:,} steps", float(a_token * tokens), tflops)
+    plan = plan_tokens(loop, a_token, tflops)
+    if plan.tokens:
+        _say(f"plan: {plan.words}", float(a_token * plan.tokens), tflops)
     else:
-        print(
-            f"plan: {loop.max_epochs:g} epochs; their tokens are known when the data is read (or give loop.max_steps)"
-        )
+        print(f"plan: {plan.words}; their tokens are known when the data is read (or give loop.max_steps)")
     _print_memory(loop, parallel, student, frozen, frozen_dtype or loop.dtype)
     _print_checkpoint(loop, trained, trained)
-    return float(a_token * tokens)
+    return float(a_token * plan.tokens)
 
 
 def _print_checkpoint(loop: LoopConfig, trained: int, stored: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from distill.masks import Masks
+from training.bounds import Place
 from training.losses.chunked import chunked_cross_entropy
 from training.objectives import hidden_states
 from training.optimizer import Rate
@@ -29,7 +30,7 @@ class MaskedModel(nn.Module):
     def __init__(
         self, model: Any, masks: Masks, warmup_share: float, mask_lr: float, lr: float, train_weights: bool
     ) -> None:
-        """warmup_share: of all steps, over which the target sparsity grows; mask_lr beside the weights' lr: of logits and multipliers."""
+        """warmup_share: of the whole run, over which the target sparsity grows; mask_lr beside the weights' lr: of logits and multipliers."""
         super().__init__()
         self.model, self.masks = model, masks
         for parameter in model.parameters():
@@ -43,13 +44,12 @@ class MaskedModel(nn.Module):
         self.step, self._warm = 0, 0.0
         self._hooks = contextlib.ExitStack()
 
-    def begin(self, step: int, total: int) -> None:
-        """The target sparsity of this step: t min(1, step / warm-up)."""
+    def begin(self, step: int, place: Place) -> None:
+        """The target sparsity of this step: t times what lies behind of the warm-up."""
         self.step = step
         for _, masks in self.masks.each():
             masks.bound()
-        warmup = self._warmup_share * total
-        self._warm = min(1.0, step / warmup) if warmup else 1.0
+        self._warm = place.share(of=self._warmup_share)
 
     def unmask(self) -> None:
         """Take the masks of the last forward off the model."""

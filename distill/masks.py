@@ -176,7 +176,7 @@ def in_words(figures: Mapping[str, float]) -> list[str]:
     if off:
         lines.append(
             f"warning: masks of {', '.join(off)} are more than {NEAR:.0%} off their sparsity, so the cut takes away what the model still used: "
-            "train them longer (loop.max_steps)"
+            "train them longer (loop.max_steps, or what else bounds the loop)"
         )
     tied = [kind for kind, margin in margins.items() if margin == 0]
     if tied:

@@ -18,7 +18,7 @@ from training.drafter_folder import write_model
 from training.job import job_main
 from training.job_data import data_files, held_out_domains, read_samples, training_data
 from training.launch import is_worker, launch, processes_wanted
-from training.loop import fit, total_steps
+from training.loop import fit
 from training.mixture import check_mixture
 from training.models import build_llama, dtype_of, load_causal_lm
 from training.objectives import LanguageModelling
@@ -26,6 +26,7 @@ from training.optimizer import count_parameters
 from training.packing import PackedData, Sample, collate
 from training.parallel import Parallel
 from training.paths import resolve
+from training.plan import describe_plan
 from training.run_folder import RunFolder
 from training.shapes import millions
 from training.tracker import Recording
@@ -66,11 +67,10 @@ def train(config: PretrainConfig, run_folder: RunFolder, tokenizer_folder: Path,
     data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
     held_out = held_out_samples(tokenizer, config, parallel.is_main)
     if parallel.is_main:
-        steps = total_steps(config.loop, data)
         size = count_parameters(model.parameters()) / 1e6
         print(f"model: {size:.1f} M parameters, {config.model.num_hidden_layers} layers")
         print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full")
-        print(f"plan: {steps:,} steps, {steps / data.steps_per_epoch:.2f} epochs")
+        print(f"plan: {describe_plan(config.loop, data)}")
     objective = LanguageModelling(model)
     inputs = [tokenizer_folder, *([resolve(config.init_from)] if config.init_from else []), *data_files(config.data)]
     with Recording(run_folder, config, inputs, parallel.is_main) as tracker:

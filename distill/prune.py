@@ -28,7 +28,7 @@ from distill.student import chosen_layers
 from distill.workbench import Source, Workbench, read_source
 from training.amounts import PLANNED
 from training.checkpoint import write_text
-from training.config import DataConfig, check_values, refuse_parallel
+from training.config import DataConfig, bound_rules, check_values, refuse_parallel
 from training.drafter_folder import Origin, write_model
 from training.job import job_main
 from training.job_data import data_files, held_out_domains, read_samples, sources, training_texts
@@ -117,6 +117,7 @@ def check(config: PruneConfig) -> None:
                 config.cache_mb == 0 or (config.cache_mb > 0 and config.parallel.kind not in SHARDED_WEIGHTS),
                 "0 (none) or more, and 0 with zero3 and fsdp: a target in shares is read by all ranks together, so none can skip its forward",
             ),
+            **bound_rules("between", config.between),
             "between.max_steps": (config.between.max_steps > 0, "more than 0"),
         },
     )

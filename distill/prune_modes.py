@@ -180,10 +180,22 @@ def _probe(bench: Workbench, student: Any, name: str, place: Path) -> float:
 
 
 def _in_small(between: LoopConfig, steps: int) -> LoopConfig:
-    """The distillation between stages in `steps` steps: its warm-up is the same share of them, so that the learning rate comes to its peak."""
+    """The distillation between stages in `steps` steps, alike for all candidates, whatever else bounds it.
+
+    Its warm-up is the same share of them, so that the learning rate comes to its peak.
+    """
     warmup = round(between.optimizer.warmup_steps * steps / between.max_steps)
     optimizer = dataclasses.replace(between.optimizer, warmup_steps=warmup)
-    return dataclasses.replace(between, max_steps=steps, optimizer=optimizer, eval_every=0, checkpoint_every=0)
+    return dataclasses.replace(
+        between,
+        max_steps=steps,
+        max_epochs=None,
+        max_tokens=0,
+        max_seconds=0.0,
+        optimizer=optimizer,
+        eval_every=0,
+        checkpoint_every=0,
+    )
 
 
 def by_masks(bench: Workbench, source: Source, shape: Any, folder: Path) -> tuple[Any, dict[str, Any], Any]:
@@ -206,9 +218,9 @@ def by_masks(bench: Workbench, source: Source, shape: Any, folder: Path) -> tupl
     a_token = (6 if config.l0.train_weights else 4) * parameter_counts(model.config)["all"]
     folder.mkdir(parents=True, exist_ok=True)
     tracker = Tracker(folder, config.tracker, config.experiment, {}) if bench.parallel.is_main else None
-    tokens = config.loop.max_steps * config.loop.tokens_per_step
-    with bench.account("masks", float(a_token) * tokens):
+    with bench.account("masks", 0.0):
         progress = fit("masks", objective, objective, data, config.loop, bench.parallel, folder, tracker, evaluate)
+    bench.flops["masks"] += float(a_token) * progress.step * config.loop.tokens_per_step
     if tracker is not None:
         tracker.close()
     figures = {key: value for key, value in progress.best.items() if key not in ("step", "score")}

@@ -23,13 +23,14 @@ from training.held_out import target_answers
 from training.job import job_main
 from training.job_data import data_files, held_out_domains, training_data
 from training.launch import is_worker, launch, processes_wanted
-from training.loop import Progress, fit, total_steps
+from training.loop import Progress, fit
 from training.mixture import check_mixture
 from training.models import check_context, check_target, dtype_of, folder_of, target_config, target_is_here
 from training.objectives import Distillation, LanguageModelling, TeacherStates
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
+from training.plan import bounds_of, describe_plan
 from training.ranks import SHARDED_WEIGHTS
 from training.run_folder import RunFolder
 from training.tracker import Recording
@@ -151,14 +152,13 @@ def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) 
     """What will be trained on what, before the first step."""
     sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e6 for model in (student, teacher)]
     layers = [model.config.num_hidden_layers for model in (student, teacher)]
-    steps = total_steps(config.loop, data)
     print(f"student: {sizes[0]:.1f} M parameters, {layers[0]} of {layers[1]} layers; teacher: {sizes[1]:.1f} M, frozen")
     print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, {data.fill:.1%} full")
-    epochs = steps / data.steps_per_epoch
     # The time left is foretold by the steps of the last half minute, which in the first epoch run the teacher too.
-    remembers = config.loss.name == "forward_kl" and config.loss.cache_mb > 0 and epochs > 1
-    slow_first = "; the first also runs the teacher and is the slowest" if remembers else ""
-    print(f"plan: {steps:,} steps of {data.rows_per_step * data.capacity:,} tokens, {epochs:.2f} epochs{slow_first}")
+    several = bounds_of(config.loop, data).steps > data.steps_per_epoch
+    remembers = config.loss.name == "forward_kl" and config.loss.cache_mb > 0 and several
+    slow_first = "; the first epoch also runs the teacher and is the slowest" if remembers else ""
+    print(f"plan: {describe_plan(config.loop, data)}{slow_first}")
 
 
 def finish(

@@ -96,12 +96,13 @@ class Workbench:
         """Distil the target into `student`, in loop.dtype, for a while; resumes from `folder`."""
         data = self.data(rows_of_step(self.config.data, loop))
         objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher, states=self.states)
-        flops = 6.0 * parameter_counts(student.config)["all"] * loop.max_steps * loop.tokens_per_step
         before = self.states.tokens_read
-        with self.account(title, flops):
+        with self.account(title, 0.0):
             progress = fit(
                 title, objective, student, data, loop, self.parallel, folder, None, lambda: self.acceptance(student)
             )
         read = self.parallel.sum(torch.tensor(self.states.tokens_read - before, device=self.parallel.device))
+        a_token = 6.0 * parameter_counts(student.config)["all"]
+        self.flops[title] += a_token * progress.step * loop.tokens_per_step
         self.flops[title] += forward_flops(self.teacher.config) * float(read)
         return progress

@@ -66,6 +66,9 @@ class EvalConfig(JobConfig):
     sweep_prompts: int = 8
     batch_sizes: list[int] = field(default_factory=lambda: [1])  # prompts decoded together
     max_prompts: int = 64  # prompts taken from the benchmark, the sweep's included unless it has its own file; 0: all
+    # Seconds of measuring at most, what is timed beforehand and resumed runs included; 0: all prompts. Of the prompts, in an order shuffled by
+    # `seed`, as many are measured as fit, each under every condition and by every drafter: 2 of the sweep and 5 of the rest at least.
+    max_seconds: float = 0.0
     samples: int = 1  # generations of every prompt where temperature > 0, each with noise of its own
     repeats: int = 1  # times that every generation is run; the fastest counts, for noisy machines
     max_new_tokens: int = 128  # a generation ends here or at a stop token

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,18 +87,24 @@ def _time(
 
 
 def frozen_costs(
-    bench: Bench, conditions: Sequence[Condition], prompt: Sequence[int], deepest: Mapping[str, int], path: Path
+    bench: Bench,
+    conditions: Sequence[Condition],
+    prompt: Sequence[int],
+    deepest: Mapping[str, int],
+    path: Path,
+    seconds: float = math.inf,
 ) -> None:
     """Fill bench.costs for the policies and drafters that weigh costs: from the run folder, or measured and written there first.
 
-    So a run that is taken up again decides as it did before. deepest: the longest draft of each drafter.
+    So a run that is taken up again decides as it did before. deepest: the longest draft of each drafter. seconds: for all of them together.
     """
+    weighing = [
+        name for name, use in bench.uses.items() if weighs_costs(bench.drafters[name].caps, use.schedule, use.stopping)
+    ]
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for condition in conditions:
-        for name, use in bench.uses.items():
+        for name in weighing:
             drafter = bench.drafters[name]
-            if not weighs_costs(drafter.caps, use.schedule, use.stopping):
-                continue
             key = f"{name}, {condition.label}"
             if key not in known:
                 costs = measure_costs(
@@ -111,6 +118,7 @@ def frozen_costs(
                     windows=COST_WINDOWS,
                     repeats=COST_REPEATS,
                     tokens=COST_TOKENS,
+                    seconds=seconds / (len(conditions) * len(weighing)),
                 )
                 known[key] = dataclasses.asdict(costs)
                 write_text(path, json.dumps(known, indent=1))

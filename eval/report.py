@@ -75,7 +75,7 @@ def _lead(shown: Sequence[Row]) -> str:
     first = shown[0]
     return (
         f"{first.target_layers} layers, {words.millions(first.target_parameters)} parameters, {first.dtype}, on "
-        f"{first.hardware} with {words.threads(first)}. {first.prompts} prompts ({first.benchmark}), up to "
+        f"{first.hardware} with {words.threads(first)}. {words.prompts(first)} of {first.benchmark}, up to "
         f"{first.max_new_tokens} new tokens each. Baseline: our own autoregressive decoding, interleaved with them."
     )
 

@@ -7,7 +7,9 @@ at that length, and those runs are the result. So the draft length is never chos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from decoding.stopping import RoundCosts
 from decoding.verify import check_rule
 from eval.budgets import with_limits
 from eval.config import EvalConfig
+from eval.deadline import Deadline
 from eval.origins import Origin, origin_of, write_origins
 from eval.records import Record
 from eval.report import Provenance, write_report
@@ -37,10 +40,11 @@ NOT_MEASURED = (
 )
 
 
-def run(cfg: EvalConfig) -> Path:
+def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
     """Measure and report; returns the run folder with results.jsonl, records.jsonl, parts.jsonl, drafters.json and report.html.
 
-    Raises UserError for input that does not fit, and for an output that is not the target's own (after the report).
+    clock: seconds, for max_seconds alone. Raises UserError for input that does not fit, and for an output that is not the target's own (after
+    the report).
     """
     check(cfg)
     if not cfg.drafters and cfg.prompt_lookup_control:
@@ -66,10 +70,12 @@ def run(cfg: EvalConfig) -> Path:
         check_plan(cfg, loaded)
         folder.write_manifest(loaded.inputs, {}, finished=False)
         write_origins(folder.path, _origins(loaded, folder.manifest["inputs"]))
+        deadline = Deadline(cfg.max_seconds, folder.path, clock)
         shapes = with_limits(loaded.shapes, most_tokens(cfg, loaded), folder.path / "limits.json")
-        session = Session(cfg, loaded, folder.path)
+        session = Session(cfg, loaded, folder.path, deadline)
         session.measure()
         rows = build_rows(loaded.run, loaded.facts, session.slices, session.records, shapes)
+        rows = with_asked(rows, cfg, loaded)
         write_rows(results, rows)
         write_report(report, rows, session.records, _provenance(cfg, folder, loaded, rows, session.records))
         folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)
@@ -111,7 +117,7 @@ def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     print(f"draft lengths: {_draft_lengths(cfg, loaded)}")
     print(f"conditions: {', '.join(condition.label for condition in conditions(cfg))}")
     print(
-        f"would decode {sum(batches.values())} batches, at most {most_tokens(cfg, loaded)} tokens, into {cfg.output_dir}"
+        f"would decode {sum(batches.values())} batches, at most {most_tokens(cfg, loaded)} tokens{_within(cfg)}, into {cfg.output_dir}"
     )
 
 
@@ -120,10 +126,15 @@ def _say_intent(cfg: EvalConfig) -> None:
     told = ", ".join(condition.label for condition in conditions(cfg))
     prompts = f"at most {cfg.max_prompts} prompts" if cfg.max_prompts else "all prompts"
     print(
-        f"would measure the drafters ({len(cfg.drafters)} given) on {prompts} of {cfg.benchmark.path}, {cfg.max_new_tokens} tokens each; {told}"
+        f"would measure the drafters ({len(cfg.drafters)} given) on {prompts} of {cfg.benchmark.path}, {cfg.max_new_tokens} tokens each"
+        f"{_within(cfg)}; {told}"
     )
     _hint_prompts(cfg)
     print(f"note: {cfg.target.path} is not there, and measuring needs its weights: which prompts fit is not known yet")
+
+
+def _within(cfg: EvalConfig) -> str:
+    return f", as many of them as fit into {cfg.max_seconds:g} s" if cfg.max_seconds else ""
 
 
 def _hint_prompts(cfg: EvalConfig) -> None:
@@ -133,6 +144,19 @@ def _hint_prompts(cfg: EvalConfig) -> None:
             f"note: {cfg.benchmark.path} are requests for Python functions. Give prompts of the kind that will be served: benchmark=file "
             "benchmark.path=PROMPTS.jsonl (of a recipe: benchmark_prompts=PROMPTS.jsonl)"
         )
+
+
+def with_asked(rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded) -> list[Row]:
+    """The rows, where time bounds the run with the number of prompts that there were to measure: of whole batches alone."""
+    if not cfg.max_seconds:
+        return list(rows)
+    asked = {name: len(prompts) for name, prompts in zip(("sweep", "main"), prompts_by_part(cfg, loaded), strict=True)}
+    return [
+        dataclasses.replace(
+            row, max_seconds=cfg.max_seconds, prompts_asked=asked[row.part] // row.batch_size * row.batch_size
+        )
+        for row in rows
+    ]
 
 
 def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:
@@ -166,6 +190,7 @@ def _provenance(
     for name, count in (("too_long", "too long for the context"), ("over_limit", "over the limit of max_prompts")):
         if loaded.bench.benchmark.counts[name]:
             missing.append(f"{loaded.bench.benchmark.counts[name]} prompts: {count}.")
+    missing += [text for row in main_rows(list(rows))[:1] if (text := _over_time(row))]
     for batch in {row.batch_size for row in rows}:
         left = sum(len(part) % batch for part in prompts_by_part(cfg, loaded))
         if left:
@@ -178,29 +203,46 @@ def _provenance(
         prompt_file=loaded.prompt_file.name,
         revision=manifest["git_revision"],
         unmeasured=missing,
-        draft_lengths=_draft_lengths(cfg, loaded),
+        draft_lengths=_draft_lengths(
+            cfg, loaded, len({record.prompt_id for record in records if record.part == "sweep"})
+        ),
         repeats=cfg.repeats,
         texts=_texts(cfg, loaded, records),
     )
 
 
-def _draft_lengths(cfg: EvalConfig, loaded: Loaded) -> str:
-    """How they come about, and on what prompts; apart from these the caps of rules that choose lengths by themselves."""
+def _over_time(row: Row) -> str:
+    """Which prompts there was no time for; empty where all were measured."""
+    left = row.prompts_asked - row.prompts
+    if left <= 0:
+        return ""
+    return (
+        f"{left} of {row.prompts_asked} prompts: the others, first in an order shuffled by the seed, are those that fitted into "
+        f"max_seconds={row.max_seconds:g}."
+    )
+
+
+def _draft_lengths(cfg: EvalConfig, loaded: Loaded, measured: int | None = None) -> str:
+    """How they come about, and on what prompts; apart from these the caps of rules that choose lengths by themselves.
+
+    measured: of the sweep's prompts, where not all were.
+    """
     caps: dict[int, list[str]] = {}
     for name, facts in loaded.facts.items():
         if facts.own_cap is not None:
             caps.setdefault(facts.own_cap, []).append(name)
     own = [f"up to {cap} by the stopping rule of {', '.join(names)}" for cap, names in caps.items()]
-    return "; ".join([_given_or_swept(cfg, loaded), *own])
+    return "; ".join([_given_or_swept(cfg, loaded, measured), *own])
 
 
-def _given_or_swept(cfg: EvalConfig, loaded: Loaded) -> str:
+def _given_or_swept(cfg: EvalConfig, loaded: Loaded, measured: int | None) -> str:
     lengths = ", ".join(map(str, cfg.num_draft_tokens))
     count = len(prompts_by_part(cfg, loaded)[0])
     if not count:
         return f"given: {lengths}"
     file = Path(cfg.benchmark.sweep_path or loaded.prompt_file).name
-    swept = f"{count} prompts from all over {file}, none of which is measured"
+    some = f"{measured} of " if measured is not None and measured < count else ""
+    swept = f"{some}{count} prompts from all over {file}, none of which is measured"
     return f"given: {lengths}; a sweep on {swept}" if lengths else f"chosen for each drafter in a sweep on {swept}"
 
 

@@ -186,6 +186,8 @@ class Row:
     baseline_budget: RoundBudget | None = None  # of an autoregressive step
     reading_gigabytes_per_second: float | None = None  # plain, on this machine; None: not measured
     product_gigaflop_per_second: float | None = None  # plain, on this machine; None: not measured
+    max_seconds: float = 0.0  # that the run's measuring was bounded by; 0: nothing
+    prompts_asked: int = 0  # of the part, where there was a bound: `prompts` of them were measured
 
     @property
     def shared_verify(self) -> str:

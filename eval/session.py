@@ -1,19 +1,23 @@
 """One run's measurement: sweep, choose, measure, under every condition, kept on disk unit by unit.
 
-What the run folder holds already is not measured again, so a run that was interrupted goes on with the next unit.
+What the run folder holds already is not measured again, so a run that was interrupted goes on with the next unit. Under a bound in seconds
+(max_seconds) the conditions take turns, prompt by prompt in a shuffled order, until no other prompt fits (eval/deadline.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from decoding.errors import UserError
 from eval.benchmarks import spread
 from eval.config import EvalConfig
+from eval.deadline import Deadline
 from eval.lengths import longest, swept
 from eval.measure import decodings, measure_unit, units_of
 from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, read_slices, time_slice
@@ -29,11 +33,22 @@ ATTEMPTS = 3  # at a unit during which the machine stands still
 Group = tuple[int, list[Prompt]]  # the number of a unit and its prompts
 
 
+@dataclass(frozen=True)
+class Task:
+    """A unit to measure under one condition."""
+
+    condition: Condition
+    part: str  # sweep | main
+    index: int  # in its part
+    unit: int
+    prompts: list[Prompt]
+
+
 class Session:
     """Records and part times of a run folder, and how to get those that it lacks."""
 
-    def __init__(self, cfg: EvalConfig, loaded: Loaded, folder: Path) -> None:
-        self.cfg, self.loaded = cfg, loaded
+    def __init__(self, cfg: EvalConfig, loaded: Loaded, folder: Path, deadline: Deadline) -> None:
+        self.cfg, self.loaded, self.deadline = cfg, loaded, deadline
         self.records_file, self.slices_file = folder / "records.jsonl", folder / "parts.jsonl"
         self._costs_file = folder / "costs.json"
         self.records: list[Record] = read_records(self.records_file)
@@ -43,6 +58,7 @@ class Session:
         self.slices_file.unlink(missing_ok=True)
         append_slices(self.slices_file, self.slices)
         self._prompt = middle_prompt(loaded.bench)
+        self._known_arms: dict[tuple[Condition, str], list[Arm]] = {}
 
     def measure(self) -> None:
         """Measure everything that is missing."""
@@ -52,40 +68,59 @@ class Session:
         print(
             "eval: timing the steps that drafters weigh, and warming up", file=sys.stderr
         )  # minutes, with many drafters
-        frozen_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file)
+        seconds = self.deadline.costs_seconds
+        frozen_costs(bench, conditions(cfg), self._prompt, deepest, self._costs_file, seconds)
         warm_up(self.loaded, self.cfg)
         with ProgressBar("eval", total) as bar:
-            progress = _Progress(bar)
-            for condition in conditions(self.cfg):
-                sweep, main = split(self.cfg, self.loaded, condition)
-                arms = [Arm(name, gamma) for name, facts in self.loaded.facts.items() for gamma in swept(facts, cfg)]
-                self._measure_units(condition, "sweep", sweep, arms, progress)
-                self._measure_units(condition, "main", main, self._chosen_arms(condition), progress)
+            progress = _Progress(bar, total, self.deadline)
+            measured = dict.fromkeys(("sweep", "main"), 0)
+            for tasks in blocks(cfg, self.loaded):
+                part, missing = tasks[0].part, [task for task in tasks if not self._records_of(task)]
+                # A block that was begun is ended: all conditions have the same prompts.
+                if len(missing) == len(tasks) and not self.deadline.has_room(part, measured[part]):
+                    continue
+                began = self.deadline.seconds
+                for task in tasks:
+                    self._measure_unit(task, progress)
+                measured[part] += 1
+                if missing and self.deadline.bounds:
+                    self.deadline.count(part, self.deadline.seconds - began)
+            progress.end()
 
-    def _measure_units(
-        self, condition: Condition, part: str, units: Sequence[Group], arms: Sequence[Arm], progress: _Progress
-    ) -> None:
-        for index, (unit, prompts) in enumerate(units):
-            place = (condition, part, unit)
-            have = [record for record in self.records if (record.condition, record.part, record.unit) == place]
-            if _complete(have, [*self.loaded.bench.baselines(condition), *arms]):
-                progress.skip(decodings(self.loaded.bench, condition, prompts, len(arms)))
-                continue
-            # A unit that a killed run wrote in part is measured again as a whole: its pairs must be neighbours in time.
-            if have:
-                self.records = [record for record in self.records if record not in have]
-                write_records(self.records_file, self.records)
-            if index % UNITS_A_SLICE == 0:
-                self._time_parts(condition, part)
-            before = [record for record in self.records if (record.condition, record.part) == place[:2]]
-            for attempt in range(1, ATTEMPTS + 1):
-                new = measure_unit(self.loaded.bench, condition, part, unit, prompts, arms, progress.done)
-                new = [dataclasses.replace(record, attempt=attempt) for record in new]
-                if attempt == ATTEMPTS or not stalled(new, before):
-                    break
-                progress.skip(-decodings(self.loaded.bench, condition, prompts, len(arms)))
-            self.records += new
-            append_records(self.records_file, new)
+    def _arms(self, condition: Condition, part: str) -> list[Arm]:
+        """What is run in a part beside the baselines; of the main part only once the sweep is done."""
+        place = (condition, part)
+        if place not in self._known_arms:
+            everyone = self.loaded.facts.items()
+            swept_arms = [Arm(name, gamma) for name, facts in everyone for gamma in swept(facts, self.cfg)]
+            self._known_arms[place] = swept_arms if part == "sweep" else self._chosen_arms(condition)
+        return self._known_arms[place]
+
+    def _records_of(self, task: Task) -> list[Record]:
+        place = (task.condition, task.part, task.unit)
+        return [record for record in self.records if (record.condition, record.part, record.unit) == place]
+
+    def _measure_unit(self, task: Task, progress: _Progress) -> None:
+        bench, condition, part = self.loaded.bench, task.condition, task.part
+        arms, have = self._arms(condition, part), self._records_of(task)
+        if _complete(have, [*bench.baselines(condition), *arms]):
+            progress.skip(decodings(bench, condition, task.prompts, len(arms)))
+            return
+        # A unit that a killed run wrote in part is measured again as a whole: its pairs must be neighbours in time.
+        if have:
+            self.records = [record for record in self.records if record not in have]
+            write_records(self.records_file, self.records)
+        if task.index % UNITS_A_SLICE == 0:
+            self._time_parts(condition, part)
+        before = [record for record in self.records if (record.condition, record.part) == (condition, part)]
+        for attempt in range(1, ATTEMPTS + 1):
+            new = measure_unit(bench, condition, part, task.unit, task.prompts, arms, progress.done)
+            new = [dataclasses.replace(record, attempt=attempt) for record in new]
+            if attempt == ATTEMPTS or not stalled(new, before):
+                break
+            progress.skip(-decodings(bench, condition, task.prompts, len(arms)))
+        self.records += new
+        append_records(self.records_file, new)
 
     def _time_parts(self, condition: Condition, part: str) -> None:
         bench, repeats = self.loaded.bench, self.cfg.timing_repeats
@@ -139,11 +174,14 @@ def drafting(loaded: Loaded) -> list[str]:
 
 
 def prompts_by_part(cfg: EvalConfig, loaded: Loaded) -> tuple[list[Prompt], list[Prompt]]:
-    """(prompts of the sweep, prompts of the main part)."""
+    """(prompts of the sweep, prompts of the main part), in the order of the file; shuffled by cfg.seed where time decides how many of them run."""
     benchmark, count = loaded.bench.benchmark, cfg.sweep_prompts if cfg.sweep else 0
-    if benchmark.elsewhere:
-        return spread(benchmark.elsewhere, count)[0], benchmark.prompts
-    return spread(benchmark.prompts, count)
+    for_sweep, for_main = spread(benchmark.elsewhere or benchmark.prompts, count)
+    for_main = benchmark.prompts if benchmark.elsewhere else for_main
+    if not cfg.max_seconds:
+        return for_sweep, for_main
+    order = random.Random(cfg.seed)
+    return order.sample(for_sweep, len(for_sweep)), order.sample(for_main, len(for_main))
 
 
 def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[Group], list[Group]]:
@@ -159,6 +197,22 @@ def split(cfg: EvalConfig, loaded: Loaded, condition: Condition) -> tuple[list[G
             "(sweep=[] num_draft_tokens=[4])."
         )
     return sweep, main
+
+
+def blocks(cfg: EvalConfig, loaded: Loaded) -> list[list[Task]]:
+    """All units by what is measured as a whole or not at all, in the order in which it is.
+
+    Without a bound in seconds a condition's sweep and main part, one condition after another. With one the sweep of all conditions, then
+    their main part, each cut into blocks of as many prompts as the largest batch has.
+    """
+    found: dict[tuple[int, int], list[Task]] = defaultdict(list)
+    largest = max(cfg.batch_sizes)
+    for number, condition in enumerate(conditions(cfg)):
+        for place, (part, units) in enumerate(zip(("sweep", "main"), split(cfg, loaded, condition), strict=True)):
+            for index, (unit, prompts) in enumerate(units):
+                order = (place, index * condition.batch_size // largest) if cfg.max_seconds else (number, place)
+                found[order].append(Task(condition, part, index, unit, prompts))
+    return [found[order] for order in sorted(found)]
 
 
 def generations(cfg: EvalConfig, loaded: Loaded) -> dict[Condition, int]:
@@ -187,15 +241,26 @@ def most_tokens(cfg: EvalConfig, loaded: Loaded) -> int:
 class _Progress:
     """Feeds the bar between generations, outside the clocks."""
 
-    def __init__(self, bar: ProgressBar) -> None:
-        self.bar = bar
+    def __init__(self, bar: ProgressBar, total: int, deadline: Deadline) -> None:
+        self.bar, self.total, self.deadline = bar, total, deadline
         self.count, self.tokens, self.seconds = 0, 0, 0.0
 
     def skip(self, generations: int) -> None:
         """Count generations that an earlier run measured; a negative number takes back those that are measured again."""
         self.count += generations
-        self.bar.update(self.count, "already measured" if generations > 0 else "the machine stalled: once more")
+        self._update("already measured" if generations > 0 else "the machine stalled: once more")
 
     def done(self, arm: Arm, tokens: int, seconds: float) -> None:
         self.count, self.tokens, self.seconds = self.count + 1, self.tokens + tokens, self.seconds + seconds
-        self.bar.update(self.count, f"{self.tokens / self.seconds:.0f} tokens/s, {arm.drafter}")
+        self._update(f"{self.tokens / self.seconds:.0f} tokens/s, {arm.drafter}")
+
+    def end(self) -> None:
+        """There will be no more of them."""
+        if self.count < self.total:
+            self.bar.update(self.count, f"as many as fit into {self.deadline.max_seconds:g} s", self.count)
+
+    def _update(self, note: str) -> None:
+        total = self.total
+        if self.deadline.bounds and (spent := self.deadline.seconds):
+            total = min(total, max(self.count + 1, int(self.count * self.deadline.max_seconds / spent)))
+        self.bar.update(self.count, note, total)

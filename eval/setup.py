@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def check(cfg: EvalConfig) -> None:
         ("max_draft_tokens", cfg.max_draft_tokens, cfg.max_draft_tokens >= 1, "a whole number from 1 up"),
         ("samples", cfg.samples, cfg.samples >= 1, "1 or more"),
         ("repeats", cfg.repeats, cfg.repeats >= 1, "1 or more"),
+        ("max_seconds", cfg.max_seconds, 0 <= cfg.max_seconds < math.inf, "seconds, or 0 for all prompts"),
         ("max_new_tokens", cfg.max_new_tokens, cfg.max_new_tokens >= 2, "2 or more: one token leaves nothing to draft"),
         ("verify", cfg.verify, cfg.verify in SAMPLING, _one_of(SAMPLING)),
         ("target.execution", cfg.target.execution, cfg.target.execution in ("", *EXECUTIONS), _one_of(EXECUTIONS)),

@@ -19,6 +19,7 @@ from eval.words import (
     disturbance,
     limits_line,
     main_rows,
+    prompts,
     threads,
     verdict_line,
     warnings,
@@ -72,7 +73,7 @@ def _budgets(shown: list[Row], console: Console) -> Table:
 
 def _table(rows: list[Row], label: str, console: Console) -> Table:
     first = rows[0]
-    title = f"{first.target} on benchmark {first.benchmark}: {label}, {first.prompts} prompts, {first.dtype}, {threads(first)}"
+    title = f"{first.target} on benchmark {first.benchmark}: {label}, {prompts(first)}, {first.dtype}, {threads(first)}"
     box_style = box.SIMPLE_HEAD if console.is_terminal else box.ASCII
     table = Table(title=title, box=box_style, title_justify="left", title_style="bold", pad_edge=False)
     names = list(cells(first)) if console.width >= WIDE else NARROW

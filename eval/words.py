@@ -72,6 +72,13 @@ def threads(row: Row) -> str:
     return "1 thread" if row.threads == 1 else f"{row.threads} threads"
 
 
+def prompts(row: Row) -> str:
+    """`96 prompts`, or how many of how many fitted into the time."""
+    if row.prompts >= row.prompts_asked:
+        return f"{row.prompts} prompts"
+    return f"{row.prompts} of {row.prompts_asked} prompts (those that fit into {row.max_seconds:g} s)"
+
+
 def condition_label(row: Row) -> str:
     """`temperature 1, token verification`, with the batch where it is not 1: what the rows of one table share."""
     return _setting(row, row.shared_verify)

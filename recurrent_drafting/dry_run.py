@@ -18,6 +18,7 @@ from training.drafter_folder import Origin
 from training.losses.chunked import CHUNK
 from training.memory_plan import bytes_per_rank
 from training.models import dtype_of, say_missing
+from training.plan import plan_tokens
 from training.shapes import forward_flops, millions, parameter_counts, target_widths
 
 
@@ -99,17 +100,14 @@ def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> float:
         f"cost: {token / 1e6:,.0f} MFLOP a token: target {teacher / 1e6:,.0f}, head {draft / 1e6:,.0f} at each of the {share} that are supervised "
         f"({config.loss.predict_n_tokens} predictions)"
     )
-    loop = config.loop
-    tokens = loop.max_steps * loop.tokens_per_step or int(loop.max_epochs * config.assumed_tokens)
-    if not tokens:
-        print(
-            f"plan: {loop.max_epochs:g} epochs; their tokens are known when the data is read (or give assumed_tokens)"
-        )
+    plan = plan_tokens(config.loop, token, config.assumed_tflops, config.assumed_tokens)
+    if not plan.tokens:
+        print(f"plan: {plan.words}; their tokens are known when the data is read (or give assumed_tokens)")
         return 0.0
-    flops = token * tokens
+    flops = token * plan.tokens
     print(
-        f"plan: {tokens:,} tokens in {-(-tokens // loop.tokens_per_step):,} steps, {operations(flops)}, "
-        f"{hours(flops / config.assumed_tflops / 1e12)} at {config.assumed_tflops:g} TFLOP/s (assumed_tflops)"
+        f"plan: {plan.words}, {operations(flops)}, {hours(flops / config.assumed_tflops / 1e12)} at {config.assumed_tflops:g} TFLOP/s "
+        "(assumed_tflops)"
     )
     if config.states.cache == "disk":
         about = "about" if config.assumed_tokens else "at most"
@@ -121,7 +119,7 @@ def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> float:
 def states_bytes(config: HeadTrainConfig, head: HeadConfig) -> float:
     """Of what is kept of the target's states: of one pass over the data, as a later one finds them there."""
     loop, loss = config.loop, config.loss
-    tokens = loop.max_steps * loop.tokens_per_step or config.assumed_tokens
+    tokens = loop.max_steps * loop.tokens_per_step or loop.max_tokens or config.assumed_tokens
     layout = Layout(loss.predict_n_tokens, judged(loss), head.hidden_size, dtype_of(loop.dtype), tokens_said(loss))
     return min(tokens, config.assumed_tokens or tokens) * config.assumed_supervised * layout.bytes
 

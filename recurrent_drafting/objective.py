@@ -20,6 +20,7 @@ from recurrent_drafting.head import Context, RecurrentHead
 from recurrent_drafting.loss_config import HeadLossConfig
 from recurrent_drafting.positions import Positions, positions
 from recurrent_drafting.states import TargetStates
+from training.bounds import Place
 from training.losses.chunked import RowLoss, cross_entropy_rows
 from training.losses.heads import at_temperature, chunked_argmax, chunked_by_head, listed_cross_entropy_rows
 from training.losses.soft import Teacher, kl_rows, lk_hybrid_rows, lk_rows
@@ -54,7 +55,7 @@ class HeadTraining(Constant):
         self.metric_names = (*(f"redrafter{i}_{measured}" for i in heads), *(f"redrafter{i}_loss" for i in heads))
         self.register_buffer("indices_V", _indices(head), persistent=False)
 
-    def begin(self, step: int, total: int) -> None:
+    def begin(self, step: int, place: Place) -> None:
         self.step = step
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -32,13 +32,14 @@ from training.held_out import target_answers
 from training.job import job_main
 from training.job_data import data_files, drawn_evenly, read_samples, training_data
 from training.launch import is_worker, launch, processes_wanted
-from training.loop import Progress, fit, total_steps
+from training.loop import Progress, fit
 from training.mixture import check_mixture
 from training.models import check_context, check_target, dtype_of, folder_of, load_causal_lm, target_config
 from training.objectives import freeze
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
+from training.plan import describe_plan
 from training.ranks import SHARDED_WEIGHTS
 from training.run_folder import RunFolder, hash_input
 from training.tracker import Recording
@@ -217,16 +218,12 @@ def make_evaluation(
 
 def describe_job(config: HeadTrainConfig, shape: HeadConfig, target: Any, data: PackedData) -> None:
     """What will be trained on what, before the first step."""
-    steps = total_steps(config.loop, data)
     describe(shape, target.config)
     print(
         f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, {data.fill:.1%} full, "
         f"{data.supervised / data.tokens:.0%} supervised"
     )
-    print(
-        f"plan: {steps:,} steps of {data.rows_per_step * data.capacity:,} tokens, {steps / data.steps_per_epoch:.2f} epochs; "
-        f"loss {config.loss.name}, {config.loss.predict_n_tokens} heads"
-    )
+    print(f"plan: {describe_plan(config.loop, data)}; loss {config.loss.name}, {config.loss.predict_n_tokens} heads")
 
 
 def finish(

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh clone to a measured drafter: installs, distils a one-layer drafter for the embedded target, decodes with it, reports.
-# At most 10 minutes after the install on two CPU cores. Run again, it reuses what is done. Extra arguments are Hydra overrides.
+# At most 10 minutes after the install on two CPU cores: slow ones train fewer steps and measure fewer prompts. Run again, it reuses what is done.
+# Extra arguments are Hydra overrides.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 cd "$ROOT"

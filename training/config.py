@@ -6,6 +6,7 @@ files too, which Hydra alone lets through.
 
 import dataclasses
 import difflib
+import math
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -122,8 +123,14 @@ class DataConfig:
 class LoopConfig:
     """How long to train, in what batches, and when to look."""
 
-    max_steps: int = 0  # optimizer steps; 0: until max_epochs is reached
-    max_epochs: float = 1.0  # passes over the data when max_steps is 0
+    # Optimizer steps at most; 0: any number. Of max_steps, max_epochs, max_tokens and max_seconds the first that is reached ends the training,
+    # and schedules run to the nearest.
+    max_steps: int = 0
+    max_epochs: float | None = None  # passes over the data at most; null: any number beside another bound, else one
+    max_tokens: int = 0  # tokens trained on at most, padding apart, up to the end of a step; 0: any number
+    # Seconds of training at most, with held-out evaluations (the last one too) and checkpoints, of resumed runs together; 0: any number. What
+    # comes before the first step and behind the last evaluation is not counted. One step is always made.
+    max_seconds: float = 0.0
     tokens_per_step: int = 8192  # packed tokens an optimizer step sees, over all ranks and accumulation steps
     micro_batch_tokens: int = 8192  # packed tokens of one forward on one rank
     eval_every: int = 50  # optimizer steps between held-out evaluations; 0: only at the end
@@ -190,6 +197,24 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
         raise UserError(f"configuration key '{key}': {str(error).splitlines()[0]}") from error
 
 
+def as_of_now(saved: dict[Any, Any]) -> dict[Any, Any]:
+    """A saved configuration as today's: before `max_seconds` there was, `max_epochs` bounded nothing beside `max_steps`."""
+
+    def loop_of_now(loop: Any) -> Any:
+        before = isinstance(loop, dict) and loop.get("max_steps") and "max_seconds" not in loop
+        return {**loop, "max_epochs": None} if before else loop
+
+    return saved | {key: loop_of_now(saved[key]) for key in ("loop", "between") if key in saved}
+
+
+def with_defaults(saved: dict[Any, Any], schema: type[Any]) -> dict[Any, Any]:
+    """A saved configuration with the fields that it has none of, as they are by default: what it meant when they were not there."""
+    fields = OmegaConf.to_container(OmegaConf.structured(schema))
+    merged = OmegaConf.to_container(OmegaConf.merge(fields, saved))
+    assert isinstance(merged, dict)
+    return merged
+
+
 class Trains(Protocol):
     """A job's configuration with data and a loop."""
 
@@ -201,10 +226,10 @@ def check_values(config: Trains, more: dict[str, tuple[bool, str]]) -> None:
     """Raise UserError for a number that no training can go by. more: further keys -> (whether its value is fine, what is expected)."""
     loop, data = config.loop, config.data
     rules = {
+        **bound_rules("loop", loop),
         "loop.optimizer.lr": (loop.optimizer.lr > 0, "more than 0"),
         "loop.optimizer.weight_decay": (loop.optimizer.weight_decay >= 0, "0 or more"),
         "loop.optimizer.warmup_steps": (loop.optimizer.warmup_steps >= 0, "0 or more"),
-        "loop.max_epochs": (loop.max_steps > 0 or loop.max_epochs > 0, "more than 0 where loop.max_steps is 0"),
         "loop.log_every": (loop.log_every >= 1, "1 or more"),
         "data.max_bad": (0 <= data.max_bad <= 1, "a share from 0 to 1"),
         "data.max_length": (data.max_length >= 2, "2 or more"),
@@ -216,6 +241,21 @@ def check_values(config: Trains, more: dict[str, tuple[bool, str]]) -> None:
             for name in key.split("."):
                 value = vars(value)[name]
             raise UserError(f"{key} is {value}, expected {expected}")
+
+
+def bound_rules(key: str, loop: LoopConfig) -> dict[str, tuple[bool, str]]:
+    """Rules for `check_values`: what may end the loop that stands under `key`."""
+    others = loop.max_steps or loop.max_tokens or loop.max_seconds
+    epochs = 1.0 if loop.max_epochs is None else loop.max_epochs
+    return {
+        f"{key}.max_steps": (loop.max_steps >= 0, "0 (no bound) or more"),
+        f"{key}.max_tokens": (loop.max_tokens >= 0, "0 (no bound) or more"),
+        f"{key}.max_seconds": (0 <= loop.max_seconds < math.inf, "0 (no bound) or more seconds"),
+        f"{key}.max_epochs": (
+            0 < epochs < math.inf or (epochs == 0 and bool(others)),
+            f"more than 0, or 0 (no bound) beside {key}.max_steps, max_tokens or max_seconds",
+        ),
+    }
 
 
 def refuse_parallel(target: TargetConfig) -> None:

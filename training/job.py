@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from decoding.errors import UserError
 from training import ranks
 from training.checkpoint import disk_error
-from training.config import JobConfig, open_fields, typed, unknown_key, valid_keys
+from training.config import JobConfig, as_of_now, open_fields, typed, unknown_key, valid_keys
 from training.help import print_help
 from training.launch import INTERRUPTED
 from training.loop import Interrupted
@@ -58,8 +58,9 @@ def job_main(
     if arguments[:1] == [ON_FILE]:
         if len(arguments) != 2:
             sys.exit(f"error: {ON_FILE} takes one file and no overrides, found {arguments[1:]}")
-        composed = OmegaConf.load(arguments[1])
-        assert isinstance(composed, DictConfig)
+        saved = OmegaConf.to_container(OmegaConf.load(arguments[1]))
+        assert isinstance(saved, dict)
+        composed = OmegaConf.create(as_of_now(saved))
         _guarded(lambda: run_typed(composed, job, schema, function, check))
         return
     _guarded(lambda: check_arguments(arguments, job, schema))

@@ -1,7 +1,7 @@
 """The training loop, read straight down: rows of a step -> loss -> update -> look -> save.
 
-A step is a pure function of (weights, optimizer state, step number): its rows come from (seed, step), so k steps, a stop and n - k
-steps equal n steps bit for bit on one CPU process.
+A step is a pure function of (weights, optimizer state, step number, recorded progress): its rows come from (seed, step), so k steps, a stop
+and n - k steps equal n steps bit for bit on one CPU process; under a bound in seconds they do where the clock says the same.
 """
 
 import math
@@ -9,7 +9,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -20,12 +19,15 @@ from torch import Tensor, nn
 from decoding import cuda
 from decoding.errors import UserError
 from training import checkpoint
+from training.bounds import Bounds, Place, Progress
 from training.config import LoopConfig
 from training.optimizer import Optimizer, Rate, learning_rate
 from training.packing import Batch, PackedData, collate, micro_batches
 from training.parallel import Parallel
+from training.plan import bounds_of
 from training.progress import ProgressBar
 from training.sharding import checkpoint_activations
+from training.timer import Timer
 
 
 class Objective(Protocol):
@@ -37,8 +39,8 @@ class Objective(Protocol):
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(loss sum in nats, sums of the metrics [len(metric_names)])."""
 
-    def begin(self, step: int, total: int) -> None:
-        """An optimizer step begins (from 0, of `total`): for what follows a schedule."""
+    def begin(self, step: int, place: Place) -> None:
+        """An optimizer step begins (from 0), at this place of the run: for what follows a schedule."""
 
 
 class Recorder(Protocol):
@@ -53,30 +55,6 @@ class Interrupted(Exception):
     """SIGINT or SIGTERM came; a checkpoint was written and the same command resumes."""
 
 
-@dataclass
-class Progress:
-    """The loop's own state: what a checkpoint remembers besides tensors."""
-
-    step: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    seconds: float = 0.0
-    best_step: int = -1
-    best_score: float = -math.inf
-    evaluations: list[dict[str, float]] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)  # what the data remembers (PackedData.state)
-
-    @property
-    def best(self) -> dict[str, float]:
-        """The held-out figures of the best checkpoint. Raises UserError when none was finite."""
-        for figures in self.evaluations:
-            if figures["step"] == self.best_step:
-                return figures
-        raise UserError(
-            f"no held-out score was finite in {len(self.evaluations)} evaluations: look at the held-out data and the last losses"
-        )
-
-
 def fit(
     title: str,
     module: Any,
@@ -87,49 +65,55 @@ def fit(
     folder: Path,
     tracker: Recorder | None,
     evaluate: Callable[[], dict[str, float]],
+    clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
     """Train `trained` (the part of `module` that is saved) on `data`; on return it holds the weights of the best checkpoint.
 
     module: an Objective. evaluate: held-out figures of the present weights, with `score` (larger is better), by which the best checkpoint
-    is chosen. Resumes from the newest whole checkpoint under `folder`/checkpoints. Raises Interrupted and UserError (loss not finite).
+    is chosen. clock: seconds, for config.max_seconds alone. Resumes from the newest whole checkpoint under `folder`/checkpoints. Raises
+    Interrupted and UserError (loss not finite, no time for a step).
     """
-    total = total_steps(config, data)
+    whole = bounds_of(config, data)
     root = folder / "checkpoints"
     wrapped, optimizer, progress = _begin(root, module, trained, config, parallel)
     data.load(progress.data)
     if tracker is not None:
         tracker.rewind(progress.step)
+    timer = Timer(progress, whole, parallel, clock)
+    timer.time_evaluation(evaluate)
     signals = _Signals()
     rates: deque[float] = deque(maxlen=20)
-    with ProgressBar(title, total, progress.step, parallel.is_main) as bar, signals:
-        while progress.step < total and not data.ended:
-            values = _step(wrapped, data, config, parallel, optimizer, progress, total, root)
+    with ProgressBar(title, whole.expected_steps(progress.done, 0.0), progress.step, parallel.is_main) as bar, signals:
+        while not progress.reached(whole) and not data.ended:
+            bounds = timer.bounds
+            values = _step(wrapped, data, config, parallel, optimizer, progress, bounds, root)
+            timer.count_step()
+            last = progress.reached(whole)
             if tracker is not None and progress.step % config.log_every == 0:
                 tracker.log(progress.step, values)
-            if data.ended or _due(progress.step, config.eval_every, total):
-                with parallel.whole():
-                    figures = parallel.broadcast(evaluate())
-                _look(progress, figures, data, tracker, bar)
+            if last or data.ended or _due(progress.step, config.eval_every):
+                _look(progress, timer.timed(evaluate), data, tracker, bar)
             stop = parallel.any(signals.received)
-            due = _due(progress.step, config.checkpoint_every, total) or progress.best_step == progress.step
-            if due or stop or data.ended:
+            due = _due(progress.step, config.checkpoint_every) or progress.best_step == progress.step
+            if last or due or stop or data.ended:
                 _save(root, progress, config, trained, optimizer, parallel)
             rates.append(values["tokens_per_second"])
-            bar.update(progress.step, _note(values, progress, sum(rates) / len(rates)))
+            total = progress.step if last else bounds.expected_steps(progress.done, progress.pace)
+            bar.update(progress.step, _note(values, progress, sum(rates) / len(rates)), total)
             if stop:
                 raise Interrupted(
                     f"stopped by a signal after step {progress.step}; saved in {root}. Run the same command to go on"
                 )
-        if progress.step < total:
-            bar.say(f"  ended after step {progress.step} of {total}: {data.ended}")
+        if not progress.reached(whole):
+            of = f" of {whole.steps:.0f}" if whole.steps < math.inf else ""
+            bar.say(f"  ended after step {progress.step}{of}: {data.ended}")
+        elif progress.time_up and progress.step < whole.steps:
+            bar.say(
+                f"  ended after step {progress.step}: no other fits into {config.max_seconds:g} s (loop.max_seconds)"
+            )
     with parallel.whole(for_good=True):
         _load_best(root, progress, trained, parallel)
     return progress
-
-
-def total_steps(config: LoopConfig, data: PackedData) -> int:
-    """Optimizer steps of the whole run."""
-    return config.max_steps if config.max_steps > 0 else max(1, math.ceil(config.max_epochs * data.steps_per_epoch))
 
 
 def _step(
@@ -139,14 +123,17 @@ def _step(
     parallel: Parallel,
     optimizer: Optimizer,
     progress: Progress,
-    total: int,
+    bounds: Bounds,
     root: Path,
 ) -> dict[str, float]:
     """One optimizer step: moves `progress` on and returns its record. Raises UserError before the update when it is not finite."""
     began = time.monotonic()
     rows = data.step_rows(progress.step)
     progress.data = data.state()
-    parallel.inner.begin(progress.step, total)
+    if progress.step == config.optimizer.warmup_steps:
+        progress.warm_tokens, progress.warm_elapsed = progress.tokens, progress.elapsed
+    place = Place(progress.done, bounds)
+    parallel.inner.begin(progress.step, place)
     sums, tokens = _backward(module, rows, data, config, parallel, optimizer)
     (loss, *metrics), norm = cuda.read(sums, optimizer.clip())  # the step's one wait for the device
     if not math.isfinite(loss) or not math.isfinite(norm):
@@ -156,7 +143,8 @@ def _step(
             f"the loss is {loss} and the gradient's norm {norm} at step {progress.step + 1}: stopped before the update; the last good "
             f"checkpoint, if there is one, is in {root}. Lower loop.optimizer.lr (now {config.optimizer.lr}) {remedy}, then run again"
         )
-    rate = learning_rate(config.optimizer, progress.step, total)
+    behind = bounds.share(place.done, since=progress.warm(config.optimizer.warmup_steps))
+    rate = learning_rate(config.optimizer, progress.step, behind)
     optimizer.step(rate)
     seconds = time.monotonic() - began
     progress.step += 1
@@ -164,7 +152,14 @@ def _step(
     progress.supervised += data.supervised_in(rows)
     progress.seconds += seconds
     named = dict(zip(parallel.inner.metric_names, metrics, strict=True))
-    record = {"loss": loss, **named, "lr": rate, "gradient_norm": norm, "tokens": progress.tokens}
+    record = {
+        "loss": loss,
+        **named,
+        "lr": rate,
+        "progress": place.share(),
+        "gradient_norm": norm,
+        "tokens": progress.tokens,
+    }
     return record | {"supervised_tokens": progress.supervised, "tokens_per_second": tokens / seconds}
 
 
@@ -194,8 +189,8 @@ def _backward(
     return parallel.sum(totals) / count, tokens
 
 
-def _due(step: int, every: int, total: int) -> bool:
-    return step == total or (every > 0 and step % every == 0)
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _look(

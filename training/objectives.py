@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from training.attention import document_mask
+from training.bounds import Place
 from training.losses.chunked import chunked_cross_entropy, chunked_forward_kl
 from training.optimizer import Rate
 from training.packing import Batch
@@ -28,7 +29,7 @@ class Constant(nn.Module):
 
     rates: Mapping[str, Rate] = {}
 
-    def begin(self, step: int, total: int) -> None:
+    def begin(self, step: int, place: Place) -> None:
         """Nothing changes from step to step."""
 
 

@@ -190,15 +190,14 @@ class WithApart:
         self.apart.load(tensors)
 
 
-def learning_rate(config: OptimizerConfig, step: int, total: int) -> float:
-    """Of step `step` (from 0) of `total`: linear to lr over `warmup_steps`, then over the steps that are left a cosine to lr x final_lr.
+def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:
+    """Of step `step` (from 0): linear to lr over `warmup_steps`, then over what is left of the run a cosine to lr x final_lr.
 
-    The cosine starts where the warm-up ends, as in the published recipes' schedulers (Composer's for Sheared-LLaMA, Hugging Face's for
-    ReDrafter). A run that is shorter than its warm-up ends on the way up.
+    progress: how much of what is left lies behind, 0 to 1. The cosine starts where the warm-up ends, as in the published recipes' schedulers
+    (Composer's for Sheared-LLaMA, Hugging Face's for ReDrafter). A run that is shorter than its warm-up ends on the way up.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * (config.final_lr + (1 - config.final_lr) * cosine)
 

@@ -175,6 +175,13 @@ class Parallel:
             return flag
         return bool(self.sum(torch.tensor([float(flag)], device=self.device)).item() > 0)
 
+    def of_main(self, number: float) -> float:
+        """Rank 0's number on every rank, in one small message."""
+        if self.world_size == 1:
+            return number
+        mine = torch.tensor(number if self.is_main else 0.0, dtype=torch.float64, device=self.device)
+        return float(self.sum(mine))
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
         if self.world_size == 1:

@@ -13,9 +13,9 @@ _WINDOW_SECONDS = 30.0  # the rate and the time left come from the last so many 
 
 
 class ProgressBar:
-    """`with ProgressBar("distil", total) as bar: bar.update(done, "loss 1.23")`."""
+    """`with ProgressBar("distil", total) as bar: bar.update(done, "loss 1.23")`; total: None where it is not known yet."""
 
-    def __init__(self, title: str, total: int, start: int = 0, show: bool = True) -> None:
+    def __init__(self, title: str, total: int | None, start: int = 0, show: bool = True) -> None:
         self.title, self.total, self.show = title, total, show
         self.console = Console(file=sys.stderr)
         self.live = self.console.is_terminal and show
@@ -40,20 +40,26 @@ class ProgressBar:
     ) -> None:
         self._progress.stop()
 
-    def update(self, done: int, note: str = "") -> None:
-        """done: units finished so far; note: what stands beside the bar."""
-        self._progress.update(self._task, completed=done, note=note)
+    def update(self, done: int, note: str = "", total: int | None = None) -> None:
+        """done: units finished so far; note: what stands beside the bar; total: how many there will be by now, where that has changed."""
+        self.total = self.total if total is None else total
+        self._progress.update(self._task, completed=done, note=note, total=self.total)
         now = time.monotonic()
         self._recent.append((now, done))
         while len(self._recent) > 2 and now - self._recent[1][0] > _WINDOW_SECONDS:
             self._recent.popleft()
-        if self.live or not self.show or (now - self._printed < _PLAIN_EVERY_SECONDS and done < self.total):
+        ended = done == self.total
+        if self.live or not self.show or (now - self._printed < _PLAIN_EVERY_SECONDS and not ended):
             return
         self._printed = now
         since, before = self._recent[0]
         rate = (done - before) / max(now - since, 1e-9)
-        left = (self.total - done) / rate if rate > 0 else 0.0
-        self.say(f"{self.title} {done}/{self.total}  {note}  {left:.0f} s left")
+        left = (
+            f"/{self.total}  {note}  {(self.total - done) / rate if rate > 0 else 0.0:.0f} s left"
+            if self.total
+            else f"  {note}"
+        )
+        self.say(f"{self.title} {done}{left}")
 
     def say(self, text: str) -> None:
         """A line that stays above the bar."""

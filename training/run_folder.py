@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from decoding import cuda
 from decoding.errors import UserError
 from training.checkpoint import sha256, write_text
-from training.config import JobConfig, plain
+from training.config import JobConfig, as_of_now, plain, with_defaults
 from training.paths import is_here
 
 # What may differ when a run is continued: nothing of it changes the result but by the order of additions, so that a run may move to
@@ -64,7 +64,7 @@ class RunFolder:
             ) from error
         except PermissionError as error:
             raise UserError(f"output_dir={self.path} cannot be made: {error}. Give another output_dir=") from error
-        self._refuse_other_config()
+        self._refuse_other_config(type(config))
         write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(self.config)))
         self.started = time.time()
 
@@ -118,7 +118,7 @@ class RunFolder:
             arguments = ["--config-file", str(self.path / "config.yaml")]
         return shlex.join(["python", "-m", self.config["job"], *arguments])
 
-    def _refuse_other_config(self) -> None:
+    def _refuse_other_config(self, schema: type[JobConfig]) -> None:
         path = self.path / "config.yaml"
         if not path.is_file() or not (self.path / "manifest.json").is_file():
             return  # without a manifest nothing was begun: a start that failed does not hold the folder
@@ -128,6 +128,7 @@ class RunFolder:
         self.was_dry = bool(before.get("dry_run")) and not begun
         if self.was_dry:
             return  # a dry run is a question: the next one may differ
+        before = with_defaults(as_of_now(before), schema)
         differing = [key for key in _differences(before, self.config) if not _is_free(key.split(" ")[0])]
         if differing:
             raise UserError(

@@ -68,6 +68,25 @@ def test_the_rest_of_a_round_is_what_neither_model_takes(temperature: float, mon
     assert sleepy.overhead_ms > 8 > sleepy.t_target_ms[0]
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 3), (1e9, 5)])
+def test_windows_end_with_the_time_but_for_three(
+    seconds: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = []
+
+    def timed(*given: Any, **settings: Any) -> Parts:
+        windows.append(settings)
+        return Parts(0.2, {1: 1.0, 2: 1.3}, 10, 1)
+
+    monkeypatch.setattr("decoding.costs.time_parts", timed)
+    target, _, draft_model = models()
+    with torch.inference_mode():
+        measure_costs(
+            target, ChainDrafter(model=draft_model), [4, 5, 6], Settings(), windows=5, tokens=4, seconds=seconds
+        )
+    assert len(windows) == expected
+
+
 def test_what_is_done_for_each_step_is_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws that sleep make a step dearer, a rule that sleeps over drafts a round that drafts, and neither a round that does not."""
     from decoding import batch

@@ -10,6 +10,7 @@ from distill.cut import cut_model
 from distill.l0 import MaskedModel, masked
 from distill.masks import BETA, BOUND, HardConcrete, Masks, in_words, refuse_unreachable
 from distill.shapes import student_config
+from training.bounds import Bounds, Done, Place
 from training.config import OptimizerConfig, StudentConfig
 from training.objectives import hidden_states
 from training.optimizer import MasterAdamW
@@ -18,6 +19,11 @@ from training.sharding import checkpoint_activations
 
 from .families import family
 from .test_cut import SHAPE, logits
+
+
+def at(step: int, total: int) -> Place:
+    """The place of a step in a run of `total` steps."""
+    return Place(Done(step), Bounds(steps=total))
 
 
 @pytest.mark.parametrize("beta", BETA.values())
@@ -144,7 +150,7 @@ def test_the_penalty_is_counted_once_however_a_step_is_cut():
         masks = Masks(shape, target.config, BETA["code"], 0)
         masks.sample = lambda *_, masks=masks: masks.binary()  # type: ignore[method-assign]
         objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, False)
-        objective.begin(50, 100)
+        objective.begin(50, at(50, 100))
         total = torch.zeros(())
         for row in rows:
             total = total + objective(collate(samples, [row], 20))[0]
@@ -159,7 +165,7 @@ def test_frozen_weights_get_no_gradient_and_masks_do():
     masks = Masks(student_config(SHAPE, target.config), target.config, BETA["code"], 0)
     batch = collate([Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())], [[0]], 12)
     objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, train_weights=False)
-    objective.begin(0, 10)
+    objective.begin(0, at(0, 10))
     objective(batch)[0].backward()
     assert all(parameter.grad is None for parameter in target.parameters())
     assert any(bool(mask.logit_WU.grad.abs().sum() > 0) for _, mask in masks.each())
@@ -182,7 +188,7 @@ def test_layers_that_run_again_see_the_same_masks():
         with torch.no_grad():
             for _, mask in masks.each():
                 mask.logit_WU.zero_()  # half-open masks: all differ from the unmasked model
-        objective.begin(50, 100)
+        objective.begin(50, at(50, 100))
         objective(batch)[0].backward()
         found.append({name: parameter.grad for name, parameter in objective.named_parameters()})
     assert any(bool(gradient.abs().sum() > 0) for name, gradient in found[0].items() if "logit_WU" in name)
@@ -204,7 +210,7 @@ def test_the_target_grows_from_nothing_over_the_warm_up():
         for _, mask in masks.each():
             mask.multipliers.data = torch.tensor(multipliers)
         for step in (0, 10, 20, 90):
-            objective.begin(step, 100)
+            objective.begin(step, at(step, 100))
             differences.append(float(objective(batch)[0].detach()) * (1 if multipliers[1] else -1))
     supervised = batch.supervised
     for place, share in enumerate((0.0, 0.5, 1.0, 1.0)):

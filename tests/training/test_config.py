@@ -56,6 +56,14 @@ def test_every_experiment_composes_with_its_job(name: str, job: str):
     assert config.experiment == name, "an experiment carries its own name, for the run folder"
 
 
+def test_the_quickstarts_bounds_leave_room_in_ten_minutes():
+    """Beside its two loops stand imports, the held-out answers and the report: on a third of a core they took a minute and a half."""
+    loop = typed(composed("distill.train", "+experiment=quickstart"), TrainConfig).loop
+    head = typed(composed("recurrent_drafting.train", "+experiment=redrafter_quickstart"), HeadTrainConfig).loop
+    measuring = typed(composed("eval.run", "+experiment=quickstart_eval"), EvalConfig)
+    assert 0 < loop.max_seconds <= 240 and 0 < measuring.max_seconds <= 150 and 0 < head.max_seconds <= 240
+
+
 def test_every_group_file_belongs_to_a_job_or_makes_a_drafter():
     known = {"data", "drafter", "loss", "parallel", "target", "tracker", "benchmark", "experiment", "hydra"}
     assert {path.name for path in CONF.iterdir() if path.is_dir()} <= known

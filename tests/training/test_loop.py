@@ -15,6 +15,7 @@ from decoding.errors import UserError
 from tests.decoding.waits import Waits
 from training import checkpoint
 from training import loop as loop_module
+from training.bounds import Bounds
 from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig, TrackerConfig
 from training.loop import Interrupted, Progress, fit
 from training.models import build_llama
@@ -58,14 +59,10 @@ def loop(steps: int, **changes: object) -> LoopConfig:
     return LoopConfig(**(settings | {"max_steps": steps} | changes), optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2))
 
 
-def train(
-    folder: Path, config: LoopConfig, stop_after: int = 0, dtype: torch.dtype = torch.float32
-) -> LanguageModelling:
-    """A run; with stop_after, it is stopped as a SIGTERM would stop it after that many steps."""
-    module = make_model(dtype)
-    calls = 0
-    data = make_data()
+def stopping(data: PackedData, stop_after: int) -> PackedData:
+    """The data, with a SIGTERM as the rows of step `stop_after` (from 1) are asked for."""
     rows_of = data.step_rows
+    calls = 0
 
     def step_rows(step: int) -> list[list[int]]:
         nonlocal calls
@@ -74,7 +71,16 @@ def train(
             os.kill(os.getpid(), signal.SIGTERM)
         return rows_of(step)
 
-    data.step_rows = step_rows
+    data.step_rows = step_rows  # type: ignore[method-assign]
+    return data
+
+
+def train(
+    folder: Path, config: LoopConfig, stop_after: int = 0, dtype: torch.dtype = torch.float32
+) -> LanguageModelling:
+    """A run; with stop_after, it is stopped as a SIGTERM would stop it after that many steps."""
+    module = make_model(dtype)
+    data = stopping(make_data(), stop_after)
     score = iter(range(100))
     parallel = Parallel(ParallelConfig(), "cpu")
     tracker = Tracker(folder, TrackerConfig(), "t", {}) if folder.mkdir(parents=True, exist_ok=True) is None else None
@@ -129,7 +135,7 @@ def test_a_step_reads_the_device_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def step() -> None:
         with waits.counting(monkeypatch):
-            loop_module._step(wrapped, data, config, parallel, optimizer, progress, 4, tmp_path)
+            loop_module._step(wrapped, data, config, parallel, optimizer, progress, Bounds(steps=4), tmp_path)
 
     step()
     step()

@@ -6,14 +6,20 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup
 
+from training.bounds import Bounds, Done
 from training.optimizer import learning_rate
 from training.optimizer_config import OptimizerConfig
+
+
+def rate(config: OptimizerConfig, step: int, total: int) -> float:
+    """The learning rate of a step in a run of `total` steps."""
+    return learning_rate(config, step, Bounds(steps=total).share(Done(step), since=Done(config.warmup_steps)))
 
 
 def test_the_cosine_starts_where_the_warm_up_ends():
     """It goes up in a line to the peak, which one step has whole, and ends at final_lr of it."""
     config = OptimizerConfig(lr=2.0, warmup_steps=4, final_lr=0.1)
-    rates = [learning_rate(config, step, 12) for step in range(13)]
+    rates = [rate(config, step, 12) for step in range(13)]
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
     assert all(before > after for before, after in pairwise(rates[4:]))
     assert rates[8] == pytest.approx((2.0 + 0.2) / 2), "half of the way down"
@@ -28,11 +34,11 @@ def test_behind_the_warm_up_it_is_hugging_faces(warmup: int):
     schedule = get_cosine_schedule_with_warmup(optimizer, warmup, 10)
     for step in range(10):
         if step >= warmup:
-            assert learning_rate(config, step, 10) == pytest.approx(schedule.get_last_lr()[0], abs=1e-12)
+            assert rate(config, step, 10) == pytest.approx(schedule.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         schedule.step()
 
 
 def test_a_run_shorter_than_its_warm_up_ends_on_the_way_up():
     config = OptimizerConfig(lr=1.0, warmup_steps=20)
-    assert [learning_rate(config, step, 5) for step in range(5)] == pytest.approx([0.05, 0.1, 0.15, 0.2, 0.25])
+    assert [rate(config, step, 5) for step in range(5)] == pytest.approx([0.05, 0.1, 0.15, 0.2, 0.25])

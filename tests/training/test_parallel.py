@@ -19,6 +19,7 @@ from training.parallel import Parallel
 from .rank_job import Spec, exported, make_model, run, run_ranks, start_ranks
 
 TOLERANCE = 1e-5  # relative, of float32 losses: the order of additions
+BY_SECONDS = {"steps": 0, "seconds": 9.5}  # six steps by rank 0's clock, one by the others' (rank_job.Spec)
 CUTTING = ["zero1", "zero2", "zero3", "fsdp"]
 ZERO = CUTTING[:3]
 
@@ -27,7 +28,7 @@ ZERO = CUTTING[:3]
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The run that all others are held against: one process."""
     folder = tmp_path_factory.mktemp("one")
-    return folder, run(Spec(str(folder)))
+    return folder, run(Spec(str(folder), **BY_SECONDS))
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def equal_runs(folder: Path, seen: dict[str, Any], one: tuple[Path, dict[str, Any]]) -> None:
     """Losses, norms, held-out figures and exported weights of `seen` are those of one process."""
-    for key in ("losses", "norms", "acceptance", "seen"):
+    for key in ("losses", "norms", "acceptance", "progress", "seen"):
         count = len(seen[key])
         assert count > 0
         assert seen[key] == pytest.approx(one[1][key][-count:], rel=TOLERANCE), key
@@ -55,9 +56,11 @@ def equal_runs(folder: Path, seen: dict[str, Any], one: tuple[Path, dict[str, An
     indirect=True,
 )
 def test_two_processes_train_as_one(kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path):
-    """Two forwards a step on each rank, and a clip that binds: the gradient's norm is above it in some steps and below in others."""
+    """Two forwards a step on each rank, and a clip that binds: the gradient's norm is above it in some steps and below in others.
+
+    Seconds bound the run, and the ranks' clocks differ: all follow rank 0's."""
     assert min(one[1]["norms"]) < 0.2 < max(one[1]["norms"])
-    seen = run_ranks(Spec(str(tmp_path), kind=kind))
+    seen = run_ranks(Spec(str(tmp_path), kind=kind, **BY_SECONDS))
     assert len(seen["losses"]) == 6
     assert seen["deepspeed"] == (kind in ZERO), "it is imported only where it works"
     equal_runs(tmp_path, seen, one)
@@ -85,7 +88,7 @@ def check_plan(seen: dict[str, Any], kind: str) -> None:
 
 def test_a_rank_that_divides_by_its_own_count_is_found(one: tuple[Path, dict[str, Any]], tmp_path: Path):
     """The control: the mean over a rank's own tokens, averaged over ranks, is another loss wherever their counts differ."""
-    seen = run_ranks(Spec(str(tmp_path), kind="ddp", divisor="rank"))
+    seen = run_ranks(Spec(str(tmp_path), kind="ddp", divisor="rank", **BY_SECONDS))
     with pytest.raises(AssertionError):
         equal_runs(tmp_path, seen, one)
     assert max(abs(a - b) / b for a, b in zip(seen["losses"], one[1]["losses"])) > 100 * TOLERANCE
@@ -94,7 +97,7 @@ def test_a_rank_that_divides_by_its_own_count_is_found(one: tuple[Path, dict[str
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", *CUTTING], indirect=True)
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path):
-    spec = Spec(str(tmp_path), kind=kind)
+    spec = Spec(str(tmp_path), kind=kind, **BY_SECONDS)
     stopped = run_ranks(replace(spec, stop_after=4))
     assert stopped["interrupted"]
     assert len(stopped["losses"]) == 4
@@ -107,7 +110,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(kind: str, one: tuple[Pa
 @pytest.mark.parametrize("kind", CUTTING, indirect=True)
 def test_a_run_may_go_on_under_another_kind(kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path):
     """Two steps in one process, two in shares, two in one process again."""
-    spec = Spec(str(tmp_path))
+    spec = Spec(str(tmp_path), **BY_SECONDS)
     assert run(replace(spec, stop_after=2))["interrupted"]
     assert run_ranks(replace(spec, kind=kind, stop_after=2))["interrupted"]
     seen = run(spec)
@@ -147,7 +150,7 @@ def test_tied_embeddings_are_shared_in_shares_too(kind: str, tmp_path: Path):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", *CUTTING], indirect=True)
 def test_layers_run_again_in_the_backward_pass(kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path):
-    seen = run_ranks(Spec(str(tmp_path), kind=kind, loop={"activation_checkpointing": True}))
+    seen = run_ranks(Spec(str(tmp_path), kind=kind, loop={"activation_checkpointing": True}, **BY_SECONDS))
     equal_runs(tmp_path, seen, one)
 
 

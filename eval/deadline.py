@@ -1,0 +1,62 @@
+"""A bound on the seconds of measuring: how many prompts still fit, and what was spent, kept in the run folder.
+
+Prompts are measured in blocks: the same ones under every condition, by every drafter and the baseline. A block that was begun is ended, so that
+all rows stand on the same prompts, and which ones these are no time decides: it decides how many of a shuffled order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from training.checkpoint import write_text
+
+FILE = "seconds.json"
+LEAST = {
+    "sweep": 2,
+    "main": 5,
+}  # blocks that are measured, whatever they take: of fewer than five prompts a speedup has no interval
+UNTIL = {"sweep": 0.4, "main": 1.0}  # shares of the bound by which the parts end
+COSTS = 0.1  # share of the bound in which the costs that drafters weigh are measured, beforehand
+
+
+class Deadline:
+    """The clock of a run. Without a bound it is never asked."""
+
+    def __init__(self, max_seconds: float, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """max_seconds: of all runs in this folder together; 0: no bound."""
+        self.max_seconds = max_seconds or math.inf
+        self._file, self._clock = folder / FILE, clock
+        known = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else {}
+        self._earlier: float = known.get("seconds", 0.0)
+        self._longest: dict[str, float] = known.get("longest_block", {})
+        self._began = clock()
+
+    @property
+    def bounds(self) -> bool:
+        """Whether there is a bound."""
+        return self.max_seconds < math.inf
+
+    @property
+    def seconds(self) -> float:
+        """Spent on measuring so far, by earlier runs too."""
+        return self._earlier + self._clock() - self._began
+
+    @property
+    def costs_seconds(self) -> float:
+        """For the costs that drafters weigh."""
+        return COSTS * self.max_seconds
+
+    def has_room(self, part: str, blocks: int) -> bool:
+        """Whether another block of a part is to be measured behind so many; it is taken to last as long as the longest."""
+        if not self.bounds or blocks < LEAST[part]:
+            return True
+        return self.seconds + self._longest.get(part, 0.0) <= self.max_seconds * UNTIL[part]
+
+    def count(self, part: str, seconds: float) -> None:
+        """A block of a part has ended after so many seconds."""
+        self._longest[part] = max(seconds, self._longest.get(part, 0.0))
+        write_text(self._file, json.dumps({"seconds": self.seconds, "longest_block": self._longest}))

@@ -1,0 +1,155 @@
+"""max_seconds of eval.run: as many prompts as fit, the same for every row, at least a few, and said."""
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from decoding.errors import UserError
+from eval.config import BenchmarkConfig, EvalConfig
+from eval.deadline import Deadline
+from eval.measure import Bench
+from eval.records import Arm, Condition, Record, read_records
+from eval.run import run
+from eval.schema import read_rows
+from eval.session import Session
+from eval.setup import load
+
+from . import tiny
+from .tiny import config
+
+PROMPTS = 14  # 2 go to the sweep
+
+
+class Clock:
+    """Seconds that pass with decoding alone: each batch takes `a_batch` of them."""
+
+    def __init__(self, a_batch: float = 1.0) -> None:
+        self.now, self.a_batch = 0.0, a_batch
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    real, clock = Bench.decode, Clock()
+
+    def decode(self, *given):
+        clock.now += clock.a_batch
+        return real(self, *given)
+
+    monkeypatch.setattr(Bench, "decode", decode)
+    monkeypatch.setattr("eval.session.warm_up", lambda *_: None)
+    monkeypatch.setattr("eval.session.ATTEMPTS", 1)  # a busy machine's stalls are not looked for
+    return clock
+
+
+def bounded(home: Path, name: str, **changes: object) -> EvalConfig:
+    """A prompt of the sweep takes 6 batches (two temperatures, three arms), one of the main part 4; 40 s are enough for 7 of these."""
+    if not (home / "many.jsonl").is_file():
+        tiny.prompts(home / "many.jsonl", count=PROMPTS)
+    usual = {"max_new_tokens": 4, "timing_repeats": 1, "max_seconds": 40.0, "prompt_lookup_control": False}
+    benchmark = BenchmarkConfig(path=str(home / "many.jsonl"))
+    return config(home, name, **{"benchmark": benchmark, **usual, **changes})
+
+
+def measured(home: Path, clock: Clock, name: str, **changes: object) -> list[Record]:
+    """The records of a run, without its report."""
+    cfg = bounded(home, name, **changes)
+    folder = Path(cfg.output_dir)
+    folder.mkdir(exist_ok=True)
+    session = Session(cfg, load(cfg), folder, Deadline(cfg.max_seconds, folder, clock))
+    session.measure()
+    return session.records
+
+
+def prompts_of(records: list[Record], part: str = "main") -> dict[Condition, list[str]]:
+    """Condition -> the prompts of a part, in the order in which they were measured; the same for all of its arms."""
+    found: dict[Condition, dict[Arm, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        if record.part == part:
+            found[record.condition][record.arm].append(record.prompt_id)
+    for by_arm in found.values():
+        assert len(by_arm) > 1 and len(set(map(tuple, by_arm.values()))) == 1, "not paired"
+    return {condition: next(iter(by_arm.values())) for condition, by_arm in found.items()}
+
+
+def test_as_many_prompts_as_fit_are_measured_and_it_is_said(home, clock, capsys):
+    folder = run(bounded(home, "some"), clock)
+    assert clock.now == 2 * 6 + 7 * 4
+    cold, hot = prompts_of(read_records(folder / "records.jsonl")).values()
+    assert cold == hot and len(cold) == 7
+    assert cold != sorted(cold, key=lambda one: int(one[1:])), "shuffled: a file may be sorted by kind"
+    rows = read_rows(folder / "results.jsonl")
+    assert {(row.part, row.prompts, row.prompts_asked) for row in rows} == {("sweep", 2, 2), ("main", 7, 12)}
+    told = "7 of 12 prompts (those that fit into 40 s)"
+    assert told in " ".join(capsys.readouterr().out.split())
+    page = (folder / "report.html").read_text()
+    assert told in page and "5 of 12 prompts: the others, first in an order shuffled" in page
+    run(bounded(home, "some"), clock)
+    assert told in " ".join(capsys.readouterr().out.split()), "a finished run tells it again"
+
+
+def test_time_decides_how_many_and_never_which(home, clock):
+    short, long = (measured(home, clock, f"{s:.0f}", max_seconds=s) for s in (36.0, 44.0))
+    short, long = (next(iter(prompts_of(records).values())) for records in (short, long))
+    assert (len(short), len(long)) == (6, 8) and long[:6] == short
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(1.0, 5), (1e6, PROMPTS - 2)])
+def test_there_is_a_minimum_and_no_more_than_there_are(home, clock, seconds, count):
+    records = measured(home, clock, f"least_{count}", max_seconds=seconds)
+    assert [len(found) for found in prompts_of(records).values()] == [count, count]
+    assert [len(found) for found in prompts_of(records, "sweep").values()] == [2, 2]
+
+
+def test_a_sweep_leaves_most_of_the_time(home, clock):
+    folder = run(bounded(home, "swept", sweep_prompts=6, max_seconds=50.0), clock)
+    cold, hot = prompts_of(read_records(folder / "records.jsonl"), "sweep").values()
+    assert cold == hot and len(cold) == 3, "18 s of 50"
+    assert "a sweep on 3 of 6 prompts" in (folder / "report.html").read_text()
+
+
+def test_batches_of_two_sizes_stand_on_the_same_prompts(home, clock):
+    records = measured(home, clock, "batches", batch_sizes=[1, 2], temperatures=[0.0], max_seconds=43.0)
+    one, two = prompts_of(records).values()
+    assert one == two and len(one) == 12 - 2
+    assert clock.now == 9 + 5 * 6
+
+
+def test_a_resumed_run_counts_what_was_spent_and_ends_the_prompt_that_it_was_at(home, clock):
+    """Killed between the two temperatures of a prompt, and started again when no time was left for another."""
+    whole = measured(home, clock, "resumed")
+    cut = [record for record in whole if (record.unit, record.temperature) != (8, 1.0)]
+    assert len(cut) == len(whole) - 2
+    (home / "resumed" / "records.jsonl").write_text("".join(json.dumps(vars(record)) + "\n" for record in cut))
+    before = clock.now
+    assert prompts_of(measured(home, clock, "resumed")) == prompts_of(whole)
+    assert clock.now == before + 2
+
+
+def test_a_deadline_takes_the_next_block_to_be_as_long_as_the_longest(tmp_path):
+    clock = iter([0.0, 10.0, 40.0, 41.0])
+    deadline = Deadline(50.0, tmp_path, lambda: next(clock))
+    deadline.count("main", 9.0)  # at 10 s
+    assert deadline.has_room("main", 4), "of the first five nobody asks the time"
+    assert deadline.has_room("main", 5)  # at 40 s
+    assert not Deadline(50.0, tmp_path, iter([0.0, 31.5]).__next__).has_room("main", 5), (
+        "10 s of before, 31.5 s, and 9 s"
+    )
+    assert not deadline.has_room("sweep", 2), "its share is over at 41 s"
+    assert not Deadline(0.0, tmp_path / "none", lambda: 0.0).bounds
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_a_bound_that_bounds_nothing_is_refused(home, value):
+    with pytest.raises(UserError, match=r"max_seconds=.* cannot be measured. Expected seconds, or 0 for all prompts"):
+        run(bounded(home, "refused", max_seconds=value))
+
+
+def test_a_dry_run_tells_the_bound(home, capsys):
+    run(bounded(home, "planned", dry_run=True))
+    assert "tokens, as many of them as fit into 40 s, into" in capsys.readouterr().out

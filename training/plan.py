@@ -1,0 +1,61 @@
+"""What a configuration plans: the bounds of its run, and the run in words."""
+
+import math
+from dataclasses import dataclass
+
+from training.bounds import Bounds
+from training.config import LoopConfig
+from training.packing import PackedData
+
+
+def bounds_of(loop: LoopConfig, data: PackedData) -> Bounds:
+    """The bounds of a configuration; a number that is 0 is none, and with none at all the run is one pass over the data."""
+    steps = float(loop.max_steps or math.inf)
+    if epochs := passes(loop):
+        steps = min(steps, max(1, math.ceil(epochs * data.steps_per_epoch)))
+    return Bounds(steps, loop.max_tokens or math.inf, loop.max_seconds or math.inf)
+
+
+def passes(loop: LoopConfig) -> float:
+    """Passes over the data at most; 0: they bound nothing."""
+    if loop.max_epochs is not None:
+        return loop.max_epochs
+    return 0.0 if loop.max_steps or loop.max_tokens or loop.max_seconds else 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a dry run counts of a run that no data was read for."""
+
+    tokens: int  # 0: the data alone says how many
+    words: str
+
+
+def plan_tokens(loop: LoopConfig, flops_a_token: float, tflops: float, pass_tokens: int = 0) -> Plan:
+    """The tokens of a run at an assumed pace. pass_tokens: of one pass over the data; 0: not known."""
+    words = [f"at most {loop.max_seconds:g} s"] if loop.max_seconds else []
+    by_steps, by_passes = loop.max_steps * loop.tokens_per_step, int(passes(loop) * pass_tokens)
+    by_seconds = int(loop.max_seconds * tflops * 1e12 / flops_a_token)
+    tokens = min((count for count in (by_steps, by_passes, loop.max_tokens, by_seconds) if count), default=0)
+    if passes(loop) and not pass_tokens:
+        words.append(f"{'at most ' if tokens else ''}{passes(loop):g} epochs")
+    if tokens:
+        about = "" if tokens in (by_steps, by_passes) else "about "
+        words.append(f"{tokens:,} tokens in {about}{-(-tokens // loop.tokens_per_step):,} steps")
+    return Plan(tokens, ", ".join(words))
+
+
+def describe_plan(loop: LoopConfig, data: PackedData) -> str:
+    """The run in words, before its first step: `at most 240 s, 2,000 steps of 4,096 tokens, 6.1 epochs`."""
+    bounds, row_tokens = bounds_of(loop, data), data.rows_per_step * data.capacity
+    words = [f"at most {loop.max_seconds:g} s"] if bounds.has_seconds else []
+    steps, about = bounds.steps, ""
+    if loop.max_tokens:
+        words.append(f"at most {loop.max_tokens:,} tokens")
+        by_tokens = math.ceil(loop.max_tokens / (data.tokens / len(data.rows) * data.rows_per_step))
+        steps, about = min((steps, ""), (by_tokens, "about "))
+    if steps == math.inf:
+        return f"{words[0]}, in steps of {row_tokens:,} tokens"
+    return ", ".join(
+        [*words, f"{about}{steps:,.0f} steps of {row_tokens:,} tokens, {steps / data.steps_per_epoch:.2f} epochs"]
+    )
