@@ -19,6 +19,7 @@ from transformers import (
 
 from decoding.errors import UserError
 from decoding.folder import read_config
+from decoding.model_check import check_loaded, check_model
 from decoding.target import BACKENDS
 from training.attention import PACKED
 from training.config import DataConfig, ParallelConfig, StudentConfig, TargetConfig, refuse_parallel
@@ -80,9 +81,18 @@ def known_config(folder: Path) -> PretrainedConfig:
 def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
     """A causal LM from a model folder (safetensors only) with packed attention. Raises UserError for what is no language model."""
     known_config(folder)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=PACKED, use_safetensors=True, local_files_only=True
+    check_model(folder)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation=PACKED,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
     )
+    model, info = loaded
+    check_loaded(folder, info)
+    return model
 
 
 def target_is_here(target: TargetConfig) -> bool:
