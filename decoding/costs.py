@@ -5,10 +5,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from statistics import median
 
-from decoding.batch import Settings
 from decoding.drafter import Drafter
 from decoding.loop import decode
 from decoding.schedules import WALL
+from decoding.settings import Settings
 from decoding.stats import Generation
 from decoding.stopping import RoundCosts
 from decoding.target import Target

@@ -16,10 +16,10 @@ from decoding.errors import UserError
 from decoding.loop import Settings
 from decoding.native import EXECUTIONS
 from decoding.parallel import device_beside, processes_of
-from decoding.processors import Allowed, make_processors
-from decoding.sampling import Warper
+from decoding.processors import Allowed
 from decoding.schedules import WALL
 from decoding.target import Target, device_of, load_target
+from decoding.values import RULES, check_settings
 from eval.benchmarks import load_benchmark, render_turns
 from eval.budgets import Shapes, shapes_of
 from eval.config import EvalConfig
@@ -46,8 +46,15 @@ def _one_of(names: Sequence[str]) -> str:
 
 def check(cfg: EvalConfig) -> None:
     """Raise UserError for settings that cannot be measured, before any model is loaded."""
+    check_settings(cfg, ("top_k", "top_p", "min_p", "repetition_penalty", "stop_strings", "stopping_threshold", "seed"))
+    temperature = RULES["temperature"]
     for key, found, fine, expected in (
-        ("temperatures", cfg.temperatures, min(cfg.temperatures, default=-1) >= 0, "one or more numbers from 0 up"),
+        (
+            "temperatures",
+            cfg.temperatures,
+            bool(cfg.temperatures) and all(map(temperature.fits, cfg.temperatures)),
+            f"one or more of these: {temperature.expected}",
+        ),
         ("batch_sizes", cfg.batch_sizes, min(cfg.batch_sizes, default=0) >= 1, "one or more whole numbers from 1 up"),
         ("num_draft_tokens", cfg.num_draft_tokens, min(cfg.num_draft_tokens, default=1) >= 1, "numbers from 1 up"),
         ("sweep", cfg.sweep, min(cfg.sweep, default=1) >= 1, "numbers from 1 up, or [] for no sweep"),
@@ -62,8 +69,6 @@ def check(cfg: EvalConfig) -> None:
             raise UserError(f"{key}={found} cannot be measured. Expected {expected}.")
     drafter_list.check_entries(cfg.drafters)
     processes_of(cfg.target.parallel, cfg.target.processes, cfg.target.backend, device_of(cfg.target.device))
-    Warper(0.0, cfg.top_k, cfg.top_p, cfg.min_p)  # says what is wrong with them
-    make_processors(cfg.repetition_penalty, None)
     if cfg.allowed:
         _allowed(cfg.allowed)
     if not cfg.num_draft_tokens and not (cfg.sweep and cfg.sweep_prompts):
