@@ -176,6 +176,7 @@ def draw_different(probs_BPV: Tensor, uniforms_BPM: Tensor, count: int) -> tuple
     """
     ends_BPV = probs_BPV.cumsum(-1, dtype=torch.float64)
     tokens_BPM = torch.searchsorted(ends_BPV, uniforms_BPM * ends_BPV[..., -1:], right=True)
+    tokens_BPM.clamp_(max=probs_BPV.shape[-1] - 1)  # of NaN, past the end
     M = tokens_BPM.shape[-1]
     again_BPM = (tokens_BPM[..., None] == tokens_BPM[..., None, :]).tril_(-1).any(-1)
     places_M = torch.arange(M, device=again_BPM.device)

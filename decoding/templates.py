@@ -7,6 +7,7 @@ What a template writes is counted while it is put together.
 
 import ctypes
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from decoding.errors import UserError
 
-MAX_SECONDS = 10.0
+MAX_SECONDS = 5.0  # of the rendering thread's own computing
 MAX_CHARACTERS = 16_000_000
 _LOOK_SECONDS = 0.25  # between two looks of the watching thread
 
@@ -38,7 +39,6 @@ def render(
     source: str | None = None,
     *,
     add_generation_prompt: bool = False,
-    max_seconds: float = MAX_SECONDS,
 ) -> str:
     """The text of a chat by a template's source; None takes the tokenizer's own.
 
@@ -56,10 +56,10 @@ def render(
                 list(messages), chat_template=source, tokenize=False, add_generation_prompt=add_generation_prompt
             )
 
-        return str(_watch.run(apply, max_seconds))
+        return str(_watch.run(apply, MAX_SECONDS))
     except _TooLongError:
         raise UserError(
-            f"{where} ran for more than {max_seconds:g} seconds on one chat, expected a moment: its loops do not end. Mend the template."
+            f"{where} computed for more than {MAX_SECONDS:g} seconds on one chat, expected a moment: its loops do not end. Mend the template."
         ) from None
     except _TooMuchError:
         raise UserError(
@@ -68,6 +68,13 @@ def render(
     except (TypeError, AttributeError, KeyError, ArithmeticError, RecursionError, MemoryError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{where} fails on this chat ({reason}), expected a text. Mend the template.") from error
+
+
+def _seconds_of(thread: int) -> float:
+    """Seconds that a thread has computed; of those that it waits for others none counts. Where no system clock has them, the time of day."""
+    if sys.platform == "linux":
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+    return time.monotonic()
 
 
 def _bounded_join(pieces: Iterable[str]) -> str:
@@ -94,7 +101,7 @@ class _Watch:
         """What the action returns; _TooLongError where it takes longer."""
         thread = threading.get_ident()
         with self._lock:
-            self._deadlines[thread] = time.monotonic() + seconds
+            self._deadlines[thread] = _seconds_of(thread) + seconds
             if self._thread is None:
                 self._thread = threading.Thread(target=self._keep, name="chat templates", daemon=True)
                 self._thread.start()
@@ -116,9 +123,8 @@ class _Watch:
             self._wanted.wait()
             time.sleep(_LOOK_SECONDS)
             with self._lock:
-                now = time.monotonic()
                 for thread, deadline in list(self._deadlines.items()):
-                    if now > deadline:
+                    if _seconds_of(thread) > deadline:
                         del self._deadlines[thread]
                         self._fired.add(thread)
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(
