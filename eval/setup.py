@@ -61,7 +61,12 @@ def check(cfg: EvalConfig) -> None:
         ("max_draft_tokens", cfg.max_draft_tokens, cfg.max_draft_tokens >= 1, "a whole number from 1 up"),
         ("samples", cfg.samples, cfg.samples >= 1, "1 or more"),
         ("repeats", cfg.repeats, cfg.repeats >= 1, "1 or more"),
-        ("max_new_tokens", cfg.max_new_tokens, cfg.max_new_tokens >= 2, "2 or more: one token leaves nothing to draft"),
+        (
+            "max_new_tokens",
+            cfg.max_new_tokens,
+            cfg.max_new_tokens >= 2 and RULES["max_new_tokens"].fits(cfg.max_new_tokens),
+            "2 or more: one token leaves nothing to draft",
+        ),
         ("verify", cfg.verify, cfg.verify in SAMPLING, _one_of(SAMPLING)),
         ("target.execution", cfg.target.execution, cfg.target.execution in ("", *EXECUTIONS), _one_of(EXECUTIONS)),
     ):
@@ -111,6 +116,7 @@ def load(cfg: EvalConfig) -> Loaded:
         parallel=cfg.target.parallel,
         processes=cfg.target.processes,
     )
+    _check_lengths(cfg, target)
     drafters = drafter_list.build(mappings, uses, folder, {device: _worker_device(target, uses.values())})
     uses = {name: use.settled(drafters[name].caps) for name, use in uses.items()}
     for drafter in drafters.values():
@@ -144,6 +150,19 @@ def load(cfg: EvalConfig) -> Loaded:
     bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats)
     shapes = shapes_of(folder, target, mappings, drafters)
     return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs, shapes, folders)
+
+
+def _check_lengths(cfg: EvalConfig, target: Target) -> None:
+    """Raise UserError for drafts that are longer than the target's context: they would be timed first."""
+    for key, length in (
+        ("num_draft_tokens", max(cfg.num_draft_tokens, default=0)),
+        ("sweep", max(cfg.sweep, default=0)),
+        ("max_draft_tokens", cfg.max_draft_tokens),
+    ):
+        if length > target.max_length:
+            raise UserError(
+                f"{key} goes up to {length}, expected at most {target.max_length}, the context of '{target.name}' in tokens."
+            )
 
 
 def _sweep_file(cfg: EvalConfig) -> Path | None:
