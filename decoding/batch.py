@@ -7,7 +7,7 @@ batch change its output.
 Shapes: B running rows, N drafted tokens, V vocabulary, C hidden size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -18,59 +18,16 @@ from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Drafter, Observation, Proposal
 from decoding.errors import UserError
-from decoding.processors import Allowed, make_processors
-from decoding.reading import Reading
-from decoding.sampling import Warper
+from decoding.processors import make_processors
+from decoding.reading import Reading, Watch, watch
+from decoding.settings import Settings
+from decoding.sharing import Claim
 from decoding.stats import Generation
-from decoding.stopping import RoundCosts, Stopping
+from decoding.stopping import Stopping
 from decoding.target import Target, prefill
 from decoding.verify import RULES
 
 OnTokens = Callable[[int, list[int]], None]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to decode. The warpers are off at their defaults; temperature 0 is greedy."""
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    num_draft_tokens: int = 4  # gamma: drafted tokens a round along a chain
-    verify: str = "token"  # "token", "block" or "coupled"; at temperature 0 verification is greedy whatever this says
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    # A name of decoding.policies.NAMES: when to end a draft before num_draft_tokens. None: with `costs`, what decoding.schedules.usual_stopping
-    # says of the drafter; without, "fixed".
-    stopping: str | None = None
-    stopping_threshold: float | None = None  # of the policies that have one; None takes the policy's own
-    schedule: str = "serial"  # or decoding.schedules.SCHEDULES: draft and verify at the same time
-    costs: RoundCosts | None = None  # measured, for stopping="cost_ratio" and for what weighs its proposals or chunks
-    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of the text's tokens; 1 is off
-    # Text so far, as ids -> ids that may follow; None: all of them. It is asked on the host: on a card every drafted token is waited for.
-    allowed: Allowed | None = None
-    stop_strings: tuple[str, ...] = ()  # a row ends with the token that completes one of them
-    text_of: Callable[[Sequence[int]], str] | None = None  # ids -> text, for stop_strings
-    ignore_eos: bool = False  # go on to max_new_tokens past stop tokens, for timing
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {self.max_new_tokens}, expected 1 or more.")
-        if self.num_draft_tokens < 0:
-            raise UserError(f"num_draft_tokens is {self.num_draft_tokens}, expected 0 (no drafting) or more.")
-        if self.stop_strings and self.text_of is None:
-            raise UserError(
-                "stop_strings needs text_of, the function from token ids to text (decoding.generate has it)."
-            )
-        if "" in self.stop_strings:
-            raise UserError("stop_strings holds an empty text, which every text ends with: leave it out.")
-
-    @property
-    def warper(self) -> Warper:
-        """The sampling part of the settings."""
-        return Warper(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(slots=True)
@@ -105,6 +62,7 @@ class Batch:
         self.stop_strings, self.text_of = settings.stop_strings, settings.text_of
         # Called with the place and the row of each row that ends, while its keys and values are still there.
         self.on_end: Callable[[int, Row], None] | None = None
+        self.claim = Claim(target, drafter)
 
     def width(self) -> int:
         """The most tokens that a round puts behind the tip."""
@@ -128,6 +86,16 @@ class Batch:
         """Give back what `open` took of the process."""
 
     def round(self) -> None:
+        """Run a round. Raises UserError where another call has overwritten the caches, and for logits that are NaN or infinite."""
+        with self.claim:
+            if not self.claim.holds:
+                raise UserError(
+                    f"this call cannot continue: another one has used the target '{self.target.name}' or its drafter since, and their caches "
+                    "hold its text. Finish or close a stream before the next call, or load a second engine."
+                )
+            self._round()
+
+    def _round(self) -> None:
         """Propose, verify, commit, emit; then drop the rows that are done."""
         began = perf_counter()
         rows = self.rows
@@ -140,7 +108,7 @@ class Batch:
         counted = None if proposal is None else proposal.counted()
         width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
         asked = () if proposal is None or proposal.asks is None else proposal.asks(logits_BNV)
-        self.chooser.read = Reading(*asked)
+        self.chooser.read = Reading(*asked, watched=self._watched(logits_BNV[:, :width], counted))
         outcome = self.rule(logits_BNV[:, :width], counted, self.chooser)
         seen = Observation(outcome, logits_BNV, hidden_BNC, self.chooser.read.answers())
         drafted_B = [0] * len(rows) if proposal is None else outcome.drafted_B or proposal.counts_B
@@ -194,6 +162,14 @@ class Batch:
             sequences_B = [row.sequence for row in self.rows]
             logits_BNV = self.chooser.processors(logits_BNV, sequences_B, tokens_BN, parents_BN)
         return logits_BNV, hidden_BNC
+
+    def _watched(self, logits_BNV: Tensor, proposal: Proposal | None) -> list[Watch]:
+        """The numbers that a round rests on, for `Reading`, which refuses NaN and infinities among them."""
+        found = [watch(logits_BNV, f"the target '{self.target.name}'", "logits")]
+        q = None if proposal is None else proposal.q_BNV if proposal.q_top is None else proposal.q_top.probs_BPK
+        if q is not None and self.drafter is not None:
+            found.append(watch(q, f"the drafter '{self.drafter.name}'", "probabilities"))
+        return found
 
     def _emit(
         self, tokens_B: list[list[int]], drafted_B: list[int], tested_B: list[int], accepted_B: list[int]

@@ -16,7 +16,7 @@ from torch import Tensor
 from decoding import cuda
 from decoding.chooser import Chooser
 from decoding.drafter import Caps, Observation, Proposal
-from decoding.folder import read_config
+from decoding.folder import load_state, read_config, refuse_nonfinite
 from decoding.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.stopping import RoundCosts, Sign, Stopping
 from decoding.target import Target, load_target, prefill
@@ -60,6 +60,7 @@ class ChainDrafter:
                 trust_remote_code=trust_remote_code,
                 execution=execution,
             )
+            refuse_nonfinite(folder, load_state(folder))
         self.model = model
         self.name = name or model.name
         self.num_layers, self.num_parameters = model.num_layers, model.num_parameters

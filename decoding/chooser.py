@@ -90,7 +90,8 @@ class Chooser:
             return self.race(logits_BV[:, None], depth).squeeze(1), None
         probs_BV = self.warper.probs(logits_BV)
         uniforms_B = [self.uniform(row, depth, noise.DRAFT) for row in range(len(probs_BV))]
-        return draw(probs_BV, uniforms_B), probs_BV
+        # NaN has no weight, and no weight draws past the end: the round refuses it, if the drafter comes so far.
+        return draw(probs_BV, uniforms_B).clamp_(max=probs_BV.shape[-1] - 1), probs_BV
 
     def children(self, logits_BPV: Tensor, count: int, depth: int) -> tuple[Tensor, Tensor | None]:
         """`count` different next tokens (B, P, count) of each of the P nodes of a depth, and their probs_BPV where the rule tests them.

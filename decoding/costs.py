@@ -8,10 +8,10 @@ from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
-from decoding.batch import Settings
 from decoding.drafter import Drafter
 from decoding.loop import decode
 from decoding.schedules import WALL
+from decoding.settings import Settings
 from decoding.stats import Generation
 from decoding.stopping import RoundCosts
 from decoding.target import Target

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
+from decoding.values import check_value
 
 T = TypeVar("T")
 # On a CPU `compiled` serves tests, which want it traced and not fused; benchmarks that time it there set "inductor" (it needs a C++ compiler).
@@ -21,11 +22,14 @@ CPU_COMPILER = "aot_eager"
 
 
 def device_of(name: str) -> str:
-    """`auto` is a GPU where there is one. Raises UserError for a GPU that is not there."""
+    """`auto` is a GPU where there is one. Raises UserError for what is no device, and for a GPU that is not there."""
+    check_value("device", name)
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device '{name}': PyTorch sees no CUDA card here. Use cpu or auto.")
+    if name.startswith("cuda:") and int(name.removeprefix("cuda:")) >= cards():
+        raise UserError(f"device '{name}': PyTorch sees {cards()} CUDA cards here, numbered from 0. Use one of them.")
     return name
 
 

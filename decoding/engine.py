@@ -5,7 +5,7 @@ engine = load("assets/target", "runs/quickstart/distill.train/drafter")
 print(generate(engine, "def add(a, b):", max_new_tokens=64).text)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,20 +19,24 @@ from decoding.compatible import check_same_tokenizer, load_tokenizer
 from decoding.costs import measure_costs, weighed_widths
 from decoding.drafter import Drafter
 from decoding.errors import UserError
-from decoding.folder import read_config, read_json
-from decoding.loop import Generation, Settings, decode, start
+from decoding.folder import exists, read_config, read_json
+from decoding.loop import Generation, Settings, check, decode, start
+from decoding.messages import Prompt, prompt_ids
 from decoding.prompt_lookup import PromptLookup
 from decoding.schedules import weighs_costs
+from decoding.sharing import Claim
 from decoding.stopping import RoundCosts
 from decoding.target import Target, load_target
 from decoding.text_stream import TextStream
-
-Messages = Sequence[Mapping[str, str]]
+from decoding.values import check_value, shown
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A target, what drafts for it, and the target's tokenizer."""
+    """A target, what drafts for it, and the target's tokenizer.
+
+    Threads may share one: their calls wait for each other. Of streams only the one that was begun last can be read (see `generate`).
+    """
 
     target: Target
     drafter: Drafter | None
@@ -68,6 +72,11 @@ def load(
 
     Raises UserError for folders that cannot be used, and for a drafter whose tokenizer differs from the target's.
     """
+    for name, folder in (("target", target), ("drafter", drafter)):
+        if not isinstance(folder, str | Path) and (
+            name == "target" or (folder is not None and not hasattr(folder, "propose"))
+        ):
+            raise UserError(f"{name} is {shown(folder)}, expected the path of a model folder.")
     tokenizer = load_tokenizer(target)
     model = load_target(
         target,
@@ -81,7 +90,7 @@ def load(
     if drafter == "prompt_lookup":
         drafter = PromptLookup()
     elif isinstance(drafter, str | Path):
-        if not Path(drafter).exists():
+        if not exists(Path(drafter)):
             raise UserError(f"drafter '{drafter}' is neither a folder (looked in {Path.cwd()}) nor \"prompt_lookup\".")
         read_config(drafter)
         check_same_tokenizer(target, drafter)
@@ -98,17 +107,9 @@ def stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple
     return tuple(sorted(i for i in ids if i is not None))
 
 
-def encode(engine: Engine, text_or_messages: str | Messages) -> list[int]:
-    """Token ids of a text, or of a chat rendered by the tokenizer's chat template with its generation prompt."""
-    if isinstance(text_or_messages, str):
-        return list(engine.tokenizer(text_or_messages)["input_ids"])
-    if not engine.tokenizer.chat_template:
-        raise UserError(f"the tokenizer of '{engine.target.name}' has no chat template: pass a text, not messages.")
-    messages = [dict(message) for message in text_or_messages]
-    if not messages:
-        raise UserError("the chat has no messages, expected at least one such as {'role': 'user', 'content': '...'}.")
-    rendered = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return list(engine.tokenizer(str(rendered), add_special_tokens=False)["input_ids"])
+def encode(engine: Engine, prompt: Prompt) -> list[int]:
+    """Token ids of a text, of a chat rendered by the tokenizer's chat template with its generation prompt, or of the ids themselves."""
+    return prompt_ids(engine.tokenizer, prompt, engine.target.vocab_size, engine.target.name)
 
 
 def text_of(engine: Engine, tokens: Sequence[int]) -> str:
@@ -117,19 +118,16 @@ def text_of(engine: Engine, tokens: Sequence[int]) -> str:
 
 
 @overload
-def generate(
-    engine: Engine, text_or_messages: str | Messages, *, stream: Literal[False] = False, **settings: Any
-) -> Reply: ...
+def generate(engine: Engine, text_or_messages: Prompt, *, stream: Literal[False] = False, **settings: Any) -> Reply: ...
 @overload
+def generate(engine: Engine, text_or_messages: Prompt, *, stream: Literal[True], **settings: Any) -> Iterator[str]: ...
 def generate(
-    engine: Engine, text_or_messages: str | Messages, *, stream: Literal[True], **settings: Any
-) -> Iterator[str]: ...
-def generate(
-    engine: Engine, text_or_messages: str | Messages, *, stream: bool = False, **settings: Any
+    engine: Engine, text_or_messages: Prompt, *, stream: bool = False, **settings: Any
 ) -> Reply | Iterator[str]:
-    """Continue a text or answer a chat. settings: the fields of `decoding.loop.Settings`.
+    """Continue a text, or token ids, or answer a chat (messages). settings: the fields of `decoding.settings.Settings`.
 
-    A stop string ends the text, which holds it. stream=True returns an iterator over pieces of text, each as soon as its round ends.
+    A stop string ends the text, which holds it. stream=True returns an iterator over pieces of text, each as soon as its round ends. Other calls
+    on the engine may come between two pieces; the iterator then raises UserError, as their text has taken the place of its own in the caches.
     The first call with a drafter times a round's parts, and drafts are then as long as pays here (`stopping="cost_ratio"`). So the same
     seed gives the same text for as long as the engine lives; with verify="coupled", stopping="fixed" or costs= of yours, always
     (schedule="pearl_plus_wall" decides by the clock: there the same text needs verify="coupled").
@@ -141,13 +139,19 @@ def generate(
             raise UserError(
                 f"generate() knows no setting '{name}'; the nearest is '{near}' (decoding.loop.Settings has all)."
             )
+    check_value("stream", stream)
     fixed: dict[str, Any] = {"stop_token_ids": engine.stop_token_ids, "text_of": lambda ids: text_of(engine, ids)}
-    prompt = encode(engine, text_or_messages)
-    chosen = with_costs(engine, prompt, Settings(**{**fixed, **settings}))
-    if stream:
-        return _stream(engine, prompt, chosen)
-    (result,) = decode(engine.target, engine.drafter, [prompt], chosen)
-    return Reply(text_of(engine, result.tokens), result.tokens, result)
+    chosen = Settings(**{**fixed, **settings})
+    check(engine.target, engine.drafter, chosen)
+    with Claim(
+        engine.target, engine.drafter
+    ):  # its costs are measured, and its text is decoded, while no other thread uses the models
+        ids = encode(engine, text_or_messages)
+        chosen = with_costs(engine, ids, chosen)
+        if stream:
+            return _stream(engine, ids, chosen)
+        (result,) = decode(engine.target, engine.drafter, [ids], chosen)
+        return Reply(text_of(engine, result.tokens), result.tokens, result)
 
 
 def with_costs(engine: Engine, prompt: Sequence[int], settings: Settings, batch_size: int = 1) -> Settings:
@@ -162,17 +166,18 @@ def with_costs(engine: Engine, prompt: Sequence[int], settings: Settings, batch_
         return settings
     rule = settings.verify if settings.temperature else "greedy"
     use = f"{settings.schedule}, {rule}, {batch_size}"
-    if use not in engine.costs:
-        engine.costs[use] = measure_costs(
-            engine.target,
-            drafter,
-            prompt or [0],
-            settings,
-            widths=weighed_widths(drafter, min(settings.num_draft_tokens, settings.max_new_tokens)),
-            batch_size=batch_size,
-            repeats=2,
-            tokens=24,
-        )
+    with Claim(engine.target, drafter):
+        if use not in engine.costs:
+            engine.costs[use] = measure_costs(
+                engine.target,
+                drafter,
+                prompt or [0],
+                settings,
+                widths=weighed_widths(drafter, min(settings.num_draft_tokens, settings.max_new_tokens)),
+                batch_size=batch_size,
+                repeats=2,
+                tokens=24,
+            )
     return replace(settings, costs=engine.costs[use])
 
 

@@ -5,10 +5,11 @@ model.safetensors or as shards listed in model.safetensors.index.json. Pickled w
 """
 
 import json
+import math
 import struct
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,10 +21,27 @@ INDEX = "model.safetensors.index.json"
 Cut = Callable[[str, list[int]], tuple[slice, ...] | None]
 
 
+class Header(NamedTuple):
+    """What a safetensors file says of one of its tensors."""
+
+    file: Path
+    dtype: str
+    shape: list[int]
+
+
+Tensors = dict[str, Header]
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; UserError names the file and the line when it is not one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}), expected a JSON file.") from error
+    except RecursionError as error:
+        raise UserError(
+            f"{path}: its JSON is nested too deeply to be read. Copy or download the file again."
+        ) from error
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}). Copy the file again."
@@ -40,7 +58,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a model folder. Raises UserError if the folder or the file is missing, empty or broken."""
     folder = Path(folder)
-    if not folder.exists():
+    if not exists(folder):
         raise UserError(f"{folder}: there is no such model folder. Give the path of a folder with config.json in it.")
     if not folder.is_dir():
         raise UserError(f"{folder}: is a file, expected a model folder with config.json and model.safetensors in it.")
@@ -59,6 +77,20 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def exists(path: Path) -> bool:
+    """Whether there is a file or folder of this name. Raises UserError for a name that no file can have, or that may not be looked at."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
+        name = ascii(str(path))
+        shown = name if len(name) <= 80 else f"{name[:77]}..."
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{shown} cannot be looked at ({reason}), expected the path of a file or folder.") from error
+    return True
+
+
 def weight_files(folder: str | Path) -> list[Path]:
     """The safetensors files of a folder, checked to be there and complete. Raises UserError otherwise."""
     folder = Path(folder)
@@ -66,6 +98,12 @@ def weight_files(folder: str | Path) -> list[Path]:
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{folder / INDEX}: has no weight_map that tells which shard holds which tensor.")
+        for tensor, name in weight_map.items():
+            if not isinstance(name, str) or not name or "\0" in name or _leaves(name):
+                raise UserError(
+                    f"{folder / INDEX}: weight_map puts '{tensor}' into {name!r}, expected the name of a file in the folder. "
+                    "Download the index again."
+                )
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         files = [folder / WEIGHTS]
@@ -74,6 +112,12 @@ def weight_files(folder: str | Path) -> list[Path]:
             raise UserError(_missing_weights(folder, file))
         _check_complete(file)
     return files
+
+
+def _leaves(name: str) -> bool:
+    """Whether a path leads out of the folder that it starts from. Links are fine: the Hub's cache consists of them."""
+    path = PurePosixPath(name.replace("\\", "/"))
+    return path.is_absolute() or ".." in path.parts or ":" in name
 
 
 def _missing_weights(folder: Path, file: Path) -> str:
@@ -87,8 +131,48 @@ def _missing_weights(folder: Path, file: Path) -> str:
     return f"{folder}: {file.name} is missing (found {found}). Copy or download the model again."
 
 
-def _check_complete(file: Path) -> None:
-    """Compare the byte count that the safetensors header promises with the size of the file."""
+def read_headers(folder: str | Path) -> Tensors:
+    """What the safetensors files of a folder hold, by tensor; no weights are read. Raises UserError as `weight_files` does.
+
+    Also for a tensor that is in two files, and for one that the index puts into a file which does not have it.
+    """
+    tensors: Tensors = {}
+    for file in weight_files(folder):
+        for name, header in _check_complete(file).items():
+            if name in tensors:
+                raise UserError(
+                    f"{file}: tensor '{name}' is in {tensors[name].file.name} too, expected it once. Copy the folder again."
+                )
+            tensors[name] = header
+    index = Path(folder) / INDEX
+    if index.is_file():
+        for name, place in read_json(index)["weight_map"].items():
+            if name not in tensors or tensors[name].file != Path(folder) / place:
+                raise UserError(
+                    f"{index}: weight_map puts '{name}' into {place}, which does not hold it. Copy the folder again."
+                )
+    return tensors
+
+
+def _check_complete(file: Path) -> Tensors:
+    """Compare the byte count that the safetensors header promises with the size of the file. Returns what the header says."""
+    try:
+        size, header_size, header = _read_header(file)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {name: Header(file, entry["dtype"], entry["shape"]) for name, entry in entries.items()}
+        ends = [entry["data_offsets"][1] for entry in entries.values()]
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}), expected safetensors.") from error
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(f"{file}: its header is damaged ({error!r}), expected safetensors. Copy it again.") from error
+    expected = 8 + header_size + max(ends, default=0)
+    if size != expected:
+        raise UserError(f"{file}: has {size} bytes, but its header promises {expected}. It is damaged: copy it again.")
+    return tensors
+
+
+def _read_header(file: Path) -> tuple[int, int, dict[str, Any]]:
+    """Bytes of the file, bytes of its header, and the header."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(8)
@@ -97,12 +181,9 @@ def _check_complete(file: Path) -> None:
             raise UserError(f"{file}: is cut short at {size} bytes, before the end of its header. Copy it again.")
         try:
             header = json.loads(stream.read(header_size))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise UserError(f"{file}: its header is damaged ({error}), expected safetensors. Copy it again.") from error
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    expected = 8 + header_size + max(ends, default=0)
-    if size != expected:
-        raise UserError(f"{file}: has {size} bytes, but its header promises {expected}. It is damaged: copy it again.")
+    return size, header_size, header
 
 
 def load_state(folder: str | Path, cut: Cut | None = None) -> dict[str, torch.Tensor]:
@@ -125,6 +206,18 @@ def load_state(folder: str | Path, cut: Cut | None = None) -> dict[str, torch.Te
         except SafetensorError as error:
             raise UserError(f"{file}: cannot be read as safetensors ({error}). Copy it again.") from error
     return state
+
+
+def refuse_nonfinite(folder: str | Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Raise UserError for a weight that is NaN or infinite. It reads every weight: for drafters, which are small."""
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and tensor.numel():
+            least, most = (bound.item() for bound in tensor.aminmax())
+            if not (math.isfinite(least) and math.isfinite(most)):
+                raise UserError(
+                    f"{folder}: tensor '{name}' holds weights that are no numbers (found {least} to {most}), expected finite ones. Copy or train the "
+                    "model again."
+                )
 
 
 def refuse_unsupported_attention(config: dict[str, Any], where: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -24,6 +25,7 @@ from decoding import cuda
 from decoding.cache import BAND_ROWS, Plan, Slots
 from decoding.errors import UserError
 from decoding.folder import read_config, refuse_unsupported_attention, weight_files
+from decoding.model_check import check_loaded
 
 EXECUTIONS = ("eager", "compiled")  # operation by operation; traced by torch.compile
 WIDEST = BAND_ROWS  # new tokens of a compiled forward: what is wider is a prompt
@@ -136,11 +138,19 @@ class HFTarget:
         weight_files(folder)
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
             )
-        except (ValueError, OSError, KeyError) as error:
-            raise UserError(f"{folder}: transformers cannot load it as a causal LM: {error}") from error
+        except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{folder}: transformers cannot load it as a causal LM: {reason}") from error
+        model, info = loaded
+        check_loaded(folder, info)
         refuse_unsupported_attention(config.to_dict(), str(folder))
         torch.nn.Module.to(model, torch.device(device))
         return cls(model, name, max_length, execution)

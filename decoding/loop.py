@@ -9,14 +9,17 @@ from collections.abc import Sequence
 import torch
 
 from decoding import cuda, noise
-from decoding.batch import Batch, OnTokens, Row, Settings
+from decoding.batch import Batch, OnTokens, Row
 from decoding.drafter import Drafter
 from decoding.errors import UserError
 from decoding.policies import make_stopping
-from decoding.schedules import batch_type, usual_stopping
+from decoding.schedules import SCHEDULES, batch_type, usual_stopping
+from decoding.settings import Settings
+from decoding.sharing import Claim
 from decoding.stats import Generation
 from decoding.target import Target
 from decoding.timing import Parts, time_parts
+from decoding.values import check_choice, is_int, shown
 from decoding.verify import check_rule
 
 __all__ = ["Generation", "Parts", "Settings", "decode", "start", "time_parts"]
@@ -33,11 +36,12 @@ def start(
 ) -> Batch:
     """A batch of all prompts after its prefill. Call `round` under torch.inference_mode while it has `rows`, then `close`.
 
-    Raises UserError as `unread` does.
+    The caches are its own until another call takes them: then `round` raises UserError. Raises UserError as `unread` does.
     """
-    batch = unread(target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens)
-    if batch.rows:
-        batch.open()
+    with Claim(target, drafter):
+        batch = unread(target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens)
+        if batch.rows:
+            batch.open()
     return batch
 
 
@@ -49,13 +53,13 @@ def unread(
     *,
     request_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
+    claim: Claim | None = None,
 ) -> Batch:
-    """The batch before its prefill; the drafter knows its target.
+    """The batch before its prefill, its claim to the caches taken; the drafter knows its target. claim: None is a new one to both models.
 
-    Raises UserError for an empty prompt, one that fills the target's context, or a rule that does not fit the drafter.
+    Raises UserError for an empty prompt, one that fills the target's context or holds an id that is none of its tokens, and as `check` does.
     """
-    if drafter is not None:
-        check_rule(settings.verify, settings.temperature, drafter.caps, drafter.name)
+    check(target, drafter, settings)
     ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
     if len(ids) != len(prompts):
         raise ValueError(f"{len(ids)} request ids for {len(prompts)} prompts")
@@ -69,6 +73,7 @@ def unread(
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"prompt {index} is empty, expected at least one token (such as the start token).")
+        _check_ids(index, prompt, target)
         if len(prompt) >= target.max_length:
             raise UserError(
                 f"prompt {index} has {len(prompt)} tokens, but '{target.name}' holds {target.max_length} with its output. "
@@ -76,14 +81,40 @@ def unread(
             )
         limit = min(len(prompt) + settings.max_new_tokens, target.max_length)
         rows.append(Row(index, keys[index], list(prompt), limit, Generation(), stopping[index]))
-    if drafter is not None:
-        if drafter.caps.needs_costs and settings.costs is None:
-            raise UserError(f"drafter '{drafter.name}' needs measured costs: Settings(costs=time_parts(...).costs).")
-        drafter.prepare(target, settings.costs)
+    if drafter is not None and drafter.caps.needs_costs and settings.costs is None:
+        raise UserError(f"drafter '{drafter.name}' needs measured costs: Settings(costs=time_parts(...).costs).")
     kind = Batch
     if drafter is not None and settings.schedule != "serial":
         kind = batch_type(settings.schedule, drafter, settings.verify, policy, settings.costs, len(rows))
-    return kind(target, drafter, rows, settings, on_tokens)
+    batch = kind(target, drafter, rows, settings, on_tokens)
+    batch.claim = claim or batch.claim
+    with batch.claim:
+        batch.claim.take()
+        if drafter is not None:
+            drafter.prepare(target, settings.costs)
+    return batch
+
+
+def check(target: Target, drafter: Drafter | None, settings: Settings) -> None:
+    """Raise UserError for settings under which this target cannot decode with this drafter."""
+    if drafter is not None:
+        check_rule(settings.verify, settings.temperature, drafter.caps, drafter.name)
+    check_choice("schedule", settings.schedule, ("serial", *SCHEDULES))
+    if settings.num_draft_tokens > target.max_length:
+        raise UserError(
+            f"num_draft_tokens is {shown(settings.num_draft_tokens)}, expected at most {target.max_length}, the context of "
+            f"'{target.name}' in tokens."
+        )
+
+
+def _check_ids(index: int, prompt: Sequence[int], target: Target) -> None:
+    """Raise UserError for a token id that the target does not have."""
+    wrong = [token for token in prompt if not is_int(token) or not 0 <= token < target.vocab_size]
+    if wrong:
+        raise UserError(
+            f"prompt {index} holds {shown(wrong[0])}, expected token ids: whole numbers from 0 to {target.vocab_size - 1}, the vocabulary of "
+            f"'{target.name}'."
+        )
 
 
 @torch.inference_mode()
@@ -101,11 +132,12 @@ def decode(
     drafter: None decodes autoregressively. request_ids key the random numbers (default: 0, 1, 2 ...).
     on_tokens(prompt index, new token ids) is called as tokens appear. Raises UserError as `start` does.
     """
-    batch = start(target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens)
-    generations = [row.generation for row in batch.rows]
-    try:
-        while batch.rows:
-            batch.round()
-    finally:
-        batch.close()
+    with Claim(target, drafter):  # other threads wait for the whole call
+        batch = start(target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens)
+        generations = [row.generation for row in batch.rows]
+        try:
+            while batch.rows:
+                batch.round()
+        finally:
+            batch.close()
     return generations

@@ -66,7 +66,7 @@ class Pearl(Batch):
         self.lanes = [Lane() for _ in self.rows]
         super().open()
 
-    def round(self) -> None:
+    def _round(self) -> None:
         """Both lanes, one after the other; then the verdict, and the longer lane on the clock."""
         chunk, forward, took = self._both_lanes()
         settled = perf_counter()
@@ -85,7 +85,8 @@ class Pearl(Batch):
         for row in self.rows:
             row.generation.verified += logits_BNV.shape[1] - 1
         window, firsts = self._window(chunk)
-        self.chooser.read = Reading(*(() if chunk is None else (chunk.tokens_BN,)))
+        drafted = () if chunk is None else (chunk.tokens_BN,)
+        self.chooser.read = Reading(*drafted, watched=self._watched(logits_BNV, window))
         outcome = self._test(logits_BNV, window)
         rows, keep = self.rows, self._settle(outcome, chunk, window, firsts)
         assert self.drafter is not None

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import perf_counter
 
-from decoding.batch import OnTokens, Row, Settings
+from decoding.batch import OnTokens, Row
 from decoding.drafter import Drafter
 from decoding.pearl import Pearl, Took
 from decoding.pearl_wall import PearlWall
+from decoding.settings import Settings
 from decoding.stopping import RoundCosts
 from decoding.target import Target
 
@@ -138,7 +139,7 @@ class PearlPlus(Pearl):
         self.chosen: list[Choice] = []  # of all cycles
         self._deciding = 0.0  # seconds of this round
 
-    def round(self) -> None:
+    def _round(self) -> None:
         """At the start of a cycle choose; then a round as PEARL's, its states switched on and off."""
         began = perf_counter()
         choices = self._choices()
@@ -152,7 +153,7 @@ class PearlPlus(Pearl):
         self._ask_for(choices[self.chosen[-1].mode].gamma)
         generation = self.rows[0].generation
         passed, tested = generation.accepted, generation.tested
-        super().round()
+        super()._round()
         self._learn(generation.accepted - passed, generation.tested - tested)
 
     def _charge(self, rows: list[Row], steps: int, took: Took, rest: float) -> None:

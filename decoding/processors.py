@@ -20,6 +20,7 @@ from torch import Tensor
 from decoding import cuda
 from decoding.cache import ancestors
 from decoding.errors import UserError
+from decoding.values import check_value
 
 Allowed = Callable[[Sequence[int]], Sequence[int] | None]
 
@@ -163,6 +164,5 @@ def _texts_at_nodes(
 
 def make_processors(repetition_penalty: float, allowed: Allowed | None) -> Processors | None:
     """None where nothing is to be changed. Raises UserError for a penalty that is none."""
-    if repetition_penalty <= 0:
-        raise UserError(f"repetition_penalty is {repetition_penalty}, expected more than 0 (1 is off).")
+    check_value("repetition_penalty", repetition_penalty)
     return None if repetition_penalty == 1 and allowed is None else Processors(repetition_penalty, allowed)

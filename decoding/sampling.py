@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import cuda
-from decoding.errors import UserError
+from decoding.values import check_values
 
 TRIES = 16  # draws for each of a node's children: one of them that has been drawn already counts once
 GUESSES = (128, 1024)  # survivors that partial sorts allow for, tried in turn before a full sort (40x the cost of 128)
@@ -30,14 +30,7 @@ class Warper:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UserError(f"temperature is {self.temperature}, expected 0 (greedy) or more.")
-        if self.top_k < 0:
-            raise UserError(f"top_k is {self.top_k}, expected 0 (off) or more.")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}, expected more than 0 and at most 1 (off).")
-        if not 0 <= self.min_p <= 1:
-            raise UserError(f"min_p is {self.min_p}, expected 0 (off) to 1.")
+        check_values(vars(self))
 
     @property
     def greedy(self) -> bool:
@@ -183,6 +176,7 @@ def draw_different(probs_BPV: Tensor, uniforms_BPM: Tensor, count: int) -> tuple
     """
     ends_BPV = probs_BPV.cumsum(-1, dtype=torch.float64)
     tokens_BPM = torch.searchsorted(ends_BPV, uniforms_BPM * ends_BPV[..., -1:], right=True)
+    tokens_BPM.clamp_(max=probs_BPV.shape[-1] - 1)  # of NaN, past the end
     M = tokens_BPM.shape[-1]
     again_BPM = (tokens_BPM[..., None] == tokens_BPM[..., None, :]).tril_(-1).any(-1)
     places_M = torch.arange(M, device=again_BPM.device)

@@ -14,16 +14,18 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from decoding.batch import Batch, OnTokens, Row, Settings
+from decoding.batch import Batch, OnTokens, Row
 from decoding.drafter import Drafter
 from decoding.errors import UserError
 from decoding.loop import Generation, unread
+from decoding.settings import Settings
+from decoding.sharing import Claim
 from decoding.target import Target, prefill
 from decoding.verify import at_nodes
 
 
 class Session:
-    """A row over several turns. While it lasts, the target and the drafter are its own: another decode would overwrite their caches.
+    """A row over several turns. Where another call has used the target or the drafter since the last turn, the next one reads the whole text anew.
 
     The cache takes the target's whole context from the first turn on; `load_target(max_length=...)` makes it shorter.
     """
@@ -37,6 +39,7 @@ class Session:
         self._sequence: list[int] | None = None  # of the last turn; the target's cache holds its beginning
         self._drafted: list[int] | None = None  # what the drafter holds at most; None: nothing, it was never opened
         self._drafts = False  # whether the last turn is drafted
+        self._claim = Claim(target, drafter)  # the last turn's
 
     @torch.inference_mode()
     def start(
@@ -51,11 +54,24 @@ class Session:
         """The turn's batch after its prefill; call `round` under torch.inference_mode while it has `rows`, or stop between two rounds.
 
         prompt: the whole text so far. drafted=False decodes autoregressively in the same cache. max_new_tokens, where not the settings'.
-        Raises UserError for an empty prompt, or one that fills the target's context; the caches then stand as they stood.
+        Raises UserError for an empty prompt, or one that fills the target's context; the caches then are as they were. A batch of an earlier
+        turn cannot continue afterwards.
         """
         settings = self.settings if max_new_tokens is None else replace(self.settings, max_new_tokens=max_new_tokens)
         drafter = self.drafter if drafted else None
-        batch = unread(self.target, drafter, [prompt], settings, request_ids=[request_id], on_tokens=on_tokens)
+        claim = Claim(self.target, self.drafter)
+        with claim:
+            if not self._claim.holds:
+                self._sequence = self._drafted = None
+            batch = unread(
+                self.target, drafter, [prompt], settings, request_ids=[request_id], on_tokens=on_tokens, claim=claim
+            )
+            self._claim = claim
+            self._read(batch, prompt, drafter)
+        return batch
+
+    def _read(self, batch: Batch, prompt: Sequence[int], drafter: Drafter | None) -> None:
+        """Fill the caches with what is new of the prompt."""
         (row,) = batch.rows
         began = perf_counter()
         kept = self._kept(prompt, drafter)
@@ -68,7 +84,6 @@ class Session:
             self._tell(drafter, prompt, hidden_BNC)
         row.generation.prefilled = len(prompt) - 1 - kept
         row.generation.prefill_seconds = perf_counter() - began
-        return batch
 
     def _kept(self, prompt: Sequence[int], drafter: Drafter | None) -> int:
         """Tokens of the prompt whose keys and values stand in the target's cache; opens it at the first turn."""
@@ -107,6 +122,7 @@ class Turns:
         self.target, self.drafter = target, drafter
         # Conversation -> (the target's name for what is kept, its tokens).
         self._held: dict[Hashable, tuple[int, list[int]]] = {}
+        self._claim = Claim(target, drafter)  # the last batch's
 
     def forget(self) -> None:
         """Let the next batch begin from nothing."""
@@ -129,7 +145,15 @@ class Turns:
         nothing of it is kept. Raises UserError as `decode` does, and for an overlapped schedule.
         """
         _check_serial(settings)
-        batch = unread(self.target, self.drafter, prompts, settings, request_ids=request_ids)
+        with Claim(self.target, self.drafter):  # other threads wait for the whole batch
+            if not self._claim.holds:  # what another batch keeps has the same names
+                self.forget()
+            batch = unread(self.target, self.drafter, prompts, settings, request_ids=request_ids)
+            self._claim = batch.claim
+            return self._run(batch, names, last)
+
+    def _run(self, batch: Batch, names: Sequence[Hashable], last: Sequence[bool]) -> list[Generation]:
+        """Decode the batch, and keep what its conversations need next."""
         generations = [row.generation for row in batch.rows]
         self._open(batch, names)
 

@@ -13,11 +13,13 @@ from torch import Tensor
 from decoding import cuda
 from decoding.cuda import device_of
 from decoding.errors import UserError
-from decoding.folder import load_state, read_config
+from decoding.folder import load_state, read_config, refuse_unsupported_attention
 from decoding.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.hf import HFTarget
+from decoding.model_check import check_model
 from decoding.native import EXECUTIONS, NativeTarget
 from decoding.parallel import ParallelTarget, processes_of
+from decoding.values import check_choice, check_values
 from decoding.weights import FAMILIES
 
 DTYPES = {
@@ -134,6 +136,8 @@ def load_target(
     graph on a GPU and eager on a CPU, where the others run unrecorded and serve tests. Of the hf backend 'eager' (None) or 'compiled'.
     Raises UserError if the folder is missing, empty, damaged, holds only pickled weights, or its kind is unsupported.
     """
+    given = {"device": device, "max_length": max_length, "batch_size": batch_size, "processes": processes}
+    check_values({**given, "trust_remote_code": trust_remote_code})
     config, device = read_config(folder), device_of(device)
     _check_folder(folder, config, backend, dtype, max_length)
     count = processes_of(parallel, processes, backend, device)
@@ -157,10 +161,8 @@ def load_target(
 
 def _check_folder(folder: str | Path, config: dict[str, Any], backend: str, dtype: str, max_length: int | None) -> None:
     """Raise UserError for a dtype, backend or length that the model cannot have, before its weights are read."""
-    if dtype not in DTYPES:
-        raise UserError(f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}.")
-    if backend not in BACKENDS:
-        raise UserError(f"backend '{backend}' is unknown, expected one of {', '.join(BACKENDS)}.")
+    check_choice("dtype", dtype, tuple(DTYPES))
+    check_choice("backend", backend, BACKENDS)
     context = config.get("max_position_embeddings") or config.get("n_positions")
     if max_length is not None and context is not None and max_length > context:
         raise UserError(f"{folder}: max_length {max_length} is more than the model's context of {context} tokens.")
@@ -169,6 +171,8 @@ def _check_folder(folder: str | Path, config: dict[str, Any], backend: str, dtyp
             f"{folder}: model_type '{config['model_type']}' is not one of the native backend's "
             f"({', '.join(FAMILIES)}). Use backend=hf for other decoder-only full-attention models."
         )
+    refuse_unsupported_attention(config, str(folder))
+    check_model(folder)
 
 
 def _check_execution(execution: str | None, backend: str, processes: int) -> None:

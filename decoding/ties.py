@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from decoding import noise
-from decoding.batch import Settings
 from decoding.processors import make_processors
+from decoding.settings import Settings
+from decoding.sharing import Claim
 from decoding.target import Target
 
 TIE_GAP = 1e-4  # a difference at a smaller gap between the target's two best tokens is a tie, in float32 and float64
@@ -29,8 +30,10 @@ def choice_scores(target: Target, ids: Sequence[int], settings: Settings, reques
 
     Logits where decoding is greedy, and log p + Gumbel noise under the coupled rule. It uses the target's cache.
     """
-    target.open(1, len(ids) + 1)
-    logits_V = target.lm_head(target.features(torch.tensor([list(ids)], device=target.device))[:, -1])[0].double()
+    with Claim(target) as claim:
+        claim.take()
+        target.open(1, len(ids) + 1)
+        logits_V = target.lm_head(target.features(torch.tensor([list(ids)], device=target.device))[:, -1])[0].double()
     processors = make_processors(settings.repetition_penalty, settings.allowed)
     if processors is not None:
         logits_V = processors(logits_V[None, None], [ids])[0, 0]

@@ -14,6 +14,7 @@ import torch
 
 from decoding import cuda
 from decoding.drafter import Drafter
+from decoding.sharing import Claim
 from decoding.stopping import RoundCosts
 from decoding.target import Target, prefill
 from decoding.worker import RemoteChain
@@ -75,7 +76,21 @@ def time_parts(
 
     The prompt is repeated or cut to the context.
     """
-    sizes = sorted({1, *widths})
+    with Claim(target, drafter) as claim:
+        claim.take()
+        return _time_parts(target, drafter, prompt, sorted({1, *widths}), context, batch_size, repeats, warmup)
+
+
+def _time_parts(
+    target: Target,
+    drafter: Drafter | None,
+    prompt: Sequence[int],
+    sizes: list[int],
+    context: int | None,
+    batch_size: int,
+    repeats: int,
+    warmup: int,
+) -> Parts:
     length = min(context or len(prompt), target.max_length - 1)
     filled = [prompt[i % len(prompt)] for i in range(length + 1)]
     capacity = length + max(sizes[-1], STEP_ROOM) + 2

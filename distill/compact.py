@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from decoding.errors import UserError
-from decoding.folder import WEIGHTS, load_state, read_config, weight_files
+from decoding.folder import WEIGHTS, load_state, read_config
+from decoding.model_check import check_model
 from distill.config import CompactConfig
 from training.drafter_folder import write_model
 from training.job import job_main
@@ -47,7 +48,7 @@ def run(config: CompactConfig) -> Path:
         raise UserError(
             f"{folder}: model_type is '{kind}', expected llama: the padded checkpoints that were released are"
         )
-    weight_files(folder)
+    check_model(folder)
     run_folder = RunFolder(config)
     compact = run_folder.path / "model"
     if run_folder.finished(compact / "config.json", compact / WEIGHTS):

@@ -15,7 +15,8 @@ import torch
 
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
-from decoding.folder import WEIGHTS, weight_files
+from decoding.folder import WEIGHTS
+from decoding.model_check import check_model
 from distill.config import PruneConfig
 from distill.cut import cut_model, load_cut, refuse_other_shape, save_cut
 from distill.drafter_folder import write_card
@@ -64,7 +65,7 @@ def run(config: PruneConfig) -> Path:
         counted = {PLANNED: planned} if planned else {}  # with saved masks, or at random, it is nothing
         run_folder.write_manifest(inputs, counted, finished=False)
         return folder
-    weight_files(target_folder)
+    check_model(target_folder)
     check_context(config.target, config.data, target_folder)
     if (hint := wide_dtype(config, source)) and not is_worker():
         print(hint)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
-from decoding.folder import weight_files
-from decoding.sampling import Warper
+from decoding.model_check import check_model
 from decoding.target import BACKENDS
+from decoding.values import check_settings
 from distill.answering import Local, Request, drafter_mapping
 from distill.config import RegenerateConfig
 from distill.dialogues import ON_LENGTH, Account, Answer, Dialogue, dialogues_of
@@ -44,7 +44,7 @@ def run(config: RegenerateConfig) -> Path:
         dry_run(config)
         return artefact
     target_folder = folder_of(config.target, dry_run=False)
-    weight_files(target_folder)
+    check_model(target_folder)
     processes = processes_wanted(config.parallel)
     if processes > 1:
         refuse_parallel(config.target)
@@ -64,7 +64,7 @@ def check(config: RegenerateConfig) -> None:
     """Raise UserError for what would fail, or mislead, only after the target is loaded."""
     target_config(config.target)
     dtype_of(config.target.dtype)
-    Warper(config.temperature, config.top_k, config.top_p, config.min_p)  # says what is wrong with them
+    check_settings(config, ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed"))
     data, alike = config.data, config.samples > 1 and config.temperature == 0
     for key, found, fine, expected in (
         ("target.backend", config.target.backend, config.target.backend in BACKENDS, " or ".join(BACKENDS)),
@@ -72,7 +72,6 @@ def check(config: RegenerateConfig) -> None:
         ("data.texts", data.texts, not data.texts, "[]: a text makes no request"),
         ("data.domains", list(data.domains), not data.domains, "none: run this job once for the chats of each domain"),
         ("data.max_bad", data.max_bad, 0 <= data.max_bad <= 1, "a share from 0 to 1"),
-        ("max_new_tokens", config.max_new_tokens, config.max_new_tokens >= 1, "1 or more"),
         ("num_draft_tokens", config.num_draft_tokens, config.num_draft_tokens >= 1, "1 or more"),
         ("batch_size", config.batch_size, config.batch_size >= 1, "1 or more"),
         ("samples", config.samples, config.samples >= 1, "1 or more"),

@@ -8,7 +8,9 @@ from transformers import AutoConfig
 
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
-from decoding.folder import WEIGHTS, weight_files
+from decoding.folder import WEIGHTS
+from decoding.model_check import check_model
+from decoding.values import RULES
 from distill.acceptance import HeldOutAcceptance, HeldOutMixture
 from distill.config import TrainConfig
 from distill.drafter_folder import pruning_on_card, write_card
@@ -54,7 +56,7 @@ def run(config: TrainConfig) -> Path:
         planned = dry_run(config, target_folder, folder, run_folder.was_dry)
         run_folder.write_manifest(inputs, {PLANNED: planned}, finished=False)
         return folder
-    weight_files(target_folder)
+    check_model(target_folder)
     check_context(config.target, config.data, target_folder)
     processes = processes_wanted(config.parallel)
     if processes > 1 and not is_worker():
@@ -81,7 +83,10 @@ def check(config: TrainConfig) -> None:
             "loss.temperature": (config.loss.temperature > 0, "more than 0"),
             "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
             "held_out.max_new_tokens": (config.held_out.max_new_tokens > 0, "1 or more"),
-            "held_out.temperature": (config.held_out.temperature >= 0, "0 (greedy) or more"),
+            "held_out.temperature": (
+                RULES["temperature"].fits(config.held_out.temperature),
+                RULES["temperature"].expected,
+            ),
         },
     )
 

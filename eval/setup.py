@@ -17,10 +17,10 @@ from decoding.errors import UserError
 from decoding.loop import Settings
 from decoding.native import EXECUTIONS
 from decoding.parallel import device_beside, processes_of
-from decoding.processors import Allowed, make_processors
-from decoding.sampling import Warper
+from decoding.processors import Allowed
 from decoding.schedules import WALL
 from decoding.target import Target, device_of, load_target
+from decoding.values import RULES, check_settings
 from eval.benchmarks import load_benchmark, render_turns
 from eval.budgets import Shapes, shapes_of
 from eval.config import EvalConfig
@@ -47,8 +47,15 @@ def _one_of(names: Sequence[str]) -> str:
 
 def check(cfg: EvalConfig) -> None:
     """Raise UserError for settings that cannot be measured, before any model is loaded."""
+    check_settings(cfg, ("top_k", "top_p", "min_p", "repetition_penalty", "stop_strings", "stopping_threshold", "seed"))
+    temperature = RULES["temperature"]
     for key, found, fine, expected in (
-        ("temperatures", cfg.temperatures, min(cfg.temperatures, default=-1) >= 0, "one or more numbers from 0 up"),
+        (
+            "temperatures",
+            cfg.temperatures,
+            bool(cfg.temperatures) and all(map(temperature.fits, cfg.temperatures)),
+            f"one or more of these: {temperature.expected}",
+        ),
         ("batch_sizes", cfg.batch_sizes, min(cfg.batch_sizes, default=0) >= 1, "one or more whole numbers from 1 up"),
         ("num_draft_tokens", cfg.num_draft_tokens, min(cfg.num_draft_tokens, default=1) >= 1, "numbers from 1 up"),
         ("sweep", cfg.sweep, min(cfg.sweep, default=1) >= 1, "numbers from 1 up, or [] for no sweep"),
@@ -56,7 +63,12 @@ def check(cfg: EvalConfig) -> None:
         ("samples", cfg.samples, cfg.samples >= 1, "1 or more"),
         ("repeats", cfg.repeats, cfg.repeats >= 1, "1 or more"),
         ("max_seconds", cfg.max_seconds, 0 <= cfg.max_seconds < math.inf, "seconds, or 0 for all prompts"),
-        ("max_new_tokens", cfg.max_new_tokens, cfg.max_new_tokens >= 2, "2 or more: one token leaves nothing to draft"),
+        (
+            "max_new_tokens",
+            cfg.max_new_tokens,
+            cfg.max_new_tokens >= 2 and RULES["max_new_tokens"].fits(cfg.max_new_tokens),
+            "2 or more: one token leaves nothing to draft",
+        ),
         ("verify", cfg.verify, cfg.verify in SAMPLING, _one_of(SAMPLING)),
         ("target.execution", cfg.target.execution, cfg.target.execution in ("", *EXECUTIONS), _one_of(EXECUTIONS)),
     ):
@@ -64,8 +76,6 @@ def check(cfg: EvalConfig) -> None:
             raise UserError(f"{key}={found} cannot be measured. Expected {expected}.")
     drafter_list.check_entries(cfg.drafters)
     processes_of(cfg.target.parallel, cfg.target.processes, cfg.target.backend, device_of(cfg.target.device))
-    Warper(0.0, cfg.top_k, cfg.top_p, cfg.min_p)  # says what is wrong with them
-    make_processors(cfg.repetition_penalty, None)
     if cfg.allowed:
         _allowed(cfg.allowed)
     if not cfg.num_draft_tokens and not (cfg.sweep and cfg.sweep_prompts):
@@ -108,6 +118,7 @@ def load(cfg: EvalConfig) -> Loaded:
         parallel=cfg.target.parallel,
         processes=cfg.target.processes,
     )
+    _check_lengths(cfg, target)
     drafters = drafter_list.build(mappings, uses, folder, {device: _worker_device(target, uses.values())})
     uses = {name: use.settled(drafters[name].caps) for name, use in uses.items()}
     for drafter in drafters.values():
@@ -141,6 +152,19 @@ def load(cfg: EvalConfig) -> Loaded:
     bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats)
     shapes = shapes_of(folder, target, mappings, drafters)
     return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs, shapes, folders)
+
+
+def _check_lengths(cfg: EvalConfig, target: Target) -> None:
+    """Raise UserError for drafts that are longer than the target's context: they would be timed first."""
+    for key, length in (
+        ("num_draft_tokens", max(cfg.num_draft_tokens, default=0)),
+        ("sweep", max(cfg.sweep, default=0)),
+        ("max_draft_tokens", cfg.max_draft_tokens),
+    ):
+        if length > target.max_length:
+            raise UserError(
+                f"{key} goes up to {length}, expected at most {target.max_length}, the context of '{target.name}' in tokens."
+            )
 
 
 def _sweep_file(cfg: EvalConfig) -> Path | None:

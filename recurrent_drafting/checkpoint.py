@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.folder import WEIGHTS, load_state, read_config
+from decoding.folder import WEIGHTS, load_state, read_config, read_headers, refuse_nonfinite
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from training.checkpoint import disk_error, save_tensors
 
@@ -88,15 +88,27 @@ def read_head_config(folder: Path) -> HeadConfig:
 
 
 def load_head(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> RecurrentHead:
-    """The head of a folder. Raises UserError naming every tensor that is missing, unknown or of another shape than config.json says."""
+    """The head of a folder. Raises UserError naming every tensor that is missing, unknown, of another shape than config.json says, or not finite."""
     config = read_head_config(folder)
+    _check_blocks(folder, config)
     with torch.device("meta"):
         head = RecurrentHead(config)
     state = load_state(folder)
     _check_tensors(folder / WEIGHTS, config, head.state_dict(), state)
+    refuse_nonfinite(folder, state)
     head.load_state_dict(state, assign=True)
     _check_shortlist(folder / WEIGHTS, config, head.token_ids_V)
     return head.to(device, dtype).requires_grad_(False).eval()
+
+
+def _check_blocks(folder: Path, config: HeadConfig) -> None:
+    """Raise UserError for more residual blocks than the weights can hold, before a head is built by their number."""
+    held = len(read_headers(folder))
+    if config.num_draft_layers > held:
+        raise UserError(
+            f"{folder / 'config.json'}: num_draft_layers is {config.num_draft_layers}, but {WEIGHTS} holds {held} tensors, expected one a block at "
+            "least. Take both files from one head"
+        )
 
 
 def _check_tensors(file: Path, config: HeadConfig, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:

@@ -6,14 +6,16 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from decoding.chooser import RULES as VERIFY
 from decoding.compatible import check_tokenizer_of, load_tokenizer
 from decoding.cuda import device_of
 from decoding.drafter import Drafter
 from decoding.engine import Engine, stop_tokens, text_of
 from decoding.errors import UserError
 from decoding.loop import Settings
-from decoding.sampling import Warper
+from decoding.policies import NAMES
 from decoding.target import load_target
+from decoding.values import check_choice, check_settings
 from decoding.verify import check_rule
 from recurrent_drafting.generate_config import GenerateConfig
 from training.config import refuse_parallel
@@ -55,7 +57,10 @@ def check(cfg: GenerateConfig) -> None:
     for key, (fine, expected) in rules.items():
         if not fine:
             raise UserError(f"{key} is {vars(cfg)[key]}, expected {expected}.")
-    Warper(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)  # refuses what it cannot sample by
+    check_settings(cfg, ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed"))
+    check_choice("verify", cfg.verify, VERIFY)
+    if cfg.stopping is not None:
+        check_choice("stopping", cfg.stopping, NAMES)
     if not cfg.prompts and cfg.batch_size > 1:
         raise UserError(
             f"batch_size is {cfg.batch_size}, but a chat is one conversation: give prompts=FILE, or batch_size=1."

@@ -12,7 +12,9 @@ import torch
 
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
-from decoding.folder import WEIGHTS, weight_files
+from decoding.folder import WEIGHTS
+from decoding.model_check import check_model
+from decoding.values import RULES
 from recurrent_drafting.build import build_head, check_shape, head_config, ignored
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.dry_run import describe, dry_run
@@ -68,7 +70,7 @@ def run(config: HeadTrainConfig) -> Path:
         planned = dry_run(config, shape, target, target_folder, folder, run_folder.was_dry)
         run_folder.write_manifest(inputs, {PLANNED: planned}, finished=False)
         return folder
-    weight_files(target_folder)
+    check_model(target_folder)
     check_context(config.target, config.data, target_folder)
     processes = processes_wanted(config.parallel)
     if not is_worker():
@@ -120,7 +122,10 @@ def check(config: HeadTrainConfig, shape: HeadConfig) -> None:
             "states.cache": (cache != "disk" or not config.data.domains, "none or memory with data.domains"),
             "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
             "held_out.max_new_tokens": (config.held_out.max_new_tokens > 1, "2 or more"),
-            "held_out.temperature": (config.held_out.temperature >= 0, "0 (greedy) or more"),
+            "held_out.temperature": (
+                RULES["temperature"].fits(config.held_out.temperature),
+                RULES["temperature"].expected,
+            ),
             "assumed_tokens": (config.assumed_tokens >= 0, "0 (not known) or more"),
             "assumed_supervised": (0 < config.assumed_supervised <= 1, "a share of more than 0, at most 1"),
         },

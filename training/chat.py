@@ -20,6 +20,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.templates import render
 from training.templates import TEMPLATES, family_of
 
 Message = dict[str, str]
@@ -179,8 +180,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Mess
 
 
 def _apply(tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message], prompt: bool) -> str:
-    text = tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=prompt)
-    return str(text)
+    return render(tokenizer, messages, source, add_generation_prompt=prompt)
 
 
 @lru_cache(maxsize=64)

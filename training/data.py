@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.folder import exists
+from decoding.values import is_text
 from training.chat import Rendered, render_chat
 from training.counts import Counts
 from training.tables import TABLE_SUFFIXES, is_saved_dataset, table_records
@@ -153,6 +155,8 @@ def _files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
     files: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
         path = Path(path)
+        if not exists(path):
+            raise UserError(f"{path}: no such file or folder; expected {', '.join(suffixes)}")
         if is_saved_dataset(path):
             files.append(path)
         elif path.is_dir():
@@ -161,7 +165,7 @@ def _files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
                 raise UserError(f"{path}: the folder holds no {', '.join(suffixes)} file")
             files += inside
         elif not path.is_file():
-            raise UserError(f"{path}: no such file or folder; expected {', '.join(suffixes)}")
+            raise UserError(f"{path}: is neither a file nor a folder; expected {', '.join(suffixes)}")
         elif path.suffix not in suffixes:
             raise UserError(f"{path}: unknown kind of file '{path.suffix}'; expected {', '.join(suffixes)}")
         elif path.stat().st_size == 0:
@@ -178,7 +182,13 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
     if file.is_dir() or file.suffix in TABLE_SUFFIXES:
         yield from table_records(file)
         return
-    with file.open("rb") as stream:
+    try:
+        stream = file.open("rb")
+    except OSError as error:
+        raise UserError(
+            f"{file}: cannot be read ({error.strerror}); expected a file that this user may read"
+        ) from error
+    with stream:
         start = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
         if start.startswith(b"["):
@@ -191,6 +201,8 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
                 record = json.loads(line)
             except ValueError:  # JSONDecodeError or UnicodeDecodeError
                 record = _BadRecordError("no JSON")
+            except RecursionError:
+                record = _BadRecordError("JSON that is nested too deeply")
             yield f"{file}:{number}", record
 
 
@@ -219,6 +231,8 @@ def _array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
             place = end
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: no UTF-8 at byte {error.start}; expected a JSON array in UTF-8") from error
+    except RecursionError as error:
+        raise UserError(f"{file}:{line}: a record is nested too deeply to be read; mend the file") from error
     except json.JSONDecodeError as error:
         raise UserError(
             f"{file}:{error.lineno}: broken JSON array: {error.msg} (column {error.colno}); "
@@ -271,6 +285,8 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
         raise _BadRecordError("turns is no list of texts")
     if not all(turn.strip() for turn in turns):
         raise _BadRecordError("a turn is empty")
+    if not all(map(is_text, turns)):
+        raise _BadRecordError("a turn holds half a surrogate pair")
     number = record.get("id", record.get("question_id", place))  # FastChat's files say question_id
     return Prompt(str(number), str(record.get("category", "none")), turns)
 

@@ -75,7 +75,8 @@ class Use:
     @property
     def settings(self) -> dict[str, Any]:
         """The fields of decoding.loop.Settings among them, but for those that the job has its own way with."""
-        return {"stopping": self.stopping, "stopping_threshold": self.stopping_threshold, "schedule": self.schedule}
+        schedule = "serial" if self.schedule == ALONE else self.schedule  # a text of its own is plain decoding
+        return {"stopping": self.stopping, "stopping_threshold": self.stopping_threshold, "schedule": schedule}
 
     @property
     def evaluated(self) -> dict[str, Any]:

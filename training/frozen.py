@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoding.errors import UserError
 from decoding.folder import weight_files
+from decoding.model_check import check_model
 from training.attention import PACKED
 from training.models import load_causal_lm
 from training.objectives import freeze
@@ -27,6 +28,7 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
     """The causal LM in a model folder, frozen, with packed attention, on this rank's device; in shares where ranks hold weights so."""
     if not parallel.shards_weights:
         return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
+    check_model(folder)
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         model = freeze(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED))

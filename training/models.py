@@ -19,7 +19,9 @@ from transformers import (
 
 from decoding.errors import UserError
 from decoding.folder import read_config
+from decoding.model_check import check_fields, check_loaded, check_model
 from decoding.target import BACKENDS
+from decoding.weights import FAMILIES
 from training.attention import PACKED
 from training.config import DataConfig, ParallelConfig, StudentConfig, TargetConfig, refuse_parallel
 from training.heads import HEADS
@@ -64,9 +66,16 @@ def random_model(config: LlamaConfig | Qwen3Config, dtype: torch.dtype, empty: b
 
 def known_config(folder: Path) -> PretrainedConfig:
     """The configuration of a language model's folder. Raises UserError for a recurrent head's, and for a kind that transformers does not know."""
-    kind = read_config(folder)["model_type"]
+    values = read_config(folder)
+    kind = values["model_type"]
+    if kind in FAMILIES:
+        check_fields(folder, values)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except StrictDataclassError as error:
+        raise UserError(
+            f"{folder / 'config.json'}: {' '.join(str(error).split())}. Expected the values of a config.json"
+        ) from error
     except ValueError as error:
         told = f"{folder} is no language model that is known here: its config.json has model_type '{kind}'"
         if kind in HEADS:
@@ -80,9 +89,18 @@ def known_config(folder: Path) -> PretrainedConfig:
 def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
     """A causal LM from a model folder (safetensors only) with packed attention. Raises UserError for what is no language model."""
     known_config(folder)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=PACKED, use_safetensors=True, local_files_only=True
+    check_model(folder)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation=PACKED,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
     )
+    model, info = loaded
+    check_loaded(folder, info)
+    return model
 
 
 def target_is_here(target: TargetConfig) -> bool:

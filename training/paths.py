@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
+from decoding.folder import exists
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _NAMES = {
@@ -23,7 +24,7 @@ def resolve(name: str) -> Path:
             raise UserError(f"'{name}' is unknown; embedded are: {', '.join('embedded:' + key for key in _NAMES)}")
         return _NAMES[inner]
     path = Path(name).expanduser()
-    if not path.exists():
+    if not exists(path):
         raise UserError(
             f"{path} does not exist (working folder: {Path.cwd()}); give a file or folder, or embedded:NAME"
         )
@@ -32,7 +33,7 @@ def resolve(name: str) -> Path:
 
 def is_here(name: str) -> bool:
     """Whether `resolve` would find a path; an embedded name always counts."""
-    return name.startswith("embedded:") or Path(name).expanduser().exists()
+    return name.startswith("embedded:") or exists(Path(name).expanduser())
 
 
 def imported(dotted: str) -> Any:

@@ -1,0 +1,121 @@
+"""Weights that are NaN or infinite: the target is named at the first round, the drafter when it is loaded or draws, and no token is said."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from decoding.chain import ChainDrafter
+from decoding.chooser import Chooser
+from decoding.drafter import Proposal
+from decoding.errors import UserError
+from decoding.loop import Settings, decode
+from decoding.multi_candidate import MultiCandidate
+from decoding.native import NativeTarget
+from decoding.reading import Reading, watch
+from decoding.target import load_target
+
+from .tiny import hf_model, native_of
+
+RULES = [
+    pytest.param({}, id="greedy"),
+    pytest.param({"repetition_penalty": 1.3}, id="greedy with a penalty"),
+    pytest.param({"allowed": lambda text: range(4, 40)}, id="greedy with a mask"),
+    pytest.param({"temperature": 1.0, "verify": "token"}, id="token"),
+    pytest.param({"temperature": 1.0, "verify": "token", "top_p": 0.9}, id="token with top-p"),
+    pytest.param({"temperature": 1.0, "verify": "block"}, id="block"),
+    pytest.param({"temperature": 1.0, "verify": "coupled"}, id="coupled"),
+]
+
+
+def spoiled(value: float, tensor: str = "model.norm.weight") -> NativeTarget:
+    model = hf_model()
+    model.state_dict()[tensor].view(-1)[0] = value
+    return native_of(model, name="spoiled")
+
+
+@pytest.mark.parametrize("settings", RULES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("schedule", [None, "serial", "pearl_virtual"], ids=str)
+def test_a_target_without_numbers_is_named(schedule: str | None, value: float, settings: dict) -> None:
+    if schedule == "pearl_virtual" and settings.get("verify") == "block":
+        pytest.skip("the schedule takes no block verification")
+    drafter = None if schedule is None else ChainDrafter(model=native_of(hf_model()))
+    said: list[int] = []
+    with pytest.raises(
+        UserError, match="the target 'spoiled' computes logits that are no numbers .found .*, expected finite"
+    ):
+        decode(
+            spoiled(value),
+            drafter,
+            [[4, 5]],
+            Settings(schedule=schedule or "serial", **settings),
+            on_tokens=lambda _, new: said.extend(new),
+        )
+    assert said == []
+
+
+def test_a_single_row_of_the_head_is_enough() -> None:
+    with pytest.raises(UserError, match="the target 'spoiled' computes logits"):
+        decode(spoiled(float("nan"), "lm_head.weight"), None, [[4, 5]], Settings())
+
+
+def test_minus_infinity_rules_a_token_out_and_is_fine() -> None:
+    logits = torch.tensor([[1.0, float("-inf"), 2.0]])
+    Reading(watched=[watch(logits, "the target", "logits")])
+    with pytest.raises(UserError, match="expected finite ones"):
+        Reading(watched=[watch(torch.full((1, 3), float("-inf")), "the target", "logits")])
+
+
+@pytest.mark.parametrize("kind", [ChainDrafter, MultiCandidate])
+@pytest.mark.parametrize("verify", ["token", "coupled"])
+def test_a_drafter_whose_probabilities_are_no_numbers(kind: type[ChainDrafter], verify: str) -> None:
+    """Where they are tested they would decide; where they are not (coupled), the text is the target's all the same."""
+    target, settings = native_of(hf_model()), Settings(max_new_tokens=8, temperature=1.0, verify=verify)
+    drafter = kind(model=spoiled(float("nan")))
+    if verify == "coupled":
+        assert (
+            decode(target, drafter, [[4, 5]], settings)[0].tokens == decode(target, None, [[4, 5]], settings)[0].tokens
+        )
+        return
+    with pytest.raises(UserError, match="the drafter 'spoiled' computes probabilities that are no numbers"):
+        decode(target, drafter, [[4, 5]], settings)
+
+
+@pytest.mark.parametrize("backend", ["native", "hf"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_drafters_weights_are_read_when_it_is_loaded(tmp_path: Path, backend: str, value: float) -> None:
+    hf_model(dtype=torch.float32).save_pretrained(tmp_path)
+    ChainDrafter(tmp_path, backend=backend)
+    state = load_file(tmp_path / "model.safetensors")
+    state["model.layers.1.mlp.up_proj.weight"][3, 2] = value
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"tensor 'model.layers.1.mlp.up_proj.weight' holds weights that are no numbers"
+    ):
+        ChainDrafter(tmp_path, backend=backend)
+    with pytest.raises(UserError, match="computes logits that are no numbers"):
+        decode(load_target(tmp_path, backend=backend), None, [[4, 5]], Settings())
+
+
+def test_where_the_host_runs_ahead_the_numbers_come_with_the_rules_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait more in a round: nothing is read when the watch is made, and the rule's own reading brings it."""
+    from decoding import cuda, verify
+
+    reads = []
+    monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(
+        cuda, "read", lambda *tensors: reads.append(len(tensors)) or [each.tolist() for each in tensors]
+    )
+    logits = torch.randn(1, 2, 8)
+    along = torch.tensor([3])
+    chooser = Chooser(Settings().warper, "greedy", 0, 8, torch.device("cpu"))
+    chooser.read = Reading(along, watched=[watch(logits, "the target", "logits")])
+    assert reads == []
+    verify.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser)
+    assert chooser.read.answers() == [[3]]
+    assert reads == [4], "choices, drafted tokens, what came along, and the largest logit"
+    chooser.read = Reading(watched=[watch(logits * float("nan"), "the target", "logits")])
+    with pytest.raises(UserError, match="the target computes logits"):
+        verify.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser)
