@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
-from decoding.folder import WEIGHTS, weight_files
+from decoding.folder import weight_files
 from distill.acceptance import HeldOutAcceptance, HeldOutMixture
 from distill.config import TrainConfig
 from distill.drafter_folder import pruning_on_card, write_card
@@ -25,7 +24,15 @@ from training.job_data import data_files, held_out_domains, training_data
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit, total_steps
 from training.mixture import check_mixture
-from training.models import check_context, check_target, dtype_of, folder_of, target_config, target_is_here
+from training.models import (
+    check_context,
+    check_target,
+    dtype_of,
+    folder_of,
+    known_config,
+    target_config,
+    target_is_here,
+)
 from training.objectives import Distillation, LanguageModelling, TeacherStates
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
@@ -44,7 +51,7 @@ def run(config: TrainConfig) -> Path:
     check(config)
     run_folder = RunFolder(config)
     folder = run_folder.path / "drafter"
-    if run_folder.finished(folder / "config.json", folder / WEIGHTS):
+    if run_folder.finished(folder):
         print(f"finished before: {folder}")
         return folder
     inputs = input_paths(config, target_folder)
@@ -171,7 +178,7 @@ def finish(
     inputs: list[Path],
 ) -> None:
     """Export the best weights with their card, and close the manifest."""
-    stored_dtype = AutoConfig.from_pretrained(target_folder).dtype or torch.float32
+    stored_dtype: Any = known_config(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
     origin = origin_of(config, config.drafter.name, target_folder, progress)
     write_card(

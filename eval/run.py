@@ -17,6 +17,7 @@ from decoding.stopping import RoundCosts
 from decoding.verify import check_rule
 from eval.budgets import with_limits
 from eval.config import EvalConfig
+from eval.origins import FILE as ORIGINS
 from eval.origins import Origin, origin_of, write_origins
 from eval.records import Record
 from eval.report import Provenance, write_report
@@ -56,7 +57,9 @@ def run(cfg: EvalConfig) -> Path:
     folder = RunFolder(cfg)
     results = folder.path / "results.jsonl"
     report = folder.path / "report.html"
-    if folder.finished(results, report):
+    if folder.finished(
+        results, report, also=[folder.path / name for name in ("records.jsonl", "parts.jsonl", ORIGINS)]
+    ):
         rows = read_rows(results)
         print(
             f"{folder.path} is finished; nothing is measured again. Delete it, or give another output_dir=, to do so."

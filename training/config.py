@@ -14,6 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decoding.errors import UserError
+from training.config_checks import data_rules, loop_rules, refuse
 from training.optimizer_config import OptimizerConfig
 
 Schema = TypeVar("Schema")
@@ -50,6 +51,7 @@ class TargetConfig:
     max_length: int = 0  # context in tokens; 0 takes the model's own
     parallel: str = "none"  # none | tp (cut every layer) | layers (some each): how processes share it, in eval.run
     processes: int = 0  # that share a parallel target; 0: one a visible GPU; on a CPU it wants a number
+    trust_remote_code: bool = False  # run Python that lies in the target's folder (backend=hf), where you trust it
 
 
 @dataclass
@@ -199,23 +201,9 @@ class Trains(Protocol):
 
 def check_values(config: Trains, more: dict[str, tuple[bool, str]]) -> None:
     """Raise UserError for a number that no training can go by. more: further keys -> (whether its value is fine, what is expected)."""
-    loop, data = config.loop, config.data
-    rules = {
-        "loop.optimizer.lr": (loop.optimizer.lr > 0, "more than 0"),
-        "loop.optimizer.weight_decay": (loop.optimizer.weight_decay >= 0, "0 or more"),
-        "loop.optimizer.warmup_steps": (loop.optimizer.warmup_steps >= 0, "0 or more"),
-        "loop.max_epochs": (loop.max_steps > 0 or loop.max_epochs > 0, "more than 0 where loop.max_steps is 0"),
-        "loop.log_every": (loop.log_every >= 1, "1 or more"),
-        "data.max_bad": (0 <= data.max_bad <= 1, "a share from 0 to 1"),
-        "data.max_length": (data.max_length >= 2, "2 or more"),
-        **more,
-    }
-    for key, (fine, expected) in rules.items():
-        if not fine:
-            value: Any = config
-            for name in key.split("."):
-                value = vars(value)[name]
-            raise UserError(f"{key} is {value}, expected {expected}")
+    loops = {key: value for key, value in vars(config).items() if isinstance(value, LoopConfig)}
+    rules = [rule for key, loop in loops.items() for rule in loop_rules(key, loop)]
+    refuse(config, [*rules, *data_rules(config.data), *((key, *rule) for key, rule in more.items())])
 
 
 def refuse_parallel(target: TargetConfig) -> None:

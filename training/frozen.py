@@ -11,12 +11,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from decoding.errors import UserError
 from decoding.folder import weight_files
 from training.attention import PACKED
-from training.models import load_causal_lm
+from training.models import known_config, load_causal_lm
 from training.objectives import freeze
 from training.parallel import Parallel
 
@@ -28,8 +28,10 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
     if not parallel.shards_weights:
         return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        model = freeze(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED))
+        config = known_config(folder)
+        model = freeze(
+            AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False)
+        )
     files = {name: file for file in weight_files(folder) for name in _names(file)}
     why = _unlike(model, files)
     if why:
