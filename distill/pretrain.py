@@ -12,6 +12,7 @@ from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from distill.config import PretrainConfig
 from distill.dry_run import print_cost
+from distill.shapes import WIDEST
 from training.config import check_values
 from training.drafter_folder import write_model
 from training.job import job_main
@@ -29,7 +30,7 @@ from training.run_folder import RunFolder
 from training.shapes import WIDTHS, millions
 from training.tracker import Recording
 
-MOST_LAYERS, WIDEST = 1000, 2**20  # of a model from scratch: what is more is a slip, and would fill the memory
+MOST_LAYERS = 1000  # of a model from scratch: what is more is a slip, and would fill the memory
 
 
 def run(config: PretrainConfig) -> Path:

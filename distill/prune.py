@@ -56,7 +56,7 @@ def run(config: PruneConfig) -> Path:
     shapes = stage_shapes(config, source)
     run_folder = RunFolder(config)
     folder = run_folder.path / "student"
-    if run_folder.finished(folder):
+    if run_folder.finished(folder, also=[run_folder.path / MASKS]):
         print(f"finished before: {folder}")
         return folder
     inputs = [target_folder, *data_files(config.data)]

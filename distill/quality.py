@@ -99,7 +99,6 @@ def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, 
     Every document begins with BOS. Windows of the model's context overlap by half, each token is scored once.
     """
     tokenizer = load_tokenizer(folder)
-    known_config(Path(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     windows = [
         window
@@ -180,8 +179,9 @@ def run(config: QualityConfig) -> Path:
             ("max_new_tokens", config.max_new_tokens >= 1, "1 or more"),
         ],
     )
-    run_folder = RunFolder(config)
     folder = resolve(config.model)
+    known_config(folder)
+    run_folder = RunFolder(config)
     path = run_folder.path / "quality.json"
     if config.dry_run:
         print(

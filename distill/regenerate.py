@@ -65,6 +65,7 @@ def check(config: RegenerateConfig) -> None:
     dtype_of(config.target.dtype)
     Warper(config.temperature, config.top_k, config.top_p, config.min_p)  # says what is wrong with them
     data, alike = config.data, config.samples > 1 and config.temperature == 0
+    refuse(config, data_rules(data))
     for key, found, fine, expected in (
         ("target.backend", config.target.backend, config.target.backend in BACKENDS, " or ".join(BACKENDS)),
         ("data.chats", data.chats, bool(data.chats), "ShareGPT files: data.chats=[FILE]"),
@@ -86,7 +87,6 @@ def check(config: RegenerateConfig) -> None:
     ):
         if not fine:
             raise UserError(f"{key} is {found}, expected {expected}")
-    refuse(config, data_rules(data))
     drafter_mapping(config)
     chat_files(config)
     _check_context(config)

@@ -18,7 +18,7 @@ from training.config import StudentConfig
 from training.shapes import WIDTHS, millions, parameter_counts, target_widths
 
 NAMED = 0.1  # share by which a count may differ from the size that a name tells: published names are rounded
-LARGEST = 16  # times the target's layers or widths: what is more is a slip, and would fill the memory
+DEEPEST, WIDEST = 16, 2**20  # times the target's layers; any width: what is more is a slip, and would fill the memory
 ALIGNED = 64  # what products of matrices like their sides to be a multiple of
 _SHARED = (
     "vocab_size",
@@ -45,12 +45,13 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
     for name in WIDTHS:
         if vars(shape)[name] < 0:
             raise UserError(f"drafter.{name} is {vars(shape)[name]}, expected 0 (the target's) or more")
-    for name, size in {**theirs, "num_hidden_layers": target.num_hidden_layers}.items():
-        if name == "num_key_value_heads":  # they divide the query heads, and a target may have one
-            continue
-        if vars(shape)[name] > LARGEST * size:
+    layers = target.num_hidden_layers
+    limits = {"num_hidden_layers": DEEPEST * layers, **dict.fromkeys(WIDTHS, WIDEST)}
+    for name, most in limits.items():
+        if vars(shape)[name] > most:
+            theirs_too = {**theirs, "num_hidden_layers": layers}[name]
             raise UserError(
-                f"drafter.{name} is {vars(shape)[name]}, the target has {size}: expected at most {LARGEST * size}"
+                f"drafter.{name} is {vars(shape)[name]}, expected at most {most:,} (the target has {theirs_too})"
             )
     if shape.head_dim % 2:
         raise UserError(f"drafter.head_dim is {shape.head_dim}, expected an even number: rope turns channels in pairs")

@@ -12,6 +12,7 @@ from distill.acceptance import HeldOutAcceptance, HeldOutMixture
 from distill.config import TrainConfig
 from distill.drafter_folder import pruning_on_card, write_card
 from distill.dry_run import dry_run
+from distill.shapes import student_config
 from distill.student import build_student
 from training.amounts import PLANNED
 from training.chat import refuse_no_template, template_source
@@ -46,9 +47,11 @@ LOSSES = ("forward_kl", "cross_entropy")
 
 def run(config: TrainConfig) -> Path:
     """Distil, and write the drafter to output_dir/drafter. Returns that folder."""
-    target_config(config.target)
+    target = target_config(config.target)
     target_folder = folder_of(config.target, config.dry_run)
     check(config)
+    if config.drafter.init != "folder":
+        student_config(config.drafter, target)  # refuses what cannot be built
     run_folder = RunFolder(config)
     folder = run_folder.path / "drafter"
     if run_folder.finished(folder):
