@@ -1,1 +1,5 @@
 """Prune, distil, regenerate, pretrain: the jobs that make a shallow drafter out of a target, and their maths."""
+
+from training.interrupts import end_imports_quietly
+
+end_imports_quietly()

@@ -30,6 +30,7 @@ from training import ranks
 from training.checkpoint import write_text
 from training.drafter_use import Use, check_not_evaluated
 from training.drafters import build, describe, uses
+from training.run_files import read_object
 
 _PACE_TOKENS = 32  # an answer's tokens where only the pace is asked
 
@@ -84,6 +85,7 @@ class Local:
             max_length=self.config.data.max_length,
             parallel=target.parallel,
             processes=target.processes,
+            trust_remote_code=target.trust_remote_code,
         )
 
     @cached_property
@@ -155,7 +157,7 @@ class Local:
             return settings
         file = self.costs_file
         if self._measured is None and file is not None and file.is_file():
-            self._measured = RoundCosts.read(json.loads(file.read_text(encoding="utf-8")))
+            self._measured = read_object(file, "Delete it: the costs are measured again", RoundCosts.read)
         if self._measured is None:
             prompts = sorted((request.ids for request in requests), key=len)
             self._measured = self._measure(drafter, settings, prompts[len(prompts) // 2], len(prompts))

@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from decoding.errors import UserError
-from decoding.folder import WEIGHTS, load_state, read_config
+from decoding.folder import load_state, read_config
 from decoding.model_check import check_model
 from distill.config import CompactConfig
 from training.drafter_folder import write_model
 from training.job import job_main
-from training.models import dtype_of
+from training.models import dtype_of, known_config
 from training.optimizer import count_parameters
 from training.paths import resolve
 from training.run_folder import RunFolder
@@ -51,7 +51,7 @@ def run(config: CompactConfig) -> Path:
     check_model(folder)
     run_folder = RunFolder(config)
     compact = run_folder.path / "model"
-    if run_folder.finished(compact / "config.json", compact / WEIGHTS):
+    if run_folder.finished(compact):
         print(f"finished before: {compact}")
         return compact
     if config.dry_run:
@@ -63,7 +63,7 @@ def run(config: CompactConfig) -> Path:
     if _EMBEDDING not in state:
         raise UserError(f"{folder}: the weights have no tensor '{_EMBEDDING}', which a llama model needs")
     kept_C = kept_channels(folder, state)
-    model = compact_model(AutoConfig.from_pretrained(folder, local_files_only=True), state, kept_C)
+    model = compact_model(known_config(folder), state, kept_C)
     dtype = dtype_of(config.dtype) if config.dtype else state[_EMBEDDING].dtype
     model.to(dtype)  # what is compared is what will be stored, rounding and all
     difference = largest_difference(folder, model, config.seed)
@@ -108,7 +108,7 @@ def kept_channels(folder: Path, state: Mapping[str, Tensor]) -> Tensor:
     zero_D = zero_channels(state)
     if zero_D.all():
         raise UserError(f"{folder}: every weight is zero (a dry run's folder?), so that nothing would be left")
-    heads = AutoConfig.from_pretrained(folder, local_files_only=True).num_attention_heads
+    heads = known_config(folder).num_attention_heads
     used, unused = (~zero_D).nonzero().flatten(), zero_D.nonzero().flatten()
     spare = -len(used) % heads
     if len(unused) <= spare:
@@ -158,7 +158,7 @@ def _compact(name: str, tensor: Tensor, kept_C: Tensor, norm_factor: float) -> T
 def largest_difference(folder: Path, compact: Any, seed: int) -> float:
     """Largest difference of logits between the stored form and the compact one on drawn tokens, both in float32, over the largest logit."""
     stored = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, use_safetensors=True, local_files_only=True
+        folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False
     )
     tokens = min(_TOKENS, stored.config.max_position_embeddings)
     ids_BT = torch.randint(stored.config.vocab_size, (_ROWS, tokens), generator=torch.Generator().manual_seed(seed))

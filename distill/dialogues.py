@@ -4,7 +4,7 @@ A chat's system and human turns are kept and its assistant turns are left out; t
 answers, never those that were found. An answer that did not end by itself is not fed on as if it had.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,11 @@ class Answer:
     @property
     def loops(self) -> bool:
         return self.distinct_4 < LOOPING_BELOW
+
+
+def answer_of(values: Mapping[str, Any]) -> Answer:
+    """The answer in a record of the journal. Raises TypeError for one of other fields."""
+    return Answer(**values)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from decoding import cuda
-from decoding.folder import read_config
 from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import write_card
 from distill.layer_choice import most_candidates
@@ -22,7 +20,7 @@ from training.amounts import hours, operations, size
 from training.config import LoopConfig, ParallelConfig, StudentConfig
 from training.drafter_folder import Origin, write_untrained
 from training.memory_plan import Shape, activation_bytes, bytes_per_rank
-from training.models import dtype_of, random_model, say_missing, target_config
+from training.models import dtype_of, known_config, random_model, say_missing, target_config
 from training.paths import resolve
 from training.plan import plan_tokens
 from training.ranks import ZERO
@@ -55,8 +53,7 @@ def _student(config: TrainConfig, target: Any) -> Any:
     """The configuration of the student: by its shape, or of the folder that it goes on from where that is there."""
     if config.drafter.init == "folder" and config.drafter.path:
         folder = resolve(config.drafter.path)
-        read_config(folder)
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return known_config(folder)
     return student_config(config.drafter, target)
 
 

@@ -1,32 +1,35 @@
-"""A journal of records that a killed run leaves whole: JSON lines, appended and forced to the disk, and a torn last one cut off.
+"""A journal of records that a killed run leaves whole: JSON lines with checksums, appended and forced to the disk.
 
-Every rank writes a file of its own and reads all of them, so that a run may go on with another number of ranks.
+A torn last line is cut off, and one that was damaged is left out: what it held is asked again. Every rank writes a file of its own and reads
+all of them, so that a run may go on with another number of ranks.
 """
 
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from decoding.errors import UserError
+from training.checkpoint import write_bytes
+from training.run_files import lines_of, read_lines
 
 Record = Mapping[str, Any]
+AGAIN = "its answer is made again"
 
 
 class Journal:
-    """`with Journal(path) as journal: journal.append([...])`: goes on behind the last whole line of what is there."""
+    """`with Journal(path, make) as journal: journal.append([...])`: goes on behind the last whole line of what is there."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, make: Callable[[dict[str, Any]], Any] = dict) -> None:
+        """make: raises TypeError, ValueError or KeyError for a record that is none."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file():
-            _, whole = _whole_lines(path)
-            torn = path.stat().st_size - whole
-            if torn:
-                print(
-                    f"{path}: the last line was half written ({torn:,} bytes) and is cut off; its answer is made again"
-                )
-                os.truncate(path, whole)
+        lines = read_lines(path, make)
+        lines.report(path, AGAIN)
+        if lines.torn:
+            print(f"{path}: the last line was half written ({lines.torn:,} bytes) and is cut off; {AGAIN}")
+        if lines.wrong:
+            write_bytes(path, lines.content)
+        elif lines.torn:
+            os.truncate(path, len(lines.content))
         self._file = path.open("ab")
 
     def __enter__(self) -> "Journal":
@@ -37,34 +40,13 @@ class Journal:
 
     def append(self, records: Iterable[Record]) -> None:
         """Write the records, one a line, and force them to the disk."""
-        self._file.write(b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records))
+        self._file.write(lines_of(records))
         self._file.flush()
         os.fsync(self._file.fileno())
 
 
-def read_journal(path: Path) -> list[Record]:
-    """The records of a journal; a last line that is not whole (another rank may be writing it) is passed over.
-
-    Raises UserError naming a broken line before the last.
-    """
-    return _whole_lines(path)[0]
-
-
-def _whole_lines(path: Path) -> tuple[list[Record], int]:
-    """(records, bytes that they take): up to the last line that ends and is JSON."""
-    content = path.read_bytes()
-    lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
-    records: list[Record] = []
-    whole = 0
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
-            if number == len(lines):  # a power cut can leave a line of zeros
-                break
-            raise UserError(
-                f"{path}:{number}: no JSON, found {line[:40]!r}. The journal was changed by something else: take this line out, and its "
-                "answer is made again"
-            ) from error
-        whole += len(line)
-    return records, whole
+def read_journal(path: Path, make: Callable[[dict[str, Any]], Any] = dict) -> list[Any]:
+    """The records of a journal as `make` gives them; a line that is damaged, or is being written by another rank, is passed over."""
+    lines = read_lines(path, make)
+    lines.report(path, AGAIN)
+    return lines.records

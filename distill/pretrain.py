@@ -10,9 +10,9 @@ import torch
 
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
-from decoding.folder import WEIGHTS
 from distill.config import PretrainConfig
 from distill.dry_run import print_cost
+from distill.shapes import WIDEST
 from training.config import check_values
 from training.drafter_folder import write_model
 from training.job import job_main
@@ -28,17 +28,26 @@ from training.parallel import Parallel
 from training.paths import resolve
 from training.plan import describe_plan
 from training.run_folder import RunFolder
-from training.shapes import millions
+from training.shapes import WIDTHS, millions
 from training.tracker import Recording
+
+MOST_LAYERS = 1000  # of a model from scratch: what is more is a slip, and would fill the memory
 
 
 def run(config: PretrainConfig) -> Path:
     """Train, and write a complete model folder to output_dir/model. Returns it."""
-    check_values(config, {})
+    shape = config.model
+    check_values(
+        config,
+        {
+            "model.num_hidden_layers": (1 <= shape.num_hidden_layers <= MOST_LAYERS, f"1 to {MOST_LAYERS:,}"),
+            **{f"model.{name}": (0 <= vars(shape)[name] <= WIDEST, f"0 to {WIDEST:,}") for name in WIDTHS},
+        },
+    )
     check_mixture(config.data, ("loss",))
     run_folder = RunFolder(config)
     folder = run_folder.path / "model"
-    if run_folder.finished(folder / "config.json", folder / WEIGHTS):
+    if run_folder.finished(folder):
         print(f"finished before: {folder}")
         return folder
     tokenizer_folder = resolve(config.tokenizer)

@@ -29,22 +29,24 @@ from distill.student import chosen_layers
 from distill.workbench import Source, Workbench, read_source
 from training.amounts import PLANNED
 from training.checkpoint import write_text
-from training.config import DataConfig, bound_rules, check_values, refuse_parallel
+from training.config import DataConfig, check_values, refuse_parallel
 from training.drafter_folder import Origin, write_model
 from training.job import job_main
 from training.job_data import data_files, held_out_domains, read_samples, sources, training_texts
 from training.launch import is_worker, launch, processes_wanted
 from training.mixture import check_mixture
-from training.models import check_context, dtype_of, folder_of, load_causal_lm, target_config
+from training.models import check_context, dtype_of, folder_of, load_causal_lm, refuse_own_code, target_config
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
 from training.ranks import SHARDED_WEIGHTS
+from training.run_files import read_object
 from training.run_folder import RunFolder, hash_input
 from training.shapes import bytes_a_step, layers_of, millions, parameter_counts
 
 CHOICES = ("probe", *CRITERIA)
 MASKS = "masks.safetensors"
+_MODEL = "model_hash"  # of a stage, in its done.json
 
 
 def run(config: PruneConfig) -> Path:
@@ -55,7 +57,7 @@ def run(config: PruneConfig) -> Path:
     shapes = stage_shapes(config, source)
     run_folder = RunFolder(config)
     folder = run_folder.path / "student"
-    if run_folder.finished(folder / "config.json", folder / WEIGHTS):
+    if run_folder.finished(folder, also=[run_folder.path / MASKS]):
         print(f"finished before: {folder}")
         return folder
     inputs = [target_folder, *data_files(config.data)]
@@ -81,6 +83,7 @@ def check(config: PruneConfig) -> None:
     """Raise UserError for values that would fail, or mislead, only after the target is loaded."""
     dtype_of(config.target.dtype)
     refuse_parallel(config.target)
+    refuse_own_code(config.target)
     check_mixture(config.data, ())
     for key, value, known in (
         ("mode", config.mode, (*MODES,)),
@@ -118,7 +121,6 @@ def check(config: PruneConfig) -> None:
                 config.cache_mb == 0 or (config.cache_mb > 0 and config.parallel.kind not in SHARDED_WEIGHTS),
                 "0 (none) or more, and 0 with zero3 and fsdp: a target in shares is read by all ranks together, so none can skip its forward",
             ),
-            **bound_rules("between", config.between),
             "between.max_steps": (config.between.max_steps > 0, "more than 0"),
         },
     )
@@ -218,9 +220,9 @@ def stage(bench: Workbench, source: Source, shape: Any, place: Path, work: Path,
     """One cut, and the distillation behind it where another cut follows; the model is written to `place`. Returns notes."""
     config, parallel, done = bench.config, bench.parallel, work / "done.json"
     # Rank 0 looks for all: it may end the stage before another one has looked.
-    finished = parallel.broadcast(done.is_file() and (place / WEIGHTS).is_file())
-    if finished:
-        return dict(json.loads(done.read_text()))
+    before = parallel.broadcast(finished_stage(done, place) if parallel.is_main else None)
+    if before is not None:
+        return before
     target_hash = hash_input(source.folder)
     if config.masks:
         cut = load_cut(resolve(config.masks), target_hash)
@@ -240,11 +242,22 @@ def stage(bench: Workbench, source: Source, shape: Any, place: Path, work: Path,
         if cut is not None:
             save_cut(cut, work / MASKS, target_hash, notes | {"source": str(source.folder)})
         write_model(student, source.folder, place, stored_dtype(config))
-        write_text(done, json.dumps(notes, indent=1))
+        write_text(done, json.dumps({**notes, _MODEL: hash_input(place)}, indent=1))
         for checkpoints in ("probe", "distil", "checkpoints"):  # of what is finished now
             shutil.rmtree(work / checkpoints, ignore_errors=True)
     parallel.wait()
     return notes
+
+
+def finished_stage(done: Path, place: Path) -> dict[str, Any] | None:
+    """The notes of a stage that has ended; None where it has not, or where its model is not what it left, and is made again."""
+    if not done.is_file() or not (place / WEIGHTS).is_file():
+        return None
+    notes = read_object(done, "Delete it: the stage is made again", dict)
+    if notes.pop(_MODEL, None) in (None, hash_input(place)):  # stages of earlier versions have no hash
+        return notes
+    print(f"{place} has changed since its stage was finished: it is made again")
+    return None
 
 
 def stored_dtype(config: PruneConfig) -> torch.dtype:

@@ -17,17 +17,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from decoding.compatible import load_tokenizer
 from decoding.loop import Settings, decode
 from decoding.target import load_target
 from distill.config import QualityConfig
 from training import corpus
 from training.chat import render_prompt
 from training.checkpoint import write_text
+from training.config_checks import refuse
 from training.data import read_prompts
 from training.job import job_main
+from training.models import known_config
 from training.paths import resolve
+from training.run_files import read_object
 from training.run_folder import RunFolder
 
 # Shapes: B windows, T tokens of a window, V vocabulary.
@@ -94,8 +98,8 @@ def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, 
 
     Every document begins with BOS. Windows of the model's context overlap by half, each token is scored once.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     windows = [
         window
         for document in documents
@@ -133,7 +137,7 @@ def _nats(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
 
 def draw_functions(folder: str | Path, count: int, temperature: float, max_new_tokens: int, seed: int) -> list[Drawn]:
     """Let the model write the bodies of the first `count` embedded prompts, and try to parse each."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     target = load_target(folder)
     prompts = [prompt.turns[0] for prompt in read_prompts(resolve("embedded:prompts"))]
     rendered = [(text, render_prompt(tokenizer, [{"role": "user", "content": text}])) for text in prompts]
@@ -167,8 +171,17 @@ def parses(request: str, body: str) -> bool:
 
 def run(config: QualityConfig) -> Path:
     """Measure, print the figures and three samples, and keep all drawn functions in output_dir/quality.json."""
-    run_folder = RunFolder(config)
+    refuse(
+        config,
+        [
+            ("functions", config.functions >= 1, "1 or more"),
+            ("temperature", config.temperature >= 0, "0 (greedy) or more"),
+            ("max_new_tokens", config.max_new_tokens >= 1, "1 or more"),
+        ],
+    )
     folder = resolve(config.model)
+    known_config(folder)
+    run_folder = RunFolder(config)
     path = run_folder.path / "quality.json"
     if config.dry_run:
         print(
@@ -179,7 +192,7 @@ def run(config: QualityConfig) -> Path:
         )
         return path
     if run_folder.finished(path):
-        _show(json.loads(path.read_text()))
+        _show(read_object(path, "Delete it: it is measured again", _shown))
         return path
     figures = quality(
         folder,
@@ -196,6 +209,11 @@ def run(config: QualityConfig) -> Path:
 
 def _short(figures: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in figures.items() if key not in ("samples", "drawn")}
+
+
+def _shown(figures: dict[str, Any]) -> dict[str, Any]:
+    """Figures as `_show` takes them. Raises KeyError and TypeError for others."""
+    return {**figures, "samples": list(figures["samples"])}
 
 
 def _show(figures: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ goes to a journal, so that a run that was killed goes on with the same batches a
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from decoding.compatible import load_tokenizer
@@ -17,7 +16,7 @@ from decoding.target import BACKENDS
 from decoding.values import check_settings
 from distill.answering import Local, Request, drafter_mapping
 from distill.config import RegenerateConfig
-from distill.dialogues import ON_LENGTH, Account, Answer, Dialogue, dialogues_of
+from distill.dialogues import ON_LENGTH, Account, Answer, Dialogue, answer_of, dialogues_of
 from distill.journal import Journal, read_journal
 from distill.regenerated import FILE, Regenerated, broken, chats_text, figures, gather, show
 from distill.turns import answer_all, asked_now, next_request
@@ -25,8 +24,9 @@ from training import ranks
 from training.amounts import hours
 from training.checkpoint import write_text
 from training.config import refuse_parallel
+from training.config_checks import data_rules, refuse
 from training.counts import Counts
-from training.job import job_main, terminations
+from training.job import job_main
 from training.job_data import data_files, split_chats
 from training.launch import is_worker, launch, processes_wanted
 from training.models import dtype_of, folder_of, target_config, target_is_here
@@ -55,8 +55,7 @@ def run(config: RegenerateConfig) -> Path:
     if processes > 1 and not is_worker():
         launch(config.job, run_folder.path / "config.yaml", processes)
         return artefact
-    with nullcontext() if is_worker() else terminations():
-        Regeneration(config, run_folder, target_folder).run()
+    Regeneration(config, run_folder, target_folder).run()
     return artefact
 
 
@@ -66,12 +65,12 @@ def check(config: RegenerateConfig) -> None:
     dtype_of(config.target.dtype)
     check_settings(config, ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed"))
     data, alike = config.data, config.samples > 1 and config.temperature == 0
+    refuse(config, data_rules(data))
     for key, found, fine, expected in (
         ("target.backend", config.target.backend, config.target.backend in BACKENDS, " or ".join(BACKENDS)),
         ("data.chats", data.chats, bool(data.chats), "ShareGPT files: data.chats=[FILE]"),
         ("data.texts", data.texts, not data.texts, "[]: a text makes no request"),
         ("data.domains", list(data.domains), not data.domains, "none: run this job once for the chats of each domain"),
-        ("data.max_bad", data.max_bad, 0 <= data.max_bad <= 1, "a share from 0 to 1"),
         ("num_draft_tokens", config.num_draft_tokens, config.num_draft_tokens >= 1, "1 or more"),
         ("batch_size", config.batch_size, config.batch_size >= 1, "1 or more"),
         ("samples", config.samples, config.samples >= 1, "1 or more"),
@@ -106,7 +105,7 @@ class Regeneration:
 
     def __init__(self, config: RegenerateConfig, run_folder: RunFolder, target_folder: Path) -> None:
         self.config, self.run_folder = config, run_folder
-        self.tokenizer = load_tokenizer(target_folder)
+        self.tokenizer = load_tokenizer(target_folder, config.target.trust_remote_code)
         self.rank, self.world_size = ranks.rank(), ranks.world_size()
         self.answers = run_folder.path / "answers"
         self.local = Local(config, target_folder, self.tokenizer, self.answers / f"rank_{self.rank}.costs.json")
@@ -125,7 +124,7 @@ class Regeneration:
         if self.rank == 0:
             _refuse_changed(self.run_folder)
             self.run_folder.write_manifest(self.inputs, {}, finished=False)
-        with Journal(self.answers / f"rank_{self.rank}.jsonl") as journal:
+        with Journal(self.answers / f"rank_{self.rank}.jsonl", answer_of) as journal:
 
             def journaled(requests: Sequence[Request], goes_on: bool) -> list[Answer]:
                 answers = self.local(requests, goes_on)
@@ -158,7 +157,7 @@ class Regeneration:
     def _drawn(self) -> dict[Path, list[Answer]]:
         """The answers of every rank's journal."""
         files = sorted(self.answers.glob("rank_*.jsonl"))
-        return {file: [Answer(**record) for record in read_journal(file)] for file in files}
+        return {file: read_journal(file, answer_of) for file in files}
 
     def _absent(self, requests: Sequence[Request], goes_on: bool) -> list[Answer]:
         raise UserError(
@@ -196,7 +195,7 @@ def dry_run(config: RegenerateConfig) -> None:
         print(f"note: {config.target.path} is not there, and so neither is its tokenizer")
         return
     folder = resolve(config.target.path)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, config.target.trust_remote_code)
     asked = asked_now(dialogues, tokenizer, config)
     account = Account(counts.read * config.samples)
     account.skipped = broken(counts, config.samples)

@@ -18,6 +18,7 @@ from training.config import StudentConfig
 from training.shapes import WIDTHS, millions, parameter_counts, target_widths
 
 NAMED = 0.1  # share by which a count may differ from the size that a name tells: published names are rounded
+DEEPEST, WIDEST = 16, 2**20  # times the target's layers; any width: what is more is a slip, and would fill the memory
 ALIGNED = 64  # what products of matrices like their sides to be a multiple of
 _SHARED = (
     "vocab_size",
@@ -44,6 +45,14 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
     for name in WIDTHS:
         if vars(shape)[name] < 0:
             raise UserError(f"drafter.{name} is {vars(shape)[name]}, expected 0 (the target's) or more")
+    layers = target.num_hidden_layers
+    limits = {"num_hidden_layers": DEEPEST * layers, **dict.fromkeys(WIDTHS, WIDEST)}
+    for name, most in limits.items():
+        if vars(shape)[name] > most:
+            theirs_too = {**theirs, "num_hidden_layers": layers}[name]
+            raise UserError(
+                f"drafter.{name} is {vars(shape)[name]}, expected at most {most:,} (the target has {theirs_too})"
+            )
     if shape.head_dim % 2:
         raise UserError(f"drafter.head_dim is {shape.head_dim}, expected an even number: rope turns channels in pairs")
     given: dict[str, Any] = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}

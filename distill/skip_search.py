@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +25,16 @@ from decoding.self_speculation import FILE, write_skips
 from decoding.target import load_target
 from decoding.timing import rising, time_parts
 from distill.config import SkipSearchConfig
-from training.checkpoint import write_text
+from training.checkpoint import write_bytes, write_text
 from training.config import refuse_parallel
+from training.config_checks import data_rules, refuse
 from training.held_out import target_answers
 from training.job import job_main
+from training.models import refuse_own_code
 from training.packing import Sample
 from training.paths import resolve
 from training.progress import ProgressBar
+from training.run_files import lines_of, read_lines, read_object
 from training.run_folder import RunFolder
 
 _LONGEST_DRAFT = 8
@@ -77,6 +81,18 @@ class Step:
 def run(config: SkipSearchConfig) -> Path:
     """Search, and write output_dir/skips.json. Returns it. Takes up an interrupted search where it stopped."""
     refuse_parallel(config.target)
+    refuse_own_code(config.target)
+    refuse(
+        config,
+        [
+            *data_rules(config.data),
+            ("max_skips", config.max_skips >= 0, "0 (all but two) or more"),
+            ("candidates", config.candidates >= 1, "1 or more"),
+            ("held_out.max_prompts", config.held_out.max_prompts > 0, "1 or more"),
+            ("held_out.max_new_tokens", config.held_out.max_new_tokens > 0, "1 or more"),
+            ("held_out.temperature", config.held_out.temperature >= 0, "0 (greedy) or more"),
+        ],
+    )
     folder = RunFolder(config)
     artefact = folder.path / FILE
     if folder.finished(artefact):
@@ -127,7 +143,12 @@ def search(
     target: NativeTarget, answers: "Answers", costs: Costs, steps: int, candidates: int, file: Path
 ) -> list[Step]:
     """The greedy path of `steps` sub-layers; `file` keeps every step, and what it holds is not searched again."""
-    path = [Step(**json.loads(line)) for line in file.read_text().splitlines()] if file.is_file() else []
+    found = read_lines(file, lambda values: Step(**values))
+    if found.wrong or found.torn:
+        raise UserError(
+            f"{file} is damaged: {(*found.wrong, 'its last line does not end')[0]}. Delete it: the search begins anew"
+        )
+    path = found.records
     left = [(kind, layer) for kind in ("attention", "mlp") for layer in range(target.num_layers)]
     ranked = left = [one for one in left if one not in [(step.kind, step.layer) for step in path]]
     with ProgressBar("skips", steps, len(path)) as bar:
@@ -140,7 +161,7 @@ def search(
                 tried.append(Step(kind, layer, acceptance, *costs.speedup(acceptance, skips)))
             tried.sort(key=lambda step: -step.speedup)
             path.append(tried[0])
-            write_text(file, "".join(json.dumps(asdict(step)) + "\n" for step in path))
+            write_bytes(file, lines_of(map(asdict, path)))
             order = [(step.kind, step.layer) for step in tried[1:]]
             left = [one for one in left if one != (tried[0].kind, tried[0].layer)]
             ranked = order + [one for one in left if one not in order]
@@ -163,8 +184,7 @@ def measured_costs(target: NativeTarget, prompt: list[int], file: Path) -> Costs
     kind, in the mean: so the costs add up to what was timed, and no set of sub-layers saves more than there is.
     """
     if file.is_file():
-        known = json.loads(file.read_text())
-        return Costs({int(n): ms for n, ms in known.pop("t_target_ms").items()}, **known)
+        return read_object(file, "Delete it: the costs are measured again", _costs_of)
     layers = tuple(range(target.num_layers))[1:]
     views = [Skips(attention=layers), Skips(mlp=layers), Skips(attention=layers, mlp=layers)]
     paces, wider, shares = [], [], []
@@ -188,6 +208,10 @@ def measured_costs(target: NativeTarget, prompt: list[int], file: Path) -> Costs
     costs = Costs(dict(enumerate(t_target_ms, 1)), attention_ms, mlp_ms, bare_ms)
     write_text(file, json.dumps(asdict(costs), indent=1))
     return costs
+
+
+def _costs_of(values: dict[str, Any]) -> Costs:
+    return Costs({int(n): float(ms) for n, ms in values.pop("t_target_ms").items()}, **values)
 
 
 class Answers:

@@ -4,17 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
-from decoding.folder import WEIGHTS
 from decoding.model_check import check_model
 from decoding.values import RULES
 from distill.acceptance import HeldOutAcceptance, HeldOutMixture
 from distill.config import TrainConfig
 from distill.drafter_folder import pruning_on_card, write_card
 from distill.dry_run import dry_run
+from distill.shapes import student_config
 from distill.student import build_student
 from training.amounts import PLANNED
 from training.chat import refuse_no_template, template_source
@@ -27,7 +26,15 @@ from training.job_data import data_files, held_out_domains, training_data
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit
 from training.mixture import check_mixture
-from training.models import check_context, check_target, dtype_of, folder_of, target_config, target_is_here
+from training.models import (
+    check_context,
+    check_target,
+    dtype_of,
+    folder_of,
+    known_config,
+    target_config,
+    target_is_here,
+)
 from training.objectives import Distillation, LanguageModelling, TeacherStates
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
@@ -42,12 +49,14 @@ LOSSES = ("forward_kl", "cross_entropy")
 
 def run(config: TrainConfig) -> Path:
     """Distil, and write the drafter to output_dir/drafter. Returns that folder."""
-    target_config(config.target)
+    target = target_config(config.target)
     target_folder = folder_of(config.target, config.dry_run)
     check(config)
+    if config.drafter.init != "folder":
+        student_config(config.drafter, target)  # refuses what cannot be built
     run_folder = RunFolder(config)
     folder = run_folder.path / "drafter"
-    if run_folder.finished(folder / "config.json", folder / WEIGHTS):
+    if run_folder.finished(folder):
         print(f"finished before: {folder}")
         return folder
     inputs = input_paths(config, target_folder)
@@ -176,7 +185,7 @@ def finish(
     inputs: list[Path],
 ) -> None:
     """Export the best weights with their card, and close the manifest."""
-    stored_dtype = AutoConfig.from_pretrained(target_folder).dtype or torch.float32
+    stored_dtype: Any = known_config(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
     origin = origin_of(config, config.drafter.name, target_folder, progress)
     write_card(

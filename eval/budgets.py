@@ -31,6 +31,7 @@ from eval.units import Unit, mean_round_ms
 from training.checkpoint import write_text
 from training.drafter_use import ALONE
 from training.heads import head_of
+from training.run_files import read_object
 
 # Two seconds of yardsticks are for runs that take minutes. And a step that reads less than this stands in a core's own cache.
 LEAST_TOKENS, LEAST_BYTES = 5_000, 4_000_000
@@ -112,7 +113,7 @@ def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
     if step.weight_bytes < LEAST_BYTES:
         return shapes
     if path.is_file():
-        limits = Limits(**json.loads(path.read_text(encoding="utf-8")))
+        limits = read_object(path, "Delete it: the limits are measured again", lambda values: Limits(**values))
     else:
         limits = measure_limits(step.weight_bytes, shapes.dtype, shapes.device)
         write_text(path, json.dumps(dataclasses.asdict(limits), indent=1))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import glob
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from decoding.errors import UserError
 from eval.origins import FILE as ORIGINS
@@ -19,8 +16,11 @@ from eval.rows import units_at
 from eval.schema import Row, read_rows
 from eval.units import Unit
 from eval.words import main_rows
+from training.run_files import read_config
+from training.run_folder import changed_artefacts, read_manifest
 
 JOB = "eval.run"
+AGAIN = "Evaluate again, with another output_dir="
 FILES = ("config.yaml", "manifest.json", "results.jsonl", "records.jsonl")
 
 
@@ -98,8 +98,8 @@ def labels_of(folders: Sequence[Path]) -> list[str]:
 def read_evaluation(folder: Path, label: str) -> Evaluation:
     """Read a run folder. Raises UserError for one that is no run of eval.run, is not finished, or is damaged."""
     missing = [name for name in FILES if not (folder / name).is_file()]
-    manifest = {} if "manifest.json" in missing else _json(folder / "manifest.json")
-    if manifest and manifest.get("job") != JOB:
+    manifest = {} if "manifest.json" in missing else read_manifest(folder / "manifest.json")
+    if manifest and manifest["job"] != JOB:
         raise UserError(f"runs: {folder} is a run of {manifest.get('job')}; expected one of {JOB}")
     if manifest and not manifest.get("finished"):
         raise UserError(f"runs: {folder} is not finished; end it with: {manifest.get('command')}")
@@ -107,23 +107,17 @@ def read_evaluation(folder: Path, label: str) -> Evaluation:
         raise UserError(
             f"runs: {folder} is no finished run of {JOB}: it has no {', '.join(missing)}. Name the folder that eval.run printed, or a glob of such"
         )
-    config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    assert isinstance(config, dict), "run folders hold mappings"
+    if len(manifest["inputs"]) < 2:
+        raise UserError(f"{folder / 'manifest.json'} is damaged: inputs names no target and prompts. {AGAIN}")
+    config = read_config(folder / "config.yaml", AGAIN)
     rows = main_rows(read_rows(folder / "results.jsonl"))
-    if not rows:
-        raise UserError(f"{folder / 'results.jsonl'} has no rows. Evaluate again, with another output_dir=")
     records = read_records(folder / "records.jsonl")
     origins = read_origins(folder)
+    if wrong := changed_artefacts(folder, manifest, (*FILES, ORIGINS)):
+        raise UserError(f"runs: {wrong[0]}. Make it again with: {manifest.get('command')}")
     notes = [f"{label}: {name}: {origin.note}" for name, origin in (origins or {}).items() if origin.note]
     if origins is None:
         notes.append(
             f"{label} has no {ORIGINS}: bytes a step and training of its drafters are not known. Evaluate again to know them"
         )
-    return Evaluation(folder, label, config, manifest, rows, records, origins or {}, notes)  # type: ignore[arg-type]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is damaged ({error}). Evaluate again, with another output_dir=") from error
+    return Evaluation(folder, label, config, manifest, rows, records, origins or {}, notes)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoding.errors import UserError
 from decoding.folder import read_json
 from eval.schema import Row
 from training.checkpoint import write_text
 from training.drafter_folder import CARD
 from training.heads import head_of
+from training.run_files import read_object
 
 FILE = "drafters.json"
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a parameter
@@ -67,10 +67,11 @@ def read_origins(run_folder: Path) -> dict[str, Origin] | None:
     file = run_folder / FILE
     if not file.is_file():
         return None
-    try:
-        return {name: Origin(**values) for name, values in read_json(file).items()}
-    except (AttributeError, TypeError) as error:
-        raise UserError(f"{file} is damaged ({error}). Evaluate again, with another output_dir=") from error
+    return read_object(file, "Evaluate again, with another output_dir=", _origins_of)
+
+
+def _origins_of(values: dict[str, Any]) -> dict[str, Origin]:
+    return {name: Origin(**origin) for name, origin in values.items()}
 
 
 def _embedding(folder: Path) -> int | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from decoding.costs import measure_costs, own_cores, weighed_widths
 from decoding.drafter import Drafter
@@ -25,6 +26,7 @@ from eval.measure import Bench
 from eval.records import Arm, Condition
 from eval.schema import PartTimes
 from training.checkpoint import write_text
+from training.run_files import lines_of, read_lines, read_object
 
 UNITS_A_SLICE = 4  # about a tenth of a run goes into timing
 WARM_UP = 1
@@ -101,13 +103,13 @@ def frozen_costs(
     weighing = [
         name for name, use in bench.uses.items() if weighs_costs(bench.drafters[name].caps, use.schedule, use.stopping)
     ]
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    measured = read_object(path, "Delete it: the costs are measured again", _costs_of) if path.is_file() else {}
     for condition in conditions:
         for name in weighing:
             drafter = bench.drafters[name]
             key = f"{name}, {condition.label}"
-            if key not in known:
-                costs = measure_costs(
+            if key not in measured:
+                measured[key] = measure_costs(
                     bench.target,
                     drafter,
                     prompt,
@@ -120,9 +122,13 @@ def frozen_costs(
                     tokens=COST_TOKENS,
                     seconds=seconds / (len(conditions) * len(weighing)),
                 )
-                known[key] = dataclasses.asdict(costs)
-                write_text(path, json.dumps(known, indent=1))
-            bench.costs[name, condition] = RoundCosts.read(known[key])
+                values = {name: dataclasses.asdict(costs) for name, costs in measured.items()}
+                write_text(path, json.dumps(values, indent=1))
+            bench.costs[name, condition] = measured[key]
+
+
+def _costs_of(values: dict[str, Any]) -> dict[str, RoundCosts]:
+    return {key: RoundCosts.read(costs) for key, costs in values.items()}
 
 
 def median_parts(slices: Sequence[Slice], drafter: str, condition: Condition, part: str) -> PartTimes:
@@ -145,19 +151,19 @@ def median_parts(slices: Sequence[Slice], drafter: str, condition: Condition, pa
 
 def append_slices(path: Path, slices: Iterable[Slice]) -> None:
     """Add one line a slice, in one write."""
-    text = "".join(json.dumps(dataclasses.asdict(one)) + "\n" for one in slices)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    with path.open("ab") as file:
+        file.write(lines_of(map(dataclasses.asdict, slices)))
+
+
+def slice_from(values: dict[str, Any]) -> Slice:
+    """The slice in a line's values. Raises TypeError, ValueError or AttributeError for others."""
+    for key in ("t_target_ms", "t_draft_by_beams_ms"):  # JSON has no integer keys
+        values[key] = {int(n): milliseconds for n, milliseconds in values.get(key, {}).items()}
+    return Slice(**values)
 
 
 def read_slices(path: Path) -> list[Slice]:
-    """The slices of a run so far; a torn last line (a killed run) is passed over."""
-    if not path.exists():
-        return []
-    slices = []
-    for line in path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines():
-        values = json.loads(line)
-        for key in ("t_target_ms", "t_draft_by_beams_ms"):  # JSON has no integer keys
-            values[key] = {int(n): milliseconds for n, milliseconds in values.get(key, {}).items()}
-        slices.append(Slice(**values))
-    return slices
+    """The slices of a run so far; a line that is torn (a killed run) or damaged is passed over."""
+    lines = read_lines(path, slice_from)
+    lines.report(path, "its parts are timed again where no others are left")
+    return lines.records

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from decoding.errors import UserError
+from training.run_files import lines_of, read_lines
 
 STALL = 3.0
 AUTOREGRESSIVE = "autoregressive"  # the baseline's name where a drafter's would stand
@@ -105,28 +106,25 @@ def _round_seconds(record: Record) -> float:
     return record.decode_seconds / record.rounds
 
 
+def record_from(values: dict[str, Any]) -> Record:
+    """The record in a line's values. Raises TypeError for other fields."""
+    return Record(**values)
+
+
 def append_records(path: Path, records: Iterable[Record]) -> None:
     """Add lines, in one write: a killed run leaves whole lines, and at most one torn one at the end."""
-    text = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in records)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    with path.open("ab") as file:
+        file.write(lines_of(map(dataclasses.asdict, records)))
 
 
 def read_records(path: Path) -> list[Record]:
     """All records of a run; a torn last line (a killed run) is passed over, any other damage is an error."""
-    if not path.exists():
-        return []
-    records: list[Record] = []
-    whole, _, _torn = path.read_text(encoding="utf-8").rpartition("\n")
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            records.append(Record(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError) as error:
-            raise UserError(
-                f"{path}, line {number}: not a record of eval.run ({error}). Remove the output folder, or choose "
-                "another output_dir, and measure again."
-            ) from error
-    return records
+    lines = read_lines(path, record_from)
+    if lines.wrong:
+        raise UserError(
+            f"{path}, {lines.wrong[0]}: not a record of eval.run. Remove the output folder, or choose another output_dir, and measure again."
+        )
+    return lines.records
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:

@@ -20,6 +20,7 @@ from decoding.verify import check_rule
 from eval.budgets import with_limits
 from eval.config import EvalConfig
 from eval.deadline import Deadline
+from eval.origins import FILE as ORIGINS
 from eval.origins import Origin, origin_of, write_origins
 from eval.records import Record
 from eval.report import Provenance, write_report
@@ -60,7 +61,9 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
     folder = RunFolder(cfg)
     results = folder.path / "results.jsonl"
     report = folder.path / "report.html"
-    if folder.finished(results, report):
+    if folder.finished(
+        results, report, also=[folder.path / name for name in ("records.jsonl", "parts.jsonl", ORIGINS)]
+    ):
         rows = read_rows(results)
         print(
             f"{folder.path} is finished; nothing is measured again. Delete it, or give another output_dir=, to do so."

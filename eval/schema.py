@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from decoding.errors import UserError
+from training.run_files import WRONG
 
 
 @dataclass(frozen=True)
@@ -203,13 +204,16 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows that write_rows wrote. Raises UserError for rows of another version."""
+    """The rows that write_rows wrote. Raises UserError for rows of another version, damaged ones, and where there are none."""
     try:
-        return [_row(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (json.JSONDecodeError, TypeError, KeyError) as error:
+        rows = [_row(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    except WRONG as error:
         raise UserError(
             f"{path}: not the rows of this version of eval.run ({error}). Evaluate again, with another output_dir="
         ) from error
+    if not rows:
+        raise UserError(f"{path} has no rows. Evaluate again, with another output_dir=")
+    return rows
 
 
 def _row(values: dict[str, Any]) -> Row:

@@ -22,12 +22,13 @@ from eval.lengths import longest, swept
 from eval.measure import decodings, measure_unit, units_of
 from eval.parts import UNITS_A_SLICE, Slice, append_slices, frozen_costs, read_slices, time_slice
 from eval.prediction import predicted_speedup
-from eval.records import Arm, Condition, Record, append_records, read_records, stalled, write_records
+from eval.records import Arm, Condition, Record, append_records, record_from, stalled, write_records
 from eval.rows import pool_of
 from eval.setup import Loaded, conditions, middle_prompt, warm_up, widths
 from training.data import Prompt
 from training.drafters import ALONE
 from training.progress import ProgressBar
+from training.run_files import read_lines
 
 ATTEMPTS = 3  # at a unit during which the machine stands still
 Group = tuple[int, list[Prompt]]  # the number of a unit and its prompts
@@ -51,9 +52,11 @@ class Session:
         self.cfg, self.loaded, self.deadline = cfg, loaded, deadline
         self.records_file, self.slices_file = folder / "records.jsonl", folder / "parts.jsonl"
         self._costs_file = folder / "costs.json"
-        self.records: list[Record] = read_records(self.records_file)
+        found = read_lines(self.records_file, record_from)
+        found.report(self.records_file, "its unit is measured again")
+        self.records: list[Record] = found.records
         self.slices: list[Slice] = read_slices(self.slices_file)
-        # Whole lines again, should the last one of a killed run be torn.
+        # Whole lines again, should some be torn or damaged.
         write_records(self.records_file, self.records)
         self.slices_file.unlink(missing_ok=True)
         append_slices(self.slices_file, self.slices)
@@ -104,6 +107,9 @@ class Session:
         bench, condition, part = self.loaded.bench, task.condition, task.part
         arms, have = self._arms(condition, part), self._records_of(task)
         if _complete(have, [*bench.baselines(condition), *arms]):
+            # Damage may have taken all that were timed.
+            if not self._timed(condition, part):
+                self._time_parts(condition, part)
             progress.skip(decodings(bench, condition, task.prompts, len(arms)))
             return
         # A unit that a killed run wrote in part is measured again as a whole: its pairs must be neighbours in time.
@@ -121,6 +127,12 @@ class Session:
             progress.skip(-decodings(bench, condition, task.prompts, len(arms)))
         self.records += new
         append_records(self.records_file, new)
+
+    def _timed(self, condition: Condition, part: str) -> bool:
+        """Whether the run folder holds a slice of every drafter."""
+        place = (part, *dataclasses.astuple(condition))
+        timed = {one.drafter for one in self.slices if (one.part, one.temperature, one.batch_size) == place}
+        return timed >= self.loaded.bench.drafters.keys()
 
     def _time_parts(self, condition: Condition, part: str) -> None:
         bench, repeats = self.loaded.bench, self.cfg.timing_repeats

@@ -117,13 +117,14 @@ def load(cfg: EvalConfig) -> Loaded:
         batch_size=largest,
         parallel=cfg.target.parallel,
         processes=cfg.target.processes,
+        trust_remote_code=cfg.target.trust_remote_code,
     )
     _check_lengths(cfg, target)
     drafters = drafter_list.build(mappings, uses, folder, {device: _worker_device(target, uses.values())})
     uses = {name: use.settled(drafters[name].caps) for name, use in uses.items()}
     for drafter in drafters.values():
         drafter.prepare(target, None)  # what does not fit the target is told now, not after an hour
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, cfg.target.trust_remote_code)
     prompt_file, sweep_file = resolve(cfg.benchmark.path), _sweep_file(cfg)
     benchmark = load_benchmark(
         dataclasses.replace(cfg.benchmark, path=str(prompt_file), sweep_path=str(sweep_file or "")),

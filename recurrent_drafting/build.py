@@ -21,6 +21,7 @@ from recurrent_drafting.head import Block, HeadConfig, RecurrentHead
 from training.packing import Sample
 from training.paths import resolve
 
+MOST_BLOCKS, WIDEST = 64, 16  # residual blocks; times the target's hidden size
 WARM_STARTS = ("none", "hidden", "state", "both")
 
 
@@ -67,7 +68,12 @@ def check_sizes(folder: Path, config: HeadConfig, target: Any) -> None:
 
 
 def check_shape(shape: HeadShapeConfig, config: HeadConfig) -> None:
-    """Raise UserError for a start that this shape cannot have."""
+    """Raise UserError for a size that is a slip and would fill the memory, and for a start that this shape cannot have."""
+    for name, most in (("num_draft_layers", MOST_BLOCKS), ("exit_dim", WIDEST * config.hidden_size)):
+        if vars(config)[name] > most:
+            raise UserError(
+                f"head.{name} is {vars(config)[name]}, the target's hidden_size {config.hidden_size}: expected at most {most}"
+            )
     if shape.warm_start not in WARM_STARTS:
         raise UserError(f"head.warm_start is '{shape.warm_start}'; expected one of {', '.join(WARM_STARTS)}")
     if shape.warm_start != "none" and config.exit_dim not in (config.hidden_size, 2 * config.hidden_size):

@@ -12,6 +12,7 @@ from decoding.errors import UserError
 from recurrent_drafting.chat_session import Answer, ChatSession
 from recurrent_drafting.generate_config import GenerateConfig
 from recurrent_drafting.generate_setup import Loaded
+from training.interrupts import Terminated
 
 with suppress(ImportError):  # gives input() line editing and a history, where Python has it
     import readline  # noqa: F401
@@ -85,6 +86,8 @@ def read_message(console: Console) -> str | None:
         except EOFError:
             console.print()
             return None
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             console.print()
             if again:
@@ -111,6 +114,8 @@ def turn(session: ChatSession, text: str, console: Console) -> None:
             console.print()
             if not interrupt.asked:
                 differs = session.time_plain()
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             console.print()
     if session.last is not None:

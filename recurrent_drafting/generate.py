@@ -16,7 +16,7 @@ from recurrent_drafting.generate_setup import NONE, USUAL, check, check_drafter,
 from recurrent_drafting.prompt_report import answers_file, print_report
 from recurrent_drafting.prompt_run import answer_prompts, prompts_of
 from training.data import Prompt
-from training.job import job_main, terminations
+from training.job import job_main
 from training.loop import Interrupted
 from training.paths import resolve
 
@@ -36,7 +36,7 @@ def run(cfg: GenerateConfig) -> None:
         chat(loaded, cfg, console)
         return
     try:
-        with terminations(), answers_file(cfg.output) as write:
+        with answers_file(cfg.output) as write:
             done = answer_prompts(loaded, cfg, prompts, console, write)
     except KeyboardInterrupt as stop:
         kept = f"the answers so far are in {cfg.output}" if cfg.output else "nothing is kept without output=FILE"

@@ -79,7 +79,10 @@ def load(cfg: GenerateConfig) -> Loaded:
     """Load target, tokenizer and drafter. Raises UserError for whatever of it does not fit."""
     folder = _folder(cfg.target.path)
     device = device_of(cfg.target.device)
-    tokenizer = load_tokenizer(_folder(cfg.tokenizer), of_model=False) if cfg.tokenizer else load_tokenizer(folder)
+    trusted = cfg.target.trust_remote_code
+    tokenizer = (
+        load_tokenizer(_folder(cfg.tokenizer), of_model=False) if cfg.tokenizer else load_tokenizer(folder, trusted)
+    )
     if cfg.tokenizer:
         check_tokenizer_of(tokenizer, folder, f"tokenizer={cfg.tokenizer} (--hf_tokenizer)")
     _check_template(cfg, tokenizer)
@@ -93,6 +96,7 @@ def load(cfg: GenerateConfig) -> Loaded:
         dtype=cfg.target.dtype,
         device=device,
         max_length=cfg.target.max_length or None,
+        trust_remote_code=trusted,
     )
     if drafter is not None:
         drafter.prepare(target, None)  # what does not fit the target is told now, not after the first message

@@ -12,7 +12,6 @@ import torch
 
 from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
-from decoding.folder import WEIGHTS
 from decoding.model_check import check_model
 from decoding.values import RULES
 from recurrent_drafting.build import build_head, check_shape, head_config, ignored
@@ -61,7 +60,7 @@ def run(config: HeadTrainConfig) -> Path:
         check_fits(target_folder, resolve(config.head.path))
     run_folder = RunFolder(config)
     folder = run_folder.path / "drafter"
-    if run_folder.finished(folder / "config.json", folder / WEIGHTS):
+    if run_folder.finished(folder):
         print(f"finished before: {folder}")
         return folder
     inputs = [target_folder] if config.dry_run else input_paths(config, target_folder)

@@ -22,8 +22,11 @@ from torch import Tensor
 
 from decoding import cuda
 from decoding.errors import UserError
+from training.run_files import read_object
 
 STATE = "state.json"
+_CHECKSUM = "checksum"  # of the loop's state; checkpoints of earlier versions have none
+_PARTS = ("model", "optimizer", "rng")
 
 
 @dataclass
@@ -57,17 +60,16 @@ def save(
     write fails; what was there before stays.
     """
     partial = folder.with_name(f".{folder.name}.partial")
-    for left in folder.parent.glob(".step_*.partial"):  # of runs that were killed while they saved
-        shutil.rmtree(left)
+    shutil.rmtree(partial, ignore_errors=True)  # of this step, by a run that was killed while it saved
     try:
         partial.mkdir(parents=True)
-        for name, tensors in (("model", model), ("optimizer", optimizer), ("rng", rng)):
+        for name, tensors in zip(_PARTS, (model, optimizer, rng), strict=True):
             save_tensors(
                 {key: value.detach().contiguous() for key, value in tensors.items()}, partial / f"{name}.safetensors"
             )
             force_to_disk(partial / f"{name}.safetensors")
         hashes = {path.name: sha256(path) for path in sorted(partial.glob("*.safetensors"))}
-        write_text(partial / STATE, json.dumps({**state, "hashes": hashes}, indent=1))
+        write_text(partial / STATE, json.dumps({**state, "hashes": hashes, _CHECKSUM: _checksum(state)}, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         force_to_disk(partial)
         os.replace(partial, folder)
@@ -83,18 +85,31 @@ def load(folder: Path) -> Checkpoint:
     state_file = folder / STATE
     if not state_file.is_file():
         raise UserError(f"checkpoint {folder}: no {STATE}; it was never completed, so delete the folder")
-    try:
-        state = json.loads(state_file.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"checkpoint {folder}: {STATE} is damaged ({error}); delete the folder") from error
-    for name, expected in state["hashes"].items():
+    state, hashes = read_object(state_file, "Delete the checkpoint's folder", _read_state)
+    for name, expected in hashes.items():
         path = folder / name
         if not path.is_file() or sha256(path) != expected:
             raise UserError(
                 f"checkpoint {folder}: {name} is {'missing' if not path.is_file() else 'damaged'}; delete the folder"
             )
-    tensors = {name: load_file(folder / f"{name}.safetensors") for name in ("model", "optimizer", "rng")}
+    tensors = {name: load_file(folder / f"{name}.safetensors") for name in _PARTS}
     return Checkpoint(folder, state, **tensors)
+
+
+def _read_state(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The loop's state and the hashes of the files beside it. Raises ValueError where they are not what was written."""
+    hashes, checksum = values.pop("hashes"), values.pop(_CHECKSUM, None)
+    if not isinstance(hashes, dict) or not {f"{name}.safetensors" for name in _PARTS} <= hashes.keys():
+        raise ValueError(f"hashes is {hashes!r:.40}, expected those of {', '.join(_PARTS)}")
+    if checksum not in (None, _checksum(values)):
+        raise ValueError("its values are not those that were written")
+    return values, hashes
+
+
+def _checksum(state: dict[str, Any]) -> str:
+    """Of the state as JSON holds it, whose keys are texts."""
+    as_read = json.loads(json.dumps(state))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def latest(root: Path, report: Callable[[str], None]) -> Checkpoint | None:
@@ -158,10 +173,15 @@ def force_to_disk(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file and force it to the disk, under a temporary name until it is whole."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file and force it to the disk, under a temporary name until it is whole."""
     # Ranks, of several nodes too, may write the same file.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with partial.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)

@@ -6,7 +6,6 @@ files too, which Hydra alone lets through.
 
 import dataclasses
 import difflib
-import math
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -15,6 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decoding.errors import UserError
+from training.config_checks import data_rules, loop_rules, refuse
 from training.optimizer_config import OptimizerConfig
 
 Schema = TypeVar("Schema")
@@ -51,6 +51,7 @@ class TargetConfig:
     max_length: int = 0  # context in tokens; 0 takes the model's own
     parallel: str = "none"  # none | tp (cut every layer) | layers (some each): how processes share it, in eval.run
     processes: int = 0  # that share a parallel target; 0: one a visible GPU; on a CPU it wants a number
+    trust_remote_code: bool = False  # run Python that lies in the target's folder (backend=hf), where you trust it
 
 
 @dataclass
@@ -207,14 +208,6 @@ def as_of_now(saved: dict[Any, Any]) -> dict[Any, Any]:
     return saved | {key: loop_of_now(saved[key]) for key in ("loop", "between") if key in saved}
 
 
-def with_defaults(saved: dict[Any, Any], schema: type[Any]) -> dict[Any, Any]:
-    """A saved configuration with the fields that it has none of, as they are by default: what it meant when they were not there."""
-    fields = OmegaConf.to_container(OmegaConf.structured(schema))
-    merged = OmegaConf.to_container(OmegaConf.merge(fields, saved))
-    assert isinstance(merged, dict)
-    return merged
-
-
 class Trains(Protocol):
     """A job's configuration with data and a loop."""
 
@@ -224,38 +217,9 @@ class Trains(Protocol):
 
 def check_values(config: Trains, more: dict[str, tuple[bool, str]]) -> None:
     """Raise UserError for a number that no training can go by. more: further keys -> (whether its value is fine, what is expected)."""
-    loop, data = config.loop, config.data
-    rules = {
-        **bound_rules("loop", loop),
-        "loop.optimizer.lr": (loop.optimizer.lr > 0, "more than 0"),
-        "loop.optimizer.weight_decay": (loop.optimizer.weight_decay >= 0, "0 or more"),
-        "loop.optimizer.warmup_steps": (loop.optimizer.warmup_steps >= 0, "0 or more"),
-        "loop.log_every": (loop.log_every >= 1, "1 or more"),
-        "data.max_bad": (0 <= data.max_bad <= 1, "a share from 0 to 1"),
-        "data.max_length": (data.max_length >= 2, "2 or more"),
-        **more,
-    }
-    for key, (fine, expected) in rules.items():
-        if not fine:
-            value: Any = config
-            for name in key.split("."):
-                value = vars(value)[name]
-            raise UserError(f"{key} is {value}, expected {expected}")
-
-
-def bound_rules(key: str, loop: LoopConfig) -> dict[str, tuple[bool, str]]:
-    """Rules for `check_values`: what may end the loop that stands under `key`."""
-    others = loop.max_steps or loop.max_tokens or loop.max_seconds
-    epochs = 1.0 if loop.max_epochs is None else loop.max_epochs
-    return {
-        f"{key}.max_steps": (loop.max_steps >= 0, "0 (no bound) or more"),
-        f"{key}.max_tokens": (loop.max_tokens >= 0, "0 (no bound) or more"),
-        f"{key}.max_seconds": (0 <= loop.max_seconds < math.inf, "0 (no bound) or more seconds"),
-        f"{key}.max_epochs": (
-            0 < epochs < math.inf or (epochs == 0 and bool(others)),
-            f"more than 0, or 0 (no bound) beside {key}.max_steps, max_tokens or max_seconds",
-        ),
-    }
+    loops = {key: value for key, value in vars(config).items() if isinstance(value, LoopConfig)}
+    rules = [rule for key, loop in loops.items() for rule in loop_rules(key, loop)]
+    refuse(config, [*rules, *data_rules(config.data), *((key, *rule) for key, rule in more.items())])
 
 
 def refuse_parallel(target: TargetConfig) -> None:

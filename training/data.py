@@ -8,6 +8,7 @@ datasets). A bad record is skipped, counted and named in a warning; above a limi
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from training.tables import TABLE_SUFFIXES, is_saved_dataset, table_records
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 MAX_BAD = 0.01
+_TOO_DEEP = "values nested too deeply"
+_HALF = re.compile(r"[\ud800-\udfff]")
+_TEXT_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 CHAT_SUFFIXES = (".json", ".jsonl", *TABLE_SUFFIXES)
 TEXT_SUFFIXES = (".jsonl", ".txt", ".py", ".md", *TABLE_SUFFIXES)
 
@@ -142,6 +146,8 @@ def _read(
                 found.append(parse(record, place))
             except _BadRecordError as reason:
                 counts.skip(str(reason), place)
+            except RecursionError:
+                counts.skip(_TOO_DEEP, place)
         if counts.read == before:
             raise UserError(f"{file}: no records; expected {expected}")
     counts.used = len(found)
@@ -202,7 +208,7 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
             except ValueError:  # JSONDecodeError or UnicodeDecodeError
                 record = _BadRecordError("no JSON")
             except RecursionError:
-                record = _BadRecordError("JSON that is nested too deeply")
+                record = _BadRecordError(_TOO_DEEP)
             yield f"{file}:{number}", record
 
 
@@ -223,7 +229,14 @@ def _array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
                 if text[place + 1 :].strip():
                     raise json.JSONDecodeError("text after the end of the array", text, place + 1)
                 break
-            record, end = decoder.raw_decode(text, place)
+            record: Any
+            try:
+                record, end = decoder.raw_decode(text, place)
+            except json.JSONDecodeError:
+                raise
+            except (RecursionError, ValueError) as error:
+                why = _TOO_DEEP if isinstance(error, RecursionError) else "a number of too many digits"
+                record, end = _BadRecordError(why), _end_of_value(text, place)
             number += 1
             yield f"{file}:{line}" + (f", record {number}" if line == last_line else ""), record
             last_line = line
@@ -240,6 +253,16 @@ def _array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
         ) from error
 
 
+def _end_of_value(text: str, place: int) -> int:
+    """Return where the array or object that begins at a place ends: at the bracket that closes it, those inside texts left out."""
+    depth = 0
+    for match in _TEXT_OR_BRACKET.finditer(text, place) if text[place] in "[{" else ():
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return match.end()
+    raise json.JSONDecodeError("an element without an end", text, place)
+
+
 def _chat(record: dict[str, Any], place: str) -> Chat:
     """Return the chat in a record of any form."""
     if "instruction" in record:
@@ -252,18 +275,27 @@ def _chat(record: dict[str, Any], place: str) -> Chat:
     messages = []
     for turn in turns:
         role, text = (turn.get(role_key), turn.get(text_key)) if isinstance(turn, dict) else (None, None)
+        if not isinstance(role, str | None):
+            raise _BadRecordError(f"a role that is no text but {type(role).__name__}")
         if role not in ROLES:
             raise _BadRecordError(f"unknown role {role!r} (known: {', '.join(ROLES)})")
         if not isinstance(text, str) or not text.strip():
             raise _BadRecordError(f"a turn of {role} without text")
-        messages.append({"role": ROLES[role], "content": text})
-    return Chat(str(record.get("id", place)), messages, place)
+        messages.append({"role": ROLES[role], "content": _whole(text)})
+    return Chat(_whole(str(record.get("id", place))), messages, place)
+
+
+def _whole(text: str) -> str:
+    """Return a text that every tokenizer can read; a JSON escape may name half a character."""
+    if _HALF.search(text):
+        raise _BadRecordError("half a character (an unpaired surrogate), such as a cut emoji")
+    return text
 
 
 def _turns_of_instruction(record: dict[str, Any]) -> list[dict[str, Any]]:
     """An Alpaca record (instruction, input where there is one, output) as ShareGPT turns."""
     request, further = record["instruction"], record.get("input")
-    if isinstance(further, str) and further.strip():
+    if isinstance(request, str) and isinstance(further, str) and further.strip():
         request = f"{request}\n\n{further}"
     return [{"from": "human", "value": request}, {"from": "gpt", "value": record.get("output")}]
 
@@ -278,7 +310,9 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
         first = roles.index("user")
         before = [message["content"] for message in chat.messages[:first] if message["role"] == "system"]
         return Prompt(
-            chat.id, str(record.get("category", "chat")), ["\n\n".join([*before, chat.messages[first]["content"]])]
+            chat.id,
+            _whole(str(record.get("category", "chat"))),
+            ["\n\n".join([*before, chat.messages[first]["content"]])],
         )
     turns = record["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
@@ -288,7 +322,8 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
     if not all(map(is_text, turns)):
         raise _BadRecordError("a turn holds half a surrogate pair")
     number = record.get("id", record.get("question_id", place))  # FastChat's files say question_id
-    return Prompt(str(number), str(record.get("category", "none")), turns)
+    category = str(record.get("category", "none"))
+    return Prompt(_whole(str(number)), _whole(category), [_whole(turn) for turn in turns])
 
 
 def _text(record: dict[str, Any], place: str) -> str:
@@ -298,4 +333,4 @@ def _text(record: dict[str, Any], place: str) -> str:
         raise _BadRecordError('no "text"')
     if not text.strip():
         raise _BadRecordError('an empty "text"')
-    return text
+    return _whole(text)

@@ -11,13 +11,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from decoding.errors import UserError
 from decoding.folder import weight_files
 from decoding.model_check import check_model
 from training.attention import PACKED
-from training.models import load_causal_lm
+from training.models import known_config, load_causal_lm
 from training.objectives import freeze
 from training.parallel import Parallel
 
@@ -30,8 +30,10 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
         return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
     check_model(folder)
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        model = freeze(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED))
+        config = known_config(folder)
+        model = freeze(
+            AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False)
+        )
     files = {name: file for file in weight_files(folder) for name in _names(file)}
     why = _unlike(model, files)
     if why:

@@ -10,10 +10,8 @@ import importlib.util
 import os
 import re
 import shutil
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -31,10 +29,12 @@ from decoding.errors import UserError
 from training import ranks
 from training.checkpoint import disk_error
 from training.config import JobConfig, as_of_now, open_fields, typed, unknown_key, valid_keys
+from training.config_checks import check_job
 from training.help import print_help
-from training.launch import INTERRUPTED
+from training.interrupts import INTERRUPTED, Terminated, interrupting
 from training.loop import Interrupted
 from training.memory import keep_memory
+from training.run_lock import locked
 from training.stages import ON_FILE, check_given, run_on_file, run_stages
 from training.syntax import check_syntax, composition_error
 
@@ -52,6 +52,14 @@ def job_main(
 
     A UserError is printed without a traceback and ends the process with status 2; a signal with 130.
     """
+    # A rank that waits for another one in native code would not see SIGTERM as an exception.
+    with interrupting(by_sigterm=not ranks.is_rank()):
+        _guarded(lambda: _command(job, schema, function, check))
+
+
+def _command(
+    job: str, schema: type[Config], function: Callable[[Config], Any], check: Callable[[Config], None] | None
+) -> None:
     # Hydra takes -m only before or after all overrides; anywhere is what people type.
     arguments = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
     sys.argv[1:] = arguments
@@ -60,28 +68,27 @@ def job_main(
             sys.exit(f"error: {ON_FILE} takes one file and no overrides, found {arguments[1:]}")
         saved = OmegaConf.to_container(OmegaConf.load(arguments[1]))
         assert isinstance(saved, dict)
-        composed = OmegaConf.create(as_of_now(saved))
-        _guarded(lambda: run_typed(composed, job, schema, function, check))
+        run_typed(OmegaConf.create(as_of_now(saved)), job, schema, function, check)
         return
-    _guarded(lambda: check_arguments(arguments, job, schema))
+    check_arguments(arguments, job, schema)
     register(job, schema)
     if {"--help", "-h"} & {*arguments}:
-        _guarded(lambda: _composing(lambda: print_help(job, schema, CONF, _overrides(arguments))))
+        _composing(lambda: print_help(job, schema, CONF, _overrides(arguments)))
         return
     sweep, failed = Sweep(), []
     single: list[DictConfig] = []
 
     def task(composed: DictConfig) -> None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            _guarded(lambda: failed.extend(_run_member(composed, job, schema, arguments, sweep)))
+            failed.extend(_run_member(composed, job, schema, arguments, sweep))
         else:
             single.append(composed)
 
     started = hydra.main(version_base="1.3", config_path=str(CONF), config_name=job.replace(".", "_"))(task)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it finds wrong, instead of printing it with advice
-    _guarded(lambda: _composing(started))
+    _composing(started)
     if single:  # outside of Hydra, whose frames would stand around every traceback
-        _guarded(lambda: run_typed(single[0], job, schema, function, check))
+        run_typed(single[0], job, schema, function, check)
     if failed:
         sys.exit(f"error: {len(failed)} of the sweep's members failed: {'; '.join(failed)}. Run the same command again")
 
@@ -115,6 +122,7 @@ def run_typed(
     check_given(composed)
     if config.job != job:
         raise wrong_job(config.experiment, config.job, job)
+    check_job(config)
     prepare_process(config)
     ranks.adopt(config)
     if config.stages:
@@ -124,7 +132,10 @@ def run_typed(
     if config.stages and check is not None:
         check(config)
     try:
-        return run_stages(config, composed) if config.stages else function(config)
+        if not config.stages:
+            return function(config)
+        with locked(Path(config.output_dir)):
+            return run_stages(config, composed)
     except OSError as error:  # any file of the run: its log, its records, its report
         if error.errno not in _NO_ROOM:
             raise
@@ -262,16 +273,6 @@ def _overrides(arguments: list[str]) -> list[str]:
     return [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
 
 
-@contextmanager
-def terminations() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, and is told as that."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _guarded(action: Callable[[], Any]) -> Any:
     try:
         return action()
@@ -281,6 +282,8 @@ def _guarded(action: Callable[[], Any]) -> Any:
     except Interrupted as stop:
         print(f"interrupted: {stop}", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except KeyboardInterrupt:  # outside the training loop there is no step to finish: what is on the disk is whole
-        print("interrupted: what was finished is kept. Run the same command to go on", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        # Outside the training loop there is no step to finish: what is on the disk is whole.
+        by = " (SIGTERM)" if isinstance(stop, Terminated) else ""
+        print(f"interrupted: what was finished is kept. Run the same command to go on{by}", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -18,9 +18,10 @@ from decoding import cuda
 from decoding.errors import UserError
 from training import ranks
 from training.config import ParallelConfig
+from training.interrupts import INTERRUPTED
 from training.loop import Interrupted
+from training.run_lock import held_descriptors
 
-INTERRUPTED = 130  # exit status of a job that a signal stopped after it had saved
 _GRACE_SECONDS = 30.0
 
 
@@ -43,7 +44,8 @@ class Children:
 
     def start(self, command: list[str], environment: dict[str, str] | None = None) -> None:
         """Start one more child; environment None: ours."""
-        self.processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        started = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=held_descriptors())
+        self.processes.append(started)
 
     def wait(self) -> list[int | None]:
         """Wait until all have ended or, unless a signal came, one has failed. Returns exit statuses, None for those still running."""

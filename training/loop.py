@@ -238,13 +238,20 @@ def _begin(
         return wrapped, optimizer, Progress()
     optimizer.load(found.optimizer)
     checkpoint.restore_rng(found.rng)
-    return wrapped, optimizer, Progress(**{key: value for key, value in found.state.items() if key != "hashes"})
+    return wrapped, optimizer, Progress(**found.state)
 
 
 def _load_best(root: Path, progress: Progress, trained: nn.Module, parallel: Parallel) -> None:
     parallel.wait()
-    if progress.best_step not in (-1, progress.step):
-        _load_weights(trained, checkpoint.load(root / f"step_{progress.best_step:06d}"))
+    if progress.best_step in (-1, progress.step):
+        return
+    try:
+        best = checkpoint.load(root / f"step_{progress.best_step:06d}")
+    except UserError as error:
+        raise UserError(
+            f"{error}. It was the best one, which is what this run would export: delete {root} to train again"
+        ) from error
+    _load_weights(trained, best)
 
 
 def _load_weights(trained: nn.Module, found: checkpoint.Checkpoint) -> None:

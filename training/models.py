@@ -64,19 +64,27 @@ def random_model(config: LlamaConfig | Qwen3Config, dtype: torch.dtype, empty: b
     return model.to(dtype)
 
 
-def known_config(folder: Path) -> PretrainedConfig:
-    """The configuration of a language model's folder. Raises UserError for a recurrent head's, and for a kind that transformers does not know."""
+def known_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of a language model's folder. Raises UserError for a recurrent head's, and for a kind that transformers does not know.
+
+    trust_remote_code: run Python that lies in the folder, which a kind of its own needs.
+    """
     values = read_config(folder)
     kind = values["model_type"]
     if kind in FAMILIES:
         check_fields(folder, values)
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except StrictDataclassError as error:
         raise UserError(
             f"{folder / 'config.json'}: {' '.join(str(error).split())}. Expected the values of a config.json"
         ) from error
     except ValueError as error:
+        if "auto_map" in values and not trust_remote_code:
+            raise UserError(
+                f"{folder}: its model_type '{kind}' is defined by Python in the folder, which is not run. If you trust it, eval.run, "
+                "distill.regenerate and recurrent_drafting.generate run it with target.trust_remote_code=true target.backend=hf"
+            ) from error
         told = f"{folder} is no language model that is known here: its config.json has model_type '{kind}'"
         if kind in HEADS:
             raise UserError(
@@ -97,6 +105,7 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
+        trust_remote_code=False,
     )
     model, info = loaded
     check_loaded(folder, info)
@@ -114,7 +123,7 @@ def target_config(target: TargetConfig) -> PretrainedConfig:
     Raises UserError naming the path and the targets whose configuration is known when there is neither.
     """
     if target_is_here(target):
-        return known_config(resolve(target.path))
+        return known_config(resolve(target.path), target.trust_remote_code)
     if not target.config:
         raise UserError(
             f"target.path={target.path} does not exist (working folder: {Path.cwd()}): give a model folder, or for a dry run a "
@@ -175,15 +184,25 @@ def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
     A target too large for one card is trained with in shares, and answers the held-out prompts over several cards.
     """
     dtype_of(target.dtype)
+    refuse_own_code(target)
     if target.backend not in BACKENDS:
         raise UserError(f"target.backend is '{target.backend}'; expected one of {', '.join(BACKENDS)}")
     if parallel.kind not in SHARDED_WEIGHTS:
         refuse_parallel(target)
 
 
+def refuse_own_code(target: TargetConfig) -> None:
+    """Raise UserError where a job is to run a target folder's own Python and cannot."""
+    if target.trust_remote_code:
+        raise UserError(
+            "target.trust_remote_code is true, expected false: this job runs targets of families that are known here. eval.run, "
+            "distill.regenerate and recurrent_drafting.generate take it, with target.backend=hf"
+        )
+
+
 def check_context(target: TargetConfig, data: DataConfig, folder: Path) -> None:
     """Raise UserError when a row of training tokens is longer than the target's context."""
-    context = target.max_length or AutoConfig.from_pretrained(folder).max_position_embeddings
+    context = target.max_length or known_config(folder).max_position_embeddings
     if data.max_length > context:
         raise UserError(
             f"data.max_length is {data.max_length}, the context of {folder} is {context} tokens: lower data.max_length"

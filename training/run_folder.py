@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ from omegaconf import OmegaConf
 
 from decoding import cuda
 from decoding.errors import UserError
+from decoding.folder import INDEX, WEIGHTS
+from training import ranks
 from training.checkpoint import sha256, write_text
-from training.config import JobConfig, as_of_now, plain, with_defaults
+from training.config import JobConfig, as_of_now, plain
 from training.paths import is_here
+from training.run_files import read_config, read_object, stamped
+from training.run_lock import CONFIG, hold
 
 # What may differ when a run is continued: nothing of it changes the result but by the order of additions, so that a run may move to
 # another machine.
@@ -49,49 +54,49 @@ _PACKAGES = (
 class RunFolder:
     """A run folder that is open for one configuration.
 
-    Raises UserError when the folder belongs to another configuration, naming the keys that differ.
+    It stays locked as long as the object lives. Raises UserError when another command works in the folder (training/run_lock.py), and when it
+    belongs to another configuration, naming the keys that differ.
     """
 
     def __init__(self, config: JobConfig) -> None:
         self.path = Path(config.output_dir)
+        self._schema = type(config)
         self.config = _read_alone(plain(config))
         self.was_dry = False  # whether all that the folder holds is of a dry run
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise UserError(
-                f"output_dir={self.path} is no folder: {error.filename} is a file. Give another output_dir="
-            ) from error
-        except PermissionError as error:
-            raise UserError(f"output_dir={self.path} cannot be made: {error}. Give another output_dir=") from error
-        self._refuse_other_config(type(config))
-        write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(self.config)))
+        self._lock = hold(self.path)
+        self._artefacts: tuple[Path, ...] = ()
+        self._refuse_other_config()
+        if ranks.rank() == 0:  # it writes for all
+            write_text(self.path / CONFIG, stamped(OmegaConf.to_yaml(OmegaConf.create(self.config))))
         self.started = time.time()
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What manifest.json says so far; empty before the first write."""
+        """What manifest.json says so far; empty before the first write. Raises UserError for a damaged one."""
         path = self.path / "manifest.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
+        return read_manifest(path) if path.is_file() else {}
 
-    def finished(self, *artefacts: Path) -> bool:
-        """True when the run is done and its artefacts are there; those that are missing are made again from what the folder holds.
+    def finished(self, *artefacts: Path, also: Sequence[Path] = ()) -> bool:
+        """True when the run is done and its artefacts are as it left them; else they are made again from what the folder holds.
 
-        Raises UserError when something that the run read has changed since.
+        artefacts: files, or model folders. also: further files whose hashes are recorded, which runs of earlier versions may lack. Raises
+        UserError when something that the run read has changed since.
         """
+        self._artefacts = (*artefacts, *also)
         manifest = self.manifest
         if not manifest.get("finished"):
             return False
-        for artefact in artefacts:
-            if not artefact.exists():
-                print(f"{artefact} is missing from a finished run: it is made again")
-                return False
         for path, digest in manifest["inputs"].items():
             if hash_input(Path(path)) not in (digest, "absent"):
                 raise UserError(
                     f"{path} has changed since {self.path} was finished with it. Give another output_dir=, or delete the folder to start over"
                 )
-        return True
+        wrong = changed_artefacts(self.path, manifest) or [
+            f"{artefact} is missing from a finished run" for artefact in artefacts if not _is_whole(artefact)
+        ]
+        for what in wrong:
+            print(f"{what}: it is made again")
+        return not wrong
 
     def write_manifest(self, inputs: list[Path], metrics: dict[str, Any], finished: bool) -> None:
         """inputs: files or folders that the run read; their hashes are recorded. A dry run has read none."""
@@ -102,6 +107,7 @@ class RunFolder:
             "finished": finished,
             "command": self.command(),
             "inputs": {str(path): "not read (dry run)" if dry else hash_input(path) for path in inputs},
+            **({"artefacts": hash_artefacts(self.path, self._artefacts)} if finished else {}),
             "git_revision": git_revision(),
             "versions": versions(),
             "hardware": hardware(),
@@ -118,17 +124,19 @@ class RunFolder:
             arguments = ["--config-file", str(self.path / "config.yaml")]
         return shlex.join(["python", "-m", self.config["job"], *arguments])
 
-    def _refuse_other_config(self, schema: type[JobConfig]) -> None:
-        path = self.path / "config.yaml"
+    def _refuse_other_config(self) -> None:
+        path = self.path / CONFIG
         if not path.is_file() or not (self.path / "manifest.json").is_file():
             return  # without a manifest nothing was begun: a start that failed does not hold the folder
-        before = OmegaConf.to_container(OmegaConf.load(path))
-        assert isinstance(before, dict)
+        before = read_config(
+            path,
+            f"If this command is the one that began {self.path}, delete the file and run the command again; else give another output_dir=",
+        )
+        before = _filled(as_of_now(before), plain(self._schema()))
         begun = self.manifest.get("finished") or (self.path / "checkpoints").exists()
         self.was_dry = bool(before.get("dry_run")) and not begun
         if self.was_dry:
             return  # a dry run is a question: the next one may differ
-        before = with_defaults(as_of_now(before), schema)
         differing = [key for key in _differences(before, self.config) if not _is_free(key.split(" ")[0])]
         if differing:
             raise UserError(
@@ -145,6 +153,15 @@ def _read_alone(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "target": {**target, "config": {}}}
 
 
+def _filled(before: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of an earlier version with the usual values of the keys that came since."""
+    inner = {
+        key: _filled(value, usual[key]) if isinstance(value, dict) and isinstance(usual.get(key), dict) else value
+        for key, value in before.items()
+    }
+    return {**usual, **inner}
+
+
 def _is_free(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)
 
@@ -154,6 +171,57 @@ def _differences(before: Any, now: Any, prefix: str = "") -> list[str]:
         keys = sorted({*before, *now})
         return [name for key in keys for name in _differences(before.get(key), now.get(key), f"{prefix}{key}.")]
     return [] if before == now else [f"{prefix[:-1]} ({before} -> {now})"]
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The object in a manifest.json. Raises UserError for a damaged one."""
+
+    def check(manifest: dict[str, Any]) -> dict[str, Any]:
+        inputs = manifest.get("inputs", {})
+        if not isinstance(inputs, dict) or not isinstance(manifest.get("artefacts", {}), dict):
+            raise TypeError(f"inputs and artefacts are to be mappings, found {inputs!r:.40}")
+        if "job" not in manifest or (manifest.get("finished") and "inputs" not in manifest):
+            raise ValueError(f"job and inputs are to be there, found {', '.join(manifest) or 'nothing'}")
+        return manifest
+
+    remedy = (
+        f"Delete it and run the command that began {path.parent} again: what else the folder holds is not made again"
+    )
+    return read_object(path, remedy, check)
+
+
+def hash_artefacts(root: Path, artefacts: Sequence[Path]) -> dict[str, str]:
+    """Hashes of a run's artefacts by their path in its folder; of a model folder all files but the page that people read."""
+    files = [
+        file
+        for artefact in artefacts
+        for file in (sorted(artefact.iterdir()) if artefact.is_dir() else [artefact])
+        if file.is_file() and file.name != "README.md"
+    ]
+    return {str(file.relative_to(root)): _hash_file(file) for file in files}
+
+
+def changed_artefacts(root: Path, manifest: dict[str, Any], names: Sequence[str] | None = None) -> list[str]:
+    """What is missing or changed of the artefacts that a manifest lists, in words; runs of earlier versions list none.
+
+    names: of those to look at; None: all.
+    """
+    wrong = []
+    for name, digest in manifest.get("artefacts", {}).items():
+        if names is not None and name not in names:
+            continue
+        if not (root / name).is_file():
+            wrong.append(f"{root / name} is missing from a finished run")
+        elif _hash_file(root / name) != digest:
+            wrong.append(f"{root / name} has changed since the run was finished")
+    return wrong
+
+
+def _is_whole(artefact: Path) -> bool:
+    """Whether a file is there, or a model folder's configuration and weights."""
+    if artefact.suffix:
+        return artefact.is_file()
+    return (artefact / "config.json").is_file() and any((artefact / name).is_file() for name in (WEIGHTS, INDEX))
 
 
 def hash_input(path: Path) -> str:

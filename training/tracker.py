@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from training.checkpoint import write_text
+from training.checkpoint import write_bytes, write_text
 from training.config import TrackerConfig
+from training.run_files import WRONG, DamagedLineError, damaged, record_of
 from training.run_folder import RunFolder
 
 
@@ -70,11 +71,17 @@ class Tracker:
         Tensorboard drops them too; Weights & Biases cannot, and passes over steps that it has, whose values are the same.
         """
         self._file.close()
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        if lines and not _is_json(lines[-1]):
-            lines.pop()  # the write that a kill interrupted: its step is made again
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        write_text(self.path, "".join(line + "\n" for line in kept))
+        lines = self.path.read_bytes().splitlines()
+        kept = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                if record_of(line)["step"] <= step:
+                    kept.append(line + b"\n")
+            except WRONG as error:
+                if number < len(lines):  # else the write that a kill interrupted: its step is made again
+                    remedy = "Take this line out, or delete the file: training continues without its records"
+                    raise damaged(self.path, DamagedLineError(f"line {number}: {error}"), remedy) from error
+        write_bytes(self.path, b"".join(kept))
         self._file = self.path.open("a", encoding="utf-8")
         if self._board is not None:
             self._board.close()
@@ -96,14 +103,6 @@ class Recording:
     def __exit__(self, *_: object) -> None:
         if self.tracker is not None:
             self.tracker.close()
-
-
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return True
 
 
 def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any]) -> Any:

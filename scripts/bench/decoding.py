@@ -121,7 +121,11 @@ def _rate(tokens: int, call: Callable[[], Any]) -> float:
 
 
 def _hugging_face(folder: Path, dtype: torch.dtype, device: str) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval().to(device)
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=dtype, attn_implementation="sdpa")
+        .eval()
+        .to(device)
+    )
     model.generation_config.eos_token_id = None
     return model
 
@@ -207,7 +211,7 @@ def overhead(sides: Sides, temperature: float) -> float:
 def main() -> None:
     chosen = options(Options)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    tokenizer = AutoTokenizer.from_pretrained(resolve(chosen.target))
+    tokenizer = AutoTokenizer.from_pretrained(resolve(chosen.target), trust_remote_code=False)
     rendered = [
         render_prompt(tokenizer, [{"role": "user", "content": p.turns[0]}])
         for p in read_prompts(resolve(chosen.prompts))

@@ -52,7 +52,9 @@ def trainer_side(chosen: Options, samples: list[Sample], per_step: int, folder: 
     """A function that runs `steps` Trainer steps and returns useful tokens a second."""
     dtype = dtype_of(chosen.dtype)
     teacher = freeze(
-        AutoModelForCausalLM.from_pretrained(resolve(chosen.target), dtype=dtype, attn_implementation="sdpa")
+        AutoModelForCausalLM.from_pretrained(
+            resolve(chosen.target), trust_remote_code=False, dtype=dtype, attn_implementation="sdpa"
+        )
     ).to(chosen.device)
     student = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype)
     student.set_attn_implementation("sdpa")
@@ -129,7 +131,7 @@ class _Records:
 def main() -> None:
     chosen = options(Options)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    tokenizer = AutoTokenizer.from_pretrained(resolve(chosen.target))
+    tokenizer = AutoTokenizer.from_pretrained(resolve(chosen.target), trust_remote_code=False)
     chats, _ = read_chats([resolve(chosen.chats)])
     samples, account = chat_samples(tokenizer, chats, "auto", chosen.max_length, "answers")
     print(account.line("chats"), file=sys.stderr)

@@ -118,7 +118,7 @@ def random_kit(dtype: str, device: str, execution: str) -> Kit:
 
 def prompts(count: int, longest: int = 128, head: bool = False) -> list[list[int]]:
     """Held-out prompts of the embedded target; head: in the random target's few tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    tokenizer = AutoTokenizer.from_pretrained(TARGET, trust_remote_code=False)
     lines = (ROOT / "assets" / "prompts.jsonl").read_text().splitlines()[:count]
     found = [tokenizer(json.loads(line)["turns"][0])["input_ids"][:longest] for line in lines]
     return [[token % RANDOM.vocab_size for token in prompt] for prompt in found] if head else found

@@ -57,7 +57,9 @@ def model(shape: Shape, sizes: Sizes, device: str) -> Any:
     values: dict[str, Any] = shape.config(sizes.row)
     config = AutoConfig.for_model(**values)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=sizes.dtype, attn_implementation=PACKED)
+        return AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, dtype=sizes.dtype, attn_implementation=PACKED
+        )
 
 
 def frozen_target(sizes: Sizes, device: str) -> Any:

@@ -210,13 +210,15 @@ def losses(ours: OurSide, theirs: PublishedSide, samples: Sequence[Sample], capa
 def run(chosen: Any) -> dict[str, Any]:
     """Rates in turns, their ratios, peaks of a forward and backward pass, and how full the sides' batches are."""
     folder, dtype = resolve(chosen.target), dtype_of(chosen.dtype)
-    eager = freeze(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")).to(
-        chosen.device
-    )
+    eager = freeze(
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=dtype, attn_implementation="sdpa")
+    ).to(chosen.device)
     packed = freeze(load_causal_lm(folder, dtype)).to(chosen.device)
     context = chosen.context or min(chosen.max_length, packed.config.max_position_embeddings)
     chats, _ = read_chats([resolve(path) for path in chosen.chats])
-    samples, account = chat_samples(AutoTokenizer.from_pretrained(folder), chats, "auto", context, "answers")
+    samples, account = chat_samples(
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False), chats, "auto", context, "answers"
+    )
     print(account.line("chats"), file=sys.stderr)
     samples = [samples[int(i)] for i in torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))]
     torch.manual_seed(0)

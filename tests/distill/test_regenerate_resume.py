@@ -15,6 +15,7 @@ import pytest
 from decoding.errors import UserError
 from distill.journal import Journal, read_journal
 from training.job import CONF
+from training.run_files import read_lines
 
 from .regenerating import CHATS, arguments, configured, metrics, regenerated, run, with_stops, write_chats
 
@@ -101,7 +102,7 @@ def test_another_configuration_or_input_is_refused(home: Path, straight: Path, t
         run(configured(home / "target", chats, tmp_path / "run", "data.max_samples=3"))
 
 
-def test_a_journal_cuts_a_torn_line_and_names_a_broken_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_journal_cuts_a_torn_line_and_leaves_a_damaged_one_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "journal.jsonl"
     with Journal(path) as journal:
         journal.append([{"a": 1}, {"a": "\u2028é"}])
@@ -111,12 +112,37 @@ def test_a_journal_cuts_a_torn_line_and_names_a_broken_one(tmp_path: Path, capsy
     with Journal(path) as journal:
         journal.append([{"a": 4}])
     assert "half written (7 bytes) and is cut off" in capsys.readouterr().out
-    assert path.read_bytes() == whole + b'{"a": 4}\n'
-    path.write_bytes(b"\0\0\0\n" + whole)
-    with pytest.raises(UserError, match=r"journal.jsonl:1: no JSON, found .* take this line out"):
-        read_journal(path)
-    path.write_bytes(whole + b"\0\0\0\n")  # a power cut
-    assert len(read_journal(path)) == 2
+    assert path.read_bytes().startswith(whole) and read_journal(path)[2:] == [{"a": 4}]
+    for damage in (b"\0\0\0\n" + whole, whole.replace(b'"a": 1', b'"a": 3') + whole, whole + b"\0\0\0\n" + b"[1]\n"):
+        path.write_bytes(damage)
+        left = read_journal(path)
+        assert "journal.jsonl, line " in (words := capsys.readouterr().out) and "left out, and its answer" in words
+        assert left[-2:] == [{"a": 1}, {"a": "\u2028é"}] and len(left) == damage.count(
+            whole.splitlines()[1]
+        ) + damage.count(whole.splitlines()[0])
+        with Journal(path):
+            pass
+        assert read_lines(path, dict).wrong == [] and read_journal(path) == left
+
+
+def test_every_flipped_bit_of_a_journal_is_found(tmp_path: Path):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.append([{"a": 1, "text": "b"}])
+    whole = path.read_bytes()
+    for place in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[place // 8] ^= 1 << place % 8
+        path.write_bytes(changed)
+        assert all(set(record) != {"a", "text"} for record in read_journal(path)), (place, changed)
+
+
+def test_lines_of_earlier_versions_are_read(tmp_path: Path):
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"a": 1}\n{"a": "é"}\n')
+    with Journal(path) as journal:
+        journal.append([{"a": 2}])
+    assert read_journal(path) == [{"a": 1}, {"a": "é"}, {"a": 2}]
 
 
 def started(home: Path, folder: Path, *overrides: str) -> subprocess.Popen[str]:

@@ -184,3 +184,47 @@ def test_a_damaged_table_is_named(tmp_path: Path) -> None:
     broken.write_bytes(b"PAR1 and no more")
     with pytest.raises(UserError, match=r"chats\.parquet: no readable table"):
         read_chats(broken)
+
+
+CUT = json.dumps({"conversations": [{"from": "human", "value": "\ud83d"}, {"from": "gpt", "value": "x"}]})
+ODD_RECORDS = {
+    "half a character": CUT,
+    "values nested too deeply": '{"conversations": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "a role that is no text but list": json.dumps({"conversations": [{"from": ["gpt"], "value": "x"}]}),
+    "a role that is no text but dict": json.dumps({"messages": [{"role": {}, "content": "x"}]}),
+    "a turn of user without text": json.dumps({"messages": [{"role": "user", "content": {"text": "x"}}]}),
+    "a turn of human without text": json.dumps({"instruction": ["x"], "input": "y", "output": "z"}),
+    "unknown role None": json.dumps({"conversations": ["x"]}),
+    "no turns": json.dumps({"conversations": {"from": "human"}}),
+    "no JSON object but NoneType": "null",
+}
+
+
+@pytest.mark.parametrize("reason", ODD_RECORDS)
+@pytest.mark.parametrize("array", [False, True])
+def test_an_odd_record_is_counted_like_any_other(tmp_path: Path, reason: str, array: bool) -> None:
+    """It stands between two good ones; in an array its end is found by its brackets."""
+    lines = [json.dumps(GOOD), ODD_RECORDS[reason], json.dumps(GOOD)]
+    file = tmp_path / ("chats.json" if array else "chats.jsonl")
+    file.write_text("[" + ",\n".join(lines) + "]" if array else "\n".join(lines))
+    chats, counts = read_chats(file, max_bad=0.4)
+    assert (len(chats), counts.read) == (2, 3)
+    [(named, places)] = counts.bad.items()
+    assert named.startswith(reason) and places == [f"{file}:2"]
+    prompts = read_prompts(file, max_bad=0.4)
+    assert [prompt.turns for prompt in prompts] == [["Hi"], ["Hi"]]
+
+
+@pytest.mark.parametrize("text", ['"\\ud83d"', "[" * 100_000, '["a"]', "{}", "7", "null", '"\\udc00 after"'])
+def test_an_odd_text_is_counted_like_any_other(tmp_path: Path, text: str) -> None:
+    file = write(tmp_path / "texts.jsonl", '{"text": "one"}', f'{{"text": {text}}}', '{"text": "two \\ud83d\\ude00"}')
+    documents, counts = read_texts(file, max_bad=0.4)
+    assert documents == ["one", "two \U0001f600"] and counts.skipped == 1
+
+
+@pytest.mark.parametrize("key", ["id", "category", "turns"])
+def test_half_a_character_in_a_prompt_is_counted(tmp_path: Path, key: str) -> None:
+    """Ids and categories go into reports and records."""
+    whole = {"id": "a", "category": "b", "turns": ["c"]}
+    lines = [json.dumps(one) for one in (whole, {**whole, key: ["\ud83d"] if key == "turns" else "\ud83d"}, whole)]
+    assert len(read_prompts(write(tmp_path / "prompts.jsonl", *lines), max_bad=0.4)) == 2

@@ -1,0 +1,126 @@
+"""Every job with a run folder, at toy size: a table of name -> its schema, its function and overrides that make it take a second."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+import distill.compact
+import distill.pretrain
+import distill.prune
+import distill.quality
+import distill.regenerate
+import distill.skip_search
+import distill.train
+import eval.compare
+import eval.run
+import recurrent_drafting.train
+from distill import config as distilling
+from eval import config as evaluating
+from recurrent_drafting.config import HeadTrainConfig
+from training.config import typed
+from training.job import CONF, register
+
+_LOOP = ["loop.max_steps=2", "loop.tokens_per_step=256", "loop.micro_batch_tokens=256", "loop.checkpoint_every=1"]
+_DATA = ["data.max_samples=12", "data.max_length=128"]
+_HELD_OUT = ["held_out.max_prompts=2", "held_out.max_new_tokens=4"]
+
+
+@dataclass(frozen=True)
+class SmallJob:
+    """One job; `named` are the keys that take a model folder."""
+
+    schema: type
+    run: Callable[[Any], Any]
+    named: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+
+
+JOBS = {
+    "distill.train": SmallJob(
+        distilling.TrainConfig,
+        distill.train.run,
+        ("target.path",),
+        ("+experiment=smoke", *_LOOP, *_DATA, *_HELD_OUT),
+    ),
+    "distill.pretrain": SmallJob(
+        distilling.PretrainConfig,
+        distill.pretrain.run,
+        ("tokenizer",),
+        (
+            *_LOOP,
+            *_DATA,
+            "data.texts=[]",
+            "data.held_out_texts=[]",
+            "data.chats=[embedded:chats]",
+            "data.held_out_chats=[embedded:held_out_chats]",
+            "model.hidden_size=16",
+            "model.num_attention_heads=2",
+            "model.intermediate_size=16",
+        ),
+    ),
+    "distill.prune": SmallJob(
+        distilling.PruneConfig,
+        distill.prune.run,
+        ("target.path",),
+        (
+            *_DATA,
+            "target=embedded",
+            "data=embedded",
+            "drafter=shallow",
+            "drafter.num_hidden_layers=2",
+            "data.max_samples=60",
+            "importance.choice=even",
+            "importance.sequences=4",
+            "importance.probe_sequences=2",
+            "importance.probe_steps=0",
+        ),
+    ),
+    "distill.regenerate": SmallJob(
+        distilling.RegenerateConfig,
+        distill.regenerate.run,
+        ("target.path",),
+        ("data.chats=[embedded:held_out_chats]", "data.max_samples=2", "data.max_length=256", "max_new_tokens=4"),
+    ),
+    "distill.skip_search": SmallJob(
+        distilling.SkipSearchConfig,
+        distill.skip_search.run,
+        ("target.path",),
+        (*_HELD_OUT, "max_skips=2"),
+    ),
+    "distill.quality": SmallJob(distilling.QualityConfig, distill.quality.run, ("model",), ("functions=1",)),
+    "distill.compact": SmallJob(distilling.CompactConfig, distill.compact.run, ("model",)),
+    "recurrent_drafting.train": SmallJob(
+        HeadTrainConfig, recurrent_drafting.train.run, ("target.path",), (*_LOOP, *_DATA, *_HELD_OUT)
+    ),
+    "eval.run": SmallJob(
+        evaluating.EvalConfig,
+        eval.run.run,
+        ("target.path",),
+        (
+            "prompt_lookup_control=true",
+            "temperatures=[0.0]",
+            "num_draft_tokens=[2]",
+            "sweep=[]",
+            "max_prompts=3",
+            "max_new_tokens=4",
+            "timing_repeats=1",
+            "stopping=fixed",
+            "bootstrap_resamples=50",
+        ),
+    ),
+    "eval.compare": SmallJob(evaluating.CompareConfig, eval.compare.run, ("runs",), ("bootstrap_resamples=50",)),
+}
+
+
+def configured(job: str, named: Path | str, folder: Path, *overrides: str) -> Any:
+    """The configuration of a job on a model folder (of eval.compare, on a list of runs), into a run folder."""
+    small = JOBS[job]
+    register(job, small.schema)
+    given = [*small.overrides, *(f"{key}={named}" for key in small.named), f"output_dir={folder}", *overrides]
+    if job == "distill.prune":
+        given.append(f"importance.cache_dir={folder.parent}/cache")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return typed(compose(job.replace(".", "_"), given), small.schema)

@@ -1,0 +1,171 @@
+"""Every number that no job can go by is refused by its key, before anything is loaded."""
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+import distill.pretrain
+import distill.prune
+import distill.quality
+import distill.regenerate
+import distill.skip_search
+import distill.train
+import recurrent_drafting.train
+from decoding.errors import UserError
+from distill.config import (
+    PretrainConfig,
+    PruneConfig,
+    QualityConfig,
+    RegenerateConfig,
+    SkipSearchConfig,
+    TrainConfig,
+)
+from eval.config import EvalConfig
+from recurrent_drafting.config import HeadTrainConfig
+from training.config_checks import THREADS_A_CORE
+from training.job import CONF, register, run_typed
+
+JOBS: dict[str, tuple[type, Any]] = {
+    "distill.train": (TrainConfig, distill.train.run),
+    "distill.pretrain": (PretrainConfig, distill.pretrain.run),
+    "distill.prune": (PruneConfig, distill.prune.run),
+    "distill.regenerate": (RegenerateConfig, distill.regenerate.run),
+    "distill.skip_search": (SkipSearchConfig, distill.skip_search.run),
+    "distill.quality": (QualityConfig, distill.quality.run),
+    "recurrent_drafting.train": (HeadTrainConfig, recurrent_drafting.train.run),
+    "eval.run": (EvalConfig, None),
+}
+HUGE, NAN, INF = 10**9, float("nan"), float("inf")
+LOOP = [
+    ("max_steps", -1),
+    ("max_epochs", -1.0),
+    ("max_epochs", NAN),
+    ("max_epochs", INF),
+    ("tokens_per_step", -5),
+    ("tokens_per_step", 0),
+    ("tokens_per_step", 10**15),
+    ("micro_batch_tokens", 0),
+    ("micro_batch_tokens", -1),
+    ("eval_every", -1),
+    ("checkpoint_every", -1),
+    ("keep", -1),
+    ("log_every", 0),
+    ("optimizer.lr", 0.0),
+    ("optimizer.lr", -1e-3),
+    ("optimizer.lr", NAN),
+    ("optimizer.lr", INF),
+    ("optimizer.betas", [0.9]),
+    ("optimizer.betas", [0.9, 1.0]),
+    ("optimizer.betas", [-0.1, 0.9]),
+    ("optimizer.betas", [NAN, 0.9]),
+    ("optimizer.weight_decay", -0.1),
+    ("optimizer.weight_decay", NAN),
+    ("optimizer.warmup_steps", -1),
+    ("optimizer.final_lr", -0.1),
+    ("optimizer.final_lr", INF),
+    ("optimizer.clip", -1.0),
+    ("optimizer.clip", NAN),
+]
+DATA = [
+    ("data.max_bad", NAN),
+    ("data.max_bad", -0.1),
+    ("data.max_bad", 1.5),
+    ("data.max_length", 1),
+    ("data.max_length", -1),
+    ("data.max_length", HUGE),
+    ("data.max_samples", -1),
+    ("data.held_out_tokens", -1),
+]
+TRAIN, PRETRAIN, PRUNE, HEADS = "distill.train", "distill.pretrain", "distill.prune", "recurrent_drafting.train"
+REGENERATE, SEARCH, QUALITY = "distill.regenerate", "distill.skip_search", "distill.quality"
+CASES = [
+    *[(job, f"loop.{key}", value) for job in (TRAIN, PRETRAIN) for key, value in LOOP],
+    *[(PRUNE, f"between.{key}", value) for key, value in LOOP if "max_epochs" not in key],
+    *[(HEADS, f"loop.{key}", value) for key, value in LOOP[::4]],
+    *[(job, key, value) for job in (TRAIN, REGENERATE, SEARCH) for key, value in DATA if value != HUGE],
+    *[(job, "data.max_length", HUGE) for job in (PRETRAIN, HEADS)],
+    (TRAIN, "drafter.num_hidden_layers", HUGE),
+    (TRAIN, "drafter.hidden_size", HUGE),
+    (TRAIN, "drafter.intermediate_size", HUGE),
+    (TRAIN, "loss.temperature", NAN),
+    (TRAIN, "held_out.temperature", NAN),
+    (PRUNE, "drafter.num_hidden_layers", HUGE),
+    (PRETRAIN, "model.num_hidden_layers", HUGE),
+    (PRETRAIN, "model.num_hidden_layers", -1),
+    (PRETRAIN, "model.hidden_size", HUGE),
+    (PRETRAIN, "model.intermediate_size", -1),
+    (HEADS, "head.num_draft_layers", HUGE),
+    (HEADS, "head.exit_dim", HUGE),
+    (SEARCH, "max_skips", -1),
+    (SEARCH, "candidates", 0),
+    (SEARCH, "held_out.max_prompts", 0),
+    (QUALITY, "functions", 0),
+    (QUALITY, "temperature", -1.0),
+    (QUALITY, "max_new_tokens", 0),
+]
+
+
+@cache
+def composed(job: str) -> DictConfig:
+    """The usual configuration of a job."""
+    register(job, JOBS[job][0])
+    more = {PRETRAIN: ["+experiment=quickstart_target", "stages=[]"], PRUNE: ["data=embedded"]}.get(job, [])
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(job.replace(".", "_"), more)
+
+
+def refused(job: str, key: str, value: Any, folder: Path, target: Path) -> str:
+    """The error of a job with one value changed; it is not to come as far as its run folder."""
+    config = composed(job).copy()
+    changes = {"output_dir": str(folder), **({"target.path": str(target)} if "target" in config else {}), key: value}
+    for name, one in changes.items():
+        OmegaConf.update(config, name, one)
+    with pytest.raises(UserError) as error:
+        run_typed(config, job, *JOBS[job])
+    assert not folder.exists(), "the mended command takes the same folder"
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("job", "key", "value"), CASES, ids=lambda value: str(value))
+def test_a_number_that_nothing_can_go_by_is_named(job: str, key: str, value: Any, tmp_path: Path, tiny_target: Path):
+    words = refused(job, key, value, tmp_path / "run", tiny_target)
+    assert words.startswith(f"{key} is ") and "expected" in words
+
+
+@pytest.mark.parametrize("job", [TRAIN, QUALITY, "eval.run"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", 10**30),
+        ("threads", -1),
+        ("threads", 100_000),
+        ("threads", THREADS_A_CORE * (os.cpu_count() or 1) + 1),
+    ],
+)
+def test_seeds_and_threads_of_every_job(job: str, key: str, value: int, tmp_path: Path, tiny_target: Path):
+    words = refused(job, key, value, tmp_path / "run", tiny_target)
+    assert words.startswith(f"{key} is {value}, expected ")
+
+
+def test_the_limits_themselves_are_fine(tmp_path: Path, tiny_target: Path):
+    """The control: so the tables above refuse no more than they say."""
+    register(TRAIN, TrainConfig)
+    fine = ["seed=18446744073709551615", "threads=1", "loop.keep=0", "loop.optimizer.final_lr=0.0", "data.max_bad=1.0"]
+    fine += [
+        "loop.eval_every=0",
+        "loop.checkpoint_every=0",
+        "loop.optimizer.clip=0.0",
+        "loop.optimizer.betas=[0.0,0.0]",
+    ]
+    fine += [f"target.path={tiny_target}", f"output_dir={tmp_path}", "dry_run=true", "drafter.init=random"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("distill_train", ["+experiment=smoke", *fine, "drafter.num_hidden_layers=8"])
+    run_typed(config, TRAIN, *JOBS[TRAIN])
+    assert (tmp_path / "drafter" / "config.json").is_file()

@@ -1,0 +1,143 @@
+"""Files of a run folder read back: what is damaged is named with its remedy, and ends in no traceback.
+
+A line of a journal ends in the CRC-32 of what stands before it, so that a flipped bit is found. Lines without one, of earlier versions, are read.
+"""
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from decoding.errors import UserError
+
+Made = TypeVar("Made")
+_SHOWN = 40
+_CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}$')
+_STAMP = "# sha256 of the lines below: "
+# What wrong values raise in a dataclass or a reader that is given them.
+WRONG = (TypeError, ValueError, KeyError, AttributeError, RecursionError)
+
+
+class DamagedLineError(ValueError):
+    """Why a line is no record."""
+
+
+def read_object(path: Path, remedy: str, make: Callable[[dict[str, Any]], Made]) -> Made:
+    """What `make` gives for the JSON object in a file. Raises UserError, with the remedy, for anything else."""
+    try:
+        content = path.read_bytes()
+        if not content.strip():
+            raise ValueError("it is empty")
+        return make(_object(content))
+    except WRONG as error:
+        raise damaged(path, error, remedy) from error
+
+
+def damaged(path: Path, error: Exception, remedy: str) -> UserError:
+    """The error for a file that does not hold what was written to it."""
+    why = "values nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+    if isinstance(error, KeyError):
+        why = f"{why} is missing"
+    return UserError(f"{path} is damaged: {why[:200]}. {remedy}")
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("values nested too deeply") from error
+    except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
+        raise ValueError(f"no JSON, found {content[:_SHOWN]!r} ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, found {content[:_SHOWN]!r}")
+    return value
+
+
+def line_of(record: Mapping[str, Any]) -> bytes:
+    """A record as a line of a journal: its JSON with the checksum as the last key."""
+    body = json.dumps(record).encode()
+    return body[:-1] + b', "crc32": "%08x"}\n' % zlib.crc32(body)
+
+
+def record_of(line: bytes) -> dict[str, Any]:
+    """The record in a line. Raises DamagedLineError for one that is no JSON object, or whose checksum is of other bytes."""
+    line = line.strip()
+    found = _CHECKSUM.search(line)
+    if found:
+        line = line[: found.start()] + b"}"
+        if int(found[1], 16) != zlib.crc32(line):
+            raise DamagedLineError(f"its checksum is of other bytes, found {line[:_SHOWN]!r}")
+    try:
+        return _object(line)
+    except ValueError as error:
+        raise DamagedLineError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Lines(Generic[Made]):
+    """What a journal holds."""
+
+    records: list[Made]
+    content: bytes  # of their lines
+    wrong: list[str]  # what is the matter with every other line that ends ("line 3: ...")
+    torn: int  # bytes of a last line that does not end: of a killed run, or of one that is writing it
+
+    def report(self, path: Path, again: str) -> None:
+        """Print which whole lines are left out. again: what becomes of their records."""
+        if self.wrong:
+            more = f" and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
+            print(f"{path}, {self.wrong[0]}{more}: left out, and {again}")
+
+
+def read_lines(path: Path, make: Callable[[dict[str, Any]], Made]) -> Lines[Made]:
+    """The whole records of a journal as `make` gives them; empty for no file."""
+    content = path.read_bytes() if path.is_file() else b""
+    ended = content.rfind(b"\n") + 1
+    records: list[Made] = []
+    wrong, kept = [], []
+    for number, line in enumerate(content[:ended].split(b"\n")[:-1], start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(make(record_of(line)))
+            kept.append(line + b"\n")
+        except WRONG as error:  # DamagedLineError is one of them
+            wrong.append(f"line {number}: {error}")
+    return Lines(records, b"".join(kept), wrong, len(content) - ended)
+
+
+def lines_of(records: Iterable[Mapping[str, Any]]) -> bytes:
+    """Records as the content of a journal."""
+    return b"".join(map(line_of, records))
+
+
+def stamped(text: str) -> str:
+    """A configuration's text below a line with its hash, so that a torn file is not taken for another configuration."""
+    return f"{_STAMP}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def read_config(path: Path, remedy: str) -> dict[str, Any]:
+    """The mapping in a config.yaml, stamped or of an earlier version. Raises UserError, with the remedy, for anything else."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise ValueError("it is empty")
+        first, _, rest = text.partition("\n")
+        if first.startswith(_STAMP) and first != stamped(rest).partition("\n")[0]:
+            raise ValueError("its lines are not those that were written")
+        found = OmegaConf.to_container(OmegaConf.create(text))
+        if not isinstance(found, dict):
+            raise ValueError(f"expected a mapping of keys, found a {type(found).__name__}")
+        if not {"job", "output_dir"} & found.keys():
+            raise ValueError("it names neither job nor output_dir")
+    except (*WRONG, YAMLError, OmegaConfBaseException) as error:
+        raise damaged(path, error, remedy) from error
+    return {str(key): value for key, value in found.items()}
