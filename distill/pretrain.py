@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS
+from decoding.tokenizer import load_tokenizer
 from distill.config import PretrainConfig
 from distill.dry_run import print_cost
 from training.config import check_values

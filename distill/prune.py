@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS, weight_files
+from decoding.tokenizer import load_tokenizer
 from distill.config import PruneConfig
 from distill.cut import cut_model, load_cut, refuse_other_shape, save_cut
 from distill.drafter_folder import write_card

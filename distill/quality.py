@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from decoding.loop import Settings, decode
 from decoding.target import load_target
+from decoding.tokenizer import load_tokenizer
 from distill.config import QualityConfig
 from training import corpus
 from training.chat import render_prompt
@@ -94,7 +95,7 @@ def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, 
 
     Every document begins with BOS. Windows of the model's context overlap by half, each token is scored once.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     windows = [
         window
@@ -133,7 +134,7 @@ def _nats(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
 
 def draw_functions(folder: str | Path, count: int, temperature: float, max_new_tokens: int, seed: int) -> list[Drawn]:
     """Let the model write the bodies of the first `count` embedded prompts, and try to parse each."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     target = load_target(folder)
     prompts = [prompt.turns[0] for prompt in read_prompts(resolve("embedded:prompts"))]
     rendered = [(text, render_prompt(tokenizer, [{"role": "user", "content": text}])) for text in prompts]

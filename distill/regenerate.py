@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import weight_files
 from decoding.sampling import Warper
 from decoding.target import BACKENDS
+from decoding.tokenizer import load_tokenizer
 from distill.answering import Local, Request, drafter_mapping
 from distill.config import RegenerateConfig
 from distill.dialogues import ON_LENGTH, Account, Answer, Dialogue, dialogues_of

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS, weight_files
+from decoding.tokenizer import load_tokenizer
 from distill.acceptance import HeldOutAcceptance, HeldOutMixture
 from distill.config import TrainConfig
 from distill.drafter_folder import pruning_on_card, write_card

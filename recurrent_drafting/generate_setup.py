@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.compatible import check_tokenizer_of, load_tokenizer
+from decoding.compatible import check_tokenizer_of
 from decoding.cuda import device_of
 from decoding.drafter import Drafter
 from decoding.engine import Engine, stop_tokens, text_of
@@ -14,6 +14,7 @@ from decoding.errors import UserError
 from decoding.loop import Settings
 from decoding.sampling import Warper
 from decoding.target import load_target
+from decoding.tokenizer import load_tokenizer
 from decoding.verify import check_rule
 from recurrent_drafting.generate_config import GenerateConfig
 from training.config import refuse_parallel

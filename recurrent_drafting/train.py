@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS, weight_files
+from decoding.tokenizer import load_tokenizer
 from recurrent_drafting.build import build_head, check_shape, head_config, ignored
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.dry_run import describe, dry_run
