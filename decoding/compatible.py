@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.folder import read_config
-from decoding.tokenizer import TOKENIZER_FILES, load_tokenizer
+from decoding.tokenizer import has_tokenizer, load_tokenizer
 from decoding.tokenizer_repair import PROBES, differences, encoder, probes_of
 
 SHOWN = 3  # differing ids that a message lists
@@ -37,7 +37,7 @@ def check_tokenizer_of(tokenizer: PreTrainedTokenizerBase, target_folder: str | 
             f"{where} has ids up to {highest}, but the vocabulary of {target_folder} has {holds} tokens: give the tokenizer that the target was "
             "trained with."
         )
-    if any((Path(target_folder) / name).is_file() for name in TOKENIZER_FILES):
+    if has_tokenizer(target_folder):
         target = load_tokenizer(target_folder)
         told = _differing(target, tokenizer, "given one") or _differing_text(target, tokenizer, probes_of(target))
         if told:

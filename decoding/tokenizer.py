@@ -24,6 +24,11 @@ TOKENIZER_FILES = (CORE, MODEL, SETTINGS, *_IN_CORE, "chat_template.jinja")
 _repairs: dict[str, Repair | None] = {}  # by the hash of a folder's tokenizer files, so that each is probed once
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Return whether a folder holds any tokenizer file."""
+    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(
     folder: str | Path, trust_remote_code: bool = False, *, of_model: bool = True
 ) -> PreTrainedTokenizerBase:

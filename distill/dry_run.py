@@ -55,7 +55,9 @@ def _student(config: TrainConfig, target: Any) -> Any:
     if config.drafter.init == "folder" and config.drafter.path:
         folder = resolve(config.drafter.path)
         read_config(folder)
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        student = AutoConfig.from_pretrained(folder, local_files_only=True)
+        student.vocab_size = target.vocab_size  # as training fits it
+        return student
     return student_config(config.drafter, target)
 
 

@@ -109,7 +109,7 @@ def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folde
     tokenizer = load_tokenizer(target_folder)
     dtype = dtype_of(config.loop.dtype)
     teacher = load_frozen(target_folder, dtype, parallel)
-    student = build_student(config.drafter, teacher, dtype)
+    student = build_student(config.drafter, teacher, dtype, target_folder)
     data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
     if parallel.is_main:
         describe(config, student, teacher, data)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 from decoding.folder import WEIGHTS
-from decoding.tokenizer import TOKENIZER_FILES, copy_tokenizer
+from decoding.tokenizer import copy_tokenizer, has_tokenizer
 from training.checkpoint import disk_error, let_read, write_text
 from training.config import DataConfig, HeldOutConfig, TargetConfig, plain
 from training.job_data import sources
@@ -149,7 +149,7 @@ def write_card(folder: Path, origin: Origin, about: dict[str, Any], readme: Call
         "data": origin.data,
         "loss": origin.loss,
         "acceptance": origin.acceptance,
-        "tokenizer": any((folder / name).is_file() for name in TOKENIZER_FILES),
+        "tokenizer": has_tokenizer(folder),
         "cost_ratio": None,  # eval.run measures it on the machine that will serve
         "git_revision": git_revision(),
         "versions": versions(),
