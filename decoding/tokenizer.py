@@ -41,9 +41,15 @@ def load_tokenizer(
     vocab_size = read_config(folder).get("vocab_size") if of_model else None
     tokenizer = _read(folder, trust_remote_code)
     if _repair_of(folder, tokenizer) is not None:
-        with TemporaryDirectory() as place:
-            copy_tokenizer(folder, Path(place))
-            tokenizer = _read(Path(place), trust_remote_code)
+        try:
+            with TemporaryDirectory() as place:
+                copy_tokenizer(folder, Path(place))
+                tokenizer = _read(Path(place), trust_remote_code)
+        except OSError as error:
+            raise UserError(
+                f"{folder}: its repaired tokenizer cannot be written to a temporary folder ({error}). Free some space, "
+                "or set TMPDIR to another folder."
+            ) from error
         tokenizer.name_or_path = str(folder)
     _check_size(folder, tokenizer, vocab_size)
     return tokenizer

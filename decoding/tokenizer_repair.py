@@ -19,7 +19,8 @@ from decoding.sentence_pieces import SentencePieces, fast_twin
 
 CORE, MODEL, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 PROBES = (
-    "def f(x):\n    return x\n\n\n        y = [\n\t\t1,\n    ]\n",
+    "def f(x):\n    return x",
+    "class A:\n\n\n        y = [\n\t\t1,\n    ]\n",
     "".join("x" + " " * count for count in range(1, 34)),
     " one",
     "  two",
@@ -58,7 +59,7 @@ class Difference:
         pairs = zip(self.found, self.expected)
         first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.found), len(self.expected)))
         found, expected = (ids[first : first + _SHOWN] for ids in (self.found, self.expected))
-        return f"of {self.text!r} the ids from place {first} on are {found}, expected {expected}"
+        return f"the ids of {self.text!r} from place {first} on are {found}, expected {expected}"
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _check_same_pieces(
         token, i = odd[0]
         raise UserError(
             f"{folder}: {MODEL} and the tokenizer beside it have different vocabularies ({len(theirs)} and {len(ours)} "
-            f"tokens; id {i} is {token!r} in one of them alone), and {wrong} by {MODEL}. Copy both from the same model, "
+            f"tokens; id {i} is {token!r} in one of them alone): {wrong} by {MODEL}. Copy both from the same model, "
             f"or remove {MODEL} if it is another model's."
         )
 
@@ -196,4 +197,4 @@ def _settings(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> s
 
 def _note(wrong: Difference, truth: str) -> str:
     """Return the line about a repair."""
-    return f"as transformers loads its tokenizer, {wrong} by {truth}; it is repaired, here and in what is exported"
+    return f"transformers loads this tokenizer wrongly ({wrong} by {truth}): repaired, here and in exports"

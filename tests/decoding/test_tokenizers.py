@@ -122,13 +122,20 @@ def test_a_repair_is_said_once_and_text_streams_after_it(build: Build, capsys: p
     load_tokenizer(folder, of_model=False)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert f"note: {folder}: as transformers loads its tokenizer, of 'def f(x)" in said
-    assert "are [268, 2457, 921, 13, 13, 13], expected [1678, 736, 921, 13, 13, 13] by tokenizer.model" in said
+    assert f"note: {folder}: transformers loads this tokenizer wrongly (the ids of 'def f(x)" in said
+    assert "are [268, 2457, 921], expected [1678, 736, 921] by tokenizer.model): repaired" in said
     assert (tokenizer.name_or_path, tokenizer.model_max_length) == (str(folder), 1234)
     for text in PROBES:
         stream = TextStream(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
         told = [stream.add([token]) for token in [*tokenizer(text)["input_ids"], 2]]
         assert "".join([*told, stream.end()]) == text
+
+
+def test_a_repair_without_room_is_refused(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build("roomless", "both", VICUNA)
+    monkeypatch.setattr("tempfile.tempdir", str(folder / "nowhere"))
+    with pytest.raises(UserError, match="roomless: its repaired tokenizer cannot be written .* set TMPDIR"):
+        load_tokenizer(folder, of_model=False)
 
 
 def test_what_cannot_be_repaired_is_refused_by_name(
@@ -157,7 +164,7 @@ def test_what_cannot_be_repaired_is_refused_by_name(
         sentence_iterator=iter(PROBES), model_writer=model, vocab_size=120, hard_vocab_limit=False, minloglevel=2
     )
     (unigram / "tokenizer.model").write_bytes(model.getvalue())
-    assert "in a tokenizer with that model's scores, of" in refusal(unigram)
+    assert "in a tokenizer with that model's scores, the ids of" in refusal(unigram)
 
 
 def test_tokenizers_are_compared_by_what_they_do(build: Build, llama_tokenizer: Path) -> None:
@@ -167,7 +174,7 @@ def test_tokenizers_are_compared_by_what_they_do(build: Build, llama_tokenizer: 
     (other / "tokenizer.json").write_text(json.dumps(core))
     for folder in (target, other):
         (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 32000}')
-    expected = "though every id is the same token: of .*, expected "
+    expected = "though every id is the same token: the ids of .*, expected "
     with pytest.raises(UserError, match=f"their tokenizers differ {expected}"):
         check_same_tokenizer(target, other)
     with pytest.raises(UserError, match=f"T is not that of {target}: they differ {expected}"):
