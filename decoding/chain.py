@@ -77,12 +77,23 @@ class ChainDrafter:
         """Read all prompt tokens but the last."""
         self._capacity = capacity
         self.model.open(len(prompts_B), capacity)
-        prefill(self.model, [prompt[: min(len(prompt) - 1, self.model.max_length)] for prompt in prompts_B])
+        prefill(self.model, [self._unread(prompt) for prompt in prompts_B])
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         """Read what is new, but for the last token."""
         self.model.truncate([kept])
-        prefill(self.model, [prompt[self.model.lengths_B[0] : min(len(prompt) - 1, self.model.max_length)]])
+        prefill(self.model, [self._unread(prompt)[self.model.lengths_B[0] :]])
+
+    def _unread(self, prompt: Sequence[int]) -> list[int]:
+        """The prompt's tokens but the last, as far as this model's context and vocabulary go."""
+        last = self.model.vocab_size - 1
+        return [min(token, last) for token in prompt[: min(len(prompt) - 1, self.model.max_length)]]
+
+    def _fit_ids(self, tokens_BN: Tensor, chooser: Chooser) -> Tensor:
+        """Tokens that this model has rows for: one that the target alone has can cost acceptance, no more."""
+        if self.model.vocab_size < chooser.vocab_size:
+            tokens_BN = tokens_BN.clamp(max=self.model.vocab_size - 1)
+        return tokens_BN.to(self.model.device)
 
     def propose(
         self,
@@ -112,7 +123,7 @@ class ChainDrafter:
                 break
             if changes is not None:
                 changes.add(tokens_B)
-            logits_BV = self.model.forward(tokens_B[:, None])[0][:, -1]
+            logits_BV = self.model.forward(self._fit_ids(tokens_B[:, None], chooser))[0][:, -1]
             self.model.commit(None, [int(count > len(tokens)) for count in counts_B])
         return Proposal(torch.stack(tokens, 1), counts_B, None, torch.stack(rows_q, 1) if rows_q else None, len(tokens))
 
@@ -134,7 +145,6 @@ class ChainDrafter:
         """Commit tokens to the cache; logits_BKV after each, padded on the right."""
         width = max(len(tokens) for tokens in tokens_B)
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in tokens_B]
-        # The target may have more output rows than this model; one of its unused ids can cost acceptance, no more.
         tokens_BK = cuda.tensor(padded, self.model.device).clamp_(max=self.model.vocab_size - 1)
         logits_BKV, _ = self.model.forward(tokens_BK)
         self.model.commit(None, [len(tokens) for tokens in tokens_B])

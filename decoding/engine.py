@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from decoding.chain import ChainDrafter
-from decoding.compatible import check_same_tokenizer, load_tokenizer
+from decoding.compatible import check_same_tokenizer
 from decoding.costs import measure_costs, weighed_widths
 from decoding.drafter import Drafter
 from decoding.errors import UserError
@@ -28,6 +28,7 @@ from decoding.sharing import Claim
 from decoding.stopping import RoundCosts
 from decoding.target import Target, load_target
 from decoding.text_stream import TextStream
+from decoding.tokenizer import load_tokenizer
 from decoding.values import check_value, shown
 
 

@@ -79,7 +79,9 @@ class MultiCandidate(ChainDrafter):
             if q_BPV is not None:
                 rows_q.append(q_BPV.repeat_interleave(K, dim=1))
             if d + 1 < depth:
-                logits_BNV, _ = self.model.forward(torch.cat(tokens, 1), self._parents(parents, B))
+                logits_BNV, _ = self.model.forward(
+                    self._fit_ids(torch.cat(tokens, 1), chooser), self._parents(parents, B)
+                )
                 logits_BPV = self._fit(logits_BNV[:, first:], chooser)
         nodes = self._nodes_by_depth(depth)
         counts_B = [nodes[own] for own in depths_B]

@@ -136,7 +136,7 @@ class Ouroboros(ChainDrafter):
         assert proposal.parents_BN is not None
         device = self.model.device
         tips_B1 = cuda.tensor([context[-1:] for context in contexts_B], device)
-        known_BN = torch.cat((tips_B1, proposal.tokens_BN.to(device)), 1).clamp_(max=self.model.vocab_size - 1)
+        known_BN = self._fit_ids(torch.cat((tips_B1, proposal.tokens_BN.to(device)), 1), chooser)
         below_BN = torch.cat((torch.full_like(tips_B1, -1), proposal.parents_BN.to(device) + 1), 1)
         logits_BNV = self._fit(self.model.forward(known_BN, below_BN)[0], chooser)
         counted = proposal.counted()

@@ -85,7 +85,9 @@ class StaticTree(ChainDrafter):
             tokens.append(best_BPK.flatten(1)[:, cuda.tensor(flat, best_BPK.device)])
             if d + 1 < depth:
                 # Leaves run along: they are few, and the tree stays one block.
-                logits_BNV, _ = self.model.forward(torch.cat(tokens, 1), self._parents(d + 1, len(depths_B)))
+                logits_BNV, _ = self.model.forward(
+                    self._fit_ids(torch.cat(tokens, 1), chooser), self._parents(d + 1, len(depths_B))
+                )
                 logits_BPV = self._fit(logits_BNV[:, -len(nodes) :], chooser)
                 if draws is not None:
                     draws.add(logits_BPV)

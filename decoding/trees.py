@@ -138,8 +138,7 @@ class RankedTree(ChainDrafter):
 
     def _run(self, chooser: Chooser, tokens_BN: Tensor, parents_BN: Tensor, last: int) -> Tensor:
         """The model's logits after the last ones of these nodes."""
-        known_BN = tokens_BN.clamp(max=self.model.vocab_size - 1).to(self.model.device)
-        logits_BNV, _ = self.model.forward(known_BN, parents_BN.to(self.model.device))
+        logits_BNV, _ = self.model.forward(self._fit_ids(tokens_BN, chooser), parents_BN.to(self.model.device))
         return self._fit(logits_BNV[:, -last:], chooser)
 
     def observe(self, observation: Observation) -> None:

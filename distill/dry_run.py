@@ -53,7 +53,9 @@ def _student(config: TrainConfig, target: Any) -> Any:
     """The configuration of the student: by its shape, or of the folder that it goes on from where that is there."""
     if config.drafter.init == "folder" and config.drafter.path:
         folder = resolve(config.drafter.path)
-        return known_config(folder)
+        student = known_config(folder)
+        student.vocab_size = target.vocab_size  # as training fits it
+        return student
     return student_config(config.drafter, target)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.folder import WEIGHTS
 from decoding.model_check import check_model
+from decoding.tokenizer import load_tokenizer
 from distill.config import PruneConfig
 from distill.cut import cut_model, load_cut, refuse_other_shape, save_cut
 from distill.drafter_folder import write_card

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from decoding.compatible import load_tokenizer
 from decoding.loop import Settings, decode
 from decoding.target import load_target
+from decoding.tokenizer import load_tokenizer
 from distill.config import QualityConfig
 from training import corpus
 from training.chat import render_prompt

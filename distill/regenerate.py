@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.model_check import check_model
 from decoding.target import BACKENDS
+from decoding.tokenizer import load_tokenizer
 from decoding.values import check_settings
 from distill.answering import Local, Request, drafter_mapping
 from distill.config import RegenerateConfig

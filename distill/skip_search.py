@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.native import NativeTarget, Skips
 from decoding.self_speculation import FILE, write_skips
 from decoding.target import load_target
 from decoding.timing import rising, time_parts
+from decoding.tokenizer import load_tokenizer
 from distill.config import SkipSearchConfig
 from training.checkpoint import write_bytes, write_text
 from training.config import refuse_parallel

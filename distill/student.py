@@ -1,16 +1,20 @@
 """The student of `distill.train`: layers of the target, a folder that `distill.prune` made, or random weights of any shape."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from decoding.compatible import check_same_tokenizer
 from decoding.errors import UserError
 from decoding.folder import read_config
+from decoding.tokenizer import has_tokenizer
 from distill.cut import Cut, cut_model, whole
 from distill.shapes import student_config
 from training.config import StudentConfig
 from training.models import load_causal_lm, random_model
 from training.paths import resolve
+from training.ranks import rank
 from training.shapes import WIDTHS, target_widths
 
 INITS = ("layers", "folder", "random")
@@ -38,16 +42,17 @@ def evenly_spaced(count: int, layers: int) -> list[int]:
     return [0] if count == 1 else [round(index * (layers - 1) / (count - 1)) for index in range(count)]
 
 
-def build_student(shape: StudentConfig, target: Any, dtype: torch.dtype) -> Any:
+def build_student(shape: StudentConfig, target: Any, dtype: torch.dtype, target_folder: Path | None = None) -> Any:
     """A student for the Hugging Face model `target`, with packed attention.
 
     init=layers copies embedding, final norm, lm_head and the chosen layers, so all widths must be the target's; init=folder goes on from a
-    pruned student; init=random copies nothing.
+    pruned student; init=random copies nothing. target_folder: the target's, whose tokenizer that of a student's folder is compared with where
+    their vocabularies differ in size.
     """
     if shape.init not in INITS:
         raise UserError(f"drafter.init is '{shape.init}'; expected {', '.join(INITS)}")
     if shape.init == "folder":
-        return _from_folder(shape, target.config, dtype)
+        return _from_folder(shape, target.config, dtype, target_folder)
     config = student_config(shape, target.config)
     if shape.init == "random":
         return random_model(config, dtype)
@@ -72,17 +77,31 @@ def keep_layers(config: Any, layers: list[int]) -> Cut:
     )
 
 
-def _from_folder(shape: StudentConfig, target: Any, dtype: torch.dtype) -> Any:
-    """The model in drafter.path. Raises UserError where its vocabulary is not the target's, or its shape not the one given beside it."""
+def _from_folder(shape: StudentConfig, target: Any, dtype: torch.dtype, target_folder: Path | None) -> Any:
+    """The model in drafter.path, with as many tokens as the target. Raises UserError where its vocabulary is not the target's.
+
+    Rows that only one of them has are of added tokens, such as a [PAD], or pad a table: the student's are left out, those that it lacks begin
+    at random.
+    """
     if not shape.path:
         raise UserError("drafter.init is folder, but drafter.path is empty: give the student folder of distill.prune")
     folder = resolve(shape.path)
     read_config(folder)
     student = load_causal_lm(folder, dtype)
-    if student.config.vocab_size != target.vocab_size:
-        raise UserError(
-            f"{folder} has a vocabulary of {student.config.vocab_size}, the target of {target.vocab_size}: a student shares its target's tokenizer"
-        )
+    found, wanted = student.config.vocab_size, target.vocab_size
+    if found != wanted:
+        if target_folder is None or not has_tokenizer(folder):
+            raise UserError(
+                f"{folder} has a vocabulary of {found}, the target of {wanted}: a student shares its target's tokenizer, and "
+                "this folder has none to compare. Copy its tokenizer files into it"
+            )
+        check_same_tokenizer(target_folder, folder)
+        if rank() == 0:
+            print(
+                f"note: {folder} has a vocabulary of {found:,} and the target, of the same tokenizer, {wanted:,}: fitted"
+            )
+        student.config.pad_token_id = target.pad_token_id  # may be the token that the target lacks
+        student.resize_token_embeddings(wanted, mean_resizing=False)
     return student.train()
 
 

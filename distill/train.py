@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.model_check import check_model
+from decoding.tokenizer import load_tokenizer
 from decoding.values import RULES
 from distill.acceptance import HeldOutAcceptance, HeldOutMixture
 from distill.config import TrainConfig
@@ -124,7 +124,7 @@ def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folde
     tokenizer = load_tokenizer(target_folder)
     dtype = dtype_of(config.loop.dtype)
     teacher = load_frozen(target_folder, dtype, parallel)
-    student = build_student(config.drafter, teacher, dtype)
+    student = build_student(config.drafter, teacher, dtype, target_folder)
     data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
     if parallel.is_main:
         describe(config, student, teacher, data)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from decoding.chooser import SAMPLING
-from decoding.compatible import load_tokenizer
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings
@@ -20,6 +19,7 @@ from decoding.parallel import device_beside, processes_of
 from decoding.processors import Allowed
 from decoding.schedules import WALL
 from decoding.target import Target, device_of, load_target
+from decoding.tokenizer import load_tokenizer
 from decoding.values import RULES, check_settings
 from eval.benchmarks import load_benchmark, render_turns
 from eval.budgets import Shapes, shapes_of

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decoding.chooser import RULES as VERIFY
-from decoding.compatible import check_tokenizer_of, load_tokenizer
+from decoding.compatible import check_tokenizer_of
 from decoding.cuda import device_of
 from decoding.drafter import Drafter
 from decoding.engine import Engine, stop_tokens, text_of
@@ -15,6 +15,7 @@ from decoding.errors import UserError
 from decoding.loop import Settings
 from decoding.policies import NAMES
 from decoding.target import load_target
+from decoding.tokenizer import load_tokenizer
 from decoding.values import check_choice, check_settings
 from decoding.verify import check_rule
 from recurrent_drafting.generate_config import GenerateConfig

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
 from decoding.model_check import check_model
+from decoding.tokenizer import load_tokenizer
 from decoding.values import RULES
 from recurrent_drafting.build import build_head, check_shape, head_config, ignored
 from recurrent_drafting.config import HeadTrainConfig

@@ -71,6 +71,12 @@ def stories260k() -> Path:
 
 
 @pytest.fixture(scope="session")
+def llama_tokenizer() -> Path:
+    """LLaMA's tokenizer: tokenizer.model, and a tokenizer.json with the same ids."""
+    return _shared("tokenizers", "llama")
+
+
+@pytest.fixture(scope="session")
 def embedded_target() -> Path:
     """The target that ships with the project."""
     return ROOT / "assets" / "target"

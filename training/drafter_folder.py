@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,20 +13,13 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 from decoding.folder import WEIGHTS
+from decoding.tokenizer import copy_tokenizer, has_tokenizer
 from training.checkpoint import disk_error, let_read, write_text
 from training.config import DataConfig, HeldOutConfig, TargetConfig, plain
 from training.job_data import sources
 from training.loop import Progress
 from training.run_folder import RunFolder, git_revision, hash_input, versions
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 CARD = "drafter_card.json"
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
@@ -35,7 +27,7 @@ _SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float1
 def write_model(
     model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype, draft_tokens: int | None = None
 ) -> None:
-    """Weights (safetensors), configuration, generation settings and the tokenizer files of `tokenizer_folder`, copied byte for byte.
+    """Weights (safetensors), configuration, generation settings and the tokenizer files of `tokenizer_folder`, as `copy_tokenizer` copies them.
 
     draft_tokens: pins assisted generation to a constant draft length, as a drafter's folder does. Raises UserError when a write fails.
     """
@@ -81,13 +73,6 @@ def write_zeros(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype) ->
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)
-
-
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer files that `source` has, byte for byte."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file() and source.resolve() != folder.resolve():
-            shutil.copyfile(source / name, folder / name)
 
 
 def _generation_config(config: Any, draft_tokens: int | None) -> GenerationConfig:
@@ -164,7 +149,7 @@ def write_card(folder: Path, origin: Origin, about: dict[str, Any], readme: Call
         "data": origin.data,
         "loss": origin.loss,
         "acceptance": origin.acceptance,
-        "tokenizer": any((folder / name).is_file() for name in TOKENIZER_FILES),
+        "tokenizer": has_tokenizer(folder),
         "cost_ratio": None,  # eval.run measures it on the machine that will serve
         "git_revision": git_revision(),
         "versions": versions(),

@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from decoding.budget import Budget, forward_budget, round_budget
 from decoding.chain import ChainDrafter
@@ -28,6 +28,7 @@ from decoding.drafter import Drafter
 from decoding.loop import Settings, decode, time_parts
 from decoding.native import NativeTarget
 from decoding.target import load_target
+from decoding.tokenizer import load_tokenizer
 from decoding.yardsticks import fastest, product, readers
 from scripts.bench.common import judged, options, ratio, save, take_turns, timed
 from training.chat import render_prompt
@@ -211,7 +212,7 @@ def overhead(sides: Sides, temperature: float) -> float:
 def main() -> None:
     chosen = options(Options)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    tokenizer = AutoTokenizer.from_pretrained(resolve(chosen.target), trust_remote_code=False)
+    tokenizer = load_tokenizer(resolve(chosen.target))
     rendered = [
         render_prompt(tokenizer, [{"role": "user", "content": p.turns[0]}])
         for p in read_prompts(resolve(chosen.prompts))

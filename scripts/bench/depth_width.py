@@ -27,8 +27,8 @@ import torch
 
 import eval.run
 from decoding import cuda
-from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
+from decoding.tokenizer import load_tokenizer
 from distill.acceptance import HeldOutAcceptance
 from distill.config import TrainConfig
 from distill.shapes import student_config

@@ -17,8 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from decoding.tokenizer import load_tokenizer
 from distill.student import build_student
 from scripts.bench.common import options, ratio, save, take_turns
 from scripts.bench.padded import agree, both_losses, trainer_rate
@@ -131,7 +132,7 @@ class _Records:
 def main() -> None:
     chosen = options(Options)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    tokenizer = AutoTokenizer.from_pretrained(resolve(chosen.target), trust_remote_code=False)
+    tokenizer = load_tokenizer(resolve(chosen.target))
     chats, _ = read_chats([resolve(chosen.chats)])
     samples, account = chat_samples(tokenizer, chats, "auto", chosen.max_length, "answers")
     print(account.line("chats"), file=sys.stderr)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoTokenizer
 
 from decoding.chain import ChainDrafter
 from decoding.drafter import Drafter
@@ -21,6 +20,7 @@ from decoding.multi_candidate import MultiCandidate
 from decoding.native import NativeTarget
 from decoding.schedules import VIRTUAL
 from decoding.target import DTYPES
+from decoding.tokenizer import load_tokenizer
 from decoding.weights import NativeConfig, Weights
 from decoding.worker import RemoteChain
 from scripts.bench.random_models import Shape, random_weights
@@ -118,7 +118,7 @@ def random_kit(dtype: str, device: str, execution: str) -> Kit:
 
 def prompts(count: int, longest: int = 128, head: bool = False) -> list[list[int]]:
     """Held-out prompts of the embedded target; head: in the random target's few tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(TARGET, trust_remote_code=False)
+    tokenizer = load_tokenizer(TARGET)
     lines = (ROOT / "assets" / "prompts.jsonl").read_text().splitlines()[:count]
     found = [tokenizer(json.loads(line)["turns"][0])["input_ids"][:longest] for line in lines]
     return [[token % RANDOM.vocab_size for token in prompt] for prompt in found] if head else found

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from decoding.compatible import load_tokenizer
 from decoding.errors import UserError
+from decoding.tokenizer import load_tokenizer
 from distill.acceptance import HeldOutAcceptance, Totals
 from distill.student import build_student
 from scripts.bench.common import options, save

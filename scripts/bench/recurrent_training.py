@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from decoding.tokenizer import load_tokenizer
 from recurrent_drafting.config import HeadLossConfig
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.objective import HeadTraining
@@ -216,9 +217,7 @@ def run(chosen: Any) -> dict[str, Any]:
     packed = freeze(load_causal_lm(folder, dtype)).to(chosen.device)
     context = chosen.context or min(chosen.max_length, packed.config.max_position_embeddings)
     chats, _ = read_chats([resolve(path) for path in chosen.chats])
-    samples, account = chat_samples(
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=False), chats, "auto", context, "answers"
-    )
+    samples, account = chat_samples(load_tokenizer(folder), chats, "auto", context, "answers")
     print(account.line("chats"), file=sys.stderr)
     samples = [samples[int(i)] for i in torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))]
     torch.manual_seed(0)

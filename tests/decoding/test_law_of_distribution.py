@@ -10,13 +10,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from decoding import cuda, noise, verify
 from decoding.chain import ChainDrafter
 from decoding.chooser import Chooser
 from decoding.drafter import Drafter, Proposal
 from decoding.loop import Settings, decode
+from decoding.multi_candidate import MultiCandidate
 from decoding.policies import NAMES
+from decoding.trees import RankedTree
 
 from .law_3 import P_LIMIT, PROMPT, WARPERS, drafter_of, law_holds, target_table
 from .many import ManyChooser, first_tokens, opened, without_collector
@@ -51,6 +54,23 @@ def test_law_3_holds_under_every_stopping_policy(stopping: str, rule: str) -> No
 @pytest.mark.parametrize(("name", "rule", "warper"), CASES)
 def test_law_3(name: str, rule: str, warper: str) -> None:
     assert law_holds(drafter_of(name), rule, warper) > P_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "words"),
+    [
+        (ChainDrafter, "token", 4),
+        (ChainDrafter, "block", 6),
+        (MultiCandidate, "token", 4),
+        pytest.param(RankedTree, "token", 4, marks=pytest.mark.long),
+        pytest.param(RankedTree, "token", 6, marks=pytest.mark.long),
+    ],
+)
+def test_law_3_holds_for_a_drafter_with_fewer_or_more_words_than_the_target(
+    kind: type[ChainDrafter], rule: str, words: int
+) -> None:
+    table = torch.randn(words, words, words, generator=torch.Generator().manual_seed(7)) * 1.5
+    assert law_holds(kind(model=TableTarget(table)), rule, "hot_top_p") > P_LIMIT
 
 
 # Where the host runs ahead of the device, trees are grown, sized and verified in ways of their own: here is one row of each.

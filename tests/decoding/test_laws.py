@@ -209,8 +209,12 @@ def test_the_draft_budget_ends_at_the_context() -> None:
     assert drafted[1].drafted == 0, "a drafter beyond its own context has nothing to say"
 
 
-def test_vocabularies_of_different_size() -> None:
-    """Models of one tokenizer may pad their output rows differently."""
+MODELLED = ("chain", "multi_candidate", "static_tree", "ranked_tree", "ouroboros", "chain_with_lookup")
+
+
+@pytest.mark.parametrize("larger", ["target", "drafter"])
+def test_vocabularies_of_different_size(larger: str) -> None:
+    """Models of one tokenizer may pad their output rows differently, and either may have an added token that the other lacks."""
     model = hf_model("llama", layers=1)
     state = dict(model.state_dict())
     wide = dict(state)
@@ -219,11 +223,14 @@ def test_vocabularies_of_different_size() -> None:
     config = model.config.to_dict()
     small = NativeTarget.from_state(config, state, dtype=torch.float64)
     large = NativeTarget.from_state({**config, "vocab_size": VOCABULARY + 5}, wide, dtype=torch.float64)
-    for target, draft_model in ((small, large), (large, small)):
-        settings = Settings(max_new_tokens=20, temperature=1.0, verify="coupled")
-        prompts = random_prompts(4)
-        plain = decode(target, None, prompts, settings)
-        assert [g.tokens for g in decode(target, ChainDrafter(model=draft_model), prompts, settings)] == [
-            g.tokens for g in plain
-        ]
-        decode(target, ChainDrafter(model=draft_model), prompts, replace(settings, verify="token"))
+    target, draft_model = (large, small) if larger == "target" else (small, large)
+    prompts = [*random_prompts(4), [7, target.vocab_size - 1, 9]]  # one with a token that the smaller may lack
+    kit = Kit(target, target, draft_model, [])
+    for rule in ("greedy", "coupled"):
+        settings = with_rule(rule, max_new_tokens=12)
+        plain = [row.tokens for row in decode(target, None, prompts, settings)]
+        for row in ROWS:
+            if row.name in MODELLED:
+                assert [done.tokens for done in decode(target, row.make(kit), prompts, settings)] == plain
+        overlapped = replace(settings, schedule="pearl_virtual")
+        assert [done.tokens for done in decode(target, ChainDrafter(model=draft_model), prompts, overlapped)] == plain

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from decoding.compatible import load_tokenizer
 from decoding.text_stream import BROKEN, TextStream
+from decoding.tokenizer import load_tokenizer
 
 TEXTS = [
     "Hello, world.\n\n  Indented — and done.",

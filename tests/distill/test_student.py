@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decoding.errors import UserError
+from decoding.tokenizer import copy_tokenizer
 from distill.student import build_student, chosen_layers, student_config
 from training.config import StudentConfig
 
@@ -85,3 +86,23 @@ def test_rope_and_context_are_the_targets(target):
     config = student_config(StudentConfig(num_hidden_layers=1), target.config)
     assert config.rope_parameters == target.config.rope_parameters
     assert config.max_position_embeddings == target.config.max_position_embeddings
+
+
+def test_a_student_folder_of_another_vocabulary_size_is_fitted_where_its_tokenizer_is_the_targets(
+    target, tiny_target: Path, tmp_path: Path
+):
+    """A [PAD] that one of them lacks, or rows that pad a table."""
+    for more in (3, -3):
+        student = AutoModelForCausalLM.from_pretrained(tiny_target)
+        student.resize_token_embeddings(2048 + more if more > 0 else 2048, mean_resizing=False)
+        student.save_pretrained(tmp_path)
+        shape = StudentConfig(init="folder", path=str(tmp_path))
+        if more > 0:
+            with pytest.raises(UserError, match="a vocabulary of 2051, the target of 2048: .* has none to compare"):
+                build_student(shape, target, torch.float32, tiny_target)
+        copy_tokenizer(tiny_target, tmp_path)
+        wanted = target if more > 0 else AutoModelForCausalLM.from_pretrained(tiny_target)
+        wanted.resize_token_embeddings(2048 if more > 0 else 2051, mean_resizing=False)
+        made = build_student(shape, wanted, torch.float32, tiny_target)
+        assert made.config.vocab_size == wanted.config.vocab_size == made.lm_head.out_features
+        assert torch.equal(made.lm_head.weight[:2048], target.lm_head.weight[:2048])

@@ -1,0 +1,149 @@
+"""What SentencePiece makes of a text with a folder's tokenizer.model, and a fast tokenizer that does the same.
+
+The reference is the released slow tokenizer, with which LLaMA, Vicuna and their kin were trained. It splits a text at its
+added tokens (`</s>` in a chat) and encodes what lies between them with SentencePiece. `legacy` in tokenizer_config.json
+decides about the blank that the model writes before a text:
+
+- true, and where it is absent (LLaMA, Vicuna 1.3): every part is a text of its own and gets a blank, so `</s>USER` has
+  the ids of `</s>` and ` USER`, and `</s> USER` has one blank more.
+- false (Llama 2, Vicuna 1.5): the whole text gets one blank, none where it begins with an added token; what follows an
+  added token is encoded as it is.
+
+(transformers pull request 24565 introduced the flag.)
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+BLANK = "\u2581"  # what SentencePiece writes for a space
+NORMAL = 1  # the type of learned pieces in a model; control pieces, bytes and user-defined symbols have others
+Added = Mapping[int, AddedToken]
+_ModelProto: Any = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]  # protobuf makes it at import
+
+
+class SentencePieces:
+    """The reference: a tokenizer.model, the tokens that a folder adds to it, and the folder's convention."""
+
+    def __init__(self, model: bytes, added: Added, legacy: bool, prefix: bool = True) -> None:
+        """Read a model. prefix: with legacy false, whether a text gets a blank (`add_prefix_space`).
+
+        Raises ValueError for bytes that are no SentencePiece model.
+        """
+        try:
+            self.proto = _ModelProto.FromString(model)
+            self._decoder = self._encoder = SentencePieceProcessor(model_proto=model)
+        except (DecodeError, RuntimeError) as error:
+            raise ValueError(str(error)) from error
+        self.added, self.legacy = added, legacy
+        self.blank_before_text = self.proto.normalizer_spec.add_dummy_prefix and (legacy or prefix)
+        if not legacy:
+            bare = _ModelProto.FromString(model)
+            bare.normalizer_spec.add_dummy_prefix = False
+            self._encoder = SentencePieceProcessor(model_proto=bare.SerializeToString())
+        self._special = {i for i, token in added.items() if token.special}
+        self._ids = {token.content: i for i, token in added.items()}
+        self._splits = re.compile("|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) or r"(?!)")
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without those that a tokenizer may add at its beginning and end."""
+        if not self.legacy:
+            text = text.replace(BLANK, " ")
+            if self.blank_before_text and text and not self._splits.match(text):
+                text = BLANK + text
+        ids: list[int] = []
+        while found := self._splits.search(text):
+            token, before = self.added[self._ids[found.group()]], text[: found.start()]
+            ids += self._encode_part(before.rstrip() if token.lstrip else before)
+            ids.append(self._ids[token.content])
+            text = text[found.end() :].lstrip() if token.rstrip else text[found.end() :]
+        return ids + self._encode_part(text)
+
+    def _encode_part(self, text: str) -> list[int]:
+        """Return the ids of a text between added tokens."""
+        if self.legacy or not text.startswith((BLANK, " ")):
+            return list(self._encoder.encode(text))
+        # Without a blank of its own, SentencePiece may strip the leading ones, unless something precedes them.
+        before = self.proto.trainer_spec.unk_piece
+        return list(self._encoder.encode(before + text)[len(self._encoder.encode(before)) :])
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the ids by token: the model's pieces, some of which a folder may have renamed, and the added tokens."""
+        pieces = {i: piece.piece for i, piece in enumerate(self.proto.pieces)}
+        added = {i: token.content for i, token in self.added.items()}
+        return {token: i for i, token in (pieces | added).items()}
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids of the model's pieces, special tokens left out."""
+        return str(self._decoder.decode([i for i in ids if i not in self._special]))
+
+
+def fast_twin(pieces: SentencePieces) -> Tokenizer:
+    """Return a tokenizer of the `tokenizers` library with the model's pieces, merged by the model's scores.
+
+    The caller compares it with the reference: a model with a normalization table, or that is no BPE, has no twin here.
+    Raises ValueError where the ids of added tokens leave gaps.
+    """
+    proto, spec = pieces.proto, pieces.proto.normalizer_spec
+    vocabulary = {token: i for token, i in pieces.vocabulary().items() if i < len(proto.pieces)}
+    unknown = next((token for token, i in vocabulary.items() if i == proto.trainer_spec.unk_id), None)
+    fallback = proto.trainer_spec.byte_fallback
+    twin = Tokenizer(models.BPE(vocabulary, _merges(proto), unk_token=unknown, fuse_unk=True, byte_fallback=fallback))
+    steps: list[Any] = [normalizers.Replace(" ", BLANK)]
+    if pieces.blank_before_text and pieces.legacy:
+        steps.insert(0, normalizers.Prepend(BLANK))
+    if spec.remove_extra_whitespaces:
+        steps[:0] = [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    twin.normalizer = normalizers.Sequence(steps)
+    if pieces.blank_before_text and not pieces.legacy:
+        # Normalizers see one part at a time; only a pre-tokenizer knows which part begins the text. One Metaspace alone
+        # would add no blank to a text that begins with one, so a plain space is put first and then rewritten.
+        twin.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False),
+                pre_tokenizers.Metaspace(BLANK, prepend_scheme="never", split=False),
+            ]
+        )
+    read: list[Any] = [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if spec.add_dummy_prefix or spec.remove_extra_whitespaces:
+        read.append(decoders.Strip(" ", left=1))
+    twin.decoder = decoders.Sequence(read)
+    _add_tokens(twin, pieces.added)
+    return twin
+
+
+def _merges(proto: Any) -> list[tuple[str, str]]:
+    """Return every split of a learned piece into two, in the order in which SentencePiece would merge them.
+
+    SentencePiece merges the pair whose piece scores highest, the leftmost of equals. Pieces of blanks share one score in
+    LLaMA's model, so that runs of blanks grow from the left: of equals, the pair with the longer left side comes first.
+    """
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
+    splits = [
+        (-score, -cut, piece[:cut], piece[cut:])
+        for piece, score in scores.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+    splits.sort(key=lambda split: split[:2])
+    return [(left, right) for *_, left, right in splits]
+
+
+def _add_tokens(twin: Tokenizer, added: Added) -> None:
+    """Add tokens under their ids; as with the slow tokenizer, they are found in the text as it was typed."""
+    for i, token in sorted(added.items()):
+        kept = AddedToken(
+            token.content,
+            single_word=token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=False,
+            special=token.special,
+        )
+        twin.add_special_tokens([kept]) if token.special else twin.add_tokens([kept])
+        if twin.token_to_id(token.content) != i:
+            raise ValueError(f"added token {token.content!r} has id {i}, expected {twin.token_to_id(token.content)}")

@@ -1,0 +1,111 @@
+"""Load a folder's tokenizer so that it gives the ids with which the model was trained, and copy it so that it stays so.
+
+A tokenizer that gives other ids is repaired (decoding/tokenizer_repair.py): a tokenizer.json with the right ids, and
+settings under which it loads as it is, take the place of the folder's own files, in memory and in all exports.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from decoding.errors import UserError
+from decoding.folder import read_config
+from decoding.tokenizer_repair import CORE, MODEL, SETTINGS, Repair, find_repair
+
+_IN_CORE = ("special_tokens_map.json", "added_tokens.json")  # a repaired tokenizer.json holds their tokens
+TOKENIZER_FILES = (CORE, MODEL, SETTINGS, *_IN_CORE, "chat_template.jinja")
+
+_repairs: dict[str, Repair | None] = {}  # by the hash of a folder's tokenizer files, so that each is probed once
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Return whether a folder holds any tokenizer file."""
+    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+
+
+def load_tokenizer(
+    folder: str | Path, trust_remote_code: bool = False, *, of_model: bool = True
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder, or with of_model=False of one that holds a tokenizer alone.
+
+    Raises UserError where the folder or its tokenizer cannot be read, where its ids differ from SentencePiece's and
+    cannot be repaired, and where it has more ids than the model's vocabulary.
+    """
+    folder = Path(folder)
+    vocab_size = read_config(folder).get("vocab_size") if of_model else None
+    tokenizer = _read(folder, trust_remote_code)
+    if _repair_of(folder, tokenizer) is not None:
+        try:
+            with TemporaryDirectory() as place:
+                copy_tokenizer(folder, Path(place))
+                tokenizer = _read(Path(place), trust_remote_code)
+        except OSError as error:
+            raise UserError(
+                f"{folder}: its repaired tokenizer cannot be written to a temporary folder ({error}). Free some space, "
+                "or set TMPDIR to another folder."
+            ) from error
+        tokenizer.name_or_path = str(folder)
+    _check_size(folder, tokenizer, vocab_size)
+    return tokenizer
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the tokenizer files of `source`: byte for byte, or repaired. Raises UserError as `load_tokenizer` does."""
+    if source.resolve() == folder.resolve():
+        return
+    repair = _repair_of(source)
+    written = {} if repair is None else {CORE: repair.core, SETTINGS: repair.settings}
+    for name in TOKENIZER_FILES:
+        if name in written:
+            (folder / name).write_text(written[name], encoding="utf-8")
+        elif (source / name).is_file() and not (written and name in _IN_CORE):
+            shutil.copyfile(source / name, folder / name)
+
+
+def _repair_of(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Repair | None:
+    """Return what a folder's tokenizer needs; the first time, a line on standard error names it.
+
+    tokenizer: what `transformers` makes of the folder, where that is known.
+    """
+    held = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    if MODEL not in held and CORE not in held:
+        return None
+    digest = hashlib.sha256(repr(sorted(held.items())).encode()).hexdigest()
+    if digest not in _repairs:
+        repair = find_repair(folder, tokenizer or _read(folder), held)
+        if repair is not None and os.environ.get("RANK", "0") == "0":
+            print(f"note: {folder}: {repair.note}", file=sys.stderr)
+        _repairs[digest] = repair
+    return _repairs[digest]
+
+
+def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Return what `transformers` makes of a folder's tokenizer files."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder}: its tokenizer cannot be loaded ({error}). Copy the tokenizer files again."
+        ) from error
+    except RecursionError as error:  # the first LLaMA folders on the Hub
+        raise UserError(
+            f"{folder}: its tokenizer cannot be loaded, as its special tokens are empty texts. Write bos_token <s>, "
+            f"eos_token </s> and unk_token <unk> into {SETTINGS}."
+        ) from error
+
+
+def _check_size(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: Any) -> None:
+    """Raise UserError for a tokenizer with ids that the model has no rows for."""
+    token, highest = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    if isinstance(vocab_size, int) and highest >= vocab_size:
+        raise UserError(
+            f"{folder}: its tokenizer has ids up to {highest} ({token!r}), but vocab_size in config.json is {vocab_size}, "
+            f"expected ids below that. Remove the tokens that were added to the tokenizer, or give the model's embedding "
+            "and lm_head rows for them."
+        )

@@ -1,0 +1,217 @@
+"""Tokenizers with a tokenizer.model give SentencePiece's ids, wherever they are loaded and exported, or are refused by name."""
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import torch
+from transformers import AutoTokenizer
+
+from decoding import generate, load
+from decoding.compatible import check_same_tokenizer, check_tokenizer_of
+from decoding.errors import UserError
+from decoding.text_stream import TextStream
+from decoding.tokenizer import load_tokenizer
+from decoding.tokenizer_repair import PROBES
+from training.config import StudentConfig
+from training.drafter_folder import copy_tokenizer, write_model
+from training.models import build_llama
+
+Build = Callable[..., Path]
+
+# What folders of LLaMA's tokenizer hold, as published and as older recipes leave them.
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+VICUNA = {"tokenizer_class": "LlamaTokenizer", **SPECIAL, "sp_model_kwargs": {}, "clean_up_tokenization_spaces": False}
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL, "clean_up_tokenization_spaces": False}
+FILES = {"model": ["tokenizer.model"], "json": ["tokenizer.json"], "both": ["tokenizer.model", "tokenizer.json"]}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vicuna_1.3": ("model", VICUNA),
+    "vicuna_1.5": ("model", {**VICUNA, "add_bos_token": True, "legacy": False}),
+    "fast_class": ("model", {**VICUNA, "tokenizer_class": "LlamaTokenizerFast", "legacy": True}),
+    "class_and_json": ("both", VICUNA),
+    "class_and_json_1.5": ("both", {**VICUNA, "legacy": False}),
+    "class_and_json_alone": ("json", {**VICUNA, "add_bos_token": True}),
+    "json_alone": ("json", FAST),
+    "json_and_model": ("both", FAST),
+}
+PADDED = {**VICUNA, "pad_token": "[PAD]"}
+VICUNA_TURNS = ("A chat. USER: Write code. ASSISTANT: def f():\n    pass", "USER: Again ASSISTANT:  ok ", " USER: Bye")
+
+
+@pytest.fixture
+def build(tmp_path: Path, llama_tokenizer: Path) -> Build:
+    """Makes a folder of LLaMA's tokenizer files."""
+
+    def made(name: str, files: str, settings: dict[str, Any], pad: bool = False) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in FILES[files]:
+            shutil.copy(llama_tokenizer / file, folder)
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        if pad:
+            (folder / "added_tokens.json").write_text(json.dumps({"[PAD]": 32_000}))
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def pieces(llama_tokenizer: Path) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_file=str(llama_tokenizer / "tokenizer.model"))
+
+
+@pytest.fixture(scope="session")
+def real_texts(shared_data: Path) -> list[str]:
+    """Code, encyclopedias in two languages, and chats."""
+    texts = []
+    for name, count in (("github/sample_github1", 12), ("wiki/sample_wiki1", 2), ("arxiv/sample_arxiv1", 1)):
+        with (shared_data / "text" / "redpajama_sample" / f"{name}.jsonl").open() as lines:
+            texts += [json.loads(next(lines))["text"][:6000] for _ in range(count)]
+    chats = json.loads((shared_data / "chat" / "sgd_dialogues.json").read_text())[:5]
+    return texts + [turn["value"] for chat in chats for turn in chat["conversations"]]
+
+
+def bare(pieces: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
+    """Ids of a text without the blank that SentencePiece writes before it: behind a byte that merges with nothing."""
+    return list(pieces.encode("\x01" + text)[2:])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ids_are_sentencepieces_and_come_back_as_the_text(
+    name: str, build: Build, pieces: sentencepiece.SentencePieceProcessor, real_texts: list[str], tmp_path: Path
+) -> None:
+    files, settings = LAYOUTS[name]
+    tokenizer = load_tokenizer(build(name, files, settings), of_model=False)
+    copy_tokenizer(tmp_path / name, tmp_path)
+    exported = AutoTokenizer.from_pretrained(tmp_path)  # as whoever serves the folder loads it
+    for text in [*PROBES, *real_texts]:
+        ids = pieces.encode(text)
+        assert tokenizer(text)["input_ids"] == exported(text)["input_ids"] == [1, *ids]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    parts = [pieces.encode(turn) for turn in VICUNA_TURNS]
+    if settings.get("legacy") is False:
+        parts[1:] = [bare(pieces, turn) for turn in VICUNA_TURNS[1:]]
+    turns = "</s>".join(VICUNA_TURNS)
+    expected = [1, *parts[0], 2, *parts[1], 2, *parts[2]]
+    assert tokenizer(turns)["input_ids"] == exported(turns)["input_ids"] == expected
+    # Masks are made of the characters that a token has.
+    places = tokenizer(turns, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    for place, text in zip(places, tokenizer.convert_ids_to_tokens(expected[1:]), strict=True):
+        assert turns[slice(*place)].strip() == text.replace("▁", " ").replace("<0x0A>", "\n").strip()
+
+
+def test_other_tokenizers_of_this_house_are_left_as_they_are(
+    chat24m: Path, stories260k: Path, embedded_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for folder in (chat24m, stories260k, embedded_target):
+        copy_tokenizer(folder, tmp_path)
+        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
+            assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+        load_tokenizer(folder)
+    assert not capsys.readouterr().err
+
+
+def test_a_repair_is_said_once_and_text_streams_after_it(build: Build, capsys: pytest.CaptureFixture) -> None:
+    folder = build("new", "model", {**VICUNA, "model_max_length": 1234})
+    tokenizer = load_tokenizer(folder, of_model=False)
+    load_tokenizer(folder, of_model=False)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"note: {folder}: transformers loads this tokenizer wrongly (the ids of 'def f(x)" in said
+    assert "are [268, 2457, 921], expected [1678, 736, 921] by tokenizer.model): repaired" in said
+    assert (tokenizer.name_or_path, tokenizer.model_max_length) == (str(folder), 1234)
+    for text in PROBES:
+        stream = TextStream(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
+        told = [stream.add([token]) for token in [*tokenizer(text)["input_ids"], 2]]
+        assert "".join([*told, stream.end()]) == text
+
+
+def test_a_repair_without_room_is_refused(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build("roomless", "both", VICUNA)
+    monkeypatch.setattr("tempfile.tempdir", str(folder / "nowhere"))
+    with pytest.raises(UserError, match="roomless: its repaired tokenizer cannot be written .* set TMPDIR"):
+        load_tokenizer(folder, of_model=False)
+
+
+def test_what_cannot_be_repaired_is_refused_by_name(
+    build: Build, llama_tokenizer: Path, stories260k: Path, tmp_path: Path
+) -> None:
+    def refusal(folder: Path) -> str:
+        with pytest.raises(UserError) as told:
+            load_tokenizer(folder, of_model=False)
+        assert str(folder) in str(told.value)
+        return str(told.value)
+
+    other = build("other", "json", FAST)
+    shutil.copy(stories260k / "tokenizer.model", other)
+    assert "different vocabularies (512 and 32000 tokens; id 2" in refusal(other)
+
+    damaged = build("damaged", "json", FAST)
+    (damaged / "tokenizer.model").write_bytes((llama_tokenizer / "tokenizer.model").read_bytes()[:-100])
+    assert "tokenizer.model: is no SentencePiece model" in refusal(damaged)
+
+    empty = build("empty", "model", {**VICUNA, "bos_token": "", "eos_token": "", "unk_token": ""})
+    assert "special tokens are empty texts" in refusal(empty)
+
+    unigram = build("unigram", "model", VICUNA)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(PROBES), model_writer=model, vocab_size=120, hard_vocab_limit=False, minloglevel=2
+    )
+    (unigram / "tokenizer.model").write_bytes(model.getvalue())
+    assert "in a tokenizer with that model's scores, the ids of" in refusal(unigram)
+
+
+def test_tokenizers_are_compared_by_what_they_do(build: Build, llama_tokenizer: Path) -> None:
+    target, other = (build(name, "json", FAST) for name in ("target", "other"))
+    core = json.loads((other / "tokenizer.json").read_text())
+    core["normalizer"] = core["normalizer"]["normalizers"][1]  # no blank before a text
+    (other / "tokenizer.json").write_text(json.dumps(core))
+    for folder in (target, other):
+        (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 32000}')
+    expected = "though every id is the same token: the ids of .*, expected "
+    with pytest.raises(UserError, match=f"their tokenizers differ {expected}"):
+        check_same_tokenizer(target, other)
+    with pytest.raises(UserError, match=f"T is not that of {target}: they differ {expected}"):
+        check_tokenizer_of(load_tokenizer(other), target, "T")
+    check_same_tokenizer(target, target)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(build: Build) -> None:
+    folder = build("large", "json", {**FAST, "pad_token": "[PAD]"})
+    (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 32000}')
+    with pytest.raises(
+        UserError, match=r"large: its tokenizer has ids up to 32000 \('\[PAD\]'\), but vocab_size in con"
+    ):
+        load(folder)
+    (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 32001}')
+    assert len(load_tokenizer(folder)) == 32_001
+
+
+@pytest.fixture
+def pair(build: Build, tmp_path: Path) -> tuple[Path, Path]:
+    """Model folders of random weights, the second with a [PAD] as its last token."""
+    shape = StudentConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    folders = []
+    for name, settings, words in (("plain", FAST, 32_000), ("padded", PADDED, 32_001)):
+        torch.manual_seed(words)
+        model = build_llama(shape, torch.float32, vocab_size=words, max_position_embeddings=64, initializer_range=0.5)
+        files = build(f"{name}_files", "json" if settings is FAST else "model", settings, pad=words > 32_000)
+        write_model(model, files, tmp_path / name, torch.float32)
+        folders.append(tmp_path / name)
+    return folders[0], folders[1]
+
+
+def test_a_trailing_pad_is_accepted_either_way_round(pair: tuple[Path, Path]) -> None:
+    for target, drafter in (pair, pair[::-1]):
+        plain, drafted = load(target), load(target, drafter)
+        for settings in ({}, {"temperature": 1.0, "verify": "coupled", "seed": 3}):
+            fixed = {"max_new_tokens": 8, "stopping": "fixed", **settings}
+            for prompt in ("def f(x):\n    return x", "a [PAD]"):
+                assert generate(drafted, prompt, **fixed).tokens == generate(plain, prompt, **fixed).tokens
+        assert generate(drafted, "x", max_new_tokens=8, stopping="fixed", temperature=1.0, verify="token").stats.drafted
