@@ -1,7 +1,9 @@
 """Every job with a run folder, at toy size: a table of name -> its schema, its function and overrides that make it take a second."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,13 @@ _HELD_OUT = ["held_out.max_prompts=2", "held_out.max_new_tokens=4"]
 
 @dataclass(frozen=True)
 class SmallJob:
-    """One job; `named` are the keys that take a model folder."""
+    """One job; `named` are the keys that take a folder to work on, `listed` those that take a list of it."""
 
     schema: type
     run: Callable[[Any], Any]
     named: tuple[str, ...]
     overrides: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
 
 
 JOBS = {
@@ -110,17 +113,30 @@ JOBS = {
             "stopping=fixed",
             "bootstrap_resamples=50",
         ),
+        ("drafters",),
     ),
-    "eval.compare": SmallJob(evaluating.CompareConfig, eval.compare.run, ("runs",), ("bootstrap_resamples=50",)),
+    "eval.compare": SmallJob(evaluating.CompareConfig, eval.compare.run, (), ("bootstrap_resamples=50",), ("runs",)),
 }
 
 
 def configured(job: str, named: Path | str, folder: Path, *overrides: str) -> Any:
-    """The configuration of a job on a model folder (of eval.compare, on a list of runs), into a run folder."""
+    """The configuration of a job on a model folder (of eval.compare, on a run of eval.run), into a run folder."""
+    config = deepcopy(_composed(job, str(named), overrides))
+    config.output_dir = str(folder)
+    return config
+
+
+@cache
+def _composed(job: str, named: str, overrides: tuple[str, ...]) -> Any:
+    """With any output_dir; Hydra takes longer than some of the jobs."""
     small = JOBS[job]
     register(job, small.schema)
-    given = [*small.overrides, *(f"{key}={named}" for key in small.named), f"output_dir={folder}", *overrides]
+    given = [
+        *small.overrides,
+        *(f"{key}={named}" for key in small.named),
+        *(f"{key}=[{named}]" for key in small.listed),
+    ]
     if job == "distill.prune":
-        given.append(f"importance.cache_dir={folder.parent}/cache")
+        given.append(f"importance.cache_dir={Path(named).parent}/importance")
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return typed(compose(job.replace(".", "_"), given), small.schema)
+        return typed(compose(job.replace(".", "_"), [*given, *overrides]), small.schema)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from decoding.errors import UserError
 
@@ -133,11 +133,13 @@ def read_config(path: Path, remedy: str) -> dict[str, Any]:
         first, _, rest = text.partition("\n")
         if first.startswith(_STAMP) and first != stamped(rest).partition("\n")[0]:
             raise ValueError("its lines are not those that were written")
+        kind = type(yaml.safe_load(text))
+        if kind is not dict:
+            raise ValueError(f"expected a mapping of keys, found a {kind.__name__}")
         found = OmegaConf.to_container(OmegaConf.create(text))
-        if not isinstance(found, dict):
-            raise ValueError(f"expected a mapping of keys, found a {type(found).__name__}")
-        if not {"job", "output_dir"} & found.keys():
-            raise ValueError("it names neither job nor output_dir")
-    except (*WRONG, YAMLError, OmegaConfBaseException) as error:
+        assert isinstance(found, dict)
+        if not isinstance(found.get("job"), str):
+            raise ValueError(f"job is {found.get('job')!r}, expected the name of one")
+    except (*WRONG, yaml.YAMLError, OmegaConfBaseException) as error:
         raise damaged(path, error, remedy) from error
     return {str(key): value for key, value in found.items()}

@@ -252,6 +252,7 @@ def _hash_large(path: Path, size: int, changed_ns: int) -> str:
     return sha256(path)
 
 
+@functools.cache
 def git_revision() -> str:
     """Revision of the checkout this code runs from, with `+changes` when the tree is dirty; `unknown` outside a checkout."""
     root = Path(__file__).resolve().parent.parent

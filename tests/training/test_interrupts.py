@@ -1,0 +1,95 @@
+"""Signals end every job in words and with one status: while it imports, while it composes, and while it works."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distill.config import QualityConfig
+from training.interrupts import INTERRUPTED, Terminated, interrupting
+from training.job import job_main
+
+ROOT = Path(__file__).resolve().parents[2]
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def started(package: Path) -> subprocess.Popen[str]:
+    """`python -m package.job` in the middle of its imports."""
+    package.mkdir()
+    (package / "__init__.py").write_text("from training.interrupts import end_imports_quietly\nend_imports_quietly()\n")
+    (package / "job.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(package.parent), str(ROOT)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"{package.name}.job"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "importing\n"
+    return process
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_during_the_imports_prints_one_line(number: signal.Signals, tmp_path: Path):
+    process = started(tmp_path / "package")
+    process.send_signal(number)
+    _, words = process.communicate(timeout=20)
+    assert words == f"interrupted by {number.name} before anything was begun\n"
+    assert process.returncode == INTERRUPTED == 130
+
+
+@pytest.mark.parametrize("package", ["distill", "eval", "recurrent_drafting"])
+def test_the_packages_of_jobs_import_nothing_before(package: str):
+    """Else a signal meets their imports first; the module itself imports the standard library alone."""
+    names = [
+        name
+        for file in (
+            ROOT / package / "__init__.py",
+            ROOT / "training" / "interrupts.py",
+            ROOT / "training" / "__init__.py",
+        )
+        for node in ast.walk(ast.parse(file.read_text()))
+        for name in (
+            [node.module] if isinstance(node, ast.ImportFrom) else [one.name for one in getattr(node, "names", [])]
+        )
+    ]
+    assert {name.partition(".")[0] for name in names} <= {"training", *sys.stdlib_module_names}
+    assert (ROOT / package / "__init__.py").read_text().endswith("\nend_imports_quietly()\n")
+
+
+def test_an_import_by_something_else_changes_no_handler():
+    """A notebook's Ctrl-C stays its own."""
+    assert {signal.getsignal(number) for number in SIGNALS} == {signal.default_int_handler, signal.SIG_DFL}
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_in_any_job_is_reported_with_its_status(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def work(config: QualityConfig) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    monkeypatch.setattr(sys, "argv", ["distill.quality", f"output_dir={tmp_path}"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        job_main("distill.quality", QualityConfig, work)
+    assert stop.value.code == INTERRUPTED
+    by = " (SIGTERM)" if number == signal.SIGTERM else ""
+    words = f"interrupted: what was finished is kept. Run the same command to go on{by}\n"
+    assert capsys.readouterr().err == words
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_rank_leaves_sigterm_to_the_system():
+    """It may wait for another rank in native code, where no handler of Python runs."""
+    with interrupting(by_sigterm=False):
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with interrupting(), pytest.raises(Terminated):
+        signal.raise_signal(signal.SIGTERM)

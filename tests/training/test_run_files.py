@@ -1,0 +1,112 @@
+"""What is read back of a run folder: whole, or named with what was found and what to do."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoding.errors import UserError
+from eval.records import record_from
+from eval.schema import read_rows
+from training import checkpoint
+from training.config import TrackerConfig
+from training.run_files import line_of, read_config, read_lines, read_object, stamped
+from training.run_folder import read_manifest
+from training.tracker import Tracker
+
+WRONG = {
+    "empty": b"",
+    "blank": b" \n",
+    "zeros": b"\0" * 64,
+    "binary": bytes(range(256)),
+    "no UTF-8": b'{"a": "\xff"}',
+    "torn": b'{"job": "a", "inp',
+    "a list": b"[1]",
+    "a number": b"7",
+    "a text": b'"x"',
+    "null": b"null",
+    "an object": b"{}",
+    "other fields": b'{"what": 1}',
+    "other types": b'{"job": 1, "finished": true, "inputs": 3, "hashes": 4, "artefacts": []}',
+    "nested": b"[" * 2000,
+    "a long number": b'{"job": ' + b"9" * 5000 + b"}",
+}
+READERS: dict[str, Callable[[Path], Any]] = {
+    "manifest": read_manifest,
+    "configuration": lambda path: read_config(path, "Delete it"),
+    "results": read_rows,
+    "a checkpoint": lambda path: checkpoint.load(path.parent),
+    "an object": lambda path: read_object(path, "Delete it", lambda values: values["needed"]),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_such_file_is_named(reader: str, kind: str, tmp_path: Path):
+    path = tmp_path / "state.json"
+    path.write_bytes(WRONG[kind])
+    with pytest.raises(UserError) as error:
+        READERS[reader](path)
+    assert str(path) in str(error.value)
+    assert any(way in str(error.value) for way in ("Delete", "Evaluate again"))
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_line_of_a_journal_that_is_none_is_left_out(kind: str, tmp_path: Path):
+    path = tmp_path / "records.jsonl"
+    line = WRONG[kind].replace(b"\n", b"")
+    path.write_bytes(line_of({"a": 1}) + line + b"\n" + line_of({"a": 2}) + b'{"a": 3, "torn')
+    found = read_lines(path, lambda values: values["a"])
+    assert found.records == [1, 2] and found.content == line_of({"a": 1}) + line_of({"a": 2}) and found.torn == 14
+    assert [words.partition(":")[0] for words in found.wrong] == (["line 2"] if line.strip() else [])
+    path.write_bytes(line + b"\n")
+    assert read_lines(path, record_from).records == []
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_record_of_training_that_is_none_is_named_unless_it_is_the_last(kind: str, tmp_path: Path):
+    line = WRONG[kind].replace(b"\n", b"").replace(b"\r", b"")
+    path = tmp_path / "metrics.jsonl"
+    first, third = b'{"step": 1, "loss": 2.0}\n', b'{"step": 3, "loss": 1.0}\n'
+    path.write_bytes(first + line)
+    tracker = Tracker(tmp_path, TrackerConfig(), "run", {})
+    tracker.rewind(5)
+    assert path.read_bytes() == first
+    path.write_bytes(first + line + b"\n" + third)
+    with pytest.raises(UserError, match=r"metrics.jsonl is damaged: line 2: .*Take this line out"):
+        tracker.rewind(5)
+    tracker.close()
+
+
+def test_every_flipped_bit_of_a_configuration_is_found(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    whole = stamped("job: a.b\noutput_dir: runs/x\nseed: 3\n").encode()
+    path.write_bytes(whole)
+    assert read_config(path, "") == {"job": "a.b", "output_dir": "runs/x", "seed": 3}
+    first = whole.index(b"\n") + 1
+    for place in range(8 * first, 8 * len(whole)):
+        changed = bytearray(whole)
+        changed[place // 8] ^= 1 << place % 8
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match="config.yaml is damaged"):
+            read_config(path, "")
+    for size in range(1, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(UserError, match="config.yaml is damaged"):
+            read_config(path, "")
+
+
+def test_a_state_whose_values_changed_is_no_checkpoint(tmp_path: Path):
+    """Its files have their hashes; the state has one too, and checkpoints of earlier versions are read without."""
+    folder = checkpoint.save(tmp_path / "step_000001", {"step": 1, "data": {"rows": {3: 4}}}, {}, {}, {})
+    assert checkpoint.load(folder).state == {"step": 1, "data": {"rows": {"3": 4}}}
+    file = folder / checkpoint.STATE
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({**values, "step": 2}))
+    with pytest.raises(UserError, match=r"state.json is damaged: its values are not those that were written"):
+        checkpoint.load(folder)
+    del values["checksum"]
+    file.write_text(json.dumps(values))
+    assert checkpoint.load(folder).state["step"] == 1
