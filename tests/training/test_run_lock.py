@@ -118,6 +118,8 @@ HERE, OURS = socket.gethostname(), run_lock._started(os.getpid())
         ("[1, 2]", ""),
         ('{"pid": "one"}', ""),
     ],
+    # Workers must collect the same names, and process numbers differ.
+    ids=["another host", "this process", "a reused number", "dead", "empty", "torn", "a list", "no number"],
 )
 @pytest.mark.parametrize("locks", [True, False])
 def test_what_a_lock_file_says_decides(
