@@ -13,6 +13,7 @@ import pytest
 from distill.config import QualityConfig
 from training.interrupts import INTERRUPTED, Terminated, interrupting
 from training.job import job_main
+from training.stages import ON_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -76,8 +77,8 @@ def test_a_signal_in_any_job_is_reported_with_its_status(
         os.kill(os.getpid(), number)
         time.sleep(10)
 
-    monkeypatch.setattr(sys, "argv", ["distill.quality", f"output_dir={tmp_path}"])
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "given.yaml").write_text(f"job: distill.quality\noutput_dir: {tmp_path / 'run'}\n")
+    monkeypatch.setattr(sys, "argv", ["distill.quality", ON_FILE, str(tmp_path / "given.yaml")])
     with pytest.raises(SystemExit) as stop:
         job_main("distill.quality", QualityConfig, work)
     assert stop.value.code == INTERRUPTED
