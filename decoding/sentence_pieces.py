@@ -14,6 +14,7 @@ decides about the blank that the model writes before a text:
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -39,7 +40,7 @@ class SentencePieces:
             self._decoder = self._encoder = SentencePieceProcessor(model_proto=model)
         except (DecodeError, RuntimeError) as error:
             raise ValueError(str(error)) from error
-        self.added, self.legacy = added, legacy
+        self.model, self.added, self.legacy = model, added, legacy
         self.blank_before_text = self.proto.normalizer_spec.add_dummy_prefix and (legacy or prefix)
         if not legacy:
             bare = _ModelProto.FromString(model)
@@ -92,7 +93,9 @@ def fast_twin(pieces: SentencePieces) -> Tokenizer:
     vocabulary = {token: i for token, i in pieces.vocabulary().items() if i < len(proto.pieces)}
     unknown = next((token for token, i in vocabulary.items() if i == proto.trainer_spec.unk_id), None)
     fallback = proto.trainer_spec.byte_fallback
-    twin = Tokenizer(models.BPE(vocabulary, _merges(proto), unk_token=unknown, fuse_unk=True, byte_fallback=fallback))
+    twin = Tokenizer(
+        models.BPE(vocabulary, _merges(pieces.model), unk_token=unknown, fuse_unk=True, byte_fallback=fallback)
+    )
     steps: list[Any] = [normalizers.Replace(" ", BLANK)]
     if pieces.blank_before_text and pieces.legacy:
         steps.insert(0, normalizers.Prepend(BLANK))
@@ -116,13 +119,15 @@ def fast_twin(pieces: SentencePieces) -> Tokenizer:
     return twin
 
 
-def _merges(proto: Any) -> list[tuple[str, str]]:
+@lru_cache(maxsize=4)
+def _merges(model: bytes) -> list[tuple[str, str]]:
     """Return every split of a learned piece into two, in the order in which SentencePiece would merge them.
 
     SentencePiece merges the pair whose piece scores highest, the leftmost of equals. Pieces of blanks share one score in
     LLaMA's model, so that runs of blanks grow from the left: of equals, the pair with the longer left side comes first.
     """
-    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
+    pieces = _ModelProto.FromString(model).pieces
+    scores = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
     splits = [
         (-score, -cut, piece[:cut], piece[cut:])
         for piece, score in scores.items()

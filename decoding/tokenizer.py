@@ -21,7 +21,7 @@ from decoding.tokenizer_repair import CORE, MODEL, SETTINGS, Repair, find_repair
 _IN_CORE = ("special_tokens_map.json", "added_tokens.json")  # a repaired tokenizer.json holds their tokens
 TOKENIZER_FILES = (CORE, MODEL, SETTINGS, *_IN_CORE, "chat_template.jinja")
 
-_repairs: dict[str, Repair | None] = {}  # by the hash of a folder's tokenizer files, so that each is probed once
+_repairs: dict[str, Repair | None] = {}  # by the hashes of a folder's tokenizer files, so that each is probed once
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -39,8 +39,8 @@ def load_tokenizer(
     """
     folder = Path(folder)
     vocab_size = read_config(folder).get("vocab_size") if of_model else None
-    tokenizer = _read(folder, trust_remote_code)
-    if _repair_of(folder, tokenizer) is not None:
+    repair, tokenizer = _repair_of(folder, trust_remote_code)
+    if repair is not None:
         try:
             with TemporaryDirectory() as place:
                 copy_tokenizer(folder, Path(place))
@@ -51,6 +51,8 @@ def load_tokenizer(
                 "or set TMPDIR to another folder."
             ) from error
         tokenizer.name_or_path = str(folder)
+    elif tokenizer is None:
+        tokenizer = _read(folder, trust_remote_code)
     _check_size(folder, tokenizer, vocab_size)
     return tokenizer
 
@@ -59,7 +61,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy the tokenizer files of `source`: byte for byte, or repaired. Raises UserError as `load_tokenizer` does."""
     if source.resolve() == folder.resolve():
         return
-    repair = _repair_of(source)
+    repair, _ = _repair_of(source)
     written = {} if repair is None else {CORE: repair.core, SETTINGS: repair.settings}
     for name in TOKENIZER_FILES:
         if name in written:
@@ -68,21 +70,22 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _repair_of(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Repair | None:
-    """Return what a folder's tokenizer needs; the first time, a line on standard error names it.
+def _repair_of(folder: Path, trust_remote_code: bool = False) -> tuple[Repair | None, PreTrainedTokenizerBase | None]:
+    """Return what a folder's tokenizer needs, and what `transformers` makes of it where that had to be read to know.
 
-    tokenizer: what `transformers` makes of the folder, where that is known.
+    The first time, a line on standard error names a repair.
     """
     held = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
     if MODEL not in held and CORE not in held:
-        return None
-    digest = hashlib.sha256(repr(sorted(held.items())).encode()).hexdigest()
-    if digest not in _repairs:
-        repair = find_repair(folder, tokenizer or _read(folder), held)
-        if repair is not None and os.environ.get("RANK", "0") == "0":
-            print(f"note: {folder}: {repair.note}", file=sys.stderr)
-        _repairs[digest] = repair
-    return _repairs[digest]
+        return None, None
+    digest = " ".join(f"{name}:{hashlib.sha256(content).hexdigest()}" for name, content in held.items())
+    if digest in _repairs:
+        return _repairs[digest], None
+    tokenizer = _read(folder, trust_remote_code)
+    _repairs[digest] = repair = find_repair(folder, tokenizer, held)
+    if repair is not None and os.environ.get("RANK", "0") == "0":
+        print(f"note: {folder}: {repair.note}", file=sys.stderr)
+    return repair, tokenizer
 
 
 def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

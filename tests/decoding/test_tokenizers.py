@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "json_alone": ("json", FAST),
     "json_and_model": ("both", FAST),
 }
+LESS = ("fast_class", "class_and_json_1.5", "json_alone")  # nothing in them is new
 PADDED = {**VICUNA, "pad_token": "[PAD]"}
 VICUNA_TURNS = ("A chat. USER: Write code. ASSISTANT: def f():\n    pass", "USER: Again ASSISTANT:  ok ", " USER: Bye")
 
@@ -81,7 +83,7 @@ def bare(pieces: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
     return list(pieces.encode("\x01" + text)[2:])
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LESS)) for name in LAYOUTS])
 def test_ids_are_sentencepieces_and_come_back_as_the_text(
     name: str, build: Build, pieces: sentencepiece.SentencePieceProcessor, real_texts: list[str], tmp_path: Path
 ) -> None:
@@ -209,7 +211,9 @@ def pair(build: Build, tmp_path: Path) -> tuple[Path, Path]:
 
 def test_a_trailing_pad_is_accepted_either_way_round(pair: tuple[Path, Path]) -> None:
     for target, drafter in (pair, pair[::-1]):
-        plain, drafted = load(target), load(target, drafter)
+        assert AutoTokenizer.from_pretrained(target)("a  b</s>c")["input_ids"] == [1, 263, 29871, 289, 2, 274]
+        drafted = load(target, drafter)
+        plain = replace(drafted, drafter=None)
         for settings in ({}, {"temperature": 1.0, "verify": "coupled", "seed": 3}):
             fixed = {"max_new_tokens": 8, "stopping": "fixed", **settings}
             for prompt in ("def f(x):\n    return x", "a [PAD]"):
