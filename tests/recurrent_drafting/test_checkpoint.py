@@ -169,3 +169,20 @@ def test_a_folder_without_weights_is_named(folder: Path, tmp_path: Path):
     shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     with pytest.raises(UserError, match="model.safetensors is missing"):
         load_head(tmp_path / "bare")
+
+
+def test_more_blocks_than_weights_are_refused_before_any_is_built(folder: Path):
+    change_config(folder, num_draft_layers=10**9)
+    with pytest.raises(
+        UserError, match=r"num_draft_layers is 1000000000, but model.safetensors holds \d+ tensors, expected"
+    ):
+        load_head(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(folder: Path, value: float):
+    state = load_file(folder / "model.safetensors")
+    name = next(name for name in state if name.startswith("lm_head"))
+    change_tensors(folder, **{name: torch.full_like(state[name], value)})
+    with pytest.raises(UserError, match=f"tensor '{name}' holds weights that are no numbers"):
+        load_head(folder)
