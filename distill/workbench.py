@@ -94,13 +94,16 @@ class Workbench:
         return [collate(data.samples, [row], data.capacity, self.parallel.device) for row in rows]
 
     def tracked(self, part: str = "") -> TrackerConfig:
-        """The tracker of the run, or of a part of it, with a name and a group, so that all of them are found together."""
+        """Return the tracker of the run, or of a part of it, with a name and the group that all share."""
         tracker = self.config.tracker
         run = tracker.name or self.config.experiment
         return replace(tracker, name=run + part, group=tracker.group or run)
 
     def recording(self, part: str, folder: Path) -> Tracker | None:
-        """A tracker of a training inside this run, kept in `folder` and mirrored in the run's group; None on other ranks than rank 0."""
+        """Return a tracker of a training inside this run, mirrored in its group; None but on rank 0.
+
+        folder: where its metrics.jsonl lies.
+        """
         if not self.parallel.is_main:
             return None
         folder.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ class GenerateConfig(JobConfig):
     max_new_tokens: int = 256  # an answer ends here, at a stop token or where the context is full
     max_prompt_tokens: int = 0  # of a prompt with all turns before it, as rendered; 0: as many as the context holds
     system: str = ""  # system turn before every conversation; empty: none, or what the chat template writes by itself
-    # Chat template: auto (the tokenizer's own; where it has none the head's or Vicuna's, if that can be told) or one of ours.
+    # Chat template: one of ours by name, or auto: the tokenizer's own; without one the head's, or Vicuna's
     template: str = "auto"
     # JSONL of {"turns": [...]}, {"prompt"} or {"question"}, a ShareGPT file, or mt_bench; empty: an interactive chat
     prompts: str = ""

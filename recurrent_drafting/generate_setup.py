@@ -179,8 +179,9 @@ def _check_writable(file: Path) -> None:
 def choose_template(cfg: GenerateConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[str, str]:
     """Return the chat template by name and, where the tokenizer has none and none was given, what named it.
 
-    The head's card names the one that it was trained with. Vicuna's is that of heads in the published layout, which have no
-    card, as the published code knows no other, and of a target that is called so. Raises UserError where nothing names one.
+    The head's card names the one that it was trained with. Heads in the published layout have no
+    card and mean Vicuna's, as the published code knows no other; so does a target that is called so.
+    Raises UserError where nothing names one.
     """
     if cfg.template != "auto" or tokenizer.chat_template:
         return cfg.template, ""

@@ -55,7 +55,7 @@ def submitit() -> None:
 
 @pytest.fixture
 def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What Weights & Biases is asked to start, in order: the arguments of each run, and under `logged` what it is given."""
+    """Return the runs that Weights & Biases is asked for: their arguments, and what each `logged`."""
     import wandb
 
     runs: list[dict[str, Any]] = []

@@ -117,9 +117,9 @@ def choose_rendering(
 ) -> str:
     """Return how prompts are shown to a target: `chat` or `text`.
 
-    render: chat, text, or auto, which is chat where the tokenizer has a chat template or `template` names one of ours, and plain
-    text, with a note, for base models. keys: what the two are called in the configuration. Raises UserError for an unknown one,
-    and for chat without a template.
+    render: chat, text, or auto, which is chat where the tokenizer has a chat template or `template`
+    names one of ours, and plain text, with a note, for base models. keys: what the two are called in
+    the configuration. Raises UserError for an unknown one, and for chat without a template.
     """
     if render not in RENDERINGS:
         raise UserError(f"{keys[0]}={render!r} is not known. Expected one of: {', '.join(RENDERINGS)}.")

@@ -2,10 +2,10 @@
 
 Formats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`), `{"messages": [{"role", "content"}]}` or Alpaca
 (`{"instruction", "output"}`, as alpaca_eval writes its outputs), as a JSON array or one object a line; texts as `.jsonl` with "text", `.txt`,
-`.py` and `.md`, or folders of them; prompts as `{"id", "category", "turns": [...]}`, or as benchmarks are published:
-`{"prompt"}` (HumanEval, HellaSwag's contexts) or `{"question"}` (GSM8K, MGSM). Chats and texts may be tables with the same
-columns too (Parquet, Arrow, saved datasets). A bad record is skipped, counted and named in a warning; above a limit the file
-is refused.
+`.py` and `.md`, or folders of them; prompts as `{"id", "category", "turns": [...]}`, or as benchmarks
+are published: `{"prompt"}` (HumanEval, HellaSwag's contexts) or `{"question"}` (GSM8K, MGSM). Chats and
+texts may be tables with the same columns too (Parquet, Arrow, saved datasets). A bad record is skipped,
+counted and named in a warning; above a limit the file is refused.
 """
 
 import json
@@ -70,7 +70,7 @@ def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], C
 
 
 def read_prompts(path: str | Path, *, max_bad: float = MAX_BAD) -> list[Prompt]:
-    """Read evaluation prompts of any form (see the module); of a chat, its first human turn (a system turn put before it).
+    """Read evaluation prompts of any form (see the module); of a chat, its system and first human turn.
 
     Raises UserError as `read_chats` does.
     """

@@ -42,8 +42,11 @@ class Stages(Asks, Protocol):
 
 
 def check_stages(config: Stages) -> None:
-    """Raise UserError for an experiment whose later stages would fail: chats or prompts that this target's tokenizer cannot render,
-    and prompts that are not there."""
+    """Raise UserError for an experiment whose later stages would fail.
+
+    That is for chats or prompts that this target's tokenizer cannot render, and for prompts that are
+    not there.
+    """
     if config.dry_run or not target_is_here(config.target):
         return
     tokenizer = load_tokenizer(resolve(config.target.path))

@@ -71,8 +71,9 @@ def bytes_per_rank(
 def answering_bytes(target: Any, config: Asks) -> dict[str, float]:
     """Bytes that one card of rank 0 needs while the target answers the held-out prompts (training/held_out.py).
 
-    `second copy`: decoding loads the target again, whole, in target.dtype, or its share where target.parallel spreads it over cards.
-    `keys and values up to`: of as many prompts as are answered together, each of data.max_length tokens. target: its Hugging Face configuration.
+    `second copy`: decoding loads the target again, whole, in target.dtype, or its share where
+    target.parallel spreads it over cards. `keys and values up to`: of the prompts that are answered
+    together, each of data.max_length tokens. target: its Hugging Face configuration.
     """
     asked, width = config.target, dtype_of(config.target.dtype).itemsize
     sharing = (asked.processes or cuda.cards() or 1) if asked.parallel != "none" else 1

@@ -1,7 +1,8 @@
 """Which rank of how many this process is, and where the ranks of one job wait for each other.
 
-torchrun, deepspeed, our own launcher (training/launch.py) and `parallel.launcher=slurm` all give it by torchrun's environment
-variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. A job that finds them starts no ranks of its own.
+torchrun, deepspeed, our own launcher (training/launch.py) and `parallel.launcher=slurm` all give it
+by torchrun's environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT. A job that finds them starts no ranks of its own.
 """
 
 import os
@@ -59,8 +60,8 @@ def check_kind(kind: str, size: int) -> None:
 def take_local_rank(arguments: Sequence[str]) -> list[str]:
     """Return the command line without the `--local_rank=N` that the deepspeed launcher puts into it.
 
-    That launcher sets torchrun's variables, but calls LOCAL_WORLD_SIZE LOCAL_SIZE. Raises UserError where no launcher set them,
-    or where it set another rank.
+    That launcher sets torchrun's variables, but calls LOCAL_WORLD_SIZE LOCAL_SIZE. Raises UserError
+    where no launcher set them, or where it set another rank.
     """
     given = [match[1] for text in arguments if (match := _LOCAL_RANK.fullmatch(text))]
     if not given:

@@ -113,10 +113,10 @@ def _is_json(line: str) -> bool:
 
 
 def check_tracker(config: JobConfig) -> None:
-    """Raise UserError where this job's mirror at Weights & Biases cannot be started: an unknown mode, or no login.
+    """Raise UserError where Weights & Biases cannot be started for this job: an unknown mode, or no login.
 
-    Asked before models are loaded, without a network: whether a login is there, not whether the server takes it. Only rank 0
-    tracks, and a dry run does not.
+    Checked before models are loaded and without a network: whether a login is there, not whether the
+    server takes it. Only rank 0 tracks, and a dry run does not.
     """
     tracker = vars(config).get("tracker")
     if not isinstance(tracker, TrackerConfig) or config.dry_run or rank() > 0:

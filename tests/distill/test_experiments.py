@@ -164,7 +164,7 @@ RECIPES = {
 
 @pytest.mark.parametrize(("experiment", "job"), RECIPES.items())
 def test_a_recipe_ends_in_a_comparison_of_what_it_measured(experiment: str, job: str):
-    """All its stages are tracked in one group, under its name; its prompts are shown by the template that its chats are."""
+    """All its stages are tracked in one group, and its prompts rendered by the template of its chats."""
     register(job, SCHEMAS[job])
     given = [f"+experiment={experiment}", "tracker=wandb_offline", "data.template=vicuna"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -194,7 +194,7 @@ def test_a_recipe_ends_in_a_comparison_of_what_it_measured(experiment: str, job:
 
 @pytest.mark.long
 def test_the_whole_recipe_runs_on_a_base_model(base_target: Path, shared_data: Path, tmp_path: Path):
-    """Prune, distil, evaluate, compare, with LLaMA's tokenizer and no chat template; only sizes are smaller than they are written."""
+    """Prune, distil, evaluate, compare: LLaMA's tokenizer, no chat template, smaller sizes."""
     folder, texts = tmp_path / "run", shared_data / "text"
     register("distill.train", TrainConfig)
     sizes = [

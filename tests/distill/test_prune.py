@@ -211,7 +211,7 @@ def test_severe_cuts_go_in_stages_with_distillation_between(tiny_target: Path, t
 def test_a_tracker_gets_every_stage_under_the_experiments_name(
     tiny_target: Path, tmp_path: Path, wandb_runs: list[dict[str, Any]]
 ):
-    """The distillation between two cuts is a run of its own in the same group; what they left is told at the end."""
+    """The distillation between two cuts is a run of its own in the same group; what they left is recorded at the end."""
     tracked = ("tracker=wandb", "tracker.name=llama_796m", "tracker.group=sweep")
     folder = tmp_path / "run"
     student = run(configured(tiny_target, folder, *NARROW, "depths=[3]", *tracked))

@@ -49,7 +49,7 @@ def test_unknown_kinds_are_named():
 
 
 def test_a_target_that_answers_is_held_a_second_time():
-    """On rank 0, by decoding: whole and in its own dtype, or spread over cards; with keys and values of the prompts that run together."""
+    """Whole and in its own dtype, or spread over cards; with keys and values of a batch of prompts."""
     target = LlamaConfig(num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, intermediate_size=11008)
     config = TrainConfig(data=DataConfig(max_length=2048), target=TargetConfig(dtype="bfloat16"))
     parameters = 6_738_415_616
