@@ -83,7 +83,7 @@ class TrainConfig(JobConfig):
     data: DataConfig = field(default_factory=DataConfig)
     assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
     benchmark_prompts: str = ""  # evaluation prompts (JSONL) that an experiment's later stages decode; never trained on
-    benchmark_render: str = "chat"  # how those stages show them to the target (benchmark.render): chat | text, for one without a chat template
+    benchmark_render: str = "auto"  # how those stages show them to the target (benchmark.render): auto | chat | text
     ladder: str = ""  # numbers of layers that an experiment compares, such as "1,3,5" (depth_sweep)
     prune_mode: str = "importance"  # of an experiment's pruning stage: importance | l0 | random (distill.prune's mode)
     prune_largest_cut: float = 1.0  # of that stage (distill.prune's largest_cut); 1: one cut

@@ -19,7 +19,7 @@ from distill.shapes import odd_widths, other_size, removal_flops, student_config
 from training.amounts import hours, operations, size
 from training.config import LoopConfig, ParallelConfig, StudentConfig
 from training.drafter_folder import Origin, write_untrained
-from training.memory_plan import Shape, activation_bytes, bytes_per_rank
+from training.memory_plan import Shape, activation_bytes, answering_bytes, answering_line, bytes_per_rank
 from training.models import dtype_of, known_config, random_model, say_missing, target_config
 from training.paths import resolve
 from training.plan import plan_tokens
@@ -40,6 +40,7 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: boo
     describe(student, target)
     _print_other_size(config.drafter, student)
     flops = print_cost(config.loop, config.parallel, student, {"target": target}, config.assumed_tflops)
+    _print_answering(config, student, target)
     _write(config, student, target, target_folder, folder, was_dry)
     return flops
 
@@ -236,11 +237,7 @@ def _print_memory(
 ) -> None:
     """What a rank holds, part by part. loop: None where nothing is trained; trains: False where masks alone are."""
     ranks, known = _ranks(parallel)
-    kept: dict[str, float] = {}
-    for name, config in frozen.items():
-        whole = parameter_counts(config)
-        held = bytes_per_rank(0, whole["all"], parallel.kind, ranks, "bfloat16", 0, whole["head"])["frozen"]
-        kept[name] = held * dtype_of(frozen_dtype).itemsize / 2
+    kept = {name: _frozen_bytes(config, parallel, frozen_dtype) for name, config in frozen.items()}
     if loop is not None:
         counts = parameter_counts(student)
         outside = counts["embedding"] + counts["head"]
@@ -252,6 +249,20 @@ def _print_memory(
     told = ", ".join(f"{name} {size(held)}" for name, held in kept.items() if held)
     of = f"each of {ranks} ranks ({parallel.kind}{known})" if parallel.kind != "single" else "one process"
     print(f"memory of {of}: {size(sum(kept.values()))} ({told})")
+
+
+def _print_answering(config: TrainConfig, student: Any, target: Any) -> None:
+    """What rank 0 holds before the first step, while a second copy of the target answers the held-out prompts."""
+    held = {"target": _frozen_bytes(target, config.parallel, config.loop.dtype)}
+    held["weights"] = parameter_counts(student)["all"] * dtype_of(config.loop.dtype).itemsize
+    print(answering_line(held | answering_bytes(target, config)))
+
+
+def _frozen_bytes(model: Any, parallel: ParallelConfig, dtype: str) -> float:
+    """What a rank holds of a model that is not trained."""
+    whole = parameter_counts(model)
+    held = bytes_per_rank(0, whole["all"], parallel.kind, _ranks(parallel)[0], "bfloat16", 0, whole["head"])["frozen"]
+    return held * dtype_of(dtype).itemsize / 2
 
 
 def _ranks(parallel: ParallelConfig) -> tuple[int, str]:

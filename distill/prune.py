@@ -23,7 +23,7 @@ from distill.drafter_folder import write_card
 from distill.dry_run import dry_prune, wide_dtype
 from distill.layer_choice import CRITERIA
 from distill.masks import BETA, Masks
-from distill.prune_modes import MODES
+from distill.prune_modes import MODES, record_stages
 from distill.shapes import odd_widths, other_size, refuse_wider, student_config
 from distill.student import chosen_layers
 from distill.workbench import Source, Workbench, read_source
@@ -43,6 +43,7 @@ from training.ranks import SHARDED_WEIGHTS
 from training.run_files import read_object
 from training.run_folder import RunFolder, hash_input
 from training.shapes import bytes_a_step, layers_of, millions, parameter_counts
+from training.tracker import Recording
 
 CHOICES = ("probe", *CRITERIA)
 MASKS = "masks.safetensors"
@@ -232,7 +233,11 @@ def stage(bench: Workbench, source: Source, shape: Any, place: Path, work: Path,
         student, notes, cut = MODES[config.mode](bench, source, shape, work)
     notes["acceptance_before_distillation"] = bench.acceptance(student)["acceptance"]
     if distil:
-        progress = bench.distil(f"distil {shape.num_hidden_layers} layers", student, config.between, work / "distil")
+        title = f"distil {shape.num_hidden_layers} layers"
+        tracker = bench.recording(title, work / "between")
+        progress = bench.distil(title, student, config.between, work / "distil", tracker)
+        if tracker is not None:
+            tracker.close()
         notes["acceptance"] = progress.best["acceptance"]
     notes |= {"seconds": dict(bench.seconds), "flops": dict(bench.flops)}
     bench.seconds.clear()
@@ -308,6 +313,10 @@ def finish(
         acceptance,
     )
     write_card(folder, student, origin, {"mode": config.mode, "stages": told})
+    tracked = dataclasses.replace(config, tracker=bench.tracked())
+    with Recording(run_folder, tracked, inputs, is_main=True) as tracker:
+        assert tracker is not None, "only rank 0 comes here"
+        record_stages(tracker, told)
     seconds, flops = (
         {part: sum(notes[what].get(part, 0.0) for notes in told) for part in _parts(told, what)}
         for what in ("seconds", "flops")

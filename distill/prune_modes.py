@@ -216,8 +216,7 @@ def by_masks(bench: Workbench, source: Source, shape: Any, folder: Path) -> tupl
 
     data = bench.data(rows_of_step(config.data, config.loop))
     a_token = (6 if config.l0.train_weights else 4) * parameter_counts(model.config)["all"]
-    folder.mkdir(parents=True, exist_ok=True)
-    tracker = Tracker(folder, config.tracker, config.experiment, {}) if bench.parallel.is_main else None
+    tracker = bench.recording(f"masks of {shape.num_hidden_layers} layers", folder)
     with bench.account("masks", 0.0):
         progress = fit("masks", objective, objective, data, config.loop, bench.parallel, folder, tracker, evaluate)
     bench.flops["masks"] += float(a_token) * progress.step * config.loop.tokens_per_step
@@ -235,6 +234,22 @@ def at_random(bench: Workbench, source: Source, shape: Any, folder: Path) -> tup
     """The same shape with random weights: the control. Returns (student, notes, None)."""
     torch.manual_seed(bench.config.seed)
     return random_model(shape, source.model.dtype).to(bench.parallel.device), {"layers": None}, None
+
+
+def record_stages(tracker: Tracker, told: list[dict[str, Any]]) -> None:
+    """Record each stage's figures at its number, and a table of the sets of layers that were compared."""
+    tracker.rewind(0)
+    rows = []
+    for number, notes in enumerate(told, start=1):
+        figures = {key: value for key, value in notes.items() if isinstance(value, float)}
+        for group in ("acceptance_as_cut", "probe_acceptance", "masks", "seconds", "flops"):
+            if isinstance(notes.get(group), dict):  # `masks` may be the file that the cut was read from
+                figures |= {f"{group}/{name}": value for name, value in notes[group].items()}
+        tracker.log(number, figures | {"layers": len(notes["layers"])} if notes["layers"] else figures)
+        for name, layers in notes.get("candidates", {}).items():
+            compared = {key: notes[key].get(name) for key in ("acceptance_as_cut", "probe_acceptance")}
+            rows.append({"stage": number, "candidate": name, "layers": str(layers), **compared})
+    tracker.show({"candidates": rows} if rows else {}, [], {})
 
 
 Mode = Callable[[Workbench, Source, Any, Path], tuple[Any, dict[str, Any], Any]]

@@ -16,25 +16,16 @@ from distill.dry_run import dry_run
 from distill.shapes import student_config
 from distill.student import build_student
 from training.amounts import PLANNED
-from training.chat import refuse_no_template, template_source
 from training.config import check_values
 from training.drafter_folder import close_run, origin_of, write_model
 from training.frozen import load_frozen
-from training.held_out import target_answers
+from training.held_out import check_stages, target_answers
 from training.job import job_main
 from training.job_data import data_files, held_out_domains, training_data
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit
 from training.mixture import check_mixture
-from training.models import (
-    check_context,
-    check_target,
-    dtype_of,
-    folder_of,
-    known_config,
-    target_config,
-    target_is_here,
-)
+from training.models import check_context, check_target, dtype_of, folder_of, known_config, target_config
 from training.objectives import Distillation, LanguageModelling, TeacherStates
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
@@ -98,16 +89,6 @@ def check(config: TrainConfig) -> None:
             ),
         },
     )
-
-
-def check_stages(config: TrainConfig) -> None:
-    """Raise UserError for a configuration whose later stages would fail: prompts that this target's tokenizer cannot render."""
-    if config.dry_run or not target_is_here(config.target):
-        return
-    tokenizer = load_tokenizer(resolve(config.target.path))
-    template_source(tokenizer, config.data.template)  # of the chats, and of held_out.prompts
-    if config.benchmark_prompts and config.benchmark_render == "chat":
-        refuse_no_template(tokenizer, "benchmark_render=text")
 
 
 def input_paths(config: TrainConfig, target_folder: Path) -> list[Path]:

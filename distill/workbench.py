@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from decoding.errors import UserError
 from distill.acceptance import HeldOutAcceptance
 from distill.config import PruneConfig
-from training.config import LoopConfig
+from training.config import LoopConfig, TrackerConfig, plain
 from training.frozen import load_frozen
 from training.job_data import row_data, rows_of_step
 from training.loop import Progress, fit
@@ -21,6 +21,7 @@ from training.objectives import Distillation, TeacherStates
 from training.packing import Batch, PackedData, Sample, collate
 from training.parallel import Parallel
 from training.shapes import forward_flops, parameter_counts
+from training.tracker import Tracker
 
 LEAST_ROWS = 16  # of calibration text: below, a score is the luck of a few documents
 
@@ -92,14 +93,32 @@ class Workbench:
             print(f"note: the text makes {len(rows):,} rows of {data.capacity} tokens; {count:,} were asked for")
         return [collate(data.samples, [row], data.capacity, self.parallel.device) for row in rows]
 
-    def distil(self, title: str, student: Any, loop: LoopConfig, folder: Path) -> Progress:
+    def tracked(self, part: str = "") -> TrackerConfig:
+        """Return the tracker of the run, or of a part of it, with a name and the group that all share."""
+        tracker = self.config.tracker
+        run = tracker.name or self.config.experiment
+        return replace(tracker, name=run + part, group=tracker.group or run)
+
+    def recording(self, part: str, folder: Path) -> Tracker | None:
+        """Return a tracker of a training inside this run, mirrored in its group; None but on rank 0.
+
+        folder: where its metrics.jsonl lies.
+        """
+        if not self.parallel.is_main:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        return Tracker(folder, self.tracked(f": {part}"), "", plain(self.config))
+
+    def distil(
+        self, title: str, student: Any, loop: LoopConfig, folder: Path, tracker: Tracker | None = None
+    ) -> Progress:
         """Distil the target into `student`, in loop.dtype, for a while; resumes from `folder`."""
         data = self.data(rows_of_step(self.config.data, loop))
         objective = Distillation(student.to(dtype_of(loop.dtype)), self.teacher, states=self.states)
         before = self.states.tokens_read
         with self.account(title, 0.0):
             progress = fit(
-                title, objective, student, data, loop, self.parallel, folder, None, lambda: self.acceptance(student)
+                title, objective, student, data, loop, self.parallel, folder, tracker, lambda: self.acceptance(student)
             )
         read = self.parallel.sum(torch.tensor(self.states.tokens_read - before, device=self.parallel.device))
         a_token = 6.0 * parameter_counts(student.config)["all"]

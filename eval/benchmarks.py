@@ -15,7 +15,7 @@ from typing import Any
 
 from decoding.errors import UserError
 from eval.config import BenchmarkConfig
-from training.chat import refuse_no_template, render_prompt
+from training.chat import choose_rendering, render_prompt, render_text, template_names
 from training.data import Prompt, read_prompts
 
 TURN = "{turn}"
@@ -29,6 +29,7 @@ class Benchmark:
     name: str
     prompts: list[Prompt]
     render: str  # chat | text
+    chat_template: str  # of render=chat: auto (the tokenizer's own) or the name of one of ours
     counts: dict[str, int]  # read, other_category, too_long, over_limit, measured
     elsewhere: list[Prompt] = field(default_factory=list)  # another file's, for the sweep; empty: it takes of `prompts`
 
@@ -44,6 +45,8 @@ def load_benchmark(
     no room for max_new_tokens; nothing left to measure.
     """
     _check_options(cfg)
+    render = choose_rendering(tokenizer, cfg.render, cfg.chat_template, ("benchmark.render", "benchmark.chat_template"))
+    cfg = replace(cfg, render=render)
     everything = _read(cfg)
     chosen = [prompt for prompt in everything if cfg.category in ("", prompt.category)]
     if not chosen:
@@ -72,7 +75,7 @@ def load_benchmark(
                 f"benchmark.sweep_path={cfg.sweep_path} holds no prompt besides the {len(kept)} that are measured. Expected a file with others."
             )
         elsewhere, _ = _fitting(others, apart, tokenizer, max_length, max_new_tokens, 0)
-    return Benchmark(cfg.name or Path(cfg.path).stem, kept, cfg.render, counts, elsewhere)
+    return Benchmark(cfg.name or Path(cfg.path).stem, kept, render, cfg.chat_template, counts, elsewhere)
 
 
 def spread(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -115,7 +118,7 @@ def _fitting(
     for prompt in prompts:
         if limit and len(kept) == limit:
             break
-        length = len(render_turns(prompt.turns[:1], [], tokenizer, cfg.render))
+        length = len(render_turns(prompt.turns[:1], [], tokenizer, cfg.render, cfg.chat_template))
         if length + max_new_tokens <= max_length:
             kept.append(prompt)
         elif cfg.too_long == "skip":
@@ -155,29 +158,29 @@ def _picked(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:
     return [by_id[one] for one in ids]
 
 
-def render_turns(turns: list[str], answers: list[str], tokenizer: Any, render: str) -> list[int]:
+def render_turns(
+    turns: list[str], answers: list[str], tokenizer: Any, render: str, chat_template: str = "auto"
+) -> list[int]:
     """Token ids of the last of `turns`, after the turns before it and their answers, ready for the target to answer.
 
-    Raises ValueError unless there is one answer fewer than turns.
+    render: chat (by chat_template) or text. Raises ValueError unless there is one answer fewer than turns.
     """
     if len(answers) != len(turns) - 1:
         raise ValueError(f"{len(turns)} turns need {len(turns) - 1} answers, got {len(answers)}")
     if render == "text":
         history = "".join(f"{turn}\n{answer}\n" for turn, answer in zip(turns, answers, strict=False))
-        # not verbose: prompts over the context are counted, not run, so its warning of them would mislead
-        return list(tokenizer(history + turns[-1], verbose=False)["input_ids"])
-    refuse_no_template(tokenizer, "benchmark.render=text")
+        return render_text(tokenizer, history + turns[-1])
     messages = []
     for index, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})
         if index < len(answers):
             messages.append({"role": "assistant", "content": answers[index]})
-    return render_prompt(tokenizer, messages)
+    return render_prompt(tokenizer, messages, template=chat_template)
 
 
 def _check_options(cfg: BenchmarkConfig) -> None:
     for key, found, allowed in (
-        ("render", cfg.render, ("chat", "text")),
+        ("chat_template", cfg.chat_template, template_names()),
         ("turns", cfg.turns, ("first", "all")),
         ("too_long", cfg.too_long, ("error", "skip")),
     ):

@@ -21,6 +21,7 @@ from eval.comparison import Panel, Standing, chains, panels_of
 from eval.config import CompareConfig
 from eval.entries import ALL, HEADLINE, Entry, entries_of
 from eval.evaluations import Evaluation, find_runs, labels_of, read_evaluation
+from eval.schema import flat
 from eval.series import with_series
 from eval.words import condition_label
 from training.checkpoint import write_text
@@ -101,11 +102,14 @@ def _write(folder: RunFolder, panels: Sequence[Panel], evaluations: Sequence[Eva
     making = Making(manifest["command"], manifest["started"].replace("T", " "), manifest["git_revision"])
     write_text(folder.path / "comparison.html", page(panels, plots, evaluations, making))
     tracker.rewind(-1)  # of a comparison that was made before
-    tracker.log(
-        0, {f"speedup/{panel.label}/{entry.name}": _speed(entry) for panel in panels for entry in panel.fastest}
-    )
+    figures = {}
+    for panel in panels:
+        for entry in panel.fastest:
+            figures[f"speedup/{panel.label}/{entry.name}"] = _speed(entry)
+            figures[f"tokens_per_second/{panel.label}/{entry.name}"] = entry.row.tokens_per_second
+    tracker.log(0, figures)
     tracker.show(
-        {"comparison": [_flat(record) for record in records]},
+        {"comparison": [flat(record) for record in records]},
         _charts(panels),
         {f"plots/{name}": file for name, file in images.items()},
     )
@@ -142,11 +146,6 @@ def record_of(panel: Panel, standing: Standing) -> dict[str, Any]:
         "execution": entry.setting.execution,
         **dataclasses.asdict(entry.row),
     }
-
-
-def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """The fields that go into a cell."""
-    return {key: value for key, value in record.items() if not isinstance(value, dict | list)}
 
 
 def _plots(panel: Panel, look: dict[str, Look]) -> list[Plot]:
@@ -194,7 +193,10 @@ def _save(folder: Path, plots: Sequence[Plot]) -> dict[str, Path]:
 
 
 def _charts(panels: Sequence[Panel]) -> list[Chart]:
-    """Scatter charts of each panel: depth against speedup, cost ratio against acceptance."""
+    """Scatter charts of each panel: depth against speedup and against tokens/s, cost ratio against acceptance.
+
+    Tokens/s are each run's own, measured at its own time; speedups are what rows of several runs are compared by.
+    """
     charts = []
     for panel in panels:
         rows = [
@@ -203,6 +205,7 @@ def _charts(panels: Sequence[Panel]) -> list[Chart]:
                 "series": entry.series,
                 "layers": entry.row.drafter_layers,
                 "speedup": _speed(entry),
+                "tokens_per_second": entry.row.tokens_per_second,
                 "cost_ratio": entry.row.cost_ratio,
                 "alpha": entry.alpha,
             }
@@ -211,6 +214,13 @@ def _charts(panels: Sequence[Panel]) -> list[Chart]:
         known = [row for row in rows if row["alpha"] is not None]
         charts += [
             Chart(f"charts/depth_{panel.slug}", f"Depth against speedup: {panel.label}", rows, "layers", "speedup"),
+            Chart(
+                f"charts/throughput_{panel.slug}",
+                f"Depth against tokens/s: {panel.label}",
+                rows,
+                "layers",
+                "tokens_per_second",
+            ),
             Chart(
                 f"charts/acceptance_{panel.slug}",
                 f"Acceptance against cost: {panel.label}",

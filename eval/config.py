@@ -15,13 +15,16 @@ class BenchmarkConfig:
     """The prompts and how they are read."""
 
     name: str = ""  # the name in the tables; empty: the file's name
-    path: str = MISSING  # JSONL of {"id", "category", "turns"}, or a ShareGPT file (its human turns)
+    # JSONL of {"turns": [...]}, {"prompt"} or {"question"}, or a ShareGPT file (its first human turns)
+    path: str = MISSING
     sweep_path: str = ""  # such a file for the sweep alone (none of what is measured); empty: it takes some of these
     category: str = ""  # keep the prompts of this category alone; empty: all
     ids: str = ""  # JSON file of prompt ids to keep, in this order: a list, or {"ids": [...]}; empty: all
     first: int = 0  # keep the first so many of these, as some published tables do; 0: all
     spread: bool = False  # where max_prompts keeps some of these, take them from all over, not the first: of every category or language
-    render: str = "chat"  # chat: the target's chat template; text: the turn as it stands
+    # chat: by the chat template; text: the turn as it stands (base models); auto: text where there is no template
+    render: str = "chat"
+    chat_template: str = "auto"  # auto (the tokenizer's own) or the name of one of ours, such as vicuna
     strip: bool = False  # without the white space around a turn
     template: str = "{turn}"  # with render=text: what stands around a turn, such as "Q: {turn}\nA:"
     turns: str = "first"  # first | all; with all, the target's own answer stands between the turns
@@ -77,6 +80,7 @@ class EvalConfig(JobConfig):
     show_texts: int = 0  # prompts whose texts the report shows, token by token: drafted, or the target's own
     bootstrap_resamples: int = 2000  # of the 95 % interval of the speedup
     require_lossless: bool = True  # ends with an error, after the report, when an output differs from the target's
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
 @dataclass

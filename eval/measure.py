@@ -201,7 +201,11 @@ def _turn(
     for prompt in prompts:
         if turn < len(prompt.turns) and len(answers[prompt.id]) == turn:
             rendered = render_turns(
-                prompt.turns[: turn + 1], answers[prompt.id], bench.tokenizer, bench.benchmark.render
+                prompt.turns[: turn + 1],
+                answers[prompt.id],
+                bench.tokenizer,
+                bench.benchmark.render,
+                bench.benchmark.chat_template,
             )
             if len(rendered) + bench.settings.max_new_tokens <= bench.target.max_length:
                 present.append(prompt)

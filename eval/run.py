@@ -25,7 +25,7 @@ from eval.origins import Origin, origin_of, write_origins
 from eval.records import Record
 from eval.report import Provenance, write_report
 from eval.rows import build_rows
-from eval.schema import Row, read_rows, write_rows
+from eval.schema import Row, flat, read_rows, write_rows
 from eval.session import Session, drafting, generations, most_tokens, prompts_by_part
 from eval.setup import EMBEDDED, Loaded, check, conditions, load
 from eval.table import print_table
@@ -34,7 +34,9 @@ from eval.words import condition_label, main_rows
 from training.job import job_main
 from training.models import target_is_here
 from training.run_folder import RunFolder
+from training.tracker import Recording, Tracker
 
+TRACKED = ("speedup", "tau", "alpha", "tokens_per_second", "baseline_tokens_per_second", "cost_ratio")
 NOT_MEASURED = (
     "Any machine, dtype, batch size, temperature or prompt that is not named above.",
     "Quality of the target's answers: drafting does not change them.",
@@ -81,6 +83,10 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
         rows = with_asked(rows, cfg, loaded)
         write_rows(results, rows)
         write_report(report, rows, session.records, _provenance(cfg, folder, loaded, rows, session.records))
+        # Not before: what a tracker does beside the decoding would be measured too.
+        with Recording(folder, cfg, loaded.inputs, is_main=True) as tracker:
+            assert tracker is not None, "this is the only process"
+            record_rows(tracker, rows)
         folder.write_manifest(loaded.inputs, _summary(rows, loaded), finished=True)
     print_table(rows)
     print(f"\nrows: {results}\nreport: {report}")
@@ -164,15 +170,20 @@ def with_asked(rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded) -> list[Row
 
 def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:
     """The manifest's metrics: the main rows' speedups, and the prompts' counts."""
-    speedups = {
-        f"{row.drafter}, {condition_label(row)}, gamma {row.num_draft_tokens}": [
-            row.speedup,
-            row.speedup_low,
-            row.speedup_high,
-        ]
-        for row in main_rows(list(rows))
-    }
+    speedups = {_label(row): [row.speedup, row.speedup_low, row.speedup_high] for row in main_rows(list(rows))}
     return {"speedup": speedups, "prompts": loaded.bench.benchmark.counts}
+
+
+def _label(row: Row) -> str:
+    return f"{row.drafter}, {condition_label(row)}, gamma {row.num_draft_tokens}"
+
+
+def record_rows(tracker: Tracker, rows: Sequence[Row]) -> None:
+    """Record the main rows' figures by drafter and condition, and all rows as a table."""
+    tracker.rewind(-1)  # of a report that was made before
+    figures = {f"{name}/{_label(row)}": vars(row)[name] for row in main_rows(list(rows)) for name in TRACKED}
+    tracker.log(0, {name: value for name, value in figures.items() if value is not None})
+    tracker.show({"rows": [flat(row) for row in rows]}, [], {})
 
 
 def _origins(loaded: Loaded, hashes: dict[str, str]) -> dict[str, Origin]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,12 @@ class Row:
     def shared_verify(self) -> str:
         """The rule that rows under one condition stand under together."""
         return self.run_verify or self.verify
+
+
+def flat(record: Row | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a row, or of a line made of one, that go into a cell."""
+    fields = record if isinstance(record, Mapping) else vars(record)
+    return {key: value for key, value in fields.items() if isinstance(value, str | int | float | None)}
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:

@@ -267,9 +267,9 @@ def widths(cfg: EvalConfig, loaded: Loaded) -> list[int]:
 
 def middle_prompt(bench: Bench) -> list[int]:
     """Token ids of the prompt of median length, for timing and warming up."""
+    render, template = bench.benchmark.render, bench.benchmark.chat_template
     prompts = [
-        render_turns(prompt.turns[:1], [], bench.tokenizer, bench.benchmark.render)
-        for prompt in bench.benchmark.prompts
+        render_turns(prompt.turns[:1], [], bench.tokenizer, render, template) for prompt in bench.benchmark.prompts
     ]
     return sorted(prompts, key=len)[len(prompts) // 2]
 

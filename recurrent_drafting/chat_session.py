@@ -52,7 +52,7 @@ class ChatSession:
 
     def __init__(self, loaded: Loaded, cfg: GenerateConfig) -> None:
         """Warms the models up, and measures the costs of a round where the drafter decides by them."""
-        self.engine, self.cfg = loaded.engine, cfg
+        self.engine, self.cfg, self.template = loaded.engine, cfg, loaded.template
         self.prompt: list[int] = []  # ids of the last turn's, with all that was before it
         self.reset()
         hello = self._rendered([{"role": "user", "content": "Hello"}])
@@ -137,7 +137,7 @@ class ChatSession:
         return differs if self.settings.temperature == 0 or self.settings.verify == "coupled" else None
 
     def _rendered(self, messages: list[dict[str, str]]) -> list[int]:
-        tokenizer, template = self.engine.tokenizer, self.cfg.template
+        tokenizer, template = self.engine.tokenizer, self.template
         if self._written:
             return render_next(tokenizer, messages, self.prompt, self._written, template=template)
         return render_prompt(tokenizer, messages, template=template)

@@ -47,6 +47,8 @@ class HeadTrainConfig(JobConfig):
     loss: HeadLossConfig = field(default_factory=HeadLossConfig)
     states: StatesConfig = field(default_factory=StatesConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
+    benchmark_prompts: str = ""  # evaluation prompts that an experiment's later stages decode; never trained on
+    benchmark_render: str = "auto"  # how those stages show them to the target (benchmark.render): auto | chat | text
     top_k: int = 5  # per-head accuracies on data.held_out_chats: the token is among the k likeliest, k = 1 .. top_k
     beam_width: int = 8  # beams of the real drafting that the finished head is measured by
     assumed_tflops: float = 100.0  # sustained TFLOP/s of all ranks together, for the hours that a dry run tells

@@ -5,6 +5,7 @@ forward alone. What the hidden state gives to the first linear map is counted on
 """
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from recurrent_drafting.stores import Layout
 from training.amounts import hours, operations, size
 from training.drafter_folder import Origin
 from training.losses.chunked import CHUNK
-from training.memory_plan import bytes_per_rank
+from training.memory_plan import answering_bytes, answering_line, bytes_per_rank
 from training.models import dtype_of, say_missing
 from training.plan import plan_tokens
 from training.shapes import forward_flops, millions, parameter_counts, target_widths
@@ -56,8 +57,8 @@ def dry_run(
     flops = print_cost(config, head, target)
     print_memory(config, head, target)
     if head.draft_vocab_size:
-        print("note: the shortlist is counted in the data, which a dry run does not read: no head folder is written")
-        return flops
+        print("note: the shortlist is counted in the data, which a dry run does not read: the untrained head has none")
+        head = replace(head, draft_vocab_size=0)
     if was_dry:
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
@@ -152,6 +153,8 @@ def print_memory(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None
     of = f"each of {ranks} ranks ({config.parallel.kind})" if ranks > 1 else "one process"
     told = ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in parts.items())
     print(f"memory of {of}: {sum(parts.values()) / 1e6:,.0f} MB ({told})")
+    held = {name: plan[kind] for name, kind in (("target", "frozen"), ("head", "weights"))}
+    print(answering_line(held | answering_bytes(target, config)))
     print(
         f"disk: {counts['all'] * (width + 12) / 1e6:,.0f} MB a checkpoint, {counts['all'] * 4 / 1e6:,.0f} MB the head"
     )

@@ -31,8 +31,10 @@ class GenerateConfig(JobConfig):
     max_new_tokens: int = 256  # an answer ends here, at a stop token or where the context is full
     max_prompt_tokens: int = 0  # of a prompt with all turns before it, as rendered; 0: as many as the context holds
     system: str = ""  # system turn before every conversation; empty: none, or what the chat template writes by itself
-    template: str = "auto"  # chat template: auto (the tokenizer's own) or the name of one of ours
-    prompts: str = ""  # JSONL of {"id", "category", "turns"}, a ShareGPT file, or mt_bench; empty: an interactive chat
+    # Chat template: one of ours by name, or auto: the tokenizer's own; without one the head's, or Vicuna's
+    template: str = "auto"
+    # JSONL of {"turns": [...]}, {"prompt"} or {"question"}, a ShareGPT file, or mt_bench; empty: an interactive chat
+    prompts: str = ""
     turns: str = "all"  # of the prompts: all (an answer stands between two turns) | first
     max_prompts: int = 0  # prompts taken from the file; 0: all
     batch_size: int = 1  # prompts decoded together; the last batch may have fewer

@@ -12,6 +12,7 @@ from decoding.cuda import device_of
 from decoding.drafter import Drafter
 from decoding.engine import Engine, stop_tokens, text_of
 from decoding.errors import UserError
+from decoding.folder import read_config, read_json
 from decoding.loop import Settings
 from decoding.policies import NAMES
 from decoding.target import load_target
@@ -20,6 +21,7 @@ from decoding.values import check_choice, check_settings
 from decoding.verify import check_rule
 from recurrent_drafting.generate_config import GenerateConfig
 from training.config import refuse_parallel
+from training.drafter_folder import CARD
 from training.drafter_use import Use, check_not_evaluated
 from training.drafters import build, describe, name_on_card, uses
 from training.heads import check_fits
@@ -27,6 +29,7 @@ from training.paths import resolve
 
 NONE = "none"  # drafter=none: plain decoding
 USUAL = "prompt_lookup"  # where no drafter is named
+VICUNA = "vicuna"
 HEAD = "recurrent_drafting.drafter.RecurrentDrafter"
 
 
@@ -37,6 +40,7 @@ class Loaded:
     engine: Engine
     settings: Settings  # without measured costs
     about: str  # one line: target, drafter, sampling
+    template: str = "auto"  # chat template: the tokenizer's own, or the name of one of ours
 
 
 def check(cfg: GenerateConfig) -> None:
@@ -86,7 +90,7 @@ def load(cfg: GenerateConfig) -> Loaded:
     )
     if cfg.tokenizer:
         check_tokenizer_of(tokenizer, folder, f"tokenizer={cfg.tokenizer} (--hf_tokenizer)")
-    _check_template(cfg, tokenizer)
+    template, named = choose_template(cfg, tokenizer, folder)
     drafter, use = drafter_of(cfg, folder, device)
     if drafter is not None:
         check_rule(cfg.verify, cfg.temperature, drafter.caps, drafter.name)  # before the larger model is read
@@ -116,7 +120,9 @@ def load(cfg: GenerateConfig) -> Loaded:
         **use.settings,
     )
     about = f"target {target.name} ({target.backend}, {target.dtype}, {device}); {_decoding(cfg, drafter, device)}"
-    return Loaded(engine, settings, about)
+    if named:
+        about += f"; chat template {template}, {named}"
+    return Loaded(engine, settings, about, template)
 
 
 def _decoding(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
@@ -149,9 +155,8 @@ def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[D
 
 def check_drafter(cfg: GenerateConfig, target_folder: Path) -> None:
     """Raise UserError for a drafter that is not there, or a head that is not this target's; nothing is loaded."""
-    found = _mapping(cfg, "cpu")
-    if found is not None and found[1]["_target_"] == HEAD and found[1].get("folder"):
-        check_fits(target_folder, resolve(found[1]["folder"]))
+    if head := _head_folder(cfg):
+        check_fits(target_folder, head)
 
 
 def _mapping(cfg: GenerateConfig, device: str) -> tuple[str, dict[str, Any]] | None:
@@ -181,12 +186,37 @@ def _check_writable(file: Path) -> None:
         raise UserError(f"output={file} cannot be written: {error}. Give another file.") from error
 
 
-def _check_template(cfg: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    if cfg.template == "auto" and not tokenizer.chat_template:
-        raise UserError(
-            f"the tokenizer of {cfg.tokenizer or cfg.target.path} has no chat template: name the one that the target was trained with, "
-            "such as template=vicuna."
-        )
+def choose_template(cfg: GenerateConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[str, str]:
+    """Return the chat template by name and, where the tokenizer has none and none was given, what named it.
+
+    The head's card names the one that it was trained with. Heads in the published layout have no
+    card and mean Vicuna's, as the published code knows no other; so does a target that is called so.
+    Raises UserError where nothing names one.
+    """
+    if cfg.template != "auto" or tokenizer.chat_template:
+        return cfg.template, ""
+    if head := _head_folder(cfg):
+        card = head / CARD
+        if not card.is_file():
+            return VICUNA, "the published heads'"
+        if (trained := read_json(card).get("data", {}).get("template", "auto")) != "auto":
+            return trained, "of the head's card"
+    cached = [part for part in folder.parts if part.startswith("models--")]  # folders of the Hub's cache
+    named = (folder.name, Path(cfg.tokenizer).name, str(read_config(folder).get("_name_or_path", "")), *cached)
+    if any(VICUNA in name.lower() for name in named):
+        return VICUNA, "by the target's name"
+    raise UserError(
+        f"the tokenizer of {cfg.tokenizer or cfg.target.path} has no chat template: name the one that the target was trained with, "
+        "such as template=vicuna."
+    )
+
+
+def _head_folder(cfg: GenerateConfig) -> Path | None:
+    """The folder of the recurrent head that the configuration names; None where it names none."""
+    found = _mapping(cfg, "cpu")
+    if found is None or found[1]["_target_"] != HEAD or not found[1].get("folder"):
+        return None
+    return resolve(found[1]["folder"])
 
 
 def _folder(name: str) -> Path:

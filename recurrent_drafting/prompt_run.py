@@ -166,7 +166,7 @@ def _rendered(loaded: Loaded, cfg: GenerateConfig, turns: Sequence[str], answers
         messages.append({"role": "user", "content": turn})
         if index < len(answers):
             messages.append({"role": "assistant", "content": answers[index]})
-    return render_prompt(loaded.engine.tokenizer, messages, template=cfg.template)
+    return render_prompt(loaded.engine.tokenizer, messages, template=loaded.template)
 
 
 def _too_long(loaded: Loaded, cfg: GenerateConfig, length: int) -> str:

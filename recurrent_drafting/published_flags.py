@@ -99,7 +99,7 @@ FLAGS = (
         "lmsys/vicuna-7b-v1.3",
         "the embedded target",
         "folder of the target",
-        "a folder on this machine; its own chat template is used (template=vicuna for Vicuna's), not Vicuna's for all",
+        "a folder on this machine; its own chat template is used where it has one, not Vicuna's for all",
         _text("target.path"),
     ),
     Flag(

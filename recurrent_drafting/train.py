@@ -29,7 +29,7 @@ from training.amounts import PLANNED
 from training.config import check_values
 from training.drafter_folder import close_run, origin_of
 from training.heads import check_fits
-from training.held_out import target_answers
+from training.held_out import check_stages, target_answers
 from training.job import job_main
 from training.job_data import data_files, drawn_evenly, read_samples, training_data
 from training.launch import is_worker, launch, processes_wanted
@@ -255,4 +255,4 @@ def finish(
 
 
 if __name__ == "__main__":
-    job_main("recurrent_drafting.train", HeadTrainConfig, run)
+    job_main("recurrent_drafting.train", HeadTrainConfig, run, check_stages)

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,44 @@ def submitit() -> None:
     """Hydra's launcher for Slurm."""
     if importlib.util.find_spec("submitit") is None:
         _lacking("needs Hydra's submitit launcher: pip install shallow-draft[slurm]")
+
+
+@pytest.fixture
+def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return the runs that Weights & Biases is asked for: their arguments, and what each `logged`."""
+    import wandb
+
+    runs: list[dict[str, Any]] = []
+
+    class Run:
+        def __init__(self, **asked: Any) -> None:
+            runs.append(asked | {"logged": {}})
+            self.logged = runs[-1]["logged"]
+
+        def log(self, values: dict[str, Any], step: int | None = None) -> None:
+            self.logged |= values
+
+        def finish(self) -> None:
+            self.logged = {}
+
+    monkeypatch.setattr(wandb, "init", Run)
+    return runs
+
+
+@pytest.fixture(scope="session")
+def base_target(tmp_path_factory: pytest.TempPathFactory, llama_tokenizer: Path) -> Path:
+    """A model folder with random weights: 6 layers, width 32, LLaMA's tokenizer, and so no chat template."""
+    from training.config import StudentConfig
+    from training.drafter_folder import write_model
+    from training.models import build_llama
+
+    shape = StudentConfig(hidden_size=32, num_hidden_layers=6, num_attention_heads=4, intermediate_size=48)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32000, "max_position_embeddings": 512, "initializer_range": 0.1}
+    model = build_llama(shape, torch.float32, **sizes, bos_token_id=1, eos_token_id=2)
+    folder = tmp_path_factory.mktemp("base") / "llama"
+    write_model(model, llama_tokenizer, folder, torch.float32)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from training.templates import TEMPLATES, family_of
 
 Message = dict[str, str]
 Span = tuple[int, int]
+RENDERINGS = ("auto", "chat", "text")  # how prompts are shown to a target: see `choose_rendering`
 
 # Unicode noncharacters, "for internal use": they mark answers in the rendered text and are taken out again.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -112,12 +113,45 @@ def _end_of_said(
     return end + len(last) if text.startswith(last, end) else None
 
 
-def refuse_no_template(tokenizer: PreTrainedTokenizerBase, remedy: str) -> None:
-    """Raise UserError where prompts ask for the tokenizer's own chat template and it has none; remedy: what shows them as they stand."""
-    if tokenizer.chat_template is None:
+def choose_rendering(
+    tokenizer: PreTrainedTokenizerBase, render: str, template: str, keys: tuple[str, str], show: bool = True
+) -> str:
+    """Return how prompts are shown to a target: `chat` or `text`.
+
+    render: chat, text, or auto, which is chat where the tokenizer has a chat template or `template`
+    names one of ours, and plain text, with a note, for base models. keys: what the two are called in
+    the configuration. Raises UserError for an unknown one, and for chat without a template.
+    """
+    if render not in RENDERINGS:
+        raise UserError(f"{keys[0]}={render!r} is not known. Expected one of: {', '.join(RENDERINGS)}.")
+    if render == "text":
+        return render
+    if template != "auto" or tokenizer.chat_template is not None:
+        template_source(tokenizer, template)
+        return "chat"
+    ours = f"{keys[1]}={'|'.join(TEMPLATES)}"
+    if render == "chat":
         raise UserError(
-            f"{tokenizer.name_or_path}: the tokenizer has no chat template to render prompts by; {remedy} takes them as they stand"
+            f"{tokenizer.name_or_path}: the tokenizer has no chat template to render prompts by; {keys[0]}=text takes them as they "
+            f"stand (base models), {ours} names one of ours (chat models)"
         )
+    if show:
+        print(
+            f"note: {tokenizer.name_or_path}: the tokenizer has no chat template, so prompts are shown as plain text; for a chat "
+            f"model name its template: {ours}"
+        )
+    return "text"
+
+
+def render_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of a plain text to continue, with the first token (BOS) where the tokenizer adds one."""
+    # not verbose: prompts over the context are counted, not run, so its warning of them would mislead
+    return list(tokenizer(text, verbose=False)["input_ids"])
+
+
+def template_names() -> tuple[str, ...]:
+    """Return what a configuration may call a chat template."""
+    return ("auto", *TEMPLATES)
 
 
 def template_source(tokenizer: PreTrainedTokenizerBase, template: str) -> str:

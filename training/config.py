@@ -157,7 +157,9 @@ class ParallelConfig:
 class HeldOutConfig:
     """Prompts on which checkpoints are compared: the target answers them once, the drafter is scored on those answers."""
 
-    prompts: str = "embedded:held_out_chats"  # evaluation JSONL or ShareGPT file that is never trained on
+    # Prompts that are never trained on, in any form that benchmark.path takes
+    prompts: str = "embedded:held_out_chats"
+    render: str = "auto"  # how the target is asked: auto | chat (by data.template) | text (as they stand: base models)
     max_prompts: int = 48  # prompts used
     max_new_tokens: int = 96  # length of the target's answer
     temperature: float = 1.0  # temperature at which the target answers and acceptance is counted
@@ -170,6 +172,7 @@ class TrackerConfig:
     wandb: str = "disabled"  # online | offline | disabled
     project: str = "shallow-draft"  # Weights & Biases project
     group: str = ""  # Weights & Biases group, one a sweep
+    name: str = ""  # of the Weights & Biases run; empty: the experiment's
     tensorboard: bool = False  # write tensorboard event files beside the metrics
 
 

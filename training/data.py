@@ -2,9 +2,10 @@
 
 Formats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`), `{"messages": [{"role", "content"}]}` or Alpaca
 (`{"instruction", "output"}`, as alpaca_eval writes its outputs), as a JSON array or one object a line; texts as `.jsonl` with "text", `.txt`,
-`.py` and `.md`, or folders of them; prompts as
-`{"id", "category", "turns": [...]}`, one object a line. Chats and texts may be tables with the same columns too (Parquet, Arrow, saved
-datasets). A bad record is skipped, counted and named in a warning; above a limit the file is refused.
+`.py` and `.md`, or folders of them; prompts as `{"id", "category", "turns": [...]}`, or as benchmarks
+are published: `{"prompt"}` (HumanEval, HellaSwag's contexts) or `{"question"}` (GSM8K, MGSM). Chats and
+texts may be tables with the same columns too (Parquet, Arrow, saved datasets). A bad record is skipped,
+counted and named in a warning; above a limit the file is refused.
 """
 
 import json
@@ -18,12 +19,19 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.folder import exists
-from decoding.values import is_text
 from training.chat import Rendered, render_chat
 from training.counts import Counts
 from training.tables import TABLE_SUFFIXES, is_saved_dataset, table_records
 
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+# ShareGPT names the product that answered; whichever it was, its turns are the answers.
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
+    "system": "system",
+}
+# Keys of a prompt's turns, and of its number, in the files that benchmarks are published as.
+TURN_KEYS, NUMBER_KEYS = ("turns", "prompt", "question"), ("id", "question_id", "task_id", "prompt_id")
+CHAT_KEYS = ("conversations", "messages", "instruction")
 MAX_BAD = 0.01
 _TOO_DEEP = "values nested too deeply"
 _HALF = re.compile(r"[\ud800-\udfff]")
@@ -67,11 +75,11 @@ def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], C
 
 
 def read_prompts(path: str | Path, *, max_bad: float = MAX_BAD) -> list[Prompt]:
-    """Read evaluation prompts, or the first human turn of each chat of a ShareGPT file (a system turn put before it).
+    """Read evaluation prompts of any form (see the module); of a chat, its system and first human turn.
 
     Raises UserError as `read_chats` does.
     """
-    expected = 'objects {"id", "category", "turns": [...]} or ShareGPT objects'
+    expected = 'objects {"turns": [...]}, {"prompt"} or {"question"}, or ShareGPT objects'
     return _read(_files(path, (".jsonl", ".json")), _prompt, "prompts", expected, max_bad)[0]
 
 
@@ -302,28 +310,31 @@ def _turns_of_instruction(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _prompt(record: dict[str, Any], place: str) -> Prompt:
     """Return the prompt in an evaluation record, or in a chat: what stands before its first answer."""
-    if "turns" not in record:
-        chat = _chat(record, place)
-        roles = [message["role"] for message in chat.messages]
-        if "user" not in roles:
-            raise _BadRecordError("no human turn")
-        first = roles.index("user")
-        before = [message["content"] for message in chat.messages[:first] if message["role"] == "system"]
-        return Prompt(
-            chat.id,
-            _whole(str(record.get("category", "chat"))),
-            ["\n\n".join([*before, chat.messages[first]["content"]])],
-        )
-    turns = record["turns"]
+    if "turns" not in record and any(key in record for key in CHAT_KEYS):
+        return _prompt_of(_chat(record, place), _whole(str(record.get("category", "chat"))))
+    key = next((key for key in TURN_KEYS if key in record), None)
+    if key is None:
+        raise _BadRecordError(f"no prompt ({', '.join((*TURN_KEYS, *CHAT_KEYS))})")
+    turns = record[key]
+    if key != "turns" and isinstance(turns, str):
+        turns = [turns]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        raise _BadRecordError("turns is no list of texts")
+        raise _BadRecordError(f"{key} is no list of texts" if key == "turns" else f"{key} is no text")
     if not all(turn.strip() for turn in turns):
         raise _BadRecordError("a turn is empty")
-    if not all(map(is_text, turns)):
-        raise _BadRecordError("a turn holds half a surrogate pair")
-    number = record.get("id", record.get("question_id", place))  # FastChat's files say question_id
+    number = next((record[name] for name in NUMBER_KEYS if name in record), place)
     category = str(record.get("category", "none"))
     return Prompt(_whole(str(number)), _whole(category), [_whole(turn) for turn in turns])
+
+
+def _prompt_of(chat: Chat, category: str) -> Prompt:
+    """Return what stands before the chat's first answer, as one turn."""
+    roles = [message["role"] for message in chat.messages]
+    if "user" not in roles:
+        raise _BadRecordError("no human turn")
+    first = roles.index("user")
+    before = [message["content"] for message in chat.messages[:first] if message["role"] == "system"]
+    return Prompt(chat.id, category, ["\n\n".join([*before, chat.messages[first]["content"]])])
 
 
 def _text(record: dict[str, Any], place: str) -> str:

@@ -121,6 +121,7 @@ def origin_of(config: Trains, name: str, target_folder: Path, progress: Progress
     figures = {key: value for key, value in progress.best.items() if key != "score"}
     data = {
         "sources": sources(config.data),
+        "template": config.data.template,
         "tokens_seen": progress.tokens,
         "supervised_tokens_seen": progress.supervised,
     }

@@ -8,17 +8,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from decoding.compatible import load_tokenizer
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from decoding.target import Target, load_target
-from training.chat import render_prompt
+from training.chat import choose_rendering, render_prompt, render_text, template_source
 from training.config import DataConfig, HeldOutConfig, TargetConfig
 from training.data import read_prompts
+from training.job_data import each_data
+from training.models import target_is_here
 from training.packing import Sample
 from training.paths import resolve
 
-_BATCH = 16
+ANSWERED_TOGETHER = 16  # prompts
 
 
 class Asks(Protocol):
@@ -30,6 +33,32 @@ class Asks(Protocol):
     seed: int
 
 
+class Stages(Asks, Protocol):
+    """Such a job, whose experiment decodes with the drafter at the end."""
+
+    dry_run: bool
+    benchmark_prompts: str
+    benchmark_render: str
+
+
+def check_stages(config: Stages) -> None:
+    """Raise UserError for an experiment whose later stages would fail.
+
+    That is for chats or prompts that this target's tokenizer cannot render, and for prompts that are
+    not there.
+    """
+    if config.dry_run or not target_is_here(config.target):
+        return
+    tokenizer = load_tokenizer(resolve(config.target.path))
+    template, asked = config.data.template, "data.template"
+    if any(one.chats or one.held_out_chats for one in each_data(config.data)):
+        template_source(tokenizer, template)
+    choose_rendering(tokenizer, config.held_out.render, template, ("held_out.render", asked), show=False)
+    if config.benchmark_prompts:
+        resolve(config.benchmark_prompts)
+        choose_rendering(tokenizer, config.benchmark_render, template, ("benchmark_render", asked), show=False)
+
+
 def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sample]:
     """The target's answers to the held-out prompts as samples whose answer tokens are supervised; prompts that do not fit are left out."""
     chosen = config.held_out
@@ -38,11 +67,15 @@ def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sa
         print(
             f"warning: held-out prompts are {chosen.prompts} (Python functions); for your target give held_out.prompts=FILE of its own kind"
         )
+    template = config.data.template
+    render = choose_rendering(tokenizer, chosen.render, template, ("held_out.render", "data.template"))
     prompts: list[list[int]] = []
     too_long = 0
     for prompt in read_prompts(resolve(chosen.prompts)):
-        question = [{"role": "user", "content": prompt.turns[0]}]
-        ids = render_prompt(tokenizer, question, template=config.data.template)
+        if render == "text":
+            ids = render_text(tokenizer, prompt.turns[0])
+        else:
+            ids = render_prompt(tokenizer, [{"role": "user", "content": prompt.turns[0]}], template=template)
         if len(ids) > room:
             too_long += 1
         elif len(prompts) < chosen.max_prompts:
@@ -60,8 +93,8 @@ def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sa
     stops = stop_tokens(target_folder, tokenizer)
     settings = Settings(chosen.max_new_tokens, chosen.temperature, seed=config.seed, stop_token_ids=stops)
     samples = []
-    for start in range(0, len(prompts), _BATCH):
-        part = prompts[start : start + _BATCH]
+    for start in range(0, len(prompts), ANSWERED_TOGETHER):
+        part = prompts[start : start + ANSWERED_TOGETHER]
         for ids, answer in zip(part, decode(target, None, part, settings), strict=True):
             mask = np.zeros(len(ids) + len(answer.tokens), dtype=bool)
             mask[len(ids) :] = True

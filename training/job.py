@@ -37,6 +37,7 @@ from training.memory import keep_memory
 from training.run_lock import locked
 from training.stages import ON_FILE, check_given, run_on_file, run_stages
 from training.syntax import check_syntax, composition_error
+from training.tracker import check_tracker
 
 Config = TypeVar("Config", bound=JobConfig)
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -60,8 +61,9 @@ def job_main(
 def _command(
     job: str, schema: type[Config], function: Callable[[Config], Any], check: Callable[[Config], None] | None
 ) -> None:
+    given = ranks.take_local_rank(sys.argv[1:])
     # Hydra takes -m only before or after all overrides; anywhere is what people type.
-    arguments = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))
+    arguments = sorted(given, key=lambda argument: argument not in ("-m", "--multirun"))
     sys.argv[1:] = arguments
     if arguments[:1] == [ON_FILE]:
         if len(arguments) != 2:
@@ -125,6 +127,7 @@ def run_typed(
     check_job(config)
     prepare_process(config)
     ranks.adopt(config)
+    check_tracker(config)
     if config.stages:
         ranks.refuse_idle(config)
     elif ranks.sits_out(config):

@@ -8,11 +8,18 @@ master, except with DeepSpeed, which keeps one anyway.
 Left out: the CUDA context and libraries (about 0.5 to 1 GB a card) and what the allocator cannot use.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from decoding import cuda
 from decoding.errors import UserError
+from training.amounts import size
+from training.held_out import ANSWERED_TOGETHER, Asks
 from training.losses.chunked import CHUNK
+from training.models import dtype_of
 from training.ranks import KINDS, SHARDED_WEIGHTS, ZERO
+from training.shapes import parameter_counts, target_widths
 from training.zero import BUCKET
 
 _WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -59,6 +66,30 @@ def bytes_per_rank(
         plan["frozen"] += frozen_outside_layers * width * others
         plan["buffers"] += trained_outside_layers * width * 2 * others  # and their gradients, before they are cut
     return plan | {"total": sum(plan.values())}
+
+
+def answering_bytes(target: Any, config: Asks) -> dict[str, float]:
+    """Bytes that one card of rank 0 needs while the target answers the held-out prompts (training/held_out.py).
+
+    `second copy`: decoding loads the target again, whole, in target.dtype, or its share where
+    target.parallel spreads it over cards. `keys and values up to`: of the prompts that are answered
+    together, each of data.max_length tokens. target: its Hugging Face configuration.
+    """
+    asked, width = config.target, dtype_of(config.target.dtype).itemsize
+    sharing = (asked.processes or cuda.cards() or 1) if asked.parallel != "none" else 1
+    rows, widths = min(ANSWERED_TOGETHER, config.held_out.max_prompts), target_widths(target)
+    of_token = 2 * target.num_hidden_layers * widths["num_key_value_heads"] * widths["head_dim"] * width
+    whole = {
+        "second copy": parameter_counts(target)["all"] * width,
+        "keys and values up to": rows * config.data.max_length * of_token,
+    }
+    return {name: count / sharing for name, count in whole.items()}
+
+
+def answering_line(held: Mapping[str, float]) -> str:
+    """The dry run's line of that moment; held: bytes by part."""
+    told = ", ".join(f"{name} {size(count)}" for name, count in held.items())
+    return f"memory of rank 0 while the target answers the held-out prompts: {size(sum(held.values()))} ({told})"
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """Which rank of how many this process is, and where the ranks of one job wait for each other.
 
-torchrun, our own launcher (training/launch.py) and `parallel.launcher=slurm` all say it by torchrun's environment variables: RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. A job that finds them starts no ranks of its own.
+torchrun, deepspeed, our own launcher (training/launch.py) and `parallel.launcher=slurm` all give it
+by torchrun's environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT. A job that finds them starts no ranks of its own.
 """
 
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,7 @@ KINDS = ("single", "ddp", *ZERO, "fsdp")
 SHARDED_WEIGHTS = ("zero3", "fsdp")  # kinds that cut weights too, of a frozen target as well
 _SIZES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PLACES = (*_SIZES, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID")
+_LOCAL_RANK = re.compile(r"--local[-_]rank=(\d+)")
 _STAGE = "SHALLOW_DRAFT_STAGE"  # set in the stages of an experiment that several ranks run
 _PATIENCE = timedelta(days=30)  # a stage that one rank runs may take long
 
@@ -53,6 +55,29 @@ def check_kind(kind: str, size: int) -> None:
         raise UserError(
             f"parallel.kind is {kind} with one process, which has nobody to share with: use parallel=single, or parallel.processes=2 or more"
         )
+
+
+def take_local_rank(arguments: Sequence[str]) -> list[str]:
+    """Return the command line without the `--local_rank=N` that the deepspeed launcher puts into it.
+
+    That launcher sets torchrun's variables, but calls LOCAL_WORLD_SIZE LOCAL_SIZE. Raises UserError
+    where no launcher set them, or where it set another rank.
+    """
+    given = [match[1] for text in arguments if (match := _LOCAL_RANK.fullmatch(text))]
+    if not given:
+        return list(arguments)
+    if not is_rank():
+        raise UserError(
+            f"--local_rank={given[-1]} was given, but RANK and WORLD_SIZE are not set: a launcher (deepspeed, torchrun) gives all of "
+            "them. Start the job with one, or leave --local_rank out"
+        )
+    if "LOCAL_SIZE" in os.environ:
+        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
+    if os.environ.setdefault("LOCAL_RANK", given[-1]) != given[-1]:
+        raise UserError(
+            f"--local_rank is {given[-1]} and LOCAL_RANK is {os.environ['LOCAL_RANK']}: expected one number. Leave --local_rank out"
+        )
+    return [text for text in arguments if not _LOCAL_RANK.fullmatch(text)]
 
 
 def adopt(config: JobConfig) -> None:
@@ -110,7 +135,7 @@ def refuse_idle(config: JobConfig) -> None:
         return
     hint = "give parallel=ddp, zero1, zero2, zero3 or fsdp, or start it" if parallel is not None else "start it"
     raise UserError(
-        f"{config.job} runs in one process, but was started in {world_size()} ranks: {hint} without torchrun or srun"
+        f"{config.job} runs in one process, but was started in {world_size()} ranks: {hint} without torchrun, deepspeed or srun"
     )
 
 

@@ -1,17 +1,23 @@
 """Metrics: metrics.jsonl is the truth, Weights & Biases and tensorboard mirror it."""
 
 import json
+import netrc
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from decoding.errors import UserError
 from training.checkpoint import write_bytes, write_text
-from training.config import TrackerConfig
+from training.config import JobConfig, TrackerConfig
+from training.ranks import rank
 from training.run_files import WRONG, DamagedLineError, damaged, record_of
 from training.run_folder import RunFolder
+
+_WANDB_HOST = "api.wandb.ai"  # its public server, under which logins are stored whatever address now leads there
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Tracker:
     def show(self, tables: dict[str, list[dict[str, Any]]], charts: Sequence[Chart], images: dict[str, Path]) -> None:
         """What is no number of a step, by name: Weights & Biases takes all of it, tensorboard the images.
 
-        tables: rows of one form. images: files that both can read, such as PNG.
+        tables: rows; what one lacks of the columns stays empty. images: files that both can read, such as PNG.
         """
         if self._wandb is not None:
             self._wandb.log(_wandb_media(tables, charts, images))
@@ -105,11 +111,52 @@ class Recording:
             self.tracker.close()
 
 
+def check_tracker(config: JobConfig) -> None:
+    """Raise UserError where Weights & Biases cannot be started for this job: an unknown mode, or no login.
+
+    Checked before models are loaded and without a network: whether a login is there, not whether the
+    server takes it. Only rank 0 tracks, and a dry run does not.
+    """
+    tracker = vars(config).get("tracker")
+    if not isinstance(tracker, TrackerConfig) or config.dry_run or rank() > 0:
+        return
+    _check_mode(tracker)
+    if tracker.wandb == "online" and not _has_login():
+        raise UserError(
+            "tracker.wandb is online, but no login to Weights & Biases was found here: run `wandb login` once, or set WANDB_API_KEY; "
+            "tracker=wandb_offline records without one (`wandb sync` uploads later), tracker=none does without"
+        )
+
+
+def _check_mode(config: TrackerConfig) -> None:
+    if config.wandb not in ("online", "offline", "disabled"):
+        raise UserError(f"tracker.wandb is '{config.wandb}'; expected online, offline or disabled")
+
+
+def _has_login() -> bool:
+    """Whether wandb would find credentials: in the environment, in its settings, or in the user's netrc file."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    import wandb
+
+    settings = wandb.setup().settings
+    if settings.api_key:
+        return True
+    usual = (Path(name).expanduser() for name in ("~/.netrc", "~/_netrc"))
+    file = os.environ.get("NETRC") or next((str(path) for path in usual if path.is_file()), None)
+    if file is None:
+        return False
+    try:
+        known = netrc.netrc(Path(file).expanduser()).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return bool({urlsplit(settings.base_url).netloc, _WANDB_HOST} & known.keys())
+
+
 def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any]) -> Any:
+    _check_mode(config)
     if config.wandb == "disabled":
         return None
-    if config.wandb not in ("online", "offline"):
-        raise UserError(f"tracker.wandb is '{config.wandb}'; expected online, offline or disabled")
     import wandb
 
     identity = folder / "wandb_id"  # a resumed run goes on in the same W&B run
@@ -118,7 +165,8 @@ def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config:
     return wandb.init(
         project=config.project,
         group=config.group or None,
-        name=run_name,
+        name=config.name or run_name,
+        job_type=job_config.get("job"),
         dir=str(folder),
         mode="online" if config.wandb == "online" else "offline",
         config=job_config,
@@ -133,7 +181,8 @@ def _wandb_media(
     import wandb
 
     def table(rows: list[dict[str, Any]]) -> Any:
-        return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        columns: list[str | int] = list(dict.fromkeys(key for row in rows for key in row))
+        return wandb.Table(columns=columns, data=[[row.get(str(name)) for name in columns] for row in rows])
 
     scatters = {chart.name: wandb.plot.scatter(table(chart.rows), chart.x, chart.y, chart.title) for chart in charts}
     pictures = {name: wandb.Image(str(path)) for name, path in images.items()}

@@ -98,7 +98,7 @@ def test_a_ladder_from_scratch_or_by_masks_takes_one_override():
         for given, mode in ([], "importance"), (["prune_mode=random"], "random"), (["prune_mode=l0"], "l0"):
             ladder = typed(compose("distill_train", ["+experiment=depth_sweep", *given]), TrainConfig)
             (first, *overrides) = ladder.stage_overrides["distill.prune"]
-            overrides = [text.replace("{output_dir}", "/run").replace("=1,2,4,7", "=7") for text in overrides]
+            overrides = [_hydras(text.replace("{output_dir}", "/run").replace("=1,2,4,7", "=7")) for text in overrides]
             pruning = typed(compose("distill_prune", overrides), PruneConfig)
             assert (first, pruning.mode, pruning.drafter.num_hidden_layers) == ("-m", mode, 7)
             masks, distilled = pruning.loop, ladder.loop
@@ -154,6 +154,102 @@ def test_control_a_wrong_key_of_a_stage_is_found(tmp_path: Path):
     ((job, overrides),) = stages_of(tmp_path / "wrong.yaml").items()
     with pytest.raises(UserError, match="drafter.layer"):
         check_arguments(overrides, job, SCHEMAS[job])
+
+
+RECIPES = {
+    **dict.fromkeys(("llama_1b3", "llama_796m", "llama_543m", "llama_290m", "depth_sweep"), "distill.train"),
+    **dict.fromkeys(("redrafter_vicuna_7b", "redrafter_chat24m"), "recurrent_drafting.train"),
+}
+
+
+@pytest.mark.parametrize(("experiment", "job"), RECIPES.items())
+def test_a_recipe_ends_in_a_comparison_of_what_it_measured(experiment: str, job: str):
+    """All its stages are tracked in one group, and its prompts rendered by the template of its chats."""
+    register(job, SCHEMAS[job])
+    given = [f"+experiment={experiment}", "tracker=wandb_offline", "data.template=vicuna"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = typed(compose(job.replace(".", "_"), given), SCHEMAS[job])
+        assert config.stages[-2:] == ["eval.run", "eval.compare"]
+        tracked = {}
+        for stage, overrides in config.stage_overrides.items():
+            called = stage.partition(":")[0]
+            written = [
+                _hydras(text.replace("{output_dir}", "/run").replace("@{", "${").replace("=1,2,4,7", "=7"))
+                for text in overrides
+                if text != "-m"
+            ]
+            register(called, SCHEMAS[called])
+            if called != job:
+                composed = typed(compose(called.replace(".", "_"), written), SCHEMAS[called])
+                tracked[stage] = composed.tracker
+                if called == "eval.compare":
+                    assert composed.runs == ["/run/eval.run"]
+                if called == "eval.run":
+                    assert composed.output_dir == "/run/eval.run"
+                    assert (composed.benchmark.render, composed.benchmark.chat_template) == ("auto", "vicuna")
+    assert {(one.wandb, one.name, one.group) for one in tracked.values()} == {("offline", experiment, experiment)}
+    assert set(tracked) == {*config.stages} - {job, "distill.train:distilled"}
+    assert (config.tracker.name, config.tracker.group) == (experiment, experiment)
+
+
+@pytest.mark.long
+def test_the_whole_recipe_runs_on_a_base_model(base_target: Path, shared_data: Path, tmp_path: Path):
+    """Prune, distil, evaluate, compare: LLaMA's tokenizer, no chat template, smaller sizes."""
+    folder, texts = tmp_path / "run", shared_data / "text"
+    register("distill.train", TrainConfig)
+    sizes = [
+        "drafter.num_hidden_layers=2",
+        "drafter.hidden_size=16",
+        "drafter.num_attention_heads=2",
+        "drafter.num_key_value_heads=2",
+        "drafter.head_dim=8",
+        "drafter.intermediate_size=32",
+        "data.max_length=128",
+        "held_out.max_prompts=4",
+        "held_out.max_new_tokens=8",
+        "loop.max_steps=2",
+        "loop.tokens_per_step=512",
+        "loop.micro_batch_tokens=512",
+    ]
+    small = {
+        "distill.prune": [
+            "importance.sequences=16",
+            "importance.greedy_sequences=2",
+            "importance.probe_sequences=2",
+            "importance.probe_steps=1",
+            "importance.probe_candidates=2",
+            f"importance.cache_dir={tmp_path}/importance",
+            "between.max_steps=1",
+            "between.tokens_per_step=256",
+        ],
+        "eval.run": ["max_prompts=6", "sweep_prompts=2", "sweep=[1,2]", "max_new_tokens=8", "timing_repeats=1"],
+    }
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        documented = [
+            "+experiment=llama_796m",
+            f"target.path={base_target}",
+            f"data.texts=[{texts / 'tinystories_1000.jsonl'}]",
+            f"data.held_out_texts=[{texts / 'wikipedia_en_30.jsonl'}]",
+            f"held_out.prompts={shared_data / 'eval' / 'hellaswag_contexts.jsonl'}",
+            f"benchmark_prompts={shared_data / 'eval' / 'raw' / 'HumanEval.jsonl'}",
+        ]
+        given = [*documented, *sizes, "target.device=cpu", "data.max_samples=40", f"output_dir={folder}"]
+        composed = compose("distill_train", given)
+    for stage, overrides in small.items():
+        composed.stage_overrides[stage] += overrides
+    (tmp_path / "toy.yaml").write_text(OmegaConf.to_yaml(composed))
+    said = ran("--config-file", str(tmp_path / "toy.yaml"))
+    assert "so prompts are shown as plain text" in said
+    assert (folder / "distill.prune" / "stages" / "1_3_layers").is_dir(), "a cut of at most five eighths at once"
+    card = json.loads((folder / "distill.train" / "drafter" / "drafter_card.json").read_text())
+    assert (card["shape"]["num_hidden_layers"], card["shape"]["hidden_size"]) == (2, 16)
+    assert card["pruning"]["stages"][-1]["layers"] and card["acceptance"]["acceptance"] > 0
+    rows = [json.loads(line) for line in (folder / "eval.compare" / "comparison.jsonl").read_text().splitlines()]
+    assert {(row["drafter"], row["temperature"]) for row in rows} == {
+        (name, temperature) for name in ("drafter", "prompt_lookup") for temperature in (0.0, 1.0)
+    }
+    assert {row["benchmark"] for row in rows} == {"HumanEval"}
+    assert (folder / "eval.compare" / "comparison.html").is_file()
 
 
 @pytest.mark.long
@@ -221,6 +317,8 @@ def test_a_recipe_says_what_it_takes_without_weights_or_data(
     assert "target: 6738.4 M parameters" in said
     assert "hours at" in said and "is not there" in said
     assert "embedded:prompts are requests for Python functions" in said
+    assert "memory of rank 0 while the target answers the held-out prompts" in said
+    assert "[4/4] eval.compare" in said and "would write comparison.jsonl, comparison.html" in said
     *parts, total = hours_in(said)
     assert "all stages together" in said.splitlines()[-1]
     assert len(parts) >= 1 and total == pytest.approx(sum(parts), abs=0.01 * len(parts))

@@ -1,5 +1,6 @@
 """`distill.prune` end to end on a random target: every mode, the cache, stages, resume, workers, bad input."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -205,6 +206,43 @@ def test_severe_cuts_go_in_stages_with_distillation_between(tiny_target: Path, t
     assert "acceptance" in stages[0] and "acceptance" not in stages[2], "the last one is distilled by distill.train"
     first = AutoModelForCausalLM.from_pretrained(folder / "stages" / "1_3_layers").config
     assert (first.num_hidden_layers, first.intermediate_size) == (3, 32), "widths go in the first stage"
+
+
+def test_a_tracker_gets_every_stage_under_the_experiments_name(
+    tiny_target: Path, tmp_path: Path, wandb_runs: list[dict[str, Any]]
+):
+    """The distillation between two cuts is a run of its own in the same group; what they left is recorded at the end."""
+    tracked = ("tracker=wandb", "tracker.name=llama_796m", "tracker.group=sweep")
+    folder = tmp_path / "run"
+    student = run(configured(tiny_target, folder, *NARROW, "depths=[3]", *tracked))
+    assert [(one["name"], one["group"], one["job_type"]) for one in wandb_runs] == [
+        ("llama_796m: distil 3 layers", "sweep", "distill.prune"),
+        ("llama_796m", "sweep", "distill.prune"),
+    ]
+    between, whole = (one["logged"] for one in wandb_runs)
+    assert "loss" in between and "loss" not in whole
+    stages = json.loads((student / "drafter_card.json").read_text())["pruning"]["stages"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert [(line["step"], line["layers"]) for line in lines] == [(1, 3), (2, 2)]
+    for line, stage in zip(lines, stages, strict=True):
+        assert line["acceptance_before_distillation"] == stage["acceptance_before_distillation"]
+        best = stage["proposed_by"]
+        assert line[f"acceptance_as_cut/{best}"] == stage["acceptance_as_cut"][best] > 0
+        assert line["seconds/scores"] > 0 and line["flops/scores"] > 0
+    columns = whole["candidates"].columns
+    assert columns == ["stage", "candidate", "layers", "acceptance_as_cut", "probe_acceptance"]
+    assert len(whole["candidates"].data) == sum(len(stage["candidates"]) for stage in stages)
+
+
+def test_without_a_name_a_run_is_called_after_its_experiment(
+    tiny_target: Path, tmp_path: Path, wandb_runs: list[dict[str, Any]]
+):
+    config = configured(tiny_target, tmp_path / "run", *NARROW, *BRIEF, "tracker=wandb")
+    run(dataclasses.replace(config, experiment="mine"))
+    assert [(one["name"], one["group"]) for one in wandb_runs] == [
+        ("mine: masks of 2 layers", "mine"),
+        ("mine", "mine"),
+    ]
 
 
 def test_saved_masks_make_the_same_student_and_fit_no_other_target(tiny_target: Path, tmp_path: Path):

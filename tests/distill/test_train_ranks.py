@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from distill.config import TrainConfig
 from training.job import CONF, register
+from training.launch import _free_port
 
 ROOT = CONF.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -58,6 +59,15 @@ def test_torchrun_needs_no_other_words(alone: Path, tiny_target: Path, tmp_path:
     """A target in shares answers its held-out prompts over several processes too."""
     split = ["target.parallel=layers", "target.processes=2"]
     done([*TORCHRUN, *job(tiny_target, tmp_path, "parallel=fsdp", *split)])
+    same_drafter(tmp_path, alone)
+
+
+@pytest.mark.long
+def test_the_deepspeed_launcher_needs_no_other_words(alone: Path, tiny_target: Path, tmp_path: Path, deepspeed: None):
+    """It hands every rank --local_rank=N."""
+    launcher = ["env", "DS_ACCELERATOR=cpu", sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    module, *arguments = job(tiny_target, tmp_path, "parallel=ddp")[1:]
+    done([*launcher, "--master_port", str(_free_port()), "--module", module, *arguments])
     same_drafter(tmp_path, alone)
 
 

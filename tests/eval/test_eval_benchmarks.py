@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from decoding.errors import UserError
 from eval.benchmarks import load_benchmark, render_turns, spread
@@ -49,6 +50,31 @@ def test_plain_text_is_not_wrapped():
     assert tokenizer.decode(render_turns(["Once"], [], tokenizer, "text")) == "Once"
 
 
+def test_a_chat_template_of_ours_renders_both_turns_for_a_tokenizer_without_one(tmp_path, shared_data, llama_tokenizer):
+    """Vicuna's published tokenizer has none."""
+    words = AutoTokenizer.from_pretrained(llama_tokenizer)
+    options = {"max_length": 2048, "max_new_tokens": 32, "limit": 1}
+    path = str(shared_data / "eval" / "mt_bench.jsonl")
+    found = load_benchmark(BenchmarkConfig(path=path, turns="all", chat_template="vicuna"), words, **options)
+    first, second = found.prompts[0].turns
+    ids = render_turns([first, second], ["Aloha."], words, found.render, found.chat_template)
+    text = words.decode(ids)
+    assert text.startswith("<s>A chat between a curious user") or text.startswith("<s> A chat between a curious user")
+    assert f"USER: {first} ASSISTANT: Aloha.</s>" in text and text.endswith(f"USER: {second} ASSISTANT:")
+    with pytest.raises(UserError, match=r"benchmark.render=text takes them .*benchmark.chat_template=vicuna\|llama2"):
+        load_benchmark(BenchmarkConfig(path=path), words, **options)
+
+
+@pytest.mark.parametrize(("render", "shown"), [("auto", "text"), ("text", "text")])
+def test_a_base_model_is_shown_prompts_as_they_stand(tmp_path, llama_tokenizer, capsys, render, shown):
+    words = AutoTokenizer.from_pretrained(llama_tokenizer)
+    cfg = BenchmarkConfig(path=str(tiny.prompts(tmp_path / "mine.jsonl")), render=render)
+    found = load_benchmark(cfg, words, max_length=256, max_new_tokens=32, limit=1)
+    assert found.render == shown
+    assert ("shown as plain text" in capsys.readouterr().out) == (render == "auto")
+    assert load(Path(cfg.path), render="auto").render == "chat", "control: of a tokenizer with a template"
+
+
 def test_a_prompt_over_the_context_is_an_error_that_says_what_to_do_or_is_counted(tmp_path):
     path = tmp_path / "long.jsonl"
     lines = [{"id": "short", "category": "", "turns": ["Hi"]}, {"id": "long", "category": "", "turns": ["x" * 300]}]
@@ -74,7 +100,7 @@ def test_an_unknown_category_names_those_that_exist(tmp_path):
         load(tiny.prompts(tmp_path / "mine.jsonl"), category="poetry")
 
 
-@pytest.mark.parametrize("key", ["render", "turns", "too_long"])
+@pytest.mark.parametrize("key", ["render", "chat_template", "turns", "too_long"])
 def test_unknown_options_name_the_known_ones(tmp_path, key):
     with pytest.raises(UserError, match=f"benchmark.{key}='x'.*one of"):
         load(tiny.prompts(tmp_path / "mine.jsonl"), **{key: "x"})

@@ -113,7 +113,7 @@ def test_a_finished_comparison_is_made_again_only_for_other_runs(tmp_path, capsy
     found = run(cfg)
     assert {line["run"] for line in lines(found)} == {"a", "b"}, "the glob finds one more"
     (only,) = (found / "metrics.jsonl").read_text().splitlines()
-    assert len(json.loads(only)) == 1 + 2 * 4
+    assert len(json.loads(only)) == 1 + 2 * 2 * 4, "speedup and tokens/s"
     with (tmp_path / "a" / "eval.run" / "records.jsonl").open("a") as file:
         file.write("\n")
     with pytest.raises(UserError, match=r"records.jsonl has changed since"):
@@ -161,14 +161,18 @@ def test_weights_and_biases_holds_the_comparison_offline(runs):
     }
     assert charts.keys() == {
         f"{kind}_{place}"
-        for kind in ("depth", "acceptance")
+        for kind in ("depth", "throughput", "acceptance")
         for place in ("greedy", "temperature_1_token_verification")
     }
     greedy = [line for line in lines(folder) if line["condition"] == "greedy"]
-    points = {(line["drafter_layers"], line["counted_speedup"]) for line in greedy}
-    drawn = charts["depth_greedy"]
-    at = [drawn["columns"].index(name) for name in ("layers", "speedup")]
-    assert {tuple(row[index] for index in at) for row in drawn["data"]} == points
+    for chart, column, field in (
+        ("depth", "speedup", "counted_speedup"),
+        ("throughput", "tokens_per_second", "tokens_per_second"),
+    ):
+        points = {(line["drafter_layers"], line[field]) for line in greedy}
+        drawn = charts[f"{chart}_greedy"]
+        at = [drawn["columns"].index(name) for name in ("layers", column)]
+        assert {tuple(row[index] for index in at) for row in drawn["data"]} == points
     assert len(list(offline.glob("files/media/images/plots/*.png"))) == len(list((folder / "plots").glob("*.png"))) == 8
 
 

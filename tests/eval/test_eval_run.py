@@ -15,7 +15,7 @@ from eval.measure import Bench, rotate
 from eval.records import BASELINE, Arm, read_records
 from eval.run import run
 from eval.schema import read_rows
-from training.config import TargetConfig
+from training.config import TargetConfig, TrackerConfig
 from training.drafters import Use, build, describe, uses
 
 from . import tiny
@@ -44,6 +44,26 @@ def test_a_run_leaves_rows_records_costs_and_a_report(finished):
     assert (finished / "report.html").stat().st_size > 10_000
     assert (finished / "parts.jsonl").is_file()
     assert json.loads((finished / "manifest.json").read_text())["finished"]
+
+
+def test_a_tracker_gets_every_main_row_and_a_table_of_all(home, wandb_runs):
+    """After the measurement: what a tracker does beside the decoding would be measured too."""
+    tracker = TrackerConfig(wandb="online", name="mine", group="sweep")
+    folder = run(config(home, "tracked", temperatures=[0.0], prompt_lookup_control=False, tracker=tracker))
+    rows = read_rows(folder / "results.jsonl")
+    [main] = [row for row in rows if row.part == "main"]
+    [line] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    label = f"shallow, greedy, gamma {main.num_draft_tokens}"
+    told = {"speedup": main.speedup, "tau": main.tau, "tokens_per_second": main.tokens_per_second}
+    assert {name: line[f"{name}/{label}"] for name in told} == told
+    [asked] = wandb_runs
+    assert (asked["name"], asked["group"], asked["job_type"]) == ("mine", "sweep", "eval.run")
+    table = asked["logged"]["rows"]
+    shown = [dict(zip(table.columns, cells, strict=True)) for cells in table.data]
+    assert [(row["drafter"], row["part"], row["speedup"]) for row in shown] == [
+        (row.drafter, row.part, row.speedup) for row in rows
+    ]
+    assert len(rows) == 1 + len(GAMMAS)
 
 
 def test_every_arm_decodes_every_prompt_and_greedy_outputs_are_the_targets_own(finished):

@@ -108,7 +108,7 @@ def test_prompt_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "folder.jsonl", "the folder holds no .jsonl"),
         (written("deep.jsonl", '{"turns": ' + deep + "}\n"), "JSON that is nested too deeply"),
         (written("deep.json", deep), "nested too deeply"),
-        (written("cut.jsonl", '{"turns": ["a \\ud83d"]}\n'), "half a surrogate pair"),
+        (written("cut.jsonl", '{"turns": ["a \\ud83d"]}\n'), "half a character"),
     ):
         with pytest.raises(UserError, match=message):
             read_prompts(path)

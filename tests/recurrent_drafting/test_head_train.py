@@ -375,7 +375,8 @@ def test_the_published_recipe_tells_its_price_without_weights_or_data(tmp_path: 
     assert "memory of each of 8 ranks (ddp)" in done.stdout
     assert "248,000,000 tokens in 947 steps" in done.stdout and "hours at 2400 TFLOP/s" in done.stdout
     assert "is not there" in done.stdout
-    folder = tmp_path / "drafter"
+    assert "[3/3] eval.compare" in done.stdout and "would write comparison.jsonl, comparison.html" in done.stdout
+    folder = tmp_path / "recurrent_drafting.train" / "drafter"
     assert read_head_config(folder).hidden_size == 4096
     stored = (folder / "model.safetensors").stat()
     assert 1.71e9 < stored.st_size < 1.73e9

@@ -9,21 +9,26 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from rich.console import Console
+from transformers import AutoTokenizer
 
 from decoding.errors import UserError
 from decoding.loop import decode
 from recurrent_drafting import prompt_run
 from recurrent_drafting.checkpoint import save_head
-from recurrent_drafting.generate import run
+from recurrent_drafting.flags import to_overrides
+from recurrent_drafting.generate import JOB, run
 from recurrent_drafting.generate_config import GenerateConfig
-from recurrent_drafting.generate_setup import Loaded, load
+from recurrent_drafting.generate_setup import Loaded, choose_template, load
+from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.mt_bench import load_mt_bench
 from recurrent_drafting.prompt_report import equality, print_report
 from recurrent_drafting.prompt_run import Done, answer_prompts, prompts_of
 from tests.recurrent_drafting import tiny
 from training.chat import render_prompt
-from training.config import TargetConfig
+from training.config import TargetConfig, typed
+from training.job import CONF, register
 from training.loop import Interrupted
 
 TURNS = {
@@ -65,6 +70,66 @@ def config_of(target: Path, prompts: Path, drafter: str = "prompt_lookup", **fie
 def answered(cfg: GenerateConfig) -> tuple[Loaded, Done]:
     loaded = load(cfg)
     return loaded, answer_prompts(loaded, cfg, prompts_of(cfg), Console(file=io.StringIO()))
+
+
+@pytest.fixture
+def published_head(tmp_path: Path) -> Path:
+    """A head as the published code writes one, for a target of LLaMA's vocabulary: without a card."""
+    torch.manual_seed(3)
+    folder = tmp_path / "redrafter"
+    save_head(RecurrentHead(HeadConfig(vocab_size=32000, hidden_size=32, exit_dim=64, num_draft_layers=1)), folder)
+    return folder
+
+
+def test_the_published_command_finds_vicunas_template(base_target: Path, published_head: Path, prompt_file: Path):
+    """Vicuna's tokenizer has no chat template, and the published code knows no other than its."""
+    flags = ["--hf_tokenizer", base_target, "--hf_llm", base_target, "--hf_drafter", published_head]
+    flags += ["--eval_mt_bench", prompt_file, "--beam_width=2", "--beam_length=3", "--greedy_search", "--use_gpu=-1"]
+    flags += ["--max_num_prompts=1", "--max_generation_length=4", "turns=first"]
+    register(JOB, GenerateConfig)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        overrides = to_overrides(list(map(str, flags)))
+        cfg = typed(compose(JOB.replace(".", "_"), overrides), GenerateConfig)
+    loaded, done = answered(cfg)
+    assert loaded.about.endswith("; chat template vicuna, the published heads'")
+    asked = [{"role": "user", "content": TURNS["a"][0]}]
+    expected = render_prompt(loaded.engine.tokenizer, asked, template="vicuna")
+    assert [answer.prompt_tokens for answer in done.answers] == [len(expected)]
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "given", "template"),
+    [
+        ("llama", {"data": {"template": "llama2"}}, "auto", "llama2"),
+        ("llama", {"data": {"template": "llama2"}}, "mistral", "mistral"),
+        ("vicuna-7b-v1.3", {"data": {"template": "auto"}}, "auto", "vicuna"),
+        ("vicuna-7b-v1.3", None, "auto", "vicuna"),
+        ("llama", {}, "auto", ""),
+    ],
+)
+def test_a_template_is_found_on_the_heads_card_or_by_the_targets_name(
+    base_target: Path, published_head: Path, tmp_path: Path, name: str, card: dict | None, given: str, template: str
+):
+    """card: of the head; None: another drafter than a head."""
+    folder = tmp_path / name
+    folder.symlink_to(base_target)
+    if card is not None:
+        (published_head / "drafter_card.json").write_text(json.dumps({"name": "head", **card}))
+    drafter = "prompt_lookup" if card is None else str(published_head)
+    cfg = config_of(folder, tmp_path, drafter, template=given)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if template:
+        assert choose_template(cfg, tokenizer, folder)[0] == template
+        return
+    with pytest.raises(UserError, match="has no chat template: name the one .* such as template=vicuna"):
+        choose_template(cfg, tokenizer, folder)
+
+
+def test_control_a_template_of_the_tokenizers_own_is_taken(tiny_target: Path, tmp_path: Path):
+    folder = tmp_path / "vicuna"
+    folder.symlink_to(tiny_target)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert choose_template(config_of(folder, tmp_path), tokenizer, folder) == ("auto", "")
 
 
 def printed(cfg: GenerateConfig, loaded: Loaded, done: Done) -> str:

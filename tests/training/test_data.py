@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -104,6 +105,49 @@ def test_prompts_of_both_forms(tmp_path: Path) -> None:
         read_prompts(write(tmp_path / "bad.jsonl", json.dumps({"turns": []})))
 
 
+@pytest.mark.parametrize(
+    ("record", "turns", "named"),
+    [
+        ({"task_id": "HumanEval/0", "prompt": "def f(x):\n", "test": "assert"}, ["def f(x):\n"], "HumanEval/0"),
+        ({"prompt": "A man holds a sax. he"}, ["A man holds a sax. he"], "place"),
+        ({"question": "How many eggs?", "answer": "#### 18"}, ["How many eggs?"], "place"),
+        ({"prompt_id": 81, "category": "writing", "prompt": ["Write.", "Again."]}, ["Write.", "Again."], "81"),
+        ({"question_id": 7, "turns": ["One", "Two"], "prompt": "not this"}, ["One", "Two"], "7"),
+        ({"prompt": "not this", **GOOD}, ["Hi"], "a"),
+    ],
+)
+def test_prompts_as_they_are_published(tmp_path: Path, record: dict[str, Any], turns: list[str], named: str) -> None:
+    file = write(tmp_path / "prompts.json", json.dumps(record))
+    [prompt] = read_prompts(file)
+    assert prompt.turns == turns
+    assert prompt.id == (f"{file}:1" if named == "place" else named)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"text": "x"}, r"no prompt \(turns, prompt, question"),
+        ({"prompt": 3}, "prompt is no text"),
+        ({"question": " "}, "a turn is empty"),
+        ({"turns": "one text"}, "turns is no list of texts"),
+    ],
+)
+def test_what_is_no_prompt_is_named(tmp_path: Path, record: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        read_prompts(write(tmp_path / "prompts.jsonl", json.dumps(record)))
+
+
+def test_roles_of_real_sharegpt_files(tmp_path: Path) -> None:
+    """Whichever product answered: its turns are answers, and are trained on."""
+    for answers in ("gpt", "chatgpt", "bing", "bard", "assistant"):
+        for asks in ("human", "user"):
+            turns = [("system", "Be brief."), (asks, "Hi"), (answers, "Hello")]
+            record = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+            [chat], counts = read_chats(write(tmp_path / "chats.jsonl", json.dumps(record)))
+            assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
+            assert (counts.read, counts.used) == (1, 1)
+
+
 def test_texts(tmp_path: Path) -> None:
     write(
         tmp_path / "a.jsonl",
@@ -143,6 +187,9 @@ def test_real_files(shared_data: Path) -> None:
     chats, counts = read_chats([shared_data / "chat" / "mt_bench_101.json", shared_data / "fixtures"])
     assert counts.read == counts.used == len(chats) == 1346 + 500 + 1
     assert len(read_prompts(shared_data / "eval" / "spec_bench.jsonl")) == 480
+    published = read_prompts(shared_data / "eval" / "raw" / "HumanEval.jsonl")
+    ours = read_prompts(shared_data / "eval" / "humaneval.jsonl")
+    assert [(one.id, one.turns) for one in published] == [(one.id, one.turns) for one in ours]
     documents, counts = read_texts(shared_data / "text" / "redpajama_sample", max_bad=0.001)
     assert len(documents) == counts.used == counts.read - 1, "one arXiv record has no text"
 

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from decoding.errors import UserError
-from training.config import OptimizerConfig, StudentConfig
-from training.memory_plan import Shape, activation_bytes, bytes_per_rank
+from distill.config import TrainConfig
+from training.config import DataConfig, OptimizerConfig, StudentConfig, TargetConfig
+from training.memory_plan import Shape, activation_bytes, answering_bytes, bytes_per_rank
 from training.models import build_llama
 from training.objectives import hidden_states
 from training.optimizer import MasterAdamW
@@ -44,6 +46,24 @@ def test_unknown_kinds_are_named():
         bytes_per_rank(1, 1, "zero4", 2, "float32")
     with pytest.raises(UserError, match="not for dtype 'float16'"):
         bytes_per_rank(1, 1, "ddp", 2, "float16")
+
+
+def test_a_target_that_answers_is_held_a_second_time():
+    """Whole and in its own dtype, or spread over cards; with keys and values of a batch of prompts."""
+    target = LlamaConfig(num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, intermediate_size=11008)
+    config = TrainConfig(data=DataConfig(max_length=2048), target=TargetConfig(dtype="bfloat16"))
+    parameters = 6_738_415_616
+    assert answering_bytes(target, config) == {
+        "second copy": 2 * parameters,
+        "keys and values up to": 16 * 2048 * 32 * 2 * 4096 * 2,
+    }
+    config.held_out.max_prompts, config.target.dtype = 4, "float32"
+    assert answering_bytes(target, config) == {
+        "second copy": 4 * parameters,
+        "keys and values up to": 4 * 2048 * 32 * 2 * 4096 * 4,
+    }
+    config.target.parallel, config.target.processes = "layers", 4
+    assert answering_bytes(target, config)["second copy"] == parameters
 
 
 SHAPE = Shape(layers=4, hidden=64, heads=4, head_dim=16, intermediate=160, vocabulary=67)

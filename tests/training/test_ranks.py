@@ -79,6 +79,27 @@ def test_ranks_that_were_started_are_not_started_again(monkeypatch: pytest.Monke
         processes_wanted(ParallelConfig())
 
 
+def test_the_deepspeed_launchers_word_is_taken(monkeypatch: pytest.MonkeyPatch):
+    """It adds --local_rank=N to the command line, sets torchrun's variables, and calls one of them otherwise."""
+    asked = ["parallel=zero2", "seed=3"]
+    assert ranks.take_local_rank(asked) == asked
+    with pytest.raises(UserError, match=r"--local_rank=1 was given, but RANK and WORLD_SIZE are not set"):
+        ranks.take_local_rank(["--local_rank=1", *asked])
+    for name, value in {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ranks._PLACES:  # those that are set below are gone afterwards
+        monkeypatch.setenv(name, ranks.os.environ.get(name, ""))
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    for flag in ("--local_rank=1", "--local-rank=1"):
+        assert ranks.take_local_rank([flag, *asked]) == asked
+    assert (ranks.local_rank(), processes_wanted(ParallelConfig(kind="zero2"))) == (1, 16)
+    with pytest.raises(UserError, match="parallel.processes is 3, but this process was started as one of 8 ranks"):
+        processes_wanted(ParallelConfig(kind="zero2", processes=3))
+    with pytest.raises(UserError, match="--local_rank is 2 and LOCAL_RANK is 1"):
+        ranks.take_local_rank(["--local_rank=2"])
+
+
 def test_kinds_and_numbers_that_contradict_each_other_are_named():
     with pytest.raises(UserError, match="parallel.kind is zero2 with one process, which has nobody to share with"):
         processes_wanted(ParallelConfig(kind="zero2", processes=1))

@@ -4,13 +4,17 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 from matplotlib.figure import Figure
 
 from decoding.errors import UserError
+from distill.config import TrainConfig
 from training.config import TrackerConfig
-from training.tracker import Tracker
+from training.job import CONF, register, run_typed
+from training.tracker import Tracker, check_tracker
 
 RECORDS = [(1, {"loss": 3.5, "note": "first"}), (2, {"loss": 2.25, "acceptance": 0.5})]
 
@@ -66,6 +70,73 @@ def test_wandb_offline_holds_the_numbers(tmp_path: Path):
     while b"acceptance" not in file.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert b"2.25" in file.read_bytes()
+
+
+@pytest.fixture
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home without any login to Weights & Biases."""
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_missing_login_is_found_before_the_job_begins(nobody: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without a network, and of the rank that tracks alone."""
+    register("distill.train", TrainConfig)
+    began: list[str] = []
+
+    def start(*given: str) -> None:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            composed = compose("distill_train", [f"output_dir={nobody}/run", *given])
+        run_typed(composed, "distill.train", TrainConfig, lambda config: began.append(config.tracker.wandb))
+
+    words = r"no login to Weights & Biases.*`wandb login`.*WANDB_API_KEY; tracker=wandb_offline"
+    with pytest.raises(UserError, match=words):
+        start("tracker=wandb")
+    with pytest.raises(UserError, match=words):  # an experiment asks before its first stage
+        start("tracker=wandb", "+experiment=llama_796m")
+    assert not began and not (nobody / "run").exists()
+    start("tracker=wandb", "dry_run=true")
+    start("tracker=wandb_offline")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    start("tracker=wandb", "parallel=ddp")
+    assert began == ["online", "offline", "online"]
+
+
+@pytest.mark.parametrize("where", ["environment", "token", "netrc", "named netrc"])
+def test_a_login_is_found_where_wandb_keeps_it(nobody: Path, monkeypatch: pytest.MonkeyPatch, where: str):
+    file = nobody / (".netrc" if where == "netrc" else "logins")
+    file.write_text("machine elsewhere.org login a password b\n")
+    monkeypatch.setenv("NETRC", str(file))
+    config = TrainConfig(tracker=TrackerConfig(wandb="online"))
+    with pytest.raises(UserError, match="no login"):
+        check_tracker(config)
+    if where == "netrc":
+        monkeypatch.delenv("NETRC")
+    names = {"environment": "WANDB_API_KEY", "token": "WANDB_IDENTITY_TOKEN_FILE"}
+    if where in names:
+        monkeypatch.setenv(names[where], "x" * 40)
+    else:
+        file.write_text(f"machine api.wandb.ai login user password {'x' * 40}\n")
+    check_tracker(config)
+
+
+def test_a_run_has_its_jobs_kind_and_the_name_that_was_given(tmp_path: Path, wandb_runs: list[dict[str, Any]]):
+    for name in ("", "mine"):
+        Tracker(tmp_path, TrackerConfig(wandb="online", group="g", name=name), "an experiment", {"job": "eval.run"})
+    assert [(one["name"], one["group"], one["job_type"]) for one in wandb_runs] == [
+        ("an experiment", "g", "eval.run"),
+        ("mine", "g", "eval.run"),
+    ]
+
+
+def test_a_table_takes_rows_that_lack_a_column(tmp_path: Path, wandb_runs: list[dict[str, Any]]):
+    tracker = Tracker(tmp_path, TrackerConfig(wandb="online"), "a run", {})
+    tracker.show({"rows": [{"a": 1}, {"a": 2, "b": 3}]}, [], {})
+    table = wandb_runs[0]["logged"]["rows"]
+    assert (table.columns, table.data) == (["a", "b"], [[1, None], [2, 3]])
 
 
 def test_an_unknown_mode_is_named(tmp_path: Path):
