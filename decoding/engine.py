@@ -103,9 +103,9 @@ def stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple
     """The end-of-text ids of a model folder: generation_config.json's, and the tokenizer's."""
     path = Path(folder) / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.is_file() else None
-    ids = set(found if isinstance(found, list) else [found])
-    ids.add(tokenizer.eos_token_id)
-    return tuple(sorted(i for i in ids if i is not None))
+    ids = [one for one in (found if isinstance(found, list) else [found]) if one is not None]
+    check_value("stop_token_ids", ids, key=f"{path}: eos_token_id")
+    return tuple(sorted({*ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}))
 
 
 def encode(engine: Engine, prompt: Prompt) -> list[int]:
@@ -144,9 +144,8 @@ def generate(
     fixed: dict[str, Any] = {"stop_token_ids": engine.stop_token_ids, "text_of": lambda ids: text_of(engine, ids)}
     chosen = Settings(**{**fixed, **settings})
     check(engine.target, engine.drafter, chosen)
-    with Claim(
-        engine.target, engine.drafter
-    ):  # its costs are measured, and its text is decoded, while no other thread uses the models
+    # No other thread uses the models from the measuring of costs to the last token.
+    with Claim(engine.target, engine.drafter):
         ids = encode(engine, text_or_messages)
         chosen = with_costs(engine, ids, chosen)
         if stream:

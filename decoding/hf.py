@@ -146,7 +146,16 @@ class HFTarget:
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        except (
+            ValueError,
+            OSError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RuntimeError,
+            StrictDataclassError,
+        ) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"{folder}: transformers cannot load it as a causal LM: {reason}") from error
         model, info = loaded

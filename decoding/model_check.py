@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
 from decoding.errors import UserError
 from decoding.folder import Tensors, read_config, read_headers
 from decoding.values import Rule, check_value, is_int, is_number, optional, shown, whole
@@ -86,8 +88,10 @@ def check_model(folder: str | Path) -> None:
     """
     folder = Path(folder)
     config, tensors = read_config(folder), read_headers(folder)
+    _check_finite(folder / "config.json", config)
     _check_layers(folder, config, tensors)
     if config["model_type"] not in FAMILIES:
+        _check_quantization(folder, config)
         return
     check_fields(folder, config)
     wanted = {tensor.name: tensor for tensor in expected_tensors(config)}
@@ -102,6 +106,28 @@ def check_model(folder: str | Path) -> None:
         raise UserError(
             f"{tensors[unused[0]].file}: tensor '{unused[0]}' has no place in the {config['model_type']} model of {folder / 'config.json'}, expected "
             f"every tensor to be used ({_count(len(unused))}). Take config.json and weights from one model."
+        )
+
+
+def _check_finite(file: Path, values: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise UserError for a NaN or an infinity anywhere in a configuration: JSON has none, and Python reads them all the same."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _check_finite(file, value, f"{prefix}{key}.")
+        elif isinstance(value, float) and not is_number(value):
+            raise UserError(f"{file}: {prefix}{key} is {value}, expected a finite number.")
+
+
+def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise UserError for weights quantized in a way that `transformers` does not know, and would skip."""
+    found = config.get("quantization_config")
+    if found is None:
+        return
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise UserError(
+            f"{folder / 'config.json'}: quantization_config is {shown(found)}, expected one with a quant_method that transformers knows "
+            f"({', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))})."
         )
 
 

@@ -25,7 +25,7 @@ class Settings:
     top_p: float = 1.0
     min_p: float = 0.0
     num_draft_tokens: int = 4  # gamma: drafted tokens a round along a chain
-    verify: str = "token"  # "token", "block" or "coupled"; at temperature 0 verification is greedy whatever this says
+    verify: str = "token"  # "token", "block" or "coupled"; at temperature 0 verification is greedy, whatever the rule
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     # A name of decoding.policies.NAMES: when to end a draft before num_draft_tokens. None: with `costs`, the drafter's usual policy

@@ -25,7 +25,7 @@ class Claim:
     """The caches of some models, from `take` until another claim takes one of them. Inside `with`, no other thread uses them."""
 
     def __init__(self, *models: object | None) -> None:
-        """models: None among them stands for no drafter."""
+        """models: None among them means no drafter."""
         with _guard:
             uses = {_uses.setdefault(model, _Use()) for model in models if model is not None}
         self._uses = sorted(uses, key=id)  # every claim locks in the same order, so that no two wait for each other

@@ -112,9 +112,8 @@ class _Watch:
         finally:
             with self._lock:
                 self._deadlines.pop(thread, None)
-                if (
-                    thread in self._fired
-                ):  # in time after all, or raised already: nothing may be raised behind this block
+                # In time after all, or raised already: nothing may be raised after this block.
+                if thread in self._fired:
                     self._fired.discard(thread)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 

@@ -54,7 +54,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Where the first half of a surrogate pair stands alone, which no encoding holds (a cut emoji, say); None: nowhere."""
+    """Return where half of a surrogate pair is alone, which no encoding holds (of a cut emoji, say); None: nowhere."""
     found = _SURROGATE.search(text)
     return None if found is None else found.start()
 

@@ -112,7 +112,7 @@ class Recording:
 
 
 def check_tracker(config: JobConfig) -> None:
-    """Raise UserError where Weights & Biases cannot be started for this job: an unknown mode, or no login.
+    """Raise UserError where this job's mirrors cannot be started: an unknown mode, no login, no package.
 
     Checked before models are loaded and without a network: whether a login is there, not whether the
     server takes it. Only rank 0 tracks, and a dry run does not.
@@ -121,6 +121,8 @@ def check_tracker(config: JobConfig) -> None:
     if not isinstance(tracker, TrackerConfig) or config.dry_run or rank() > 0:
         return
     _check_mode(tracker)
+    if tracker.tensorboard:
+        _summary_writer()
     if tracker.wandb == "online" and not _has_login():
         raise UserError(
             "tracker.wandb is online, but no login to Weights & Biases was found here: run `wandb login` once, or set WANDB_API_KEY; "
@@ -189,12 +191,16 @@ def _wandb_media(
     return {**{name: table(rows) for name, rows in tables.items()}, **scatters, **pictures}
 
 
-def _start_tensorboard(folder: Path, purge_step: int | None) -> Any:
+def _summary_writer() -> Any:
+    """Return tensorboard's writer. Raises UserError where it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:
         raise UserError(
             f'tracker.tensorboard needs a package that is not installed ({error.name}): pip install -e ".[train]", or take tracker=none'
         ) from error
+    return SummaryWriter
 
-    return SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge_step)
+
+def _start_tensorboard(folder: Path, purge_step: int | None) -> Any:
+    return _summary_writer()(log_dir=str(folder / "tensorboard"), purge_step=purge_step)

@@ -1,5 +1,6 @@
 """Settings, prompts and places that nothing can be decoded by: each is a UserError in words, none a crash, a hang or another text than asked for."""
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from decoding.chain import ChainDrafter
 from decoding.compatible import load_tokenizer
-from decoding.engine import Engine, Reply, encode, generate, load
+from decoding.engine import Engine, Reply, encode, generate, load, stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from decoding.session import Session
@@ -224,3 +225,17 @@ def test_a_targets_loader_checks_what_the_front_door_does_not_pass_on() -> None:
     for name, value in (("batch_size", 0), ("batch_size", True), ("trust_remote_code", "no"), ("execution", 3)):
         with pytest.raises(UserError, match=f"{name}.* expected"):
             load_target(ASSETS, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["two", [2, "three"], True, -1, 2.0, {"id": 2}], ids=str)
+def test_end_tokens_that_are_none_name_their_file(tmp_path: Path, value: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id is .*, expected a tuple of token ids"):
+        stop_tokens(tmp_path, load_tokenizer(ASSETS))
+
+
+def test_end_tokens_are_the_folders_and_the_tokenizers(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(ASSETS)
+    for value, expected in ((None, set()), (7, {7}), ([7, 9], {7, 9})):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        assert set(stop_tokens(tmp_path, tokenizer)) == expected | {tokenizer.eos_token_id}

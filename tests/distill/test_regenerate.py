@@ -163,7 +163,7 @@ def test_a_dry_run_counts_and_writes_nothing(home: Path, tmp_path: Path, capsys:
         (["target.path=nowhere"], r"nowhere does not exist"),
         (["data.max_length=1024"], r"data.max_length is 1024, the context of .* is 512 tokens"),
         (["max_new_tokens=256"], r"max_new_tokens is 256, expected less than data.max_length \(256\)"),
-        (["max_new_tokens=0"], r"max_new_tokens is 0, expected 1 or more"),
+        (["max_new_tokens=0"], r"max_new_tokens is 0, expected a whole number from 1"),
         (["batch_size=0"], r"batch_size is 0, expected 1 or more"),
         (["samples=2", "temperature=0"], r"samples is 2, expected 1 where temperature is 0"),
         (["on_length=stop"], r"on_length is stop, expected end, drop, go_on"),

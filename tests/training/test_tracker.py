@@ -148,6 +148,8 @@ def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"tensorboard needs a package that is not installed .*\[train\].*tracker=none"):
         Tracker(tmp_path, TrackerConfig(tensorboard=True), "a run", {})
+    with pytest.raises(UserError, match="tensorboard needs a package"):  # before models are loaded
+        check_tracker(TrainConfig(tracker=TrackerConfig(tensorboard=True)))
 
 
 def test_tensorboard_holds_the_images(tmp_path: Path):
