@@ -106,7 +106,7 @@ def test_prompt_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mo
         (Path("a\0b.jsonl"), "cannot be looked at .*null"),
         (tmp_path / "nowhere.jsonl", "no such file or folder; expected"),
         (tmp_path / "folder.jsonl", "the folder holds no .jsonl"),
-        (written("deep.jsonl", '{"turns": ' + deep + "}\n"), "JSON that is nested too deeply"),
+        (written("deep.jsonl", '{"turns": ' + deep + "}\n"), "values nested too deeply"),
         (written("deep.json", deep), "nested too deeply"),
         (written("cut.jsonl", '{"turns": ["a \\ud83d"]}\n'), "half a character"),
     ):
