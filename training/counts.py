@@ -12,11 +12,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Counts:
-    """What became of the records: read = used + skipped; `bad` maps a reason to the places ("file:line") it was met."""
+    """What became of the records: read = used + skipped; `bad` maps a reason to the places ("file:line") it was met.
+
+    `cut` does so for records that are used without a part of them.
+    """
 
     read: int = 0
     used: int = 0
     bad: dict[str, list[str]] = field(default_factory=dict)
+    cut: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def skipped(self) -> int:
@@ -27,18 +31,19 @@ class Counts:
 
     def line(self, what: str) -> str:
         """Return one line for the terminal: how many were used, and where and why the others were not."""
+        told = [("skipped", *found) for found in self.bad.items()] + [("cut", *found) for found in self.cut.items()]
         return f"{what}: {self.used:,} of {self.read:,} used" + "".join(
-            f"; {len(places):,} skipped: {reason} ({', '.join(places[:SHOWN_PLACES])}{', ...' if len(places) > SHOWN_PLACES else ''})"
-            for reason, places in self.bad.items()
+            f"; {len(places):,} {fate}: {reason} ({', '.join(places[:SHOWN_PLACES])}{', ...' if len(places) > SHOWN_PLACES else ''})"
+            for fate, reason, places in told
         )
 
     def check(self, what: str, expected: str, max_bad: float) -> None:
-        """Warn of skipped records; raise UserError when they are more than the share `max_bad` of those read."""
+        """Warn of skipped and cut records; raise UserError when they are more than the share `max_bad` of those read."""
         if self.skipped > max_bad * self.read:
             # Jobs that measure have no such key.
             remedy = "" if what == "prompts" else " (data.max_bad raises that limit)"
             raise UserError(
                 f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad{remedy}: mend or remove these lines"
             )
-        if self.skipped:
+        if self.skipped or self.cut:
             logger.warning(self.line(what))

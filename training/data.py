@@ -68,10 +68,22 @@ class _BadRecordError(Exception):
 def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], Counts]:
     """Read ShareGPT or messages files (or folders of them); see the module for the forms.
 
+    Answers before a chat's first request are cut off and counted: ShareGPT's long chats were split anywhere,
+    and no chat template begins with an answer.
+
     Raises UserError for a missing or empty file, a broken JSON array, or more bad records than the share `max_bad`.
     """
     files = _files(paths, CHAT_SUFFIXES)
-    return _read(files, _chat, "chats", "ShareGPT objects (conversations) or objects with messages", max_bad)
+    expected = "ShareGPT objects (conversations) or objects with messages"
+    chats, counts = _read(files, _chat, "chats", expected, max_bad, warn=False)
+    for chat in chats:
+        first = next((place for place, message in enumerate(chat.messages) if message["role"] != "system"), 0)
+        requests = [place for place, message in enumerate(chat.messages) if message["role"] == "user"]
+        if requests and first < requests[0]:
+            del chat.messages[first : requests[0]]
+            counts.cut.setdefault("answers before the first request", []).append(chat.source)
+    counts.check("chats", expected, max_bad)
+    return chats, counts
 
 
 def read_prompts(path: str | Path, *, max_bad: float = MAX_BAD) -> list[Prompt]:

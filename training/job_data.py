@@ -144,7 +144,7 @@ def split_chats(data: DataConfig, split: corpus.Split) -> tuple[list[Chat], Coun
     if files:
         found, of_files = read_chats(files, max_bad=data.max_bad)
         chats += found
-        counts = Counts(counts.read + of_files.read, counts.used + of_files.used, of_files.bad)
+        counts = Counts(counts.read + of_files.read, counts.used + of_files.used, of_files.bad, of_files.cut)
     return chats, counts
 
 

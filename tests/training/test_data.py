@@ -148,6 +148,17 @@ def test_roles_of_real_sharegpt_files(tmp_path: Path) -> None:
             assert (counts.read, counts.used) == (1, 1)
 
 
+def test_answers_before_the_first_request_are_cut_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """ShareGPT's long chats were split anywhere: most of some files would be too much for a limit of bad records."""
+    turns = [("system", "Be brief."), ("gpt", "and so on."), ("human", "Thanks. Why?"), ("gpt", "Because.")]
+    late = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+    chats, counts = read_chats(write(tmp_path / "chats.jsonl", json.dumps(late)), max_bad=0.0)
+    assert [message["content"] for message in chats[0].messages] == ["Be brief.", "Thanks. Why?", "Because."]
+    assert (counts.used, counts.skipped) == (1, 0)
+    assert counts.cut == {"answers before the first request": [chats[0].source]}
+    assert "1 cut: answers before the first request" in caplog.text
+
+
 def test_texts(tmp_path: Path) -> None:
     write(
         tmp_path / "a.jsonl",
