@@ -197,24 +197,6 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
         raise UserError(f"configuration key '{key}': {str(error).splitlines()[0]}") from error
 
 
-def as_of_now(saved: dict[Any, Any]) -> dict[Any, Any]:
-    """A saved configuration as today's: before `max_seconds` there was, `max_epochs` bounded nothing beside `max_steps`."""
-
-    def loop_of_now(loop: Any) -> Any:
-        before = isinstance(loop, dict) and loop.get("max_steps") and "max_seconds" not in loop
-        return {**loop, "max_epochs": None} if before else loop
-
-    return saved | {key: loop_of_now(saved[key]) for key in ("loop", "between") if key in saved}
-
-
-def with_defaults(saved: dict[Any, Any], schema: type[Any]) -> dict[Any, Any]:
-    """A saved configuration with the fields that it has none of, as they are by default: what it meant when they were not there."""
-    fields = OmegaConf.to_container(OmegaConf.structured(schema))
-    merged = OmegaConf.to_container(OmegaConf.merge(fields, saved))
-    assert isinstance(merged, dict)
-    return merged
-
-
 class Trains(Protocol):
     """A job's configuration with data and a loop."""
 
@@ -244,7 +226,7 @@ def check_values(config: Trains, more: dict[str, tuple[bool, str]]) -> None:
 
 
 def bound_rules(key: str, loop: LoopConfig) -> dict[str, tuple[bool, str]]:
-    """Rules for `check_values`: what may end the loop that stands under `key`."""
+    """Rules for `check_values`: what may end the loop under `key`."""
     others = loop.max_steps or loop.max_tokens or loop.max_seconds
     epochs = 1.0 if loop.max_epochs is None else loop.max_epochs
     return {

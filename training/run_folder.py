@@ -17,8 +17,9 @@ from omegaconf import OmegaConf
 from decoding import cuda
 from decoding.errors import UserError
 from training.checkpoint import sha256, write_text
-from training.config import JobConfig, as_of_now, plain, with_defaults
+from training.config import JobConfig, plain
 from training.paths import is_here
+from training.saved import as_of_now, with_defaults
 
 # What may differ when a run is continued: nothing of it changes the result but by the order of additions, so that a run may move to
 # another machine.
