@@ -1,7 +1,7 @@
 """A bound on the seconds of measuring: how many prompts still fit, and what was spent, kept in the run folder.
 
-Prompts are measured in blocks: the same ones under every condition, by every drafter and the baseline. A block that was begun is ended, so that
-all rows stand on the same prompts, and which ones these are no time decides: it decides how many of a shuffled order.
+Prompts are measured in blocks: the same ones under every condition, by every drafter and the baseline. A block that was begun is finished, so
+that all rows have the same prompts. Their order is shuffled by the seed; time decides how many of them are measured, never which.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Deadline:
         return COSTS * self.max_seconds
 
     def has_room(self, part: str, blocks: int) -> bool:
-        """Whether another block of a part is to be measured behind so many; it is taken to last as long as the longest."""
+        """Whether to measure another block of a part after `blocks` of them; it is expected to last as long as the longest."""
         if not self.bounds or blocks < LEAST[part]:
             return True
         return self.seconds + self._longest.get(part, 0.0) <= self.max_seconds * UNTIL[part]
 
     def count(self, part: str, seconds: float) -> None:
-        """A block of a part has ended after so many seconds."""
+        """Record the seconds that a block of a part took."""
         self._longest[part] = max(seconds, self._longest.get(part, 0.0))
         write_text(self._file, json.dumps({"seconds": self.seconds, "longest_block": self._longest}))

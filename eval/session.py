@@ -1,6 +1,6 @@
 """One run's measurement: sweep, choose, measure, under every condition, kept on disk unit by unit.
 
-What the run folder holds already is not measured again, so a run that was interrupted goes on with the next unit. Under a bound in seconds
+What the run folder holds already is not measured again, so a run that was interrupted continues with the next unit. Under a bound in seconds
 (max_seconds) the conditions take turns, prompt by prompt in a shuffled order, until no other prompt fits (eval/deadline.py).
 """
 
@@ -79,7 +79,7 @@ class Session:
             measured = dict.fromkeys(("sweep", "main"), 0)
             for tasks in blocks(cfg, self.loaded):
                 part, missing = tasks[0].part, [task for task in tasks if not self._records_of(task)]
-                # A block that was begun is ended: all conditions have the same prompts.
+                # A block that was begun is finished: all conditions have the same prompts.
                 if len(missing) == len(tasks) and not self.deadline.has_room(part, measured[part]):
                     continue
                 began = self.deadline.seconds

@@ -36,7 +36,7 @@ class Bounds:
         return self.seconds < math.inf
 
     def reserving(self, seconds: float) -> "Bounds":
-        """The same run with so many seconds kept back for what follows its last step."""
+        """Return these bounds with `seconds` kept back for what follows the last step."""
         return replace(self, seconds=self.seconds - seconds)
 
     def share(self, done: Done, of: float = 1.0, since: Done = START) -> float:
@@ -96,7 +96,7 @@ class Progress:
         return Done(self.step, self.tokens, self.elapsed)
 
     def warm(self, steps: int) -> Done:
-        """How far it had come when the warm-up of so many steps ended."""
+        """How far it had come when the warm-up of `steps` steps ended."""
         return Done(steps, self.warm_tokens, self.warm_elapsed)
 
     def reached(self, bounds: Bounds) -> bool:

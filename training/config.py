@@ -201,16 +201,6 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
         raise UserError(f"configuration key '{key}': {str(error).splitlines()[0]}") from error
 
 
-def as_of_now(saved: dict[Any, Any]) -> dict[Any, Any]:
-    """A saved configuration as today's: before `max_seconds` there was, `max_epochs` bounded nothing beside `max_steps`."""
-
-    def loop_of_now(loop: Any) -> Any:
-        before = isinstance(loop, dict) and loop.get("max_steps") and "max_seconds" not in loop
-        return {**loop, "max_epochs": None} if before else loop
-
-    return saved | {key: loop_of_now(saved[key]) for key in ("loop", "between") if key in saved}
-
-
 class Trains(Protocol):
     """A job's configuration with data and a loop."""
 

@@ -28,13 +28,14 @@ from omegaconf.errors import OmegaConfBaseException
 from decoding.errors import UserError
 from training import ranks
 from training.checkpoint import disk_error
-from training.config import JobConfig, as_of_now, open_fields, typed, unknown_key, valid_keys
+from training.config import JobConfig, open_fields, typed, unknown_key, valid_keys
 from training.config_checks import check_job
 from training.help import print_help
 from training.interrupts import INTERRUPTED, Terminated, interrupting
 from training.loop import Interrupted
 from training.memory import keep_memory
 from training.run_lock import locked
+from training.saved import as_of_now
 from training.stages import ON_FILE, check_given, run_on_file, run_stages
 from training.syntax import check_syntax, composition_error
 from training.tracker import check_tracker

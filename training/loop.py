@@ -1,7 +1,7 @@
 """The training loop, read straight down: rows of a step -> loss -> update -> look -> save.
 
 A step is a pure function of (weights, optimizer state, step number, recorded progress): its rows come from (seed, step), so k steps, a stop
-and n - k steps equal n steps bit for bit on one CPU process; under a bound in seconds they do where the clock says the same.
+and n - k steps equal n steps bit for bit on one CPU process; under a bound in seconds they do where the clock reads the same.
 """
 
 import math

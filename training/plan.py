@@ -27,7 +27,7 @@ def passes(loop: LoopConfig) -> float:
 class Plan:
     """What a dry run counts of a run that no data was read for."""
 
-    tokens: int  # 0: the data alone says how many
+    tokens: int  # 0: not known before the data is read
     words: str
 
 

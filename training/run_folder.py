@@ -20,10 +20,11 @@ from decoding.errors import UserError
 from decoding.folder import INDEX, WEIGHTS
 from training import ranks
 from training.checkpoint import sha256, write_text
-from training.config import JobConfig, as_of_now, plain
+from training.config import JobConfig, plain
 from training.paths import is_here
 from training.run_files import read_config, read_object, stamped
 from training.run_lock import CONFIG, hold
+from training.saved import as_of_now, with_defaults
 
 # What may differ when a run is continued: nothing of it changes the result but by the order of additions, so that a run may move to
 # another machine.
@@ -132,7 +133,7 @@ class RunFolder:
             path,
             f"If this command is the one that began {self.path}, delete the file and run the command again; else give another output_dir=",
         )
-        before = _filled(as_of_now(before), plain(self._schema()))
+        before = with_defaults(as_of_now(before), plain(self._schema()))
         begun = self.manifest.get("finished") or (self.path / "checkpoints").exists()
         self.was_dry = bool(before.get("dry_run")) and not begun
         if self.was_dry:
@@ -151,15 +152,6 @@ def _read_alone(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(target, dict) or not target.get("config") or not is_here(target["path"]):
         return config
     return {**config, "target": {**target, "config": {}}}
-
-
-def _filled(before: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    """A configuration of an earlier version with the usual values of the keys that came since."""
-    inner = {
-        key: _filled(value, usual[key]) if isinstance(value, dict) and isinstance(usual.get(key), dict) else value
-        for key, value in before.items()
-    }
-    return {**usual, **inner}
 
 
 def _is_free(key: str) -> bool:

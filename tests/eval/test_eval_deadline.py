@@ -1,4 +1,4 @@
-"""max_seconds of eval.run: as many prompts as fit, the same for every row, at least a few, and said."""
+"""max_seconds of eval.run: as many prompts as fit, the same for every row, at least a few, and reported."""
 
 import json
 import math
@@ -77,7 +77,7 @@ def prompts_of(records: list[Record], part: str = "main") -> dict[Condition, lis
     return {condition: next(iter(by_arm.values())) for condition, by_arm in found.items()}
 
 
-def test_as_many_prompts_as_fit_are_measured_and_it_is_said(home, clock, capsys):
+def test_as_many_prompts_as_fit_are_measured_and_reported(home, clock, capsys):
     folder = run(bounded(home, "some"), clock)
     assert clock.now == 2 * 6 + 7 * 4
     cold, hot = prompts_of(read_records(folder / "records.jsonl")).values()
@@ -85,12 +85,12 @@ def test_as_many_prompts_as_fit_are_measured_and_it_is_said(home, clock, capsys)
     assert cold != sorted(cold, key=lambda one: int(one[1:])), "shuffled: a file may be sorted by kind"
     rows = read_rows(folder / "results.jsonl")
     assert {(row.part, row.prompts, row.prompts_asked) for row in rows} == {("sweep", 2, 2), ("main", 7, 12)}
-    told = "7 of 12 prompts (those that fit into 40 s)"
-    assert told in " ".join(capsys.readouterr().out.split())
+    words = "7 of 12 prompts (those that fit into 40 s)"
+    assert words in " ".join(capsys.readouterr().out.split())
     page = (folder / "report.html").read_text()
-    assert told in page and "5 of 12 prompts: the others, first in an order shuffled" in page
+    assert words in page and "5 of 12 prompts: the others, first in an order shuffled" in page
     run(bounded(home, "some"), clock)
-    assert told in " ".join(capsys.readouterr().out.split()), "a finished run tells it again"
+    assert words in " ".join(capsys.readouterr().out.split()), "a finished run reports it again"
 
 
 def test_time_decides_how_many_and_never_which(home, clock):
@@ -150,6 +150,6 @@ def test_a_bound_that_bounds_nothing_is_refused(home, value):
         run(bounded(home, "refused", max_seconds=value))
 
 
-def test_a_dry_run_tells_the_bound(home, capsys):
+def test_a_dry_run_names_the_bound(home, capsys):
     run(bounded(home, "planned", dry_run=True))
     assert "tokens, as many of them as fit into 40 s, into" in capsys.readouterr().out

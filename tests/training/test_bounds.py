@@ -12,12 +12,13 @@ from decoding.errors import UserError
 from distill.config import PruneConfig, TrainConfig
 from distill.prune import check as check_prune
 from training.bounds import Bounds, Done, Progress
-from training.config import LoopConfig, OptimizerConfig, ParallelConfig, as_of_now, check_values, plain
+from training.config import LoopConfig, OptimizerConfig, ParallelConfig, check_values, plain
 from training.loop import Interrupted, fit
 from training.optimizer import learning_rate
 from training.parallel import Parallel
 from training.plan import describe_plan, plan_tokens
 from training.run_folder import RunFolder
+from training.saved import as_of_now
 from training.tracker import Tracker
 
 from .test_loop import TrackerConfig, make_data, make_model, newest, same, stopping
@@ -135,7 +136,7 @@ def test_another_clock_is_another_schedule(tmp_path: Path):
 
 def test_the_last_step_ends_the_cosine_and_the_evaluation_behind_it_ends_in_time(tmp_path: Path):
     clock = Clock(a_step=0.25, a_look=2.0)
-    progress, records = train(tmp_path, clock, max_seconds=40.0, eval_every=30)
+    progress, records = train(tmp_path, clock, max_seconds=40.0, eval_every=30, checkpoint_every=0)
     assert progress.time_up
     assert 40.0 - 0.5 <= progress.elapsed == clock.now - 100.0 <= 40.0
     assert records[-1]["progress"] > 0.98
@@ -213,7 +214,7 @@ def test_no_bound_at_all_is_refused():
         ),
     ],
 )
-def test_a_plan_tells_every_bound(loop: dict[str, Any], before: str, dry: str):
+def test_a_plan_names_every_bound(loop: dict[str, Any], before: str, dry: str):
     """Before the first step, and in a dry run at 100 tokens a second, which knows nothing of the data."""
     config = LoopConfig(**loop, tokens_per_step=256)
     assert before in describe_plan(config, make_data())
