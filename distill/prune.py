@@ -258,11 +258,18 @@ def finished_stage(done: Path, place: Path) -> dict[str, Any] | None:
     """The notes of a stage that has ended; None where it has not, or where its model is not what it left, and is made again."""
     if not done.is_file() or not (place / WEIGHTS).is_file():
         return None
-    notes = read_object(done, "Delete it: the stage is made again", dict)
+    notes = read_object(done, "Delete it: the stage is made again", _notes_of)
     if notes.pop(_MODEL, None) in (None, hash_input(place)):  # stages of earlier versions have no hash
         return notes
     print(f"{place} has changed since its stage was finished: it is made again")
     return None
+
+
+def _notes_of(values: dict[str, Any]) -> dict[str, Any]:
+    """The notes of a stage. Raises ValueError where some are missing."""
+    if missing := {"acceptance_before_distillation", "seconds", "flops"} - values.keys():
+        raise ValueError(f"{', '.join(sorted(missing))} is missing")
+    return values
 
 
 def stored_dtype(config: PruneConfig) -> torch.dtype:

@@ -43,8 +43,6 @@ def run(config: TrainConfig) -> Path:
     target = target_config(config.target)
     target_folder = folder_of(config.target, config.dry_run)
     check(config)
-    if config.drafter.init != "folder":
-        student_config(config.drafter, target)  # refuses what cannot be built
     run_folder = RunFolder(config)
     folder = run_folder.path / "drafter"
     if run_folder.finished(folder):
@@ -56,6 +54,8 @@ def run(config: TrainConfig) -> Path:
         planned = dry_run(config, target_folder, folder, run_folder.was_dry)
         run_folder.write_manifest(inputs, {PLANNED: planned}, finished=False)
         return folder
+    if config.drafter.init != "folder":
+        student_config(config.drafter, target)  # refuses what cannot be built
     check_model(target_folder)
     check_context(config.target, config.data, target_folder)
     processes = processes_wanted(config.parallel)

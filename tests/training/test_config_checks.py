@@ -120,14 +120,14 @@ def composed(job: str) -> DictConfig:
 
 
 def refused(job: str, key: str, value: Any, folder: Path, target: Path) -> str:
-    """The error of a job with one value changed; it is not to come as far as its run folder."""
+    """The error of a job with one value changed; it is not to begin its run."""
     config = composed(job).copy()
     changes = {"output_dir": str(folder), **({"target.path": str(target)} if "target" in config else {}), key: value}
     for name, one in changes.items():
         OmegaConf.update(config, name, one)
     with pytest.raises(UserError) as error:
         run_typed(config, job, *JOBS[job])
-    assert not folder.exists(), "the mended command takes the same folder"
+    assert not (folder / "manifest.json").exists(), "the mended command takes the same folder"
     return str(error.value)
 
 
