@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from decoding import folder as folders
 from decoding.errors import UserError
 from decoding.model_check import check_model, expected_tensors
 from decoding.target import load_target
@@ -204,7 +204,13 @@ def test_every_loader_refuses_before_weights_are_read(
     folder: Path, load: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     edit(folder, num_hidden_layers=2)
-    monkeypatch.setattr(folders, "load_state", lambda *_: pytest.fail("weights were read"))
+
+    def read(*_: object, **__: object) -> None:
+        pytest.fail("weights were read")
+
+    for reader in ("decoding.target.load_state", "decoding.shards.load_state"):
+        monkeypatch.setattr(reader, read)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
     with pytest.raises(UserError, match="num_hidden_layers is 2, but the weights hold 3 layers"):
         load(folder)
 
