@@ -164,11 +164,13 @@ class Batch:
         return logits_BNV, hidden_BNC
 
     def _watched(self, logits_BNV: Tensor, proposal: Proposal | None) -> list[Watch]:
-        """The numbers that a round rests on, for `Reading`, which refuses NaN and infinities among them."""
+        """The numbers that a round rests on, for `Reading`, which refuses NaN and infinities among them.
+
+        Rows of top probabilities come from heads and trees, whose weights were checked when they were loaded.
+        """
         found = [watch(logits_BNV, f"the target '{self.target.name}'", "logits")]
-        q = None if proposal is None else proposal.q_BNV if proposal.q_top is None else proposal.q_top.probs_BPK
-        if q is not None and self.drafter is not None:
-            found.append(watch(q, f"the drafter '{self.drafter.name}'", "probabilities"))
+        if proposal is not None and proposal.q_BNV is not None and proposal.q_BNV.numel() and self.drafter is not None:
+            found.append(watch(proposal.q_BNV, f"the drafter '{self.drafter.name}'", "probabilities"))
         return found
 
     def _emit(

@@ -122,7 +122,8 @@ def test_it_runs_where_the_user_says_so(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     tokenizer = json.loads((tiny_target / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    trusted = ["target.backend=hf", "target.trust_remote_code=true"]
+    # The target is trusted, not every folder that drafts for it.
+    trusted = ["target.backend=hf", "target.trust_remote_code=true", "drafters=[prompt_lookup]"]
     JOBS["eval.run"].run(configured("eval.run", folder, tmp_path / "run", *trusted))
     assert written.read_text() == "the folder's code ran"
     for name in ("distill.train", "distill.prune", "distill.skip_search", "recurrent_drafting.train"):
