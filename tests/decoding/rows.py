@@ -291,12 +291,9 @@ PICKED = [
 
 BY_NAME = {row.name: row for row in ROWS}
 # Lookup before every kind of model drafter; before a chain it is a row of its own.
-ADDED = [before(BY_NAME[name], slow=False) for name in ("ranked_tree", "self_speculation")]
-ADDED += [
-    before(BY_NAME[name])
-    for name in ("multi_candidate", "static_tree", "graph", "ouroboros", "recurrent", "recurrent_chain")
-]
-ADDED += [before(BY_NAME[name]) for name in ("recurrent_drawn", "recurrent_drawn_by_cost")]
+KINDS = ("multi_candidate", "static_tree", "ranked_tree", "graph", "ouroboros", "self_speculation", "recurrent")
+KINDS += ("recurrent_chain", "recurrent_drawn", "recurrent_drawn_by_cost")
+ADDED = [before(BY_NAME[name], slow=name != "ranked_tree") for name in KINDS]
 ROWS += ADDED
 BY_NAME |= {row.name: row for row in ADDED}
 

@@ -124,7 +124,7 @@ FEW: dict[str, Callable[[], Drafter]] = {
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", ["ranked", *(pytest.param(n, marks=pytest.mark.long) for n in FEW if n != "ranked")])
 def test_children_that_were_not_drawn_are_not_tested(name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law 3 where as few draws as children leave many places empty; it breaks where an empty place is tested as another token."""
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)

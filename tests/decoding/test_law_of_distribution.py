@@ -170,7 +170,7 @@ def test_block_verification_accepts_more_than_token_verification() -> None:
     rates = {}
     for rule in ("token", "block"):
         with without_collector():
-            done = decode(target_table(), drafter_of("chain"), [PROMPT] * 2_000, replace(settings, verify=rule))
+            done = decode(target_table(), drafter_of("chain"), [PROMPT] * 500, replace(settings, verify=rule))
         rates[rule] = sum(len(g.tokens) for g in done) / sum(g.rounds for g in done)
     assert rates["block"] > rates["token"] * 1.02
 

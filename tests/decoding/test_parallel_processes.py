@@ -190,6 +190,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_the_front_door_opens_a_parallel_target(tiny_target: Path) -> None:
     engine = load(tiny_target, "prompt_lookup", parallel="layers", processes=2)
     assert isinstance(engine.target, ParallelTarget)

@@ -39,13 +39,15 @@ def run(
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
-@pytest.mark.parametrize("regime", REGIMES)
-def test_laws_1_and_2(regime: str, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("regime", "count"), [*((regime, 12) for regime in REGIMES), pytest.param("eager", 64, marks=pytest.mark.long)]
+)
+def test_laws_1_and_2(regime: str, count: int, rule: str) -> None:
     settings = with_rule(
         rule, max_new_tokens=128, num_draft_tokens=5, costs=REGIMES[regime], schedule="pearl_plus_virtual"
     )
     target, _, draft_model = models()
-    prompts = random_prompts({"greedy": 64, "coupled": 24}[rule] if regime == "eager" else 12)
+    prompts = random_prompts(count)
     plain = [g.tokens for g in decode(target, None, prompts, settings)]
     tokens, modes = run(prompts, settings, ChainDrafter(model=draft_model))
     assert tokens == plain
@@ -122,7 +124,7 @@ def simulate(
 
 
 @pytest.mark.parametrize(("first", "next_"), [(0.3, 0.3), (0.7, 0.7), (0.95, 0.95), (0.4, 0.8), (0.8, 0.5)])
-@pytest.mark.parametrize("gamma", [1, pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("gamma", [1, *(pytest.param(gamma, marks=pytest.mark.long) for gamma in (2, 4))])
 def test_the_closed_forms_are_those_of_the_state_machine(gamma: int, first: float, next_: float) -> None:
     costs, chance = RoundCosts(0.25, FLAT, 0.1), Acceptance(first, next_)
     assert serial_rate(chance, gamma, costs) == pytest.approx(simulate("serial", chance, gamma, costs, 0.0), rel=0.01)

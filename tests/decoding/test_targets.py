@@ -276,6 +276,7 @@ def test_a_foreign_architecture_runs_on_hf() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.long
 def test_a_compiled_model_equals_the_eager_one() -> None:
     """Ragged rows, chains, trees, moved paths, a bigger cache: one traced form for single tokens and one for more, a batch and a row alike."""
     parents_BN = torch.tensor([[-1, 0, 0, 1, 1], [-1, 0, 1, 0, 3]])

@@ -59,6 +59,7 @@ def test_a_repetition_penalty_travels_to_the_worker(remote: RemoteChain, folder:
     assert [g.tokens for g in without] != [g.tokens for g in there]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processor cores")
 def test_each_lane_has_its_own_cores_while_it_decodes(folder: Path) -> None:
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()

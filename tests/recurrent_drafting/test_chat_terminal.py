@@ -127,6 +127,7 @@ def test_keys_stop_an_answer_and_end_the_chat_and_no_color_is_respected(tiny_tar
         assert screen.ends() == 0
 
 
+@pytest.mark.long
 def test_without_a_terminal_lines_are_read_and_nothing_is_coloured(tiny_target: Path):
     flags = f"--hf_llm={tiny_target} --temperature 1 --use_gpu=-1 --max_generation_length 12".split()
     done = subprocess.run(
@@ -147,6 +148,7 @@ def test_without_a_terminal_lines_are_read_and_nothing_is_coloured(tiny_target: 
     assert "drafted tokens are not marked" in done.stdout
 
 
+@pytest.mark.long
 def test_an_error_of_the_command_line_is_one_line(tiny_target: Path):
     done = subprocess.run(
         [sys.executable, "-m", "recurrent_drafting.cmd.generate", "--hf_lm", str(tiny_target)],

@@ -383,9 +383,8 @@ def test_the_published_recipe_tells_its_price_without_weights_or_data(tmp_path: 
     assert stored.st_blocks * 512 < 10**6, "the zeros take no room"
 
 
-@pytest.mark.parametrize(
-    "arguments", [pytest.param(["--help"], marks=pytest.mark.long), ["+experiment=redrafter_quickstart", "--help"]]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [["--help"], ["+experiment=redrafter_quickstart", "--help"]])
 def test_the_wrapper_hands_every_argument_on(arguments: list[str]):
     wrapper = ROOT / "recurrent_drafting" / "cmd" / "train.sh"
     environment = {**os.environ, "PYTHON": sys.executable}

@@ -277,6 +277,7 @@ def test_without_mt_bench_the_error_says_how_to_get_it(monkeypatch: pytest.Monke
         load_mt_bench()
 
 
+@pytest.mark.long
 def test_the_shared_questions_run(chat24m: Path, shared_data: Path):
     cfg = config_of(chat24m, shared_data / "eval" / "mt_bench.jsonl", max_prompts=3, batch_size=2, max_new_tokens=12)
     loaded, done = answered(cfg)

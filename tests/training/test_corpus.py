@@ -84,6 +84,7 @@ col 0
     assert size.body == "# counted anew\n\nif scale:\n    return len(self)\nreturn 0"
 
 
+@pytest.mark.long
 def test_copies_of_held_out_modules_stay_out_of_added_sources(tmp_path: Path) -> None:
     held_out = next(module for module in corpus._modules("held_out", ()) if module.name == "pprint")
     (tmp_path / "vendored.py").write_text(held_out.text.replace("stream", "output"))
@@ -93,6 +94,7 @@ def test_copies_of_held_out_modules_stay_out_of_added_sources(tmp_path: Path) ->
     assert {module.name for module in corpus._modules("train", [tmp_path])} & names == {"own"}
 
 
+@pytest.mark.long
 def test_chats_alternate_and_some_have_several_turns() -> None:
     chats = corpus.chats("held_out")
     assert {len(chat) for chat in chats} >= {2, 4}
