@@ -70,7 +70,7 @@ def test_an_import_by_something_else_changes_no_handler():
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_in_any_job_is_reported_with_its_status(
+def test_a_signal_in_a_job_is_reported_with_its_status(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def work(config: QualityConfig) -> None:
