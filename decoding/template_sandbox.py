@@ -10,9 +10,9 @@ from functools import lru_cache, wraps
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
-from jinja2 import Template, nodes, pass_eval_context
+from jinja2 import Environment, Template, nodes, pass_environment, pass_eval_context
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.filters import FILTERS
+from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.nodes import EvalContext
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
@@ -50,7 +50,7 @@ def compile_bounded(source: str) -> Template:
     environment.concat = _join
     for name, size in _FILTERS.items():
         environment.filters[name] = _bounded(environment.filters[name], size)
-    environment.filters["join"] = _join_filter
+    environment.filters |= {"join": _join_filter, "sum": _sum_filter}
     template: Template = environment.from_string(source)
     return template
 
@@ -232,14 +232,23 @@ def _size_of_translate(text: Any, table: Any = None) -> int:
 
 @pass_eval_context
 def _join_filter(context: EvalContext, value: Iterable[Any], d: Any = "", attribute: Any = None) -> Any:
-    return FILTERS["join"](context, _counted(value, _length(d)), d, attribute)
+    if attribute is not None:
+        value = map(make_attrgetter(context.environment, attribute), value)
+    return FILTERS["join"](context, _counted(value, _length(d)), d)
+
+
+@pass_environment
+def _sum_filter(environment: Environment, iterable: Iterable[Any], attribute: Any = None, start: Any = 0) -> Any:
+    if attribute is not None:
+        iterable = map(make_attrgetter(environment, attribute), iterable)
+    return FILTERS["sum"](environment, _counted(iterable, 0), start=start)
 
 
 def _counted(pieces: Iterable[Any], each: int) -> Iterator[Any]:
-    """Yield what is to be joined by a text of a length, with a limit on the whole."""
+    """Yield what is to be joined by a text of a length, or summed, with a limit on the whole."""
     size = 0
     for piece in pieces:
-        size += each + (len(piece) if isinstance(piece, str | bytes) else 1)
+        size += each + (len(piece) if isinstance(piece, _SEQUENCE) else 1)
         _check(size)
         yield piece
 
