@@ -2,7 +2,7 @@
 
 One thread watches all renderings. A rendering that takes too long gets an exception raised in its own thread, whichever that is
 (`PyThreadState_SetAsyncExc`); so no process is started for a chat, and a rendering that is quick costs two entries of a dictionary.
-What a template writes is counted while it is put together.
+What a template writes, and what each operation of it computes, has limits of its own (decoding/template_sandbox.py).
 """
 
 import ctypes
@@ -10,27 +10,31 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from jinja2 import Template
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils import chat_template_utils
 
+from decoding import template_sandbox
 from decoding.errors import UserError
+from decoding.template_sandbox import TooLargeError, TooMuchError, compile_bounded
 
 MAX_SECONDS = 5.0  # of the rendering thread's own computing
-MAX_CHARACTERS = 16_000_000
 _LOOK_SECONDS = 0.25  # between two looks of the watching thread
 
 Result = TypeVar("Result")
 
 
+class _Here(threading.local):
+    """Whether this thread renders a template."""
+
+    rendering = False
+
+
 class _TooLongError(BaseException):
     """Raised in a thread whose rendering takes too long; no `except Exception` on the way stops it."""
-
-
-class _TooMuchError(Exception):
-    """The template has written too much."""
 
 
 def render(
@@ -48,23 +52,28 @@ def render(
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     source = tokenizer.get_chat_template() if source is None else source
     try:
-        # A chain of join, of which blocks and macros make use too.
-        _compile_jinja_template(source).environment.concat = _bounded_join
 
         def apply() -> Any:
-            return tokenizer.apply_chat_template(
-                list(messages), chat_template=source, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            _here.rendering = True
+            try:
+                return tokenizer.apply_chat_template(
+                    list(messages), chat_template=source, tokenize=False, add_generation_prompt=add_generation_prompt
+                )
+            finally:
+                _here.rendering = False
 
         return str(_watch.run(apply, MAX_SECONDS))
     except _TooLongError:
         raise UserError(
-            f"{where} computed for more than {MAX_SECONDS:g} seconds on one chat, expected a moment: its loops do not end. Mend the template."
+            f"{where} computed for more than {MAX_SECONDS:g} seconds on one chat, expected a moment. Mend the template."
         ) from None
-    except _TooMuchError:
+    except TooMuchError:
         raise UserError(
-            f"{where} wrote more than {MAX_CHARACTERS:,} characters for one chat, expected fewer: its loops do not end. Mend the template."
+            f"{where} wrote more than {template_sandbox.MAX_CHARACTERS:,} characters for one chat, expected fewer. "
+            "Mend the template."
         ) from None
+    except TooLargeError as error:
+        raise UserError(f"{where} computes {error}. Mend the template.") from None
     except (TypeError, AttributeError, KeyError, ArithmeticError, RecursionError, MemoryError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{where} fails on this chat ({reason}), expected a text. Mend the template.") from error
@@ -77,14 +86,9 @@ def _seconds_of(thread: int) -> float:
     return time.monotonic()
 
 
-def _bounded_join(pieces: Iterable[str]) -> str:
-    kept, size = [], 0
-    for piece in pieces:
-        size += len(piece)
-        if size > MAX_CHARACTERS:
-            raise _TooMuchError
-        kept.append(piece)
-    return "".join(kept)
+def _compile(source: str) -> Template:
+    """Return the compiled template: with limits in a thread that renders one here, else as `transformers` does."""
+    return compile_bounded(source) if _here.rendering else _compile_plain(source)
 
 
 class _Watch:
@@ -141,3 +145,7 @@ def _new_watch() -> None:
 
 _watch = _Watch()
 os.register_at_fork(after_in_child=_new_watch)
+_here = _Here()
+# Compiling computes a template's constant parts, so the limits have to be in place before it.
+_compile_plain = chat_template_utils._compile_jinja_template
+chat_template_utils._compile_jinja_template = _compile  # type: ignore[assignment]  # a function without a cache

@@ -78,11 +78,13 @@ def _repair_of(folder: Path, trust_remote_code: bool = False) -> tuple[Repair | 
     held = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
     if MODEL not in held and CORE not in held:
         return None, None
+    model_type = read_config(folder).get("model_type") if (folder / "config.json").is_file() else None
     digest = " ".join(f"{name}:{hashlib.sha256(content).hexdigest()}" for name, content in held.items())
+    digest += f" model_type:{model_type}"
     if digest in _repairs:
         return _repairs[digest], None
     tokenizer = _read(folder, trust_remote_code)
-    _repairs[digest] = repair = find_repair(folder, tokenizer, held)
+    _repairs[digest] = repair = find_repair(folder, tokenizer, held, model_type)
     if repair is not None and os.environ.get("RANK", "0") == "0":
         print(f"note: {folder}: {repair.note}", file=sys.stderr)
     return repair, tokenizer

@@ -89,13 +89,18 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
     return lambda text: cast(list[int], tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def find_repair(folder: Path, tokenizer: PreTrainedTokenizerBase, held: dict[str, bytes]) -> Repair | None:
+def find_repair(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, held: dict[str, bytes], model_type: Any = None
+) -> Repair | None:
     """Return what makes a tokenizer right; None where it is. held: a folder's tokenizer files by name.
 
-    Raises UserError where no repair gives SentencePiece's ids.
+    model_type: that of the folder's config.json. Raises UserError where no repair gives SentencePiece's ids.
     """
-    rebuilt = isinstance(tokenizer, LlamaTokenizer)
     settings = json.loads(held.get(SETTINGS, b"{}"))
+    # A LLaMA model's tokenizer.model alone means LlamaTokenizer and its defaults, though `transformers` takes another.
+    rebuilt = isinstance(tokenizer, LlamaTokenizer) or (
+        model_type == "llama" and CORE not in held and "tokenizer_class" not in settings
+    )
     if MODEL not in held:
         return _repair_by_core(tokenizer, settings, held[CORE].decode()) if rebuilt else None
     legacy, prefix = settings.get("legacy"), settings.get("add_prefix_space") is not False

@@ -9,7 +9,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from decoding import templates
+from decoding import template_sandbox, templates
 from decoding.compatible import load_tokenizer
 from decoding.engine import Engine, encode
 from decoding.errors import UserError
@@ -38,6 +38,68 @@ BAD = {
 }
 
 
+TEXT, NUMBER = "a text or list of more than 16,000,000 ", "a whole number of more than 8,192 bits"
+LONG = "'x' | center(9000000)"
+LARGE = {
+    "{{ 9**(9**9) }}": NUMBER,
+    "{% set n = namespace(v=3) %}{% for i in range(40) %}{% set n.v = n.v * n.v %}{% endfor %}": NUMBER,
+    "{{ 'x' * 10**9 }}": TEXT,
+    "{{ [0] * 10**9 }}": TEXT,
+    "{{ 10**9 * (messages[0].content,) }}": TEXT,
+    "{% set n = namespace(v='xx') %}{% for i in range(60) %}{% set n.v = n.v + n.v %}{% endfor %}": TEXT,
+    "{% set n = namespace(v='xx') %}{% for i in range(60) %}{% set n.v = n.v ~ n.v %}{% endfor %}": TEXT,
+    "{{ '%1000000000d' % 1 }}": TEXT,
+    "{{ '%.*f' % (1000000000, 1) }}": TEXT,
+    "{{ '%(a)1000000000s' % {'a': 1} }}": TEXT,
+    "{{ '%1000000000d' | format(1) }}": TEXT,
+    "{{ 'x' | center(3000000000) }}": TEXT,
+    "{{ ['x'] | map('center', 3000000000) | list }}": TEXT,
+    "{{ 'x\ny' | indent(3000000000) }}": TEXT,
+    "{{ ('x ' * 10000) | wordwrap(1, wrapstring='x' * 10000) }}": TEXT,
+    "{{ ('x' * 10000) | replace('x', 'x' * 10000) }}": TEXT,
+    "{{ range(100000) | join('x' * 1000) }}": TEXT,
+    "{{ ([{'a': 'x' * 9000}] * 9000) | join(attribute='a') }}": TEXT,
+    "{{ ([[0] * 6000000] * 4) | sum(start=[]) }}": TEXT,
+    "{{ messages | batch(3000000000, 'x') | list }}": TEXT,
+    "{{ messages | tojson(indent=3000000000) }}": TEXT,
+    "{{ 7 | round(-1000000000) }}": "a number rounded to more than 1,000 digits",
+    "{{ 'x'.center(3000000000) }}": TEXT,
+    "{{ 'x'.ljust(3000000000) }}": TEXT,
+    "{{ 'x'.rjust(3000000000, 'y') }}": TEXT,
+    "{{ ('x' | safe).center(3000000000) }}": TEXT,
+    "{{ 'x'.zfill(3000000000) }}": TEXT,
+    "{{ '\t'.expandtabs(1000000000) }}": TEXT,
+    "{{ ('x' * 10000).replace('x', 'x' * 10000) }}": TEXT,
+    "{{ ('x' * 10000).translate({120: 'x' * 10000}) }}": TEXT,
+    "{{ ('x' * 1000).join(range(100000) | map('string')) }}": TEXT,
+    "{{ (1).to_bytes(3000000000, 'big') }}": TEXT,
+    "{{ '{:1000000000}'.format(1) }}": TEXT,
+    "{{ '{:{}}'.format(1, 1000000000) }}": TEXT,
+    "{{ '{a:1000000000}'.format_map({'a': 1}) }}": TEXT,
+    f"{{% set a = {LONG} %}}{{{{ [a, a] | join }}}}": TEXT,
+    f"{{% set a = {LONG} %}}{{{{ '{{0}}{{0}}'.format(a) }}}}": TEXT,
+    f"{{% set a = {LONG} %}}{{{{ '%s%s' % (a, a) }}}}": TEXT,
+}
+ORDINARY = {
+    "{{ 2**10 * 3 % 7 + 1.5 }}": "7.5",
+    "{{ '-' * 3 + 'a' ~ 1 ~ [2] }}": "---a1[2]",
+    "{{ [0] * 2 + [1] }}": "[0, 0, 1]",
+    "{{ '%5.1f|%-3s|%(a)s' % {'a': 1} if false else '%5.1f|%-3s|' % (1, 'b') }}": "  1.0|b  |",
+    "{{ '%s and %d%%' | format('a', 5) }}": "a and 5%",
+    "{{ 'a' | center(5) ~ 'a'.ljust(3) ~ '7'.zfill(3) }}": "  a  a  007",
+    "{{ 'a\nb' | indent(2) ~ 'aXa' | replace('a', 'b', 1) }}": "a\n  bbXa",
+    "{{ messages | map(attribute='role') | join('+') }}": "user+assistant",
+    "{{ messages | join(', ', attribute='role') }}": "user, assistant",
+    "{{ [1, 2.5] | sum }}{{ [{'a': [1]}, {'a': [2]}] | sum('a', []) }}": "3.5[1, 2]",
+    "{{ '+'.join(['a', 'b']) ~ ['a', 'b'] | join }}": "a+bab",
+    "{{ '{}, {b:>3}, {c:03d}'.format('a', b='b', c=5) }}": "a,   b, 005",
+    "{{ '{a[0]}'.format_map({'a': ['<']}) ~ ('{}' | safe).format('<') }}": "<&lt;",
+    "{{ ('<b>' | e) ~ '<' }}": "&lt;b&gt;<",
+    "{{ {'a': [1]} | tojson(indent=1) }}": '{\n "a": [\n  1\n ]\n}',
+    "{{ 3.14159 | round(2) }}": "3.14",
+}
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     return load_tokenizer(ASSETS)
@@ -45,7 +107,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def _tight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "MAX_CHARACTERS", 100_000)
+    monkeypatch.setattr(template_sandbox, "MAX_CHARACTERS", 100_000)
     monkeypatch.setattr(templates, "MAX_SECONDS", 0.3)
     monkeypatch.setattr(templates, "_LOOK_SECONDS", 0.05)
 
@@ -58,6 +120,21 @@ def test_a_template_without_end_is_stopped(tokenizer: PreTrainedTokenizerBase, s
     assert str(ASSETS) in str(caught.value)
     assert "Mend the template" in str(caught.value)
     assert "Hello" in render(tokenizer, CHAT), "nothing is left behind for the next chat"
+
+
+@pytest.mark.parametrize("source", LARGE)
+def test_an_operation_with_a_huge_result_is_refused_before_it(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    with pytest.raises(UserError, match=f"{LARGE[source]}.* expected .*Mend the template") as caught:
+        render(tokenizer, CHAT, source)
+    assert str(ASSETS) in str(caught.value)
+    assert "loop" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("source", "text"), ORDINARY.items(), ids=ORDINARY)
+def test_ordinary_operations_are_jinjas(tokenizer: PreTrainedTokenizerBase, source: str, text: str) -> None:
+    assert render(tokenizer, CHAT, source) == text
+    # What `transformers` makes of it, without limits.
+    assert tokenizer.apply_chat_template(CHAT, chat_template=source, tokenize=False) == text
 
 
 @pytest.mark.usefixtures("_tight")

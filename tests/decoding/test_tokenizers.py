@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "class_and_json": ("both", VICUNA),
     "class_and_json_1.5": ("both", {**VICUNA, "legacy": False}),
     "class_and_json_alone": ("json", {**VICUNA, "add_bos_token": True}),
+    "model_alone": ("model", {}),  # its config.json says llama
     "json_alone": ("json", FAST),
     "json_and_model": ("both", FAST),
 }
@@ -54,7 +55,10 @@ def build(tmp_path: Path, llama_tokenizer: Path) -> Build:
         folder.mkdir()
         for file in FILES[files]:
             shutil.copy(llama_tokenizer / file, folder)
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        if settings:
+            (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        else:
+            (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 32000}')
         if pad:
             (folder / "added_tokens.json").write_text(json.dumps({"[PAD]": 32_000}))
         return folder

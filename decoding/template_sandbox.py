@@ -1,0 +1,274 @@
+"""Compile chat templates so that no single operation of theirs, nor what they write, grows beyond a limit.
+
+A thread that is in one long operation (`'x' * 10**10`) cannot be interrupted, so the size of a result is computed
+before the result is.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache, wraps
+from types import BuiltinMethodType, MethodType
+from typing import Any
+
+from jinja2 import Environment, Template, nodes, pass_environment, pass_eval_context
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.filters import FILTERS, make_attrgetter
+from jinja2.nodes import EvalContext
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from transformers.utils.chat_template_utils import _cached_compile_jinja_template
+
+MAX_CHARACTERS = 16_000_000
+MAX_BITS = 8192  # of a whole number
+_MOST_DIGITS = 1000  # to round to
+_MOST_ITEMS = 10_000  # levels and items that an indent may be multiplied by
+_PERCENT = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")
+_NUMBER = re.compile(r"\d+")
+
+_SEQUENCE = (str, bytes, list, tuple)
+_METHOD = (BuiltinMethodType, MethodType)
+
+Size = Callable[..., int]
+
+
+class TooMuchError(Exception):
+    """The template has written too much."""
+
+
+class TooLargeError(Exception):
+    """An operation of the template has too large a result; the text names the result and the limit."""
+
+
+@lru_cache(maxsize=128)
+def compile_bounded(source: str) -> Template:
+    """Return the template as `transformers` compiles it, with limits."""
+    # The empty template brings the environment; another one's constant parts would be computed while it is compiled.
+    environment = _cached_compile_jinja_template("").environment
+    environment.__class__ = _BoundedEnvironment
+    environment.code_generator_class = _CodeGenerator
+    # A chain of join, of which blocks and macros make use too.
+    environment.concat = _join
+    for name, size in _FILTERS.items():
+        environment.filters[name] = _bounded(environment.filters[name], size)
+    environment.filters |= {"join": _join_filter, "sum": _sum_filter}
+    template: Template = environment.from_string(source)
+    return template
+
+
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of `transformers`, whose operators and methods have limits."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute an operator's result unless it is too large."""
+        if operator == "+":
+            if isinstance(left, _SEQUENCE) and isinstance(right, _SEQUENCE):
+                _check(len(left) + len(right))
+        elif operator == "%":
+            if isinstance(left, str | bytes):
+                _check(_size_of_percent(left, right))
+        elif isinstance(left, int) and isinstance(right, int):
+            bits = (
+                left.bit_length() + right.bit_length() - 1
+                if operator == "*"
+                else (left.bit_length() * right if abs(left) > 1 else 1)
+            )
+            if bits > MAX_BITS:
+                raise TooLargeError(f"a whole number of more than {MAX_BITS:,} bits, expected a smaller one")
+        elif operator == "*":
+            for repeated, count in ((left, right), (right, left)):
+                if isinstance(repeated, _SEQUENCE):
+                    _check(len(repeated) * _whole(count))
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # as jinja2 does
+        """Call a function or method unless its result is too large."""
+        if isinstance(__obj, _METHOD):
+            owner: Any = __obj.__self__
+            if __obj.__name__ == "join" and isinstance(owner, (str, bytes)):
+                args = tuple(_counted(pieces, len(owner)) for pieces in args)
+            elif isinstance(owner, (str, bytes, int)) and (size := _METHODS.get(__obj.__name__)):
+                _check(size(owner, *args, **kwargs))
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return `str.format` with the sandbox's limits and those on the fields; None for another method."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        text, takes_map = str(value.__self__), value.__name__ == "format_map"
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            # The first pass, without escapes, has the fields' sizes.
+            _Formatter(self).vformat(text, () if takes_map else args, args[0] if takes_map and args else kwargs)
+            return wrapped(*args, **kwargs)
+
+        return bounded
+
+    def check_pieces(self, pieces: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what `~` joins unless that is too large."""
+        _check(sum(len(piece) for piece in pieces if isinstance(piece, str)))
+        return pieces
+
+
+class _CodeGenerator(CodeGenerator):
+    """Compiles `~`, which is no operator that a sandbox intercepts."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("(markup_join if context.eval_ctx.autoescape else str_join)(environment.check_pieces((")
+        for piece in node.nodes:
+            self.visit(piece, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+class _Formatter(SandboxedFormatter):
+    """Formats a text field by field, each with a limit on its width and all with one on their sum."""
+
+    def __init__(self, environment: ImmutableSandboxedEnvironment) -> None:
+        super().__init__(environment)
+        self._written = 0
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        _check(sum(map(_number, _NUMBER.findall(format_spec))))
+        text = str(super().format_field(value, format_spec))
+        self._written += len(text)
+        _check(self._written)
+        return text
+
+
+def _join(pieces: Iterable[str]) -> str:
+    kept, size = [], 0
+    for piece in pieces:
+        size += len(piece)
+        if size > MAX_CHARACTERS:
+            raise TooMuchError
+        kept.append(piece)
+    return "".join(kept)
+
+
+def _check(size: int) -> None:
+    """Raise TooLargeError for the size of a text or list beyond the limit."""
+    if size > MAX_CHARACTERS:
+        raise TooLargeError(
+            f"a text or list of more than {MAX_CHARACTERS:,} characters or items in one operation, expected fewer"
+        )
+
+
+def _bounded(function: Callable[..., Any], size: Size) -> Callable[..., Any]:
+    """Return a filter that checks the size of its result first; jinja2 passes some filters an argument of its own."""
+    skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _check(size(*args[skipped:], **kwargs))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _whole(value: Any) -> int:
+    """Return a whole number; 0 for what is none, at which the operation itself fails."""
+    return value if isinstance(value, int) else 0
+
+
+def _number(digits: str) -> int:
+    """Return the number that digits write; beyond what Python reads, one that is beyond all limits."""
+    return int(digits) if len(digits) < 20 else 10**20
+
+
+def _length(value: Any) -> int:
+    return len(value if isinstance(value, str | bytes) else str(value))
+
+
+def _size_of_percent(form: Any, values: Any) -> int:
+    """Return up to how many characters printf-style formatting writes."""
+    text = form.decode("latin-1") if isinstance(form, bytes) else str(form)
+    items = list(values.values()) if isinstance(values, Mapping) else values if isinstance(values, tuple) else (values,)
+    widths = [width for found in _PERCENT.findall(text) for width in found if width]
+    size = sum(_number(width) for width in widths if width != "*")
+    if "*" in widths:
+        size += sum(abs(_whole(item)) for item in items)
+    longest = max((len(item) for item in items if isinstance(item, str | bytes)), default=0)
+    return size + len(text) + text.count("%") * longest
+
+
+def _size_of_indent(s: Any, width: Any = 4, first: bool = False, blank: bool = False) -> int:
+    each = len(width) if isinstance(width, str) else _whole(width)
+    return _length(s) + each * (len(str(s).splitlines()) + 1)
+
+
+def _size_of_wordwrap(
+    s: Any, width: Any = 79, long: bool = True, wrapstring: str | None = None, hyphens: bool = True, **_: Any
+) -> int:
+    return _length(s) * (1 + _length(wrapstring or ""))
+
+
+def _size_of_replace(s: Any, old: Any = "", new: Any = "", count: int | None = None) -> int:
+    found = s.count(old) if isinstance(s, bytes) else str(s).count(str(old))
+    return _length(s) + (found if count is None or count < 0 else min(found, count)) * _length(new)
+
+
+def _size_of_batch(value: Any, linecount: Any = 0, fill_with: Any = None) -> int:
+    return _whole(linecount) if fill_with is not None else 0
+
+
+def _size_of_json(x: Any, ensure_ascii: bool = False, indent: Any = None, **_: Any) -> int:
+    # A line of the text needs an item, and begins with a blank text for each level that the item is in.
+    return 0 if indent is None else _MOST_ITEMS * (len(indent) if isinstance(indent, str) else _whole(indent))
+
+
+def _size_of_round(value: Any, precision: Any = 0, method: str = "common") -> int:
+    if abs(_whole(precision)) > _MOST_DIGITS:
+        raise TooLargeError(f"a number rounded to more than {_MOST_DIGITS:,} digits, expected fewer")
+    return 0
+
+
+def _size_of_translate(text: Any, table: Any = None) -> int:
+    values = table.values() if isinstance(table, Mapping) else ()
+    return len(text) * max((len(value) for value in values if isinstance(value, str)), default=1)
+
+
+@pass_eval_context
+def _join_filter(context: EvalContext, value: Iterable[Any], d: Any = "", attribute: Any = None) -> Any:
+    if attribute is not None:
+        value = map(make_attrgetter(context.environment, attribute), value)
+    return FILTERS["join"](context, _counted(value, _length(d)), d)
+
+
+@pass_environment
+def _sum_filter(environment: Environment, iterable: Iterable[Any], attribute: Any = None, start: Any = 0) -> Any:
+    if attribute is not None:
+        iterable = map(make_attrgetter(environment, attribute), iterable)
+    return FILTERS["sum"](environment, _counted(iterable, 0), start=start)
+
+
+def _counted(pieces: Iterable[Any], each: int) -> Iterator[Any]:
+    """Yield what is to be joined by a text of a length, or summed, with a limit on the whole."""
+    size = 0
+    for piece in pieces:
+        size += each + (len(piece) if isinstance(piece, _SEQUENCE) else 1)
+        _check(size)
+        yield piece
+
+
+_FILTERS: dict[str, Size] = {
+    "batch": _size_of_batch,
+    "center": lambda value, width=80: _whole(width),
+    "format": lambda value, *args, **kwargs: _size_of_percent(str(value), kwargs or args),
+    "indent": _size_of_indent,
+    "replace": _size_of_replace,
+    "round": _size_of_round,
+    "tojson": _size_of_json,
+    "wordwrap": _size_of_wordwrap,
+}
+_METHODS: dict[str, Size] = {
+    **dict.fromkeys(("center", "ljust", "rjust", "zfill"), lambda text, width=0, *_: _whole(width)),
+    "expandtabs": lambda text, tabsize=8: (
+        len(text) + text.count("\t" if isinstance(text, str) else b"\t") * _whole(tabsize)
+    ),
+    "replace": _size_of_replace,
+    "to_bytes": lambda number, length=1, *_, **__: _whole(length),
+    "translate": _size_of_translate,
+}
