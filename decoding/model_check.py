@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from decoding.errors import UserError
-from decoding.folder import Tensors, read_config, read_headers
+from decoding.folder import Tensors, load_state, read_config, read_headers
 from decoding.values import Rule, check_value, is_int, is_number, optional, shown, whole
 from decoding.weights import FAMILIES
 
@@ -248,6 +248,27 @@ def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> 
         raise UserError(
             f"{folder / 'config.json'}: {key} is {config[key]}, but the weights hold {held} layers, expected as many. Take config.json and weights "
             "from one model."
+        )
+
+
+def check_tied_head(folder: str | Path) -> None:
+    """Raise UserError for a stored lm_head other than the embedding that config.json ties it to. Reads these two tensors.
+
+    Such a model was trained with a head of its own, which a loader that ties it would drop.
+    """
+    config, names = read_config(folder), ("model.embed_tokens.weight", "lm_head.weight")
+    if config["model_type"] not in FAMILIES or not config.get("tie_word_embeddings"):
+        return
+    if names[1] not in read_headers(folder):
+        return
+    state = load_state(folder, lambda name, shape: (slice(None),) * len(shape) if name in names else None)
+    # In blocks of rows: the comparison of two large tensors at once would be a third one in memory.
+    blocks = zip(*(state[name].split(4096) for name in names))
+    if not all(bool((embedding == head).all()) for embedding, head in blocks):
+        raise UserError(
+            f"{folder}: tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but config.json has "
+            "tie_word_embeddings true, expected equal ones. Set tie_word_embeddings to false if the model was trained with a "
+            "head of its own, or remove lm_head.weight if it was not."
         )
 
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from decoding.errors import UserError
 from decoding.folder import read_config
-from decoding.model_check import check_fields, check_loaded, check_model
+from decoding.model_check import check_fields, check_loaded, check_model, check_tied_head
 from decoding.target import BACKENDS
 from decoding.weights import FAMILIES
 from training.attention import PACKED
@@ -98,6 +98,7 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
     """A causal LM from a model folder (safetensors only) with packed attention. Raises UserError for what is no language model."""
     known_config(folder)
     check_model(folder)
+    check_tied_head(folder)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,

@@ -5,7 +5,8 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -51,6 +52,7 @@ def change(folder: Path, changed: Callable[[dict[str, torch.Tensor]], object]) -
     save_file(state, folder / WEIGHTS, {"format": "pt"})
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.2.mlp.up_proj.weight"
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 2}, "num_hidden_layers is 2, but the weights hold 3 layers, expected as many"),
@@ -171,9 +173,12 @@ def test_weights_that_are_of_another_model(folder: Path, changed: Callable, mess
 def test_what_is_harmless_is_left_alone(folder: Path) -> None:
     change(folder, lambda state: state.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
     check_model(folder)
-    # A tied head may be stored as well, and is of the embedding's shape then.
+    # A tied head may be stored as well, and is of the embedding's shape and values then.
     edit(folder, tie_word_embeddings=True)
+    change(folder, lambda state: state.update({HEAD: state[EMBEDDING].clone()}))
     check_model(folder)
+    for name in ("native", "hf", "training"):
+        LOADERS[name](folder)
     change(folder, lambda state: state.update({"lm_head.weight": torch.zeros(47, 32)}))
     with pytest.raises(UserError, match=r"'lm_head.weight' has shape \[47, 32\], expected \[48, 32\]"):
         check_model(folder)
@@ -196,6 +201,9 @@ LOADERS: dict[str, Callable[[Path], object]] = {
     "layers": lambda folder: load_target(folder, parallel="layers", processes=2),
     "training": lambda folder: load_causal_lm(folder, torch.float32),
     "frozen": lambda folder: load_frozen(folder, torch.float32, Parallel(ParallelConfig(), "cpu")),
+    "frozen, in shares": lambda folder: load_frozen(
+        folder, torch.float32, cast(Parallel, SimpleNamespace(shards_weights=True))
+    ),
 }
 
 
@@ -212,6 +220,13 @@ def test_every_loader_refuses_before_weights_are_read(
         monkeypatch.setattr(reader, read)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
     with pytest.raises(UserError, match="num_hidden_layers is 2, but the weights hold 3 layers"):
+        load(folder)
+
+
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+def test_every_loader_refuses_a_tied_head_of_other_values(folder: Path, load: Callable[[Path], object]) -> None:
+    edit(folder, tie_word_embeddings=True)
+    with pytest.raises(UserError, match="'lm_head.weight' differs from .*tie_word_embeddings true, expected equal"):
         load(folder)
 
 
