@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from decoding.errors import UserError
@@ -63,14 +64,21 @@ _OPTIONAL = {
     "initializer_range": Rule(lambda value: is_number(value) and value >= 0, "a number of 0 or more"),
     "attention_dropout": Rule(lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to less than 1"),
 }
+_ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+_ROPE_KIND = Rule(lambda value: isinstance(value, str) and value in _ROPE_KINDS, f"one of {', '.join(_ROPE_KINDS)}")
 _ROPE = {
     "rope_theta": _POSITIVE,
     "factor": _POSITIVE,
     "low_freq_factor": _POSITIVE,
     "high_freq_factor": _POSITIVE,
     "original_max_position_embeddings": _POSITIVE,
+    "rope_type": _ROPE_KIND,
+    "type": _ROPE_KIND,
 }
-_OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
+_OF_KIND = {  # the fields that a kind of rope cannot be without
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
+}
 
 
 class Expected(NamedTuple):
@@ -162,12 +170,11 @@ def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_rope(file: Path, config: Mapping[str, Any]) -> None:
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = config.get(key) or {}
-    for name, rule in _ROPE.items():
-        check_value(name, rope.get(name), optional(rule), f"{file}: {key}.{name}")
-    if (rope.get("rope_type") or rope.get("type")) == "llama3":
-        for name in _OF_LLAMA3:
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key) or {}
+        for name, rule in _ROPE.items():
+            check_value(name, rope.get(name), optional(rule), f"{file}: {key}.{name}")
+        for name in _OF_KIND.get(rope.get("rope_type") or rope.get("type") or "default", ()):
             check_value(name, rope.get(name), _POSITIVE, f"{file}: {key}.{name}")
 
 

@@ -21,7 +21,7 @@ from training.frozen import load_frozen
 from training.models import load_causal_lm
 from training.parallel import Parallel
 
-from .tiny import SHAPES, hf_model
+from .tiny import LLAMA3_ROPE, SHAPES, hf_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAN, INF = math.nan, math.inf
@@ -228,6 +228,41 @@ def test_every_loader_refuses_a_tied_head_of_other_values(folder: Path, load: Ca
     edit(folder, tie_word_embeddings=True)
     with pytest.raises(UserError, match="'lm_head.weight' differs from .*tie_word_embeddings true, expected equal"):
         load(folder)
+
+
+ROPES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": LLAMA3_ROPE},
+        "rope_scaling is .*, which contradicts rope_parameters",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": {"rope_theta": 5e4}},
+        "rope_scaling is .*, which contradicts rope_parameters",
+    ),
+    ({"rope_parameters": LLAMA3_ROPE, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type 'linear'"),
+    ({"rope_parameters": {"rope_type": "default", "type": "yarn", "factor": 2.0}}, "rope_parameters.type 'yarn'"),
+    ({"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type 'linear'"),
+    ({"rope_parameters": {"rope_type": "magic"}}, "rope_parameters.rope_type is 'magic', expected one of default"),
+    ({"rope_parameters": LLAMA3_ROPE, "rope_scaling": {"type": ["x"]}}, r"rope_scaling.type is \['x'\], expected"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is None, expected a number more than 0"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), ROPES, ids=[str(fields)[:80] for fields, _ in ROPES])
+def test_native_refuses_rotary_positions_that_it_would_not_follow(
+    folder: Path, fields: dict[str, Any], message: str
+) -> None:
+    edit(folder, **fields)
+    with pytest.raises(UserError, match=message) as caught:
+        load_target(folder)
+    assert "config.json" in str(caught.value)
+
+
+def test_two_fields_of_the_same_rotary_positions_are_one(folder: Path) -> None:
+    edit(folder, rope_parameters=LLAMA3_ROPE, rope_scaling={**LLAMA3_ROPE, "type": "llama3"})
+    load_target(folder)
+    edit(folder, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, rope_scaling="absent")
+    load_target(folder, backend="hf")  # which transformers knows
 
 
 def shard(folder: Path, weight_map: Callable[[list[str]], dict[str, Any]]) -> None:
