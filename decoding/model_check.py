@@ -96,12 +96,10 @@ def check_model(folder: str | Path) -> None:
     """
     folder = Path(folder)
     config, tensors = read_config(folder), read_headers(folder)
-    _check_finite(folder / "config.json", config)
+    check_config(folder, config)
     _check_layers(folder, config, tensors)
     if config["model_type"] not in FAMILIES:
-        _check_quantization(folder, config)
         return
-    check_fields(folder, config)
     wanted = {tensor.name: tensor for tensor in expected_tensors(config)}
     for tensor in wanted.values():
         _check_tensor(folder, tensor, tensors)
@@ -139,13 +137,27 @@ def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError for a field of a known family's config.json with a value that no model can have."""
+def check_config(folder: Path, config: Mapping[str, Any], *, complete: bool = True) -> None:
+    """Raise UserError for a value in config.json that no model can have. complete: refuse a missing field, too."""
+    _check_finite(folder / "config.json", config)
+    if config["model_type"] in FAMILIES:
+        _check_fields(folder, config, complete)
+    else:
+        _check_quantization(folder, config)
+
+
+def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> None:
+    """Raise UserError for a field of a known family's config.json with a value that no model can have.
+
+    complete: refuse a missing field that every model needs, too.
+    """
     file = folder / "config.json"
+    missing = [key for key in _REQUIRED if key not in config]
+    if missing and complete:
+        raise UserError(f"{file}: has no {missing[0]}, expected {_REQUIRED[missing[0]].expected}.")
     for key, rule in _REQUIRED.items():
-        if key not in config:
-            raise UserError(f"{file}: has no {key}, expected {rule.expected}.")
-        check_value(key, config[key], rule, f"{file}: {key}")
+        if key in config:
+            check_value(key, config[key], rule, f"{file}: {key}")
     for key, rule in _OPTIONAL.items():
         check_value(key, config.get(key), optional(rule), f"{file}: {key}")
     _check_rope(file, config)
@@ -154,6 +166,8 @@ def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
             f"{file}: quantization_config is {shown(config['quantization_config'])}, expected none: quantized weights are not read here. Take the "
             "folder of the model before it was quantized."
         )
+    if missing:
+        return
     hidden, heads, groups = config["hidden_size"], config["num_attention_heads"], _groups(config)
     if config.get("head_dim") is None and hidden % heads:
         raise UserError(

@@ -11,14 +11,17 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import decoding
+from decoding.compatible import check_same_tokenizer
 from decoding.errors import UserError
 from decoding.model_check import check_model, expected_tensors
 from decoding.target import load_target
 from training.config import ParallelConfig
 from training.frozen import load_frozen
-from training.models import load_causal_lm
+from training.models import known_config, load_causal_lm
 from training.parallel import Parallel
 
 from .tiny import LLAMA3_ROPE, SHAPES, hf_model
@@ -263,6 +266,64 @@ def test_two_fields_of_the_same_rotary_positions_are_one(folder: Path) -> None:
     load_target(folder)
     edit(folder, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, rope_scaling="absent")
     load_target(folder, backend="hf")  # which transformers knows
+
+
+@pytest.fixture(scope="module")
+def spoken(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The llama with a tokenizer, which is loaded before the model."""
+    folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("spoken") / "model"))
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "red": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+UNREAD: list[tuple[dict[str, Any], str]] = [
+    ({"quantization_config": "x"}, "quantization_config is 'x', expected"),
+    ({"num_attention_heads": 0}, "num_attention_heads is 0, expected"),
+    ({"num_hidden_layers": "4"}, "num_hidden_layers is '4', expected"),
+    ({"hidden_size": "x"}, "hidden_size is 'x', expected"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps is -1, expected"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps is 0, expected"),
+    ({"rms_norm_eps": NAN}, "rms_norm_eps is nan, expected"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', expected"),
+    ({"eos_token_id": "x"}, "eos_token_id is 'x', expected"),
+    ({"dtype": "x"}, "dtype is 'x', expected"),
+    ({"vocab_size": None}, "vocab_size is None, expected"),
+    ({"max_position_embeddings": "2048"}, "max_position_embeddings is '2048', expected"),
+    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters.factor is None, expected"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope.*[Ee]xpected the values"),
+    ({"model_type": "gpt2", "quantization_config": "x"}, "quantization_config is 'x', expected"),
+    ({"model_type": "gpt2", "n_head": "x"}, "n_head.*[Ee]xpected the values"),
+    ({"model_type": "gpt2", "dtype": "x"}, "'x'.*[Ee]xpected the values"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), UNREAD, ids=[str(fields)[:60] for fields, _ in UNREAD])
+def test_a_configuration_is_checked_before_the_tokenizer_is_loaded(
+    spoken: Path, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    folder = Path(shutil.copytree(spoken, tmp_path / "model"))
+    edit(folder, **fields)
+    for start in (decoding.load, known_config, lambda folder: check_same_tokenizer(spoken, folder)):
+        with pytest.raises(UserError, match=message) as caught:
+            start(folder)
+        assert str(folder / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer_config.json", "[1]", "holds a list, expected a JSON object"),
+        ("tokenizer.json", "[1]", "holds a list, expected a JSON object"),
+        ("tokenizer.json", '{"model": {"type": "Magic"}}', "cannot be read as a tokenizer"),
+    ],
+)
+def test_a_damaged_tokenizer_file_is_named(spoken: Path, tmp_path: Path, name: str, text: str, message: str) -> None:
+    folder = Path(shutil.copytree(spoken, tmp_path / "model"))
+    (folder / name).write_text(text)
+    with pytest.raises(UserError, match=f"{name}: {message}") as caught:
+        decoding.load(folder)
+    assert str(folder) in str(caught.value)
 
 
 def shard(folder: Path, weight_map: Callable[[list[str]], dict[str, Any]]) -> None:
