@@ -1,7 +1,7 @@
 """Prompts as callers give them: texts, chats and token ids, each checked, and the one function that renders a chat."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from jinja2 import TemplateError
@@ -24,7 +24,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, vocab_size: i
     if isinstance(prompt, str):
         check_text(prompt, "the prompt")
         return list(tokenizer(prompt)["input_ids"])
-    if isinstance(prompt, bytes | bytearray | Mapping) or not hasattr(prompt, "__iter__"):
+    if isinstance(prompt, bytes | bytearray | Mapping | Set) or not hasattr(prompt, "__iter__"):
         raise UserError(
             f"the prompt is {shown(prompt)}, expected a text, a list of messages such as {{'role': 'user', 'content': '...'}}, or a list of "
             "token ids."

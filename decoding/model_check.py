@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from decoding.errors import UserError
-from decoding.folder import Tensors, read_config, read_headers
+from decoding.folder import Tensors, load_state, read_config, read_headers
 from decoding.values import Rule, check_value, is_int, is_number, optional, shown, whole
 from decoding.weights import FAMILIES
 
@@ -63,14 +64,21 @@ _OPTIONAL = {
     "initializer_range": Rule(lambda value: is_number(value) and value >= 0, "a number of 0 or more"),
     "attention_dropout": Rule(lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to less than 1"),
 }
+_ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+_ROPE_KIND = Rule(lambda value: isinstance(value, str) and value in _ROPE_KINDS, f"one of {', '.join(_ROPE_KINDS)}")
 _ROPE = {
     "rope_theta": _POSITIVE,
     "factor": _POSITIVE,
     "low_freq_factor": _POSITIVE,
     "high_freq_factor": _POSITIVE,
     "original_max_position_embeddings": _POSITIVE,
+    "rope_type": _ROPE_KIND,
+    "type": _ROPE_KIND,
 }
-_OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
+_OF_KIND = {  # the fields that a kind of rope cannot be without
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
+}
 
 
 class Expected(NamedTuple):
@@ -88,12 +96,10 @@ def check_model(folder: str | Path) -> None:
     """
     folder = Path(folder)
     config, tensors = read_config(folder), read_headers(folder)
-    _check_finite(folder / "config.json", config)
+    check_config(folder, config)
     _check_layers(folder, config, tensors)
     if config["model_type"] not in FAMILIES:
-        _check_quantization(folder, config)
         return
-    check_fields(folder, config)
     wanted = {tensor.name: tensor for tensor in expected_tensors(config)}
     for tensor in wanted.values():
         _check_tensor(folder, tensor, tensors)
@@ -131,13 +137,27 @@ def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError for a field of a known family's config.json with a value that no model can have."""
+def check_config(folder: Path, config: Mapping[str, Any], *, complete: bool = True) -> None:
+    """Raise UserError for a value in config.json that no model can have. complete: refuse a missing field, too."""
+    _check_finite(folder / "config.json", config)
+    if config["model_type"] in FAMILIES:
+        _check_fields(folder, config, complete)
+    else:
+        _check_quantization(folder, config)
+
+
+def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> None:
+    """Raise UserError for a field of a known family's config.json with a value that no model can have.
+
+    complete: refuse a missing field that every model needs, too.
+    """
     file = folder / "config.json"
+    missing = [key for key in _REQUIRED if key not in config]
+    if missing and complete:
+        raise UserError(f"{file}: has no {missing[0]}, expected {_REQUIRED[missing[0]].expected}.")
     for key, rule in _REQUIRED.items():
-        if key not in config:
-            raise UserError(f"{file}: has no {key}, expected {rule.expected}.")
-        check_value(key, config[key], rule, f"{file}: {key}")
+        if key in config:
+            check_value(key, config[key], rule, f"{file}: {key}")
     for key, rule in _OPTIONAL.items():
         check_value(key, config.get(key), optional(rule), f"{file}: {key}")
     _check_rope(file, config)
@@ -146,6 +166,8 @@ def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
             f"{file}: quantization_config is {shown(config['quantization_config'])}, expected none: quantized weights are not read here. Take the "
             "folder of the model before it was quantized."
         )
+    if missing:
+        return
     hidden, heads, groups = config["hidden_size"], config["num_attention_heads"], _groups(config)
     if config.get("head_dim") is None and hidden % heads:
         raise UserError(
@@ -162,12 +184,11 @@ def check_fields(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_rope(file: Path, config: Mapping[str, Any]) -> None:
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = config.get(key) or {}
-    for name, rule in _ROPE.items():
-        check_value(name, rope.get(name), optional(rule), f"{file}: {key}.{name}")
-    if (rope.get("rope_type") or rope.get("type")) == "llama3":
-        for name in _OF_LLAMA3:
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key) or {}
+        for name, rule in _ROPE.items():
+            check_value(name, rope.get(name), optional(rule), f"{file}: {key}.{name}")
+        for name in _OF_KIND.get(rope.get("rope_type") or rope.get("type") or "default", ()):
             check_value(name, rope.get(name), _POSITIVE, f"{file}: {key}.{name}")
 
 
@@ -248,6 +269,27 @@ def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> 
         raise UserError(
             f"{folder / 'config.json'}: {key} is {config[key]}, but the weights hold {held} layers, expected as many. Take config.json and weights "
             "from one model."
+        )
+
+
+def check_tied_head(folder: str | Path) -> None:
+    """Raise UserError for a stored lm_head other than the embedding that config.json ties it to. Reads these two tensors.
+
+    Such a model was trained with a head of its own, which a loader that ties it would drop.
+    """
+    config, names = read_config(folder), ("model.embed_tokens.weight", "lm_head.weight")
+    if config["model_type"] not in FAMILIES or not config.get("tie_word_embeddings"):
+        return
+    if names[1] not in read_headers(folder):
+        return
+    state = load_state(folder, lambda name, shape: (slice(None),) * len(shape) if name in names else None)
+    # In blocks of rows: the comparison of two large tensors at once would be a third one in memory.
+    blocks = zip(*(state[name].split(4096) for name in names))
+    if not all(bool((embedding == head).all()) for embedding, head in blocks):
+        raise UserError(
+            f"{folder}: tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but config.json has "
+            "tie_word_embeddings true, expected equal ones. Set tie_word_embeddings to false if the model was trained with a "
+            "head of its own, or remove lm_head.weight if it was not."
         )
 
 

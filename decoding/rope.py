@@ -11,22 +11,39 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
+from decoding.values import shown
+
+KINDS = ("default", "llama3")
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """The rope fields of a config.json, from the `rope_parameters` of transformers 5 or the older two fields."""
-    if config.get("rope_parameters"):
-        parameters = dict(config["rope_parameters"])
-    else:
-        parameters = dict(config.get("rope_scaling") or {})
-    parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    parameters.setdefault("rope_type", parameters.get("type", "default"))
-    if parameters["rope_type"] not in ("default", "llama3"):
+    """Return the rope fields of a config.json, from the `rope_parameters` of transformers 5 or the older two fields.
+
+    Raises UserError for a kind that this backend does not have, and for two fields that contradict each other.
+    """
+    given = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    for key, rope in given.items():
+        for name in ("rope_type", "type"):
+            if name in rope and rope[name] not in KINDS:
+                raise UserError(
+                    f"config.json: {key}.{name} '{rope[name]}' is not known to the native backend, which has 'default' and "
+                    "'llama3'. Use backend=hf."
+                )
+    first, *others = [_complete(rope, config) for rope in given.values()] or [_complete({}, config)]
+    # transformers reads rope_scaling alone where both are there, so neither can be preferred in silence.
+    if others and others[0] != first:
         raise UserError(
-            f"config.json: rope_type '{parameters['rope_type']}' is not known to the native backend, which has 'default' "
-            "and 'llama3'. Use backend=hf."
+            f"config.json: rope_scaling is {shown(config['rope_scaling'])}, which contradicts rope_parameters "
+            f"({shown(config['rope_parameters'])}), expected the same rotary positions in both. Remove the field that the "
+            "model was not trained with."
         )
-    return parameters
+    return first
+
+
+def _complete(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return rope fields with their defaults, and the kind under its newer name alone."""
+    defaults = {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": rope.get("type", "default")}
+    return defaults | {name: value for name, value in rope.items() if name != "type"}
 
 
 def inverse_frequencies(parameters: dict[str, Any], head_dim: int, max_positions: int) -> Tensor:

@@ -16,7 +16,7 @@ from decoding.errors import UserError
 from decoding.folder import load_state, read_config, refuse_unsupported_attention
 from decoding.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.hf import HFTarget
-from decoding.model_check import check_model
+from decoding.model_check import check_model, check_tied_head
 from decoding.native import EXECUTIONS, NativeTarget
 from decoding.parallel import ParallelTarget, processes_of
 from decoding.values import check_choice, check_values
@@ -142,6 +142,7 @@ def load_target(
     _check_folder(folder, config, backend, dtype, max_length)
     count = processes_of(parallel, processes, backend, device)
     _check_execution(execution, backend, count)
+    check_tied_head(folder)
     name = Path(folder).resolve().name
     target: NativeTarget | HFTarget | ParallelTarget
     place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device, "max_length": max_length}

@@ -12,10 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.folder import read_config
+from decoding.folder import read_config, read_json
+from decoding.model_check import check_config
 from decoding.tokenizer_repair import CORE, MODEL, SETTINGS, Repair, find_repair
 
 _IN_CORE = ("special_tokens_map.json", "added_tokens.json")  # a repaired tokenizer.json holds their tokens
@@ -38,7 +40,11 @@ def load_tokenizer(
     cannot be repaired, and where it has more ids than the model's vocabulary.
     """
     folder = Path(folder)
-    vocab_size = read_config(folder).get("vocab_size") if of_model else None
+    config = read_config(folder) if of_model else {}
+    # transformers reads all of config.json before it loads a tokenizer, which needs few of its fields.
+    if config:
+        check_config(folder, config, complete=False)
+    vocab_size = config.get("vocab_size")
     repair, tokenizer = _repair_of(folder, trust_remote_code)
     if repair is not None:
         try:
@@ -94,15 +100,46 @@ def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerB
     """Return what `transformers` makes of a folder's tokenizer files."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder}: its tokenizer cannot be loaded ({error}). Copy the tokenizer files again."
-        ) from error
     except RecursionError as error:  # the first LLaMA folders on the Hub
         raise UserError(
             f"{folder}: its tokenizer cannot be loaded, as its special tokens are empty texts. Write bos_token <s>, "
             f"eos_token </s> and unk_token <unk> into {SETTINGS}."
         ) from error
+    # Of every type: what the files hold reaches code that expects other types, and tokenizers raises bare Exceptions.
+    except Exception as error:
+        _refuse_damaged(folder, trust_remote_code)
+        raise UserError(
+            f"{folder}: its tokenizer cannot be loaded ({_reason(error)}). Copy the tokenizer files again."
+        ) from error
+
+
+def _refuse_damaged(folder: Path, trust_remote_code: bool) -> None:
+    """Raise UserError that names the file for which a folder's tokenizer cannot be loaded, where one alone is to blame."""
+    for name in (SETTINGS, CORE, *_IN_CORE):
+        if (folder / name).is_file():
+            read_json(folder / name)
+    if (folder / CORE).is_file():
+        try:
+            Tokenizer.from_file(str(folder / CORE))
+        except Exception as error:  # the type that tokenizers raises for every file
+            raise UserError(
+                f"{folder / CORE}: cannot be read as a tokenizer ({_reason(error)}), expected what save_pretrained writes. "
+                "Copy the file again."
+            ) from error
+    file = folder / "config.json"
+    if file.is_file() and read_json(file).get("model_type") in CONFIG_MAPPING:
+        try:
+            AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except Exception as error:  # likewise of every type
+            raise UserError(
+                f"{file}: transformers cannot read it ({_reason(error)}), expected the values of a model's "
+                "config.json. Copy the file again."
+            ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's words on one line, or its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _check_size(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: Any) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from decoding.errors import UserError
 from decoding.folder import weight_files
-from decoding.model_check import check_model
+from decoding.model_check import check_model, check_tied_head
 from training.attention import PACKED
 from training.models import known_config, load_causal_lm
 from training.objectives import freeze
@@ -29,6 +29,7 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
     if not parallel.shards_weights:
         return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
     check_model(folder)
+    check_tied_head(folder)
     with torch.device("meta"):
         config = known_config(folder)
         model = freeze(

@@ -19,9 +19,8 @@ from transformers import (
 
 from decoding.errors import UserError
 from decoding.folder import read_config
-from decoding.model_check import check_fields, check_loaded, check_model
+from decoding.model_check import check_config, check_loaded, check_model, check_tied_head
 from decoding.target import BACKENDS
-from decoding.weights import FAMILIES
 from training.attention import PACKED
 from training.config import DataConfig, ParallelConfig, StudentConfig, TargetConfig, refuse_parallel
 from training.heads import HEADS
@@ -71,11 +70,10 @@ def known_config(folder: Path, trust_remote_code: bool = False) -> PretrainedCon
     """
     values = read_config(folder)
     kind = values["model_type"]
-    if kind in FAMILIES:
-        check_fields(folder, values)
+    check_config(folder, values)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except StrictDataclassError as error:
+    except (StrictDataclassError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise UserError(
             f"{folder / 'config.json'}: {' '.join(str(error).split())}. Expected the values of a config.json"
         ) from error
@@ -98,6 +96,7 @@ def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
     """A causal LM from a model folder (safetensors only) with packed attention. Raises UserError for what is no language model."""
     known_config(folder)
     check_model(folder)
+    check_tied_head(folder)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,

@@ -116,6 +116,8 @@ BAD_PROMPTS: dict[str, Any] = {
     "a number": 3,
     "bytes": b"Hello",
     "one message": message(),
+    "a set of ids": {4, 5},
+    "a frozen set of ids": frozenset({4, 5}),
     "a text in a list": ["Hello"],
     "a surrogate": SURROGATE,
     "a list in a list": [[message()]],

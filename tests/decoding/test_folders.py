@@ -95,7 +95,7 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ("activation", lambda f: edit(f, hidden_act="gelu"), "hidden_act 'gelu' is not 'silu'"),
     (
         "rope",
-        lambda f: edit(f, rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}),
+        lambda f: edit(f, rope_parameters={"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}),
         "rope_type 'yarn' is not known",
     ),
 ]

@@ -5,22 +5,26 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import decoding
+from decoding.compatible import check_same_tokenizer
 from decoding.errors import UserError
 from decoding.model_check import check_model, expected_tensors
 from decoding.target import load_target
 from training.config import ParallelConfig
 from training.frozen import load_frozen
-from training.models import load_causal_lm
+from training.models import known_config, load_causal_lm
 from training.parallel import Parallel
 
-from .tiny import SHAPES, hf_model
+from .tiny import LLAMA3_ROPE, SHAPES, hf_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAN, INF = math.nan, math.inf
@@ -51,6 +55,7 @@ def change(folder: Path, changed: Callable[[dict[str, torch.Tensor]], object]) -
     save_file(state, folder / WEIGHTS, {"format": "pt"})
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.2.mlp.up_proj.weight"
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 2}, "num_hidden_layers is 2, but the weights hold 3 layers, expected as many"),
@@ -171,9 +176,12 @@ def test_weights_that_are_of_another_model(folder: Path, changed: Callable, mess
 def test_what_is_harmless_is_left_alone(folder: Path) -> None:
     change(folder, lambda state: state.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
     check_model(folder)
-    # A tied head may be stored as well, and is of the embedding's shape then.
+    # A tied head may be stored as well, and is of the embedding's shape and values then.
     edit(folder, tie_word_embeddings=True)
+    change(folder, lambda state: state.update({HEAD: state[EMBEDDING].clone()}))
     check_model(folder)
+    for name in ("native", "hf", "training"):
+        LOADERS[name](folder)
     change(folder, lambda state: state.update({"lm_head.weight": torch.zeros(47, 32)}))
     with pytest.raises(UserError, match=r"'lm_head.weight' has shape \[47, 32\], expected \[48, 32\]"):
         check_model(folder)
@@ -196,6 +204,9 @@ LOADERS: dict[str, Callable[[Path], object]] = {
     "layers": lambda folder: load_target(folder, parallel="layers", processes=2),
     "training": lambda folder: load_causal_lm(folder, torch.float32),
     "frozen": lambda folder: load_frozen(folder, torch.float32, Parallel(ParallelConfig(), "cpu")),
+    "frozen, in shares": lambda folder: load_frozen(
+        folder, torch.float32, cast(Parallel, SimpleNamespace(shards_weights=True))
+    ),
 }
 
 
@@ -213,6 +224,106 @@ def test_every_loader_refuses_before_weights_are_read(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
     with pytest.raises(UserError, match="num_hidden_layers is 2, but the weights hold 3 layers"):
         load(folder)
+
+
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+def test_every_loader_refuses_a_tied_head_of_other_values(folder: Path, load: Callable[[Path], object]) -> None:
+    edit(folder, tie_word_embeddings=True)
+    with pytest.raises(UserError, match="'lm_head.weight' differs from .*tie_word_embeddings true, expected equal"):
+        load(folder)
+
+
+ROPES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": LLAMA3_ROPE},
+        "rope_scaling is .*, which contradicts rope_parameters",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": {"rope_theta": 5e4}},
+        "rope_scaling is .*, which contradicts rope_parameters",
+    ),
+    ({"rope_parameters": LLAMA3_ROPE, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type 'linear'"),
+    ({"rope_parameters": {"rope_type": "default", "type": "yarn", "factor": 2.0}}, "rope_parameters.type 'yarn'"),
+    ({"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type 'linear'"),
+    ({"rope_parameters": {"rope_type": "magic"}}, "rope_parameters.rope_type is 'magic', expected one of default"),
+    ({"rope_parameters": LLAMA3_ROPE, "rope_scaling": {"type": ["x"]}}, r"rope_scaling.type is \['x'\], expected"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is None, expected a number more than 0"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), ROPES, ids=[str(fields)[:80] for fields, _ in ROPES])
+def test_native_refuses_rotary_positions_that_it_would_not_follow(
+    folder: Path, fields: dict[str, Any], message: str
+) -> None:
+    edit(folder, **fields)
+    with pytest.raises(UserError, match=message) as caught:
+        load_target(folder)
+    assert "config.json" in str(caught.value)
+
+
+def test_two_fields_of_the_same_rotary_positions_are_one(folder: Path) -> None:
+    edit(folder, rope_parameters=LLAMA3_ROPE, rope_scaling={**LLAMA3_ROPE, "type": "llama3"})
+    load_target(folder)
+    edit(folder, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, rope_scaling="absent")
+    load_target(folder, backend="hf")  # which transformers knows
+
+
+@pytest.fixture(scope="module")
+def spoken(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The llama with a tokenizer, which is loaded before the model."""
+    folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("spoken") / "model"))
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "red": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+UNREAD: list[tuple[dict[str, Any], str]] = [
+    ({"quantization_config": "x"}, "quantization_config is 'x', expected"),
+    ({"num_attention_heads": 0}, "num_attention_heads is 0, expected"),
+    ({"num_hidden_layers": "4"}, "num_hidden_layers is '4', expected"),
+    ({"hidden_size": "x"}, "hidden_size is 'x', expected"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps is -1, expected"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps is 0, expected"),
+    ({"rms_norm_eps": NAN}, "rms_norm_eps is nan, expected"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', expected"),
+    ({"eos_token_id": "x"}, "eos_token_id is 'x', expected"),
+    ({"dtype": "x"}, "dtype is 'x', expected"),
+    ({"vocab_size": None}, "vocab_size is None, expected"),
+    ({"max_position_embeddings": "2048"}, "max_position_embeddings is '2048', expected"),
+    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters.factor is None, expected"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope.*[Ee]xpected the values"),
+    ({"model_type": "gpt2", "quantization_config": "x"}, "quantization_config is 'x', expected"),
+    ({"model_type": "gpt2", "n_head": "x"}, "n_head.*[Ee]xpected the values"),
+    ({"model_type": "gpt2", "dtype": "x"}, "'x'.*[Ee]xpected the values"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), UNREAD, ids=[str(fields)[:60] for fields, _ in UNREAD])
+def test_a_configuration_is_checked_before_the_tokenizer_is_loaded(
+    spoken: Path, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    folder = Path(shutil.copytree(spoken, tmp_path / "model"))
+    edit(folder, **fields)
+    for start in (decoding.load, known_config, lambda folder: check_same_tokenizer(spoken, folder)):
+        with pytest.raises(UserError, match=message) as caught:
+            start(folder)
+        assert str(folder / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer_config.json", "[1]", "holds a list, expected a JSON object"),
+        ("tokenizer.json", "[1]", "holds a list, expected a JSON object"),
+        ("tokenizer.json", '{"model": {"type": "Magic"}}', "cannot be read as a tokenizer"),
+    ],
+)
+def test_a_damaged_tokenizer_file_is_named(spoken: Path, tmp_path: Path, name: str, text: str, message: str) -> None:
+    folder = Path(shutil.copytree(spoken, tmp_path / "model"))
+    (folder / name).write_text(text)
+    with pytest.raises(UserError, match=f"{name}: {message}") as caught:
+        decoding.load(folder)
+    assert str(folder) in str(caught.value)
 
 
 def shard(folder: Path, weight_map: Callable[[list[str]], dict[str, Any]]) -> None:
