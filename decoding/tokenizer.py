@@ -90,9 +90,17 @@ def _repair_of(folder: Path, trust_remote_code: bool = False) -> tuple[Repair | 
     if digest in _repairs:
         return _repairs[digest], None
     tokenizer = _read(folder, trust_remote_code)
-    _repairs[digest] = repair = find_repair(folder, tokenizer, held, model_type)
-    if repair is not None and os.environ.get("RANK", "0") == "0":
-        print(f"note: {folder}: {repair.note}", file=sys.stderr)
+    repair, note = None, ""
+    try:
+        repair = find_repair(folder, tokenizer, held, model_type)
+        note = "" if repair is None else repair.note
+    except ModuleNotFoundError as error:
+        if error.name != "sentencepiece":
+            raise
+        note = f"its ids were not compared with {MODEL}, as the package sentencepiece is not installed"
+    _repairs[digest] = repair
+    if note and os.environ.get("RANK", "0") == "0":
+        print(f"note: {folder}: {note}", file=sys.stderr)
     return repair, tokenizer
 
 

@@ -9,13 +9,15 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenizers import Tokenizer, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.sentence_pieces import SentencePieces, fast_twin
+
+if TYPE_CHECKING:
+    from decoding.sentence_pieces import SentencePieces
 
 CORE, MODEL, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 PROBES = (
@@ -107,6 +109,9 @@ def find_repair(
     # `legacy` absent means true for LLaMA. Another class comes with a tokenizer.json, which shows what is meant.
     conventions = [legacy] if isinstance(legacy, bool) else [True] if rebuilt else [True, False]
     added = tokenizer.added_tokens_decoder
+    # Here alone: a machine that only runs models may lack the package, and this is the one use of it.
+    from decoding.sentence_pieces import SentencePieces
+
     try:
         references = [SentencePieces(held[MODEL], added, convention, prefix) for convention in conventions]
     except ValueError as error:
@@ -142,7 +147,7 @@ def _repair_by_core(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]
 
 
 def _check_same_pieces(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, reference: SentencePieces, wrong: Difference
+    folder: Path, tokenizer: PreTrainedTokenizerBase, reference: "SentencePieces", wrong: Difference
 ) -> None:
     """Raise UserError where the tokenizer's vocabulary is another one than the model's: which of them is right is not known."""
     ours, theirs = tokenizer.get_vocab(), reference.vocabulary()
@@ -156,8 +161,10 @@ def _check_same_pieces(
         )
 
 
-def _twin(folder: Path, reference: SentencePieces, texts: list[str], wrong: Difference) -> Tokenizer:
+def _twin(folder: Path, reference: "SentencePieces", texts: list[str], wrong: Difference) -> Tokenizer:
     """Return a tokenizer that gives the reference's ids for all texts. Raises UserError where none does."""
+    from decoding.sentence_pieces import fast_twin
+
     try:
         twin = fast_twin(reference)
     except ValueError as error:

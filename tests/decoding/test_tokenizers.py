@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -223,3 +224,17 @@ def test_a_trailing_pad_is_accepted_either_way_round(pair: tuple[Path, Path]) ->
             for prompt in ("def f(x):\n    return x", "a [PAD]"):
                 assert generate(drafted, prompt, **fixed).tokens == generate(plain, prompt, **fixed).tokens
         assert generate(drafted, "x", max_new_tokens=8, stopping="fixed", temperature=1.0, verify="token").stats.drafted
+
+
+def test_without_sentencepiece_a_line_names_what_was_not_compared(
+    chat24m: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that only runs models may lack the package."""
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
+        shutil.copyfile(chat24m / name, tmp_path / name)
+    (tmp_path / "tokenizer_config.json").write_text((tmp_path / "tokenizer_config.json").read_text() + " ")
+    monkeypatch.delitem(sys.modules, "decoding.sentence_pieces", raising=False)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)  # importing it raises ModuleNotFoundError
+    tokenizer = load_tokenizer(tmp_path, of_model=False)
+    assert "not compared with tokenizer.model" in capsys.readouterr().err
+    assert tokenizer("hi").input_ids == load_tokenizer(chat24m)("hi").input_ids
