@@ -15,7 +15,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.folder import read_config
+from decoding.folder import own_code_error, read_config
 from decoding.tokenizer_repair import CORE, MODEL, SETTINGS, Repair, find_repair
 
 _IN_CORE = ("special_tokens_map.json", "added_tokens.json")  # a repaired tokenizer.json holds their tokens
@@ -93,6 +93,8 @@ def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerB
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise own_code_error(folder) from error
         raise UserError(
             f"{folder}: its tokenizer cannot be loaded ({error}). Copy the tokenizer files again."
         ) from error
