@@ -77,6 +77,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def own_code_error(folder: str | Path) -> UserError:
+    """Return the error for a folder whose model or tokenizer is defined by Python of its own, which nobody trusted."""
+    return UserError(
+        f"{folder}: its model or tokenizer is defined by Python in the folder, which is not run. If you trust it, run it as "
+        "a target with target.trust_remote_code=true target.backend=hf (trust_remote_code=True in Python)."
+    )
+
+
 def exists(path: Path) -> bool:
     """Whether there is a file or folder of this name. Raises UserError for a name that no file can have, or that may not be looked at."""
     try:
@@ -87,7 +95,7 @@ def exists(path: Path) -> bool:
         name = ascii(str(path))
         shown = name if len(name) <= 80 else f"{name[:77]}..."
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{shown} cannot be looked at ({reason}), expected the path of a file or folder.") from error
+        raise UserError(f"{shown} cannot be opened ({reason}), expected the path of a file or folder.") from error
     return True
 
 
@@ -215,7 +223,7 @@ def refuse_nonfinite(folder: str | Path, state: Mapping[str, torch.Tensor]) -> N
             least, most = (bound.item() for bound in tensor.aminmax())
             if not (math.isfinite(least) and math.isfinite(most)):
                 raise UserError(
-                    f"{folder}: tensor '{name}' holds weights that are no numbers (found {least} to {most}), expected finite ones. Copy or train the "
+                    f"{folder}: tensor '{name}' holds non-finite weights (found {least} to {most}), expected finite ones. Copy or train the "
                     "model again."
                 )
 

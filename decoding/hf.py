@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from decoding import cuda
 from decoding.cache import BAND_ROWS, Plan, Slots
 from decoding.errors import UserError
-from decoding.folder import read_config, refuse_unsupported_attention, weight_files
+from decoding.folder import own_code_error, read_config, refuse_unsupported_attention, weight_files
 from decoding.model_check import check_loaded
 
 EXECUTIONS = ("eager", "compiled")  # operation by operation; traced by torch.compile
@@ -157,6 +157,8 @@ class HFTarget:
             StrictDataclassError,
         ) as error:
             reason = " ".join(str(error).split())
+            if not trust_remote_code and "trust_remote_code" in reason:
+                raise own_code_error(folder) from error
             raise UserError(f"{folder}: transformers cannot load it as a causal LM: {reason}") from error
         model, info = loaded
         check_loaded(folder, info)

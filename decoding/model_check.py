@@ -267,8 +267,8 @@ def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> 
     # Some families store layers that their causal LM leaves out, such as those that predict further tokens.
     if config[key] > held or (config["model_type"] in FAMILIES and config[key] != held):
         raise UserError(
-            f"{folder / 'config.json'}: {key} is {config[key]}, but the weights hold {held} layers, expected as many. Take config.json and weights "
-            "from one model."
+            f"{folder / 'config.json'}: {key} is {config[key]}, but the weights hold {held} layers, expected the same number. Take config.json and "
+            "weights from one model."
         )
 
 

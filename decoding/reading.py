@@ -26,7 +26,7 @@ class Watch:
         """Raise UserError for NaN and infinities."""
         if not math.isfinite(largest):
             raise UserError(
-                f"{self.whose} computes {self.what} that are no numbers (found {largest}), expected finite ones: its weights hold NaN or "
+                f"{self.whose} computes non-finite {self.what} (found {largest}), expected finite ones: its weights hold NaN or "
                 "infinity, or overflow in half precision. Copy the model's weights again, or take dtype=float32."
             )
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.folder import read_config, read_json
+from decoding.folder import own_code_error, read_config, read_json
 from decoding.model_check import check_config
 from decoding.tokenizer_repair import CORE, MODEL, SETTINGS, Repair, find_repair
 
@@ -115,6 +115,8 @@ def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerB
         ) from error
     # Of every type: what the files hold reaches code that expects other types, and tokenizers raises bare Exceptions.
     except Exception as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise own_code_error(folder) from error
         _refuse_damaged(folder, trust_remote_code)
         raise UserError(
             f"{folder}: its tokenizer cannot be loaded ({_reason(error)}). Copy the tokenizer files again."

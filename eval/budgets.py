@@ -24,6 +24,7 @@ from decoding.parallel import ParallelTarget
 from decoding.schedules import VIRTUAL
 from decoding.self_speculation import SelfSpeculation
 from decoding.target import DTYPES, Target
+from decoding.values import is_number
 from decoding.weights import NativeConfig
 from decoding.yardsticks import Limits, measure_limits
 from eval.schema import DrafterFacts, RoundBudget
@@ -102,6 +103,14 @@ def _step(
     return lambda tokens, _, rows: Budget(parameters * own.itemsize, 0, round(2 * parameters * tokens * rows))
 
 
+def _limits_of(values: dict[str, Any]) -> Limits:
+    """Return the limits that `with_limits` wrote."""
+    names = [field.name for field in dataclasses.fields(Limits)]
+    if sorted(values) != sorted(names) or not all(is_number(value) and value > 0 for value in values.values()):
+        raise ValueError(f"expected the numbers {' and '.join(names)}, found {values!r:.80}")
+    return Limits(**values)
+
+
 def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
     """The shapes with the machine's limits: those in the run folder, or measured now and written there. None where they would explain nothing.
 
@@ -113,7 +122,7 @@ def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
     if step.weight_bytes < LEAST_BYTES:
         return shapes
     if path.is_file():
-        limits = read_object(path, "Delete it: the limits are measured again", lambda values: Limits(**values))
+        limits = read_object(path, "Delete it: the limits are measured again", _limits_of)
     else:
         limits = measure_limits(step.weight_bytes, shapes.dtype, shapes.device)
         write_text(path, json.dumps(dataclasses.asdict(limits), indent=1))

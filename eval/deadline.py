@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from decoding.values import is_number
 from training.checkpoint import write_text
+from training.run_files import read_object
 
 FILE = "seconds.json"
 LEAST = {
@@ -22,6 +25,18 @@ LEAST = {
 UNTIL = {"sweep": 0.4, "main": 1.0}  # shares of the bound by which the parts end
 COSTS = 0.1  # share of the bound in which the costs that drafters weigh are measured, beforehand
 
+_REMEDY = "Delete it: what was spent before is not counted, and the records are kept"
+
+
+def _spent_of(values: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    """Return the seconds spent and those of each part's longest block, as `Deadline.count` wrote them."""
+    seconds, longest = values["seconds"], values["longest_block"]
+    if not is_number(seconds) or seconds < 0:
+        raise ValueError(f"seconds is {seconds!r}, expected a number from 0 up")
+    if not isinstance(longest, dict) or not all(is_number(value) and value >= 0 for value in longest.values()):
+        raise ValueError(f"longest_block is {longest!r:.80}, expected seconds by part")
+    return seconds, longest
+
 
 class Deadline:
     """The clock of a run. Without a bound it is never asked."""
@@ -30,9 +45,9 @@ class Deadline:
         """max_seconds: of all runs in this folder together; 0: no bound."""
         self.max_seconds = max_seconds or math.inf
         self._file, self._clock = folder / FILE, clock
-        known = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else {}
-        self._earlier: float = known.get("seconds", 0.0)
-        self._longest: dict[str, float] = known.get("longest_block", {})
+        self._earlier, self._longest = 0.0, dict[str, float]()
+        if self._file.is_file():
+            self._earlier, self._longest = read_object(self._file, _REMEDY, _spent_of)
         self._began = clock()
 
     @property

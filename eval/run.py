@@ -231,8 +231,8 @@ def _over_time(row: Row) -> str:
     if left <= 0:
         return ""
     return (
-        f"{left} of {row.prompts_asked} prompts: the others, first in an order shuffled by the seed, are those that fitted into "
-        f"max_seconds={row.max_seconds:g}."
+        f"{left} of {row.prompts_asked} prompts: max_seconds={row.max_seconds:g} ended before they were measured. "
+        "The prompts are measured in an order shuffled by the seed."
     )
 
 

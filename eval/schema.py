@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from decoding.errors import UserError
-from training.run_files import WRONG
+from training.run_files import WRONG, reason_of
 
 
 @dataclass(frozen=True)
@@ -211,11 +211,12 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows that write_rows wrote. Raises UserError for rows of another version, damaged ones, and where there are none."""
+    content = path.read_bytes()
     try:
-        rows = [_row(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [_row(json.loads(line)) for line in content.decode().splitlines()]
     except WRONG as error:
         raise UserError(
-            f"{path}: not the rows of this version of eval.run ({error}). Evaluate again, with another output_dir="
+            f"{path}: not the rows of this version of eval.run ({reason_of(error, content)}). Evaluate again, with another output_dir="
         ) from error
     if not rows:
         raise UserError(f"{path} has no rows. Evaluate again, with another output_dir=")
@@ -223,6 +224,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _row(values: dict[str, Any]) -> Row:
+    if unknown := values.keys() - {one.name for one in dataclasses.fields(Row)}:
+        raise ValueError(f"found {', '.join(sorted(unknown))}, which no row has")
     for key in ("t_target_ms", "V"):  # JSON has no integer keys
         values[key] = {int(n): value for n, value in values[key].items()}
     values["categories"] = [Category(**part) for part in values["categories"]]

@@ -73,7 +73,7 @@ def check(cfg: EvalConfig) -> None:
         ("target.execution", cfg.target.execution, cfg.target.execution in ("", *EXECUTIONS), _one_of(EXECUTIONS)),
     ):
         if not fine:
-            raise UserError(f"{key}={found} cannot be measured. Expected {expected}.")
+            raise UserError(f"{key} is {found}, expected {expected}.")
     drafter_list.check_entries(cfg.drafters)
     processes_of(cfg.target.parallel, cfg.target.processes, cfg.target.backend, device_of(cfg.target.device))
     if cfg.allowed:

@@ -207,8 +207,12 @@ def losses(row: Row) -> str:
     if not row.slower_prompts:
         return f"faster on every one of {row.prompts} prompts (least on {row.worst_prompt}: {times(row.worst_speedup)})"
     worst = f"worst {row.worst_prompt}: {times(row.worst_speedup)}"
-    text = f"slower on {row.slower_prompts} of {row.prompts} prompts ({worst})"
     behind = [part.category for part in row.categories if part.speedup_high is not None and part.speedup_high < 1]
+    # A loss that rounds to 1.00x is none that the report's figures show.
+    slower = bool(behind) or times(row.worst_speedup) != times(1.0)
+    text = (
+        f"{'slower' if slower else 'as fast as no drafter'} on {row.slower_prompts} of {row.prompts} prompts ({worst})"
+    )
     return text + (
         f", and all in all on the {'category' if len(behind) == 1 else 'categories'} {', '.join(behind)}"
         if behind

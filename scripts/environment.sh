@@ -24,7 +24,7 @@ install_torch() {
   if [ -n "$index" ] && "$VENV/bin/pip" install --quiet --retries 0 --timeout 20 --index-url "$index" "$torch"; then
     return
   fi
-  [ -z "$index" ] || say "That index did not give $torch (why stands above); asking pip's own, which may bring CUDA packages. Ctrl-C and TORCH_INDEX=... to try another"
+  [ -z "$index" ] || say "That index did not give $torch (see the reason above); asking pip's own, which may bring CUDA packages. Ctrl-C and TORCH_INDEX=... to try another"
   "$VENV/bin/pip" install --quiet "$torch"
 }
 

@@ -108,6 +108,7 @@ JOBS = {
             "num_draft_tokens=[2]",
             "sweep=[]",
             "max_prompts=3",
+            "max_seconds=3600",
             "max_new_tokens=4",
             "timing_repeats=1",
             "stopping=fixed",

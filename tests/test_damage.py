@@ -42,7 +42,7 @@ OPEN = {
     "distill.prune": ["work/1/done.json"],
     "distill.regenerate": ["answers/rank_0.jsonl"],
     "distill.skip_search": ["search.jsonl", "costs.json"],
-    "eval.run": ["records.jsonl", "parts.jsonl"],
+    "eval.run": ["records.jsonl", "parts.jsonl", "seconds.json"],
 }
 # What a run leaves, by job.
 ARTEFACTS = {
@@ -165,11 +165,11 @@ def test_a_finished_run_whose_artefact_changed_makes_it_again(
     whole = path.read_bytes()
     path.write_bytes(DAMAGES[kind](whole))
     JOBS[job].run(configured(job, named, folder))
-    assert f"{path} has changed since the run was finished: it is made again" in capsys.readouterr().out
+    assert f"{path} has changed since the run was finished: it is written again" in capsys.readouterr().out
     if job != "eval.run":  # whose times are measured anew where records are gone
         assert path.read_bytes() == whole
     JOBS[job].run(configured(job, named, folder))
-    assert "made again" not in capsys.readouterr().out
+    assert "written again" not in capsys.readouterr().out
 
 
 def test_a_run_of_an_earlier_version_is_still_finished(
@@ -190,7 +190,7 @@ def test_a_run_of_an_earlier_version_is_still_finished(
     assert "finished before" in capsys.readouterr().out
     (folder / "drafter" / "model.safetensors").unlink()
     JOBS["distill.train"].run(configured("distill.train", named, folder))
-    assert "is missing from a finished run: it is made again" in capsys.readouterr().out
+    assert "is missing from a finished run: it is written again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("file", ["results.jsonl", "records.jsonl", "drafters.json", "manifest.json", "config.yaml"])

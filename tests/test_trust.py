@@ -112,6 +112,7 @@ def test_a_folders_own_python_does_not_run(way: str, folder: Path, written: Path
     # Jobs that run one family alone name that one.
     words = ("trust_remote_code", "model_type is 'own', expected llama", "model_type 'own' is not one of the native")
     assert any(one in str(error.value) for one in words)
+    assert "huggingface.co" not in str(error.value) and "`" not in str(error.value), "not transformers' own sentences"
     assert not written.exists()
 
 

@@ -10,7 +10,6 @@ tokens (the template writes them; a tokenizer that adds its own would double the
 3. else with our own template of the same family (`training.templates`), which has marks; else the error names the turn.
 """
 
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.templates import render
+from training.counts import print_note
 from training.templates import TEMPLATES, family_of
 
 Message = dict[str, str]
@@ -30,8 +30,6 @@ RENDERINGS = ("auto", "chat", "text")  # how prompts are shown to a target: see 
 # Unicode noncharacters, "for internal use": they mark answers in the rendered text and are taken out again.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -196,7 +194,7 @@ def _family(source: str, reason: str) -> str:
 
 @lru_cache(maxsize=64)
 def _say_once(text: str) -> None:
-    logger.warning(text)
+    print_note(text)
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message], *, prompt: bool = False) -> str:

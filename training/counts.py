@@ -1,13 +1,18 @@
 """What became of the records of a file: used, or skipped with a reason and a place."""
 
-import logging
+import sys
 from dataclasses import dataclass, field
 
 from decoding.errors import UserError
+from training import ranks
 
 SHOWN_PLACES = 5
 
-logger = logging.getLogger(__name__)
+
+def print_note(text: str) -> None:
+    """Print a note on stderr, from the first rank alone: jobs configure no logging, which would hide it."""
+    if ranks.rank() == 0:
+        print(f"note: {text}", file=sys.stderr)
 
 
 @dataclass
@@ -38,7 +43,7 @@ class Counts:
         )
 
     def check(self, what: str, expected: str, max_bad: float) -> None:
-        """Warn of skipped and cut records; raise UserError when they are more than the share `max_bad` of those read."""
+        """Print a note of skipped and cut records; raise UserError when they are more than the share `max_bad` of those read."""
         if self.skipped > max_bad * self.read:
             # Jobs that measure have no such key.
             remedy = "" if what == "prompts" else " (data.max_bad raises that limit)"
@@ -46,4 +51,4 @@ class Counts:
                 f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad{remedy}: mend or remove these lines"
             )
         if self.skipped or self.cut:
-            logger.warning(self.line(what))
+            print_note(self.line(what))

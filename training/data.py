@@ -5,7 +5,7 @@ Formats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`), `{"messages"
 `.py` and `.md`, or folders of them; prompts as `{"id", "category", "turns": [...]}`, or as benchmarks
 are published: `{"prompt"}` (HumanEval, HellaSwag's contexts) or `{"question"}` (GSM8K, MGSM). Chats and
 texts may be tables with the same columns too (Parquet, Arrow, saved datasets). A bad record is skipped,
-counted and named in a warning; above a limit the file is refused.
+counted and named in a note on stderr; above a limit the file is refused.
 """
 
 import json
@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.folder import exists
-from training.chat import Rendered, render_chat
+from training.chat import Rendered, render_chat, template_source
 from training.counts import Counts
+from training.run_files import json_kind
 from training.tables import TABLE_SUFFIXES, is_saved_dataset, table_records
 
 # ShareGPT names the product that answered; whichever it was, its turns are the answers.
@@ -130,8 +131,10 @@ def render_chats(
 ) -> tuple[list[Rendered], Counts]:
     """Render every chat; one that the template refuses is skipped and counted under `max_bad`, as a bad line is.
 
-    `Counts.used` of the result matches the list. Raises UserError above the limit.
+    `Counts.used` of the result matches the list. Raises UserError above the limit, and for a tokenizer without a template.
     """
+    if chats:
+        template_source(tokenizer, template)
     counts, rendered = Counts(), []
     for chat in chats:
         counts.read += 1
@@ -162,7 +165,7 @@ def _read(
                 if isinstance(record, _BadRecordError):
                     raise record
                 if not isinstance(record, dict):
-                    raise _BadRecordError(f"no JSON object but {type(record).__name__}")
+                    raise _BadRecordError(f"found {json_kind(record)}, expected a JSON object")
                 found.append(parse(record, place))
             except _BadRecordError as reason:
                 counts.skip(str(reason), place)
@@ -296,7 +299,7 @@ def _chat(record: dict[str, Any], place: str) -> Chat:
     for turn in turns:
         role, text = (turn.get(role_key), turn.get(text_key)) if isinstance(turn, dict) else (None, None)
         if not isinstance(role, str | None):
-            raise _BadRecordError(f"a role that is no text but {type(role).__name__}")
+            raise _BadRecordError(f"a role is {json_kind(role)}, expected text")
         if role not in ROLES:
             raise _BadRecordError(f"unknown role {role!r} (known: {', '.join(ROLES)})")
         if not isinstance(text, str) or not text.strip():

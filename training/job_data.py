@@ -161,13 +161,20 @@ def read_samples(
     if "embedded:stdlib" in text_paths:
         documents += corpus.documents(split)
     text_files = [resolve(path) for path in text_paths if path != "embedded:stdlib"]
-    documents += read_texts(text_files, max_bad=data.max_bad)[0] if text_files else []
-    chats, _ = split_chats(data, split)
+    text_counts = Counts()
+    if text_files:
+        found, text_counts = read_texts(text_files, max_bad=data.max_bad)
+        documents += found
+    chats, chat_counts = split_chats(data, split)
     limit = data.max_samples or None
-    for what, (new, account) in {
-        "texts": text_samples(tokenizer, documents[:limit], data.max_length),
-        "chats": chat_samples(tokenizer, chats[:limit], data.template, data.max_length, data.train_on, data.max_bad),
-    }.items():
+    of_chats = chat_samples(tokenizer, chats[:limit], data.template, data.max_length, data.train_on, data.max_bad)
+    for what, left_out, counts, (new, account) in (
+        ("texts", documents[limit:], text_counts, text_samples(tokenizer, documents[:limit], data.max_length)),
+        ("chats", chats[limit:], chat_counts, of_chats),
+    ):
+        for reason, places in counts.bad.items():
+            account.leave_out(reason, len(places))
+        account.leave_out("over data.max_samples", len(left_out) if limit else 0)
         if account.read and show:
             print(f"{key.removeprefix('data').removeprefix('.domains.')} {split} {account.line(what)}".lstrip())
         samples += new

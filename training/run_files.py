@@ -30,6 +30,23 @@ class DamagedLineError(ValueError):
     """Why a line is no record."""
 
 
+# The names that JSON and people have for the kinds of values.
+_KINDS = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def json_kind(value: Any) -> str:
+    """Return what a value is in JSON's words."""
+    return _KINDS.get(type(value), f"a {type(value).__name__}")
+
+
 def read_object(path: Path, remedy: str, make: Callable[[dict[str, Any]], Made]) -> Made:
     """What `make` gives for the JSON object in a file. Raises UserError, with the remedy, for anything else."""
     try:
@@ -38,15 +55,24 @@ def read_object(path: Path, remedy: str, make: Callable[[dict[str, Any]], Made])
             raise ValueError("it is empty")
         return make(_object(content))
     except WRONG as error:
-        raise damaged(path, error, remedy) from error
+        raise damaged(path, error, remedy, content) from error
 
 
-def damaged(path: Path, error: Exception, remedy: str) -> UserError:
-    """The error for a file that does not hold what was written to it."""
-    why = "values nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-    if isinstance(error, KeyError):
-        why = f"{why} is missing"
+def damaged(path: Path, error: Exception, remedy: str, content: bytes | None = None) -> UserError:
+    """The error for a file that does not hold what was written to it. content: what it holds, where it could be read."""
+    why = reason_of(error, content)
     return UserError(f"{path} is damaged: {why[:200]}. {remedy}")
+
+
+def reason_of(error: Exception, content: bytes | None) -> str:
+    """Return why a content is none that was written. What Python says of wrong kinds of values is of no use to people."""
+    if isinstance(error, RecursionError):
+        return "values nested too deeply"
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    if content is not None and isinstance(error, TypeError | AttributeError):
+        return f"found {content[:_SHOWN]!r}, expected the keys and kinds of values that were written"
+    return " ".join(str(error).split())
 
 
 def _object(content: bytes) -> dict[str, Any]:
@@ -68,13 +94,13 @@ def line_of(record: Mapping[str, Any]) -> bytes:
 
 
 def record_of(line: bytes) -> dict[str, Any]:
-    """The record in a line. Raises DamagedLineError for one that is no JSON object, or whose checksum is of other bytes."""
+    """The record in a line. Raises DamagedLineError for one that is no JSON object, or whose checksum does not match."""
     line = line.strip()
     found = _CHECKSUM.search(line)
     if found:
         line = line[: found.start()] + b"}"
         if int(found[1], 16) != zlib.crc32(line):
-            raise DamagedLineError(f"its checksum is of other bytes, found {line[:_SHOWN]!r}")
+            raise DamagedLineError(f"its checksum does not match, found {line[:_SHOWN]!r}")
     try:
         return _object(line)
     except ValueError as error:
@@ -110,7 +136,7 @@ def read_lines(path: Path, make: Callable[[dict[str, Any]], Made]) -> Lines[Made
             records.append(make(record_of(line)))
             kept.append(line + b"\n")
         except WRONG as error:  # DamagedLineError is one of them
-            wrong.append(f"line {number}: {error}")
+            wrong.append(f"line {number}: {reason_of(error, line)}")
     return Lines(records, b"".join(kept), wrong, len(content) - ended)
 
 
@@ -133,9 +159,9 @@ def read_config(path: Path, remedy: str) -> dict[str, Any]:
         first, _, rest = text.partition("\n")
         if first.startswith(_STAMP) and first != stamped(rest).partition("\n")[0]:
             raise ValueError("its lines are not those that were written")
-        kind = type(yaml.safe_load(text))
-        if kind is not dict:
-            raise ValueError(f"expected a mapping of keys, found a {kind.__name__}")
+        value = yaml.safe_load(text)
+        if type(value) is not dict:
+            raise ValueError(f"expected a mapping of keys, found {json_kind(value)}")
         found = OmegaConf.to_container(OmegaConf.create(text))
         assert isinstance(found, dict)
         if not isinstance(found.get("job"), str):

@@ -96,7 +96,7 @@ class RunFolder:
             f"{artefact} is missing from a finished run" for artefact in artefacts if not _is_whole(artefact)
         ]
         for what in wrong:
-            print(f"{what}: it is made again")
+            print(f"{what}: it is written again")
         return not wrong
 
     def write_manifest(self, inputs: list[Path], metrics: dict[str, Any], finished: bool) -> None:
@@ -169,16 +169,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The object in a manifest.json. Raises UserError for a damaged one."""
 
     def check(manifest: dict[str, Any]) -> dict[str, Any]:
-        inputs = manifest.get("inputs", {})
-        if not isinstance(inputs, dict) or not isinstance(manifest.get("artefacts", {}), dict):
-            raise TypeError(f"inputs and artefacts are to be mappings, found {inputs!r:.40}")
+        for key in ("inputs", "artefacts"):
+            if not isinstance(manifest.get(key, {}), dict):
+                raise ValueError(f"{key} is {manifest[key]!r:.40}, expected an object of paths and hashes")
         if "job" not in manifest or (manifest.get("finished") and "inputs" not in manifest):
-            raise ValueError(f"job and inputs are to be there, found {', '.join(manifest) or 'nothing'}")
+            raise ValueError(f"expected the keys job and inputs, found {', '.join(manifest) or 'nothing'}")
         return manifest
 
-    remedy = (
-        f"Delete it and run the command that began {path.parent} again: what else the folder holds is not made again"
-    )
+    remedy = f"Delete it and run the command that began {path.parent} again: the rest of the folder is kept"
     return read_object(path, remedy, check)
 
 

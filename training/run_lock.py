@@ -27,6 +27,7 @@ from training import ranks
 LOCK = ".lock"
 CONFIG = "config.yaml"  # what marks a folder as a run's
 _PARTIAL = ".partial"
+_SHOWN = 200  # characters of a path that a message quotes
 _HELD = "SHALLOW_DRAFT_HELD"  # folders that this process, or what started it, holds
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without flock
 
@@ -59,8 +60,10 @@ def hold(folder: Path) -> RunLock | None:
         raise UserError(
             f"output_dir={folder} is no folder: {error.filename} is a file. Give another output_dir="
         ) from error
-    except PermissionError as error:
-        raise UserError(f"output_dir={folder} cannot be made: {error}. Give another output_dir=") from error
+    except OSError as error:  # such as a name too long, or a folder that may not be written
+        name = str(folder)
+        shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
+        raise UserError(f"output_dir={shown} cannot be made: {error.strerror}. Give another output_dir=") from error
     folder = folder.resolve()
     if ranks.rank() > 0 or str(folder) in _held():
         return _locks.get(folder)

@@ -25,6 +25,12 @@ class Account:
     def drop(self, reason: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
+    def leave_out(self, reason: str, count: int) -> None:
+        """Count records that were read from a file, but never reached the tokenizer."""
+        if count:
+            self.read += count
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+
     def line(self, what: str) -> str:
         """One line for the terminal."""
         lost = "; ".join(f"{count:,} dropped: {reason}" for reason, count in self.dropped.items())

@@ -3,6 +3,7 @@
 import json
 import netrc
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -155,15 +156,25 @@ def _has_login() -> bool:
     return bool({urlsplit(settings.base_url).netloc, _WANDB_HOST} & known.keys())
 
 
+def _identity_of(folder: Path) -> str:
+    """Return the id of the W&B run that a run folder belongs to; a resumed run continues it. Raises UserError for a damaged one."""
+    path = folder / "wandb_id"
+    if not path.is_file():
+        write_text(path, secrets.token_hex(4))
+    content = path.read_bytes()
+    if not re.fullmatch(rb"[\w-]{1,128}\s*", content):
+        raise UserError(
+            f"{path} is damaged: found {content[:40]!r}, expected the id of a W&B run. Delete it to begin another W&B run"
+        )
+    return content.decode().strip()
+
+
 def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any]) -> Any:
     _check_mode(config)
     if config.wandb == "disabled":
         return None
     import wandb
 
-    identity = folder / "wandb_id"  # a resumed run goes on in the same W&B run
-    if not identity.is_file():
-        write_text(identity, secrets.token_hex(4))
     return wandb.init(
         project=config.project,
         group=config.group or None,
@@ -172,7 +183,7 @@ def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config:
         dir=str(folder),
         mode="online" if config.wandb == "online" else "offline",
         config=job_config,
-        id=identity.read_text(),
+        id=_identity_of(folder),
         resume="allow",
     )
 

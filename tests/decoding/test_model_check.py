@@ -58,7 +58,7 @@ def change(folder: Path, changed: Callable[[dict[str, torch.Tensor]], object]) -
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.2.mlp.up_proj.weight"
 FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"num_hidden_layers": 2}, "num_hidden_layers is 2, but the weights hold 3 layers, expected as many"),
+    ({"num_hidden_layers": 2}, "num_hidden_layers is 2, but the weights hold 3 layers, expected the same number"),
     ({"num_hidden_layers": 4}, "num_hidden_layers is 4, but the weights hold 3 layers"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but the weights hold 3 layers"),
     ({"num_hidden_layers": 10**30}, r"num_hidden_layers is 10+, expected a whole number from 1"),

@@ -77,9 +77,7 @@ def test_answers_that_training_reads_as_they_were_drawn_are_counted(embedded_tar
     assert same_tokens(rendered, []) == 0
 
 
-def test_the_books_balance_over_input_of_every_kind(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-):
+def test_the_books_balance_over_input_of_every_kind(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     more = [
         {"id": "deaf", "conversations": [("gpt", "nobody asked")]},
         {"id": "huge", "conversations": [("human", "word " * 400), ("gpt", "x")]},
@@ -100,10 +98,11 @@ def test_the_books_balance_over_input_of_every_kind(
         "duplicate of an earlier chat": 2,
         "over data.max_samples": 2,
     }
-    said = capsys.readouterr().out
+    shown = capsys.readouterr()
+    said = shown.out
     assert "chats: 24 in, 12 answered, 12 skipped, 0 failed" in said
     assert f"2 skipped: no human turn ({file}:7" in said
-    assert f"{file}:11" in caplog.text, "the reader names broken lines"
+    assert f"{file}:11" in shown.err, "the reader names broken lines"
 
 
 def test_a_chat_that_outgrows_the_context_ends_there(home: Path, tmp_path: Path):

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from decoding import yardsticks
 from decoding.budget import forward_budget
+from decoding.errors import UserError
 from decoding.folder import read_config
 from decoding.prompt_lookup import PromptLookup
 from decoding.self_speculation import SelfSpeculation
@@ -143,6 +144,10 @@ def test_limits_are_measured_once_a_run_and_not_for_toys(home, tmp_path, monkeyp
     assert with_limits(dataclasses.replace(small, whole=False), many, path).limits is None, "several processes"
     assert not calls
     assert with_limits(small, many, path).limits == with_limits(small, many, path).limits == LIMITS
+    for wrong in ('{"a": 1.0}', '{"bytes_a_second": "x", "operations_a_second": 1.0}', "{}"):
+        path.write_text(wrong)
+        with pytest.raises(UserError, match="is damaged: expected the numbers bytes_a_second and operations_a_second"):
+            with_limits(small, many, path)
     assert len(calls) == 1, "a run that is taken up again has those of its folder"
 
 

@@ -226,3 +226,10 @@ def test_equality_is_judged_by_rule_tie_and_dtype(records):
     assert judge(greedy, verify="token", dtype="bfloat16").word == "half precision"  # never called equal
     many = [differing(record, 9, 5e-5) for record in greedy[:10]]
     assert judge([*greedy, *many], verify="token", dtype="float32").word == "differs"  # too many for ties
+
+
+def test_a_loss_that_rounds_to_none_is_not_called_slower(rows):
+    row = dataclasses.replace(pick(rows, "simulated-slow"), slower_prompts=1, worst_speedup=0.998, categories=[])
+    assert words.losses(row) == f"as fast as no drafter on 1 of {row.prompts} prompts (worst {row.worst_prompt}: 1.00x)"
+    slower = dataclasses.replace(row, worst_speedup=0.98)
+    assert words.losses(slower).startswith("slower on 1 of")

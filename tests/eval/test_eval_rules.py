@@ -137,7 +137,7 @@ def test_the_coupled_baseline_is_decoded_where_it_is_needed_alone(home, three_ru
             {},
             "mine has max_draft_tokens=8, but its proposals come whole",
         ),
-        ({}, {"max_draft_tokens": 0}, "max_draft_tokens=0 cannot be measured"),
+        ({}, {"max_draft_tokens": 0}, "max_draft_tokens is 0, expected"),
     ],
 )
 def test_rules_and_caps_that_do_not_fit_are_refused_before_the_folder_is_taken(home, tmp_path, entry, changes, message):

@@ -232,7 +232,7 @@ def test_a_head_goes_on_from_a_folder_of_the_same_target_only(finished: Path, ti
 
 
 def test_broken_sharegpt_records_are_counted_and_named(
-    tiny_target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     good = json.loads((ROOT / "assets" / "chats.json").read_text())[:40]
     bad = [{"id": "x"}, {"conversations": [{"from": "martian", "value": "hello"}]}]
@@ -244,7 +244,9 @@ def test_broken_sharegpt_records_are_counted_and_named(
     assert "chats.json:1, record 21)" in str(error.value) and "chats.json:1, record 22)" in str(error.value)
     run(configured(tiny_target, tmp_path / "lenient", *chats, "data.max_bad=0.2"))
     assert (tmp_path / "lenient" / "drafter" / "model.safetensors").is_file()
-    assert "chats: 40 of 42 used; 1 skipped: no turns" in caplog.text and "unknown role 'martian'" in caplog.text
+    shown = capsys.readouterr()
+    assert "note: chats: 40 of 42 used; 1 skipped: no turns" in shown.err and "unknown role 'martian'" in shown.err
+    assert "train chats: 40 of 42 used" in shown.out and "1 dropped: unknown role 'martian'" in shown.out
 
 
 def test_alpaca_evals_form_serves_as_evaluation_set(tiny_target: Path, tmp_path: Path):

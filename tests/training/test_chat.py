@@ -158,7 +158,7 @@ def test_a_blank_at_the_end_of_the_prompt_may_merge_with_the_answer(embedded_tar
 
 
 def test_a_template_that_rewrites_earlier_turns_gives_way_to_ours(
-    embedded_target: Path, caplog: pytest.LogCaptureFixture
+    embedded_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As Qwen3 does: only the last answer is rendered with an empty thought."""
     rewriting = MARKS.sub("", QWEN).replace(
@@ -168,7 +168,7 @@ def test_a_template_that_rewrites_earlier_turns_gives_way_to_ours(
     tokenizer = load(embedded_target, "qwen", chat_template=rewriting)
     rendered = render_chat(tokenizer, CHAT)
     assert answers(tokenizer, rendered) == SUPERVISED["qwen"]
-    assert "rendered with ours: 'qwen'" in caplog.text
+    assert "rendered with ours: 'qwen'" in capsys.readouterr().err
 
 
 def test_an_unknown_family_that_rewrites_turns_is_refused(embedded_target: Path) -> None:

@@ -8,12 +8,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from decoding.errors import UserError
+from training.config import DataConfig
 from training.data import Chat, read_chats, read_prompts, read_texts, render_chats
+from training.job_data import read_samples
 
 GOOD = {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
 BAD_LINES = {
     "no JSON": '{"id": "b", "conversations": [{"from": "human", "val',
-    "no JSON object but list": "[1, 2]",
+    "found a list, expected a JSON object": "[1, 2]",
     "no turns": json.dumps({"id": "c", "conversations": []}),
     "unknown role 'tool'": json.dumps({"id": "d", "conversations": [{"from": "tool", "value": "x"}]}),
     "a turn of gpt without text": json.dumps(
@@ -28,7 +30,9 @@ def write(path: Path, *lines: str | bytes) -> Path:
 
 
 @pytest.mark.parametrize("reason", BAD_LINES)
-def test_a_bad_line_is_skipped_counted_and_named(tmp_path: Path, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_line_is_skipped_counted_and_named(
+    tmp_path: Path, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write(tmp_path / "chats.jsonl", json.dumps(GOOD), "", BAD_LINES[reason], json.dumps(GOOD))
     chats, counts = read_chats(file, max_bad=0.4)
     assert (counts.read, counts.used, counts.skipped) == (3, 2, 1)
@@ -36,7 +40,7 @@ def test_a_bad_line_is_skipped_counted_and_named(tmp_path: Path, reason: str, ca
     [(named, places)] = counts.bad.items()
     assert named.startswith(reason)
     assert places == [f"{file}:3"]
-    assert f"{file}:3" in caplog.text
+    assert f"{file}:3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("reason", BAD_LINES)
@@ -148,7 +152,9 @@ def test_roles_of_real_sharegpt_files(tmp_path: Path) -> None:
             assert (counts.read, counts.used) == (1, 1)
 
 
-def test_answers_before_the_first_request_are_cut_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_answers_before_the_first_request_are_cut_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """ShareGPT's long chats were split anywhere: most of some files would be too much for a limit of bad records."""
     turns = [("system", "Be brief."), ("gpt", "and so on."), ("human", "Thanks. Why?"), ("gpt", "Because.")]
     late = {"conversations": [{"from": role, "value": text} for role, text in turns]}
@@ -156,7 +162,7 @@ def test_answers_before_the_first_request_are_cut_and_counted(tmp_path: Path, ca
     assert [message["content"] for message in chats[0].messages] == ["Be brief.", "Thanks. Why?", "Because."]
     assert (counts.used, counts.skipped) == (1, 0)
     assert counts.cut == {"answers before the first request": [chats[0].source]}
-    assert "1 cut: answers before the first request" in caplog.text
+    assert "1 cut: answers before the first request" in capsys.readouterr().err
 
 
 def test_texts(tmp_path: Path) -> None:
@@ -248,13 +254,13 @@ CUT = json.dumps({"conversations": [{"from": "human", "value": "\ud83d"}, {"from
 ODD_RECORDS = {
     "half a character": CUT,
     "values nested too deeply": '{"conversations": ' + "[" * 100_000 + "]" * 100_000 + "}",
-    "a role that is no text but list": json.dumps({"conversations": [{"from": ["gpt"], "value": "x"}]}),
-    "a role that is no text but dict": json.dumps({"messages": [{"role": {}, "content": "x"}]}),
+    "a role is a list, expected text": json.dumps({"conversations": [{"from": ["gpt"], "value": "x"}]}),
+    "a role is an object, expected text": json.dumps({"messages": [{"role": {}, "content": "x"}]}),
     "a turn of user without text": json.dumps({"messages": [{"role": "user", "content": {"text": "x"}}]}),
     "a turn of human without text": json.dumps({"instruction": ["x"], "input": "y", "output": "z"}),
     "unknown role None": json.dumps({"conversations": ["x"]}),
     "no turns": json.dumps({"conversations": {"from": "human"}}),
-    "no JSON object but NoneType": "null",
+    "found null, expected a JSON object": "null",
 }
 
 
@@ -286,3 +292,47 @@ def test_half_a_character_in_a_prompt_is_counted(tmp_path: Path, key: str) -> No
     whole = {"id": "a", "category": "b", "turns": ["c"]}
     lines = [json.dumps(one) for one in (whole, {**whole, key: ["\ud83d"] if key == "turns" else "\ud83d"}, whole)]
     assert len(read_prompts(write(tmp_path / "prompts.jsonl", *lines), max_bad=0.4)) == 2
+
+
+def test_the_line_of_a_split_counts_what_was_read_from_the_file(
+    embedded_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record that the reader skipped is one of those read, and so are those beyond the limit."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded_target)
+    half = json.dumps({"conversations": [{"from": "human", "value": "\ud83d"}, {"from": "gpt", "value": "Hello"}]})
+    chats = write(tmp_path / "chats.jsonl", *[json.dumps(GOOD)] * 5, half)
+    texts = write(tmp_path / "texts.jsonl", *['{"text": "one two three"}'] * 3, '{"text": ""}')
+    data = DataConfig(chats=[str(chats)], texts=[str(texts)], max_length=64, max_bad=0.5)
+    read_samples(tokenizer, data, "train")
+    shown = capsys.readouterr()
+    assert "train chats: 5 of 6 used" in shown.out and "1 dropped: half a character" in shown.out
+    assert "train texts: 3 of 4 used" in shown.out and '1 dropped: an empty "text"' in shown.out
+    assert "note: chats: 5 of 6 used; 1 skipped: half a character" in shown.err and f"({chats}:6)" in shown.err
+    data.max_samples = 2
+    read_samples(tokenizer, data, "train")
+    shown = capsys.readouterr()
+    assert "train chats: 2 of 6 used" in shown.out and "3 dropped: over data.max_samples" in shown.out
+
+
+def test_skipped_prompts_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "prompts.jsonl", '{"prompt": "Hi"}', '{"prompt": 3}')
+    assert len(read_prompts(file, max_bad=0.5)) == 1
+    assert f"note: prompts: 1 of 2 used; 1 skipped: prompt is no text ({file}:2)" in capsys.readouterr().err
+
+
+def test_only_the_first_rank_prints_notes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    read_prompts(write(tmp_path / "prompts.jsonl", '{"prompt": "Hi"}', '{"prompt": 3}'), max_bad=0.5)
+    assert capsys.readouterr().err == ""
+
+
+def test_chats_for_a_tokenizer_without_a_template_are_refused_at_once(embedded_target: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(embedded_target)
+    tokenizer.chat_template = None
+    [chat], _ = read_chats(write(tmp_path / "chats.jsonl", json.dumps(GOOD)))
+    with pytest.raises(UserError, match=r"has no chat template; name one of ours .data.template=") as error:
+        render_chats(tokenizer, [chat], max_bad=1.0)
+    assert "used" not in str(error.value)
+    assert len(render_chats(tokenizer, [chat], template="qwen")[0]) == 1

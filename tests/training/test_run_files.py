@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from decoding.errors import UserError
+from decoding.yardsticks import Limits
+from eval.deadline import Deadline
 from eval.records import record_from
 from eval.schema import read_rows
 from training import checkpoint
@@ -31,26 +33,33 @@ WRONG = {
     "other fields": b'{"what": 1}',
     "other types": b'{"job": 1, "finished": true, "inputs": 3, "hashes": 4, "artefacts": []}',
     "nested": b"[" * 2000,
+    "other seconds": b'{"seconds": "x", "longest_block": {}}',
     "a long number": b'{"job": ' + b"9" * 5000 + b"}",
 }
+# What Python says of a wrong type; of no use to who reads it.
+PYTHON_LEAKS = ("has no attribute", "__init__", "not iterable", "not subscriptable", "argument after **", "NoneType")
 READERS: dict[str, Callable[[Path], Any]] = {
     "manifest": read_manifest,
     "configuration": lambda path: read_config(path, "Delete it"),
     "results": read_rows,
     "a checkpoint": lambda path: checkpoint.load(path.parent),
     "an object": lambda path: read_object(path, "Delete it", lambda values: values["needed"]),
+    "a dataclass": lambda path: read_object(path, "Delete it", lambda values: Limits(**values)),
+    "an attribute": lambda path: read_object(path, "Delete it", lambda values: values["inputs"].items()),
+    "the seconds": lambda path: Deadline(1.0, path.parent),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_such_file_is_named(reader: str, kind: str, tmp_path: Path):
-    path = tmp_path / "state.json"
+    path = tmp_path / ("seconds.json" if reader == "the seconds" else "state.json")
     path.write_bytes(WRONG[kind])
     with pytest.raises(UserError) as error:
         READERS[reader](path)
     assert str(path) in str(error.value)
     assert any(way in str(error.value) for way in ("Delete", "Evaluate again"))
+    assert not any(leak in str(error.value) for leak in PYTHON_LEAKS)
 
 
 @pytest.mark.parametrize("kind", WRONG)

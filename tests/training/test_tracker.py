@@ -162,3 +162,11 @@ def test_tensorboard_holds_the_images(tmp_path: Path):
     accumulator.Reload()
     (image,) = accumulator.Images("plots/drawn")
     assert (image.width, image.height) == (50, 50)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", bytes(range(256)), b"two words"])
+def test_a_damaged_wandb_id_is_named(content: bytes, tmp_path: Path, wandb_runs: list[dict[str, Any]]):
+    (tmp_path / "wandb_id").write_bytes(content)
+    with pytest.raises(UserError, match="wandb_id is damaged: found .*, expected the id of a W&B run. Delete it"):
+        written(tmp_path, TrackerConfig(wandb="offline"))
+    assert not wandb_runs
