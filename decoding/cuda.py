@@ -26,10 +26,9 @@ def device_of(name: str) -> str:
     check_value("device", name)
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device '{name}': PyTorch sees no CUDA card here. Use cpu or auto.")
-    if name.startswith("cuda:") and int(name.removeprefix("cuda:")) >= cards():
-        raise UserError(f"device '{name}': PyTorch sees {cards()} CUDA cards here, numbered from 0. Use one of them.")
+    if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= cards():
+        found = f"{cards()} CUDA cards, numbered from 0," if cards() else "no CUDA card"
+        raise UserError(f"device '{name}': PyTorch sees {found} here. Use one that is there, cpu or auto.")
     return name
 
 

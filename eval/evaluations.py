@@ -16,8 +16,8 @@ from eval.rows import units_at
 from eval.schema import Row, read_rows
 from eval.units import Unit
 from eval.words import main_rows
-from training.run_files import read_config
 from training.run_folder import changed_artefacts, read_manifest
+from training.saved import read_config
 
 JOB = "eval.run"
 AGAIN = "Evaluate again, with another output_dir="

@@ -3,7 +3,6 @@
 A line of a journal ends in the CRC-32 of what stands before it, so that a flipped bit is found. Lines without one, of earlier versions, are read.
 """
 
-import hashlib
 import json
 import re
 import zlib
@@ -12,16 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from decoding.errors import UserError
 
 Made = TypeVar("Made")
 _SHOWN = 40
 _CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}$')
-_STAMP = "# sha256 of the lines below: "
 # What wrong values raise in a dataclass or a reader that is given them.
 WRONG = (TypeError, ValueError, KeyError, AttributeError, RecursionError)
 
@@ -143,29 +137,3 @@ def read_lines(path: Path, make: Callable[[dict[str, Any]], Made]) -> Lines[Made
 def lines_of(records: Iterable[Mapping[str, Any]]) -> bytes:
     """Records as the content of a journal."""
     return b"".join(map(line_of, records))
-
-
-def stamped(text: str) -> str:
-    """A configuration's text below a line with its hash, so that a torn file is not taken for another configuration."""
-    return f"{_STAMP}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
-
-
-def read_config(path: Path, remedy: str) -> dict[str, Any]:
-    """The mapping in a config.yaml, stamped or of an earlier version. Raises UserError, with the remedy, for anything else."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        if not text.strip():
-            raise ValueError("it is empty")
-        first, _, rest = text.partition("\n")
-        if first.startswith(_STAMP) and first != stamped(rest).partition("\n")[0]:
-            raise ValueError("its lines are not those that were written")
-        value = yaml.safe_load(text)
-        if type(value) is not dict:
-            raise ValueError(f"expected a mapping of keys, found {json_kind(value)}")
-        found = OmegaConf.to_container(OmegaConf.create(text))
-        assert isinstance(found, dict)
-        if not isinstance(found.get("job"), str):
-            raise ValueError(f"job is {found.get('job')!r}, expected the name of one")
-    except (*WRONG, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise damaged(path, error, remedy) from error
-    return {str(key): value for key, value in found.items()}

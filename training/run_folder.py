@@ -22,9 +22,9 @@ from training import ranks
 from training.checkpoint import sha256, write_text
 from training.config import JobConfig, plain
 from training.paths import is_here
-from training.run_files import read_config, read_object, stamped
+from training.run_files import read_object
 from training.run_lock import CONFIG, hold
-from training.saved import as_of_now, with_defaults
+from training.saved import as_of_now, read_config, stamped, with_defaults
 
 # What may differ when a run is continued: nothing of it changes the result but by the order of additions, so that a run may move to
 # another machine.

@@ -14,8 +14,9 @@ from eval.records import record_from
 from eval.schema import read_rows
 from training import checkpoint
 from training.config import TrackerConfig
-from training.run_files import line_of, read_config, read_lines, read_object, stamped
+from training.run_files import line_of, read_lines, read_object
 from training.run_folder import read_manifest
+from training.saved import read_config, stamped
 from training.tracker import Tracker
 
 WRONG = {
