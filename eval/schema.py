@@ -226,6 +226,13 @@ def read_rows(path: Path) -> list[Row]:
 def _row(values: dict[str, Any]) -> Row:
     if unknown := values.keys() - {one.name for one in dataclasses.fields(Row)}:
         raise ValueError(f"found {', '.join(sorted(unknown))}, which no row has")
+    needed = {
+        one.name
+        for one in dataclasses.fields(Row)
+        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+    }
+    if missing := needed - values.keys():
+        raise ValueError(f"a row lacks {', '.join(sorted(missing))}")
     for key in ("t_target_ms", "V"):  # JSON has no integer keys
         values[key] = {int(n): value for n, value in values[key].items()}
     values["categories"] = [Category(**part) for part in values["categories"]]
