@@ -60,7 +60,7 @@ class Bounds:
 
 
 class Place(NamedTuple):
-    """Where a step stands in its run."""
+    """A step's position in its run."""
 
     done: Done
     bounds: Bounds

@@ -41,7 +41,7 @@ class ProgressBar:
         self._progress.stop()
 
     def update(self, done: int, note: str = "", total: int | None = None) -> None:
-        """done: units finished so far; note: what stands beside the bar; total: how many there will be by now, where that has changed."""
+        """done: units finished so far; note: text shown next to the bar; total: how many there will be by now, where that has changed."""
         self.total = self.total if total is None else total
         self._progress.update(self._task, completed=done, note=note, total=self.total)
         now = time.monotonic()
