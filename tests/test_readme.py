@@ -158,6 +158,7 @@ def test_every_command_runs_at_toy_size(
     }
     real |= {"runs/quickstart/distill.train/drafter": tiny_target}  # a fresh clone has none yet
     real |= {"LARGE": tiny_target, "SMALL": tiny_target, "PROMPTS": pearls_prompts(tmp_path)}
+    real |= {"VICUNA": tiny_target, "mt_bench.jsonl": tmp_path / "mt_bench.jsonl"}  # written by pearls_prompts
     real |= {"/path/to/your/model": tiny_target, "/path/to/sharegpt.json": ROOT / "assets/chats.json"}
     for name, path in real.items():
         arguments = [re.sub(rf"(?<=[=\[ ]){re.escape(name)}(?=[],}}]|$)", str(path), word) for word in arguments]
