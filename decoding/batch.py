@@ -1,8 +1,10 @@
-"""The running rows of one `decode` call, and the steps of a round: propose, one target forward, verify, commit, emit.
+"""The running rows of one `decode` call, and the steps of a round: propose, one target forward,
+verify, commit, emit.
 
-The cache holds a row's tokens but the last one, the tip; each round's forward runs over the tip and the drafted tokens. Rows that finish leave
-the batch and cost nothing from then on. A row's random numbers hang on its request id, so neither its neighbours nor its place in the
-batch change its output.
+The cache holds a row's tokens but the last one, the tip; each round's forward runs over the tip and
+the drafted tokens. Rows that finish leave the batch and cost nothing from then on. A row's random
+numbers hang on its request id, so neither its neighbours nor its place in the batch change its
+output.
 
 Shapes: B running rows, N drafted tokens, V vocabulary, C hidden size.
 """
@@ -56,11 +58,14 @@ class Batch:
         self.target, self.drafter, self.rows, self.on_tokens = target, drafter, rows, on_tokens
         self.gamma = settings.num_draft_tokens if drafter is not None else 0
         self.stops = frozenset() if settings.ignore_eos else frozenset(settings.stop_token_ids)
-        self.chooser = Chooser(settings.warper, settings.verify, settings.seed, target.vocab_size, target.device)
+        self.chooser = Chooser(
+            settings.warper, settings.verify, settings.seed, target.vocab_size, target.device
+        )
         self.chooser.processors = make_processors(settings.repetition_penalty, settings.allowed)
         self.rule = RULES[self.chooser.rule]
         self.stop_strings, self.text_of = settings.stop_strings, settings.text_of
-        # Called with the place and the row of each row that ends, while its keys and values are still there.
+        # Called with the place and the row of each row that ends, while its keys and values are
+        # still there.
         self.on_end: Callable[[int, Row], None] | None = None
         self.claim = Claim(target, drafter)
 
@@ -72,7 +77,8 @@ class Batch:
         """Fill the caches with all prompt tokens but the last."""
         began = perf_counter()
         prompts_B = [row.sequence for row in self.rows]
-        capacity = max(row.limit for row in self.rows) + self.width() + 1  # rows near their limit are padded past it
+        # rows near their limit are padded past it
+        capacity = max(row.limit for row in self.rows) + self.width() + 1
         self.target.open(len(prompts_B), capacity)
         wants_hidden = self.drafter is not None and self.drafter.caps.needs_hidden
         hidden_BNC = prefill(self.target, [prompt[:-1] for prompt in prompts_B], wants_hidden)
@@ -86,12 +92,16 @@ class Batch:
         """Give back what `open` took of the process."""
 
     def round(self) -> None:
-        """Run a round. Raises UserError where another call has overwritten the caches, and for logits that are NaN or infinite."""
+        """Run a round. Raises UserError where another call has overwritten the caches, and for
+        logits that are NaN or infinite.
+        """
         with self.claim:
             if not self.claim.holds:
                 raise UserError(
-                    f"this call cannot continue: another one has used the target '{self.target.name}' or its drafter since, and their caches "
-                    "hold its text. Finish or close a stream before the next call, or load a second engine."
+                    f"this call cannot continue: another one has used the target "
+                    f"'{self.target.name}' or its drafter since, and their caches "
+                    "hold its text. Finish or close a stream before the next call, or load a "
+                    "second engine."
                 )
             self._round()
 
@@ -134,13 +144,16 @@ class Batch:
         """This round's proposal; None if no row drafts anything."""
         if self.drafter is None or self.gamma == 0:
             return None
-        # The target adds a token of its own to each round, so the last token is never worth a draft.
+        # The target adds a token of its own to each round, so the last token is never worth a
+        # draft.
         room_B = [min(self.gamma, row.limit - len(row.sequence) - 1) for row in self.rows]
         budgets_B = [row.stopping.limit(room) for row, room in zip(self.rows, room_B)]
         if max(budgets_B) == 0:
             return None
         stopping_B = [row.stopping for row in self.rows]
-        proposal = self.drafter.propose([row.sequence for row in self.rows], budgets_B, stopping_B, self.chooser)
+        proposal = self.drafter.propose(
+            [row.sequence for row in self.rows], budgets_B, stopping_B, self.chooser
+        )
         return proposal if proposal.tokens_BN.shape[1] else None
 
     def _forward(self, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
@@ -152,10 +165,16 @@ class Batch:
         if proposal.parents_BN is None:
             return self._processed(*self.target.forward(tokens_BN), proposal.tokens_BN)
         parents_BN = torch.cat((torch.full_like(tips_B1, -1), proposal.parents_BN + 1), 1)
-        return self._processed(*self.target.forward(tokens_BN, parents_BN), proposal.tokens_BN, proposal.parents_BN)
+        return self._processed(
+            *self.target.forward(tokens_BN, parents_BN), proposal.tokens_BN, proposal.parents_BN
+        )
 
     def _processed(
-        self, logits_BNV: Tensor, hidden_BNC: Tensor, tokens_BN: Tensor | None = None, parents_BN: Tensor | None = None
+        self,
+        logits_BNV: Tensor,
+        hidden_BNC: Tensor,
+        tokens_BN: Tensor | None = None,
+        parents_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """A forward's output with the processors' changes, each node's by its own text."""
         if self.chooser.processors is not None:
@@ -164,26 +183,47 @@ class Batch:
         return logits_BNV, hidden_BNC
 
     def _watched(self, logits_BNV: Tensor, proposal: Proposal | None) -> list[Watch]:
-        """The numbers that a round rests on, for `Reading`, which refuses NaN and infinities among them.
+        """The numbers that a round rests on, for `Reading`, which refuses NaN and infinities among
+        them.
 
-        Rows of top probabilities come from heads and trees, whose weights were checked when they were loaded.
+        Rows of top probabilities come from heads and trees, whose weights were checked when they
+        were loaded.
         """
         found = [watch(logits_BNV, f"the target '{self.target.name}'", "logits")]
-        if proposal is not None and proposal.q_BNV is not None and proposal.q_BNV.numel() and self.drafter is not None:
-            found.append(watch(proposal.q_BNV, f"the drafter '{self.drafter.name}'", "probabilities"))
+        if (
+            proposal is not None
+            and proposal.q_BNV is not None
+            and proposal.q_BNV.numel()
+            and self.drafter is not None
+        ):
+            found.append(
+                watch(proposal.q_BNV, f"the drafter '{self.drafter.name}'", "probabilities")
+            )
         return found
 
     def _emit(
-        self, tokens_B: list[list[int]], drafted_B: list[int], tested_B: list[int], accepted_B: list[int]
+        self,
+        tokens_B: list[list[int]],
+        drafted_B: list[int],
+        tested_B: list[int],
+        accepted_B: list[int],
     ) -> list[int]:
-        """Append each row's tokens up to its first stop token and its limit; returns the rows that go on."""
+        """Append each row's tokens up to its first stop token and its limit; returns the rows that
+        go on.
+        """
         keep = []
         for b, row in enumerate(self.rows):
             tokens, tested, accepted = tokens_B[b], tested_B[b], accepted_B[b]
             generation = row.generation
-            stop = next((i for i, token in enumerate(tokens) if token in self.stops), None) if self.stops else None
+            stop = (
+                next((i for i, token in enumerate(tokens) if token in self.stops), None)
+                if self.stops
+                else None
+            )
             if self.stop_strings:
-                stop = self._stop_string(generation.tokens, tokens if stop is None else tokens[:stop], stop)
+                stop = self._stop_string(
+                    generation.tokens, tokens if stop is None else tokens[:stop], stop
+                )
             end = min(row.limit - len(row.sequence), len(tokens) if stop is None else stop + 1)
             if end < len(tokens):
                 tokens, tested, accepted = tokens[:end], min(tested, end), min(accepted, end)
@@ -203,7 +243,8 @@ class Batch:
     def _stop_string(self, before: list[int], new: list[int], otherwise: int | None) -> int | None:
         """Index in `new` of the token that completes a stop string; `otherwise` if none does."""
         assert self.text_of is not None
-        reach = max(len(text) for text in self.stop_strings)  # a token adds at least a character, or completes one
+        # a token adds at least a character, or completes one
+        reach = max(len(text) for text in self.stop_strings)
         recent = before[-4 * reach :]
         for end in range(len(new)):
             text = self.text_of([*recent, *new[: end + 1]])
@@ -215,12 +256,18 @@ class Batch:
     def _commit(self, seen: Observation, drafted_B: list[int]) -> None:
         """Keep the tip and the accepted tokens in the caches."""
         outcome = seen.outcome
-        paths_BL = None if outcome.paths_B is None else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
+        paths_BL = (
+            None
+            if outcome.paths_B is None
+            else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
+        )
         self.target.commit(paths_BL, [accepted + 1 for accepted in outcome.accepted_B])
         if self.drafter is not None:
             self.drafter.observe(seen)
             self.drafter.rollback(self.target.lengths_B)
-            for row, drafted, accepted in zip(self.rows, drafted_B, outcome.accepted_B, strict=True):
+            for row, drafted, accepted in zip(
+                self.rows, drafted_B, outcome.accepted_B, strict=True
+            ):
                 row.stopping.update(drafted, accepted)
 
     def _select(self, keep: list[int]) -> None:

@@ -1,8 +1,8 @@
 """Which cache slot every token goes to, what it may attend to, and how accepted paths are kept.
 
-Rows of a batch keep their own lengths. A forward over N new tokens of row b writes slots `length_b .. length_b + N - 1`;
-nothing is committed until `commit`, so a rejected token is dropped by not counting it. Slots beyond the length hold
-stale numbers that no mask lets through.
+Rows of a batch keep their own lengths. A forward over N new tokens of row b writes slots
+`length_b .. length_b + N - 1`; nothing is committed until `commit`, so a rejected token is dropped
+by not counting it. Slots beyond the length hold stale numbers that no mask lets through.
 
 Shapes: B rows, N new tokens (nodes), L tokens of a path, T slots, H key/value heads, D head size.
 """
@@ -46,16 +46,22 @@ class Slots:
         self.capacity = capacity
 
     def end_of(self, num_tokens: int) -> int:
-        """Slots that a forward over `num_tokens` reads. Raises ValueError if the cache has fewer."""
+        """Slots that a forward over `num_tokens` reads. Raises ValueError if the cache
+        has fewer.
+        """
         end = max(self.lengths_B) + num_tokens
         if end > self.capacity:
-            raise ValueError(f"{end} slots are needed, but the cache was opened for {self.capacity}")
+            raise ValueError(
+                f"{end} slots are needed, but the cache was opened for {self.capacity}"
+            )
         return end
 
     def plan(self, num_tokens: int, parents_BN: Tensor | None) -> Plan:
-        """The plan of a forward over `num_tokens` new tokens a row, a chain unless `parents_BN` is given.
+        """The plan of a forward over `num_tokens` new tokens a row, a chain unless `parents_BN` is
+        given.
 
-        parents_BN: index of each node's parent among the new tokens, -1 for the committed tip; parents come first.
+        parents_BN: index of each node's parent among the new tokens, -1 for the committed tip;
+        parents come first.
         """
         lengths_B, N = self.lengths_B, num_tokens
         end = self.end_of(num_tokens)
@@ -81,11 +87,18 @@ class Slots:
         lengths_B = cuda.tensor(self.lengths_B, self.device)
         slots_BN = lengths_B[:, None] + torch.arange(N, device=self.device)
         ancestors_BNN = ancestors(parents_BN)
-        visible_BNT = (torch.arange(end, device=self.device) < lengths_B[:, None, None]).repeat(1, N, 1)
+        visible_BNT = (torch.arange(end, device=self.device) < lengths_B[:, None, None]).repeat(
+            1, N, 1
+        )
         visible_BNT.scatter_(2, slots_BN[:, None, :].expand(B, N, N), ancestors_BNN)
         positions_BN = lengths_B[:, None] + ancestors_BNN.sum(-1) - 1
         return Plan(
-            end, start, None if start is not None else slots_BN, positions_BN, self._additive(visible_BNT), False
+            end,
+            start,
+            None if start is not None else slots_BN,
+            positions_BN,
+            self._additive(visible_BNT),
+            False,
         )
 
     def _additive(self, visible_BNT: Tensor) -> Tensor:
@@ -94,40 +107,51 @@ class Slots:
         )[:, None]
 
     def _band_mask(self, start: int, num_tokens: int) -> Tensor:
-        """Row i sees columns <= start + i: a view of a table whose row i sees columns <= base + i, shifted."""
+        """Row i sees columns <= start + i: a view of a table whose row i sees columns <= base + i,
+        shifted.
+        """
         if self._band is None or self._band_base < start:
             self._band_base = max(self.capacity, start)
             rows = torch.arange(BAND_ROWS, device=self.device)[:, None]
-            columns = torch.arange(self._band_base + self._band_base + BAND_ROWS, device=self.device)
+            columns = torch.arange(
+                self._band_base + self._band_base + BAND_ROWS, device=self.device
+            )
             with torch.inference_mode(False):
                 band = torch.zeros(BAND_ROWS, len(columns), dtype=self.dtype, device=self.device)
                 self._band = band.masked_fill_(columns > rows + self._band_base, float("-inf"))
         shift = self._band_base - start
         return self._band[None, None, :num_tokens, shift : shift + start + num_tokens]
 
-    def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int], move: "Move") -> None:
+    def commit(
+        self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int], move: "Move"
+    ) -> None:
         """Keep the first `counts_B` nodes of each row's path; None means the chain 0, 1, 2 ...
 
-        A chain lies in the right slots already and costs a length update; other paths move cache rows by
-        `move(src_BL, dst_BL)`, where slots past a row's count map to themselves.
+        A chain lies in the right slots already and costs a length update; other paths move cache
+        rows by `move(src_BL, dst_BL)`, where slots past a row's count map to themselves.
         """
         if paths_BL is not None:
             width = max(counts_B)
             moved = [
-                list(path[:count]) + list(range(count, width)) for path, count in zip(paths_BL, counts_B, strict=True)
+                list(path[:count]) + list(range(count, width))
+                for path, count in zip(paths_BL, counts_B, strict=True)
             ]
             if any(path != list(range(width)) for path in moved):
                 lengths_B1 = cuda.tensor(self.lengths_B, self.device)[:, None]
                 dst_BL = lengths_B1 + torch.arange(width, device=self.device)
                 move(lengths_B1 + cuda.tensor(moved, self.device), dst_BL)
-        self.lengths_B = [length + count for length, count in zip(self.lengths_B, counts_B, strict=True)]
+        self.lengths_B = [
+            length + count for length, count in zip(self.lengths_B, counts_B, strict=True)
+        ]
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
         """Shorten rows to `lengths_B`; rows that are shorter already stay as they are."""
         self.lengths_B = [min(old, new) for old, new in zip(self.lengths_B, lengths_B, strict=True)]
 
     def select(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Keep `rows`, in that order; returns the (from, to) pairs of rows whose keys and values must move."""
+        """Keep `rows`, in that order; returns the (from, to) pairs of rows whose keys and values
+        must move.
+        """
         self.lengths_B = [self.lengths_B[row] for row in rows]
         return [(row, i) for i, row in enumerate(rows) if row != i]
 
@@ -136,10 +160,13 @@ Move = Callable[[Tensor, Tensor], None]
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:
-    """Boolean (B, N, N): node n descends from m, or is m. By repeated squaring of the parent relation. Rows of padding mean nothing."""
+    """Boolean (B, N, N): node n descends from m, or is m. By repeated squaring of the parent
+    relation. Rows of padding mean nothing.
+    """
     B, N = parents_BN.shape
     device = parents_BN.device
-    reach = torch.eye(N + 1, device=device).repeat(B, 1, 1)[:, :N]  # the extra column swallows parent -1
+    # the extra column swallows parent -1
+    reach = torch.eye(N + 1, device=device).repeat(B, 1, 1)[:, :N]
     reach.scatter_(2, parents_BN.remainder(N + 1)[:, :, None], 1.0)
     reach = reach[:, :, :N]
     for _ in range(max(N - 1, 1).bit_length()):

@@ -1,7 +1,7 @@
 """The chain drafter: any causal LM of the same tokenizer drafts token by token from its own cache.
 
-Its cache is rolled back by length alone. Tokens that it has not seen, usually the tip and after a full acceptance the
-last drafted token too, go into the first step of the next round.
+Its cache is rolled back by length alone. Tokens that it has not seen, usually the tip and after a
+full acceptance the last drafted token too, go into the first step of the next round.
 
 Shapes: B rows, N drafted tokens, V the target's vocabulary, K unseen tokens.
 """
@@ -43,7 +43,8 @@ class ChainDrafter:
     ) -> None:
         """From a model folder, or from a `model` in memory.
 
-        backend: None takes native for its families and hf for the others, eager where that has no such execution. execution: see `load_target`.
+        backend: None takes native for its families and hf for the others, eager where that has no
+        such execution. execution: see `load_target`.
         """
         if model is None:
             if folder is None:
@@ -73,7 +74,9 @@ class ChainDrafter:
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """It needs neither."""
 
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
         """Read all prompt tokens but the last."""
         self._capacity = capacity
         self.model.open(len(prompts_B), capacity)
@@ -90,7 +93,9 @@ class ChainDrafter:
         return [min(token, last) for token in prompt[: min(len(prompt) - 1, self.model.max_length)]]
 
     def _fit_ids(self, tokens_BN: Tensor, chooser: Chooser) -> Tensor:
-        """Tokens that this model has rows for: one that the target alone has can cost acceptance, no more."""
+        """Tokens that this model has rows for: one that the target alone has can cost acceptance,
+        no more.
+        """
         if self.model.vocab_size < chooser.vocab_size:
             tokens_BN = tokens_BN.clamp(max=self.model.vocab_size - 1)
         return tokens_BN.to(self.model.device)
@@ -109,7 +114,9 @@ class ChainDrafter:
         logits_BV = self._catch_up(sequences_B, counts_B)
         tokens: list[Tensor] = []
         rows_q: list[Tensor] = []
-        changes = chooser.processors.drafting(sequences_B) if chooser.processors is not None else None
+        changes = (
+            chooser.processors.drafting(sequences_B) if chooser.processors is not None else None
+        )
         while True:
             fitted_BV = self._fit(logits_BV, chooser)
             if changes is not None:
@@ -125,17 +132,36 @@ class ChainDrafter:
                 changes.add(tokens_B)
             logits_BV = self.model.forward(self._fit_ids(tokens_B[:, None], chooser))[0][:, -1]
             self.model.commit(None, [int(count > len(tokens)) for count in counts_B])
-        return Proposal(torch.stack(tokens, 1), counts_B, None, torch.stack(rows_q, 1) if rows_q else None, len(tokens))
+        return Proposal(
+            torch.stack(tokens, 1),
+            counts_B,
+            None,
+            torch.stack(rows_q, 1) if rows_q else None,
+            len(tokens),
+        )
 
-    def _within_context(self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int]) -> list[int]:
-        return [max(0, min(b, self.model.max_length + 1 - len(s))) for s, b in zip(sequences_B, budgets_B, strict=True)]
+    def _within_context(
+        self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int]
+    ) -> list[int]:
+        return [
+            max(0, min(b, self.model.max_length + 1 - len(s)))
+            for s, b in zip(sequences_B, budgets_B, strict=True)
+        ]
 
     def _catch_up(self, sequences_B: Sequence[Sequence[int]], counts_B: Sequence[int]) -> Tensor:
-        """Run over the tokens that are not in the cache; logits_BV after the last one of each row that drafts."""
+        """Run over the tokens that are not in the cache; logits_BV after the last one of each row
+        that drafts.
+        """
         lengths_B = self.model.lengths_B
-        unseen_B = [list(s[length:]) if count else [] for s, length, count in zip(sequences_B, lengths_B, counts_B)]
-        # A row that did not draft for a while may have more to read than the longest row has room for padding.
-        while max(len(unseen) for unseen in unseen_B) > (room := self._capacity - max(self.model.lengths_B)):
+        unseen_B = [
+            list(s[length:]) if count else []
+            for s, length, count in zip(sequences_B, lengths_B, counts_B)
+        ]
+        # A row that did not draft for a while may have more to read than the longest row has room
+        # for padding.
+        while max(len(unseen) for unseen in unseen_B) > (
+            room := self._capacity - max(self.model.lengths_B)
+        ):
             first_B = [unseen[: max(0, min(room, len(unseen) - room))] for unseen in unseen_B]
             self._read(first_B)
             unseen_B = [unseen[len(first) :] for unseen, first in zip(unseen_B, first_B)]
@@ -151,7 +177,9 @@ class ChainDrafter:
         return logits_BKV
 
     def _fit(self, logits_BV: Tensor, chooser: Chooser) -> Tensor:
-        """Logits over the target's vocabulary: rows that only pad this model's or the target's are cut or ruled out."""
+        """Logits over the target's vocabulary: rows that only pad this model's or the target's are
+        cut or ruled out.
+        """
         extra = chooser.vocab_size - logits_BV.shape[-1]
         if extra:
             logits_BV = F.pad(logits_BV, (0, extra), value=float("-inf"))
@@ -170,7 +198,9 @@ class ChainDrafter:
 
     def time_step(self, beams: int = 1) -> None:
         """One forward over one token a row; nothing is committed."""
-        self.model.forward(torch.zeros(len(self.model.lengths_B), 1, dtype=torch.long, device=self.model.device))
+        self.model.forward(
+            torch.zeros(len(self.model.lengths_B), 1, dtype=torch.long, device=self.model.device)
+        )
 
 
 def _counts_after(
@@ -181,7 +211,9 @@ def _counts_after(
     logits_BV: Tensor,
     counts_B: list[int],
 ) -> list[int]:
-    """The rows' counts once their policies have seen the tokens at `depth`; a row that stops keeps what it has drawn."""
+    """The rows' counts once their policies have seen the tokens at `depth`; a row that stops keeps
+    what it has drawn.
+    """
     signs_B = signs(stopping_B[0].reads, tokens_B, q_BV, logits_BV)
     return [
         depth if count > depth and not policy.more(depth, sign) else count
@@ -189,8 +221,12 @@ def _counts_after(
     ]
 
 
-def signs(reads: str, tokens_B: Tensor, q_BV: Tensor | None, logits_BV: Tensor) -> list[Sign] | list[None]:
-    """What policies read of drawn tokens: of q where tokens were drawn from one, else of the model's own softmax."""
+def signs(
+    reads: str, tokens_B: Tensor, q_BV: Tensor | None, logits_BV: Tensor
+) -> list[Sign] | list[None]:
+    """What policies read of drawn tokens: of q where tokens were drawn from one, else of the
+    model's own softmax.
+    """
     if reads == "nothing":
         return [None] * len(tokens_B)
     q_BV = logits_BV.float().softmax(-1) if q_BV is None else q_BV

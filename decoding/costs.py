@@ -1,4 +1,6 @@
-"""What a round costs on this machine, measured before anything is decided by it: the parts, and the rest of a round beside them."""
+"""What a round costs on this machine, measured before anything is decided by it: the parts, and the
+rest of a round beside them.
+"""
 
 import math
 import time
@@ -28,12 +30,20 @@ Window = TypeVar("Window")
 
 
 def own_cores(target: Target, drafter: Drafter, schedule: str) -> AbstractContextManager[None]:
-    """What is timed inside has the cores that it will have: a drafter that works beside the target leaves it the others."""
-    return lanes(drafter, target) if schedule in WALL and isinstance(drafter, RemoteChain) else nullcontext()
+    """What is timed inside has the cores that it will have: a drafter that works beside the target
+    leaves it the others.
+    """
+    return (
+        lanes(drafter, target)
+        if schedule in WALL and isinstance(drafter, RemoteChain)
+        else nullcontext()
+    )
 
 
 def weighed_widths(drafter: Drafter, deepest: int) -> list[int]:
-    """Numbers of new tokens at which the target is timed for what a drafter weighs: all of a usual chain's, and of longer or wider drafts' a few."""
+    """Numbers of new tokens at which the target is timed for what a drafter weighs: all of a usual
+    chain's, and of longer or wider drafts' a few.
+    """
     widest = max(deepest, drafter.width(deepest) if drafter.caps.needs_costs else 0) + 1
     some = {step * 2**power for power in range(1, widest.bit_length()) for step in (2, 3)}
     every = min(deepest, EVERY) + 1
@@ -54,11 +64,14 @@ def measure_costs(
     tokens: int = 32,
     seconds: float = math.inf,
 ) -> RoundCosts:
-    """The costs of a round under these settings, from several windows of time: `windows`, or as many as `seconds` allow, three at least.
+    """The costs of a round under these settings, from several windows of time: `windows`, or as
+    many as `seconds` allow, three at least.
 
-    A machine changes pace from second to second, and one bad window would decide all that follows. So each window times the parts (`repeats`
-    of each, in turn) and right behind them serial generations of `tokens` tokens at fixed length, whose rounds take more than their parts by
-    the rest: at the full draft length, at one token and without a draft (`with_rest`). `settled` puts the windows together.
+    A machine changes pace from second to second, and one bad window would decide all that follows.
+    So each window times the parts (`repeats` of each, in turn) and right behind them serial
+    generations of `tokens` tokens at fixed length, whose rounds take more than their parts by the
+    rest: at the full draft length, at one token and without a draft (`with_rest`). `settled` puts
+    the windows together.
     """
     brief = replace(
         settings,
@@ -72,11 +85,20 @@ def measure_costs(
     prompts = [list(prompt)] * batch_size
 
     def generation(drafter: Drafter | None, num_draft_tokens: int) -> Generation:
-        return decode(target, drafter, prompts, replace(brief, num_draft_tokens=num_draft_tokens))[0]
+        return decode(target, drafter, prompts, replace(brief, num_draft_tokens=num_draft_tokens))[
+            0
+        ]
 
     def timed() -> RoundCosts:
         return time_parts(
-            target, drafter, prompt, widths=widths, context=context, batch_size=batch_size, repeats=repeats, warmup=1
+            target,
+            drafter,
+            prompt,
+            widths=widths,
+            context=context,
+            batch_size=batch_size,
+            repeats=repeats,
+            warmup=1,
         ).costs
 
     def window(beams: int | None = None) -> RoundCosts:
@@ -85,17 +107,23 @@ def measure_costs(
         costs = replace(timed(), beams=beams)
         plain = generation(None, 1)
         shallow = generation(drafter, 1) if settings.schedule == "serial" else None
-        return with_rest(costs, drafter, generation(drafter, brief.num_draft_tokens), shallow, plain)
+        return with_rest(
+            costs, drafter, generation(drafter, brief.num_draft_tokens), shallow, plain
+        )
 
     with own_cores(target, drafter, settings.schedule):
         generation(drafter, brief.num_draft_tokens)  # warms up
         if drafter.caps.worth_beams is None or drafter.caps.rate is None:
             return settled(_taken(window, windows, seconds))
-        # By their parts alone so many beams pay; what rounds take beside them is another matter, so a single one is measured as well, in turn.
+        # By their parts alone so many beams pay; what rounds take beside them is another matter, so
+        # a single one is measured as well, in turn.
         widths_worth = sorted({1, drafter.caps.worth_beams(timed())})
         found = _taken(lambda: [window(beams) for beams in widths_worth], windows, seconds)
         rate = drafter.caps.rate
-        return max((settled(of) for of in zip(*found, strict=True)), key=lambda costs: rate(costs) * costs.target_ms(1))
+        return max(
+            (settled(of) for of in zip(*found, strict=True)),
+            key=lambda costs: rate(costs) * costs.target_ms(1),
+        )
 
 
 def _taken(window: Callable[[], Window], most: int, seconds: float) -> list[Window]:
@@ -107,20 +135,27 @@ def _taken(window: Callable[[], Window], most: int, seconds: float) -> list[Wind
 
 
 def with_rest(
-    costs: RoundCosts, drafter: Drafter, deep: Generation, shallow: Generation | None, plain: Generation
+    costs: RoundCosts,
+    drafter: Drafter,
+    deep: Generation,
+    shallow: Generation | None,
+    plain: Generation,
 ) -> RoundCosts:
     """The costs of the parts, and the rest that serial generations' rounds took beside them.
 
-    What the rest of a `deep` round is more than that of a `shallow` one is done for each of its steps: it is theirs. Not where lanes overlap
-    (there is no shallow one then): part of it is verification's, and a drafter's lane that is thought too slow is given too short chunks.
-    A drafted token of a worker costs what it took in the deep generation, by the worker's clock: its lane holds the draws too. The message there
-    and back is the rest, once a round.
+    What the rest of a `deep` round is more than that of a `shallow` one is done for each of its
+    steps: it is theirs. Not where lanes overlap (there is no shallow one then): part of it is
+    verification's, and a drafter's lane that is thought too slow is given too short chunks. A
+    drafted token of a worker costs what it took in the deep generation, by the worker's clock: its
+    lane holds the draws too. The message there and back is the rest, once a round.
     """
     if isinstance(drafter, RemoteChain) and drafter.seconds_a_step is not None:
         costs = replace(costs, t_draft_ms=1000 * drafter.seconds_a_step)
     rest_ms = _rest_ms(costs, deep)
-    if shallow is not None and _steps(deep) - _steps(shallow) >= 0.5:  # less says nothing but noise of a step
-        # Below nothing too, as noise goes both ways, and as steps behind one another find the drafter's weights nearer than those that were timed.
+    # less says nothing but noise of a step
+    if shallow is not None and _steps(deep) - _steps(shallow) >= 0.5:
+        # Below nothing too, as noise goes both ways, and as steps behind one another find the
+        # drafter's weights nearer than those that were timed.
         step_ms = (rest_ms - _rest_ms(costs, shallow)) / (_steps(deep) - _steps(shallow))
         step_ms = max(step_ms, (CHEAPEST - 1) * costs.step_ms(1))
         rest_ms -= step_ms * _steps(deep)
@@ -141,20 +176,35 @@ def _rest_ms(costs: RoundCosts, done: Generation) -> float:
 
 
 def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
-    """The costs behind several windows of time: the medians of what does not hang on the machine's pace (c, V(n), the rest over t_target(1)), at
-    the median pace."""
+    """The costs behind several windows of time: the medians of what does not hang on the machine's
+    pace (c, V(n), the rest over t_target(1)), at the median pace.
+    """
     pace_ms = median(window.t_target_ms[0] for window in windows)
     ratios = [[part / window.t_target_ms[0] for part in window.t_target_ms] for window in windows]
-    steps = [[ms / window.t_target_ms[0] for _, ms in window.t_draft_by_beams_ms] for window in windows]
-    step_ms = [pace_ms * ratio for ratio in rising([median(column) for column in zip(*steps, strict=True)])]
+    steps = [
+        [ms / window.t_target_ms[0] for _, ms in window.t_draft_by_beams_ms] for window in windows
+    ]
+    step_ms = [
+        pace_ms * ratio for ratio in rising([median(column) for column in zip(*steps, strict=True)])
+    ]
     return RoundCosts(
-        step_ms[-1] if step_ms else pace_ms * median(window.t_draft_ms / window.t_target_ms[0] for window in windows),
-        tuple(pace_ms * ratio for ratio in rising([median(column) for column in zip(*ratios, strict=True)])),
-        # Below nothing where the parts were timed too dear: it is whole rounds that have to come out right.
-        pace_ms * max(-SPARED, median(window.overhead_ms / window.t_target_ms[0] for window in windows)),
+        step_ms[-1]
+        if step_ms
+        else pace_ms * median(window.t_draft_ms / window.t_target_ms[0] for window in windows),
+        tuple(
+            pace_ms * ratio
+            for ratio in rising([median(column) for column in zip(*ratios, strict=True)])
+        ),
+        # Below nothing where the parts were timed too dear: it is whole rounds that have to come
+        # out right.
+        pace_ms
+        * max(-SPARED, median(window.overhead_ms / window.t_target_ms[0] for window in windows)),
         pace_ms * max(-SPARED, median(_plain_share(window) for window in windows)),
         windows[0].rows,
-        tuple((beams, ms) for (beams, _), ms in zip(windows[0].t_draft_by_beams_ms, step_ms, strict=True)),
+        tuple(
+            (beams, ms)
+            for (beams, _), ms in zip(windows[0].t_draft_by_beams_ms, step_ms, strict=True)
+        ),
         windows[0].beams,
     )
 

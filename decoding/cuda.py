@@ -1,8 +1,9 @@
 """Every call of torch.cuda in the project; on a CPU each function here has its plain meaning.
 
-A round on a GPU is a queue of kernels that the host fills ahead of the device. Two things empty it: launching kernels one by one, which a
-captured graph does not, and waiting for a number, which the loop does once a round (`read`). All other code is free of devices, so the
-tests run it on a CPU; the lines here that only a GPU can run are counted (`scripts/bench/gpu.py`).
+A round on a GPU is a queue of kernels that the host fills ahead of the device. Two things empty it:
+launching kernels one by one, which a captured graph does not, and waiting for a number, which the
+loop does once a round (`read`). All other code is free of devices, so the tests run it on a CPU;
+the lines here that only a GPU can run are counted (`scripts/bench/gpu.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,18 +18,23 @@ from decoding.errors import UserError
 from decoding.values import check_value
 
 T = TypeVar("T")
-# On a CPU `compiled` serves tests, which want it traced and not fused; benchmarks that time it there set "inductor" (it needs a C++ compiler).
+# On a CPU `compiled` serves tests, which want it traced and not fused; benchmarks that time it
+# there set "inductor" (it needs a C++ compiler).
 CPU_COMPILER = "aot_eager"
 
 
 def device_of(name: str) -> str:
-    """`auto` is a GPU where there is one. Raises UserError for what is no device, and for a GPU that is not there."""
+    """`auto` is a GPU where there is one. Raises UserError for what is no device, and for a GPU
+    that is not there.
+    """
     check_value("device", name)
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= cards():
         found = f"{cards()} CUDA cards, numbered from 0," if cards() else "no CUDA card"
-        raise UserError(f"device '{name}': PyTorch sees {found} here. Use one that is there, cpu or auto.")
+        raise UserError(
+            f"device '{name}': PyTorch sees {found} here. Use one that is there, cpu or auto."
+        )
     return name
 
 
@@ -65,7 +71,9 @@ def restore_rng(state: Tensor) -> None:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the host queues work ahead of the device, so that reading a tensor costs a wait; it chooses between twins."""
+    """Whether the host queues work ahead of the device, so that reading a tensor costs a wait; it
+    chooses between twins.
+    """
     return device.type == "cuda"
 
 
@@ -76,7 +84,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def tensor(data: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """`torch.tensor` of host numbers, without waiting for the device: pinned memory and an asynchronous copy."""
+    """`torch.tensor` of host numbers, without waiting for the device: pinned memory and an
+    asynchronous copy.
+    """
     if device.type == "cuda":
         return torch.tensor(data, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
     return torch.tensor(data, dtype=dtype, device=device)
@@ -88,25 +98,35 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     A copy out of memory that is not pinned would wait for all that was queued before.
     """
     if device.type == "cuda":
-        return values.to(device) if values.is_cuda else values.pin_memory().to(device, non_blocking=True)
+        return (
+            values.to(device)
+            if values.is_cuda
+            else values.pin_memory().to(device, non_blocking=True)
+        )
     return values.to(device)
 
 
 def sent_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Host arrays as int64 tensors of their shapes on the device, in one copy that nobody waits for."""
+    """Host arrays as int64 tensors of their shapes on the device, in one copy that nobody waits
+    for.
+    """
     packed = torch.from_numpy(np.concatenate([array.ravel().astype(np.int64) for array in arrays]))
     parts = sent(packed, device).split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def fill(buffer: Tensor, data: Any) -> None:
-    """Overwrite a static buffer with host numbers, without waiting for the device (whose queue keeps the order)."""
+    """Overwrite a static buffer with host numbers, without waiting for the device (whose queue
+    keeps the order).
+    """
     host = torch.tensor(data, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
     buffer.copy_(host, non_blocking=True)
 
 
 def read(*tensors: Tensor) -> list[Any]:
-    """The tensors as lists, with one wait for the device. Integers past 2^53 do not survive it: it is for token ids and probabilities."""
+    """The tensors as lists, with one wait for the device. Integers past 2^53 do not survive it: it
+    is for token ids and probabilities.
+    """
     if not runs_ahead(tensors[0].device):
         return [each.tolist() for each in tensors]
     packed = torch.cat([each.reshape(-1).to(torch.float64) for each in tensors])
@@ -114,7 +134,8 @@ def read(*tensors: Tensor) -> list[Any]:
         host = packed.cpu()
     sizes = [each.numel() for each in tensors]
     return [
-        part.to(each.dtype).view(each.shape).tolist() for part, each in zip(host.split(sizes), tensors, strict=True)
+        part.to(each.dtype).view(each.shape).tolist()
+        for part, each in zip(host.split(sizes), tensors, strict=True)
     ]
 
 
@@ -146,14 +167,18 @@ def _waiting_is_meant(device: torch.device) -> Iterator[None]:
 
 
 def pool(device: torch.device) -> Any:
-    """Memory that the graphs of one model share; their outputs are copied out before the next one runs."""
+    """Memory that the graphs of one model share; their outputs are copied out before the next one
+    runs.
+    """
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def capture(function: Callable[[], T], device: torch.device, memory: Any) -> Callable[[], T]:
-    """`function`, recorded once as a CUDA graph; each call replays it and returns the same tensors with new numbers.
+    """`function`, recorded once as a CUDA graph; each call replays it and returns the same tensors
+    with new numbers.
 
-    It must read and write the same tensors at every call and never wait. On a CPU it is the function itself.
+    It must read and write the same tensors at every call and never wait. On a CPU it is the
+    function itself.
     """
     if device.type != "cuda":
         return function
@@ -161,7 +186,8 @@ def capture(function: Callable[[], T], device: torch.device, memory: Any) -> Cal
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # libraries choose their kernels and take their workspaces outside the recording
+            # libraries choose their kernels and take their workspaces outside the recording
+            for _ in range(2):
                 function()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -175,13 +201,18 @@ def capture(function: Callable[[], T], device: torch.device, memory: Any) -> Cal
     return replay
 
 
-def compiled(function: Callable[..., T], device: torch.device, sizes_open: bool = False) -> Callable[..., T]:
-    """`function` fused by inductor on a GPU; on a CPU traced to the same graph and run by CPU_COMPILER.
+def compiled(
+    function: Callable[..., T], device: torch.device, sizes_open: bool = False
+) -> Callable[..., T]:
+    """`function` fused by inductor on a GPU; on a CPU traced to the same graph and run by
+    CPU_COMPILER.
 
-    sizes_open: one form for all sizes, and what cannot be traced runs as it is; otherwise a form for each, traced whole.
-    Tuned matrix-vector products: with one row, inductor writes them as reductions with what stands around them.
+    sizes_open: one form for all sizes, and what cannot be traced runs as it is; otherwise a form
+    for each, traced whole. Tuned matrix-vector products: with one row, inductor writes them as
+    reductions with what stands around them.
     """
-    torch._dynamo.config.recompile_limit = 256  # one for every shape; a loop over contexts and widths has many
+    # one for every shape; a loop over contexts and widths has many
+    torch._dynamo.config.recompile_limit = 256
     how: dict[str, Any] = {"fullgraph": not sizes_open, "dynamic": sizes_open}
     if device.type == "cuda":
         return torch.compile(function, options={"coordinate_descent_tuning": True}, **how)

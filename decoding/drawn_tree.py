@@ -1,11 +1,15 @@
-"""Growing trees whose children are drawn: of each level as many as its budget says, before they are drawn, the worthiest of those that could be.
+"""Growing trees whose children are drawn: of each level as many as its budget says, before they are
+drawn, the worthiest of those that could be.
 
-The picked twins are in decoding/trees.py and decoding/graph.py: they see more nodes than they propose and take the likeliest ones of the whole
-tree, which drawn children do not allow (decoding/draws.py). Here a level's nodes are settled when the next level is drawn. The likeliest of
-them, as they were drawn, are expanded. In a graph a node that is one with another is expanded without the model: its children are drawn from
-what the model said there, by numbers of their own, as a draw must not serve two nodes.
+The picked twins are in decoding/trees.py and decoding/graph.py: they see more nodes than they
+propose and take the likeliest ones of the whole tree, which drawn children do not allow
+(decoding/draws.py). Here a level's nodes are settled when the next level is drawn. The likeliest of
+them, as they were drawn, are expanded. In a graph a node that is one with another is expanded
+without the model: its children are drawn from what the model said there, by numbers of their own,
+as a draw must not serve two nodes.
 
-Shapes: B rows, P nodes expanded, K children of a node, X = P K children that a level could have, M nodes that it gets, or nodes seen.
+Shapes: B rows, P nodes expanded, K children of a node, X = P K children that a level could have, M
+nodes that it gets, or nodes seen.
 """
 
 from collections.abc import Callable
@@ -21,7 +25,8 @@ from decoding.graph_device import DeviceGraph
 from decoding.seen import NONE, Seen
 from decoding.tree_budget import DrawnBudget
 
-Run = Callable[[Tensor, Tensor, int], Tensor]  # tokens, parents, n: logits of the last n of these nodes behind the tip
+# tokens, parents, n: logits of the last n of these nodes behind the tip
+Run = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class DrawnTree:
@@ -32,7 +37,8 @@ class DrawnTree:
         self.draws, self.run, self.frontier, self.budget = draws, run, frontier, budget
         tip_B1 = draws.tips()
         self.seen = Seen.none(len(tip_B1), tip_B1.device, draws.dtype)
-        # The number of the distribution that a node's children are drawn from; 0, the tip's, stands for none.
+        # The number of the distribution that a node's children are drawn from; 0, the tip's, stands
+        # for none.
         self._rows_BM = self._fed_BN = self._fed_parents_BN = self.seen.tokens_BM
         self._counts: list[list[int]] = []
 
@@ -47,8 +53,9 @@ class DrawnTree:
             at_BP, above_BP = self._expanded(first, reached_BM)
 
     def _level(self, at_BP: Tensor, above_BP: Tensor) -> tuple[int, Tensor]:
-        """Draw children of the nodes at these places, reached with these chances (logarithms): the place of the first one, and the chances
-        (B, M) to reach what is behind each."""
+        """Draw children of the nodes at these places, reached with these chances (logarithms): the
+        place of the first one, and the chances (B, M) to reach what is behind each.
+        """
         rows_BP = F.pad(self._rows_BM, (1, 0)).gather(1, at_BP + 1)
         q_BPV = self.draws.q(rows_BP)
         tokens_BPK, probs_BPK = self._draw(q_BPV)
@@ -56,9 +63,13 @@ class DrawnTree:
         worth_BPK, reached_BPK = worths(q_BPV, probs_BPK)
         # Siblings stay in their order: a later one is worth less, and equal ones keep their places.
         best = (worth_BPK + above_BP[:, :, None]).flatten(1).sort(descending=True, stable=True)
-        counts_B = [min(count, best.indices.shape[1]) for count in self.budget.admit(best.values.exp())]
+        counts_B = [
+            min(count, best.indices.shape[1]) for count in self.budget.admit(best.values.exp())
+        ]
         M = max(counts_B)
-        drawn_BM = torch.arange(M, device=at_BP.device) < cuda.tensor(counts_B, at_BP.device)[:, None]
+        drawn_BM = (
+            torch.arange(M, device=at_BP.device) < cuda.tensor(counts_B, at_BP.device)[:, None]
+        )
         slots_BM, worth_BM = best.indices[:, :M], best.values[:, :M].masked_fill(~drawn_BM, NONE)
         first = self.seen.tokens_BM.shape[1]
         self._counts.append(counts_B)
@@ -77,7 +88,9 @@ class DrawnTree:
         return self.draws.children(q_BPV, self.frontier, len(self._counts))
 
     def _expanded(self, first: int, reached_BM: Tensor) -> tuple[Tensor, Tensor]:
-        """Expand the likeliest of the nodes from `first` on: their places and their chances, (B, P)."""
+        """Expand the likeliest of the nodes from `first` on: their places and their chances, (B,
+        P).
+        """
         top = reached_BM.topk(min(self.frontier, reached_BM.shape[1]), dim=-1)
         nodes_BP = first + top.indices
         self._feed(nodes_BP, top.values > NONE)
@@ -87,7 +100,8 @@ class DrawnTree:
         """Have the model say what may follow these nodes; those that are not wanted ride along."""
         P, fed = nodes_BP.shape[1], self._fed_BN.shape[1]
         above_BP = self.seen.parents_BM.gather(1, nodes_BP)
-        fed_above_BP = F.pad(self._rows_BM, (1, 0)).gather(1, above_BP + 1) - 1  # row r + 1 is of fed node r
+        # row r + 1 is of fed node r
+        fed_above_BP = F.pad(self._rows_BM, (1, 0)).gather(1, above_BP + 1) - 1
         self._fed_BN = torch.cat((self._fed_BN, self.seen.tokens_BM.gather(1, nodes_BP)), 1)
         self._fed_parents_BN = torch.cat((self._fed_parents_BN, fed_above_BP), 1)
         self.draws.add(self.run(self._fed_BN, self._fed_parents_BN, P))
@@ -100,15 +114,23 @@ class DrawnTree:
         self._rows_BM = self._rows_BM.scatter(1, nodes_BP, rows_BP)
 
     def proposal(self, ahead: bool) -> Proposal:
-        """All drawn nodes. ahead: with as many places as there may be nodes, without asking how many there are."""
+        """All drawn nodes. ahead: with as many places as there may be nodes, without asking how
+        many there are.
+        """
         real_BM = self.seen.scores_BM > NONE
         real_B = real_BM.sum(1)
-        counts_B = [sum(levels) for levels in zip(*self._counts, strict=True)] if ahead else real_B.tolist()
+        counts_B = (
+            [sum(levels) for levels in zip(*self._counts, strict=True)]
+            if ahead
+            else real_B.tolist()
+        )
         order_BM = real_BM.long().sort(descending=True, stable=True).indices
         tokens_BN, parents_BN, seen_BN = self.seen.kept(order_BM, real_B, max(counts_B))
         above_BN = self.seen.parents_BM.gather(1, seen_BN)
         q_BNV = self.draws.q(F.pad(self._rows_BM, (1, 0)).gather(1, above_BN + 1))
-        proposal = Proposal(tokens_BN, counts_B, parents_BN, q_BNV, len(self._counts), siblings=self.frontier)
+        proposal = Proposal(
+            tokens_BN, counts_B, parents_BN, q_BNV, len(self._counts), siblings=self.frontier
+        )
         asked = self.budget.asks()
         proposal.asks = (lambda _: asked) if asked else None
         return proposal
@@ -117,7 +139,9 @@ class DrawnTree:
 class DrawnGraph(DrawnTree):
     """A drawn tree whose equal nodes are expanded once."""
 
-    def __init__(self, draws: Draws, run: Run, frontier: int, budget: DrawnBudget, graph: DeviceGraph) -> None:
+    def __init__(
+        self, draws: Draws, run: Run, frontier: int, budget: DrawnBudget, graph: DeviceGraph
+    ) -> None:
         super().__init__(draws, run, frontier, budget)
         self.graph = graph
         self._own = 1  # nodes of a level that the model has run over; merged ones are behind them
@@ -136,7 +160,8 @@ class DrawnGraph(DrawnTree):
         again = reached_BM.masked_fill(~merged_BM, NONE).topk(above_BP.shape[1], dim=-1)
         nodes_BP = first + again.indices
         rows_BP = self._rows_BM.gather(1, self.graph.twins_BM.gather(1, nodes_BP))
-        known_BP = (again.values > NONE) & (rows_BP > 0)  # a twin that was not expanded has nothing to say
+        # a twin that was not expanded has nothing to say
+        known_BP = (again.values > NONE) & (rows_BP > 0)
         self._set_rows(nodes_BP, rows_BP, known_BP)
         self._own = own_BP.shape[1]
         reached_BP = torch.cat((above_BP, again.values.masked_fill(~known_BP, NONE)), 1)

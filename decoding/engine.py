@@ -36,7 +36,8 @@ from decoding.values import check_value, shown
 class Engine:
     """A target, what drafts for it, and the target's tokenizer.
 
-    Threads may share one: their calls wait for each other. Of streams only the one that was begun last can be read (see `generate`).
+    Threads may share one: their calls wait for each other. Of streams only the one that was begun
+    last can be read (see `generate`).
     """
 
     target: Target
@@ -67,11 +68,13 @@ def load(
     parallel: str = "none",
     processes: int = 0,
 ) -> Engine:
-    """A target folder, with a drafter folder, "prompt_lookup", a `Drafter`, or None (autoregressive decoding).
+    """A target folder, with a drafter folder, "prompt_lookup", a `Drafter`, or None (autoregressive
+    decoding).
 
     parallel, processes: spread the target over several processes (see `load_target`).
 
-    Raises UserError for folders that cannot be used, and for a drafter whose tokenizer differs from the target's.
+    Raises UserError for folders that cannot be used, and for a drafter whose tokenizer differs from
+    the target's.
     """
     for name, folder in (("target", target), ("drafter", drafter)):
         if not isinstance(folder, str | Path) and (
@@ -92,7 +95,10 @@ def load(
         drafter = PromptLookup()
     elif isinstance(drafter, str | Path):
         if not exists(Path(drafter)):
-            raise UserError(f"drafter '{drafter}' is neither a folder (looked in {Path.cwd()}) nor \"prompt_lookup\".")
+            raise UserError(
+                f"drafter '{drafter}' is neither a folder (looked in {Path.cwd()}) nor "
+                f'"prompt_lookup".'
+            )
         read_config(drafter)
         check_same_tokenizer(target, drafter)
         drafter = ChainDrafter(drafter, dtype=dtype, device=device)
@@ -105,11 +111,15 @@ def stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple
     found = read_json(path).get("eos_token_id") if path.is_file() else None
     ids = [one for one in (found if isinstance(found, list) else [found]) if one is not None]
     check_value("stop_token_ids", ids, key=f"{path}: eos_token_id")
-    return tuple(sorted({*ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}))
+    return tuple(
+        sorted({*ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
+    )
 
 
 def encode(engine: Engine, prompt: Prompt) -> list[int]:
-    """Token ids of a text, of a chat rendered by the tokenizer's chat template with its generation prompt, or of the ids themselves."""
+    """Token ids of a text, of a chat rendered by the tokenizer's chat template with its generation
+    prompt, or of the ids themselves.
+    """
     return prompt_ids(engine.tokenizer, prompt, engine.target.vocab_size, engine.target.name)
 
 
@@ -119,29 +129,40 @@ def text_of(engine: Engine, tokens: Sequence[int]) -> str:
 
 
 @overload
-def generate(engine: Engine, text_or_messages: Prompt, *, stream: Literal[False] = False, **settings: Any) -> Reply: ...
+def generate(
+    engine: Engine, text_or_messages: Prompt, *, stream: Literal[False] = False, **settings: Any
+) -> Reply: ...
 @overload
-def generate(engine: Engine, text_or_messages: Prompt, *, stream: Literal[True], **settings: Any) -> Iterator[str]: ...
+def generate(
+    engine: Engine, text_or_messages: Prompt, *, stream: Literal[True], **settings: Any
+) -> Iterator[str]: ...
 def generate(
     engine: Engine, text_or_messages: Prompt, *, stream: bool = False, **settings: Any
 ) -> Reply | Iterator[str]:
-    """Continue a text, or token ids, or answer a chat (messages). settings: the fields of `decoding.settings.Settings`.
+    """Continue a text, or token ids, or answer a chat (messages). settings: the fields of
+    `decoding.settings.Settings`.
 
-    A stop string ends the text, which holds it. stream=True returns an iterator over pieces of text, each as soon as its round ends. Other calls
-    on the engine may come between two pieces; the iterator then raises UserError, as their text has taken the place of its own in the caches.
-    The first call with a drafter times a round's parts, and drafts are then as long as pays here (`stopping="cost_ratio"`). So the same
-    seed gives the same text for as long as the engine lives; with verify="coupled", stopping="fixed" or costs= of yours, always
-    (schedule="pearl_plus_wall" decides by the clock: there the same text needs verify="coupled").
+    A stop string ends the text, which holds it. stream=True returns an iterator over pieces of
+    text, each as soon as its round ends. Other calls on the engine may come between two pieces; the
+    iterator then raises UserError, as their text has taken the place of its own in the caches. The
+    first call with a drafter times a round's parts, and drafts are then as long as pays here
+    (`stopping="cost_ratio"`). So the same seed gives the same text for as long as the engine lives;
+    with verify="coupled", stopping="fixed" or costs= of yours, always (schedule="pearl_plus_wall"
+    decides by the clock: there the same text needs verify="coupled").
     """
     known = [one.name for one in fields(Settings)]
     for name in settings:
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise UserError(
-                f"generate() knows no setting '{name}'; the nearest is '{near}' (decoding.loop.Settings has all)."
+                f"generate() knows no setting '{name}'; the nearest is '{near}' "
+                f"(decoding.loop.Settings has all)."
             )
     check_value("stream", stream)
-    fixed: dict[str, Any] = {"stop_token_ids": engine.stop_token_ids, "text_of": lambda ids: text_of(engine, ids)}
+    fixed: dict[str, Any] = {
+        "stop_token_ids": engine.stop_token_ids,
+        "text_of": lambda ids: text_of(engine, ids),
+    }
     chosen = Settings(**{**fixed, **settings})
     check(engine.target, engine.drafter, chosen)
     # No other thread uses the models from the measuring of costs to the last token.
@@ -154,10 +175,13 @@ def generate(
         return Reply(text_of(engine, result.tokens), result.tokens, result)
 
 
-def with_costs(engine: Engine, prompt: Sequence[int], settings: Settings, batch_size: int = 1) -> Settings:
+def with_costs(
+    engine: Engine, prompt: Sequence[int], settings: Settings, batch_size: int = 1
+) -> Settings:
     """The settings, with the measured costs of a round where the drafter decides by them.
 
-    Some sixty forwards of the target, once for each schedule, rule and batch size. They use the caches: call it before a decode begins.
+    Some sixty forwards of the target, once for each schedule, rule and batch size. They use the
+    caches: call it before a decode begins.
     """
     drafter = engine.drafter
     if drafter is None or settings.costs is not None:
@@ -173,7 +197,9 @@ def with_costs(engine: Engine, prompt: Sequence[int], settings: Settings, batch_
                 drafter,
                 prompt or [0],
                 settings,
-                widths=weighed_widths(drafter, min(settings.num_draft_tokens, settings.max_new_tokens)),
+                widths=weighed_widths(
+                    drafter, min(settings.num_draft_tokens, settings.max_new_tokens)
+                ),
                 batch_size=batch_size,
                 repeats=2,
                 tokens=24,
@@ -187,7 +213,11 @@ def _stream(engine: Engine, prompt: list[int], settings: Settings) -> Iterator[s
     pieces: list[str] = []
     with torch.inference_mode():
         batch = start(
-            engine.target, engine.drafter, [prompt], settings, on_tokens=lambda _, new: pieces.append(stream.add(new))
+            engine.target,
+            engine.drafter,
+            [prompt],
+            settings,
+            on_tokens=lambda _, new: pieces.append(stream.add(new)),
         )
     try:
         while batch.rows:

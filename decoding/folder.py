@@ -1,7 +1,9 @@
-"""Model folders: read config.json and safetensors, and refuse what is damaged or unsupported with words a user can act on.
+"""Model folders: read config.json and safetensors, and refuse what is damaged or unsupported with
+words a user can act on.
 
-A model folder is what `save_pretrained` of Hugging Face writes: config.json, tokenizer files, and the weights as
-model.safetensors or as shards listed in model.safetensors.index.json. Pickled weights (.bin) are never opened here.
+A model folder is what `save_pretrained` of Hugging Face writes: config.json, tokenizer files, and
+the weights as model.safetensors or as shards listed in model.safetensors.index.json. Pickled
+weights (.bin) are never opened here.
 """
 
 import json
@@ -37,56 +39,81 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}), expected a JSON file.") from error
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}), expected a JSON file."
+        ) from error
     except RecursionError as error:
         raise UserError(
             f"{path}: its JSON is nested too deeply to be read. Copy or download the file again."
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}). Copy the file again."
+            f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}). Copy the file "
+            f"again."
         ) from error
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{path}, line {error.lineno}: is not valid JSON ({error.msg}). Copy or download the file again."
+            f"{path}, line {error.lineno}: is not valid JSON ({error.msg}). Copy or download the "
+            f"file again."
         ) from error
     if not isinstance(value, dict):
-        raise UserError(f"{path}: holds a {type(value).__name__}, expected a JSON object with named fields.")
+        raise UserError(
+            f"{path}: holds a {type(value).__name__}, expected a JSON object with named fields."
+        )
     return value
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a model folder. Raises UserError if the folder or the file is missing, empty or broken."""
+    """config.json of a model folder. Raises UserError if the folder or the file is missing, empty
+    or broken.
+    """
     folder = Path(folder)
     if not exists(folder):
-        raise UserError(f"{folder}: there is no such model folder. Give the path of a folder with config.json in it.")
+        raise UserError(
+            f"{folder}: there is no such model folder. Give the path of a folder with config.json "
+            f"in it."
+        )
     if not folder.is_dir():
-        raise UserError(f"{folder}: is a file, expected a model folder with config.json and model.safetensors in it.")
+        raise UserError(
+            f"{folder}: is a file, expected a model folder with config.json and model.safetensors "
+            f"in it."
+        )
     path = folder / "config.json"
     if not path.is_file():
         inside = [file.parent for file in sorted(folder.glob("*/config.json"))]
         if inside:  # a run's folder, say
-            raise UserError(f"{folder}: is no model folder, but holds {' and '.join(map(str, inside))}: give that.")
+            raise UserError(
+                f"{folder}: is no model folder, but holds {' and '.join(map(str, inside))}: give "
+                f"that."
+            )
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
-        raise UserError(f"{folder}: has no config.json (found {found}), expected a Hugging Face model folder.")
+        raise UserError(
+            f"{folder}: has no config.json (found {found}), expected a Hugging Face model folder."
+        )
     config = read_json(path)
     if not isinstance(config.get("model_type"), str):
         raise UserError(
-            f"{path}: has no model_type, expected one such as 'llama'. Is this a Hugging Face model folder?"
+            f"{path}: has no model_type, expected one such as 'llama'. Is this a Hugging Face "
+            f"model folder?"
         )
     return config
 
 
 def own_code_error(folder: str | Path) -> UserError:
-    """Return the error for a folder whose model or tokenizer is defined by Python of its own, which nobody trusted."""
+    """Return the error for a folder whose model or tokenizer is defined by Python of its own, which
+    nobody trusted.
+    """
     return UserError(
-        f"{folder}: its model or tokenizer is defined by Python in the folder, which is not run. If you trust it, run it as "
-        "a target with target.trust_remote_code=true target.backend=hf (trust_remote_code=True in Python)."
+        f"{folder}: its model or tokenizer is defined by Python in the folder, which is not run. "
+        f"If you trust it, run it as a target with target.trust_remote_code=true target.backend=hf "
+        f"(trust_remote_code=True in Python)."
     )
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a file or folder of this name. Raises UserError for a name that no file can have, or that may not be looked at."""
+    """Whether there is a file or folder of this name. Raises UserError for a name that no file can
+    have, or that may not be looked at.
+    """
     try:
         path.stat()
     except FileNotFoundError:
@@ -95,22 +122,28 @@ def exists(path: Path) -> bool:
         name = ascii(str(path))
         shown = name if len(name) <= 80 else f"{name[:77]}..."
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{shown} cannot be opened ({reason}), expected the path of a file or folder.") from error
+        raise UserError(
+            f"{shown} cannot be opened ({reason}), expected the path of a file or folder."
+        ) from error
     return True
 
 
 def weight_files(folder: str | Path) -> list[Path]:
-    """The safetensors files of a folder, checked to be there and complete. Raises UserError otherwise."""
+    """The safetensors files of a folder, checked to be there and complete. Raises UserError
+    otherwise.
+    """
     folder = Path(folder)
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{folder / INDEX}: has no weight_map that tells which shard holds which tensor.")
+            raise UserError(
+                f"{folder / INDEX}: has no weight_map that tells which shard holds which tensor."
+            )
         for tensor, name in weight_map.items():
             if not isinstance(name, str) or not name or "\0" in name or _leaves(name):
                 raise UserError(
-                    f"{folder / INDEX}: weight_map puts '{tensor}' into {name!r}, expected the name of a file in the folder. "
-                    "Download the index again."
+                    f"{folder / INDEX}: weight_map puts '{tensor}' into {name!r}, expected the "
+                    f"name of a file in the folder. Download the index again."
                 )
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
@@ -123,7 +156,9 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 
 def _leaves(name: str) -> bool:
-    """Whether a path leads out of the folder that it starts from. Links are fine: the Hub's cache consists of them."""
+    """Whether a path leads out of the folder that it starts from. Links are fine: the Hub's cache
+    consists of them.
+    """
     path = PurePosixPath(name.replace("\\", "/"))
     return path.is_absolute() or ".." in path.parts or ":" in name
 
@@ -132,24 +167,27 @@ def _missing_weights(folder: Path, file: Path) -> str:
     pickled = sorted(p.name for p in folder.glob("*.bin"))
     if pickled:
         return (
-            f"{folder}: has only pickled weights ({pickled[0]}), which are not opened because a pickle can run code. "
-            f"Convert them once: python scripts/to_safetensors.py {folder}"
+            f"{folder}: has only pickled weights ({pickled[0]}), which are not opened because a "
+            f"pickle can run code. Convert them once: python scripts/to_safetensors.py {folder}"
         )
     found = ", ".join(sorted(p.name for p in folder.iterdir())[:6])
     return f"{folder}: {file.name} is missing (found {found}). Copy or download the model again."
 
 
 def read_headers(folder: str | Path) -> Tensors:
-    """What the safetensors files of a folder hold, by tensor; no weights are read. Raises UserError as `weight_files` does.
+    """What the safetensors files of a folder hold, by tensor; no weights are read. Raises UserError
+    as `weight_files` does.
 
-    Also for a tensor that is in two files, and for one that the index puts into a file which does not have it.
+    Also for a tensor that is in two files, and for one that the index puts into a file which does
+    not have it.
     """
     tensors: Tensors = {}
     for file in weight_files(folder):
         for name, header in _check_complete(file).items():
             if name in tensors:
                 raise UserError(
-                    f"{file}: tensor '{name}' is in {tensors[name].file.name} too, expected it once. Copy the folder again."
+                    f"{file}: tensor '{name}' is in {tensors[name].file.name} too, expected it "
+                    f"once. Copy the folder again."
                 )
             tensors[name] = header
     index = Path(folder) / INDEX
@@ -157,25 +195,37 @@ def read_headers(folder: str | Path) -> Tensors:
         for name, place in read_json(index)["weight_map"].items():
             if name not in tensors or tensors[name].file != Path(folder) / place:
                 raise UserError(
-                    f"{index}: weight_map puts '{name}' into {place}, which does not hold it. Copy the folder again."
+                    f"{index}: weight_map puts '{name}' into {place}, which does not hold it. Copy "
+                    f"the folder again."
                 )
     return tensors
 
 
 def _check_complete(file: Path) -> Tensors:
-    """Compare the byte count that the safetensors header promises with the size of the file. Returns what the header says."""
+    """Compare the byte count that the safetensors header promises with the size of the file.
+    Returns what the header says.
+    """
     try:
         size, header_size, header = _read_header(file)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        tensors = {name: Header(file, entry["dtype"], entry["shape"]) for name, entry in entries.items()}
+        tensors = {
+            name: Header(file, entry["dtype"], entry["shape"]) for name, entry in entries.items()
+        }
         ends = [entry["data_offsets"][1] for entry in entries.values()]
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}), expected safetensors.") from error
+        raise UserError(
+            f"{file}: cannot be read ({error.strerror}), expected safetensors."
+        ) from error
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{file}: its header is damaged ({error!r}), expected safetensors. Copy it again.") from error
+        raise UserError(
+            f"{file}: its header is damaged ({error!r}), expected safetensors. Copy it again."
+        ) from error
     expected = 8 + header_size + max(ends, default=0)
     if size != expected:
-        raise UserError(f"{file}: has {size} bytes, but its header promises {expected}. It is damaged: copy it again.")
+        raise UserError(
+            f"{file}: has {size} bytes, but its header promises {expected}. It is damaged: copy it "
+            f"again."
+        )
     return tensors
 
 
@@ -186,18 +236,25 @@ def _read_header(file: Path) -> tuple[int, int, dict[str, Any]]:
         head = stream.read(8)
         header_size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if len(head) < 8 or size < 8 + header_size:
-            raise UserError(f"{file}: is cut short at {size} bytes, before the end of its header. Copy it again.")
+            raise UserError(
+                f"{file}: is cut short at {size} bytes, before the end of its header. Copy it "
+                f"again."
+            )
         try:
             header = json.loads(stream.read(header_size))
         except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise UserError(f"{file}: its header is damaged ({error}), expected safetensors. Copy it again.") from error
+            raise UserError(
+                f"{file}: its header is damaged ({error}), expected safetensors. Copy it again."
+            ) from error
     return size, header_size, header
 
 
 def load_state(folder: str | Path, cut: Cut | None = None) -> dict[str, torch.Tensor]:
-    """All tensors of a model folder by name, in the dtype of the file, memory-mapped. Raises UserError if damaged.
+    """All tensors of a model folder by name, in the dtype of the file, memory-mapped. Raises
+    UserError if damaged.
 
-    cut: called with each name and shape; its index is what is read of the tensor, and None leaves it out.
+    cut: called with each name and shape; its index is what is read of the tensor, and None leaves
+    it out.
     """
     state: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
@@ -212,18 +269,23 @@ def load_state(folder: str | Path, cut: Cut | None = None) -> dict[str, torch.Te
                     if index is not None:
                         state[name] = part[index].contiguous()  # a view would keep the whole tensor
         except SafetensorError as error:
-            raise UserError(f"{file}: cannot be read as safetensors ({error}). Copy it again.") from error
+            raise UserError(
+                f"{file}: cannot be read as safetensors ({error}). Copy it again."
+            ) from error
     return state
 
 
 def refuse_nonfinite(folder: str | Path, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise UserError for a weight that is NaN or infinite. It reads every weight: for drafters, which are small."""
+    """Raise UserError for a weight that is NaN or infinite. It reads every weight: for drafters,
+    which are small.
+    """
     for name, tensor in state.items():
         if tensor.is_floating_point() and tensor.numel():
             least, most = (bound.item() for bound in tensor.aminmax())
             if not (math.isfinite(least) and math.isfinite(most)):
                 raise UserError(
-                    f"{folder}: tensor '{name}' holds non-finite weights (found {least} to {most}), expected finite ones. Copy or train the "
+                    f"{folder}: tensor '{name}' holds non-finite weights (found {least} to "
+                    f"{most}), expected finite ones. Copy or train the "
                     "model again."
                 )
 
@@ -235,16 +297,18 @@ def refuse_unsupported_attention(config: dict[str, Any], where: str) -> None:
     """
     kind = config["model_type"]
     if config.get("is_encoder_decoder"):
-        raise UserError(f"{where}: {kind} is an encoder-decoder model; a decoder-only causal LM is needed.")
+        raise UserError(
+            f"{where}: {kind} is an encoder-decoder model; a decoder-only causal LM is needed."
+        )
     other = sorted({str(t) for t in config.get("layer_types") or [] if t != "full_attention"})
     if other:
         raise UserError(
-            f"{where}: {kind} mixes layers of the kind {', '.join(other)} (a sliding-window or hybrid model); only "
-            "models with full attention in every layer are supported."
+            f"{where}: {kind} mixes layers of the kind {', '.join(other)} (a sliding-window or "
+            f"hybrid model); only models with full attention in every layer are supported."
         )
     window = config.get("sliding_window")
     if window is not None and config.get("use_sliding_window", True):
         raise UserError(
-            f"{where}: {kind} has a sliding attention window of {window} tokens; only models with full attention are "
-            "supported (a Mistral without window has sliding_window null)."
+            f"{where}: {kind} has a sliding attention window of {window} tokens; only models with "
+            f"full attention are supported (a Mistral without window has sliding_window null)."
         )

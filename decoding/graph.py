@@ -1,11 +1,15 @@
-"""Graph-structured drafting: nodes that say the same go on together, so that the model expands each continuation once.
+"""Graph-structured drafting: nodes that say the same go on together, so that the model expands each
+continuation once.
 
-Source: Gong et al. 2024, "Graph-Structured Speculative Decoding" (arXiv 2407.16207). A node whose token and last ancestors stand
-elsewhere in the draft already is merged with that node: it is not expanded, and before verification the graph is unrolled to a tree,
-in which it gets a copy of what followed there. Unlikely siblings are left out and unlikely nodes stay leaves. The paper's sampled
-mode takes the longest path of independent tests, which changes the distribution; here the tree is verified exactly, as every other.
-Where the host runs ahead of the device, nodes are compared and the graph is unrolled there (decoding/graph_device.py). Where children are
-drawn nothing is unrolled: a merged node draws children of its own from what the model said at the other one (decoding/drawn_tree.py).
+Source: Gong et al. 2024, "Graph-Structured Speculative Decoding" (arXiv 2407.16207). A node whose
+token and last ancestors stand elsewhere in the draft already is merged with that node: it is not
+expanded, and before verification the graph is unrolled to a tree, in which it gets a copy of what
+followed there. Unlikely siblings are left out and unlikely nodes stay leaves. The paper's sampled
+mode takes the longest path of independent tests, which changes the distribution; here the tree is
+verified exactly, as every other. Where the host runs ahead of the device, nodes are compared and
+the graph is unrolled there (decoding/graph_device.py). Where children are drawn nothing is
+unrolled: a merged node draws children of its own from what the model said at the other one
+(decoding/drawn_tree.py).
 
 Shapes: as in decoding/trees.py.
 """
@@ -30,10 +34,12 @@ from decoding.trees import RankedTree
 
 
 class GraphDrafter(RankedTree):
-    """A ranked tree with merged nodes and pruned siblings. Hydra: `_target_: decoding.graph.GraphDrafter`.
+    """A ranked tree with merged nodes and pruned siblings. Hydra:
+    `_target_: decoding.graph.GraphDrafter`.
 
-    match: ancestors that must agree, besides the token, for two nodes to be one. sibling_threshold: share of its best sibling's
-    probability that a picked child needs. leaf_threshold: own probability that a picked node needs to be expanded. The others are RankedTree's.
+    match: ancestors that must agree, besides the token, for two nodes to be one. sibling_threshold:
+    share of its best sibling's probability that a picked child needs. leaf_threshold: own
+    probability that a picked node needs to be expanded. The others are RankedTree's.
     """
 
     def __init__(
@@ -47,8 +53,8 @@ class GraphDrafter(RankedTree):
         super().__init__(*arguments, **named)
         if match < 0 or not 0 <= sibling_threshold <= 1 or not 0 <= leaf_threshold <= 1:
             raise UserError(
-                f"match is {match}, sibling_threshold {sibling_threshold} and leaf_threshold {leaf_threshold}; expected a number from 0 up "
-                "and two shares between 0 and 1."
+                f"match is {match}, sibling_threshold {sibling_threshold} and leaf_threshold "
+                f"{leaf_threshold}; expected a number from 0 up and two shares between 0 and 1."
             )
         self.match = match
         self._least_sibling = math.log(sibling_threshold) if sibling_threshold else NONE
@@ -56,7 +62,8 @@ class GraphDrafter(RankedTree):
         self._endings: list[tuple[int, ...]] = []
         self._known: list[dict[tuple[int, ...], int]] = []  # ending with a node's token -> the node
         self._merged: list[dict[int, int]] = []  # merged node -> the node that it is one with
-        self._on_device: DeviceGraph | None = None  # in place of these three, where the host runs ahead
+        # in place of these three, where the host runs ahead
+        self._on_device: DeviceGraph | None = None
 
     def propose(
         self,
@@ -69,11 +76,16 @@ class GraphDrafter(RankedTree):
         if are_drawn(self.draws, chooser):
             return super().propose(sequences_B, budgets_B, stopping_B, chooser)
         self._endings = [
-            tuple(sequence[len(sequence) - self.match :]) if self.match else () for sequence in sequences_B
+            tuple(sequence[len(sequence) - self.match :]) if self.match else ()
+            for sequence in sequences_B
         ]
         self._known = [{} for _ in sequences_B]
         self._merged = [{} for _ in sequences_B]
-        self._on_device = DeviceGraph(sequences_B, self.match, max(budgets_B), chooser.device) if self._ahead else None
+        self._on_device = (
+            DeviceGraph(sequences_B, self.match, max(budgets_B), chooser.device)
+            if self._ahead
+            else None
+        )
         return super().propose(sequences_B, budgets_B, stopping_B, chooser)
 
     def _new_tree(
@@ -88,17 +100,27 @@ class GraphDrafter(RankedTree):
 
     def _expandable(self, seen: Seen, first: int, scores_BPK: Tensor) -> Tensor:
         if self._on_device is not None:
-            closed_BP = self._on_device.merge(seen, first) | (scores_BPK.flatten(1) < self._least_leaf)
+            closed_BP = self._on_device.merge(seen, first) | (
+                scores_BPK.flatten(1) < self._least_leaf
+            )
             return seen.scores_BM[:, first:].masked_fill(closed_BP, NONE)
         return seen.scores_BM[:, first:].masked_fill(self._closed(seen, first, scores_BPK), NONE)
 
     def _closed(self, seen: Seen, first: int, scores_BPK: Tensor) -> Tensor:
-        """Which of the nodes from `first` on are not expanded: unlikely ones, and those that are merged here."""
+        """Which of the nodes from `first` on are not expanded: unlikely ones, and those that are
+        merged here.
+        """
         closed_BP = (scores_BPK.flatten(1) < self._least_leaf).tolist()
-        tokens, parents, scores = seen.tokens_BM.tolist(), seen.parents_BM.tolist(), seen.scores_BM.tolist()
+        tokens, parents, scores = (
+            seen.tokens_BM.tolist(),
+            seen.parents_BM.tolist(),
+            seen.scores_BM.tolist(),
+        )
         for b, closed_P in enumerate(closed_BP):
             # Of two nodes that are one, the likelier goes on.
-            for node in sorted(range(first, len(tokens[b])), key=lambda node: (-scores[b][node], node)):
+            for node in sorted(
+                range(first, len(tokens[b])), key=lambda node: (-scores[b][node], node)
+            ):
                 if scores[b][node] == NONE:
                     continue
                 path = _path(parents[b], node)
@@ -117,7 +139,9 @@ class GraphDrafter(RankedTree):
         if width:
             padded = [nodes + [(0, -1, NONE, 0)] * (width - len(nodes)) for nodes in added]
             device, dtype = seen.scores_BM.device, seen.scores_BM.dtype
-            tokens, parents, scores, depths = ([[node[i] for node in row] for row in padded] for i in range(4))
+            tokens, parents, scores, depths = (
+                [[node[i] for node in row] for row in padded] for i in range(4)
+            )
             whole = [cuda.tensor(column, device) for column in (tokens, parents, depths)]
             seen.add(whole[0], whole[1], cuda.tensor(scores, device, dtype), whole[2])
         return super()._pick(seen, budget)

@@ -1,14 +1,17 @@
-"""The reference target: any decoder-only, full-attention causal LM of `transformers`, with our own cache and mask.
+"""The reference target: any decoder-only, full-attention causal LM of `transformers`, with our own
+cache and mask.
 
-`transformers` does the arithmetic; this module hands it a cache that writes each row's tokens to that row's own slots,
-an explicit 4-D mask and explicit positions. That needs a model which takes all three; one that ignores the mask or the
-positions would be silently wrong, so `HFTarget` tries a two-branch tree on loading and refuses a model whose answer
-differs from running the branches apart.
+`transformers` does the arithmetic; this module hands it a cache that writes each row's tokens to
+that row's own slots, an explicit 4-D mask and explicit positions. That needs a model which takes
+all three; one that ignores the mask or the positions would be silently wrong, so `HFTarget` tries a
+two-branch tree on loading and refuses a model whose answer differs from running the branches apart.
 
-`compiled` traces the whole model once for single tokens and once for all wider forwards, with sizes left open: slots come as a
-tensor then, so that no length is built into the code. Prompts are read uncompiled.
+`compiled` traces the whole model once for single tokens and once for all wider forwards, with sizes
+left open: slots come as a tensor then, so that no length is built into the code. Prompts are read
+uncompiled.
 
-Shapes: B rows, N new tokens, V vocabulary, C hidden size, H key/value heads, D head size, T cache slots.
+Shapes: B rows, N new tokens, V vocabulary, C hidden size, H key/value heads, D head size, T cache
+slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +32,8 @@ from decoding.model_check import check_loaded
 
 EXECUTIONS = ("eager", "compiled")  # operation by operation; traced by torch.compile
 WIDEST = BAND_ROWS  # new tokens of a compiled forward: what is wider is a prompt
-PROBE_TOLERANCE = 0.05  # share of the largest logit; a model that ignores mask or positions is off by far more
+# share of the largest logit; a model that ignores mask or positions is off by far more
+PROBE_TOLERANCE = 0.05
 
 
 class RowLayer(CacheLayerMixin):
@@ -40,16 +44,24 @@ class RowLayer(CacheLayerMixin):
         self.owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate all slots; the first forward tells the shapes, which may differ between keys and values."""
+        """Allocate all slots; the first forward tells the shapes, which may differ between keys and
+        values.
+        """
         _, heads, _, key_size = key_states.shape
         B, T = self.owner.row_count, self.owner.slot_count
         with torch.inference_mode(False):
-            self.keys = torch.zeros(B, heads, T, key_size, dtype=key_states.dtype, device=key_states.device)
+            self.keys = torch.zeros(
+                B, heads, T, key_size, dtype=key_states.dtype, device=key_states.device
+            )
             self.values = self.keys.new_zeros(B, heads, T, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write (B, H, N, D) keys and values to their slots; returns all slots that the forward reads."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write (B, H, N, D) keys and values to their slots; returns all slots that the forward
+        reads.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None and self.owner.plan is not None
@@ -88,19 +100,31 @@ class RowCache(Cache):
 
     def stores(self) -> list[Tensor]:
         """The key and value tensors of all layers that have run, each (B, H, T, D)."""
-        return [t for layer in self.rows if layer.is_initialized for t in (layer.keys, layer.values) if t is not None]
+        return [
+            t
+            for layer in self.rows
+            if layer.is_initialized
+            for t in (layer.keys, layer.values)
+            if t is not None
+        ]
 
 
 class HFTarget:
     """A `Target` (decoding/target.py) around a `transformers` model."""
 
     def __init__(
-        self, model: PreTrainedModel, name: str, max_length: int | None = None, execution: str | None = None
+        self,
+        model: PreTrainedModel,
+        name: str,
+        max_length: int | None = None,
+        execution: str | None = None,
     ) -> None:
         """execution: one of EXECUTIONS; None is eager. Raises UserError for another word."""
         self.execution = execution or "eager"
         if self.execution not in EXECUTIONS:
-            raise UserError(f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}.")
+            raise UserError(
+                f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}."
+            )
         self.model = model.eval().requires_grad_(False)
         config = model.config
         self.name, self.device = name, model.device
@@ -133,7 +157,9 @@ class HFTarget:
         trust_remote_code: bool,
         execution: str | None = None,
     ) -> "HFTarget":
-        """Raises UserError for damaged folders and for models whose attention is not full and causal."""
+        """Raises UserError for damaged folders and for models whose attention is not full and
+        causal.
+        """
         refuse_unsupported_attention(read_config(folder), str(folder))
         weight_files(folder)
         try:
@@ -159,7 +185,9 @@ class HFTarget:
             reason = " ".join(str(error).split())
             if not trust_remote_code and "trust_remote_code" in reason:
                 raise own_code_error(folder) from error
-            raise UserError(f"{folder}: transformers cannot load it as a causal LM: {reason}") from error
+            raise UserError(
+                f"{folder}: transformers cannot load it as a causal LM: {reason}"
+            ) from error
         model, info = loaded
         check_loaded(folder, info)
         refuse_unsupported_attention(config.to_dict(), str(folder))
@@ -167,7 +195,9 @@ class HFTarget:
         return cls(model, name, max_length, execution)
 
     def _keep_hidden(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-        """The input of the output embedding is the hidden state after the final norm, in every architecture."""
+        """The input of the output embedding is the hidden state after the final norm, in every
+        architecture.
+        """
         self._hidden = args[0]
 
     def _refuse_deaf_model(self) -> None:
@@ -179,13 +209,16 @@ class HFTarget:
             plain = self.model(input_ids=ids[:, [0, 2]]).logits
             if (tree[:, [0, 2]] - plain).abs().max() > PROBE_TOLERANCE * plain.abs().max():
                 raise UserError(
-                    f"{self.name}: this {self.model.config.model_type} model ignores the 4-D attention mask or the position "
-                    "ids that it is given, so drafted tokens cannot be verified with it. Choose another target."
+                    f"{self.name}: this {self.model.config.model_type} model ignores the 4-D "
+                    f"attention mask or the position ids that it is given, so drafted tokens "
+                    f"cannot be verified with it. Choose another target."
                 )
 
     @property
     def backend(self) -> str:
-        """The backend's word in results, with how it runs where that is not operation by operation."""
+        """The backend's word in results, with how it runs where that is not operation
+        by operation.
+        """
         return "hf" if self.execution == "eager" else f"hf {self.execution}"
 
     @property
@@ -197,7 +230,10 @@ class HFTarget:
         """Start `batch_size` empty rows with `capacity` cache slots each (default: max_length)."""
         capacity = capacity or self.max_length
         if self.cache.row_count < batch_size or self.cache.slot_count < capacity:
-            rows, slots = max(self.cache.row_count, batch_size), max(self.cache.slot_count, capacity)
+            rows, slots = (
+                max(self.cache.row_count, batch_size),
+                max(self.cache.slot_count, capacity),
+            )
             self.cache = RowCache(self.num_layers, rows, slots)
         self.slots.open(batch_size, capacity)
 
@@ -207,7 +243,8 @@ class HFTarget:
         positions_BN = plan.positions_BN
         if positions_BN is None:
             positions_BN = torch.arange(plan.end - N, plan.end, device=self.device)[None]
-        # Only padding can lie past the context; a table of learned positions must not be read beyond its end.
+        # Only padding can lie past the context; a table of learned positions must not be read
+        # beyond its end.
         positions_BN = positions_BN.clamp(max=self.context - 1)
         mask = plan.mask
         if plan.causal:
@@ -237,21 +274,27 @@ class HFTarget:
         if slots_BN is None:
             slots_BN = torch.arange(plan.end - N, plan.end, device=self.device).expand(B, N)
         # A copy: a view of the band, made outside inference, would be traced once more.
-        return self._compiled(tokens_BN, inputs["attention_mask"].clone(), inputs["position_ids"], slots_BN)
+        return self._compiled(
+            tokens_BN, inputs["attention_mask"].clone(), inputs["position_ids"], slots_BN
+        )
 
     def _run(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         logits_BNV = self.model(**inputs).logits
         assert self._hidden is not None
         return logits_BNV, self._hidden
 
-    def _step(self, tokens_BN: Tensor, mask: Tensor, positions_BN: Tensor, slots_BN: Tensor) -> tuple[Tensor, Tensor]:
+    def _step(
+        self, tokens_BN: Tensor, mask: Tensor, positions_BN: Tensor, slots_BN: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """What is compiled: a forward in which every length is a tensor's size."""
         self.cache.plan = Plan(mask.shape[-1], None, slots_BN, positions_BN, mask, False)
         inputs = {"input_ids": tokens_BN, "attention_mask": mask, "position_ids": positions_BN}
         return self._run({**inputs, "past_key_values": self.cache, "use_cache": True})
 
     def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
-        """hidden_BNC without the logits of all positions: only the last one's are computed, and dropped."""
+        """hidden_BNC without the logits of all positions: only the last one's are computed, and
+        dropped.
+        """
         return self.model.base_model(**self._inputs(tokens_BN, parents_BN)).last_hidden_state
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
@@ -287,7 +330,10 @@ class HFTarget:
             if not layer.is_initialized:
                 layer.lazy_initialization(keys, values)
             assert layer.keys is not None and layer.values is not None
-            layer.keys[row, :, :length], layer.values[row, :, :length] = keys[0, :, :length], values[0, :, :length]
+            layer.keys[row, :, :length], layer.values[row, :, :length] = (
+                keys[0, :, :length],
+                values[0, :, :length],
+            )
         self.slots.lengths_B[row] = length
 
     def forget(self) -> None:

@@ -1,9 +1,10 @@
 """How the ranks of a parallel target pass tensors to each other.
 
-`Sockets` is for CPU: a mesh of socket pairs, and a reader that looks for its bytes a moment before it sleeps. One sum over two ranks
-took 10 to 40 microseconds there, where gloo's took 240 to 550 on the same two cores, and a decoding step has two sums a layer. `Collectives`
-is torch.distributed: nccl between GPUs, and gloo, the plain twin of `Sockets` that the tests hold it against. Its group is an object
-of its own, so training may have the default one.
+`Sockets` is for CPU: a mesh of socket pairs, and a reader that looks for its bytes a moment before
+it sleeps. One sum over two ranks took 10 to 40 microseconds there, where gloo's took 240 to 550 on
+the same two cores, and a decoding step has two sums a layer. `Collectives` is torch.distributed:
+nccl between GPUs, and gloo, the plain twin of `Sockets` that the tests hold it against. Its group
+is an object of its own, so training may have the default one.
 
 Shapes: any; the tensors of one exchange have the same shape on all ranks.
 """
@@ -20,13 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT_SECONDS = 300  # that a rank waits for another one within a forward
-SPIN_SECONDS = 2e-4  # of looking before sleeping: more than a small product takes, less than anyone would miss
-# Sent before reading: two of them fit into a socket's buffer, so that two senders never wait for each other.
+# of looking before sleeping: more than a small product takes, less than anyone would miss
+SPIN_SECONDS = 2e-4
+# Sent before reading: two of them fit into a socket's buffer, so that two senders never wait for
+# each other.
 CHUNK_BYTES = 1 << 16
 
 
 class Link(Protocol):
-    """What a rank asks of the way to the others. Raises OSError or RuntimeError when another rank is gone."""
+    """What a rank asks of the way to the others. Raises OSError or RuntimeError when another rank
+    is gone.
+    """
 
     def reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, bit for bit the same on each; may be written into x."""
@@ -53,7 +58,9 @@ class Sockets:
         self.rank, self.peers = rank, peers
         for peer in peers.values():
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * CHUNK_BYTES)
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", TIMEOUT_SECONDS, 0))
+            peer.setsockopt(
+                socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", TIMEOUT_SECONDS, 0)
+            )
 
     def reduce(self, x: Tensor) -> Tensor:
         """All to all, a chunk at a time; each rank adds the parts in the order of the ranks."""
@@ -88,7 +95,9 @@ class Sockets:
                 count = peer.recv_into(into[filled:], 0, socket.MSG_DONTWAIT if spinning else 0)
             except BlockingIOError:
                 if not spinning:
-                    raise TimeoutError(f"rank {rank} sent nothing for {TIMEOUT_SECONDS} seconds") from None
+                    raise TimeoutError(
+                        f"rank {rank} sent nothing for {TIMEOUT_SECONDS} seconds"
+                    ) from None
                 os.sched_yield()  # where ranks share a core, the other one needs it to answer
                 continue
             if count == 0:
@@ -119,7 +128,9 @@ class Collectives:
     """A process group of torch.distributed: gloo on the loopback device, or nccl."""
 
     def __init__(self, kind: str, rank: int, size: int, meeting_file: str) -> None:
-        """meeting_file: a path, new and the same for all ranks, through which they find each other."""
+        """meeting_file: a path, new and the same for all ranks, through which they find
+        each other.
+        """
         store = dist.FileStore(meeting_file, size)
         limit = timedelta(seconds=TIMEOUT_SECONDS)
         groups: Any = dist  # a build of torch has those that it was made with

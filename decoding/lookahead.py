@@ -1,13 +1,17 @@
-"""Lookahead decoding: the target guesses ahead in the same forward that verifies, and what it guessed is proposed later.
+"""Lookahead decoding: the target guesses ahead in the same forward that verifies, and what it
+guessed is proposed later.
 
-Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding" (arXiv 2402.02057). Each forward carries a
-window of guessed tokens besides the candidates: `columns` positions ahead, `rows` deep, refined by Jacobi iteration from round to round. The
-tokens of a column and what the target says after them are an n-gram, which goes to a pool under its first token. The pool's n-grams
-that begin with the tip are the candidates. No model but the target is needed; what it costs is width, so it wants a target whose
-forward over some dozens of tokens is nearly as fast as over one. Candidates are point masses to every rule.
+Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"
+(arXiv 2402.02057). Each forward carries a window of guessed tokens besides the candidates:
+`columns` positions ahead, `rows` deep, refined by Jacobi iteration from round to round. The tokens
+of a column and what the target says after them are an n-gram, which goes to a pool under its first
+token. The pool's n-grams that begin with the tip are the candidates. No model but the target is
+needed; what it costs is width, so it wants a target whose forward over some dozens of tokens is
+nearly as fast as over one. Candidates are point masses to every rule.
 
-The window is a tree like any other: its first row is a chain from the tip, and each column hangs below its token of that row. It stands behind
-the proposal's counted nodes, so that verification passes it over.
+The window is a tree like any other: its first row is a chain from the tip, and each column hangs
+below its token of that row. It stands behind the proposal's counted nodes, so that verification
+passes it over.
 
 Shapes: B batch rows, N nodes of a forward, V vocabulary.
 """
@@ -36,7 +40,9 @@ class PhrasePool:
         self._after: dict[int, OrderedDict[Phrase, None]] = {}
 
     def add(self, first: int, phrase: Phrase) -> None:
-        """File a phrase; one that is known, or begins a longer one that is, makes that the newest. It takes the place of its own beginnings."""
+        """File a phrase; one that is known, or begins a longer one that is, makes that the newest.
+        It takes the place of its own beginnings.
+        """
         if not phrase:
             return
         known = self._after.setdefault(first, OrderedDict())
@@ -86,11 +92,14 @@ class Branches:
 
 
 class Window:
-    """The guesses of one request: `rows` rows of `columns` tokens; row 0 stands closest to the tip."""
+    """The guesses of one request: `rows` rows of `columns` tokens; row 0 stands closest
+    to the tip.
+    """
 
     def __init__(self, prompt: Sequence[int], rows: int, columns: int) -> None:
         self.rows = [
-            [prompt[(row * columns + column) % len(prompt)] for column in range(columns)] for row in range(rows)
+            [prompt[(row * columns + column) % len(prompt)] for column in range(columns)]
+            for row in range(rows)
         ]
 
     def hang(self, tree: Branches) -> list[int]:
@@ -101,7 +110,9 @@ class Window:
         return ends
 
     def learn(self, said: Sequence[int], pool: PhrasePool) -> None:
-        """`said`: the target's tokens after each column. File the columns as phrases and move every row one step closer to the tip."""
+        """`said`: the target's tokens after each column. File the columns as phrases and move every
+        row one step closer to the tip.
+        """
         for column, last in enumerate(said):
             pool.add(self.rows[0][column], (*(row[column] for row in self.rows[1:]), last))
         self.rows = [*self.rows[1:], list(said)]
@@ -110,19 +121,26 @@ class Window:
 class Lookahead:
     """The target's own guesses. Hydra: `_target_: decoding.lookahead.Lookahead`.
 
-    ngram: tokens of a pooled phrase with its first one (the paper's level). columns: width of the window. candidates: phrases verified
-    at once, and kept for a token. from_text: also file the phrases of the prompt and the output.
+    ngram: tokens of a pooled phrase with its first one (the paper's level). columns: width of the
+    window. candidates: phrases verified at once, and kept for a token. from_text: also file the
+    phrases of the prompt and the output.
     """
 
     caps = Caps(shape="tree", steps="round")
     num_layers = num_parameters = 0
 
     def __init__(
-        self, ngram: int = 4, columns: int = 6, candidates: int = 4, from_text: bool = True, name: str = "lookahead"
+        self,
+        ngram: int = 4,
+        columns: int = 6,
+        candidates: int = 4,
+        from_text: bool = True,
+        name: str = "lookahead",
     ) -> None:
         if ngram < 2 or columns < 1 or candidates < 1:
             raise UserError(
-                f"lookahead: ngram is {ngram}, columns {columns} and candidates {candidates}; expected at least 2, 1 and 1."
+                f"lookahead: ngram is {ngram}, columns {columns} and candidates {candidates}; "
+                f"expected at least 2, 1 and 1."
             )
         self.ngram, self.columns, self.candidates, self.from_text, self.name = (
             ngram,
@@ -143,7 +161,9 @@ class Lookahead:
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """It needs neither."""
 
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
         """Start the windows with the prompts' own tokens, and file the prompts' phrases."""
         self.pools = [PhrasePool(self.candidates) for _ in prompts_B]
         self._windows = [Window(prompt, self.ngram - 1, self.columns) for prompt in prompts_B]

@@ -1,7 +1,8 @@
 """The one decode loop: a batch is opened and runs rounds until its rows are done.
 
-It serves every drafter, schedule and verification rule, greedy and sampled, for batches of rows with their own lengths; without a drafter
-it is autoregressive decoding. What a round is stands in decoding/batch.py.
+It serves every drafter, schedule and verification rule, greedy and sampled, for batches of rows
+with their own lengths; without a drafter it is autoregressive decoding. What a round is stands in
+decoding/batch.py.
 """
 
 from collections.abc import Sequence
@@ -34,12 +35,16 @@ def start(
     request_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Batch:
-    """A batch of all prompts after its prefill. Call `round` under torch.inference_mode while it has `rows`, then `close`.
+    """A batch of all prompts after its prefill. Call `round` under torch.inference_mode while it
+    has `rows`, then `close`.
 
-    The caches are its own until another call takes them: then `round` raises UserError. Raises UserError as `unread` does.
+    The caches are its own until another call takes them: then `round` raises UserError. Raises
+    UserError as `unread` does.
     """
     with Claim(target, drafter):
-        batch = unread(target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens)
+        batch = unread(
+            target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens
+        )
         if batch.rows:
             batch.open()
     return batch
@@ -55,9 +60,11 @@ def unread(
     on_tokens: OnTokens | None = None,
     claim: Claim | None = None,
 ) -> Batch:
-    """The batch before its prefill, its claim to the caches taken; the drafter knows its target. claim: None is a new one to both models.
+    """The batch before its prefill, its claim to the caches taken; the drafter knows its target.
+    claim: None is a new one to both models.
 
-    Raises UserError for an empty prompt, one that fills the target's context or holds an id that is none of its tokens, and as `check` does.
+    Raises UserError for an empty prompt, one that fills the target's context or holds an id that is
+    none of its tokens, and as `check` does.
     """
     check(target, drafter, settings)
     ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
@@ -72,20 +79,27 @@ def unread(
     rows = []
     for index, prompt in enumerate(prompts):
         if not prompt:
-            raise UserError(f"prompt {index} is empty, expected at least one token (such as the start token).")
+            raise UserError(
+                f"prompt {index} is empty, expected at least one token (such as the start token)."
+            )
         _check_ids(index, prompt, target)
         if len(prompt) >= target.max_length:
             raise UserError(
-                f"prompt {index} has {len(prompt)} tokens, but '{target.name}' holds {target.max_length} with its output. "
-                "Shorten the prompt or take a target with a longer context."
+                f"prompt {index} has {len(prompt)} tokens, but '{target.name}' holds "
+                f"{target.max_length} with its output. Shorten the prompt or take a target with a "
+                f"longer context."
             )
         limit = min(len(prompt) + settings.max_new_tokens, target.max_length)
         rows.append(Row(index, keys[index], list(prompt), limit, Generation(), stopping[index]))
     if drafter is not None and drafter.caps.needs_costs and settings.costs is None:
-        raise UserError(f"drafter '{drafter.name}' needs measured costs: Settings(costs=time_parts(...).costs).")
+        raise UserError(
+            f"drafter '{drafter.name}' needs measured costs: Settings(costs=time_parts(...).costs)."
+        )
     kind = Batch
     if drafter is not None and settings.schedule != "serial":
-        kind = batch_type(settings.schedule, drafter, settings.verify, policy, settings.costs, len(rows))
+        kind = batch_type(
+            settings.schedule, drafter, settings.verify, policy, settings.costs, len(rows)
+        )
     batch = kind(target, drafter, rows, settings, on_tokens)
     batch.claim = claim or batch.claim
     with batch.claim:
@@ -102,8 +116,8 @@ def check(target: Target, drafter: Drafter | None, settings: Settings) -> None:
     check_choice("schedule", settings.schedule, ("serial", *SCHEDULES))
     if settings.num_draft_tokens > target.max_length:
         raise UserError(
-            f"num_draft_tokens is {shown(settings.num_draft_tokens)}, expected at most {target.max_length}, the context of "
-            f"'{target.name}' in tokens."
+            f"num_draft_tokens is {shown(settings.num_draft_tokens)}, expected at most "
+            f"{target.max_length}, the context of '{target.name}' in tokens."
         )
 
 
@@ -112,8 +126,8 @@ def _check_ids(index: int, prompt: Sequence[int], target: Target) -> None:
     wrong = [token for token in prompt if not is_int(token) or not 0 <= token < target.vocab_size]
     if wrong:
         raise UserError(
-            f"prompt {index} holds {shown(wrong[0])}, expected token ids: whole numbers from 0 to {target.vocab_size - 1}, the vocabulary of "
-            f"'{target.name}'."
+            f"prompt {index} holds {shown(wrong[0])}, expected token ids: whole numbers from 0 to "
+            f"{target.vocab_size - 1}, the vocabulary of '{target.name}'."
         )
 
 
@@ -127,13 +141,17 @@ def decode(
     request_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
 ) -> list[Generation]:
-    """Continue every prompt; one Generation a prompt, in order. All prompts run as one ragged batch.
+    """Continue every prompt; one Generation a prompt, in order. All prompts run as one ragged
+    batch.
 
-    drafter: None decodes autoregressively. request_ids key the random numbers (default: 0, 1, 2 ...).
-    on_tokens(prompt index, new token ids) is called as tokens appear. Raises UserError as `start` does.
+    drafter: None decodes autoregressively. request_ids key the random numbers (default: 0, 1, 2
+    ...). on_tokens(prompt index, new token ids) is called as tokens appear. Raises UserError as
+    `start` does.
     """
     with Claim(target, drafter):  # other threads wait for the whole call
-        batch = start(target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens)
+        batch = start(
+            target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens
+        )
         generations = [row.generation for row in batch.rows]
         try:
             while batch.rows:

@@ -1,4 +1,6 @@
-"""Prompts as callers give them: texts, chats and token ids, each checked, and the one function that renders a chat."""
+"""Prompts as callers give them: texts, chats and token ids, each checked, and the one function that
+renders a chat.
+"""
 
 import operator
 from collections.abc import Mapping, Sequence, Set
@@ -16,27 +18,35 @@ Messages = Sequence[Mapping[str, str]]
 Prompt = str | Messages | Sequence[int]
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, vocab_size: int, name: str) -> list[int]:
-    """Token ids of a text, of a chat rendered with its generation prompt, or of the ids themselves. name: the target's.
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, vocab_size: int, name: str
+) -> list[int]:
+    """Token ids of a text, of a chat rendered with its generation prompt, or of the ids themselves.
+    name: the target's.
 
-    Raises UserError for what is none of them, and for what the tokenizer or its chat template cannot take.
+    Raises UserError for what is none of them, and for what the tokenizer or its chat template
+    cannot take.
     """
     if isinstance(prompt, str):
         check_text(prompt, "the prompt")
         return list(tokenizer(prompt)["input_ids"])
     if isinstance(prompt, bytes | bytearray | Mapping | Set) or not hasattr(prompt, "__iter__"):
         raise UserError(
-            f"the prompt is {shown(prompt)}, expected a text, a list of messages such as {{'role': 'user', 'content': '...'}}, or a list of "
-            "token ids."
+            f"the prompt is {shown(prompt)}, expected a text, a list of messages such as {{'role': "
+            f"'user', 'content': '...'}}, or a list of token ids."
         )
     parts: list[Any] = list(prompt)
     if not parts:
-        raise UserError("the prompt is empty, expected a text, at least one message, or at least one token id.")
+        raise UserError(
+            "the prompt is empty, expected a text, at least one message, or at least one token id."
+        )
     if not isinstance(parts[0], Mapping | str):
         return _token_ids(parts, vocab_size, name)
     messages = check_messages(parts)
     if not tokenizer.chat_template:
-        raise UserError(f"the tokenizer of '{name}' has no chat template: pass a text, not messages.")
+        raise UserError(
+            f"the tokenizer of '{name}' has no chat template: pass a text, not messages."
+        )
     try:
         rendered = render(tokenizer, messages, add_generation_prompt=True)
     except TemplateError as error:
@@ -49,31 +59,39 @@ def check_text(text: str, where: str) -> None:
     at = lone_surrogate(text)
     if at is not None:
         raise UserError(
-            f"{where} holds half a surrogate pair ({text[at]!a}) at character {at + 1}, expected text that UTF-8 can encode: a character "
-            "such as an emoji was cut in two."
+            f"{where} holds half a surrogate pair ({text[at]!a}) at character {at + 1}, expected "
+            f"text that UTF-8 can encode: a character such as an emoji was cut in two."
         )
 
 
 def check_messages(messages: Sequence[Any]) -> list[dict[str, str]]:
-    """The messages as dicts. Raises UserError, naming the message, for a role or content that no chat template can take."""
+    """The messages as dicts. Raises UserError, naming the message, for a role or content that no
+    chat template can take.
+    """
     for number, message in enumerate(messages, 1):
         where = f"message {number} of the chat"
         if not isinstance(message, Mapping):
             raise UserError(
-                f"{where} is {shown(message)}, expected a mapping such as {{'role': 'user', 'content': '...'}}."
+                f"{where} is {shown(message)}, expected a mapping such as {{'role': 'user', "
+                f"'content': '...'}}."
             )
         for key in ("role", "content"):
             if key not in message:
                 raise UserError(
-                    f"{where} has no {key} (found {shown(sorted(map(str, message)))}), expected 'role' and 'content'."
+                    f"{where} has no {key} (found {shown(sorted(map(str, message)))}), expected "
+                    f"'role' and 'content'."
                 )
         role, content = message["role"], message["content"]
         if not isinstance(role, str) or role not in ROLES:
-            raise UserError(f"the role of {where} is {shown(role)}, expected one of {', '.join(ROLES)}.")
+            raise UserError(
+                f"the role of {where} is {shown(role)}, expected one of {', '.join(ROLES)}."
+            )
         if not isinstance(content, str):
             raise UserError(f"the content of {where} is {shown(content)}, expected a text.")
         if role == "user" and not content.strip():
-            raise UserError(f"the content of {where} is empty (found {shown(content)}), expected a text.")
+            raise UserError(
+                f"the content of {where} is empty (found {shown(content)}), expected a text."
+            )
         check_text(content, f"the content of {where}")
     return [dict(message) for message in messages]
 
@@ -83,13 +101,19 @@ def _token_ids(parts: list[Any], vocab_size: int, name: str) -> list[int]:
     ids = []
     for place, part in enumerate(parts):
         try:
-            token = part if is_int(part) else None if isinstance(part, bool | float) else operator.index(part)
+            token = (
+                part
+                if is_int(part)
+                else None
+                if isinstance(part, bool | float)
+                else operator.index(part)
+            )
         except TypeError:
             token = None
         if token is None or not 0 <= token < vocab_size:
             raise UserError(
-                f"item {place} of the prompt is {shown(part)}, expected messages alone, or token ids alone: whole numbers from 0 to "
-                f"{vocab_size - 1}, the vocabulary of '{name}'."
+                f"item {place} of the prompt is {shown(part)}, expected messages alone, or token "
+                f"ids alone: whole numbers from 0 to {vocab_size - 1}, the vocabulary of '{name}'."
             )
         ids.append(token)
     return ids

@@ -1,8 +1,11 @@
-"""Whether a model folder's config.json describes the weights beside it, from the headers of the safetensors files alone.
+"""Whether a model folder's config.json describes the weights beside it, from the headers of the
+safetensors files alone.
 
-Loaders take what they find: layers that a configuration does not count are left out, tensors that it does not name are never read, and the model that
-runs is another one than the folder's. So every tensor's shape is compared with the configuration before weights are read. Families that are not
-known here (hf backend) are held to what holds for all: as many layers as the files have, and what `transformers` reports after loading.
+Loaders take what they find: layers that a configuration does not count are left out, tensors that
+it does not name are never read, and the model that runs is another one than the folder's. So every
+tensor's shape is compared with the configuration before weights are read. Families that are not
+known here (hf backend) are held to what holds for all: as many layers as the files have, and what
+`transformers` reports after loading.
 """
 
 import re
@@ -19,31 +22,37 @@ from decoding.values import Rule, check_value, is_int, is_number, optional, show
 from decoding.weights import FAMILIES
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors spells them
-HARMLESS = re.compile(
-    r".*rotary_emb\.inv_freq"
-)  # computed anew by whoever loads them; older versions of transformers stored them
+# computed anew by whoever loads them; older versions of transformers stored them
+HARMLESS = re.compile(r".*rotary_emb\.inv_freq")
 _INDEXED = re.compile(r"\.(\d+)\.")
 
 _COUNT = whole(1)
 _POSITIVE = Rule(lambda value: is_number(value) and value > 0, "a number more than 0")
 _TRUTH = Rule(lambda value: isinstance(value, bool), "true or false")
 _DTYPE = Rule(
-    lambda value: value in ("float64", "float32", "float16", "bfloat16"), "float64, float32, float16 or bfloat16"
+    lambda value: value in ("float64", "float32", "float16", "bfloat16"),
+    "float64, float32, float16 or bfloat16",
 )
 _OBJECT = Rule(lambda value: isinstance(value, dict), "an object with named fields")
-_WORDS = Rule(lambda value: isinstance(value, list) and all(isinstance(word, str) for word in value), "a list of texts")
+_WORDS = Rule(
+    lambda value: isinstance(value, list) and all(isinstance(word, str) for word in value),
+    "a list of texts",
+)
 _TOKENS = Rule(
     lambda value: is_int(value) or (isinstance(value, list) and all(map(is_int, value))),
     "a token id, or a list of them",
 )
 _REQUIRED = dict.fromkeys(
-    ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), _COUNT
+    ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    _COUNT,
 )
 _OPTIONAL = {
     "num_key_value_heads": _COUNT,
     "head_dim": _COUNT,
     "max_position_embeddings": whole(2),
-    "rms_norm_eps": Rule(lambda value: is_number(value) and 0 < value < 1, "a number more than 0 and less than 1"),
+    "rms_norm_eps": Rule(
+        lambda value: is_number(value) and 0 < value < 1, "a number more than 0 and less than 1"
+    ),
     "rope_theta": _POSITIVE,
     "tie_word_embeddings": _TRUTH,
     "attention_bias": _TRUTH,
@@ -61,11 +70,18 @@ _OPTIONAL = {
     "eos_token_id": _TOKENS,
     "pad_token_id": _TOKENS,
     "sliding_window": _COUNT,
-    "initializer_range": Rule(lambda value: is_number(value) and value >= 0, "a number of 0 or more"),
-    "attention_dropout": Rule(lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to less than 1"),
+    "initializer_range": Rule(
+        lambda value: is_number(value) and value >= 0, "a number of 0 or more"
+    ),
+    "attention_dropout": Rule(
+        lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to less than 1"
+    ),
 }
 _ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
-_ROPE_KIND = Rule(lambda value: isinstance(value, str) and value in _ROPE_KINDS, f"one of {', '.join(_ROPE_KINDS)}")
+_ROPE_KIND = Rule(
+    lambda value: isinstance(value, str) and value in _ROPE_KINDS,
+    f"one of {', '.join(_ROPE_KINDS)}",
+)
 _ROPE = {
     "rope_theta": _POSITIVE,
     "factor": _POSITIVE,
@@ -90,9 +106,11 @@ class Expected(NamedTuple):
 
 
 def check_model(folder: str | Path) -> None:
-    """Raise UserError that names the first contradiction between a folder's config.json and its weights: file, tensor, found, expected.
+    """Raise UserError that names the first contradiction between a folder's config.json and its
+    weights: file, tensor, found, expected.
 
-    Also for a folder that cannot be read, and for fields of config.json that no model can have. No weights are read.
+    Also for a folder that cannot be read, and for fields of config.json that no model can have. No
+    weights are read.
     """
     folder = Path(folder)
     config, tensors = read_config(folder), read_headers(folder)
@@ -105,18 +123,24 @@ def check_model(folder: str | Path) -> None:
         _check_tensor(folder, tensor, tensors)
     tied = config.get("tie_word_embeddings") or False
     if tied and "lm_head.weight" in tensors:
-        _check_tensor(folder, Expected("lm_head.weight", *wanted["model.embed_tokens.weight"][1:]), tensors)
+        _check_tensor(
+            folder, Expected("lm_head.weight", *wanted["model.embed_tokens.weight"][1:]), tensors
+        )
     unused = sorted(name for name in tensors if name not in wanted and not HARMLESS.fullmatch(name))
     unused = [name for name in unused if not (tied and name == "lm_head.weight")]
     if unused:
         raise UserError(
-            f"{tensors[unused[0]].file}: tensor '{unused[0]}' has no place in the {config['model_type']} model of {folder / 'config.json'}, expected "
-            f"every tensor to be used ({_count(len(unused))}). Take config.json and weights from one model."
+            f"{tensors[unused[0]].file}: tensor '{unused[0]}' has no place in the "
+            f"{config['model_type']} model of {folder / 'config.json'}, expected "
+            f"every tensor to be used ({_count(len(unused))}). Take config.json and weights from "
+            f"one model."
         )
 
 
 def _check_finite(file: Path, values: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise UserError for a NaN or an infinity anywhere in a configuration: JSON has none, and Python reads them all the same."""
+    """Raise UserError for a NaN or an infinity anywhere in a configuration: JSON has none, and
+    Python reads them all the same.
+    """
     for key, value in values.items():
         if isinstance(value, dict):
             _check_finite(file, value, f"{prefix}{key}.")
@@ -125,20 +149,25 @@ def _check_finite(file: Path, values: Mapping[str, Any], prefix: str = "") -> No
 
 
 def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError for weights quantized in a way that `transformers` does not know, and would skip."""
+    """Raise UserError for weights quantized in a way that `transformers` does not know, and would
+    skip.
+    """
     found = config.get("quantization_config")
     if found is None:
         return
     method = found.get("quant_method") if isinstance(found, dict) else None
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise UserError(
-            f"{folder / 'config.json'}: quantization_config is {shown(found)}, expected one with a quant_method that transformers knows "
+            f"{folder / 'config.json'}: quantization_config is {shown(found)}, expected one with a "
+            f"quant_method that transformers knows "
             f"({', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))})."
         )
 
 
 def check_config(folder: Path, config: Mapping[str, Any], *, complete: bool = True) -> None:
-    """Raise UserError for a value in config.json that no model can have. complete: refuse a missing field, too."""
+    """Raise UserError for a value in config.json that no model can have. complete: refuse a missing
+    field, too.
+    """
     _check_finite(folder / "config.json", config)
     if config["model_type"] in FAMILIES:
         _check_fields(folder, config, complete)
@@ -147,7 +176,8 @@ def check_config(folder: Path, config: Mapping[str, Any], *, complete: bool = Tr
 
 
 def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> None:
-    """Raise UserError for a field of a known family's config.json with a value that no model can have.
+    """Raise UserError for a field of a known family's config.json with a value that no model can
+    have.
 
     complete: refuse a missing field that every model needs, too.
     """
@@ -163,23 +193,27 @@ def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> No
     _check_rope(file, config)
     if config.get("quantization_config") is not None:
         raise UserError(
-            f"{file}: quantization_config is {shown(config['quantization_config'])}, expected none: quantized weights are not read here. Take the "
-            "folder of the model before it was quantized."
+            f"{file}: quantization_config is {shown(config['quantization_config'])}, expected "
+            f"none: quantized weights are not read here. Take the folder of the model before it "
+            f"was quantized."
         )
     if missing:
         return
     hidden, heads, groups = config["hidden_size"], config["num_attention_heads"], _groups(config)
     if config.get("head_dim") is None and hidden % heads:
         raise UserError(
-            f"{file}: hidden_size {hidden} is no multiple of num_attention_heads {heads}, expected one, or head_dim."
+            f"{file}: hidden_size {hidden} is no multiple of num_attention_heads {heads}, expected "
+            f"one, or head_dim."
         )
     if heads % groups:
         raise UserError(
-            f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}, expected one."
+            f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}, "
+            f"expected one."
         )
     if _head_dim(config) % 2:
         raise UserError(
-            f"{file}: head_dim is {_head_dim(config)}, expected an even number: rotary positions turn pairs."
+            f"{file}: head_dim is {_head_dim(config)}, expected an even number: rotary positions "
+            f"turn pairs."
         )
 
 
@@ -198,14 +232,21 @@ def expected_tensors(config: Mapping[str, Any]) -> Iterator[Expected]:
     yield Expected("model.embed_tokens.weight", [V, C], "vocab_size, hidden_size")
     yield Expected("model.norm.weight", [C], "hidden_size")
     if not config.get("tie_word_embeddings"):
-        yield Expected("lm_head.weight", [V, C], "vocab_size, hidden_size; tie_word_embeddings is false")
+        yield Expected(
+            "lm_head.weight", [V, C], "vocab_size, hidden_size; tie_word_embeddings is false"
+        )
     for index in range(config["num_hidden_layers"]):
         for name, shape, why in _of_a_layer(config):
             yield Expected(f"model.layers.{index}.{name}", shape, why)
 
 
 def _of_a_layer(config: Mapping[str, Any]) -> Iterator[Expected]:
-    family, C, F, D = config["model_type"], config["hidden_size"], config["intermediate_size"], _head_dim(config)
+    family, C, F, D = (
+        config["model_type"],
+        config["hidden_size"],
+        config["intermediate_size"],
+        _head_dim(config),
+    )
     queries, keys = config["num_attention_heads"] * D, _groups(config) * D
     of_queries, of_keys = "num_attention_heads x head_dim", "num_key_value_heads x head_dim"
     # Whether a bias is there: Qwen2 has them at queries, keys and values always, Mistral nowhere.
@@ -242,38 +283,48 @@ def _check_tensor(folder: Path, wanted: Expected, tensors: Tensors) -> None:
     found = tensors.get(wanted.name)
     if found is None:
         raise UserError(
-            f"{folder}: the weights have no tensor '{wanted.name}', expected one of shape {wanted.shape} by config.json ({wanted.why}). "
-            "Take config.json and weights from one model."
+            f"{folder}: the weights have no tensor '{wanted.name}', expected one of shape "
+            f"{wanted.shape} by config.json ({wanted.why}). Take config.json and weights from one "
+            f"model."
         )
     if found.shape != wanted.shape:
         raise UserError(
-            f"{found.file}: tensor '{wanted.name}' has shape {found.shape}, expected {wanted.shape} by {folder / 'config.json'} "
-            f"({wanted.why}). Take config.json and weights from one model."
+            f"{found.file}: tensor '{wanted.name}' has shape {found.shape}, expected "
+            f"{wanted.shape} by {folder / 'config.json'} ({wanted.why}). Take config.json and "
+            f"weights from one model."
         )
     if found.dtype not in FLOATS:
         raise UserError(
-            f"{found.file}: tensor '{wanted.name}' is stored as {found.dtype}, expected one of {', '.join(FLOATS)}: quantized weights are "
-            "not read here."
+            f"{found.file}: tensor '{wanted.name}' is stored as {found.dtype}, expected one of "
+            f"{', '.join(FLOATS)}: quantized weights are not read here."
         )
 
 
 def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Raise UserError for more layers than the files have, of a known family for fewer too, before anything is built by their number."""
-    key = next((key for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config), None)
+    """Raise UserError for more layers than the files have, of a known family for fewer too, before
+    anything is built by their number.
+    """
+    key = next(
+        (key for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config), None
+    )
     if key is None:
         return
     check_value(key, config[key], _COUNT, f"{folder / 'config.json'}: {key}")
-    held = 1 + max((int(match[1]) for name in tensors if (match := _INDEXED.search(name))), default=-1)
-    # Some families store layers that their causal LM leaves out, such as those that predict further tokens.
+    held = 1 + max(
+        (int(match[1]) for name in tensors if (match := _INDEXED.search(name))), default=-1
+    )
+    # Some families store layers that their causal LM leaves out, such as those that predict further
+    # tokens.
     if config[key] > held or (config["model_type"] in FAMILIES and config[key] != held):
         raise UserError(
-            f"{folder / 'config.json'}: {key} is {config[key]}, but the weights hold {held} layers, expected the same number. Take config.json and "
-            "weights from one model."
+            f"{folder / 'config.json'}: {key} is {config[key]}, but the weights hold {held} "
+            f"layers, expected the same number. Take config.json and weights from one model."
         )
 
 
 def check_tied_head(folder: str | Path) -> None:
-    """Raise UserError for a stored lm_head other than the embedding that config.json ties it to. Reads these two tensors.
+    """Raise UserError for a stored lm_head other than the embedding that config.json ties it to.
+    Reads these two tensors.
 
     Such a model was trained with a head of its own, which a loader that ties it would drop.
     """
@@ -282,30 +333,40 @@ def check_tied_head(folder: str | Path) -> None:
         return
     if names[1] not in read_headers(folder):
         return
-    state = load_state(folder, lambda name, shape: (slice(None),) * len(shape) if name in names else None)
+    state = load_state(
+        folder, lambda name, shape: (slice(None),) * len(shape) if name in names else None
+    )
     # In blocks of rows: the comparison of two large tensors at once would be a third one in memory.
     blocks = zip(*(state[name].split(4096) for name in names))
     if not all(bool((embedding == head).all()) for embedding, head in blocks):
         raise UserError(
-            f"{folder}: tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but config.json has "
-            "tie_word_embeddings true, expected equal ones. Set tie_word_embeddings to false if the model was trained with a "
-            "head of its own, or remove lm_head.weight if it was not."
+            f"{folder}: tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but "
+            f"config.json has tie_word_embeddings true, expected equal ones. Set "
+            f"tie_word_embeddings to false if the model was trained with a head of its own, or "
+            f"remove lm_head.weight if it was not."
         )
 
 
 def check_loaded(folder: str | Path, info: Mapping[str, Any]) -> None:
-    """Raise UserError for what `transformers` found after loading a model: tensors that were missing, left over or of another shape."""
+    """Raise UserError for what `transformers` found after loading a model: tensors that were
+    missing, left over or of another shape.
+    """
     kinds: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
         ("missing_keys", "is in none of the weights, and would be random", str),
         ("unexpected_keys", "is in the weights and has no place in the model", str),
-        ("mismatched_keys", "has another shape than config.json gives it", lambda entry: str(entry[0])),
+        (
+            "mismatched_keys",
+            "has another shape than config.json gives it",
+            lambda entry: str(entry[0]),
+        ),
     )
     for kind, what, name_of in kinds:
         names = sorted(name_of(entry) for entry in info.get(kind) or ())
         names = [name for name in names if not HARMLESS.fullmatch(name)]
         if names:
             raise UserError(
-                f"{folder}: tensor '{names[0]}' {what} ({_count(len(names))}), expected weights that config.json describes. Take both from one model."
+                f"{folder}: tensor '{names[0]}' {what} ({_count(len(names))}), expected weights "
+                f"that config.json describes. Take both from one model."
             )
 
 

@@ -1,8 +1,10 @@
-"""Multi-candidate drafting: a tree whose nodes at each depth have a fixed number of children, drawn without replacement.
+"""Multi-candidate drafting: a tree whose nodes at each depth have a fixed number of children, drawn
+without replacement.
 
-Source: Yang et al. 2024, "Multi-Candidate Speculative Decoding" (arXiv 2401.06706): the k-config, and recursive rejection in
-decoding/verify.py. The drafter runs over its whole tree again at each depth: with a shallow model a forward over a few
-tokens more costs next to nothing, and no cache row moves before the target has spoken.
+Source: Yang et al. 2024, "Multi-Candidate Speculative Decoding" (arXiv 2401.06706): the k-config,
+and recursive rejection in decoding/verify.py. The drafter runs over its whole tree again at each
+depth: with a shallow model a forward over a few tokens more costs next to nothing, and no cache row
+moves before the target has spoken.
 
 Shapes: B rows, N nodes so far, P nodes of the deepest level, K children of a node, V vocabulary.
 """
@@ -22,10 +24,12 @@ from decoding.stopping import Stopping
 
 
 class MultiCandidate(ChainDrafter):
-    """A causal LM that proposes k-config trees. Hydra: `_target_: decoding.multi_candidate.MultiCandidate`.
+    """A causal LM that proposes k-config trees. Hydra:
+    `_target_: decoding.multi_candidate.MultiCandidate`.
 
-    branching: children of a node by depth; deeper nodes have one. The draft length is the tree's depth. Stopping policies
-    limit the depth before a round, not inside it. The other arguments are ChainDrafter's.
+    branching: children of a node by depth; deeper nodes have one. The draft length is the tree's
+    depth. Stopping policies limit the depth before a round, not inside it. The other arguments are
+    ChainDrafter's.
     """
 
     caps = Caps(shape="tree", has_q=True, steps="round")
@@ -33,7 +37,9 @@ class MultiCandidate(ChainDrafter):
     def __init__(self, *arguments: Any, branching: Sequence[int] = (3, 2), **named: Any) -> None:
         super().__init__(*arguments, **named)
         if not branching or min(branching) < 1:
-            raise UserError(f"branching is {list(branching)}, expected one or more numbers from 1 up.")
+            raise UserError(
+                f"branching is {list(branching)}, expected one or more numbers from 1 up."
+            )
         self.branching = tuple(branching)
         self._depth = 1
 
@@ -59,7 +65,9 @@ class MultiCandidate(ChainDrafter):
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """Draft a tree for each row, as deep as its budget; rows beyond this model's own context get none."""
+        """Draft a tree for each row, as deep as its budget; rows beyond this model's own context
+        get none.
+        """
         depths_B = self._within_context(sequences_B, budgets_B)
         self._depth = depth = max(depths_B)
         if depth == 0:
@@ -87,7 +95,14 @@ class MultiCandidate(ChainDrafter):
         counts_B = [nodes[own] for own in depths_B]
         q_BNV = torch.cat(rows_q, 1) if rows_q else None
         siblings = max(self._children_at(d) for d in range(depth))
-        return Proposal(torch.cat(tokens, 1), counts_B, self._parents(parents, B), q_BNV, depth, siblings=siblings)
+        return Proposal(
+            torch.cat(tokens, 1),
+            counts_B,
+            self._parents(parents, B),
+            q_BNV,
+            depth,
+            siblings=siblings,
+        )
 
     def _parents(self, parents: list[int], rows: int) -> Tensor:
         return cuda.tensor(parents, self.model.device).expand(rows, -1)
@@ -98,4 +113,6 @@ class MultiCandidate(ChainDrafter):
         super().time_step()
         for nodes in self._nodes_by_depth(self._depth)[1:-1]:
             parents = torch.arange(-1, nodes - 1, device=self.model.device).expand(B, -1)
-            self.model.forward(torch.zeros(B, nodes, dtype=torch.long, device=self.model.device), parents)
+            self.model.forward(
+                torch.zeros(B, nodes, dtype=torch.long, device=self.model.device), parents
+            )

@@ -1,12 +1,12 @@
 """The native target: Llama, Mistral without window, Qwen2 and Qwen3 in few, small operations.
 
-Fused qkv and gate/up products, one cache tensor for all layers, rope in three operations, one mask a forward. At the
-sizes that fit a laptop, batch-1 decoding on a CPU is a matter of operation count, not of bytes; every line here was
-weighed with that in mind. The logits are tested against the hf backend. On a GPU the same layers run as recorded steps
-(decoding/static.py); `execution` chooses.
+Fused qkv and gate/up products, one cache tensor for all layers, rope in three operations, one mask
+a forward. At the sizes that fit a laptop, batch-1 decoding on a CPU is a matter of operation count,
+not of bytes; every line here was weighed with that in mind. The logits are tested against the hf
+backend. On a GPU the same layers run as recorded steps (decoding/static.py); `execution` chooses.
 
-Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q / H, D head size,
-F feed-forward size, T cache slots, L layers.
+Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q /
+H, D head size, F feed-forward size, T cache slots, L layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,9 @@ class Skips:
 
 
 class NativeTarget:
-    """A `Target` (decoding/target.py) over `Weights`. Made by `load_target`, or from a state dict with `from_state`."""
+    """A `Target` (decoding/target.py) over `Weights`. Made by `load_target`, or from a state dict
+    with `from_state`.
+    """
 
     def __init__(
         self,
@@ -50,19 +52,30 @@ class NativeTarget:
         skips: Skips | None = None,
         execution: str | None = None,
     ) -> None:
-        """execution: one of EXECUTIONS; None takes graph on a GPU and eager on a CPU. Raises UserError for another word."""
+        """execution: one of EXECUTIONS; None takes graph on a GPU and eager on a CPU. Raises
+        UserError for another word.
+        """
         if execution is None:
             execution = "graph" if cuda.runs_ahead(weights.device) else "eager"
         if execution not in EXECUTIONS:
-            raise UserError(f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}.")
+            raise UserError(
+                f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}."
+            )
         config = weights.config
         self.weights, self.config, self.name, self.execution = weights, config, name, execution
         skips = skips or Skips()
-        # (layer, whether its attention runs, whether its MLP runs); layers without either are left out.
-        self._plan = [(i, i not in skips.attention, i not in skips.mlp) for i in range(config.num_layers)]
+        # (layer, whether its attention runs, whether its MLP runs); layers without either are left
+        # out.
+        self._plan = [
+            (i, i not in skips.attention, i not in skips.mlp) for i in range(config.num_layers)
+        ]
         self._plan = [step for step in self._plan if step[1] or step[2]]
         self.layer_ids = tuple(step[0] for step in self._plan)
-        self.vocab_size, self.hidden_size, self.num_layers = config.vocab_size, config.hidden_size, len(self.layer_ids)
+        self.vocab_size, self.hidden_size, self.num_layers = (
+            config.vocab_size,
+            config.hidden_size,
+            len(self.layer_ids),
+        )
         self.max_length = max_length or config.max_positions
         self.dtype, self.device = str(weights.dtype).removeprefix("torch."), weights.device
         self.num_parameters = weights.num_parameters
@@ -96,14 +109,19 @@ class NativeTarget:
     ) -> "NativeTarget":
         """From config.json's fields and the tensors of a Hugging Face state dict.
 
-        packed: True or False chooses oneDNN's packed products or the plain ones; None takes packed where they exist.
+        packed: True or False chooses oneDNN's packed products or the plain ones; None takes packed
+        where they exist.
         execution: see `__init__`.
         """
         place = torch.device(device)
         if packed is None:
             packed = can_pack(place, dtype)
         return cls(
-            Weights(NativeConfig.from_dict(config), state, dtype, place, packed), name, max_length, None, execution
+            Weights(NativeConfig.from_dict(config), state, dtype, place, packed),
+            name,
+            max_length,
+            None,
+            execution,
         )
 
     @property
@@ -125,22 +143,31 @@ class NativeTarget:
     def open(self, batch_size: int, capacity: int | None = None) -> None:
         """Start `batch_size` empty rows with `capacity` cache slots each (default: max_length).
 
-        The cache grows as needed and is kept for the next call; what it holds from before is behind every mask.
+        The cache grows as needed and is kept for the next call; what it holds from before is behind
+        every mask.
         """
         capacity = capacity or self.max_length
-        held = (0, 0) if self._cache_L2BHTD is None else (self._cache_L2BHTD.shape[2], self._cache_L2BHTD.shape[4])
+        held = (
+            (0, 0)
+            if self._cache_L2BHTD is None
+            else (self._cache_L2BHTD.shape[2], self._cache_L2BHTD.shape[4])
+        )
         if held[0] < batch_size or held[1] < capacity:
             rows, slots = max(held[0], batch_size), max(held[1], capacity)
-            if (
-                self._static is not None
-            ):  # a whole bucket, or the context: masked attention wants an even number of slots
-                slots = bucket(slots, -(-max(slots, self.max_length) // SLOT_MULTIPLE) * SLOT_MULTIPLE)
+            # a whole bucket, or the context: masked attention wants an even number of slots
+            if self._static is not None:
+                slots = bucket(
+                    slots, -(-max(slots, self.max_length) // SLOT_MULTIPLE) * SLOT_MULTIPLE
+                )
             config = self.config
             shape = (config.num_layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
             self._cache_L2BHTD = None  # give the old one back first
             with torch.inference_mode(False):
-                # Zeros, not empty: a masked slot still meets a product with weight 0, and 0 x NaN would spread.
-                self._cache_L2BHTD = torch.zeros(shape, dtype=self.weights.dtype, device=self.device)
+                # Zeros, not empty: a masked slot still meets a product with weight 0, and 0 x NaN
+                # would spread.
+                self._cache_L2BHTD = torch.zeros(
+                    shape, dtype=self.weights.dtype, device=self.device
+                )
                 tables = rope_tables(self._frequencies, slots, self.weights.dtype)
                 self._rope = (tables[0].to(self.device), tables[1].to(self.device))
             if self._static is not None:
@@ -154,9 +181,11 @@ class NativeTarget:
         self._values = [self._cache_L2BHTD[i, 1, :num_rows] for i in self.layer_ids]
 
     def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(logits_BNV, hidden_BNC) of new tokens after the committed ones; hidden is after the final norm.
+        """(logits_BNV, hidden_BNC) of new tokens after the committed ones; hidden is after the
+        final norm.
 
-        parents_BN: a tree (see `Slots.plan`); None is a chain. Rows with fewer tokens are padded on the right.
+        parents_BN: a tree (see `Slots.plan`); None is a chain. Rows with fewer tokens are padded on
+        the right.
         """
         if self._static is not None and tokens_BN.shape[1] <= WIDEST:
             self.slots.end_of(tokens_BN.shape[1])
@@ -167,7 +196,9 @@ class NativeTarget:
         return self.weights.head(hidden_BNC), hidden_BNC
 
     def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
-        """The hidden states of `forward` without the product with the vocabulary; always operation by operation."""
+        """The hidden states of `forward` without the product with the vocabulary; always operation
+        by operation.
+        """
         x_BNC = self.through_layers(F.embedding(tokens_BN, self.weights.embedding_VC), parents_BN)
         return rms_norm(x_BNC, self.weights.norm_C, self.config.norm_eps)
 
@@ -208,7 +239,14 @@ class NativeTarget:
         return plan.mask.repeat(1, 1, group, 1)
 
     def _attention(
-        self, index: int, layer: Layer, x_BNC: Tensor, plan: Plan, cos: Tensor, sin: Tensor, mask: Tensor | None
+        self,
+        index: int,
+        layer: Layer,
+        x_BNC: Tensor,
+        plan: Plan,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
     ) -> Tensor:
         config = self.config
         Q, H, D = config.num_heads, config.num_kv_heads, config.head_dim
@@ -230,10 +268,16 @@ class NativeTarget:
         keys, values = keys.narrow(2, 0, plan.end), values.narrow(2, 0, plan.end)
         if plan.causal or Q == H:
             out = F.scaled_dot_product_attention(
-                q.transpose(1, 2), keys, values, attn_mask=mask, is_causal=plan.causal, enable_gqa=Q != H
+                q.transpose(1, 2),
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=plan.causal,
+                enable_gqa=Q != H,
             )
             return layer.out(out.transpose(1, 2).reshape(B, N, Q * D))
-        # Grouped heads: the G queries that share a key head become further rows of it, so no key is copied.
+        # Grouped heads: the G queries that share a key head become further rows of it, so no key is
+        # copied.
         q = q.view(B, N, H, Q // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         return layer.out(out.view(B, H, Q // H, N, D).permute(0, 3, 1, 2, 4).reshape(B, N, Q * D))
@@ -285,25 +329,36 @@ class NativeTarget:
         return self.weights.head(hidden)
 
     def partial(self, skips: Skips) -> "NativeTarget":
-        """A view that leaves out the sub-layers in `skips`, sharing weights and the keys and values that this target committed.
+        """A view that leaves out the sub-layers in `skips`, sharing weights and the keys and values
+        that this target committed.
 
-        The view keeps its own lengths and writes beyond the committed tokens only, where this target's next forward
-        overwrites it. Open this target first; follow its commits with `follow`.
+        The view keeps its own lengths and writes beyond the committed tokens only, where this
+        target's next forward overwrites it. Open this target first; follow its commits with
+        `follow`.
         """
         view = NativeTarget(
-            self.weights, f"{self.name} without {len(skips)} sub-layers", self.max_length, skips, self.execution
+            self.weights,
+            f"{self.name} without {len(skips)} sub-layers",
+            self.max_length,
+            skips,
+            self.execution,
         )
         view.follow(self)
         return view
 
     def follow(self, whole: "NativeTarget") -> None:
-        """Take the committed lengths and rows of the target that this is a partial view of, and its cache where that is a new one.
+        """Take the committed lengths and rows of the target that this is a partial view of, and its
+        cache where that is a new one.
 
         As long as it is the same one, what the view has recorded on it stays.
         """
         if self._cache_L2BHTD is not whole._cache_L2BHTD:
             self._cache_L2BHTD, self._rope = whole._cache_L2BHTD, whole._rope
-            if self._static is not None and self._cache_L2BHTD is not None and self._rope is not None:
+            if (
+                self._static is not None
+                and self._cache_L2BHTD is not None
+                and self._rope is not None
+            ):
                 self._static.bind(self._cache_L2BHTD, self._rope)
         self.slots.capacity = whole.slots.capacity
         self.slots.lengths_B = list(whole.lengths_B)

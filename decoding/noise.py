@@ -1,13 +1,15 @@
-"""Counter-based noise: every random number is a pure function of its key, never of batch row, order or device.
+"""Counter-based noise: every random number is a pure function of its key, never of batch row, order
+or device.
 
-Two kinds. `uniform` is keyed by (seed, request, round, position, purpose), for token verification: a position that is
-drafted again in a later round must meet fresh noise. `exponentials` are keyed by (seed, request, position, token id)
-alone, for the coupled rule: draft and target, tree node and batch row all see the same noise, so the output is the
-target's own. With E = -log(uniform), a standard exponential, -log E is a Gumbel variable, and
-argmax(log p + Gumbel) = argmax(p / E).
+Two kinds. `uniform` is keyed by (seed, request, round, position, purpose), for token verification:
+a position that is drafted again in a later round must meet fresh noise. `exponentials` are keyed by
+(seed, request, position, token id) alone, for the coupled rule: draft and target, tree node and
+batch row all see the same noise, so the output is the target's own. With E = -log(uniform), a
+standard exponential, -log E is a Gumbel variable, and argmax(log p + Gumbel) = argmax(p / E).
 
-The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood 2014), in integers, on both sides: Python's for
-single numbers and torch.int64 (which wraps) for rows of a vocabulary, equal on CPU and CUDA.
+The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood 2014), in integers, on both
+sides: Python's for single numbers and torch.int64 (which wraps) for rows of a vocabulary, equal on
+CPU and CUDA.
 """
 
 import torch
@@ -54,7 +56,8 @@ def signed(z: int) -> int:
 
 
 def mix_tensor(z: Tensor) -> Tensor:
-    """`mix` without its last step, on a fresh int64 tensor, in place. `>>` carries the sign in, so it is masked off.
+    """`mix` without its last step, on a fresh int64 tensor, in place. `>>` carries the sign in, so
+    it is masked off.
 
     The step that is left out changes the lower 33 bits alone, which a float64 uniform barely shows.
     """
@@ -72,10 +75,14 @@ def exponentials(keys: Tensor, scaled: Tensor) -> Tensor:
 
 
 def uniforms(keys: Tensor, scaled: Tensor) -> Tensor:
-    """Uniforms inside (0, 1), float64, in the broadcast shape of the two arguments, which are those of `exponentials`."""
+    """Uniforms inside (0, 1), float64, in the broadcast shape of the two arguments, which are those
+    of `exponentials`.
+    """
     return mix_tensor(scaled + keys).to(torch.float64).mul_(SIGNED_STEP).add_(0.5)
 
 
 def scaled_ids(ids: Tensor) -> Tensor:
-    """Token ids spread over 64 bits, the form `exponentials` takes; made once for a whole vocabulary."""
+    """Token ids spread over 64 bits, the form `exponentials` takes; made once for a whole
+    vocabulary.
+    """
     return (ids + 1) * signed(GOLDEN)

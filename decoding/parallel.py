@@ -1,8 +1,10 @@
-"""A target over several devices: tensor parallel (`tp`) or a run of layers each (`layers`), in ranks that it starts itself.
+"""A target over several devices: tensor parallel (`tp`) or a run of layers each (`layers`), in
+ranks that it starts itself.
 
-This process is rank 0 and has the whole interface of `Target`; the other ranks are processes that follow it (decoding/ranks.py from here,
-decoding/parallel_rank.py from there). On a CPU the ranks share this process's threads; on GPUs rank i has the card i places after the
-target's. It has no `partial` and no `taps`: what runs some of the target's layers needs a target in one process.
+This process is rank 0 and has the whole interface of `Target`; the other ranks are processes that
+follow it (decoding/ranks.py from here, decoding/parallel_rank.py from there). On a CPU the ranks
+share this process's threads; on GPUs rank i has the card i places after the target's. It has no
+`partial` and no `taps`: what runs some of the target's layers needs a target in one process.
 
 Shapes: B rows, N new tokens, L tokens of a path, V vocabulary, C hidden size.
 """
@@ -34,18 +36,26 @@ def processes_of(parallel: str, processes: int, backend: str, device: str) -> in
         raise UserError(f"parallel '{parallel}' is unknown, expected one of {', '.join(PARALLEL)}.")
     if parallel == "none":
         if processes > 1:
-            raise UserError(f"processes is {processes} with parallel=none: take parallel=tp or parallel=layers.")
+            raise UserError(
+                f"processes is {processes} with parallel=none: take parallel=tp or parallel=layers."
+            )
         return 1
     if backend != "native":
-        raise UserError(f"parallel={parallel} splits a target of the native backend, not of {backend}: take native.")
+        raise UserError(
+            f"parallel={parallel} splits a target of the native backend, not of {backend}: take "
+            f"native."
+        )
     cards = cuda.cards() - _first_card(device) if device.startswith("cuda") else 0
     wanted = processes or cards
     if wanted < 2:
-        found = f"processes is {processes}" if processes else f"{cards} GPUs are free from {device} on"
+        found = (
+            f"processes is {processes}" if processes else f"{cards} GPUs are free from {device} on"
+        )
         raise UserError(f"parallel={parallel} needs processes=N, 2 or more; {found}.")
     if device.startswith("cuda") and cards < wanted:
         raise UserError(
-            f"parallel={parallel} over {wanted} processes needs as many GPUs from {device} on; found {cards}."
+            f"parallel={parallel} over {wanted} processes needs as many GPUs from {device} on; "
+            f"found {cards}."
         )
     return wanted
 
@@ -64,21 +74,38 @@ class ParallelTarget:
         max_length: int | None = None,
         link: str | None = None,
     ) -> None:
-        """kind: tp or layers. link: sockets, gloo or nccl (decoding/links.py); None takes sockets on a CPU and nccl on GPUs.
+        """kind: tp or layers. link: sockets, gloo or nccl (decoding/links.py); None takes sockets
+        on a CPU and nccl on GPUs.
 
-        Raises UserError for a model that cannot be split so, a damaged folder, and a rank that cannot start.
+        Raises UserError for a model that cannot be split so, a damaged folder, and a rank that
+        cannot start.
         """
         config = NativeConfig.from_dict(read_config(folder))
         check_divisible(config, kind, processes, str(folder))
-        self.name, self.backend = Path(folder).resolve().name, f"native ({kind} over {processes} processes)"
-        self.num_layers, self.vocab_size, self.hidden_size = config.num_layers, config.vocab_size, config.hidden_size
+        self.name, self.backend = (
+            Path(folder).resolve().name,
+            f"native ({kind} over {processes} processes)",
+        )
+        self.num_layers, self.vocab_size, self.hidden_size = (
+            config.num_layers,
+            config.vocab_size,
+            config.hidden_size,
+        )
         self.max_length = max_length or config.max_positions
         self.devices = _devices(device, processes)
         self.device, self.dtype = torch.device(self.devices[0]), str(dtype).removeprefix("torch.")
         self._cuts_head = kind == "tp"
         threads = max(1, torch.get_num_threads() // processes)
         link = link or ("nccl" if self.device.type == "cuda" else "sockets")
-        setup = Setup(str(folder), Shard(kind, 0, processes), dtype, self.devices[0], self.max_length, threads, link)
+        setup = Setup(
+            str(folder),
+            Shard(kind, 0, processes),
+            dtype,
+            self.devices[0],
+            self.max_length,
+            threads,
+            link,
+        )
         self.ranks = Ranks(self.name, setup, self.devices)
         with self.ranks.together():
             weights, self.num_parameters = load_part(setup)  # while the others load theirs
@@ -169,13 +196,16 @@ class ParallelTarget:
 
 
 def device_beside(target: Any) -> str:
-    """Where a drafter that runs at the same time as the target belongs: the first free card after the target's last, else the first free one
-    before it, else the target's own."""
+    """Where a drafter that runs at the same time as the target belongs: the first free card after
+    the target's last, else the first free one before it, else the target's own.
+    """
     devices = target.devices if isinstance(target, ParallelTarget) else [str(target.device)]
     if not devices[0].startswith("cuda"):
         return devices[0]
     taken = {_first_card(device) for device in devices}
-    free = [card for card in (*range(max(taken), cuda.cards()), *range(max(taken))) if card not in taken]
+    free = [
+        card for card in (*range(max(taken), cuda.cards()), *range(max(taken))) if card not in taken
+    ]
     return f"cuda:{free[0]}" if free else devices[0]
 
 

@@ -1,8 +1,11 @@
-"""One rank of a parallel target: the native target over its part of the weights, and the process that serves it.
+"""One rank of a parallel target: the native target over its part of the weights, and the process
+that serves it.
 
-No arithmetic is written twice. In tp a rank is a `NativeTarget` with fewer heads whose two output products sum over the ranks; in layers
-it is one with fewer layers that takes its input from the rank before and hands on what comes out. Rank 0 is the caller's own process
-(decoding/parallel.py, decoding/ranks.py); it tells the others which method to call, and sums and hidden states are the only tensors that travel.
+No arithmetic is written twice. In tp a rank is a `NativeTarget` with fewer heads whose two output
+products sum over the ranks; in layers it is one with fewer layers that takes its input from the
+rank before and hands on what comes out. Rank 0 is the caller's own process (decoding/parallel.py,
+decoding/ranks.py); it tells the others which method to call, and sums and hidden states are the
+only tensors that travel.
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, I input size, O output size.
 """
@@ -56,11 +59,15 @@ class Summed:
 
 
 class Gathered:
-    """A product whose output is cut: rank 0 gets all of it, another rank only what it has computed."""
+    """A product whose output is cut: rank 0 gets all of it, another rank only what it
+    has computed.
+    """
 
     def __init__(self, inner: Linear, link: Link, shard: Shard, num_outputs: int) -> None:
         self.inner, self.link, self.rank = inner, link, shard.rank
-        spans = [Shard(shard.kind, rank, shard.size).span(num_outputs) for rank in range(shard.size)]
+        spans = [
+            Shard(shard.kind, rank, shard.size).span(num_outputs) for rank in range(shard.size)
+        ]
         self.sizes = [span.stop - span.start for span in spans]
 
     def __call__(self, x_NI: Tensor) -> Tensor:
@@ -75,14 +82,20 @@ class Gathered:
 
 
 class Stage(NativeTarget):
-    """Some of the layers; what enters the first one on rank 0 leaves there too, after the last one on the last rank."""
+    """Some of the layers; what enters the first one on rank 0 leaves there too, after the last one
+    on the last rank.
+    """
 
-    def __init__(self, weights: Weights, name: str, max_length: int | None, link: Link, shard: Shard) -> None:
+    def __init__(
+        self, weights: Weights, name: str, max_length: int | None, link: Link, shard: Shard
+    ) -> None:
         super().__init__(weights, name, max_length, execution="eager")
         self.link, self.shard = link, shard
 
     def through_layers(self, x_BNC: Tensor, parents_BN: Tensor | None = None) -> Tensor:
-        """On rank 0 all layers of the model; on another rank x_BNC is only the room for what comes in."""
+        """On rank 0 all layers of the model; on another rank x_BNC is only the room for what comes
+        in.
+        """
         rank, size = self.shard.rank, self.shard.size
         if rank:
             x_BNC = self.link.receive(x_BNC, rank - 1)
@@ -98,7 +111,9 @@ def load_part(setup: Setup) -> tuple[Weights, int]:
     place = torch.device(setup.device)
     has_ends = shard.kind == "tp" or shard.rank == 0
     packed = can_pack(place, setup.dtype)
-    return Weights(local_config(config, shard), state, setup.dtype, place, packed, has_ends), parameters
+    return Weights(
+        local_config(config, shard), state, setup.dtype, place, packed, has_ends
+    ), parameters
 
 
 def connect(setup: Setup) -> Link:
@@ -130,11 +145,17 @@ class _Rank:
         self.pipe.send(("value", None))  # so that a lack of memory shows there
 
     def run(self, tokens_BN: Array, parents_BN: Array | None, with_head: bool) -> None:
-        parents = None if parents_BN is None else torch.from_numpy(parents_BN).to(self.target.device)
+        parents = (
+            None if parents_BN is None else torch.from_numpy(parents_BN).to(self.target.device)
+        )
         if isinstance(self.target, Stage):
-            self.target.through_layers(self._room((*tokens_BN.shape, self.target.hidden_size)), parents)
+            self.target.through_layers(
+                self._room((*tokens_BN.shape, self.target.hidden_size)), parents
+            )
             return
-        hidden_BNC = self.target.features(torch.from_numpy(tokens_BN).to(self.target.device), parents)
+        hidden_BNC = self.target.features(
+            torch.from_numpy(tokens_BN).to(self.target.device), parents
+        )
         if with_head:
             self.target.lm_head(hidden_BNC)
 

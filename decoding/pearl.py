@@ -1,20 +1,26 @@
-"""PEARL: draft the next chunk while the target verifies the last one (Liu et al. 2025, arXiv 2408.11850).
+"""PEARL: draft the next chunk while the target verifies the last one (Liu et al. 2025, arXiv
+2408.11850).
 
-A row is in one of two states. In *pre-verify* the drafter makes a chunk of gamma tokens while the target runs over the tip
-alone, which tells whether the chunk's first token passes; if so the others are assumed. In *post-verify* the drafter makes
-the next chunk while the target tests the assumed tokens and the first of the new chunk. A failure throws the new chunk away.
-There is no bonus token where a drafted one stands in its place. Both ablations are here: without pre-verify a fresh chunk is
-assumed whole and all of it is tested in the next round; without post-verify nothing is drafted while assumed tokens are tested.
+A row is in one of two states. In *pre-verify* the drafter makes a chunk of gamma tokens while the
+target runs over the tip alone, which tells whether the chunk's first token passes; if so the others
+are assumed. In *post-verify* the drafter makes the next chunk while the target tests the assumed
+tokens and the first of the new chunk. A failure throws the new chunk away. There is no bonus token
+where a drafted one stands in its place. Both ablations are here: without pre-verify a fresh chunk
+is assumed whole and all of it is tested in the next round; without post-verify nothing is drafted
+while assumed tokens are tested.
 
-The clock is VIRTUAL: the lanes run one after the other, each on the whole machine, and a round is charged the longer of
-the two and what cannot overlap. Tokens and acceptance are real; the time is what two machines of this kind would take.
-Where the host runs ahead of the device a round waits for the end of each lane, or there would be nothing to time, and once for what was accepted,
-which brings the new chunk's tokens along.
+The clock is VIRTUAL: the lanes run one after the other, each on the whole machine, and a round is
+charged the longer of the two and what cannot overlap. Tokens and acceptance are real; the time is
+what two machines of this kind would take. Where the host runs ahead of the device a round waits for
+the end of each lane, or there would be nothing to time, and once for what was accepted, which
+brings the new chunk's tokens along.
 
-Where the published code breaks the law, this does not: every test has a uniform of its own (keyed by the round, in which
-tests and drafts of one position never meet), no token goes untested, and a stop token inside the span ends the row.
+Where the published code breaks the law, this does not: every test has a uniform of its own (keyed
+by the round, in which tests and drafts of one position never meet), no token goes untested, and a
+stop token inside the span ends the row.
 
-Shapes: B running rows, A assumed tokens, N tokens of a window (the assumed ones and the new chunk's first), V vocabulary.
+Shapes: B running rows, A assumed tokens, N tokens of a window (the assumed ones and the new chunk's
+first), V vocabulary.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +39,9 @@ from decoding.stopping import Stopping
 
 @dataclass(slots=True)
 class Lane:
-    """What a row assumes: tokens behind its tip that were drafted and not tested, and the rows they were drawn from."""
+    """What a row assumes: tokens behind its tip that were drafted and not tested, and the rows they
+    were drawn from.
+    """
 
     tokens: list[int] = field(default_factory=list)
     q_AV: Tensor | None = None
@@ -42,7 +50,9 @@ class Lane:
 
 @dataclass(slots=True)
 class Took:
-    """Seconds of a round's two lanes, and of both together: the longer one's where they run at the same time."""
+    """Seconds of a round's two lanes, and of both together: the longer one's where they run at the
+    same time.
+    """
 
     draft: float
     target: float
@@ -71,7 +81,8 @@ class Pearl(Batch):
         chunk, forward, took = self._both_lanes()
         settled = perf_counter()
         steps = chunk.steps if chunk is not None else 0
-        if forward is None and chunk is None:  # a drafter that is at the end of its context has nothing to assume
+        # a drafter that is at the end of its context has nothing to assume
+        if forward is None and chunk is None:
             forward = self._verify_lane(fresh=False)
             late = perf_counter() - settled
             took = Took(took.draft, took.target + late, took.both + late)
@@ -91,14 +102,18 @@ class Pearl(Batch):
         rows, keep = self.rows, self._settle(outcome, chunk, window, firsts)
         assert self.drafter is not None
         self.drafter.observe(Observation(outcome, logits_BNV, hidden_BNC))
-        self.drafter.rollback([self._kept(row.sequence, lane) for row, lane in zip(rows, self.lanes, strict=True)])
+        self.drafter.rollback(
+            [self._kept(row.sequence, lane) for row, lane in zip(rows, self.lanes, strict=True)]
+        )
         self._charge(rows, steps, took, perf_counter() - settled)
         if len(keep) < len(rows):
             self.lanes = [self.lanes[b] for b in keep]
             self._select(keep)
 
     def _both_lanes(self) -> tuple[Proposal | None, tuple[Tensor, Tensor] | None, Took]:
-        """The next chunk, the target's forward, and what the lanes took: here one after the other, charged as if at the same time."""
+        """The next chunk, the target's forward, and what the lanes took: here one after the other,
+        charged as if at the same time.
+        """
         began = perf_counter()
         request = self._request()
         assert self.drafter is not None
@@ -116,12 +131,18 @@ class Pearl(Batch):
 
     @staticmethod
     def _kept(sequence: list[int], lane: Lane) -> int:
-        """Tokens that the drafter may keep: all but the last of what it will be asked to go on from."""
+        """Tokens that the drafter may keep: all but the last of what it will be asked to go on
+        from.
+        """
         return len(sequence) + len(lane.tokens) - 1
 
     def _request(self) -> tuple[list[list[int]], list[int], list[Stopping], Chooser] | None:
-        """What to ask of the drafter: the next chunk of every row, behind what it assumes; None where no row drafts."""
-        contexts_B = [row.sequence + lane.tokens for row, lane in zip(self.rows, self.lanes, strict=True)]
+        """What to ask of the drafter: the next chunk of every row, behind what it assumes; None
+        where no row drafts.
+        """
+        contexts_B = [
+            row.sequence + lane.tokens for row, lane in zip(self.rows, self.lanes, strict=True)
+        ]
         turns_B = [lane.turns for lane in self.lanes]
         for lane in self.lanes:
             lane.turns += 1
@@ -134,14 +155,21 @@ class Pearl(Batch):
         budgets_B = [row.stopping.limit(budget) for row, budget in zip(self.rows, budgets_B)]
         if max(budgets_B) == 0:
             return None
-        self.chooser.begin([row.key for row in self.rows], turns_B, [len(c) for c in contexts_B], max(budgets_B))
+        self.chooser.begin(
+            [row.key for row in self.rows], turns_B, [len(c) for c in contexts_B], max(budgets_B)
+        )
         return contexts_B, budgets_B, [row.stopping for row in self.rows], self.chooser
 
     def _verify_lane(self, fresh: bool) -> tuple[Tensor, Tensor] | None:
-        """The target over every row's tip and assumed tokens, when it is done; None where, without pre-verify, a chunk is fresh."""
+        """The target over every row's tip and assumed tokens, when it is done; None where, without
+        pre-verify, a chunk is fresh.
+        """
         if not self.pre_verify and fresh and not self.lanes[0].tokens:
             return None
-        fed_B = [[row.sequence[-1], *lane.tokens] for row, lane in zip(self.rows, self.lanes, strict=True)]
+        fed_B = [
+            [row.sequence[-1], *lane.tokens]
+            for row, lane in zip(self.rows, self.lanes, strict=True)
+        ]
         width = max(len(fed) for fed in fed_B)
         padded = [fed + [0] * (width - len(fed)) for fed in fed_B]
         fed_BN = cuda.tensor(padded, self.target.device)
@@ -150,28 +178,42 @@ class Pearl(Batch):
         return forward
 
     def _window(self, chunk: Proposal | None) -> tuple[Proposal, list[bool]]:
-        """What this round's forward tests, as a proposal, and for each row whether it ends with a new chunk's first token."""
+        """What this round's forward tests, as a proposal, and for each row whether it ends with a
+        new chunk's first token.
+        """
         fresh_B = [0] * len(self.rows) if chunk is None else chunk.counts_B
         firsts = [count > 0 for count in fresh_B]
-        counts_B = [len(lane.tokens) + first for lane, first in zip(self.lanes, firsts, strict=True)]
+        counts_B = [
+            len(lane.tokens) + first for lane, first in zip(self.lanes, firsts, strict=True)
+        ]
         width = max(counts_B)
-        # The new chunk is not known to the host yet: its first token is put in its place on the device.
+        # The new chunk is not known to the host yet: its first token is put in its place on the
+        # device.
         padded = [lane.tokens + [0] * (width + 1 - len(lane.tokens)) for lane in self.lanes]
         tokens_BX = cuda.tensor(padded, self.target.device)
         if chunk is not None:
             # A row without a new chunk has it put where nobody looks.
-            places = [[len(lane.tokens) if first else width] for lane, first in zip(self.lanes, firsts, strict=True)]
+            places = [
+                [len(lane.tokens) if first else width]
+                for lane, first in zip(self.lanes, firsts, strict=True)
+            ]
             tokens_BX.scatter_(1, cuda.tensor(places, self.target.device), chunk.tokens_BN[:, :1])
-        return Proposal(tokens_BX[:, :width], counts_B, None, self._window_q(chunk, firsts, width)), firsts
+        return Proposal(
+            tokens_BX[:, :width], counts_B, None, self._window_q(chunk, firsts, width)
+        ), firsts
 
     def _window_q(self, chunk: Proposal | None, firsts: list[bool], width: int) -> Tensor | None:
-        """The distributions that a window's tokens were drawn from, (B, width, V); None where the rule tests none."""
+        """The distributions that a window's tokens were drawn from, (B, width, V); None where the
+        rule tests none.
+        """
         known = [lane.q_AV for lane in self.lanes if lane.q_AV is not None]
         fresh = chunk.q_BNV if chunk is not None else None
         if not known and fresh is None:
             return None
         dtype = fresh.dtype if fresh is not None else known[0].dtype
-        q_BNV = torch.zeros(len(self.lanes), width, self.target.vocab_size, dtype=dtype, device=self.target.device)
+        q_BNV = torch.zeros(
+            len(self.lanes), width, self.target.vocab_size, dtype=dtype, device=self.target.device
+        )
         for b, lane in enumerate(self.lanes):
             if lane.q_AV is not None:
                 q_BNV[b, : len(lane.tokens)] = lane.q_AV
@@ -180,7 +222,9 @@ class Pearl(Batch):
         return q_BNV
 
     def _test(self, logits_BNV: Tensor, window: Proposal) -> Outcome:
-        """The rule's verdict; the row behind a window's last token may be missing, and is not used then."""
+        """The rule's verdict; the row behind a window's last token may be missing, and is not used
+        then.
+        """
         missing = window.tokens_BN.shape[1] + 1 - logits_BNV.shape[1]
         if missing > 0:
             logits_BNV = torch.cat((logits_BNV, logits_BNV[:, -1:].expand(-1, missing, -1)), 1)
@@ -190,16 +234,23 @@ class Pearl(Batch):
         self.chooser.begin([row.key for row in rows], turns_B, positions_B, logits_BNV.shape[1])
         return self.rule(logits_BNV, window if max(window.counts_B) else None, self.chooser)
 
-    def _settle(self, outcome: Outcome, chunk: Proposal | None, window: Proposal, firsts: list[bool]) -> list[int]:
-        """Commit and emit what passed, and set what every row assumes next. Returns the rows that go on."""
+    def _settle(
+        self, outcome: Outcome, chunk: Proposal | None, window: Proposal, firsts: list[bool]
+    ) -> list[int]:
+        """Commit and emit what passed, and set what every row assumes next. Returns the rows that
+        go on.
+        """
         tokens_B, kept_B = [], []
         (chunk_B,) = self.chooser.read.answers() or ([[]] * len(self.lanes),)
         for b, lane in enumerate(self.lanes):
             accepted = outcome.accepted_B[b]
             kept_B.append(1 + min(accepted, len(lane.tokens)))
             passed = accepted == window.counts_B[b]
-            # Behind a new chunk's first token there is no row to draw a bonus from: the chunk goes on in its place.
-            tokens_B.append(outcome.tokens_B[b][:-1] if passed and firsts[b] else outcome.tokens_B[b])
+            # Behind a new chunk's first token there is no row to draw a bonus from: the chunk goes
+            # on in its place.
+            tokens_B.append(
+                outcome.tokens_B[b][:-1] if passed and firsts[b] else outcome.tokens_B[b]
+            )
             lane.tokens, lane.q_AV = [], None
             if passed and firsts[b] and chunk is not None:
                 lane.tokens = chunk_B[b][1 : chunk.counts_B[b]]
@@ -228,7 +279,9 @@ class Pearl(Batch):
             generation.draft_steps += steps
             generation.draft_beams += steps
             if generation.rounds == 1 and not generation.first_token_seconds:
-                generation.first_token_seconds = generation.prefill_seconds + generation.decode_seconds
+                generation.first_token_seconds = (
+                    generation.prefill_seconds + generation.decode_seconds
+                )
 
 
 class PearlWithoutPre(Pearl):

@@ -1,17 +1,21 @@
-"""PEARL+: per request, and from cycle to cycle, the schedule and the draft length that promise the most tokens a millisecond.
+"""PEARL+: per request, and from cycle to cycle, the schedule and the draft length that promise the
+most tokens a millisecond.
 
-PEARL (Liu et al. 2025, arXiv 2408.11850) spends a whole target forward on one token in pre-verify, and fixes its chunk. That loses to serial
-decoding where the drafter is fast or often wrong. Here every cycle (from one empty draft to the next) begins with a choice, by closed forms of
-the request's own acceptance so far and of the measured costs:
+PEARL (Liu et al. 2025, arXiv 2408.11850) spends a whole target forward on one token in pre-verify,
+and fixes its chunk. That loses to serial decoding where the drafter is fast or often wrong. Here
+every cycle (from one empty draft to the next) begins with a choice, by closed forms of the
+request's own acceptance so far and of the measured costs:
 
 - serial: draft, then verify, nothing at the same time;
 - pearl: pre-verify and post-verify;
-- eager: draft a chunk at once in place of a pre-verify, then verify it while the next one is drafted.
+- eager: draft a chunk at once in place of a pre-verify, then verify it while the next one is
+  drafted.
 
-The draft length is part of the choice: where the lanes overlap, the best one has the drafter go on until the target is done. It is chosen
-anew for every chunk, the schedule for every cycle. What is chosen hangs on verified tokens and on the clock, never on drafts that are not
-verified yet, so all rules keep their laws. With costs that are given and on the virtual clock it hangs on the tokens alone, and the same seed
-gives the same text under every rule.
+The draft length is part of the choice: where the lanes overlap, the best one has the drafter go on
+until the target is done. It is chosen anew for every chunk, the schedule for every cycle. What is
+chosen hangs on verified tokens and on the clock, never on drafts that are not verified yet, so all
+rules keep their laws. With costs that are given and on the virtual clock it hangs on the tokens
+alone, and the same seed gives the same text under every rule.
 """
 
 from dataclasses import dataclass
@@ -34,7 +38,9 @@ HIGHEST = 0.995  # acceptance in the closed forms, whose cycles never end at 1
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Chances of a drafted token to pass. Acceptance comes in runs, so one number for both promises too little of long chunks."""
+    """Chances of a drafted token to pass. Acceptance comes in runs, so one number for both promises
+    too little of long chunks.
+    """
 
     first: float  # behind a token of the target's own
     next: float  # behind one that passed
@@ -50,13 +56,18 @@ class Choice:
 
 
 def serial_rate(chance: Acceptance, gamma: int, costs: RoundCosts) -> float:
-    """Tokens a millisecond of draft-then-verify: E(gamma) / (gamma t_draft + t_target(gamma + 1))."""
+    """Tokens a millisecond of draft-then-verify: E(gamma) / (gamma t_draft +
+    t_target(gamma + 1)).
+    """
     tokens = 1 + chance.first * (1 - chance.next**gamma) / (1 - chance.next)
     return tokens / costs.round_ms(gamma, gamma)
 
 
-def pearl_rate(chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, rest_ms: float) -> float:
-    """Tokens a millisecond of PEARL's cycle: 1 / first pre-verify rounds of a token, then 1 / (1 - next^gamma) post-verify rounds.
+def pearl_rate(
+    chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, rest_ms: float
+) -> float:
+    """Tokens a millisecond of PEARL's cycle: 1 / first pre-verify rounds of a token, then 1 / (1 -
+    next^gamma) post-verify rounds.
 
     rest_ms: what a round of two lanes takes beside them.
     """
@@ -66,11 +77,16 @@ def pearl_rate(chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float
     return tokens / (spent + (before + after) * rest_ms)
 
 
-def eager_rate(chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, rest_ms: float) -> float:
-    """Tokens a millisecond of: a chunk drafted alone, a round that tests it and the next one's first token, then post-verify rounds."""
+def eager_rate(
+    chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, rest_ms: float
+) -> float:
+    """Tokens a millisecond of: a chunk drafted alone, a round that tests it and the next one's
+    first token, then post-verify rounds.
+    """
     later = chance.first * chance.next**gamma / (1 - chance.next**gamma)
     tokens = 1 + chance.first / (1 - chance.next)
-    if gamma == 1:  # nothing is assumed behind a chunk of one token: the cycle ends with its first round
+    # nothing is assumed behind a chunk of one token: the cycle ends with its first round
+    if gamma == 1:
         later, tokens = 0.0, 1 + chance.first
     spent = (
         gamma * costs.t_draft_ms
@@ -84,7 +100,9 @@ def eager_rate(chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float
 def choose(
     first: float, next_: float, longest: int, costs: RoundCosts, overlap: float, rest_ms: float
 ) -> dict[str, Choice]:
-    """The best draft length of each schedule at these chances; remembered, so ask in round numbers."""
+    """The best draft length of each schedule at these chances; remembered, so ask in
+    round numbers.
+    """
     chance = Acceptance(*(min(max(rate, 0.01), HIGHEST) for rate in (first, next_)))
     best = {}
     for mode, rate in (
@@ -92,12 +110,17 @@ def choose(
         ("pearl", partial(pearl_rate, chance, costs=costs, overlap=overlap, rest_ms=rest_ms)),
         ("eager", partial(eager_rate, chance, costs=costs, overlap=overlap, rest_ms=rest_ms)),
     ):
-        best[mode] = max((Choice(mode, g, rate(g)) for g in range(1, longest + 1)), key=lambda choice: choice.rate)
+        best[mode] = max(
+            (Choice(mode, g, rate(g)) for g in range(1, longest + 1)),
+            key=lambda choice: choice.rate,
+        )
     return best
 
 
 def _coarse(share: float) -> float:
-    """In steps of 1/40: choices hardly differ between, and are then remembered rather than made again."""
+    """In steps of 1/40: choices hardly differ between, and are then remembered rather than made
+    again.
+    """
     return round(40 * share) / 40
 
 
@@ -130,7 +153,12 @@ class PearlPlus(Pearl):
     overlap = 1.0  # the virtual clock's
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, rows: list[Row], settings: Settings, on_tokens: OnTokens | None
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        rows: list[Row],
+        settings: Settings,
+        on_tokens: OnTokens | None,
     ) -> None:
         super().__init__(target, drafter, rows, settings, on_tokens)
         assert settings.costs is not None, "decoding.schedules asks for them"
@@ -140,7 +168,9 @@ class PearlPlus(Pearl):
         self._deciding = 0.0  # seconds of this round
 
     def _round(self) -> None:
-        """At the start of a cycle choose; then a round as PEARL's, its states switched on and off."""
+        """At the start of a cycle choose; then a round as PEARL's, its states switched
+        on and off.
+        """
         began = perf_counter()
         choices = self._choices()
         self._deciding = perf_counter() - began
@@ -149,7 +179,8 @@ class PearlPlus(Pearl):
             self.chosen.append(choice)
             self.pre_verify, self.post_verify = choice.mode == "pearl", choice.mode != "serial"
             self._fresh = True
-        # A cycle keeps its schedule, but each chunk is as long as pays now: a run of accepted tokens lengthens them.
+        # A cycle keeps its schedule, but each chunk is as long as pays now: a run of accepted
+        # tokens lengthens them.
         self._ask_for(choices[self.chosen[-1].mode].gamma)
         generation = self.rows[0].generation
         passed, tested = generation.accepted, generation.tested
@@ -157,7 +188,9 @@ class PearlPlus(Pearl):
         self._learn(generation.accepted - passed, generation.tested - tested)
 
     def _charge(self, rows: list[Row], steps: int, took: Took, rest: float) -> None:
-        """As PEARL's; what the choice took is of the rest, on the virtual clock too: nothing else runs meanwhile."""
+        """As PEARL's; what the choice took is of the rest, on the virtual clock too: nothing else
+        runs meanwhile.
+        """
         super()._charge(rows, steps, took, rest + self._deciding)
 
     def _learn(self, passed: int, tested: int) -> None:
@@ -166,7 +199,8 @@ class PearlPlus(Pearl):
             return
         firsts = int(self._fresh)
         self._fresh = False
-        # All forget: what a choice no longer tests goes back to where it began, and is tried again some day.
+        # All forget: what a choice no longer tests goes back to where it began, and is tried again
+        # some day.
         self.overall.add(passed, tested)
         self.first.add(min(passed, firsts), firsts)
         self.next.add(passed - min(passed, firsts), tested - firsts)
@@ -179,7 +213,14 @@ class PearlPlus(Pearl):
         """What each schedule promises this request now."""
         overall = self.overall.rate(PRIOR, WEIGHT)
         first, next_ = (_coarse(count.rate(overall, SPLIT)) for count in (self.first, self.next))
-        return choose(first, next_, self.gamma, self._costs, _coarse(self._measured_overlap()), self._rest_ms())
+        return choose(
+            first,
+            next_,
+            self.gamma,
+            self._costs,
+            _coarse(self._measured_overlap()),
+            self._rest_ms(),
+        )
 
     def _measured_overlap(self) -> float:
         return self.overlap
@@ -190,15 +231,19 @@ class PearlPlus(Pearl):
 
 
 class PearlPlusWall(PearlPlus, PearlWall):
-    """The same with the drafter in a worker: the overlap, and what a round takes beside its lanes, are what this request has measured so far.
+    """The same with the drafter in a worker: the overlap, and what a round takes beside its lanes,
+    are what this request has measured so far.
 
-    The rest of a serial round is no measure of that: it holds the message to the worker and back, which two lanes hide as far as they overlap.
+    The rest of a serial round is no measure of that: it holds the message to the worker and back,
+    which two lanes hide as far as they overlap.
 
-    A chunk that is drafted while the target verifies goes on past the length that promises most, for as long as the target is not done: those
-    tokens are free. So chunks end by the clock, which greedy and coupled outputs do not see; token verification keeps the chosen length, and
-    with it the same text for the same seed and the same choices.
+    A chunk that is drafted while the target verifies goes on past the length that promises most,
+    for as long as the target is not done: those tokens are free. So chunks end by the clock, which
+    greedy and coupled outputs do not see; token verification keeps the chosen length, and with it
+    the same text for the same seed and the same choices.
 
-    Where worker and target have cores of their own, they keep them in serial cycles too: changing threads costs more than such a cycle gains.
+    Where worker and target have cores of their own, they keep them in serial cycles too: changing
+    threads costs more than such a cycle gains.
     """
 
     overlap = 0.9  # until it is measured
@@ -220,8 +265,10 @@ class PearlPlusWall(PearlPlus, PearlWall):
 
     def open(self) -> None:
         """As PEARL on the wall."""
-        self._hidden = self._shorter = 0.0  # seconds of lanes that ran at the same time, and of the shorter lanes
-        self._beside = self._verifying = 0.0  # of rounds with two lanes: seconds beside them, and in the target's lane
+        # seconds of lanes that ran at the same time, and of the shorter lanes
+        self._hidden = self._shorter = 0.0
+        # of rounds with two lanes: seconds beside them, and in the target's lane
+        self._beside = self._verifying = 0.0
         super().open()
 
     def _charge(self, rows: list[Row], steps: int, took: Took, rest: float) -> None:

@@ -1,8 +1,10 @@
-"""PEARL on two workers: the drafter's process drafts while this one verifies, and the clock is the wall's.
+"""PEARL on two workers: the drafter's process drafts while this one verifies, and the clock is the
+wall's.
 
-The same schedule as decoding/pearl.py, token for token. What the lanes take from each other (memory bandwidth, cores, the way between
-them) is in the time, and how much they really overlap is in the counts: `draft_seconds` of the worker, `target_seconds` here and
-`lanes_seconds` of both together give the overlap (t_D + t_T - t_both) / min(t_D, t_T).
+The same schedule as decoding/pearl.py, token for token. What the lanes take from each other (memory
+bandwidth, cores, the way between them) is in the time, and how much they really overlap is in the
+counts: `draft_seconds` of the worker, `target_seconds` here and `lanes_seconds` of both together
+give the overlap (t_D + t_T - t_both) / min(t_D, t_T).
 
 Shapes: as in decoding/pearl.py.
 """

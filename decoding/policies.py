@@ -1,4 +1,5 @@
-"""The stopping policies by name: fixed thresholds, those that adapt, Thompson sampling, and ours, which weighs a token's chance against its cost.
+"""The stopping policies by name: fixed thresholds, those that adapt, Thompson sampling, and ours,
+which weighs a token's chance against its cost.
 
 What a policy is asked, and what it may do with a drawn token, stands in decoding/stopping.py.
 """
@@ -12,7 +13,9 @@ from decoding.stopping import Fixed, RoundCosts, Sign, Stopping, Tries
 
 
 class Confidence(Fixed):
-    """Stop after a token whose own probability is below a threshold (Hugging Face's assistant_confidence_threshold, 0.4)."""
+    """Stop after a token whose own probability is below a threshold (Hugging Face's
+    assistant_confidence_threshold, 0.4).
+    """
 
     reads = "confidence"
 
@@ -25,8 +28,9 @@ class Confidence(Fixed):
 
 
 class Assisted(Confidence):
-    """Hugging Face's assisted generation: two tokens more after a round that passed whole, one less after any other, from 5 on,
-    and its confidence threshold inside the round."""
+    """Hugging Face's assisted generation: two tokens more after a round that passed whole, one less
+    after any other, from 5 on, and its confidence threshold inside the round.
+    """
 
     def __init__(self, threshold: float = 0.4) -> None:
         super().__init__(threshold)
@@ -41,8 +45,9 @@ class Assisted(Confidence):
 
 
 class _OnlineThreshold:
-    """A threshold that moves until a share `goal` of the drafted tokens is accepted (Zhang et al. 2024, Draft & Verify,
-    arXiv 2309.08168, section 3.3; AdaEDL takes it over)."""
+    """A threshold that moves until a share `goal` of the drafted tokens is accepted (Zhang et al.
+    2024, Draft & Verify, arXiv 2309.08168, section 3.3; AdaEDL takes it over).
+    """
 
     def __init__(self, start: float, goal: float = 0.9, step: float = 0.01) -> None:
         self.value, self.goal, self.step = start, goal, step
@@ -62,7 +67,9 @@ class _OnlineThreshold:
 
 
 class AdaptiveConfidence(Fixed):
-    """Draft & Verify's rule (arXiv 2309.08168): a confidence threshold that follows the acceptance rate."""
+    """Draft & Verify's rule (arXiv 2309.08168): a confidence threshold that follows the acceptance
+    rate.
+    """
 
     reads = "confidence"
 
@@ -83,9 +90,11 @@ class AdaptiveConfidence(Fixed):
 
 
 class Entropy(AdaptiveConfidence):
-    """AdaEDL (arXiv 2410.18351): stop once the lower bound 1 - sqrt(0.2 H(q)) of the acceptance falls below a threshold.
+    """AdaEDL (arXiv 2410.18351): stop once the lower bound 1 - sqrt(0.2 H(q)) of the acceptance
+    falls below a threshold.
 
-    The bound is of the token that was just drawn, which is kept: its forward is paid, and one more row of the target is nearly free.
+    The bound is of the token that was just drawn, which is kept: its forward is paid, and one more
+    row of the target is nearly free.
     """
 
     reads = "entropy"
@@ -100,9 +109,12 @@ class Entropy(AdaptiveConfidence):
 
 
 class Thompson(Fixed):
-    """EESD's control (arXiv 2406.03853): before each token but the first draw an acceptance from its Beta posterior and go on with that chance.
+    """EESD's control (arXiv 2406.03853): before each token but the first draw an acceptance from
+    its Beta posterior and go on with that chance.
 
-    A round drafts one token at least, here as under every rule without costs; the paper asks before that one too."""
+    A round drafts one token at least, here as under every rule without costs; the paper asks before
+    that one too.
+    """
 
     DISCOUNT = 0.99  # of old rounds
 
@@ -122,10 +134,13 @@ LEAST_CHANCE, CHANCE_SLOPE = 0.3, 0.65  # an untried token's chance to pass, by 
 
 
 class Passed:
-    """Accepted over tested tokens: a prior that stands for WEIGHT tests, and what was seen, old rounds forgotten by degrees."""
+    """Accepted over tested tokens: a prior that stands for WEIGHT tests, and what was seen, old
+    rounds forgotten by degrees.
+    """
 
     WEIGHT = 4.0
-    DISCOUNT = 0.99  # of what was seen, every round: a row that gave up drafting tries again some day
+    # of what was seen, every round: a row that gave up drafting tries again some day
+    DISCOUNT = 0.99
 
     def __init__(self, confidence: float = 0.5) -> None:
         self._prior = self._passed = self.WEIGHT * (LEAST_CHANCE + CHANCE_SLOPE * confidence)
@@ -146,12 +161,15 @@ class Passed:
 
 
 class CostRatio(Fixed):
-    """Ours: go on while the chance that the next token survives, over what it costs, beats the tokens a millisecond so far.
+    """Ours: go on while the chance that the next token survives, over what it costs, beats the
+    tokens a millisecond so far.
 
-    Optimal stopping of a renewal-reward process: with rho the long-run rate, the k-th further token is worth its
-    P(survive) when that exceeds rho (t_draft + t_target(k + 1) - t_target(k)). P(survive) is the product of acceptance
-    estimates: of a drawn token by its confidence (a count in each tenth), of the next one by the running acceptance. rho is that
-    of this request: emitted tokens over the modelled milliseconds of its rounds.
+    Optimal stopping of a renewal-reward process: with rho the long-run rate, the k-th further token
+    is worth its P(survive) when that exceeds rho (t_draft + t_target(k + 1) - t_target(k)).
+    P(survive) is the product of acceptance
+    estimates: of a drawn token by its confidence (a count in each tenth), of the next one by the
+    running acceptance. rho is that of this request: emitted tokens over the modelled milliseconds
+    of its rounds.
     """
 
     reads = "confidence"
@@ -194,10 +212,11 @@ class CostRatio(Fixed):
 
 
 class CostRatioByRound(Fixed):
-    """The same decision before the round, from past rounds alone: the length with the most expected tokens a millisecond at the running acceptance.
+    """The same decision before the round, from past rounds alone: the length with the most expected
+    tokens a millisecond at the running acceptance.
 
-    For devices that the host runs ahead of, where a confidence costs a wait, and for batches, whose rounds are as long as their longest draft
-    (`RoundCosts.rows`).
+    For devices that the host runs ahead of, where a confidence costs a wait, and for batches, whose
+    rounds are as long as their longest draft (`RoundCosts.rows`).
     """
 
     def __init__(self, costs: RoundCosts) -> None:
@@ -228,9 +247,14 @@ NAMES = ("fixed", *EAGER, "thompson", "cost_ratio")
 
 
 def make_stopping(
-    name: str, keys_B: Sequence[int], threshold: float | None, costs: RoundCosts | None, per_token: bool = True
+    name: str,
+    keys_B: Sequence[int],
+    threshold: float | None,
+    costs: RoundCosts | None,
+    per_token: bool = True,
 ) -> list[Stopping]:
-    """A policy for each row. keys_B: of (seed, request), for those that draw numbers; threshold: None takes the policy's own;
+    """A policy for each row. keys_B: of (seed, request), for those that draw numbers; threshold:
+    None takes the policy's own;
     per_token: whether `cost_ratio` may look at drawn tokens (of several rows it never does).
 
     Raises UserError for an unknown name, and for `cost_ratio` without measured costs.
@@ -246,7 +270,9 @@ def make_stopping(
         return [Thompson(key) for key in keys_B]
     if name == "cost_ratio":
         if costs is None:
-            raise UserError("stopping 'cost_ratio' needs measured costs: Settings(costs=time_parts(...).costs).")
+            raise UserError(
+                "stopping 'cost_ratio' needs measured costs: Settings(costs=time_parts(...).costs)."
+            )
         kind = CostRatio if per_token and costs.rows == 1 else CostRatioByRound
         return [kind(costs) for _ in keys_B]
     raise UserError(f"stopping '{name}' is unknown, expected one of {', '.join(NAMES)}.")

@@ -1,14 +1,19 @@
-"""Changes to the logits that hang on the text so far: repetition penalty, and the tokens that a caller allows.
+"""Changes to the logits that hang on the text so far: repetition penalty, and the tokens that a
+caller allows.
 
-Every node of a draft has a text of its own, the row's and the path to it, and gets its own change: so the target's choice at a node is the one
-that autoregressive decoding would make there, and the laws hold. A drafter that knows the processors drafts what will be allowed; one
-that does not only loses acceptance.
+Every node of a draft has a text of its own, the row's and the path to it, and gets its own change:
+so the target's choice at a node is the one that autoregressive decoding would make there, and the
+laws hold. A drafter that knows the processors drafts what will be allowed; one that does not only
+loses acceptance.
 
-The penalty asks which tokens a text holds. Their ids are kept on the device, where a drafted token joins them as it is drawn: a host that runs
-ahead waits for none of them. `allowed` is a Python function of the whole text, whatever it computes: the host
-must know every drafted token before it can ask. There a round waits once more for its draft, and a chain for every token that it goes on from.
+The penalty asks which tokens a text holds. Their ids are kept on the device, where a drafted token
+joins them as it is drawn: a host that runs ahead waits for none of them. `allowed` is a Python
+function of the whole text, whatever it computes: the host must know every drafted token before it
+can ask. There a round waits once more for its draft, and a chain for every token that it goes on
+from.
 
-Shapes: B rows, N drafted nodes, V vocabulary, X ids that a text holds. Logits have one node more: the tip comes first.
+Shapes: B rows, N drafted nodes, V vocabulary, X ids that a text holds. Logits have one node more:
+the tip comes first.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +43,8 @@ class Processors:
         tokens_BN: Tensor | None = None,
         parents_BN: Tensor | None = None,
     ) -> Tensor:
-        """The changed logits of the tip and of each node; without `parents_BN` the nodes are a chain.
+        """The changed logits of the tip and of each node; without `parents_BN` the nodes are a
+        chain.
 
         Raises UserError when `allowed` allows nothing after a row's own text.
         """
@@ -48,7 +54,9 @@ class Processors:
         if self.repetition_penalty != 1:
             held_BNX = held_by(sequences_B, logits_BNV)[:, None]
             if tokens_BN is not None and paths_BNN is not None:
-                held_BNX = _held_at_nodes(held_BNX, tokens_BN.clamp(max=logits_BNV.shape[-1] - 1), paths_BNN)
+                held_BNX = _held_at_nodes(
+                    held_BNX, tokens_BN.clamp(max=logits_BNV.shape[-1] - 1), paths_BNN
+                )
             logits_BNV = self.penalised(logits_BNV, held_BNX)
         if self.allowed is not None:
             texts_BN = [[list(sequence)] for sequence in sequences_B]
@@ -62,16 +70,21 @@ class Processors:
         return Drafting(self, texts_B)
 
     def penalised(self, logits_BNV: Tensor, held_BNX: Tensor) -> Tensor:
-        """Logits with the penalty on the tokens that each node's text holds; an id may be named more than once."""
+        """Logits with the penalty on the tokens that each node's text holds; an id may be named
+        more than once.
+        """
         of_held_BNX = logits_BNV.gather(-1, held_BNX)
         penalty = self.repetition_penalty
         changed_BNX = torch.where(of_held_BNX > 0, of_held_BNX / penalty, of_held_BNX * penalty)
         return logits_BNV.scatter(-1, held_BNX, changed_BNX)
 
-    def masked(self, logits_BNV: Tensor, texts_BN: Sequence[Sequence[Sequence[int]]], may_end: bool = False) -> Tensor:
+    def masked(
+        self, logits_BNV: Tensor, texts_BN: Sequence[Sequence[Sequence[int]]], may_end: bool = False
+    ) -> Tensor:
         """Logits of what `allowed` allows after each node's text; -inf for the others.
 
-        may_end: a row's own text after which nothing is allowed has no rule, rather than being an error.
+        may_end: a row's own text after which nothing is allowed has no rule, rather than being an
+        error.
         """
         assert self.allowed is not None
         forbidden_BNV = np.zeros(logits_BNV.shape, dtype=bool)
@@ -83,7 +96,8 @@ class Processors:
                     continue
                 if not len(ids):
                     raise UserError(
-                        f"allowed() allows no token after {len(text)} tokens: let it allow a stop token there."
+                        f"allowed() allows no token after {len(text)} tokens: let it allow a stop "
+                        f"token there."
                     )
                 forbidden_BNV[row, node] = True
                 forbidden_BNV[row, node, list(ids)] = False
@@ -93,7 +107,8 @@ class Processors:
 class Drafting:
     """The changes along the chains of one proposal.
 
-    A text may end with drafted tokens that decoding never comes to: behind a stop token a caller need not allow anything.
+    A text may end with drafted tokens that decoding never comes to: behind a stop token a caller
+    need not allow anything.
     """
 
     def __init__(self, processors: Processors, texts_B: Sequence[Sequence[int]]) -> None:
@@ -102,7 +117,9 @@ class Drafting:
         self._held_BX: Tensor | None = None
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
-        """The changed logits after the texts and what was drawn behind them; free where nothing that is allowed could be said."""
+        """The changed logits after the texts and what was drawn behind them; free where nothing
+        that is allowed could be said.
+        """
         processors = self._processors
         if processors.repetition_penalty != 1:
             if self._held_BX is None:
@@ -127,7 +144,9 @@ class Drafting:
 
 
 def held_by(texts_B: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-    """Ids (B, X) that each text holds, for logits (B, ..., V) and on their device; shorter rows name one of theirs again."""
+    """Ids (B, X) that each text holds, for logits (B, ..., V) and on their device; shorter rows
+    name one of theirs again.
+    """
     ids_B = [list(set(text)) for text in texts_B]
     most = max(len(ids) for ids in ids_B)
     padded = [ids + ids[-1:] * (most - len(ids)) for ids in ids_B]
@@ -135,7 +154,9 @@ def held_by(texts_B: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
 
 
 def _ways(tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
-    """Which nodes (B, N, N) lie on the way to each, itself among them; without parents the nodes are a chain."""
+    """Which nodes (B, N, N) lie on the way to each, itself among them; without parents the nodes
+    are a chain.
+    """
     if parents_BN is not None:
         return ancestors(parents_BN)
     B, N = tokens_BN.shape
@@ -157,7 +178,8 @@ def _texts_at_nodes(
     """The texts of the tip and of each node; reads the nodes."""
     drafted, paths = cuda.read(tokens_BN, paths_BNN)
     return [
-        [list(sequence)] + [[*sequence, *(token for token, on in zip(tokens, way) if on)] for way in ways]
+        [list(sequence)]
+        + [[*sequence, *(token for token, on in zip(tokens, way) if on)] for way in ways]
         for sequence, tokens, ways in zip(sequences_B, drafted, paths, strict=True)
     ]
 
@@ -165,4 +187,8 @@ def _texts_at_nodes(
 def make_processors(repetition_penalty: float, allowed: Allowed | None) -> Processors | None:
     """None where nothing is to be changed. Raises UserError for a penalty that is none."""
     check_value("repetition_penalty", repetition_penalty)
-    return None if repetition_penalty == 1 and allowed is None else Processors(repetition_penalty, allowed)
+    return (
+        None
+        if repetition_penalty == 1 and allowed is None
+        else Processors(repetition_penalty, allowed)
+    )

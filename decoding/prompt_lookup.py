@@ -1,7 +1,9 @@
-"""Lookup: the last tokens are looked up in the prompt and the output so far, and what followed them is proposed.
+"""Lookup: the last tokens are looked up in the prompt and the output so far, and what followed them
+is proposed.
 
-Prompt lookup (Saxena 2023) is the control row of every report: it costs nothing, needs no model, and wins wherever text
-repeats itself. Suffix lookup finds the longest match of any length. The tokens are a point mass, so sampling verifies them without q.
+Prompt lookup (Saxena 2023) is the control row of every report: it costs nothing, needs no model,
+and wins wherever text repeats itself. Suffix lookup finds the longest match of any length. The
+tokens are a point mass, so sampling verifies them without q.
 
 Shapes: B rows, N drafted tokens.
 """
@@ -30,7 +32,9 @@ class NgramIndex:
         self._indexed = 0  # n-grams that end before this position are filed
 
     def find(self, sequence: Sequence[int]) -> int | None:
-        """Position of the token that followed the latest earlier occurrence of the longest matching ending."""
+        """Position of the token that followed the latest earlier occurrence of the longest matching
+        ending.
+        """
         for end in range(max(self._indexed, 1), len(sequence)):
             for size in self.sizes:
                 if size <= end:
@@ -50,7 +54,9 @@ class Index(Protocol):
 
 
 def continuation(sequence: Sequence[int], position: int | None, budget: int) -> list[int]:
-    """At most `budget` tokens from `position` on; at the end of the sequence they go on with those already copied."""
+    """At most `budget` tokens from `position` on; at the end of the sequence they go on with those
+    already copied.
+    """
     drafted: list[int] = []
     while position is not None and len(drafted) < budget:
         at = position + len(drafted)
@@ -67,7 +73,9 @@ def point_masses(drafted_B: Sequence[list[int]], chooser: Chooser) -> Proposal:
 
 
 class Lookup:
-    """A drafter that copies what followed the same ending earlier in the row; `make_index` says how that is found."""
+    """A drafter that copies what followed the same ending earlier in the row; `make_index` says how
+    that is found.
+    """
 
     caps = Caps(shape="chain", has_q=False, steps="round")
     num_layers = 0
@@ -86,7 +94,9 @@ class Lookup:
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """It needs neither."""
 
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
         """Index the prompts."""
         self._opened = [list(prompt) for prompt in prompts_B]
         self._indices = [self._make_index() for _ in prompts_B]
@@ -104,10 +114,14 @@ class Lookup:
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """What followed the longest matching ending; where the match runs into the end, it is continued periodically."""
+        """What followed the longest matching ending; where the match runs into the end, it is
+        continued periodically.
+        """
         drafted_B = [
             cut(continuation(sequence, index.find(sequence), budget), policy)
-            for index, sequence, budget, policy in zip(self._indices, sequences_B, budgets_B, stopping_B, strict=True)
+            for index, sequence, budget, policy in zip(
+                self._indices, sequences_B, budgets_B, stopping_B, strict=True
+            )
         ]
         return point_masses(drafted_B, chooser)
 
@@ -128,18 +142,22 @@ class Lookup:
 
 
 class PromptLookup(Lookup):
-    """n-grams of the row's own prompt and output. Hydra: `_target_: decoding.prompt_lookup.PromptLookup`."""
+    """n-grams of the row's own prompt and output. Hydra:
+    `_target_: decoding.prompt_lookup.PromptLookup`.
+    """
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, name: str = "prompt_lookup") -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise UserError(
-                f"prompt lookup: min_ngram {min_ngram} and max_ngram {max_ngram}, expected 1 <= min <= max."
+                f"prompt lookup: min_ngram {min_ngram} and max_ngram {max_ngram}, expected 1 <= "
+                f"min <= max."
             )
         super().__init__(name, lambda: NgramIndex(range(max_ngram, min_ngram - 1, -1)))
 
 
 class SuffixLookup(Lookup):
-    """The longest earlier match of the row's ending. Hydra: `_target_: decoding.prompt_lookup.SuffixLookup`.
+    """The longest earlier match of the row's ending. Hydra:
+    `_target_: decoding.prompt_lookup.SuffixLookup`.
 
     min_match: tokens that a match needs before it is copied from.
     """

@@ -1,7 +1,9 @@
-"""The processes of a parallel target, seen from rank 0: started, told what to do, bound to cores, and ended.
+"""The processes of a parallel target, seen from rank 0: started, told what to do, bound to cores,
+and ended.
 
-They do everything together: a rank that fails, or a caller that is interrupted within a step, leaves the others out of step with
-each other, so either ends them all, and the error names the rank. They end with this object, or with this process, however it ends.
+They do everything together: a rank that fails, or a caller that is interrupted within a step,
+leaves the others out of step with each other, so either ends them all, and the error names the
+rank. They end with this object, or with this process, however it ends.
 """
 
 import os
@@ -38,7 +40,9 @@ class Ranks:
     """All ranks of a target but the first, which is this process."""
 
     def __init__(self, name: str, setup: Setup, devices: Sequence[str]) -> None:
-        """Start the processes on their devices; `connect` waits for them. name: the target's; setup: rank 0's."""
+        """Start the processes on their devices; `connect` waits for them. name: the target's;
+        setup: rank 0's.
+        """
         self.name, self.size, self._kind = name, setup.shard.size, setup.shard.kind
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
@@ -47,7 +51,9 @@ class Ranks:
         self._threads = self._usual_threads = setup.threads
         meeting = "" if setup.link == "sockets" else tempfile.mkdtemp()
         self._end = weakref.finalize(self, _end, self._pipes, self.processes, self._links, meeting)
-        self._mesh = socket_mesh(self.size) if setup.link == "sockets" else [{} for _ in range(self.size)]
+        self._mesh = (
+            socket_mesh(self.size) if setup.link == "sockets" else [{} for _ in range(self.size)]
+        )
         self.setup = replace(setup, meeting_file=str(Path(meeting, "ranks")))
         for rank in range(1, self.size):
             shard = Shard(self._kind, rank, self.size)
@@ -61,7 +67,9 @@ class Ranks:
         command = [sys.executable, "-c", RANK, str(theirs.fileno())]
         handed = [theirs.fileno(), *numbers.values()]
         # A session of its own: Ctrl-C is this process's to handle.
-        process = subprocess.Popen(command, pass_fds=handed, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, pass_fds=handed, env=environment, start_new_session=True
+        )
         self.processes.append(process)
         theirs.close()
         for one in sockets.values():
@@ -70,13 +78,18 @@ class Ranks:
         ours.send(replace(setup, sockets=numbers))
 
     def connect(self) -> Link:
-        """Wait until every rank has its weights; then the way between them. Raises UserError for one that could not load."""
+        """Wait until every rank has its weights; then the way between them. Raises UserError for
+        one that could not load.
+        """
         self.wait()
         sockets = {rank: one.detach() for rank, one in self._mesh[0].items()}
         self._links.append(connect(replace(self.setup, sockets=sockets)))
-        if self.setup.link != "sockets":  # on a GPU a collective would wait for a rank that is gone for ever
+        # on a GPU a collective would wait for a rank that is gone for ever
+        if self.setup.link != "sockets":
             for process in self.processes:
-                threading.Thread(target=_close_after, args=(process, self._links), daemon=True).start()
+                threading.Thread(
+                    target=_close_after, args=(process, self._links), daemon=True
+                ).start()
         return self._links[0]
 
     def tell(self, name: str, *arguments: Any) -> None:
@@ -93,7 +106,9 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do, this one with its share of the threads. Raises UserError for a rank that has ended."""
+        """What all ranks do, this one with its share of the threads. Raises UserError for a rank
+        that has ended.
+        """
         if self._fault:
             raise UserError(self._fault)
         threads = torch.get_num_threads()
@@ -102,13 +117,16 @@ class Ranks:
             yield
         except BaseException as error:
             ended = _first_ended(self.processes) if isinstance(error, Exception) else None
-            self._close(f"the {self.size} processes of {self.name} were ended after a failure. Load the target again.")
+            self._close(
+                f"the {self.size} processes of {self.name} were ended after a failure. Load the "
+                f"target again."
+            )
             if ended is None or isinstance(error, UserError):
                 raise
             status = self.processes[ended].returncode or 0
             self._fault = (
-                f"rank {ended + 1} of the {self.size} processes of {self.name} {_how(status)}; its last words stand above. "
-                "The other ranks were ended: load the target again."
+                f"rank {ended + 1} of the {self.size} processes of {self.name} {_how(status)}; its "
+                f"last words stand above. The other ranks were ended: load the target again."
             )
             raise UserError(self._fault) from error
         finally:
@@ -120,16 +138,21 @@ class Ranks:
         return not self._fault
 
     def bind(self, cores: Sequence[int]) -> list[int]:
-        """Give each rank its own share of these processor cores, at most a thread a core. Returns rank 0's, which its caller binds it to.
+        """Give each rank its own share of these processor cores, at most a thread a core. Returns
+        rank 0's, which its caller binds it to.
 
         Raises UserError where there are fewer cores than ranks. `unbind` takes it back.
         """
         if len(cores) < self.size:
             raise UserError(
-                f"{self.name} runs in {self.size} processes, but the drafter's worker leaves them {len(cores)} processor cores: "
-                "give the drafter draft_cores=0 (all share all cores), or run on more cores."
+                f"{self.name} runs in {self.size} processes, but the drafter's worker leaves them "
+                f"{len(cores)} processor cores: give the drafter draft_cores=0 (all share all "
+                f"cores), or run on more cores."
             )
-        shares = [list(cores)[Shard(self._kind, rank, self.size).span(len(cores))] for rank in range(self.size)]
+        shares = [
+            list(cores)[Shard(self._kind, rank, self.size).span(len(cores))]
+            for rank in range(self.size)
+        ]
         self._bind(shares, min(self._usual_threads, *map(len, shares)))
         return shares[0]
 
@@ -159,7 +182,9 @@ def _close_after(process: "subprocess.Popen[bytes]", links: list[Link]) -> None:
 
 
 def _first_ended(processes: "Sequence[subprocess.Popen[bytes]]") -> int | None:
-    """Index of a process that ended within a moment; rather one that a signal ended, as that takes the others along."""
+    """Index of a process that ended within a moment; rather one that a signal ended, as that takes
+    the others along.
+    """
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
         time.sleep(0.05)
@@ -177,7 +202,12 @@ def _how(status: int) -> str:
     return f"was ended by {signal.Signals(-status).name}{hint}"
 
 
-def _end(pipes: list[Connection], processes: "list[subprocess.Popen[bytes]]", links: list[Link], meeting: str) -> None:
+def _end(
+    pipes: list[Connection],
+    processes: "list[subprocess.Popen[bytes]]",
+    links: list[Link],
+    meeting: str,
+) -> None:
     for pipe in pipes:
         pipe.close()  # an idle rank reads the end of its requests, and ends
     for link in links:

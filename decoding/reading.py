@@ -1,4 +1,6 @@
-"""What a round reads of the device: a rule's decision, and with it what the drafter asked for and whether the numbers are numbers."""
+"""What a round reads of the device: a rule's decision, and with it what the drafter asked for and
+whether the numbers are numbers.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +15,8 @@ from decoding.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The largest of some numbers: NaN where one of them is, infinite where one is plus infinity or all are minus infinity.
+    """The largest of some numbers: NaN where one of them is, infinite where one is plus infinity or
+    all are minus infinity.
 
     Minus infinity among others rules a token out, and is fine.
     """
@@ -26,8 +29,9 @@ class Watch:
         """Raise UserError for NaN and infinities."""
         if not math.isfinite(largest):
             raise UserError(
-                f"{self.whose} computes non-finite {self.what} (found {largest}), expected finite ones: its weights hold NaN or "
-                "infinity, or overflow in half precision. Copy the model's weights again, or take dtype=float32."
+                f"{self.whose} computes non-finite {self.what} (found {largest}), expected finite "
+                f"ones: its weights hold NaN or infinity, or overflow in half precision. Copy the "
+                f"model's weights again, or take dtype=float32."
             )
 
 
@@ -37,10 +41,14 @@ def watch(values: Tensor, whose: str, what: str) -> Watch:
 
 
 class Reading:
-    """`cuda.read` for one round: the first call brings some further tensors along, at no further wait."""
+    """`cuda.read` for one round: the first call brings some further tensors along, at no further
+    wait.
+    """
 
     def __init__(self, *along: Tensor, watched: Sequence[Watch] = ()) -> None:
-        """watched: refused with a UserError where they are NaN or infinite: here on a host that does not run ahead, else when they are read."""
+        """watched: refused with a UserError where they are NaN or infinite: here on a host that
+        does not run ahead, else when they are read.
+        """
         self._along, self._answers, self._watched = along, list[Any](), list[Watch]()
         for one in watched:
             if cuda.runs_ahead(one.largest.device):
@@ -59,7 +67,9 @@ class Reading:
         return found[: len(tensors)]
 
     def answers(self) -> list[Any]:
-        """What came along; read now where nothing was read before, which is no wait for a host that does not run ahead."""
+        """What came along; read now where nothing was read before, which is no wait for a host that
+        does not run ahead.
+        """
         if self._along or self._watched:
             self()
         return self._answers

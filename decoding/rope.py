@@ -1,7 +1,7 @@
 """Rotary position tables, plain and with Llama 3.1's frequency scaling.
 
-Source: RoFormer (arXiv 2104.09864), the rotate-half form of Hugging Face Llama; Llama 3.1 scaling as in
-`transformers.modeling_rope_utils`. Shapes: T positions, D head size.
+Source: RoFormer (arXiv 2104.09864), the rotate-half form of Hugging Face Llama; Llama 3.1 scaling
+as in `transformers.modeling_rope_utils`. Shapes: T positions, D head size.
 """
 
 import math
@@ -17,41 +17,51 @@ KINDS = ("default", "llama3")
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the rope fields of a config.json, from the `rope_parameters` of transformers 5 or the older two fields.
+    """Return the rope fields of a config.json, from the `rope_parameters` of transformers 5 or the
+    older two fields.
 
-    Raises UserError for a kind that this backend does not have, and for two fields that contradict each other.
+    Raises UserError for a kind that this backend does not have, and for two fields that contradict
+    each other.
     """
     given = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
     for key, rope in given.items():
         for name in ("rope_type", "type"):
             if name in rope and rope[name] not in KINDS:
                 raise UserError(
-                    f"config.json: {key}.{name} '{rope[name]}' is not known to the native backend, which has 'default' and "
-                    "'llama3'. Use backend=hf."
+                    f"config.json: {key}.{name} '{rope[name]}' is not known to the native backend, "
+                    f"which has 'default' and 'llama3'. Use backend=hf."
                 )
     first, *others = [_complete(rope, config) for rope in given.values()] or [_complete({}, config)]
-    # transformers reads rope_scaling alone where both are there, so neither can be preferred in silence.
+    # transformers reads rope_scaling alone where both are there, so neither can be preferred in
+    # silence.
     if others and others[0] != first:
         raise UserError(
-            f"config.json: rope_scaling is {shown(config['rope_scaling'])}, which contradicts rope_parameters "
-            f"({shown(config['rope_parameters'])}), expected the same rotary positions in both. Remove the field that the "
-            "model was not trained with."
+            f"config.json: rope_scaling is {shown(config['rope_scaling'])}, which contradicts "
+            f"rope_parameters ({shown(config['rope_parameters'])}), expected the same rotary "
+            f"positions in both. Remove the field that the model was not trained with."
         )
     return first
 
 
 def _complete(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return rope fields with their defaults, and the kind under its newer name alone."""
-    defaults = {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": rope.get("type", "default")}
+    defaults = {
+        "rope_theta": config.get("rope_theta", 10000.0),
+        "rope_type": rope.get("type", "default"),
+    }
     return defaults | {name: value for name, value in rope.items() if name != "type"}
 
 
 def inverse_frequencies(parameters: dict[str, Any], head_dim: int, max_positions: int) -> Tensor:
     """Angles per position step, (D / 2,), float32 as in the reference."""
-    frequencies = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    frequencies = 1.0 / (
+        parameters["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    )
     if parameters["rope_type"] == "default":
         return frequencies
-    factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (
+        float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor")
+    )
     old_context = float(parameters.get("original_max_position_embeddings", max_positions))
     wavelengths = 2 * math.pi / frequencies
     smooth = (old_context / wavelengths - low) / (high - low)
@@ -60,8 +70,12 @@ def inverse_frequencies(parameters: dict[str, Any], head_dim: int, max_positions
     return torch.where(wavelengths < old_context / high, frequencies, scaled)
 
 
-def rope_tables(frequencies: Tensor, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos_TD, sin_TD). The sign of rotate-half is folded into sin, so that x*cos + roll(x, D/2)*sin rotates x."""
+def rope_tables(
+    frequencies: Tensor, num_positions: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(cos_TD, sin_TD). The sign of rotate-half is folded into sin, so that x*cos + roll(x,
+    D/2)*sin rotates x.
+    """
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)

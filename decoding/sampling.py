@@ -1,7 +1,9 @@
-"""From logits to the probabilities that are sampled: temperature -> top-k -> top-p -> min-p -> softmax.
+"""From logits to the probabilities that are sampled: temperature -> top-k -> top-p -> min-p ->
+softmax.
 
-Row functions: each row of the last dimension is warped on its own. Ties are broken by token id (the lower one stays), so
-equal logits give equal choices on every device. A warper that is off costs nothing.
+Row functions: each row of the last dimension is warped on its own. Ties are broken by token id (the
+lower one stays), so equal logits give equal choices on every device. A warper that is off costs
+nothing.
 
 Shapes: R rows (any leading dimensions), V vocabulary.
 """
@@ -16,8 +18,10 @@ from torch import Tensor
 from decoding import cuda
 from decoding.values import check_values
 
-TRIES = 16  # draws for each of a node's children: one of them that has been drawn already counts once
-GUESSES = (128, 1024)  # survivors that partial sorts allow for, tried in turn before a full sort (40x the cost of 128)
+# draws for each of a node's children: one of them that has been drawn already counts once
+TRIES = 16
+# survivors that partial sorts allow for, tried in turn before a full sort (40x the cost of 128)
+GUESSES = (128, 1024)
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ class Warper:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def probs(self, logits_RV: Tensor) -> Tensor:
-        """Warped probabilities, (R, V), float32 or the float64 of the logits. Not for temperature 0."""
+        """Warped probabilities, (R, V), float32 or the float64 of the logits. Not for temperature
+        0.
+        """
         if not self.truncates:
             return self._tempered(logits_RV).softmax(-1)
         probs_RK, ids_RK = self.survivors(logits_RV)
@@ -51,10 +57,12 @@ class Warper:
         return dense_RV.scatter_(-1, ids_RK, probs_RK)
 
     def survivors(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """Warped probabilities and ids (R, K) of the tokens that stay, likeliest first; shorter rows are filled with 0.
+        """Warped probabilities and ids (R, K) of the tokens that stay, likeliest first; shorter
+        rows are filled with 0.
 
-        Every warper keeps a beginning of the row in the order (likelier first, then lower id). A partial sort finds it
-        unless it is long, or ends between equal logits, whose order a partial sort leaves open.
+        Every warper keeps a beginning of the row in the order (likelier first, then lower id). A
+        partial sort finds it unless it is long, or ends between equal logits, whose order a partial
+        sort leaves open.
         """
         logits_RV = self._tempered(logits_RV)
         V = logits_RV.shape[-1]
@@ -70,9 +78,11 @@ class Warper:
         return found
 
     def of_likeliest(self, logits_RK: Tensor) -> Tensor:
-        """Warped probabilities, in proportion, of the K highest logits of a row, highest first, as if there were no other tokens: in few
-        operations of fixed shape, for drafts, which need not say exactly what the target's warpers would leave. Of the token that brings the
-        sum to top_p only its share below top_p stays, and min_p takes its threshold off all that stay."""
+        """Warped probabilities, in proportion, of the K highest logits of a row, highest first, as
+        if there were no other tokens: in few operations of fixed shape, for drafts, which need not
+        say exactly what the target's warpers would leave. Of the token that brings the sum to top_p
+        only its share below top_p stays, and min_p takes its threshold off all that stay.
+        """
         if logits_RK.dtype != torch.float64:
             logits_RK = logits_RK.float()
         cut = cuts(self, logits_RK.shape[-1], logits_RK.dtype, logits_RK.device)
@@ -91,9 +101,12 @@ class Warper:
             return logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
         if logits_RV.dtype in (torch.float32, torch.float64):
             return logits_RV / self.temperature
-        return logits_RV / _single(self.temperature, logits_RV.device)  # which makes them float32 in the same operation
+        # which makes them float32 in the same operation
+        return logits_RV / _single(self.temperature, logits_RV.device)
 
-    def _beginning(self, logits_RV: Tensor, sorted_RK: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _beginning(
+        self, logits_RV: Tensor, sorted_RK: Tensor, ids_RK: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """`survivors` from the K highest logits, or None if K < V is too few to tell."""
         K, partial = sorted_RK.shape[-1], sorted_RK.shape[-1] < logits_RV.shape[-1]
         if 0 < self.top_k < K:
@@ -106,12 +119,17 @@ class Warper:
             reached_R1 = (probs_RK.cumsum(-1) < self.top_p).sum(-1, keepdim=True) + 1
             counts_R1 = torch.minimum(counts_R1, reached_R1)
         if self.min_p > 0:
-            counts_R1 = torch.minimum(counts_R1, (probs_RK >= self.min_p * probs_RK[..., :1]).sum(-1, keepdim=True))
-        ahead = cuda.runs_ahead(ids_RK.device)  # then rows of zeros cost less than asking how long the longest is
+            counts_R1 = torch.minimum(
+                counts_R1, (probs_RK >= self.min_p * probs_RK[..., :1]).sum(-1, keepdim=True)
+            )
+        # then rows of zeros cost less than asking how long the longest is
+        ahead = cuda.runs_ahead(ids_RK.device)
         longest = probs_RK.shape[-1] if ahead else int(counts_R1.max())
         if partial and longest >= K:
             return None
-        if partial and bool((sorted_RK.gather(-1, counts_R1) == sorted_RK.gather(-1, counts_R1 - 1)).any()):
+        if partial and bool(
+            (sorted_RK.gather(-1, counts_R1) == sorted_RK.gather(-1, counts_R1 - 1)).any()
+        ):
             return None
         probs_RK = probs_RK[..., :longest]
         if counts_R1.numel() > 1 or ahead:
@@ -142,16 +160,19 @@ def cuts(warper: Warper, count: int, dtype: torch.dtype, device: torch.device) -
 
 @lru_cache
 def _single(value: float, device: torch.device) -> Tensor:
-    """A float32 tensor of one element, which has a say in the dtype of results as a number has not."""
+    """A float32 tensor of one element, which has a say in the dtype of results as a
+    number has not.
+    """
     with torch.inference_mode(False):
         return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
 def draw(weights_RV: Tensor, uniforms_R: list[float]) -> Tensor:
-    """One token a row, (R,), from weights that need not sum to one, by inverting the cumulative sum.
+    """One token a row, (R,), from weights that need not sum to one, by inverting the cumulative
+    sum.
 
-    uniforms_R: numbers in [2^-53, 1 - 2^-53]. In float64 their product with the total stays below the total, so the
-    first sum above it belongs to a token of positive weight.
+    uniforms_R: numbers in [2^-53, 1 - 2^-53]. In float64 their product with the total stays below
+    the total, so the first sum above it belongs to a token of positive weight.
     """
     return draw_at(weights_RV, cuda.tensor(uniforms_R, weights_RV.device, torch.float64)[:, None])
 
@@ -168,11 +189,13 @@ def draw_from(cumulative_RV: Tensor, uniforms_R1: Tensor) -> Tensor:
 
 
 def draw_different(probs_BPV: Tensor, uniforms_BPM: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` different ones of M tokens that are drawn alike at each of P nodes: tokens and probabilities (B, P, count).
+    """The first `count` different ones of M tokens that are drawn alike at each of P nodes: tokens
+    and probabilities (B, P, count).
 
-    They are drawn without replacement in this order: the first draw that is none of those before it is one of q without them, however many
-    draws it took. Where M draws hold fewer different ones, the last places repeat some, with probability 0: nothing was drawn there. That
-    hangs on the ones before, and not on what a further draw would have been.
+    They are drawn without replacement in this order: the first draw that is none of those before it
+    is one of q without them, however many draws it took. Where M draws hold fewer different ones,
+    the last places repeat some, with probability 0: nothing was drawn there. That hangs on the ones
+    before, and not on what a further draw would have been.
     """
     ends_BPV = probs_BPV.cumsum(-1, dtype=torch.float64)
     tokens_BPM = torch.searchsorted(ends_BPV, uniforms_BPM * ends_BPV[..., -1:], right=True)
@@ -182,4 +205,6 @@ def draw_different(probs_BPV: Tensor, uniforms_BPM: Tensor, count: int) -> tuple
     places_M = torch.arange(M, device=again_BPM.device)
     order_BPK = (again_BPM * M + places_M).topk(count, largest=False).indices
     tokens_BPK = tokens_BPM.gather(-1, order_BPK)
-    return tokens_BPK, probs_BPV.gather(-1, tokens_BPK).masked_fill_(again_BPM.gather(-1, order_BPK), 0.0)
+    return tokens_BPK, probs_BPV.gather(-1, tokens_BPK).masked_fill_(
+        again_BPM.gather(-1, order_BPK), 0.0
+    )

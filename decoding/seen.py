@@ -25,7 +25,9 @@ class Seen:
     levels: int = 0  # that the model has run for
     siblings: int = 1  # children of every node that was expanded
 
-    def add(self, tokens_BP: Tensor, parents_BP: Tensor, scores_BP: Tensor, depths_BP: Tensor) -> None:
+    def add(
+        self, tokens_BP: Tensor, parents_BP: Tensor, scores_BP: Tensor, depths_BP: Tensor
+    ) -> None:
         """Append nodes."""
         self.tokens_BM = torch.cat((self.tokens_BM, tokens_BP), 1)
         self.parents_BM = torch.cat((self.parents_BM, parents_BP), 1)
@@ -40,10 +42,13 @@ class Seen:
 
     def down_to(self, depths_B: list[int]) -> Tensor:
         """Scores (B, M) of the nodes down to each row's depth; NONE for the others."""
-        return self.scores_BM.masked_fill(self.depths_BM > cuda.tensor(depths_B, self.scores_BM.device)[:, None], NONE)
+        return self.scores_BM.masked_fill(
+            self.depths_BM > cuda.tensor(depths_B, self.scores_BM.device)[:, None], NONE
+        )
 
     def kept(self, order_BM: Tensor, counts_B: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, parents and places here (B, `most`) of the first counts_B nodes of an order, as they were seen, and padding behind them.
+        """Tokens, parents and places here (B, `most`) of the first counts_B nodes of an order, as
+        they were seen, and padding behind them.
 
         A parent is to stand before its children in the order too, so that paths stay whole.
         """
@@ -55,7 +60,11 @@ class Seen:
         parents_BN = self.parents_BM.gather(1, kept_BN)
         placed_BN = place_BM.gather(1, parents_BN.clamp(min=0)).where(parents_BN >= 0, parents_BN)
         real_BN = keep_BM.gather(1, kept_BN)
-        return self.tokens_BM.gather(1, kept_BN) * real_BN, placed_BN.masked_fill(~real_BN, NO_NODE), kept_BN
+        return (
+            self.tokens_BM.gather(1, kept_BN) * real_BN,
+            placed_BN.masked_fill(~real_BN, NO_NODE),
+            kept_BN,
+        )
 
     def chances(self, width: int) -> Tensor:
         """Path probabilities (B, L, at most W = `width`) of the likeliest nodes of each level."""

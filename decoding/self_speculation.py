@@ -1,8 +1,11 @@
-"""The target drafts for itself with some of its attention and MLP sub-layers skipped, on its own cache.
+"""The target drafts for itself with some of its attention and MLP sub-layers skipped, on its own
+cache.
 
-Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168). No second model, no training, no memory: the draft reads the keys and values
-that the target committed in the layers it keeps, and writes its own behind them, where the target's next forward puts the right ones.
-Which sub-layers to skip is an artefact: `python -m distill.skip_search` finds a set for a target and writes it to skips.json.
+Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168). No second model, no training, no
+memory: the draft reads the keys and values that the target committed in the layers it keeps, and
+writes its own behind them, where the target's next forward puts the right ones. Which sub-layers to
+skip is an artefact: `python -m distill.skip_search` finds a set for a target and writes it to
+skips.json.
 
 Shapes: B rows.
 """
@@ -26,9 +29,11 @@ FILE = "skips.json"
 
 
 class SelfSpeculation(ChainDrafter):
-    """The target with skipped sub-layers. Hydra: `_target_: decoding.self_speculation.SelfSpeculation`.
+    """The target with skipped sub-layers. Hydra:
+    `_target_: decoding.self_speculation.SelfSpeculation`.
 
-    skips: a skips.json, or the folder it lies in; or give `attention` and `mlp`, the layers (from 0) whose sub-layer is skipped.
+    skips: a skips.json, or the folder it lies in; or give `attention` and `mlp`, the layers (from
+    0) whose sub-layer is skipped.
     """
 
     caps = Caps(shape="chain", has_q=True)
@@ -45,30 +50,36 @@ class SelfSpeculation(ChainDrafter):
         self.name = name
         self.num_layers = self.num_parameters = 0
         self._target: NativeTarget | None = None
-        self._view: NativeTarget | None = None  # kept from batch to batch, with what it has recorded
+        # kept from batch to batch, with what it has recorded
+        self._view: NativeTarget | None = None
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Take the target. Raises UserError for another backend than native, and for layers that it does not have."""
+        """Take the target. Raises UserError for another backend than native, and for layers that it
+        does not have.
+        """
         if not isinstance(target, NativeTarget):
             raise UserError(
-                f"drafter '{self.name}' runs the target's own layers, which the {target.backend} backend does not offer: "
-                "take target.backend=native and target.parallel=none."
+                f"drafter '{self.name}' runs the target's own layers, which the {target.backend} "
+                f"backend does not offer: take target.backend=native and target.parallel=none."
             )
         last = max([-1, *self.skips.attention, *self.skips.mlp])
         if last >= target.num_layers:
             raise UserError(
-                f"drafter '{self.name}' skips layer {last}, but '{target.name}' has layers 0 to {target.num_layers - 1}: "
-                "take the skips that were searched for this target."
+                f"drafter '{self.name}' skips layer {last}, but '{target.name}' has layers 0 to "
+                f"{target.num_layers - 1}: take the skips that were searched for this target."
             )
         if len(self.skips) == 0:
             raise UserError(
-                f"drafter '{self.name}' skips nothing: name sub-layers, or search for them with distill.skip_search."
+                f"drafter '{self.name}' skips nothing: name sub-layers, or search for them with "
+                f"distill.skip_search."
             )
         if target is not self._target:
             self._target, self._view = target, None
         self.num_layers = target.num_layers - len(self.skips) // 2
 
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
         """The target has read the prompts already."""
         assert self._target is not None, "prepare() comes before open()"
         self._capacity = capacity
@@ -108,19 +119,22 @@ class SelfSpeculation(ChainDrafter):
 
 def read_skips(path: str | Path) -> Skips:
     """The sub-layers named in a skips.json. Raises UserError for a file that is none."""
-    place = Path(normpath(path))  # a stage names its neighbour's folder by way of its own, which may not be there yet
+    # a stage names its neighbour's folder by way of its own, which may not be there yet
+    place = Path(normpath(path))
     file = place / FILE if place.is_dir() else place
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         return Skips(tuple(int(i) for i in found["attention"]), tuple(int(i) for i in found["mlp"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f'{file} holds no skip set ({error}); expected {{"attention": [layers], "mlp": [layers]}} as distill.skip_search writes it.'
+            f'{file} holds no skip set ({error}); expected {{"attention": [layers], "mlp": '
+            f"[layers]}} as distill.skip_search writes it."
         ) from error
 
 
 def write_skips(path: Path, skips: Skips, about: dict[str, object]) -> None:
     """Write a skip set with what is known of it."""
     path.write_text(
-        json.dumps({"attention": list(skips.attention), "mlp": list(skips.mlp), **about}, indent=1), encoding="utf-8"
+        json.dumps({"attention": list(skips.attention), "mlp": list(skips.mlp), **about}, indent=1),
+        encoding="utf-8",
     )

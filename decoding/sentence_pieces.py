@@ -1,13 +1,15 @@
-"""What SentencePiece makes of a text with a folder's tokenizer.model, and a fast tokenizer that does the same.
+"""What SentencePiece makes of a text with a folder's tokenizer.model, and a fast tokenizer that
+does the same.
 
-The reference is the released slow tokenizer, with which LLaMA, Vicuna and their kin were trained. It splits a text at its
-added tokens (`</s>` in a chat) and encodes what lies between them with SentencePiece. `legacy` in tokenizer_config.json
-decides about the blank that the model writes before a text:
+The reference is the released slow tokenizer, with which LLaMA, Vicuna and their kin were trained.
+It splits a text at its added tokens (`</s>` in a chat) and encodes what lies between them with
+SentencePiece. `legacy` in tokenizer_config.json decides about the blank that the model writes
+before a text:
 
-- true, and where it is absent (LLaMA, Vicuna 1.3): every part is a text of its own and gets a blank, so `</s>USER` has
-  the ids of `</s>` and ` USER`, and `</s> USER` has one blank more.
-- false (Llama 2, Vicuna 1.5): the whole text gets one blank, none where it begins with an added token; what follows an
-  added token is encoded as it is.
+- true, and where it is absent (LLaMA, Vicuna 1.3): every part is a text of its own and gets a
+  blank, so `</s>USER` has the ids of `</s>` and ` USER`, and `</s> USER` has one blank more.
+- false (Llama 2, Vicuna 1.5): the whole text gets one blank, none where it begins with an added
+  token; what follows an added token is encoded as it is.
 
 (transformers pull request 24565 introduced the flag.)
 """
@@ -22,16 +24,20 @@ from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 BLANK = "\u2581"  # what SentencePiece writes for a space
-NORMAL = 1  # the type of learned pieces in a model; control pieces, bytes and user-defined symbols have others
+# the type of learned pieces in a model; control pieces, bytes and user-defined symbols have others
+NORMAL = 1
 Added = Mapping[int, AddedToken]
 _ModelProto: Any = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]  # protobuf makes it at import
 
 
 class SentencePieces:
-    """The reference: a tokenizer.model, the tokens that a folder adds to it, and the folder's convention."""
+    """The reference: a tokenizer.model, the tokens that a folder adds to it, and the folder's
+    convention.
+    """
 
     def __init__(self, model: bytes, added: Added, legacy: bool, prefix: bool = True) -> None:
-        """Read a model. prefix: with legacy false, whether a text gets a blank (`add_prefix_space`).
+        """Read a model. prefix: with legacy false, whether a text gets a blank
+        (`add_prefix_space`).
 
         Raises ValueError for bytes that are no SentencePiece model.
         """
@@ -48,10 +54,14 @@ class SentencePieces:
             self._encoder = SentencePieceProcessor(model_proto=bare.SerializeToString())
         self._special = {i for i, token in added.items() if token.special}
         self._ids = {token.content: i for i, token in added.items()}
-        self._splits = re.compile("|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) or r"(?!)")
+        self._splits = re.compile(
+            "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) or r"(?!)"
+        )
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without those that a tokenizer may add at its beginning and end."""
+        """Return the ids of a text, without those that a tokenizer may add at its beginning and
+        end.
+        """
         if not self.legacy:
             text = text.replace(BLANK, " ")
             if self.blank_before_text and text and not self._splits.match(text):
@@ -68,12 +78,15 @@ class SentencePieces:
         """Return the ids of a text between added tokens."""
         if self.legacy or not text.startswith((BLANK, " ")):
             return list(self._encoder.encode(text))
-        # Without a blank of its own, SentencePiece may strip the leading ones, unless something precedes them.
+        # Without a blank of its own, SentencePiece may strip the leading ones, unless something
+        # precedes them.
         before = self.proto.trainer_spec.unk_piece
         return list(self._encoder.encode(before + text)[len(self._encoder.encode(before)) :])
 
     def vocabulary(self) -> dict[str, int]:
-        """Return the ids by token: the model's pieces, some of which a folder may have renamed, and the added tokens."""
+        """Return the ids by token: the model's pieces, some of which a folder may have renamed, and
+        the added tokens.
+        """
         pieces = {i: piece.piece for i, piece in enumerate(self.proto.pieces)}
         added = {i: token.content for i, token in self.added.items()}
         return {token: i for i, token in (pieces | added).items()}
@@ -84,27 +97,40 @@ class SentencePieces:
 
 
 def fast_twin(pieces: SentencePieces) -> Tokenizer:
-    """Return a tokenizer of the `tokenizers` library with the model's pieces, merged by the model's scores.
+    """Return a tokenizer of the `tokenizers` library with the model's pieces, merged by the model's
+    scores.
 
-    The caller compares it with the reference: a model with a normalization table, or that is no BPE, has no twin here.
-    Raises ValueError where the ids of added tokens leave gaps.
+    The caller compares it with the reference: a model with a normalization table, or that is no
+    BPE, has no twin here. Raises ValueError where the ids of added tokens leave gaps.
     """
     proto, spec = pieces.proto, pieces.proto.normalizer_spec
     vocabulary = {token: i for token, i in pieces.vocabulary().items() if i < len(proto.pieces)}
-    unknown = next((token for token, i in vocabulary.items() if i == proto.trainer_spec.unk_id), None)
+    unknown = next(
+        (token for token, i in vocabulary.items() if i == proto.trainer_spec.unk_id), None
+    )
     fallback = proto.trainer_spec.byte_fallback
     twin = Tokenizer(
-        models.BPE(vocabulary, _merges(pieces.model), unk_token=unknown, fuse_unk=True, byte_fallback=fallback)
+        models.BPE(
+            vocabulary,
+            _merges(pieces.model),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=fallback,
+        )
     )
     steps: list[Any] = [normalizers.Replace(" ", BLANK)]
     if pieces.blank_before_text and pieces.legacy:
         steps.insert(0, normalizers.Prepend(BLANK))
     if spec.remove_extra_whitespaces:
-        steps[:0] = [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps[:0] = [
+            normalizers.Replace(Regex(r"\A +| +\z"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
     twin.normalizer = normalizers.Sequence(steps)
     if pieces.blank_before_text and not pieces.legacy:
-        # Normalizers see one part at a time; only a pre-tokenizer knows which part begins the text. One Metaspace alone
-        # would add no blank to a text that begins with one, so a plain space is put first and then rewritten.
+        # Normalizers see one part at a time; only a pre-tokenizer knows which part begins the text.
+        # One Metaspace alone would add no blank to a text that begins with one, so a plain space is
+        # put first and then rewritten.
         twin.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False),
@@ -121,10 +147,12 @@ def fast_twin(pieces: SentencePieces) -> Tokenizer:
 
 @lru_cache(maxsize=4)
 def _merges(model: bytes) -> list[tuple[str, str]]:
-    """Return every split of a learned piece into two, in the order in which SentencePiece would merge them.
+    """Return every split of a learned piece into two, in the order in which SentencePiece would
+    merge them.
 
-    SentencePiece merges the pair whose piece scores highest, the leftmost of equals. Pieces of blanks share one score in
-    LLaMA's model, so that runs of blanks grow from the left: of equals, the pair with the longer left side comes first.
+    SentencePiece merges the pair whose piece scores highest, the leftmost of equals. Pieces of
+    blanks share one score in LLaMA's model, so that runs of blanks grow from the left: of equals,
+    the pair with the longer left side comes first.
     """
     pieces = _ModelProto.FromString(model).pieces
     scores = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
@@ -139,7 +167,9 @@ def _merges(model: bytes) -> list[tuple[str, str]]:
 
 
 def _add_tokens(twin: Tokenizer, added: Added) -> None:
-    """Add tokens under their ids; as with the slow tokenizer, they are found in the text as it was typed."""
+    """Add tokens under their ids; as with the slow tokenizer, they are found in the text as it was
+    typed.
+    """
     for i, token in sorted(added.items()):
         kept = AddedToken(
             token.content,
@@ -151,4 +181,7 @@ def _add_tokens(twin: Tokenizer, added: Added) -> None:
         )
         twin.add_special_tokens([kept]) if token.special else twin.add_tokens([kept])
         if twin.token_to_id(token.content) != i:
-            raise ValueError(f"added token {token.content!r} has id {i}, expected {twin.token_to_id(token.content)}")
+            raise ValueError(
+                f"added token {token.content!r} has id {i}, expected "
+                f"{twin.token_to_id(token.content)}"
+            )

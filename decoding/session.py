@@ -1,8 +1,10 @@
-"""Rows that go on from turn to turn, so that only what is new is read: one row with all its caches, or many conversations in batches.
+"""Rows that go on from turn to turn, so that only what is new is read: one row with all its caches,
+or many conversations in batches.
 
-Every turn is given the whole text so far. What its beginning shares with the tokens in the cache stays there; the cache is rolled back to that
-and the rest is read. So a turn's tokens are those of a fresh decode over the whole text, whatever was edited, left out or rendered
-differently since, and what they cost is what is new.
+Every turn is given the whole text so far. What its beginning shares with the tokens in the cache
+stays there; the cache is rolled back to that and the rest is read. So a turn's tokens are those of
+a fresh decode over the whole text, whatever was edited, left out or rendered differently since, and
+what they cost is what is new.
 
 Shapes: B rows (one of a `Session`), N new tokens, C hidden size.
 """
@@ -25,9 +27,11 @@ from decoding.verify import at_nodes
 
 
 class Session:
-    """A row over several turns. Where another call has used the target or the drafter since the last turn, the next one reads the whole text anew.
+    """A row over several turns. Where another call has used the target or the drafter since the
+    last turn, the next one reads the whole text anew.
 
-    The cache takes the target's whole context from the first turn on; `load_target(max_length=...)` makes it shorter.
+    The cache takes the target's whole context from the first turn on; `load_target(max_length=...)`
+    makes it shorter.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, settings: Settings) -> None:
@@ -36,8 +40,10 @@ class Session:
         self.target, self.drafter, self.settings = target, drafter, settings
         width = drafter.width(settings.num_draft_tokens) if drafter is not None else 0
         self.capacity = target.max_length + width + 1  # the last round is padded past the context
-        self._sequence: list[int] | None = None  # of the last turn; the target's cache holds its beginning
-        self._drafted: list[int] | None = None  # what the drafter holds at most; None: nothing, it was never opened
+        # of the last turn; the target's cache holds its beginning
+        self._sequence: list[int] | None = None
+        # what the drafter holds at most; None: nothing, it was never opened
+        self._drafted: list[int] | None = None
         self._drafts = False  # whether the last turn is drafted
         self._claim = Claim(target, drafter)  # the last turn's
 
@@ -51,20 +57,32 @@ class Session:
         request_id: int = 0,
         on_tokens: OnTokens | None = None,
     ) -> Batch:
-        """The turn's batch after its prefill; call `round` under torch.inference_mode while it has `rows`, or stop between two rounds.
+        """The turn's batch after its prefill; call `round` under torch.inference_mode while it has
+        `rows`, or stop between two rounds.
 
-        prompt: the whole text so far. drafted=False decodes autoregressively in the same cache. max_new_tokens, where not the settings'.
-        Raises UserError for an empty prompt, or one that fills the target's context; the caches then are as they were. A batch of an earlier
-        turn cannot continue afterwards.
+        prompt: the whole text so far. drafted=False decodes autoregressively in the same cache.
+        max_new_tokens, where not the settings'. Raises UserError for an empty prompt, or one that
+        fills the target's context; the caches then are as they were. A batch of an earlier turn
+        cannot continue afterwards.
         """
-        settings = self.settings if max_new_tokens is None else replace(self.settings, max_new_tokens=max_new_tokens)
+        settings = (
+            self.settings
+            if max_new_tokens is None
+            else replace(self.settings, max_new_tokens=max_new_tokens)
+        )
         drafter = self.drafter if drafted else None
         claim = Claim(self.target, self.drafter)
         with claim:
             if not self._claim.holds:
                 self._sequence = self._drafted = None
             batch = unread(
-                self.target, drafter, [prompt], settings, request_ids=[request_id], on_tokens=on_tokens, claim=claim
+                self.target,
+                drafter,
+                [prompt],
+                settings,
+                request_ids=[request_id],
+                on_tokens=on_tokens,
+                claim=claim,
             )
             self._claim = claim
             self._read(batch, prompt, drafter)
@@ -76,7 +94,8 @@ class Session:
         began = perf_counter()
         kept = self._kept(prompt, drafter)
         self.target.truncate([kept])
-        # From here on the cache holds a beginning of this text, wherever a signal ends what follows.
+        # From here on the cache holds a beginning of this text, wherever a signal ends what
+        # follows.
         self._sequence, self._drafts = row.sequence, False
         wants_hidden = drafter is not None and drafter.caps.needs_hidden
         hidden_BNC = prefill(self.target, [prompt[kept:-1]], wants_hidden)
@@ -86,7 +105,9 @@ class Session:
         row.generation.prefill_seconds = perf_counter() - began
 
     def _kept(self, prompt: Sequence[int], drafter: Drafter | None) -> int:
-        """Tokens of the prompt whose keys and values stand in the target's cache; opens it at the first turn."""
+        """Tokens of the prompt whose keys and values stand in the target's cache; opens it at the
+        first turn.
+        """
         if self._sequence is None:
             self.target.open(1, self.capacity)
             return 0
@@ -95,7 +116,8 @@ class Session:
             self._drafted = held  # the drafter kept what the target kept
         kept = shared(held, prompt)
         if drafter is not None and drafter.caps.needs_hidden:
-            # The state before the tip comes out of a forward; a drafter that was never opened wants those of the whole prompt.
+            # The state before the tip comes out of a forward; a drafter that was never opened wants
+            # those of the whole prompt.
             kept = 0 if self._drafted is None else max(0, min(kept, len(prompt) - 2))
         return kept
 
@@ -111,11 +133,14 @@ class Session:
 
 
 class Turns:
-    """Conversations that are answered in batches, a batch taking one turn of each: what a turn left in the target's cache is there for the next.
+    """Conversations that are answered in batches, a batch taking one turn of each: what a turn left
+    in the target's cache is there for the next.
 
-    Rows end at different times and batches differ, so a row's keys and values are copied out when it ends and copied in when its conversation goes
-    on: as much memory again, beside the cache, as the batch has committed. The drafter reads every prompt anew. For one that wants the target's
-    hidden states of whole prompts (`caps.last_hidden` is false) the target reads anew as well.
+    Rows end at different times and batches differ, so a row's keys and values are copied out when
+    it ends and copied in when its conversation goes
+    on: as much memory again, beside the cache, as the batch has committed. The drafter reads every
+    prompt anew. For one that wants the target's hidden states of whole prompts (`caps.last_hidden`
+    is false) the target reads anew as well.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
@@ -139,10 +164,12 @@ class Turns:
         *,
         request_ids: Sequence[int] | None = None,
     ) -> list[Generation]:
-        """Continue every prompt as `decoding.loop.decode` does; those of conversations in the last batch read what is new alone.
+        """Continue every prompt as `decoding.loop.decode` does; those of conversations in the last
+        batch read what is new alone.
 
-        names: the prompts' conversations, no two alike. prompts: the whole texts so far. last: whether a conversation ends with this turn, so that
-        nothing of it is kept. Raises UserError as `decode` does, and for an overlapped schedule.
+        names: the prompts' conversations, no two alike. prompts: the whole texts so far. last:
+        whether a conversation ends with this turn, so that nothing of it is kept. Raises UserError
+        as `decode` does, and for an overlapped schedule.
         """
         _check_serial(settings)
         with Claim(self.target, self.drafter):  # other threads wait for the whole batch
@@ -152,7 +179,9 @@ class Turns:
             self._claim = batch.claim
             return self._run(batch, names, last)
 
-    def _run(self, batch: Batch, names: Sequence[Hashable], last: Sequence[bool]) -> list[Generation]:
+    def _run(
+        self, batch: Batch, names: Sequence[Hashable], last: Sequence[bool]
+    ) -> list[Generation]:
         """Decode the batch, and keep what its conversations need next."""
         generations = [row.generation for row in batch.rows]
         self._open(batch, names)
@@ -171,16 +200,26 @@ class Turns:
     def _open(self, batch: Batch, names: Sequence[Hashable]) -> None:
         """As `Batch.open`, but for what is kept of the last batch, which is then forgotten."""
         began = perf_counter()
-        drafter, wants_hidden = self.drafter, self.drafter is not None and self.drafter.caps.needs_hidden
+        drafter, wants_hidden = (
+            self.drafter,
+            self.drafter is not None and self.drafter.caps.needs_hidden,
+        )
         wants_all = drafter is not None and wants_hidden and not drafter.caps.last_hidden
         prompts_B = [row.sequence for row in batch.rows]
         held_B = [(0, []) if wants_all else self._held.get(name, (0, [])) for name in names]
         kept_B = [shared(held, prompt) for (_, held), prompt in zip(held_B, prompts_B, strict=True)]
         if wants_hidden:  # the last state comes out of a forward
-            kept_B = [max(0, min(kept, len(prompt) - 2)) for kept, prompt in zip(kept_B, prompts_B, strict=True)]
+            kept_B = [
+                max(0, min(kept, len(prompt) - 2))
+                for kept, prompt in zip(kept_B, prompts_B, strict=True)
+            ]
         new_B = [prompt[kept:-1] for kept, prompt in zip(kept_B, prompts_B, strict=True)]
-        # Rows near their limit are padded past it, and short ones beside a long new part past its end.
-        capacity = max(max(row.limit for row in batch.rows) + batch.width() + 1, max(kept_B) + max(map(len, new_B)))
+        # Rows near their limit are padded past it, and short ones beside a long new part past its
+        # end.
+        capacity = max(
+            max(row.limit for row in batch.rows) + batch.width() + 1,
+            max(kept_B) + max(map(len, new_B)),
+        )
         self.target.open(len(prompts_B), capacity)
         for place, ((name, _), kept) in enumerate(zip(held_B, kept_B, strict=True)):
             if kept:
@@ -199,11 +238,14 @@ class Turns:
 def _check_serial(settings: Settings) -> None:
     if settings.schedule != "serial":
         raise UserError(
-            f"a conversation runs schedule=serial, found '{settings.schedule}', whose lanes run ahead of the text."
+            f"a conversation runs schedule=serial, found '{settings.schedule}', whose lanes run "
+            f"ahead of the text."
         )
 
 
 def shared(held: Sequence[int], prompt: Sequence[int]) -> int:
-    """Leading tokens that `held` and the prompt have in common, the prompt's last one not counted: no cache holds the tip."""
+    """Leading tokens that `held` and the prompt have in common, the prompt's last one not counted:
+    no cache holds the tip.
+    """
     longest = min(len(held), len(prompt) - 1)
     return next((i for i in range(longest) if held[i] != prompt[i]), longest)

@@ -1,4 +1,6 @@
-"""`Settings`: how to decode. Every field is checked when one is made; what depends on the target or the drafter, when a decode begins."""
+"""`Settings`: how to decode. Every field is checked when one is made; what depends on the target or
+the drafter, when a decode begins.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,17 +27,22 @@ class Settings:
     top_p: float = 1.0
     min_p: float = 0.0
     num_draft_tokens: int = 4  # gamma: drafted tokens a round along a chain
-    verify: str = "token"  # "token", "block" or "coupled"; at temperature 0 verification is greedy, whatever the rule
+    # "token", "block" or "coupled"; at temperature 0 verification is greedy, whatever the rule
+    verify: str = "token"
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    # A name of decoding.policies.NAMES: when to end a draft before num_draft_tokens. None: with `costs`, the drafter's usual policy
-    # (decoding.schedules.usual_stopping); without, "fixed".
+    # A name of decoding.policies.NAMES: when to end a draft before num_draft_tokens. None: with
+    # `costs`, the drafter's usual policy (decoding.schedules.usual_stopping); without, "fixed".
     stopping: str | None = None
-    stopping_threshold: float | None = None  # of the policies that have one; None takes the policy's own
+    # of the policies that have one; None takes the policy's own
+    stopping_threshold: float | None = None
     schedule: str = "serial"  # or decoding.schedules.SCHEDULES: draft and verify at the same time
-    costs: RoundCosts | None = None  # measured, for stopping="cost_ratio" and for what weighs its proposals or chunks
-    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of the text's tokens; 1 is off
-    # Text so far, as ids -> ids that may follow; None: all of them. It is asked on the host: on a card every drafted token is waited for.
+    # measured, for stopping="cost_ratio" and for what weighs its proposals or chunks
+    costs: RoundCosts | None = None
+    # divides positive and multiplies negative logits of the text's tokens; 1 is off
+    repetition_penalty: float = 1.0
+    # Text so far, as ids -> ids that may follow; None: all of them. It is asked on the host: on a
+    # card every drafted token is waited for.
     allowed: Allowed | None = None
     stop_strings: tuple[str, ...] = ()  # a row ends with the token that completes one of them
     text_of: Callable[[Sequence[int]], str] | None = None  # ids -> text, for stop_strings
@@ -49,12 +56,15 @@ class Settings:
         if self.stopping is not None:
             check_choice("stopping", self.stopping, NAMES)
         if not isinstance(self.schedule, str):
-            raise UserError(f"schedule is {shown(self.schedule)}, expected a text such as 'serial'.")
+            raise UserError(
+                f"schedule is {shown(self.schedule)}, expected a text such as 'serial'."
+            )
         if self.costs is not None and not isinstance(self.costs, RoundCosts):
             raise UserError(f"costs is {shown(self.costs)}, expected measured RoundCosts, or None.")
         if self.stop_strings and self.text_of is None:
             raise UserError(
-                "stop_strings needs text_of, the function from token ids to text (decoding.generate has it)."
+                "stop_strings needs text_of, the function from token ids to text "
+                "(decoding.generate has it)."
             )
 
     @property

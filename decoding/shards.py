@@ -1,9 +1,12 @@
-"""Which part of a model each rank of a parallel target holds, and how it reads that part and no other from the disk.
+"""Which part of a model each rank of a parallel target holds, and how it reads that part and no
+other from the disk.
 
-*tp* cuts every layer (Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3): a rank has its own attention heads and its own
-columns of the MLP, and the parts of the two output products are summed. The embedding is whole on every rank, as looking up a row costs
-nothing; the head is cut by vocabulary rows, as it is the largest product of a model (a quarter of a small one). *layers* gives each rank
-a run of layers; the first rank has the embedding, the final norm and the head too, so only hidden states travel.
+*tp* cuts every layer (Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3): a rank has
+its own attention heads and its own columns of the MLP, and the parts of the two output products are
+summed. The embedding is whole on every rank, as looking up a row costs nothing; the head is cut by
+vocabulary rows, as it is the largest product of a model (a quarter of a small one). *layers* gives
+each rank a run of layers; the first rank has the embedding, the final norm and the head too, so
+only hidden states travel.
 
 Shapes: V vocabulary, C hidden size.
 """
@@ -41,26 +44,41 @@ class Shard:
 
 
 def check_divisible(config: NativeConfig, kind: str, size: int, where: str) -> None:
-    """Raise UserError for a model that cannot be cut into `size` parts. where: what the message starts with."""
+    """Raise UserError for a model that cannot be cut into `size` parts. where: what the message
+    starts with.
+    """
     if kind == "layers":
         if config.num_layers < size:
-            raise UserError(f"{where}: has {config.num_layers} layers, too few for {size} processes with a layer each.")
+            raise UserError(
+                f"{where}: has {config.num_layers} layers, too few for {size} processes with a "
+                f"layer each."
+            )
         return
-    for what, count in (("attention heads", config.num_heads), ("key/value heads", config.num_kv_heads)):
+    for what, count in (
+        ("attention heads", config.num_heads),
+        ("key/value heads", config.num_kv_heads),
+    ):
         if count % size:
             fitting = [
-                n for n in range(2, config.num_kv_heads + 1) if not (config.num_heads % n or config.num_kv_heads % n)
+                n
+                for n in range(2, config.num_kv_heads + 1)
+                if not (config.num_heads % n or config.num_kv_heads % n)
             ]
             advice = f"take {' or '.join(map(str, fitting))} processes, or" if fitting else "take"
             raise UserError(
-                f"{where}: {count} {what} cannot be split evenly over {size} processes: {advice} parallel=layers."
+                f"{where}: {count} {what} cannot be split evenly over {size} processes: {advice} "
+                f"parallel=layers."
             )
 
 
 def layer_span(config: NativeConfig, shard: Shard) -> range:
-    """The layers of a rank in `layers`: even by parameters, the first rank's embedding and head counted."""
+    """The layers of a rank in `layers`: even by parameters, the first rank's embedding and head
+    counted.
+    """
     C, D = config.hidden_size, config.head_dim
-    a_layer = C * D * 2 * (config.num_heads + config.num_kv_heads) + 3 * C * config.intermediate_size
+    a_layer = (
+        C * D * 2 * (config.num_heads + config.num_kv_heads) + 3 * C * config.intermediate_size
+    )
     ends = config.vocab_size * C * (1 if config.tied else 2) / a_layer  # in layers
     others = shard.size - 1
     first = round((config.num_layers + ends) / shard.size - ends)
@@ -85,7 +103,9 @@ def local_config(config: NativeConfig, shard: Shard) -> NativeConfig:
     )
 
 
-def cut(name: str, shape: list[int], config: NativeConfig, shard: Shard) -> tuple[slice, ...] | None:
+def cut(
+    name: str, shape: list[int], config: NativeConfig, shard: Shard
+) -> tuple[slice, ...] | None:
     """What of a tensor a rank holds, as an index; None: nothing."""
     everything = (slice(None),) * len(shape)
     layer = _LAYER.fullmatch(name)
@@ -103,8 +123,11 @@ def cut(name: str, shape: list[int], config: NativeConfig, shard: Shard) -> tupl
     return everything
 
 
-def read_shard(folder: str | Path, config: NativeConfig, shard: Shard) -> tuple[dict[str, Tensor], int]:
-    """(a rank's tensors, named as those of a model of `local_config`; parameters of the whole model).
+def read_shard(
+    folder: str | Path, config: NativeConfig, shard: Shard
+) -> tuple[dict[str, Tensor], int]:
+    """(a rank's tensors, named as those of a model of `local_config`; parameters of the whole
+    model).
 
     Raises UserError for a damaged folder.
     """
@@ -112,7 +135,11 @@ def read_shard(folder: str | Path, config: NativeConfig, shard: Shard) -> tuple[
 
     def taken(name: str, shape: list[int]) -> tuple[slice, ...] | None:
         nonlocal parameters
-        if _LAYER.fullmatch(name) or name in (EMBEDDING, NORM) or (name == HEAD and not config.tied):
+        if (
+            _LAYER.fullmatch(name)
+            or name in (EMBEDDING, NORM)
+            or (name == HEAD and not config.tied)
+        ):
             parameters += prod(shape)
         return cut(name, shape, config, shard)
 

@@ -1,7 +1,8 @@
 """Who may use a target and its drafter: their caches hold the text of one call.
 
-A call that runs to its end keeps the models locked, so calls from several threads queue. A stream keeps them locked for each round alone: waiting
-for its reader could last for ever, and in one thread it would. So the next call may overtake it, and the stream's next round then finds that its
+A call that runs to its end keeps the models locked, so calls from several threads queue. A stream
+keeps them locked for each round alone: waiting for its reader could last for ever, and in one
+thread it would. So the next call may overtake it, and the stream's next round then finds that its
 claim was taken and raises an error rather than continue another call's text.
 """
 
@@ -22,13 +23,16 @@ _guard = threading.Lock()
 
 
 class Claim:
-    """The caches of some models, from `take` until another claim takes one of them. Inside `with`, no other thread uses them."""
+    """The caches of some models, from `take` until another claim takes one of them. Inside `with`,
+    no other thread uses them.
+    """
 
     def __init__(self, *models: object | None) -> None:
         """models: None among them means no drafter."""
         with _guard:
             uses = {_uses.setdefault(model, _Use()) for model in models if model is not None}
-        self._uses = sorted(uses, key=id)  # every claim locks in the same order, so that no two wait for each other
+        # every claim locks in the same order, so that no two wait for each other
+        self._uses = sorted(uses, key=id)
 
     def take(self) -> None:
         """From here on the caches are this claim's. Call it inside `with`."""

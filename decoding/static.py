@@ -1,12 +1,15 @@
-"""A forward of the native target that a CUDA graph can hold: fixed shapes, fixed buffers, nothing asked of the host.
+"""A forward of the native target that a CUDA graph can hold: fixed shapes, fixed buffers, nothing
+asked of the host.
 
-The eager twin is `NativeTarget.features`. There, the host knows the rows' lengths and cuts the cache and the mask to them; here lengths are
-a tensor, the keys of a whole *bucket* of the cache are read, and a mask made on the device hides what lies past each row's length.
-Buckets grow by a quarter or less, so that short contexts do not pay for long ones. One step is recorded for every (rows, tokens, chain or
-tree, bucket) on first use and replayed from then on. On a CPU the same body runs unrecorded: so the tests compare it with its twin.
+The eager twin is `NativeTarget.features`. There, the host knows the rows' lengths and cuts the
+cache and the mask to them; here lengths are a tensor, the keys of a whole *bucket* of the cache are
+read, and a mask made on the device hides what lies past each row's length. Buckets grow by a
+quarter or less, so that short contexts do not pay for long ones. One step is recorded for every
+(rows, tokens, chain or tree, bucket) on first use and replayed from then on. On a CPU the same body
+runs unrecorded: so the tests compare it with its twin.
 
-Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q / H, D head size, T slots of a bucket,
-S slots of the cache, L layers.
+Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q /
+H, D head size, T slots of a bucket, S slots of the cache, L layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +27,9 @@ from decoding.weights import Layer, NativeConfig, Weights
 
 SMALLEST_BUCKET = 512  # slots; then four buckets to each doubling: 640, 768, 896, 1024, 1280 ...
 SLOT_MULTIPLE = 64  # slots of a cache come in multiples of it
-WIDEST = 512  # new tokens of a recorded step: wide beams are 257 and more; what is wider still waits for its products, not for launches
+# new tokens of a recorded step: wide beams are 257 and more; what is wider still waits for its
+# products, not for launches
+WIDEST = 512
 
 
 def bucket(slots: int, most: int) -> int:
@@ -45,12 +50,20 @@ class Output:
 
 
 class StaticForward:
-    """The recorded steps of one target. Steps hold addresses, so a new cache (`bind`) drops them all."""
+    """The recorded steps of one target. Steps hold addresses, so a new cache (`bind`) drops them
+    all.
+    """
 
-    def __init__(self, weights: Weights, layers: Sequence[tuple[int, Layer, bool, bool]], compiled: bool) -> None:
-        """layers: (index in the cache, weights, whether its attention runs, whether its MLP runs)."""
+    def __init__(
+        self, weights: Weights, layers: Sequence[tuple[int, Layer, bool, bool]], compiled: bool
+    ) -> None:
+        """layers: (index in the cache, weights, whether its attention runs, whether its
+        MLP runs).
+        """
         self.weights, self.layers, self.device = weights, layers, weights.device
-        self.layer: Callable[..., Tensor] = cuda.compiled(decoder_layer, self.device) if compiled else decoder_layer
+        self.layer: Callable[..., Tensor] = (
+            cuda.compiled(decoder_layer, self.device) if compiled else decoder_layer
+        )
         self._steps: dict[tuple[Any, ...], _Step] = {}
 
     def bind(self, cache_L2BHSD: Tensor, rope: tuple[Tensor, Tensor]) -> None:
@@ -62,9 +75,15 @@ class StaticForward:
         self._memory = cuda.pool(self.device)
 
     def __call__(
-        self, tokens_BN: Tensor, parents_BN: Tensor | None, lengths_B: Sequence[int], taps: tuple[int, ...]
+        self,
+        tokens_BN: Tensor,
+        parents_BN: Tensor | None,
+        lengths_B: Sequence[int],
+        taps: tuple[int, ...],
     ) -> Output:
-        """Logits and hidden states of new tokens after `lengths_B` committed ones; fresh tensors."""
+        """Logits and hidden states of new tokens after `lengths_B` committed ones;
+        fresh tensors.
+        """
         B, N = tokens_BN.shape
         T = bucket(max(lengths_B) + N, self.cache_L2BHSD.shape[4])
         key = (B, N, T, parents_BN is not None, taps)
@@ -75,7 +94,11 @@ class StaticForward:
         if step.run is None:
             step.run = cuda.capture(step.body, self.device, self._memory)
         out = step.run()
-        return Output(out.logits_BNV.clone(), out.hidden_BNC.clone(), {i: x.clone() for i, x in out.tapped.items()})
+        return Output(
+            out.logits_BNV.clone(),
+            out.hidden_BNC.clone(),
+            {i: x.clone() for i, x in out.tapped.items()},
+        )
 
 
 class _Step:
@@ -83,7 +106,9 @@ class _Step:
 
     run: Callable[[], Output] | None = None
 
-    def __init__(self, owner: StaticForward, rows: int, tokens: int, slots: int, taps: tuple[int, ...]) -> None:
+    def __init__(
+        self, owner: StaticForward, rows: int, tokens: int, slots: int, taps: tuple[int, ...]
+    ) -> None:
         self.owner, self.taps, self.slots = owner, taps, slots
         device, dtype = owner.device, owner.weights.dtype
         with torch.inference_mode(False):
@@ -118,7 +143,17 @@ class _Step:
         for index, (cached, layer, attends, feeds) in enumerate(owner.layers):
             cache_2BHSD = owner.cache_L2BHSD[cached, :, :rows]
             x_BNC = owner.layer(
-                config, layer, x_BNC, cache_2BHSD, self.rows_B1, slots_BN, cos, sin, mask, attends, feeds
+                config,
+                layer,
+                x_BNC,
+                cache_2BHSD,
+                self.rows_B1,
+                slots_BN,
+                cos,
+                sin,
+                mask,
+                attends,
+                feeds,
             )
             if index in self.taps:
                 tapped[index] = x_BNC
@@ -126,7 +161,9 @@ class _Step:
         return Output(owner.weights.head(hidden_BNC), hidden_BNC, tapped)
 
     def _where(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(slots_BN written, rope positions_BN, additive mask (B, 1, G * N, T)) from the buffers, on the device."""
+        """(slots_BN written, rope positions_BN, additive mask (B, 1, G * N, T)) from the buffers,
+        on the device.
+        """
         config = self.owner.weights.config
         slots_BN = self.lengths_B[:, None] + self.offsets_N
         if self.parents_BN is None:
@@ -156,13 +193,17 @@ def decoder_layer(
     attends: bool,
     feeds: bool,
 ) -> Tensor:
-    """One decoder layer on static shapes: x_BNC after it; keys and values go to `slots_BN` of `cache_2BHSD`.
+    """One decoder layer on static shapes: x_BNC after it; keys and values go to `slots_BN` of
+    `cache_2BHSD`.
 
-    cos, sin: (B, N, 1, D). mask: (B, 1, G * N, T) over the first T slots. All layers of a model share one compiled form.
+    cos, sin: (B, N, 1, D). mask: (B, 1, G * N, T) over the first T slots. All layers of a model
+    share one compiled form.
     """
     if attends:
         normed_BNC = rms_norm(x_BNC, layer.attention_norm_C, config.norm_eps)
-        x_BNC = x_BNC + _attention(config, layer, normed_BNC, cache_2BHSD, rows_B1, slots_BN, cos, sin, mask)
+        x_BNC = x_BNC + _attention(
+            config, layer, normed_BNC, cache_2BHSD, rows_B1, slots_BN, cos, sin, mask
+        )
     if feeds:
         gate, up = layer.gate_up(rms_norm(x_BNC, layer.mlp_norm_C, config.norm_eps)).chunk(2, -1)
         x_BNC = x_BNC + layer.down(F.silu(gate) * up)

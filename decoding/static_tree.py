@@ -1,7 +1,9 @@
-"""Draft trees of the same shape every round, as Medusa's (Cai et al. 2024, arXiv 2401.10774, section 2.3.3): a node is a path of ranks.
+"""Draft trees of the same shape every round, as Medusa's (Cai et al. 2024, arXiv 2401.10774,
+section 2.3.3): a node is a path of ranks.
 
-Children are drawn where tokens are sampled (decoding/draws.py; a shape that is fixed asks nothing of them), or the model's best tokens: see
-decoding/trees.py, which also says why the model runs over its whole tree again at each level.
+Children are drawn where tokens are sampled (decoding/draws.py; a shape that is fixed asks nothing
+of them), or the model's best tokens: see decoding/trees.py, which also says why the model runs over
+its whole tree again at each level.
 
 Shapes: B rows, P nodes of the deepest level, K children of a node, N nodes, V vocabulary.
 """
@@ -24,8 +26,9 @@ from decoding.stopping import Stopping
 class StaticTree(ChainDrafter):
     """A tree of fixed shape. Hydra: `_target_: decoding.static_tree.StaticTree`.
 
-    choices: nodes as paths of ranks, such as [0], [0, 0], [1]: the best token, the best one after it, the second best token; drawn, the first
-    token and so on. A path's beginnings are added where they are missing. The draft length cuts the depth. draws: `drawn` or `picked`. The other
+    choices: nodes as paths of ranks, such as [0], [0, 0], [1]: the best token, the best one after
+    it, the second best token; drawn, the first token and so on. A path's beginnings are added where
+    they are missing. The draft length cuts the depth. draws: `drawn` or `picked`. The other
     arguments are ChainDrafter's.
     """
 
@@ -33,18 +36,26 @@ class StaticTree(ChainDrafter):
     DEFAULT = ((0, 0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 2), (1, 1), (2, 0), (3,))
 
     def __init__(
-        self, *arguments: Any, choices: Sequence[Sequence[int]] = DEFAULT, draws: str = "drawn", **named: Any
+        self,
+        *arguments: Any,
+        choices: Sequence[Sequence[int]] = DEFAULT,
+        draws: str = "drawn",
+        **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
         self.draws = check_kind(draws, self.name)
         self.caps = Caps(shape="tree", has_q=draws == "drawn")
         paths = {tuple(path[:end]) for path in choices for end in range(1, len(path) + 1)}
         if not paths or min(min(path) for path in paths) < 0:
-            raise UserError(f"choices is {list(choices)}, expected paths of ranks from 0 up, such as [[0, 0], [1]].")
+            raise UserError(
+                f"choices is {list(choices)}, expected paths of ranks from 0 up, such as [[0, 0], "
+                f"[1]]."
+            )
         self.paths = sorted(paths, key=lambda path: (len(path), path))
         self._index = {path: n for n, path in enumerate(self.paths)}
         parents = [path[:-1] for path in self.paths]
-        self._place = {path: parents[:n].count(path[:-1]) for n, path in enumerate(self.paths)}  # among its siblings
+        # among its siblings
+        self._place = {path: parents[:n].count(path[:-1]) for n, path in enumerate(self.paths)}
         self._most_siblings = max(self._place.values()) + 1
         self._width = 1
 
@@ -52,7 +63,9 @@ class StaticTree(ChainDrafter):
         """Nodes of depth at most gamma."""
         return sum(len(path) <= gamma for path in self.paths)
 
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
         """As a chain drafter; the tree needs no more room than its proposal."""
         super().open(prompts_B, prefill_hidden_BNC, capacity + 1)
 
@@ -63,7 +76,9 @@ class StaticTree(ChainDrafter):
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """The tree of each row, as deep as its budget; rows beyond this model's own context get none."""
+        """The tree of each row, as deep as its budget; rows beyond this model's own context get
+        none.
+        """
         depths_B = self._within_context(sequences_B, budgets_B)
         depth = min(max(depths_B), len(self.paths[-1]))
         if depth == 0:
@@ -81,12 +96,16 @@ class StaticTree(ChainDrafter):
             else:
                 best_BPK = self._drawn(draws, d, len(level), K)
             places = {path: p for p, path in enumerate(level)}
-            flat = [places[path[:-1]] * K + min(rank, K - 1) for path, rank in zip(nodes, ranks, strict=True)]
+            flat = [
+                places[path[:-1]] * K + min(rank, K - 1)
+                for path, rank in zip(nodes, ranks, strict=True)
+            ]
             tokens.append(best_BPK.flatten(1)[:, cuda.tensor(flat, best_BPK.device)])
             if d + 1 < depth:
                 # Leaves run along: they are few, and the tree stays one block.
                 logits_BNV, _ = self.model.forward(
-                    self._fit_ids(torch.cat(tokens, 1), chooser), self._parents(d + 1, len(depths_B))
+                    self._fit_ids(torch.cat(tokens, 1), chooser),
+                    self._parents(d + 1, len(depths_B)),
                 )
                 logits_BPV = self._fit(logits_BNV[:, -len(nodes) :], chooser)
                 if draws is not None:
@@ -96,10 +115,14 @@ class StaticTree(ChainDrafter):
         counts_B = [self.width(own) for own in depths_B]
         parents_BN = self._parents(depth, len(depths_B))
         q_BNV = None if draws is None else draws.q(parents_BN + 1)
-        return Proposal(torch.cat(tokens, 1), counts_B, parents_BN, q_BNV, depth, siblings=self._most_siblings)
+        return Proposal(
+            torch.cat(tokens, 1), counts_B, parents_BN, q_BNV, depth, siblings=self._most_siblings
+        )
 
     def _drawn(self, draws: Draws, depth: int, nodes: int, count: int) -> Tensor:
-        """`count` draws (B, P, K) after each of the level's nodes, whose distributions were added last."""
+        """`count` draws (B, P, K) after each of the level's nodes, whose distributions were added
+        last.
+        """
         first = self.width(depth - 1) + 1 if depth else 0
         rows_P = torch.arange(first, first + nodes, device=draws.chooser.device)
         return draws.children(draws.q(rows_P.expand(len(draws.tips()), -1)), count, depth)[0]
@@ -109,7 +132,14 @@ class StaticTree(ChainDrafter):
         return cuda.tensor(parents, self.model.device).expand(rows, -1)
 
     def time_step(self, beams: int = 1) -> None:
-        """One forward over the nodes that a level's turn runs over on average; nothing is committed."""
+        """One forward over the nodes that a level's turn runs over on average; nothing is
+        committed.
+        """
         self.model.forward(
-            torch.zeros(len(self.model.lengths_B), max(1, self._width // 2), dtype=torch.long, device=self.model.device)
+            torch.zeros(
+                len(self.model.lengths_B),
+                max(1, self._width // 2),
+                dtype=torch.long,
+                device=self.model.device,
+            )
         )

@@ -1,8 +1,10 @@
-"""When to stop drafting inside a round: one policy a request, asked after every drawn token. The policies are in decoding/policies.py.
+"""When to stop drafting inside a round: one policy a request, asked after every drawn token. The
+policies are in decoding/policies.py.
 
-A token once drawn is kept and tested. Dropping it because of what the policy saw would bias the output (Leviathan et al. 2023
-need x ~ q given everything that earlier tests saw); stopping *after* it does not. Policies remember their own request only,
-so a row's output hangs neither on its neighbours nor on what was decoded before.
+A token once drawn is kept and tested. Dropping it because of what the policy saw would bias the
+output (Leviathan et al. 2023 need x ~ q given everything that earlier tests saw); stopping *after*
+it does not. Policies remember their own request only, so a row's output hangs neither on its
+neighbours nor on what was decoded before.
 """
 
 import math
@@ -14,7 +16,9 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What a drawn token's distribution tells: the token's own probability, and the entropy in nats where a policy reads it."""
+    """What a drawn token's distribution tells: the token's own probability, and the entropy in nats
+    where a policy reads it.
+    """
 
     confidence: float
     entropy: float = math.nan
@@ -38,44 +42,58 @@ def cut(drafted: list[int], policy: "Stopping") -> list[int]:
 class RoundCosts:
     """Measured milliseconds of a round's parts, as `cost_ratio` weighs them."""
 
-    t_draft_ms: float  # of a step, with what is done for each step beside the model (draws, a tree's nodes); of beams, of the widest
-    t_target_ms: tuple[float, ...]  # of n = 1, 2, ... new tokens; further ones on the line through the last two
+    # of a step, with what is done for each step beside the model (draws, a tree's nodes); of beams,
+    # of the widest
+    t_draft_ms: float
+    # of n = 1, 2, ... new tokens; further ones on the line through the last two
+    t_target_ms: tuple[float, ...]
     overhead_ms: float = 0.0  # the rest of a round that drafts
     plain_overhead_ms: float | None = None  # the rest of one that does not; None: the same
-    # Of the batch that was timed. One row's draft makes the round of all its rows dear, so rows of a batch decide before the round, by what they
-    # have seen, and are of one mind, instead of each by what it draws.
+    # Of the batch that was timed. One row's draft makes the round of all its rows dear, so rows of
+    # a batch decide before the round, by what they have seen, and are of one mind, instead of each
+    # by what it draws.
     rows: int = 1
-    # (beams that a step starts from, its milliseconds), narrowest first; steps between two widths lie on the line through them. Empty: all alike.
+    # (beams that a step starts from, its milliseconds), narrowest first; steps between two widths
+    # lie on the line through them. Empty: all alike.
     t_draft_by_beams_ms: tuple[tuple[int, float], ...] = ()
-    beams: int | None = (
-        None  # that a search has, of which the rest was measured; None: as many as these costs say, or all are alike
-    )
+    # that a search has, of which the rest was measured; None: as many as these costs say, or all
+    # are alike
+    beams: int | None = None
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> "RoundCosts":
         """From `dataclasses.asdict` by way of JSON."""
         by_beams = tuple((beams, ms) for beams, ms in entry.get("t_draft_by_beams_ms", ()))
-        return cls(**{**entry, "t_target_ms": tuple(entry["t_target_ms"]), "t_draft_by_beams_ms": by_beams})
+        return cls(
+            **{**entry, "t_target_ms": tuple(entry["t_target_ms"]), "t_draft_by_beams_ms": by_beams}
+        )
 
     @property
     def plain_ms(self) -> float:
         """A round that does not draft."""
-        return self.target_ms(1) + (self.overhead_ms if self.plain_overhead_ms is None else self.plain_overhead_ms)
+        return self.target_ms(1) + (
+            self.overhead_ms if self.plain_overhead_ms is None else self.plain_overhead_ms
+        )
 
     def step_ms(self, beams: float) -> float:
         """A draft step that starts from so many beams."""
         known = self.t_draft_by_beams_ms
         if not known:
             return self.t_draft_ms
-        # In Python: it is asked several times a round, and numpy takes longer over one number than over a thousand.
+        # In Python: it is asked several times a round, and numpy takes longer over one number than
+        # over a thousand.
         for (fewer, less_ms), (more, more_ms) in pairwise(known):
             if beams < more:
                 return less_ms + (more_ms - less_ms) * max(beams - fewer, 0) / (more - fewer)
         return known[-1][1]
 
     def steps_ms(self, steps: int, beams: int | None = None) -> float:
-        """So many draft steps: the first starts from the tip alone, the others from so many beams (None: from the most)."""
-        return self.step_ms(1) + (steps - 1) * (self.t_draft_ms if beams is None else self.step_ms(beams))
+        """So many draft steps: the first starts from the tip alone, the others from so many beams
+        (None: from the most).
+        """
+        return self.step_ms(1) + (steps - 1) * (
+            self.t_draft_ms if beams is None else self.step_ms(beams)
+        )
 
     def dearer(self, ms: float) -> "RoundCosts":
         """With so much more a draft step."""
@@ -100,7 +118,9 @@ class RoundCosts:
 
 
 class Tries:
-    """When a row that gave up drafting tries again: of a batch at rounds to which all its rows come together, though none asks another."""
+    """When a row that gave up drafting tries again: of a batch at rounds to which all its rows come
+    together, though none asks another.
+    """
 
     EVERY = 16  # rounds
 
@@ -118,8 +138,9 @@ class Tries:
 class Stopping(Protocol):
     """A policy that ends the drafting of its row before the budget is spent."""
 
-    # Policies that read are *eager* on a GPU: each drafted token waits for the device.
-    reads: str  # "nothing", "confidence" or "entropy": what `more` looks at; anything but nothing waits for the device
+    # Policies that read are *eager* on a GPU: each drafted token waits for the device. "nothing",
+    # "confidence" or "entropy": what `more` looks at; anything but nothing waits for the device
+    reads: str
 
     def limit(self, budget: int) -> int:
         """The most tokens to draft in the round that begins, at most `budget`."""

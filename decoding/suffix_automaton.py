@@ -1,31 +1,38 @@
-"""A suffix automaton over a growing sequence: the longest ending that stood there before, in constant time a token.
+"""A suffix automaton over a growing sequence: the longest ending that stood there before, in
+constant time a token.
 
-It finds matches of any length, where an n-gram table finds those of the lengths it files. Source: Hu et al. 2024, "SAM
-Decoding" (arXiv 2411.10666); the automaton is Blumer et al. 1985, built online.
+It finds matches of any length, where an n-gram table finds those of the lengths it files. Source:
+Hu et al. 2024, "SAM Decoding" (arXiv 2411.10666); the automaton is Blumer et al. 1985, built
+online.
 """
 
 from collections.abc import Sequence
 
 
 class SuffixAutomaton:
-    """Where the longest matching ending of a sequence was last followed by a token. Each state stands for a set of substrings
-    that end at the same places; `link` leads to the longest of their suffixes that ends at more places."""
+    """Where the longest matching ending of a sequence was last followed by a token. Each state
+    stands for a set of substrings that end at the same places; `link` leads to the longest of their
+    suffixes that ends at more places.
+    """
 
     def __init__(self, min_match: int = 1) -> None:
         self.min_match = min_match
         self._next: list[dict[int, int]] = [{}]
+        # of a state: suffix link, longest substring, place of its last token
         self._link, self._length, self._end = (
             [-1],
             [0],
             [-1],
-        )  # of a state: suffix link, longest substring, place of its last token
+        )
         self._last = 0  # the state of the whole sequence
-        self._state = self.matched = 0  # of the longest ending that stood there before, and its length
+        # of the longest ending that stood there before, and its length
+        self._state = self.matched = 0
         self._follows: int | None = None
         self._read = 0
 
     def find(self, sequence: Sequence[int]) -> int | None:
-        """Position of the token that followed the longest ending's earlier occurrence, None below `min_match` tokens.
+        """Position of the token that followed the longest ending's earlier occurrence, None below
+        `min_match` tokens.
 
         `sequence` is the one of the last call with tokens added.
         """
@@ -37,7 +44,9 @@ class SuffixAutomaton:
         return self._follows if self.matched >= self.min_match else None
 
     def _match(self, token: int) -> None:
-        """Lengthen the match by a token, or fall back to the longest of its suffixes that can be."""
+        """Lengthen the match by a token, or fall back to the longest of its suffixes
+        that can be.
+        """
         while self._state and token not in self._next[self._state]:
             self._state = self._link[self._state]
             self.matched = self._length[self._state]
@@ -65,7 +74,9 @@ class SuffixAutomaton:
         self._last = new
 
     def _split(self, at: int, token: int) -> int:
-        """The state of (longest substring of `at`) + token, split off where a longer one shares its state."""
+        """The state of (longest substring of `at`) + token, split off where a longer one shares its
+        state.
+        """
         old = self._next[at][token]
         if self._length[old] == self._length[at] + 1:
             return old

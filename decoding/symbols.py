@@ -1,7 +1,9 @@
-"""A node whose children were drawn from few candidates, in host numbers: what each failed child leaves of p and of q.
+"""A node whose children were drawn from few candidates, in host numbers: what each failed child
+leaves of p and of q.
 
-Failures change p at the candidates and, all together, at the tokens that are none: the *tail*, one more symbol. Where a child was drawn from
-the tail it is tested twice (why that is exact stands in decoding/draws.py). What is left is not normalised.
+Failures change p at the candidates and, all together, at the tokens that are none: the *tail*, one
+more symbol. Where a child was drawn from the tail it is tested twice (why that is exact stands in
+decoding/draws.py). What is left is not normalised.
 
 Shapes: K candidates, V vocabulary.
 """
@@ -20,9 +22,11 @@ class Symbols:
     ids: list[int]  # the candidates', and that of the token drawn from the tail, if q has one
     p: list[float]  # of the candidates, and of the tail
     q: list[float]  # that the next child is drawn from, in proportion; of the tail 0 if it has none
-    within: float  # what p has of the tail's drawn token over what q has of it, both as shares of their tails
+    # what p has of the tail's drawn token over what q has of it, both as shares of their tails
+    within: float
     failed: bool = False
-    refused: bool = False  # the tail passed, and its drawn token did not: another token of the tail follows
+    # the tail passed, and its drawn token did not: another token of the tail follows
+    refused: bool = False
 
     def chance(self, token: int) -> float:
         """Of a child with this token to pass, given that those before it have failed."""
@@ -53,8 +57,11 @@ class Symbols:
 
 
 def share_of(p: float, p_of_tail: float, q: float, q_of_tail: float) -> float:
-    """(p / p_of_tail) / (q / q_of_tail), of a token of the tail; 0 where one of the two has none of it."""
-    return (p / p_of_tail) / (q / q_of_tail) if q > 0 and p_of_tail > 0 else 0.0  # products of the two may underflow
+    """(p / p_of_tail) / (q / q_of_tail), of a token of the tail; 0 where one of the two has none of
+    it.
+    """
+    # products of the two may underflow
+    return (p / p_of_tail) / (q / q_of_tail) if q > 0 and p_of_tail > 0 else 0.0
 
 
 def among_candidates(
@@ -66,11 +73,17 @@ def among_candidates(
     tail_V: Tensor | None,
     uniform: Callable[[int], float],
 ) -> tuple[int | None, Tensor]:
-    """The first child that passes, and weights (V,) of the token that follows if none does: what is done for every token is done once where a
-    walk comes by, and once where it ends. ids_K, q_K, tail_V: a row of `TopRows`; uniform: of a child's test."""
+    """The first child that passes, and weights (V,) of the token that follows if none does: what is
+    done for every token is done once where a walk comes by, and once where it ends. ids_K, q_K,
+    tail_V: a row of `TopRows`; uniform: of a child's test.
+    """
     candidates_K = ids_K if tail_V is None else ids_K[:-1]
     others_V = p_V.index_fill(0, candidates_K, 0.0)
-    others, own, q = others_V.sum().item(), p_V[ids_K].tolist(), [max(share, 0.0) for share in q_K.tolist()]
+    others, own, q = (
+        others_V.sum().item(),
+        p_V[ids_K].tolist(),
+        [max(share, 0.0) for share in q_K.tolist()],
+    )
     within = 0.0
     if tail_V is None:
         q.append(0.0)
@@ -85,8 +98,11 @@ def among_candidates(
             break
     if symbols.refused and tail_V is not None:
         surplus_V = (others_V / others - tail_V / tail_V.sum()).clamp_(min=0)
-        return None, surplus_V if surplus_V.sum() > 0 else others_V  # nothing is left where p = q up to rounding
+        # nothing is left where p = q up to rounding
+        return None, surplus_V if surplus_V.sum() > 0 else others_V
     if not symbols.failed or sum(symbols.p) <= 0:
         return None, p_V
     weights_V = others_V * (symbols.p[-1] / others if others > 0 else 0.0)
-    return None, weights_V.index_copy_(0, candidates_K, torch.tensor(symbols.p[:-1], dtype=weights_V.dtype))
+    return None, weights_V.index_copy_(
+        0, candidates_K, torch.tensor(symbols.p[:-1], dtype=weights_V.dtype)
+    )

@@ -1,4 +1,5 @@
-"""What the decode loop asks of a target model, and `load_target`, which makes one from a model folder.
+"""What the decode loop asks of a target model, and `load_target`, which makes one from a model
+folder.
 
 Shapes: B rows, N new tokens (nodes), L tokens of an accepted path, V vocabulary, C hidden size.
 """
@@ -65,11 +66,12 @@ class Target(Protocol):
         ...
 
     def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(logits_BNV, hidden_BNC) of new tokens after each row's committed ones; nothing is committed by it.
+        """(logits_BNV, hidden_BNC) of new tokens after each row's committed ones; nothing is
+        committed by it.
 
-        parents_BN[b, n] is the index of node n's parent among the new tokens, -1 for the committed tip, and always
-        smaller than n; None is a chain. hidden is after the final norm. Rows with fewer tokens are padded on the
-        right with any id and commit fewer.
+        parents_BN[b, n] is the index of node n's parent among the new tokens, -1 for the committed
+        tip, and always smaller than n; None is a chain. hidden is after the final norm. Rows with
+        fewer tokens are padded on the right with any id and commit fewer.
         """
         ...
 
@@ -78,7 +80,9 @@ class Target(Protocol):
         ...
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
-        """Keep the first counts_B[b] nodes of paths_BL[b] of the last forward; None is the chain 0, 1, 2 ..."""
+        """Keep the first counts_B[b] nodes of paths_BL[b] of the last forward; None is the chain 0,
+        1, 2 ...
+        """
         ...
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
@@ -90,11 +94,15 @@ class Target(Protocol):
         ...
 
     def keep(self, row: int, name: int) -> None:
-        """Put a copy of what a row has committed aside under a name, for `begin`; it stays until `forget`."""
+        """Put a copy of what a row has committed aside under a name, for `begin`; it stays until
+        `forget`.
+        """
         ...
 
     def begin(self, row: int, name: int, length: int) -> None:
-        """Let a row, empty since `open`, begin with the first `length` tokens of what was kept under a name."""
+        """Let a row, empty since `open`, begin with the first `length` tokens of what was kept
+        under a name.
+        """
         ...
 
     def forget(self) -> None:
@@ -125,18 +133,26 @@ def load_target(
 ) -> Target:
     """The model in a Hugging Face folder as a target.
 
-    backend: 'native' (llama, mistral without window, qwen2, qwen3) or 'hf' (any decoder-only full-attention causal LM).
+    backend: 'native' (llama, mistral without window, qwen2, qwen3) or 'hf' (any decoder-only
+    full-attention causal LM).
     max_length: tokens a row may hold; default and upper bound is the context length of the model.
     device: cpu, cuda, cuda:N, or auto (a GPU where there is one).
-    batch_size: cache rows of max_length tokens to reserve now, so that a lack of memory shows at once; by default the
-    cache grows with what is decoded.
-    parallel: 'none', or over several processes 'tp' (every layer cut) or 'layers' (some layers each); native alone.
+    batch_size: cache rows of max_length tokens to reserve now, so that a lack of memory shows at
+    once; by default the cache grows with what is decoded.
+    parallel: 'none', or over several processes 'tp' (every layer cut) or 'layers' (some layers
+    each); native alone.
     processes: how many, this one included; 0 is one a visible GPU.
-    execution: of the native backend 'eager', 'graph' (steps recorded as CUDA graphs) or 'compiled' (recorded with fused layers); None is
-    graph on a GPU and eager on a CPU, where the others run unrecorded and serve tests. Of the hf backend 'eager' (None) or 'compiled'.
-    Raises UserError if the folder is missing, empty, damaged, holds only pickled weights, or its kind is unsupported.
+    execution: of the native backend 'eager', 'graph' (steps recorded as CUDA graphs) or 'compiled'
+    (recorded with fused layers); None is graph on a GPU and eager on a CPU, where the others run
+    unrecorded and serve tests. Of the hf backend 'eager' (None) or 'compiled'. Raises UserError if
+    the folder is missing, empty, damaged, holds only pickled weights, or its kind is unsupported.
     """
-    given = {"device": device, "max_length": max_length, "batch_size": batch_size, "processes": processes}
+    given = {
+        "device": device,
+        "max_length": max_length,
+        "batch_size": batch_size,
+        "processes": processes,
+    }
     check_values({**given, "trust_remote_code": trust_remote_code})
     config, device = read_config(folder), device_of(device)
     _check_folder(folder, config, backend, dtype, max_length)
@@ -148,11 +164,15 @@ def load_target(
     place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device, "max_length": max_length}
     try:
         if backend == "hf":
-            target = HFTarget.from_folder(folder, name, DTYPES[dtype], device, max_length, trust_remote_code, execution)
+            target = HFTarget.from_folder(
+                folder, name, DTYPES[dtype], device, max_length, trust_remote_code, execution
+            )
         elif count > 1:
             target = ParallelTarget(folder, kind=parallel, processes=count, **place)
         else:
-            target = NativeTarget.from_state(config, load_state(folder), name=name, execution=execution, **place)
+            target = NativeTarget.from_state(
+                config, load_state(folder), name=name, execution=execution, **place
+            )
     except UserError as error:
         raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from error
     if batch_size is not None:
@@ -160,13 +180,20 @@ def load_target(
     return target
 
 
-def _check_folder(folder: str | Path, config: dict[str, Any], backend: str, dtype: str, max_length: int | None) -> None:
-    """Raise UserError for a dtype, backend or length that the model cannot have, before its weights are read."""
+def _check_folder(
+    folder: str | Path, config: dict[str, Any], backend: str, dtype: str, max_length: int | None
+) -> None:
+    """Raise UserError for a dtype, backend or length that the model cannot have, before its weights
+    are read.
+    """
     check_choice("dtype", dtype, tuple(DTYPES))
     check_choice("backend", backend, BACKENDS)
     context = config.get("max_position_embeddings") or config.get("n_positions")
     if max_length is not None and context is not None and max_length > context:
-        raise UserError(f"{folder}: max_length {max_length} is more than the model's context of {context} tokens.")
+        raise UserError(
+            f"{folder}: max_length {max_length} is more than the model's context of {context} "
+            f"tokens."
+        )
     if backend == "native" and config["model_type"] not in FAMILIES:
         raise UserError(
             f"{folder}: model_type '{config['model_type']}' is not one of the native backend's "
@@ -179,18 +206,25 @@ def _check_folder(folder: str | Path, config: dict[str, Any], backend: str, dtyp
 def _check_execution(execution: str | None, backend: str, processes: int) -> None:
     known = EXECUTIONS if backend == "native" else HF_EXECUTIONS
     if execution is not None and execution not in known:
-        raise UserError(f"execution '{execution}': expected one of {', '.join(known)} with backend={backend}.")
+        raise UserError(
+            f"execution '{execution}': expected one of {', '.join(known)} with backend={backend}."
+        )
     if processes > 1 and execution not in (None, "eager"):
         raise UserError(
-            f"execution '{execution}': a target over several processes runs eager; its sums are not recorded."
+            f"execution '{execution}': a target over several processes runs eager; its sums are "
+            f"not recorded."
         )
 
 
 PREFILL_CHUNK = 512  # tokens a row that a prefill forward takes at once, to bound memory
 
 
-def prefill(target: Target, prompts_B: Sequence[Sequence[int]], keep_hidden: bool = False) -> Tensor | None:
-    """Read prompts into an opened, empty target; rows may be empty. Returns hidden_BNC if asked, padded on the right."""
+def prefill(
+    target: Target, prompts_B: Sequence[Sequence[int]], keep_hidden: bool = False
+) -> Tensor | None:
+    """Read prompts into an opened, empty target; rows may be empty. Returns hidden_BNC if asked,
+    padded on the right.
+    """
     longest = max(len(prompt) for prompt in prompts_B)
     hidden: list[Tensor] = []
     for start in range(0, longest, PREFILL_CHUNK):

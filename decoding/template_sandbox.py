@@ -1,7 +1,8 @@
-"""Compile chat templates so that no single operation of theirs, nor what they write, grows beyond a limit.
+"""Compile chat templates so that no single operation of theirs, nor what they write, grows beyond a
+limit.
 
-A thread that is in one long operation (`'x' * 10**10`) cannot be interrupted, so the size of a result is computed
-before the result is.
+A thread that is in one long operation (`'x' * 10**10`) cannot be interrupted, so the size of a
+result is computed before the result is.
 """
 
 import re
@@ -36,13 +37,16 @@ class TooMuchError(Exception):
 
 
 class TooLargeError(Exception):
-    """An operation of the template has too large a result; the text names the result and the limit."""
+    """An operation of the template has too large a result; the text names the result
+    and the limit.
+    """
 
 
 @lru_cache(maxsize=128)
 def compile_bounded(source: str) -> Template:
     """Return the template as `transformers` compiles it, with limits."""
-    # The empty template brings the environment; another one's constant parts would be computed while it is compiled.
+    # The empty template brings the environment; another one's constant parts would be computed
+    # while it is compiled.
     environment = _cached_compile_jinja_template("").environment
     environment.__class__ = _BoundedEnvironment
     environment.code_generator_class = _CodeGenerator
@@ -75,7 +79,9 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
                 else (left.bit_length() * right if abs(left) > 1 else 1)
             )
             if bits > MAX_BITS:
-                raise TooLargeError(f"a whole number of more than {MAX_BITS:,} bits, expected a smaller one")
+                raise TooLargeError(
+                    f"a whole number of more than {MAX_BITS:,} bits, expected a smaller one"
+                )
         elif operator == "*":
             for repeated, count in ((left, right), (right, left)):
                 if isinstance(repeated, _SEQUENCE):
@@ -93,7 +99,9 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return `str.format` with the sandbox's limits and those on the fields; None for another method."""
+        """Return `str.format` with the sandbox's limits and those on the fields; None for another
+        method.
+        """
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -101,7 +109,9 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         def bounded(*args: Any, **kwargs: Any) -> str:
             # The first pass, without escapes, has the fields' sizes.
-            _Formatter(self).vformat(text, () if takes_map else args, args[0] if takes_map and args else kwargs)
+            _Formatter(self).vformat(
+                text, () if takes_map else args, args[0] if takes_map and args else kwargs
+            )
             return wrapped(*args, **kwargs)
 
         return bounded
@@ -116,7 +126,9 @@ class _CodeGenerator(CodeGenerator):
     """Compiles `~`, which is no operator that a sandbox intercepts."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("(markup_join if context.eval_ctx.autoescape else str_join)(environment.check_pieces((")
+        self.write(
+            "(markup_join if context.eval_ctx.autoescape else str_join)(environment.check_pieces(("
+        )
         for piece in node.nodes:
             self.visit(piece, frame)
             self.write(", ")
@@ -124,7 +136,9 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Formatter(SandboxedFormatter):
-    """Formats a text field by field, each with a limit on its width and all with one on their sum."""
+    """Formats a text field by field, each with a limit on its width and all with one on
+    their sum.
+    """
 
     def __init__(self, environment: ImmutableSandboxedEnvironment) -> None:
         super().__init__(environment)
@@ -152,12 +166,15 @@ def _check(size: int) -> None:
     """Raise TooLargeError for the size of a text or list beyond the limit."""
     if size > MAX_CHARACTERS:
         raise TooLargeError(
-            f"a text or list of more than {MAX_CHARACTERS:,} characters or items in one operation, expected fewer"
+            f"a text or list of more than {MAX_CHARACTERS:,} characters or items in one operation, "
+            f"expected fewer"
         )
 
 
 def _bounded(function: Callable[..., Any], size: Size) -> Callable[..., Any]:
-    """Return a filter that checks the size of its result first; jinja2 passes some filters an argument of its own."""
+    """Return a filter that checks the size of its result first; jinja2 passes some filters an
+    argument of its own.
+    """
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
@@ -174,7 +191,9 @@ def _whole(value: Any) -> int:
 
 
 def _number(digits: str) -> int:
-    """Return the number that digits write; beyond what Python reads, one that is beyond all limits."""
+    """Return the number that digits write; beyond what Python reads, one that is beyond
+    all limits.
+    """
     return int(digits) if len(digits) < 20 else 10**20
 
 
@@ -185,7 +204,13 @@ def _length(value: Any) -> int:
 def _size_of_percent(form: Any, values: Any) -> int:
     """Return up to how many characters printf-style formatting writes."""
     text = form.decode("latin-1") if isinstance(form, bytes) else str(form)
-    items = list(values.values()) if isinstance(values, Mapping) else values if isinstance(values, tuple) else (values,)
+    items = (
+        list(values.values())
+        if isinstance(values, Mapping)
+        else values
+        if isinstance(values, tuple)
+        else (values,)
+    )
     widths = [width for found in _PERCENT.findall(text) for width in found if width]
     size = sum(_number(width) for width in widths if width != "*")
     if "*" in widths:
@@ -200,7 +225,12 @@ def _size_of_indent(s: Any, width: Any = 4, first: bool = False, blank: bool = F
 
 
 def _size_of_wordwrap(
-    s: Any, width: Any = 79, long: bool = True, wrapstring: str | None = None, hyphens: bool = True, **_: Any
+    s: Any,
+    width: Any = 79,
+    long: bool = True,
+    wrapstring: str | None = None,
+    hyphens: bool = True,
+    **_: Any,
 ) -> int:
     return _length(s) * (1 + _length(wrapstring or ""))
 
@@ -215,13 +245,20 @@ def _size_of_batch(value: Any, linecount: Any = 0, fill_with: Any = None) -> int
 
 
 def _size_of_json(x: Any, ensure_ascii: bool = False, indent: Any = None, **_: Any) -> int:
-    # A line of the text needs an item, and begins with a blank text for each level that the item is in.
-    return 0 if indent is None else _MOST_ITEMS * (len(indent) if isinstance(indent, str) else _whole(indent))
+    # A line of the text needs an item, and begins with a blank text for each level that the item is
+    # in.
+    return (
+        0
+        if indent is None
+        else _MOST_ITEMS * (len(indent) if isinstance(indent, str) else _whole(indent))
+    )
 
 
 def _size_of_round(value: Any, precision: Any = 0, method: str = "common") -> int:
     if abs(_whole(precision)) > _MOST_DIGITS:
-        raise TooLargeError(f"a number rounded to more than {_MOST_DIGITS:,} digits, expected fewer")
+        raise TooLargeError(
+            f"a number rounded to more than {_MOST_DIGITS:,} digits, expected fewer"
+        )
     return 0
 
 
@@ -231,14 +268,18 @@ def _size_of_translate(text: Any, table: Any = None) -> int:
 
 
 @pass_eval_context
-def _join_filter(context: EvalContext, value: Iterable[Any], d: Any = "", attribute: Any = None) -> Any:
+def _join_filter(
+    context: EvalContext, value: Iterable[Any], d: Any = "", attribute: Any = None
+) -> Any:
     if attribute is not None:
         value = map(make_attrgetter(context.environment, attribute), value)
     return FILTERS["join"](context, _counted(value, _length(d)), d)
 
 
 @pass_environment
-def _sum_filter(environment: Environment, iterable: Iterable[Any], attribute: Any = None, start: Any = 0) -> Any:
+def _sum_filter(
+    environment: Environment, iterable: Iterable[Any], attribute: Any = None, start: Any = 0
+) -> Any:
     if attribute is not None:
         iterable = map(make_attrgetter(environment, attribute), iterable)
     return FILTERS["sum"](environment, _counted(iterable, 0), start=start)

@@ -1,8 +1,10 @@
-"""Rendering a chat by a template that came with a model: somebody else's program, so it runs with limits on time and output.
+"""Rendering a chat by a template that came with a model: somebody else's program, so it runs with
+limits on time and output.
 
-One thread watches all renderings. A rendering that takes too long gets an exception raised in its own thread, whichever that is
-(`PyThreadState_SetAsyncExc`); so no process is started for a chat, and a rendering that is quick costs two entries of a dictionary.
-What a template writes, and what each operation of it computes, has limits of its own (decoding/template_sandbox.py).
+One thread watches all renderings. A rendering that takes too long gets an exception raised in its
+own thread, whichever that is (`PyThreadState_SetAsyncExc`); so no process is started for a chat,
+and a rendering that is quick costs two entries of a dictionary. What a template writes, and what
+each operation of it computes, has limits of its own (decoding/template_sandbox.py).
 """
 
 import ctypes
@@ -34,7 +36,9 @@ class _Here(threading.local):
 
 
 class _TooLongError(BaseException):
-    """Raised in a thread whose rendering takes too long; no `except Exception` on the way stops it."""
+    """Raised in a thread whose rendering takes too long; no `except Exception` on the
+    way stops it.
+    """
 
 
 def render(
@@ -46,8 +50,9 @@ def render(
 ) -> str:
     """The text of a chat by a template's source; None takes the tokenizer's own.
 
-    Raises UserError, naming the tokenizer's folder, for a template that is no Jinja, runs too long, writes too much or fails in its own code;
-    jinja2.TemplateError where the template itself refuses the messages.
+    Raises UserError, naming the tokenizer's folder, for a template that is no Jinja, runs too long,
+    writes too much or fails in its own code; jinja2.TemplateError where the template itself refuses
+    the messages.
     """
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     source = tokenizer.get_chat_template() if source is None else source
@@ -57,7 +62,10 @@ def render(
             _here.rendering = True
             try:
                 return tokenizer.apply_chat_template(
-                    list(messages), chat_template=source, tokenize=False, add_generation_prompt=add_generation_prompt
+                    list(messages),
+                    chat_template=source,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
                 )
             finally:
                 _here.rendering = False
@@ -65,34 +73,51 @@ def render(
         return str(_watch.run(apply, MAX_SECONDS))
     except _TooLongError:
         raise UserError(
-            f"{where} computed for more than {MAX_SECONDS:g} seconds on one chat, expected a moment. Mend the template."
+            f"{where} computed for more than {MAX_SECONDS:g} seconds on one chat, expected a "
+            f"moment. Mend the template."
         ) from None
     except TooMuchError:
         raise UserError(
-            f"{where} wrote more than {template_sandbox.MAX_CHARACTERS:,} characters for one chat, expected fewer. "
-            "Mend the template."
+            f"{where} wrote more than {template_sandbox.MAX_CHARACTERS:,} characters for one chat, "
+            f"expected fewer. Mend the template."
         ) from None
     except TooLargeError as error:
         raise UserError(f"{where} computes {error}. Mend the template.") from None
-    except (TypeError, AttributeError, KeyError, ArithmeticError, RecursionError, MemoryError, ValueError) as error:
+    except (
+        TypeError,
+        AttributeError,
+        KeyError,
+        ArithmeticError,
+        RecursionError,
+        MemoryError,
+        ValueError,
+    ) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{where} fails on this chat ({reason}), expected a text. Mend the template.") from error
+        raise UserError(
+            f"{where} fails on this chat ({reason}), expected a text. Mend the template."
+        ) from error
 
 
 def _seconds_of(thread: int) -> float:
-    """Seconds that a thread has computed; of those that it waits for others none counts. Where no system clock has them, the time of day."""
+    """Seconds that a thread has computed; of those that it waits for others none counts. Where no
+    system clock has them, the time of day.
+    """
     if sys.platform == "linux":
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()
 
 
 def _compile(source: str) -> Template:
-    """Return the compiled template: with limits in a thread that renders one here, else as `transformers` does."""
+    """Return the compiled template: with limits in a thread that renders one here, else as
+    `transformers` does.
+    """
     return compile_bounded(source) if _here.rendering else _compile_plain(source)
 
 
 class _Watch:
-    """The deadlines of the renderings under way, by thread, and the thread that keeps them. It sleeps where there is none."""
+    """The deadlines of the renderings under way, by thread, and the thread that keeps them. It
+    sleeps where there is none.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,7 +132,9 @@ class _Watch:
         with self._lock:
             self._deadlines[thread] = _seconds_of(thread) + seconds
             if self._thread is None:
-                self._thread = threading.Thread(target=self._keep, name="chat templates", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._keep, name="chat templates", daemon=True
+                )
                 self._thread.start()
         if not self._wanted.is_set():
             self._wanted.set()

@@ -1,6 +1,8 @@
-"""Two outputs that should be one: where they part, and how near the target's choice was to another token there.
+"""Two outputs that should be one: where they part, and how near the target's choice was to another
+token there.
 
-A forward over n tokens rounds differently from n forwards over one, so where the two best tokens are (nearly) tied the choice may flip.
+A forward over n tokens rounds differently from n forwards over one, so where the two best tokens
+are (nearly) tied the choice may flip.
 """
 
 from collections.abc import Sequence
@@ -13,11 +15,15 @@ from decoding.settings import Settings
 from decoding.sharing import Claim
 from decoding.target import Target
 
-TIE_GAP = 1e-4  # a difference at a smaller gap between the target's two best tokens is a tie, in float32 and float64
+# a difference at a smaller gap between the target's two best tokens is a tie, in float32 and
+# float64
+TIE_GAP = 1e-4
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first token that differs (a missing token differs), None when the two are equal."""
+    """Index of the first token that differs (a missing token differs), None when the
+    two are equal.
+    """
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index
@@ -25,15 +31,20 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 
 @torch.inference_mode()
-def choice_scores(target: Target, ids: Sequence[int], settings: Settings, request: int) -> torch.Tensor:
+def choice_scores(
+    target: Target, ids: Sequence[int], settings: Settings, request: int
+) -> torch.Tensor:
     """Scores (vocabulary,) whose best is the target's choice after `ids`, in float64.
 
-    Logits where decoding is greedy, and log p + Gumbel noise under the coupled rule. It uses the target's cache.
+    Logits where decoding is greedy, and log p + Gumbel noise under the coupled rule. It uses the
+    target's cache.
     """
     with Claim(target) as claim:
         claim.take()
         target.open(1, len(ids) + 1)
-        logits_V = target.lm_head(target.features(torch.tensor([list(ids)], device=target.device))[:, -1])[0].double()
+        logits_V = target.lm_head(
+            target.features(torch.tensor([list(ids)], device=target.device))[:, -1]
+        )[0].double()
     processors = make_processors(settings.repetition_penalty, settings.allowed)
     if processors is not None:
         logits_V = processors(logits_V[None, None], [ids])[0, 0]

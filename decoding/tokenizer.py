@@ -1,7 +1,9 @@
-"""Load a folder's tokenizer so that it gives the ids with which the model was trained, and copy it so that it stays so.
+"""Load a folder's tokenizer so that it gives the ids with which the model was trained, and copy it
+so that it stays so.
 
-A tokenizer that gives other ids is repaired (decoding/tokenizer_repair.py): a tokenizer.json with the right ids, and
-settings under which it loads as it is, take the place of the folder's own files, in memory and in all exports.
+A tokenizer that gives other ids is repaired (decoding/tokenizer_repair.py): a tokenizer.json with
+the right ids, and settings under which it loads as it is, take the place of the folder's own files,
+in memory and in all exports.
 """
 
 import hashlib
@@ -20,10 +22,12 @@ from decoding.folder import own_code_error, read_config, read_json
 from decoding.model_check import check_config
 from decoding.tokenizer_repair import CORE, MODEL, SETTINGS, Repair, find_repair
 
-_IN_CORE = ("special_tokens_map.json", "added_tokens.json")  # a repaired tokenizer.json holds their tokens
+# a repaired tokenizer.json holds their tokens
+_IN_CORE = ("special_tokens_map.json", "added_tokens.json")
 TOKENIZER_FILES = (CORE, MODEL, SETTINGS, *_IN_CORE, "chat_template.jinja")
 
-_repairs: dict[str, Repair | None] = {}  # by the hashes of a folder's tokenizer files, so that each is probed once
+# by the hashes of a folder's tokenizer files, so that each is probed once
+_repairs: dict[str, Repair | None] = {}
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -34,14 +38,16 @@ def has_tokenizer(folder: str | Path) -> bool:
 def load_tokenizer(
     folder: str | Path, trust_remote_code: bool = False, *, of_model: bool = True
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder, or with of_model=False of one that holds a tokenizer alone.
+    """Return the tokenizer of a model folder, or with of_model=False of one that holds a tokenizer
+    alone.
 
-    Raises UserError where the folder or its tokenizer cannot be read, where its ids differ from SentencePiece's and
-    cannot be repaired, and where it has more ids than the model's vocabulary.
+    Raises UserError where the folder or its tokenizer cannot be read, where its ids differ from
+    SentencePiece's and cannot be repaired, and where it has more ids than the model's vocabulary.
     """
     folder = Path(folder)
     config = read_config(folder) if of_model else {}
-    # transformers reads all of config.json before it loads a tokenizer, which needs few of its fields.
+    # transformers reads all of config.json before it loads a tokenizer, which needs few of its
+    # fields.
     if config:
         check_config(folder, config, complete=False)
     vocab_size = config.get("vocab_size")
@@ -53,8 +59,8 @@ def load_tokenizer(
                 tokenizer = _read(Path(place), trust_remote_code)
         except OSError as error:
             raise UserError(
-                f"{folder}: its repaired tokenizer cannot be written to a temporary folder ({error}). Free some space, "
-                "or set TMPDIR to another folder."
+                f"{folder}: its repaired tokenizer cannot be written to a temporary folder "
+                f"({error}). Free some space, or set TMPDIR to another folder."
             ) from error
         tokenizer.name_or_path = str(folder)
     elif tokenizer is None:
@@ -64,7 +70,9 @@ def load_tokenizer(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer files of `source`: byte for byte, or repaired. Raises UserError as `load_tokenizer` does."""
+    """Copy the tokenizer files of `source`: byte for byte, or repaired. Raises UserError as
+    `load_tokenizer` does.
+    """
     if source.resolve() == folder.resolve():
         return
     repair, _ = _repair_of(source)
@@ -76,16 +84,25 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _repair_of(folder: Path, trust_remote_code: bool = False) -> tuple[Repair | None, PreTrainedTokenizerBase | None]:
-    """Return what a folder's tokenizer needs, and what `transformers` makes of it where that had to be read to know.
+def _repair_of(
+    folder: Path, trust_remote_code: bool = False
+) -> tuple[Repair | None, PreTrainedTokenizerBase | None]:
+    """Return what a folder's tokenizer needs, and what `transformers` makes of it where that had to
+    be read to know.
 
     The first time, a line on standard error names a repair.
     """
-    held = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    held = {
+        name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()
+    }
     if MODEL not in held and CORE not in held:
         return None, None
-    model_type = read_config(folder).get("model_type") if (folder / "config.json").is_file() else None
-    digest = " ".join(f"{name}:{hashlib.sha256(content).hexdigest()}" for name, content in held.items())
+    model_type = (
+        read_config(folder).get("model_type") if (folder / "config.json").is_file() else None
+    )
+    digest = " ".join(
+        f"{name}:{hashlib.sha256(content).hexdigest()}" for name, content in held.items()
+    )
     digest += f" model_type:{model_type}"
     if digest in _repairs:
         return _repairs[digest], None
@@ -97,7 +114,9 @@ def _repair_of(folder: Path, trust_remote_code: bool = False) -> tuple[Repair | 
     except ModuleNotFoundError as error:
         if error.name != "sentencepiece":
             raise
-        note = f"its ids were not compared with {MODEL}, as the package sentencepiece is not installed"
+        note = (
+            f"its ids were not compared with {MODEL}, as the package sentencepiece is not installed"
+        )
     _repairs[digest] = repair
     if note and os.environ.get("RANK", "0") == "0":
         print(f"note: {folder}: {note}", file=sys.stderr)
@@ -110,21 +129,25 @@ def _read(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerB
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except RecursionError as error:  # the first LLaMA folders on the Hub
         raise UserError(
-            f"{folder}: its tokenizer cannot be loaded, as its special tokens are empty texts. Write bos_token <s>, "
-            f"eos_token </s> and unk_token <unk> into {SETTINGS}."
+            f"{folder}: its tokenizer cannot be loaded, as its special tokens are empty texts. "
+            f"Write bos_token <s>, eos_token </s> and unk_token <unk> into {SETTINGS}."
         ) from error
-    # Of every type: what the files hold reaches code that expects other types, and tokenizers raises bare Exceptions.
+    # Of every type: what the files hold reaches code that expects other types, and tokenizers
+    # raises bare Exceptions.
     except Exception as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise own_code_error(folder) from error
         _refuse_damaged(folder, trust_remote_code)
         raise UserError(
-            f"{folder}: its tokenizer cannot be loaded ({_reason(error)}). Copy the tokenizer files again."
+            f"{folder}: its tokenizer cannot be loaded ({_reason(error)}). Copy the tokenizer "
+            f"files again."
         ) from error
 
 
 def _refuse_damaged(folder: Path, trust_remote_code: bool) -> None:
-    """Raise UserError that names the file for which a folder's tokenizer cannot be loaded, where one alone is to blame."""
+    """Raise UserError that names the file for which a folder's tokenizer cannot be loaded, where
+    one alone is to blame.
+    """
     for name in (SETTINGS, CORE, *_IN_CORE):
         if (folder / name).is_file():
             read_json(folder / name)
@@ -133,8 +156,8 @@ def _refuse_damaged(folder: Path, trust_remote_code: bool) -> None:
             Tokenizer.from_file(str(folder / CORE))
         except Exception as error:  # the type that tokenizers raises for every file
             raise UserError(
-                f"{folder / CORE}: cannot be read as a tokenizer ({_reason(error)}), expected what save_pretrained writes. "
-                "Copy the file again."
+                f"{folder / CORE}: cannot be read as a tokenizer ({_reason(error)}), expected what "
+                f"save_pretrained writes. Copy the file again."
             ) from error
     file = folder / "config.json"
     if file.is_file() and read_json(file).get("model_type") in CONFIG_MAPPING:
@@ -142,8 +165,8 @@ def _refuse_damaged(folder: Path, trust_remote_code: bool) -> None:
             AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # likewise of every type
             raise UserError(
-                f"{file}: transformers cannot read it ({_reason(error)}), expected the values of a model's "
-                "config.json. Copy the file again."
+                f"{file}: transformers cannot read it ({_reason(error)}), expected the values of a "
+                f"model's config.json. Copy the file again."
             ) from error
 
 
@@ -157,7 +180,7 @@ def _check_size(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: An
     token, highest = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     if isinstance(vocab_size, int) and highest >= vocab_size:
         raise UserError(
-            f"{folder}: its tokenizer has ids up to {highest} ({token!r}), but vocab_size in config.json is {vocab_size}, "
-            f"expected ids below that. Remove the tokens that were added to the tokenizer, or give the model's embedding "
-            "and lm_head rows for them."
+            f"{folder}: its tokenizer has ids up to {highest} ({token!r}), but vocab_size in "
+            f"config.json is {vocab_size}, expected ids below that. Remove the tokens that were "
+            f"added to the tokenizer, or give the model's embedding and lm_head rows for them."
         )

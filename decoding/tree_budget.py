@@ -1,12 +1,15 @@
-"""How large the trees of a batch grow. A drafter holds one budget for all rounds of a batch, which learns what came of each.
+"""How large the trees of a batch grow. A drafter holds one budget for all rounds of a batch, which
+learns what came of each.
 
-Where children are drawn, the number of nodes of each level is said before they are drawn (why: decoding/draws.py). Where they are picked, a tree
-grows first, and of all the nodes that it saw the likeliest are proposed. Each kind is sized in three ways: by a fixed number of nodes;
-by measured costs and the rounds before (decoding/tree_size.py), where a look at a growing tree costs a wait, and in a batch, whose rounds are as wide
-as their widest tree; else by measured costs and the tree itself while it grows (decoding/worth.py).
+Where children are drawn, the number of nodes of each level is said before they are drawn (why:
+decoding/draws.py). Where they are picked, a tree grows first, and of all the nodes that it saw the
+likeliest are proposed. Each kind is sized in three ways: by a fixed number of nodes; by measured
+costs and the rounds before (decoding/tree_size.py), where a look at a growing tree costs a wait,
+and in a batch, whose rounds are as wide as their widest tree; else by measured costs and the tree
+itself while it grows (decoding/worth.py).
 
-Shapes: B rows, L levels, W chances of a level that are told, X children that a drawn level could have; of picked trees P nodes of a level, K of
-them expanded next, M nodes seen.
+Shapes: B rows, L levels, W chances of a level that are told, X children that a drawn level could
+have; of picked trees P nodes of a level, K of them expanded next, M nodes seen.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +30,15 @@ class TreeBudget(Protocol):
     """The decisions of the rows of a batch."""
 
     def begin(self, depths_B: Sequence[int]) -> list[int]:
-        """A round begins: how deep each row may draft, at most `depths_B`; 0 where drafting does not pay."""
+        """A round begins: how deep each row may draft, at most `depths_B`; 0 where drafting does
+        not pay.
+        """
         ...
 
     def learn(self, answers: Sequence[Any], accepted_B: Sequence[int]) -> None:
-        """The round is over. answers: what it asked for, as lists; nothing where it was not asked."""
+        """The round is over. answers: what it asked for, as lists; nothing where it was
+        not asked.
+        """
         ...
 
     def select(self, rows: Sequence[int]) -> None:
@@ -44,7 +51,9 @@ class DrawnBudget(TreeBudget, Protocol):
     """Of trees whose children are drawn."""
 
     def admit(self, chances_BX: Tensor) -> list[int]:
-        """How many of the next level's children are drawn. chances_BX: that each is reached and passes, largest first."""
+        """How many of the next level's children are drawn. chances_BX: that each is reached and
+        passes, largest first.
+        """
         ...
 
     def more(self) -> bool:
@@ -63,12 +72,16 @@ class PickedBudget(TreeBudget, Protocol):
     depths_B: list[int]  # how deep each row's tree is to be, as far as is known
 
     def saw(self, scores_BP: Tensor, frontier_BK: Tensor) -> None:
-        """The next level has nodes with these path scores (logarithms), and would be expanded from those of `frontier_BK`."""
+        """The next level has nodes with these path scores (logarithms), and would be expanded from
+        those of `frontier_BK`.
+        """
         ...
 
     def settle(self, scores_BM: Tensor, real_B: Tensor) -> list[int]:
-        """The trees are grown: how many of each row's likeliest nodes are proposed. No more than its `real_B` are; where the host does not look at
-        those, the number is of places, some of which stay empty. scores_BM: path scores of all nodes, of no node the score `NONE`."""
+        """The trees are grown: how many of each row's likeliest nodes are proposed. No more than
+        its `real_B` are; where the host does not look at those, the number is of places, some of
+        which stay empty. scores_BM: path scores of all nodes, of no node the score `NONE`.
+        """
         ...
 
     def asks(self, seen: Seen) -> Callable[[Tensor], Sequence[Tensor]] | None:
@@ -79,7 +92,9 @@ class PickedBudget(TreeBudget, Protocol):
 class _Sizes:
     """By the rounds before."""
 
-    def __init__(self, rows: int, most: int, branching: int | None, costs: RoundCosts | None) -> None:
+    def __init__(
+        self, rows: int, most: int, branching: int | None, costs: RoundCosts | None
+    ) -> None:
         self.most = most
         self.depths_B: list[int] = []
         self._sizes_B = [TreeSize(costs, most, branching) for _ in range(rows)]
@@ -107,7 +122,9 @@ class _Worths:
         self._worth_B = worth_B
 
     def begin(self, depths_B: Sequence[int]) -> list[int]:
-        self.depths_B = [depth * worth.drafts() for worth, depth in zip(self._worth_B, depths_B, strict=True)]
+        self.depths_B = [
+            depth * worth.drafts() for worth, depth in zip(self._worth_B, depths_B, strict=True)
+        ]
         return self.depths_B
 
     def learn(self, answers: Sequence[Any], accepted_B: Sequence[int]) -> None:
@@ -119,9 +136,13 @@ class _Worths:
 
 
 class DrawnBySize(_Sizes):
-    """So many nodes of each level as paid in past rounds, or without costs as make up a fixed number of nodes."""
+    """So many nodes of each level as paid in past rounds, or without costs as make up a fixed
+    number of nodes.
+    """
 
-    def __init__(self, rows: int, most: int, branching: int, costs: RoundCosts | None = None) -> None:
+    def __init__(
+        self, rows: int, most: int, branching: int, costs: RoundCosts | None = None
+    ) -> None:
         """most: nodes of a tree, or with costs the most. branching: children of a node at most."""
         super().__init__(rows, most, branching, costs)
         self._levels: list[Tensor] = []
@@ -143,7 +164,9 @@ class DrawnBySize(_Sizes):
 
 
 class DrawnByWorth(_Worths):
-    """As many nodes and levels as this round's own tree makes worth their cost: each level's children are weighed before they are drawn."""
+    """As many nodes and levels as this round's own tree makes worth their cost: each level's
+    children are weighed before they are drawn.
+    """
 
     def __init__(self, rows: int, most: int, costs: RoundCosts) -> None:
         super().__init__([Worth(costs) for _ in range(rows)], most)
@@ -214,14 +237,18 @@ class PickedBySize(_Sizes):
 
 
 class PickedByWorth(_Worths):
-    """As many levels as promise more than they cost, and of the finished tree as many nodes as promise most."""
+    """As many levels as promise more than they cost, and of the finished tree as many nodes as
+    promise most.
+    """
 
     def __init__(self, rows: int, most: int, costs: RoundCosts) -> None:
         super().__init__([Worth(costs, most) for _ in range(rows)], most)
 
     def saw(self, scores_BP: Tensor, frontier_BK: Tensor) -> None:
         chances_BP, mass_B = cuda.read(scores_BP.exp(), frontier_BK.exp().sum(1))
-        for worth, chances_P, mass, depth in zip(self._worth_B, chances_BP, mass_B, self.depths_B, strict=True):
+        for worth, chances_P, mass, depth in zip(
+            self._worth_B, chances_BP, mass_B, self.depths_B, strict=True
+        ):
             if worth.steps < depth:
                 worth.saw(chances_P, mass)
         pairs = zip(self._worth_B, self.depths_B, strict=True)

@@ -1,17 +1,22 @@
 """Draft trees of a model's likeliest continuations that grow where the model is unsure.
 
-`RankedTree` expands the likeliest nodes of each level and has the likeliest of all that it saw tested (EAGLE-2, Li et al. 2024,
-arXiv 2406.16858). With measured costs the number of nodes and levels is the one that promises the most tokens a millisecond: a node's
-path probability estimates its chance to be accepted, so their sum estimates the accepted tokens (OPT-Tree, Wang et al. 2024, arXiv
-2406.17276), and V(n) says what testing them costs. Where the host runs ahead of the device nothing is asked while a tree grows: as many nodes
-are proposed as there may be, and with costs a round's size comes from the rounds before (decoding/tree_budget.py has all ways to size trees).
+`RankedTree` expands the likeliest nodes of each level and has the likeliest of all that it saw
+tested (EAGLE-2, Li et al. 2024, arXiv 2406.16858). With measured costs the number of nodes and
+levels is the one that promises the most tokens a millisecond: a node's path probability estimates
+its chance to be accepted, so their sum estimates the accepted tokens (OPT-Tree, Wang et al. 2024,
+arXiv 2406.17276), and V(n) says what testing them costs. Where the host runs ahead of the device
+nothing is asked while a tree grows: as many nodes are proposed as there may be, and with costs a
+round's size comes from the rounds before (decoding/tree_budget.py has all ways to size trees).
 
-Where tokens are sampled, children are drawn (`draws=drawn`: decoding/draws.py says what is exact, decoding/drawn_tree.py grows such trees), so
-that p / q tests accept far more of them; or they are the model's best tokens there too (`draws=picked`), point masses to verification, siblings
-one after another. Greedy decoding and the coupled rule always pick. The model runs over its whole tree again at each level, as a shallow
-model does so at next to no cost, and no cache row moves before the target has spoken.
+Where tokens are sampled, children are drawn (`draws=drawn`: decoding/draws.py says what is exact,
+decoding/drawn_tree.py grows such trees), so that p / q tests accept far more of them; or they are
+the model's best tokens there too (`draws=picked`), point masses to verification, siblings one after
+another. Greedy decoding and the coupled rule always pick. The model runs over its whole tree again
+at each level, as a shallow model does so at next to no cost, and no cache row moves before the
+target has spoken.
 
-Shapes: B rows, P nodes of the deepest level, K children of a node, M nodes seen, N nodes proposed, V vocabulary.
+Shapes: B rows, P nodes of the deepest level, K children of a node, M nodes seen, N nodes proposed,
+V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -45,9 +50,10 @@ from decoding.tree_budget import (
 class RankedTree(ChainDrafter):
     """A tree that grows where it is worth it. Hydra: `_target_: decoding.trees.RankedTree`.
 
-    frontier: nodes of a level that are expanded, and children that each gets. max_nodes: nodes proposed at most. by_cost: take the
-    number of nodes and levels from measured costs, within max_nodes and the draft length. draws: `drawn` or `picked`. The other arguments
-    are ChainDrafter's.
+    frontier: nodes of a level that are expanded, and children that each gets. max_nodes: nodes
+    proposed at most. by_cost: take the number of nodes and levels from measured costs, within
+    max_nodes and the draft length. draws: `drawn` or `picked`. The other arguments are
+    ChainDrafter's.
     """
 
     caps = Caps(shape="tree")
@@ -63,13 +69,16 @@ class RankedTree(ChainDrafter):
     ) -> None:
         super().__init__(*arguments, **named)
         if frontier < 1 or max_nodes < 1:
-            raise UserError(f"frontier is {frontier} and max_nodes {max_nodes}, expected numbers from 1 up.")
+            raise UserError(
+                f"frontier is {frontier} and max_nodes {max_nodes}, expected numbers from 1 up."
+            )
         self.frontier, self.max_nodes = frontier, max_nodes
         self.draws = check_kind(draws, self.name)
         self.caps = Caps(shape="tree", has_q=draws == "drawn", needs_costs=by_cost)
         self.costs: RoundCosts | None = None
         self._ahead = False
-        self._budget: DrawnBudget | PickedBudget | None = None  # of the opened batch, from its first round on
+        # of the opened batch, from its first round on
+        self._budget: DrawnBudget | PickedBudget | None = None
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """What nodes and levels are weighed by, where `by_cost` is set."""
@@ -80,7 +89,9 @@ class RankedTree(ChainDrafter):
         """Nodes proposed at most: those asked for, or all that a tree of depth gamma sees."""
         return min(self.max_nodes, self.frontier + (gamma - 1) * self.frontier**2)
 
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
         """As a chain drafter, with room for the nodes that are expanded and not proposed."""
         super().open(prompts_B, prefill_hidden_BNC, capacity + self.max_nodes * self.frontier)
         self._budget = None
@@ -97,7 +108,9 @@ class RankedTree(ChainDrafter):
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """The tree of each row, at most as deep as its budget; rows beyond this model's own context get none."""
+        """The tree of each row, at most as deep as its budget; rows beyond this model's own context
+        get none.
+        """
         budget = self._budget_for(are_drawn(self.draws, chooser), len(sequences_B))
         depths_B = budget.begin(self._within_context(sequences_B, budgets_B))
         if max(depths_B) == 0:
@@ -111,14 +124,18 @@ class RankedTree(ChainDrafter):
         return tree.proposal(self._ahead)
 
     def _budget_for(self, drawn: bool, rows: int) -> DrawnBudget | PickedBudget:
-        """What sizes the batch's trees. The rule, which a round is told, says whether children are drawn, so its first round makes it."""
+        """What sizes the batch's trees. The rule, which a round is told, says whether children are
+        drawn, so its first round makes it.
+        """
         if self._budget is None or isinstance(self._budget, DrawnBudget) != drawn:
             self._budget = self._drawn_budget(rows) if drawn else self._picked_budget(rows)
         return self._budget
 
     @property
     def _by_past(self) -> bool:
-        """Whether costs size a tree before it grows: where a look at it costs a wait, and in a batch, which is as wide as its widest."""
+        """Whether costs size a tree before it grows: where a look at it costs a wait, and in a
+        batch, which is as wide as its widest.
+        """
         return self._ahead or (self.costs is not None and self.costs.rows > 1)
 
     def _drawn_budget(self, rows: int) -> DrawnBudget:
@@ -133,12 +150,16 @@ class RankedTree(ChainDrafter):
             return PickedBySize(rows, self.max_nodes, self.costs)
         return PickedByWorth(rows, self.max_nodes, self.costs)
 
-    def _new_tree(self, draws: Draws, run: Run, budget: DrawnBudget, sequences_B: Sequence[Sequence[int]]) -> DrawnTree:
+    def _new_tree(
+        self, draws: Draws, run: Run, budget: DrawnBudget, sequences_B: Sequence[Sequence[int]]
+    ) -> DrawnTree:
         return DrawnTree(draws, run, self.frontier, budget)
 
     def _run(self, chooser: Chooser, tokens_BN: Tensor, parents_BN: Tensor, last: int) -> Tensor:
         """The model's logits after the last ones of these nodes."""
-        logits_BNV, _ = self.model.forward(self._fit_ids(tokens_BN, chooser), parents_BN.to(self.model.device))
+        logits_BNV, _ = self.model.forward(
+            self._fit_ids(tokens_BN, chooser), parents_BN.to(self.model.device)
+        )
         return self._fit(logits_BNV[:, -last:], chooser)
 
     def observe(self, observation: Observation) -> None:
@@ -163,16 +184,30 @@ class RankedTree(ChainDrafter):
         for d in range(max(budget.depths_B)):
             best = chooser.log_scores(logits_BPV, d).topk(min(K, logits_BPV.shape[-1]), dim=-1)
             k = best.indices.shape[2]
-            tokens_BP, scores_BP = best.indices.flatten(1), self._kept(best.values, above_BP).flatten(1)
+            tokens_BP, scores_BP = (
+                best.indices.flatten(1),
+                self._kept(best.values, above_BP).flatten(1),
+            )
             first, seen.levels, seen.siblings = seen.tokens_BM.shape[1], d + 1, k
-            seen.add(tokens_BP, in_seen_BP.repeat_interleave(k, 1), scores_BP, torch.full_like(tokens_BP, d + 1))
-            top = self._expandable(seen, first, best.values).topk(min(K, scores_BP.shape[1]), dim=-1)
+            seen.add(
+                tokens_BP,
+                in_seen_BP.repeat_interleave(k, 1),
+                scores_BP,
+                torch.full_like(tokens_BP, d + 1),
+            )
+            top = self._expandable(seen, first, best.values).topk(
+                min(K, scores_BP.shape[1]), dim=-1
+            )
             budget.saw(seen.scores_BM[:, first:], top.values)
             if d + 1 >= max(budget.depths_B):
                 break
             above_BP, in_seen_BP = top.values, first + top.indices
-            fed_parents_BN = torch.cat((fed_parents_BN, in_model_BP.repeat_interleave(k, 1).gather(1, top.indices)), 1)
-            in_model_BP = torch.arange(top.indices.shape[1], device=device).expand(B, -1) + fed_BN.shape[1]
+            fed_parents_BN = torch.cat(
+                (fed_parents_BN, in_model_BP.repeat_interleave(k, 1).gather(1, top.indices)), 1
+            )
+            in_model_BP = (
+                torch.arange(top.indices.shape[1], device=device).expand(B, -1) + fed_BN.shape[1]
+            )
             fed_BN = torch.cat((fed_BN, tokens_BP.gather(1, top.indices)), 1)
             logits_BPV = self._run(chooser, fed_BN, fed_parents_BN, top.indices.shape[1])
         return seen
@@ -196,7 +231,14 @@ class RankedTree(ChainDrafter):
         return Proposal(tokens_BN, places_B, parents_BN, None, seen.levels, asks=budget.asks(seen))
 
     def time_step(self, beams: int = 1) -> None:
-        """One forward over two levels of expanded nodes, the mean of a tree three deep; nothing is committed."""
+        """One forward over two levels of expanded nodes, the mean of a tree three deep; nothing is
+        committed.
+        """
         self.model.forward(
-            torch.zeros(len(self.model.lengths_B), 2 * self.frontier, dtype=torch.long, device=self.model.device)
+            torch.zeros(
+                len(self.model.lengths_B),
+                2 * self.frontier,
+                dtype=torch.long,
+                device=self.model.device,
+            )
         )

@@ -1,6 +1,8 @@
-"""What a setting may be, in one table: `Settings`, the warpers, the jobs and whoever takes settings from outside ask it.
+"""What a setting may be, in one table: `Settings`, the warpers, the jobs and whoever takes settings
+from outside ask it.
 
-Numbers are numbers: a bool is neither an int nor a float here, and NaN and infinity are no values of anything.
+Numbers are numbers: a bool is neither an int nor a float here, and NaN and infinity are no values
+of anything.
 """
 
 import math
@@ -11,8 +13,10 @@ from typing import Any
 
 from decoding.errors import UserError
 
-LARGEST_SEED = 2**64 - 1  # all noise is keyed by 64 bits: a seed beyond them, or below 0, would be another one's
-COLDEST, HOTTEST = 1e-5, 1e5  # below, logits over the temperature overflow float32; greedy decoding is temperature 0
+# all noise is keyed by 64 bits: a seed beyond them, or below 0, would be another one's
+LARGEST_SEED = 2**64 - 1
+# below, logits over the temperature overflow float32; greedy decoding is temperature 0
+COLDEST, HOTTEST = 1e-5, 1e5
 LARGEST = 2**31 - 1  # of a count
 SHOWN = 60  # characters of a value that a message quotes
 
@@ -42,7 +46,10 @@ def is_number(value: Any) -> bool:
 
 def whole(least: int, most: int = LARGEST, note: str = "") -> Rule:
     """A whole number from `least` to `most`; note: what an end of the range means."""
-    return Rule(lambda value: is_int(value) and least <= value <= most, f"a whole number from {least} to {most}{note}")
+    return Rule(
+        lambda value: is_int(value) and least <= value <= most,
+        f"a whole number from {least} to {most}{note}",
+    )
 
 
 def is_text(value: Any) -> bool:
@@ -54,7 +61,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Return where half of a surrogate pair is alone, which no encoding holds (of a cut emoji, say); None: nowhere."""
+    """Return where half of a surrogate pair is alone, which no encoding holds (of a cut emoji,
+    say); None: nowhere.
+    """
     found = _SURROGATE.search(text)
     return None if found is None else found.start()
 
@@ -66,7 +75,9 @@ def texts(value: Any) -> bool:
 
 def ids(value: Any) -> bool:
     """Whether it holds token ids alone."""
-    return isinstance(value, list | tuple | set | frozenset) and all(is_int(one) and one >= 0 for one in value)
+    return isinstance(value, list | tuple | set | frozenset) and all(
+        is_int(one) and one >= 0 for one in value
+    )
 
 
 def optional(rule: Rule) -> Rule:
@@ -85,14 +96,20 @@ RULES: dict[str, Rule] = {
         f"0 (greedy), or a number from {COLDEST:g} to {HOTTEST:g}",
     ),
     "top_k": whole(0, note=" (0 is off)"),
-    "top_p": Rule(lambda value: is_number(value) and 0 < value <= 1, "a number more than 0 and at most 1 (off)"),
+    "top_p": Rule(
+        lambda value: is_number(value) and 0 < value <= 1,
+        "a number more than 0 and at most 1 (off)",
+    ),
     "min_p": Rule(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 (off) to 1"),
     "num_draft_tokens": whole(0, note=" (0 is no drafting)"),
     "seed": whole(0, LARGEST_SEED),
     "stop_token_ids": Rule(ids, "a tuple of token ids, whole numbers of 0 or more"),
-    "stopping_threshold": optional(Rule(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")),
+    "stopping_threshold": optional(
+        Rule(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+    ),
     "repetition_penalty": Rule(
-        lambda value: is_number(value) and 0.01 <= value <= 100, "more than 0 (1 is off): a number from 0.01 to 100"
+        lambda value: is_number(value) and 0.01 <= value <= 100,
+        "more than 0 (1 is off): a number from 0.01 to 100",
     ),
     "allowed": optional(FUNCTION),
     "stop_strings": Rule(texts, "a tuple of texts, none of them empty"),
@@ -101,7 +118,9 @@ RULES: dict[str, Rule] = {
     "stream": SWITCH,
     # Of `load` and `load_target`.
     "device": Rule(
-        lambda value: isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value) is not None,
+        lambda value: (
+            isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value) is not None
+        ),
         "auto, cpu, cuda or cuda:N",
     ),
     "max_length": optional(whole(2)),
@@ -112,7 +131,9 @@ RULES: dict[str, Rule] = {
 
 
 def check_value(name: str, value: Any, rule: Rule | None = None, key: str = "") -> None:
-    """Raise UserError for a value that the setting of this name cannot have. key: what the message calls it, where not its name."""
+    """Raise UserError for a value that the setting of this name cannot have. key: what the message
+    calls it, where not its name.
+    """
     rule = rule or RULES[name]
     if not rule.fits(value):
         raise UserError(f"{key or name} is {shown(value)}, expected {rule.expected}.")
@@ -140,5 +161,9 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints
-        text = f"a number of {value.bit_length()} bits" if is_int(value) else f"a {type(value).__name__}"
+        text = (
+            f"a number of {value.bit_length()} bits"
+            if is_int(value)
+            else f"a {type(value).__name__}"
+        )
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

@@ -1,9 +1,12 @@
-"""`token` and `block` verification of chains where the host runs ahead of the device: everything is decided there, and read back once.
+"""`token` and `block` verification of chains where the host runs ahead of the device: everything is
+decided there, and read back once.
 
-The eager twins are the rules of the same names in decoding/verify.py, which ask for probabilities, decide on the host and then ask for the
-next token: three waits a round on a GPU, and fewer operations on a CPU. Same numbers, same float64 comparisons, same outcome.
+The eager twins are the rules of the same names in decoding/verify.py, which ask for probabilities,
+decide on the host and then ask for the next token: three waits a round on a GPU, and fewer
+operations on a CPU. Same numbers, same float64 comparisons, same outcome.
 
-Shapes: B rows, N drafted tokens, V vocabulary. Target probabilities have one node more than the proposal: the tip comes first.
+Shapes: B rows, N drafted tokens, V vocabulary. Target probabilities have one node more than the
+proposal: the tip comes first.
 """
 
 import math
@@ -22,7 +25,10 @@ def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
     accept_BN, last_BN = _uniforms(proposal, chooser)
     p_BN, q_BN = _probabilities(probs_BNV, proposal)
     accepted_B = (accept_BN * q_BN < p_BN).long().cumprod(1).sum(1)
-    p_BV, failed_BV = _at(probs_BNV, accepted_B), _at(proposal.tokens_BN, _last_node(accepted_B, proposal))
+    p_BV, failed_BV = (
+        _at(probs_BNV, accepted_B),
+        _at(proposal.tokens_BN, _last_node(accepted_B, proposal)),
+    )
     if proposal.q_BNV is None:
         residual_BV = p_BV.scatter(1, failed_BV[:, None], 0.0)
     else:
@@ -31,13 +37,16 @@ def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
 
 
 def block(probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
-    """Sun et al. 2025, Algorithm 2; see `verify.block`. q_BNV: dense, a point mass where the proposal has none."""
+    """Sun et al. 2025, Algorithm 2; see `verify.block`. q_BNV: dense, a point mass where the
+    proposal has none.
+    """
     accept_BN, last_BN = _uniforms(proposal, chooser)
     w_BN = _running_ratios(*_probabilities(probs_BNV, proposal))  # w_0 .. w_N
     surplus_BNV = (w_BN.to(probs_BNV.dtype)[:, :-1, None] * probs_BNV[:, :-1] - q_BNV).clamp_(min=0)
     s_BN, inner_BN = surplus_BNV.sum(-1).double()[:, 1:], w_BN[:, 1:-1]
     rest_BN = s_BN + 1 - inner_BN
-    chance_BN = torch.cat((torch.where(rest_BN > 0, s_BN / rest_BN, 1.0), w_BN[:, -1:]), 1)  # h_1 .. h_N
+    # h_1 .. h_N
+    chance_BN = torch.cat((torch.where(rest_BN > 0, s_BN / rest_BN, 1.0), w_BN[:, -1:]), 1)
     depths_N = torch.arange(1, w_BN.shape[1], device=w_BN.device)
     counts_B1 = cuda.tensor(proposal.counts_B, w_BN.device)[:, None]
     passed_BN = accept_BN <= torch.where(depths_N == counts_B1, w_BN[:, 1:], chance_BN)
@@ -47,8 +56,9 @@ def block(probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser
 
 
 def _uniforms(proposal: Proposal, chooser: Chooser) -> tuple[Tensor, Tensor]:
-    """The uniforms that test each drafted token, (B, N), infinite where a row drafted none, and those that draw the token after n accepted
-    ones, (B, N + 1): float64, in one copy."""
+    """The uniforms that test each drafted token, (B, N), infinite where a row drafted none, and
+    those that draw the token after n accepted ones, (B, N + 1): float64, in one copy.
+    """
     N = proposal.tokens_BN.shape[1]
     numbers = [
         [chooser.uniform(b, n, noise.ACCEPT) for n in range(count)]
@@ -71,7 +81,9 @@ def _probabilities(probs_BNV: Tensor, proposal: Proposal) -> tuple[Tensor, Tenso
 
 
 def _running_ratios(p_BN: Tensor, q_BN: Tensor) -> Tensor:
-    """w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i), (B, N + 1). A padded node (q = 0) counts as ratio 0."""
+    """w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i), (B, N + 1). A padded node (q = 0) counts as
+    ratio 0.
+    """
     ratios = [torch.ones_like(p_BN[:, 0])]
     for n in range(p_BN.shape[1]):
         ratio_B = (ratios[-1] * p_BN[:, n] / q_BN[:, n]).clamp_(max=1.0)
@@ -90,15 +102,25 @@ def _last_node(accepted_B: Tensor, proposal: Proposal) -> Tensor:
 
 
 def _outcome(
-    p_BV: Tensor, residual_BV: Tensor, accepted_B: Tensor, last_BN: Tensor, proposal: Proposal, chooser: Chooser
+    p_BV: Tensor,
+    residual_BV: Tensor,
+    accepted_B: Tensor,
+    last_BN: Tensor,
+    proposal: Proposal,
+    chooser: Chooser,
 ) -> Outcome:
     """Draw the token after the accepted ones and read everything back."""
-    # No residual is p = q up to rounding, and the failed test was one of probability zero: then p itself is right.
+    # No residual is p = q up to rounding, and the failed test was one of probability zero: then p
+    # itself is right.
     residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
     counts_B = proposal.counts_B
     failed_B1 = (accepted_B < cuda.tensor(counts_B, accepted_B.device))[:, None]
-    next_B = draw_at(torch.where(failed_B1, residual_BV, p_BV), last_BN.gather(1, accepted_B[:, None]))
+    next_B = draw_at(
+        torch.where(failed_B1, residual_BV, p_BV), last_BN.gather(1, accepted_B[:, None])
+    )
     drafted, accepted, following = chooser.read(proposal.tokens_BN, accepted_B, next_B)
-    tokens_B = [[*row[:kept], last] for row, kept, last in zip(drafted, accepted, following, strict=True)]
+    tokens_B = [
+        [*row[:kept], last] for row, kept, last in zip(drafted, accepted, following, strict=True)
+    ]
     tested_B = [kept + (kept < count) for kept, count in zip(accepted, counts_B, strict=True)]
     return Outcome(tokens_B, None, accepted, tested_B)

@@ -1,4 +1,5 @@
-"""The weights of the native target: read from a Hugging Face state dict, fused, and put on one device in one dtype.
+"""The weights of the native target: read from a Hugging Face state dict, fused, and put on one
+device in one dtype.
 
 Shapes: V vocabulary, C hidden size, Q query heads, H key/value heads, D head size.
 """
@@ -37,14 +38,20 @@ class NativeConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "NativeConfig":
-        """Raises UserError for a family, activation or rope kind that this backend does not have."""
+        """Raises UserError for a family, activation or rope kind that this backend does
+        not have.
+        """
         family = config["model_type"]
         if family not in FAMILIES:
-            raise UserError(f"model_type '{family}' is not one of {', '.join(FAMILIES)}: use backend=hf for it.")
+            raise UserError(
+                f"model_type '{family}' is not one of {', '.join(FAMILIES)}: use backend=hf for it."
+            )
         refuse_unsupported_attention(dict(config), "config.json")
         activation = config.get("hidden_act", "silu")
         if activation != "silu":
-            raise UserError(f"config.json: hidden_act '{activation}' is not 'silu': use backend=hf for it.")
+            raise UserError(
+                f"config.json: hidden_act '{activation}' is not 'silu': use backend=hf for it."
+            )
         heads = config["num_attention_heads"]
         return cls(
             family=family,
@@ -76,7 +83,9 @@ class Layer:
 
 
 class Weights:
-    """All weights of a model on one device in one dtype; shared by a target and its partial views."""
+    """All weights of a model on one device in one dtype; shared by a target and its
+    partial views.
+    """
 
     def __init__(
         self,
@@ -87,7 +96,9 @@ class Weights:
         packed: bool,
         has_ends: bool = True,
     ) -> None:
-        """has_ends: False for layers from the middle of a model, which have no embedding, final norm or head."""
+        """has_ends: False for layers from the middle of a model, which have no embedding, final
+        norm or head.
+        """
         self.config, self.dtype, self.device, self.packed = config, dtype, device, packed
         self._state = state
         self.num_parameters = 0  # of the tensors taken, a tied embedding once
@@ -104,7 +115,10 @@ class Weights:
     def _take(self, *names: str) -> Tensor:
         missing = [name for name in names if name not in self._state]
         if missing:
-            raise UserError(f"the weights have no tensor '{missing[0]}', which a {self.config.family} model needs.")
+            raise UserError(
+                f"the weights have no tensor '{missing[0]}', which a {self.config.family} model "
+                f"needs."
+            )
         self.num_parameters += sum(self._state[name].numel() for name in names)
         tensors = [self._state[name].detach().to(self.device, self.dtype) for name in names]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
@@ -118,8 +132,13 @@ class Weights:
     def _layer(self, prefix: str) -> Layer:
         config, head_norms = self.config, None
         if config.family == "qwen3":
-            query, key = self._take(f"{prefix}self_attn.q_norm.weight"), self._take(f"{prefix}self_attn.k_norm.weight")
-            head_norms = torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
+            query, key = (
+                self._take(f"{prefix}self_attn.q_norm.weight"),
+                self._take(f"{prefix}self_attn.k_norm.weight"),
+            )
+            head_norms = torch.cat(
+                (query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1))
+            )
         return Layer(
             attention_norm_C=self._take(f"{prefix}input_layernorm.weight"),
             qkv=self._linear(f"{prefix}self_attn.", ("q_proj", "k_proj", "v_proj")),

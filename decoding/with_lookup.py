@@ -1,8 +1,9 @@
-"""Any model drafter, copying where it can: a long match in the row's own text stands in for its draft.
+"""Any model drafter, copying where it can: a long match in the row's own text stands in for its
+draft.
 
-Where the row's ending stood before for at least `min_match` tokens, what followed it is proposed and the model does not run; elsewhere the
-model drafts its chain or tree. The model reads what it missed in its next turn. Source: the hybrid of SAM Decoding (Hu et al. 2024, arXiv
-2411.10666).
+Where the row's ending stood before for at least `min_match` tokens, what followed it is proposed
+and the model does not run; elsewhere the model drafts its chain or tree. The model reads what it
+missed in its next turn. Source: the hybrid of SAM Decoding (Hu et al. 2024, arXiv 2411.10666).
 
 Shapes: B rows, N drafted tokens, V vocabulary, P nodes with children, K tokens of a distribution.
 """
@@ -38,7 +39,8 @@ class LookupFirst:
         if min_match < 1:
             raise UserError(f"min_match is {min_match}, expected a number of tokens from 1 up.")
         self.drafter, self.min_match, self.name = drafter, min_match, drafter.name
-        self.caps = replace(drafter.caps, can_overlap=False)  # what the index has read cannot be taken back
+        # what the index has read cannot be taken back
+        self.caps = replace(drafter.caps, can_overlap=False)
         self._indices: list[SuffixAutomaton] = []
 
     @property
@@ -59,7 +61,9 @@ class LookupFirst:
         """Tell the drafter."""
         self.drafter.prepare(target, costs)
 
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
         """Index the prompts, and have the model read them."""
         self.drafter.open(prompts_B, prefill_hidden_BNC, capacity)
         self._indices = [SuffixAutomaton(self.min_match) for _ in prompts_B]
@@ -79,10 +83,13 @@ class LookupFirst:
         """Copied tokens for the rows that have a match, the drafter's for the others."""
         copied_B = [
             cut(continuation(sequence, index.find(sequence), budget), policy) if budget else []
-            for index, sequence, budget, policy in zip(self._indices, sequences_B, budgets_B, stopping_B, strict=True)
+            for index, sequence, budget, policy in zip(
+                self._indices, sequences_B, budgets_B, stopping_B, strict=True
+            )
         ]
         copied = point_masses(copied_B, chooser)
-        if self.caps.shape == "tree":  # whatever a row's neighbours draft: on trees every node has noise of its own
+        # whatever a row's neighbours draft: on trees every node has noise of its own
+        if self.caps.shape == "tree":
             chain_N = torch.arange(-1, copied.tokens_BN.shape[1] - 1, device=chooser.device)
             copied.parents_BN = chain_N.expand_as(copied.tokens_BN)
         left_B = [0 if tokens else budget for tokens, budget in zip(copied_B, budgets_B)]
@@ -115,7 +122,8 @@ class LookupFirst:
 
 
 class ChainWithLookup(LookupFirst):
-    """A chain drafter with suffix lookup before it. Hydra: `_target_: decoding.with_lookup.ChainWithLookup`.
+    """A chain drafter with suffix lookup before it. Hydra:
+    `_target_: decoding.with_lookup.ChainWithLookup`.
 
     The other arguments are ChainDrafter's.
     """
@@ -125,24 +133,34 @@ class ChainWithLookup(LookupFirst):
 
 
 def check_lookup_before(kind: type) -> None:
-    """Raise UserError for a class of drafters that lookup does not go before: it is for models that draft while the target waits."""
+    """Raise UserError for a class of drafters that lookup does not go before: it is for models that
+    draft while the target waits.
+    """
     why = ""
     if issubclass(kind, (Lookup, LookupFirst)):
         why = "looks up by itself already"
     elif issubclass(kind, Lookahead):
         why = "has no model that drafts"
     elif issubclass(kind, RemoteChain):
-        why = "drafts while the target verifies, and what a lookup has read of a chunk that is thrown away cannot be taken back"
+        why = (
+            "drafts while the target verifies, and what a lookup has read of a chunk that is "
+            "thrown away cannot be taken back"
+        )
     if why:
         raise UserError(
-            f"lookup= goes before a model that drafts in turn with the target; {kind.__name__} {why}: leave lookup= out."
+            f"lookup= goes before a model that drafts in turn with the target; {kind.__name__} "
+            f"{why}: leave lookup= out."
         )
 
 
 def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
-    """One proposal of both; of a row at most one has tokens. A copied token is drawn from a point mass."""
+    """One proposal of both; of a row at most one has tokens. A copied token is drawn from a point
+    mass.
+    """
     width = max(drafted.tokens_BN.shape[1], copied.tokens_BN.shape[1])
-    sides_BN = [F.pad(side.tokens_BN, (0, width - side.tokens_BN.shape[1])) for side in (drafted, copied)]
+    sides_BN = [
+        F.pad(side.tokens_BN, (0, width - side.tokens_BN.shape[1])) for side in (drafted, copied)
+    ]
     is_copied_B1 = cuda.tensor(copied.counts_B, chooser.device)[:, None] > 0
     merged = Proposal(
         torch.where(is_copied_B1, sides_BN[1], sides_BN[0]),
@@ -162,21 +180,30 @@ def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
         masses_BNV = torch.zeros_like(q_BNV).scatter_(-1, merged.tokens_BN[:, :, None], 1.0)
         merged.q_BNV = torch.where(is_copied_B1[:, :, None], masses_BNV, q_BNV)
     if drafted.q_top is not None:
-        merged.q_top = _with_masses(drafted.q_top, merged.tokens_BN, is_copied_B1[:, :, None], chooser.vocab_size)
+        merged.q_top = _with_masses(
+            drafted.q_top, merged.tokens_BN, is_copied_B1[:, :, None], chooser.vocab_size
+        )
     return merged
 
 
-def _with_masses(drawn: TopRows, tokens_BN: Tensor, is_copied_B11: Tensor, vocab_size: int) -> TopRows:
-    """`drawn` with a point mass on node n in row n of the copied chains: node n is the only child of the node before it."""
+def _with_masses(
+    drawn: TopRows, tokens_BN: Tensor, is_copied_B11: Tensor, vocab_size: int
+) -> TopRows:
+    """`drawn` with a point mass on node n in row n of the copied chains: node n is the only child
+    of the node before it.
+    """
     _, P, K = drawn.ids_BPK.shape
     N = tokens_BN.shape[1]
-    ids_BPK, probs_BPK = (F.pad(part, (0, 0, 0, max(N - P, 0))) for part in (drawn.ids_BPK, drawn.probs_BPK))
+    ids_BPK, probs_BPK = (
+        F.pad(part, (0, 0, 0, max(N - P, 0))) for part in (drawn.ids_BPK, drawn.probs_BPK)
+    )
     tokens_BP = F.pad(tokens_BN, (0, max(P - N, 0)))
     # Ids of a row are different; those behind the token have no share.
     others_K = torch.arange(K, device=tokens_BN.device)
     mass_BPK = torch.zeros_like(probs_BPK)
     mass_BPK[:, :, 0] = 1.0
-    tail_BPV = None if drawn.tail_BPV is None else F.pad(drawn.tail_BPV, (0, 0, 0, max(N - P, 0)))  # without a share
+    # without a share
+    tail_BPV = None if drawn.tail_BPV is None else F.pad(drawn.tail_BPV, (0, 0, 0, max(N - P, 0)))
     return TopRows(
         torch.where(is_copied_B11, (tokens_BP[:, :, None] + others_K) % vocab_size, ids_BPK),
         torch.where(is_copied_B11, mass_BPK, probs_BPK),

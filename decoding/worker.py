@@ -1,9 +1,10 @@
 """A chain drafter in a process of its own, so that it can draft while the target verifies.
 
-The worker holds the model and answers over a socket pair; tokens and counts travel as lists, and where the rule tests them the drafted rows
-of q as bytes. No random number travels: all noise is a function of its key, and the key is sent. With `cores` the worker is bound to its own
-processor cores and the target's process to the others (`lanes`), one thread a core: without that, two processes that each use every core
-only get in each other's way.
+The worker holds the model and answers over a socket pair; tokens and counts travel as lists, and
+where the rule tests them the drafted rows of q as bytes. No random number travels: all noise is a
+function of its key, and the key is sent. With `cores` the worker is bound to its own processor
+cores and the target's process to the others (`lanes`), one thread a core: without that, two
+processes that each use every core only get in each other's way.
 
 Shapes: B rows, N drafted tokens, V vocabulary.
 """
@@ -37,28 +38,36 @@ ROOT = Path(__file__).resolve().parent.parent
 class RemoteChain:
     """A ChainDrafter in a worker process. Hydra: `_target_: decoding.worker.RemoteChain`.
 
-    draft_cores: processor cores of the worker (the last ones of this process's); 0 binds nothing. The other arguments are ChainDrafter's.
-    The worker ends with this object, or with this process.
+    draft_cores: processor cores of the worker (the last ones of this process's); 0 binds nothing.
+    The other arguments are ChainDrafter's. The worker ends with this object, or with this process.
     """
 
     caps = Caps(shape="chain", has_q=True, can_overlap=True)
 
-    def __init__(self, folder: str | Path, *, draft_cores: int = 1, name: str | None = None, **named: Any) -> None:
+    def __init__(
+        self, folder: str | Path, *, draft_cores: int = 1, name: str | None = None, **named: Any
+    ) -> None:
         available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         if draft_cores and len(available) <= draft_cores:
             raise UserError(
-                f"a worker with {draft_cores} cores of its own leaves none of this process's {len(available)} to the target: "
-                "give draft_cores=0 (they share), or run on more cores."
+                f"a worker with {draft_cores} cores of its own leaves none of this process's "
+                f"{len(available)} to the target: give draft_cores=0 (they share), or run on more "
+                f"cores."
             )
         self.own_cores = available[:-draft_cores] if draft_cores else []
         worker_cores = available[-draft_cores:] if draft_cores else []
         self._pipe, theirs = Pipe()
         command = [sys.executable, "-m", "decoding.worker_process", str(theirs.fileno())]
         # Ctrl-C is this process's to handle.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
         if draft_cores:
             environment["OMP_NUM_THREADS"] = str(draft_cores)
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+        )
         theirs.close()
         self._end = weakref.finalize(self, _end, self._pipe, self._process)
         self._answers_due = False  # whether a chain was asked for that nobody has read yet
@@ -76,7 +85,9 @@ class RemoteChain:
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """It needs neither."""
 
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
         """Have the worker read all prompt tokens but the last."""
         self._drop_answer()
         self._call("open", [list(prompt) for prompt in prompts_B], capacity)
@@ -112,15 +123,26 @@ class RemoteChain:
         chooser: Chooser,
         least: int | None = None,
     ) -> None:
-        """Ask for a chain for each row; `finish` waits for it. The policies travel there and come back with what they saw.
+        """Ask for a chain for each row; `finish` waits for it. The policies travel there and come
+        back with what they saw.
 
-        So does the repetition penalty; the caller's `allowed` stays here, and a token that it forbids is drafted in vain.
+        So does the repetition penalty; the caller's `allowed` stays here, and a token that it
+        forbids is drafted in vain.
 
-        least: in place of the policies, draft that many tokens and then go on, within the budgets, until `enough` is said.
+        least: in place of the policies, draft that many tokens and then go on, within the budgets,
+        until `enough` is said.
         """
         sequences_B = [list(sequence) for sequence in sequences_B]
         penalty = chooser.processors.repetition_penalty if chooser.processors is not None else 1.0
-        asked = (sequences_B, list(budgets_B), list(stopping_B), chooser.spec, chooser.begun, penalty, least)
+        asked = (
+            sequences_B,
+            list(budgets_B),
+            list(stopping_B),
+            chooser.spec,
+            chooser.begun,
+            penalty,
+            least,
+        )
         self._send(("propose", asked))
         self._answers_due = True
         self._device, self._asked_B = chooser.device, stopping_B
@@ -134,13 +156,18 @@ class RemoteChain:
         answer = self._receive()
         self._answers_due = False
         tokens, counts_B, steps, q_bytes, dtype, policies_B, self.worker_seconds = answer
-        self._chain_seconds, self._chain_steps = self._chain_seconds + self.worker_seconds, self._chain_steps + steps
+        self._chain_seconds, self._chain_steps = (
+            self._chain_seconds + self.worker_seconds,
+            self._chain_steps + steps,
+        )
         for policy, returned in zip(self._asked_B, policies_B, strict=True):
             vars(policy).update(vars(returned))
         tokens_BN = cuda.tensor(tokens, self._device, torch.long).view(len(counts_B), -1)
         if q_bytes is None:
             return Proposal(tokens_BN, counts_B, steps=steps)
-        q_BNV = cuda.tensor(np.frombuffer(q_bytes, dtype=dtype), self._device).view(*tokens_BN.shape, -1)
+        q_BNV = cuda.tensor(np.frombuffer(q_bytes, dtype=dtype), self._device).view(
+            *tokens_BN.shape, -1
+        )
         return Proposal(tokens_BN, counts_B, None, q_BNV, steps)
 
     def observe(self, observation: Observation) -> None:
@@ -159,12 +186,16 @@ class RemoteChain:
         self.time_steps(1)
 
     def time_steps(self, count: int) -> float:
-        """Seconds of several such forwards by the worker's clock, which does not see the message: a chain takes one, however long it is."""
+        """Seconds of several such forwards by the worker's clock, which does not see the message: a
+        chain takes one, however long it is.
+        """
         return float(self._call("time_steps", count))
 
     @property
     def seconds_a_step(self) -> float | None:
-        """What a drafted token took since `open` by the worker's clock, draws included and messages not; None where none was drafted."""
+        """What a drafted token took since `open` by the worker's clock, draws included and messages
+        not; None where none was drafted.
+        """
         return self._chain_seconds / self._chain_steps if self._chain_steps else None
 
     def close(self) -> None:
@@ -183,7 +214,8 @@ class RemoteChain:
 
     def _ended(self) -> UserError:
         return UserError(
-            f"the drafter's worker ended with status {self._process.wait()}; its last words stand above. Make the drafter again."
+            f"the drafter's worker ended with status {self._process.wait()}; its last words stand "
+            f"above. Make the drafter again."
         )
 
     def _receive(self) -> Any:
@@ -198,9 +230,11 @@ class RemoteChain:
 
 @contextmanager
 def lanes(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
-    """Bind this process to the cores that the worker does not use, one thread a core, while the block runs.
+    """Bind this process to the cores that the worker does not use, one thread a core, while the
+    block runs.
 
-    The processes of a parallel target share them. Raises UserError if there are fewer than it has processes.
+    The processes of a parallel target share them. Raises UserError if there are fewer than it has
+    processes.
     """
     if not drafter.own_cores:
         yield

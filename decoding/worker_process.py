@@ -1,4 +1,5 @@
-"""The process of a drafter that works apart (decoding/worker.py): it holds the model and answers requests over a pipe.
+"""The process of a drafter that works apart (decoding/worker.py): it holds the model and answers
+requests over a pipe.
 
 A module of its own, as Python runs it by name and the package imports the other end.
 """
@@ -39,7 +40,11 @@ class _Worker:
 
     def about(self) -> dict[str, Any]:
         drafter = self.drafter
-        return {"name": drafter.name, "num_layers": drafter.num_layers, "num_parameters": drafter.num_parameters}
+        return {
+            "name": drafter.name,
+            "num_layers": drafter.num_layers,
+            "num_parameters": drafter.num_parameters,
+        }
 
     def open(self, prompts_B: list[list[int]], capacity: int) -> None:
         self.drafter.open(prompts_B, None, capacity)
@@ -67,7 +72,9 @@ class _Worker:
         began = perf_counter()
         if spec not in self._choosers:
             warper, rule, seed, vocab_size = spec
-            self._choosers = {spec: Chooser(warper, rule, seed, vocab_size, self.drafter.model.device)}
+            self._choosers = {
+                spec: Chooser(warper, rule, seed, vocab_size, self.drafter.model.device)
+            }
         chooser = self._choosers[spec]
         chooser.processors = make_processors(repetition_penalty, None)
         chooser.begin(*begun)
@@ -76,7 +83,15 @@ class _Worker:
         q = None if chunk.q_BNV is None else chunk.q_BNV.cpu().numpy()
         q_bytes, dtype = (None, "") if q is None else (q.tobytes(), q.dtype.str)
         seconds = perf_counter() - began
-        return chunk.tokens_BN.tolist(), chunk.counts_B, chunk.steps, q_bytes, dtype, stopping_B, seconds
+        return (
+            chunk.tokens_BN.tolist(),
+            chunk.counts_B,
+            chunk.steps,
+            q_bytes,
+            dtype,
+            stopping_B,
+            seconds,
+        )
 
 
 @torch.inference_mode()
@@ -92,7 +107,10 @@ def serve(pipe: Connection) -> None:
         pipe.send(("error", str(error)))
         return
     pipe.send(("value", worker.about()))
-    silent: dict[str, Callable[..., Any]] = {"rollback": worker.drafter.rollback, "select": worker.drafter.select}
+    silent: dict[str, Callable[..., Any]] = {
+        "rollback": worker.drafter.rollback,
+        "select": worker.drafter.select,
+    }
     silent["enough"] = lambda: None  # the chain that it was meant for is answered already
     answers: dict[str, Callable[..., Any]] = {
         "open": worker.open,

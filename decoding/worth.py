@@ -1,10 +1,12 @@
-"""What a draft is worth on this machine: how long it is drafted, from how many nodes each step goes on, and which nodes are verified, by
-measured costs.
+"""What a draft is worth on this machine: how long it is drafted, from how many nodes each step goes
+on, and which nodes are verified, by measured costs.
 
-A node's chance to be accepted is estimated by the drafter: its path's probability. Summed over nodes these are the tokens that a round gains,
-over the milliseconds that it takes the rate that is maximised (OPT-Tree, Wang et al. 2024, arXiv 2406.17276, with costs, as
-decoding/trees.py does). Estimates are trusted as far as they came true in the row's own rounds before. Everything is per row, so a
-row's output hangs on no neighbour; and nothing looks at a token before its chance to be tested is decided.
+A node's chance to be accepted is estimated by the drafter: its path's probability. Summed over
+nodes these are the tokens that a round gains, over the milliseconds that it takes the rate that is
+maximised (OPT-Tree, Wang et al. 2024, arXiv 2406.17276, with costs, as decoding/trees.py does).
+Estimates are trusted as far as they came true in the row's own rounds before. Everything is per
+row, so a row's output hangs on no neighbour; and nothing looks at a token before its chance to be
+tested is decided.
 """
 
 from collections.abc import Sequence
@@ -17,9 +19,12 @@ WEIGHT = 4.0  # rounds, or tests, that a prior stands for
 
 
 class Share:
-    """What came over what was spent: a prior that stays, and what was seen, forgotten by degrees."""
+    """What came over what was spent: a prior that stays, and what was seen, forgotten
+    by degrees.
+    """
 
-    DISCOUNT = 0.99  # of what was seen, every round: a row that gave up drafting tries again some day
+    # of what was seen, every round: a row that gave up drafting tries again some day
+    DISCOUNT = 0.99
 
     def __init__(self, came: float, spent: float, weight: float = WEIGHT) -> None:
         """The prior, which stands for `weight` times as much."""
@@ -41,10 +46,16 @@ class Worth:
     """The decisions of one row."""
 
     def __init__(
-        self, costs: RoundCosts, most: int | None = None, margin: float = 1.0, patience: float = WEIGHT
+        self,
+        costs: RoundCosts,
+        most: int | None = None,
+        margin: float = 1.0,
+        patience: float = WEIGHT,
     ) -> None:
-        """most: nodes that `best` chooses at most. margin: how many times a plain round's tokens a millisecond a drafting one must bring.
-        patience: rounds that the hope to do so stands for."""
+        """most: nodes that `best` chooses at most. margin: how many times a plain round's tokens a
+        millisecond a drafting one must bring.
+        patience: rounds that the hope to do so stands for.
+        """
         self.costs, self.most, self.margin = costs, most, margin
         self._tries = Tries(costs)
         # A round before any was seen: one step, one node, accepted.
@@ -73,10 +84,13 @@ class Worth:
 
     def _rate(self, tokens: float, nodes: int) -> float:
         """Tokens a millisecond after the steps so far."""
-        return tokens / (self.costs.drafted_ms(self._draft_ms, nodes) if self.steps else self.costs.plain_ms)
+        return tokens / (
+            self.costs.drafted_ms(self._draft_ms, nodes) if self.steps else self.costs.plain_ms
+        )
 
     def best(self) -> tuple[list[int], float]:
-        """The nodes whose verification promises most, in order, and the tokens a millisecond that they promise.
+        """The nodes whose verification promises most, in order, and the tokens a millisecond that
+        they promise.
 
         A parent is never less likely than its child and comes before it, so paths stay whole.
         """
@@ -91,9 +105,11 @@ class Worth:
         return sorted(ranked[:taken]), most
 
     def saw(self, chances_W: Sequence[float], mass: float | None = None) -> None:
-        """A step chose nodes with these chances; `ended` tells afterwards whether another step is worth its cost.
+        """A step chose nodes with these chances; `ended` tells afterwards whether another step is
+        worth its cost.
 
-        mass: the chances of those that the next step would go on from; None: `beams` tells from how many it is to.
+        mass: the chances of those that the next step would go on from; None: `beams` tells from how
+        many it is to.
         """
         self._step()
         self.nodes += [self.trust * chance for chance in chances_W]
@@ -110,7 +126,9 @@ class Worth:
         return len(self.best()[0])
 
     def admit(self, chances_W: Sequence[float]) -> list[bool]:
-        """Which children, not drawn yet, a step draws; all of them are verified. `drew` follows where it is known which tokens they are."""
+        """Which children, not drawn yet, a step draws; all of them are verified. `drew` follows
+        where it is known which tokens they are.
+        """
         self._step()
         order = sorted(range(len(chances_W)), key=lambda child: (-chances_W[child], child))
         tokens = 1.0 + sum(self.nodes)
@@ -127,15 +145,18 @@ class Worth:
         return [child in admitted for child in range(len(chances_W))]
 
     def drew(self, chances_W: Sequence[float]) -> None:
-        """The children that were admitted have these chances, now that they are drawn; 0 of the others. `beams` tells how many of them the next
-        step is to expand: that hangs on their tokens, and says nothing of those of their own children."""
+        """The children that were admitted have these chances, now that they are drawn; 0 of the
+        others. `beams` tells how many of them the next step is to expand: that hangs on their
+        tokens, and says nothing of those of their own children.
+        """
         self._decide(chances_W, self._best_rate)
 
     def _decide(self, chances_W: Sequence[float], rate: float) -> None:
         """From how many of these nodes another step pays most, if from any.
 
-        It gains a token where one of the nodes that it starts from is reached and one of its own passes, which happens as often as in this row's
-        steps before: how likely this step's nodes are tells nothing of the next one's (LOG.md, "What drawn children are worth").
+        It gains a token where one of the nodes that it starts from is reached and one of its own
+        passes, which happens as often as in this row's steps before: how likely this step's nodes
+        are tells nothing of the next one's (LOG.md, "What drawn children are worth").
         """
         most, sums = 0.0, accumulate(sorted(chances_W, reverse=True))
         self.beams, self._best_rate = 0, rate
@@ -146,7 +167,9 @@ class Worth:
         self.ended = self.beams == 0
 
     def learn(self, accepted: int) -> None:
-        """The round is over; a row that did not draft comes nearer to its prior, whatever was accepted in place of a draft."""
+        """The round is over; a row that did not draft comes nearer to its prior, whatever was
+        accepted in place of a draft.
+        """
         promised = sum(sorted(self.nodes, reverse=True)[: self.verified]) / self.trust
         drafted = self.steps > 0
         ms = self.costs.drafted_ms(self._draft_ms, self.verified) if drafted else 0.0

@@ -1,7 +1,9 @@
-"""What the machine can do at most, measured: plain readers of its memory, and a plain product of matrices.
+"""What the machine can do at most, measured: plain readers of its memory, and a plain product of
+matrices.
 
-A forward has to read its weights and to compute its products (decoding/budget.py); over these two limits stands the share that it reaches. Of a
-yardstick the best round counts: what slows it down, a neighbour's work, says nothing of the machine.
+A forward has to read its weights and to compute its products (decoding/budget.py); over these two
+limits stands the share that it reaches. Of a yardstick the best round counts: what slows it down, a
+neighbour's work, says nothing of the machine.
 """
 
 import time
@@ -27,8 +29,11 @@ class Limits:
 
 
 @torch.inference_mode()
-def measure_limits(size_bytes: int, dtype: torch.dtype, device: str, seconds: float = SECONDS) -> Limits:
-    """The limits of a forward that reads `size_bytes` of weights: the best of the plain readers of as much, and the product. Takes about two seconds.
+def measure_limits(
+    size_bytes: int, dtype: torch.dtype, device: str, seconds: float = SECONDS
+) -> Limits:
+    """The limits of a forward that reads `size_bytes` of weights: the best of the plain readers of
+    as much, and the product. Takes about two seconds.
 
     What fits into a processor's cache is read from there, by the model as by its yardstick.
     """
@@ -47,10 +52,16 @@ def _best(action: Callable[[], Any], device: str, seconds: float) -> float:
     return best
 
 
-def readers(size_bytes: int, dtype: torch.dtype, device: str) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Name -> (what only reads `size_bytes` of memory, bytes that it moves): the limit of whatever has to read as much."""
+def readers(
+    size_bytes: int, dtype: torch.dtype, device: str
+) -> dict[str, tuple[Callable[[], Any], int]]:
+    """Name -> (what only reads `size_bytes` of memory, bytes that it moves): the limit of whatever
+    has to read as much.
+    """
     columns = 4096
-    matrix = torch.ones(max(1, size_bytes // dtype.itemsize // columns), columns, dtype=dtype, device=device)
+    matrix = torch.ones(
+        max(1, size_bytes // dtype.itemsize // columns), columns, dtype=dtype, device=device
+    )
     vector = torch.ones(columns, dtype=dtype, device=device)
     held = matrix.numel() * dtype.itemsize
     found: dict[str, tuple[Callable[[], Any], int]] = {
@@ -80,5 +91,7 @@ def per_second(action: Callable[[], Any], device: str, times: int) -> float:
 
 
 def fastest(action: Callable[[], Any], device: str, times: int, rounds: int = 5) -> float:
-    """Calls a second in the best of several rounds: what the machine can do, and a neighbour's work takes away from."""
+    """Calls a second in the best of several rounds: what the machine can do, and a neighbour's work
+    takes away from.
+    """
     return max(per_second(action, device, times) for _ in range(rounds))

@@ -1,4 +1,6 @@
-"""Prune, distil, regenerate, pretrain: the jobs that make a shallow drafter out of a target, and their maths."""
+"""Prune, distil, regenerate, pretrain: the jobs that make a shallow drafter out of a target, and
+their maths.
+"""
 
 from training.interrupts import end_imports_quietly
 

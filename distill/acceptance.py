@@ -1,8 +1,9 @@
 """Held-out acceptance: how much of the target's own answers the student would have drafted right.
 
-The target is frozen, so it answers the held-out prompts once, by our own decoding; every evaluation is then one packed forward of the
-student over those answers. For a token at a position, sum_v min(p, q) is the chance that the student's draft passes the test of
-speculative sampling (Leviathan et al. 2023, section 3.3), and `argmax p = argmax q` is the same at temperature 0.
+The target is frozen, so it answers the held-out prompts once, by our own decoding; every evaluation
+is then one packed forward of the student over those answers. For a token at a position, sum_v
+min(p, q) is the chance that the student's draft passes the test of speculative sampling (Leviathan
+et al. 2023, section 3.3), and `argmax p = argmax q` is the same at temperature 0.
 
 Shapes: N answer tokens, V vocabulary, C tokens of a chunk.
 """
@@ -37,23 +38,33 @@ class Totals:
 class HeldOutAcceptance:
     """Callable that scores the student's present weights on the target's answers."""
 
-    def __init__(self, student: Any, teacher: Any, answers: list[Sample], max_length: int, temperature: float) -> None:
+    def __init__(
+        self, student: Any, teacher: Any, answers: list[Sample], max_length: int, temperature: float
+    ) -> None:
         self.student = student
         self.teacher = teacher
         self.temperature = temperature or 1.0
         rows = best_fit([len(sample.ids) for sample in answers], max_length)
         # One row a forward keeps the memory of an evaluation below that of a training step.
-        self.batches = [collate(answers, [row], max_length, next(student.parameters()).device) for row in rows]
+        self.batches = [
+            collate(answers, [row], max_length, next(student.parameters()).device) for row in rows
+        ]
         self._teacher_hidden: list[Tensor] = []
 
     def __call__(self) -> dict[str, float]:
-        """`acceptance` (mean of sum min(p, q) at the held-out temperature), `greedy` (share of equal argmaxes), and `score`.
+        """`acceptance` (mean of sum min(p, q) at the held-out temperature), `greedy` (share of
+        equal argmaxes), and `score`.
 
-        Within a run every checkpoint has the same shape and so the same cost: acceptance alone ranks acceptance x cost.
+        Within a run every checkpoint has the same shape and so the same cost: acceptance alone
+        ranks acceptance x cost.
         """
         totals = self.totals()
         greedy = totals.greedy / totals.tokens
-        return {"acceptance": totals.acceptance, "greedy_acceptance": greedy, "score": totals.acceptance}
+        return {
+            "acceptance": totals.acceptance,
+            "greedy_acceptance": greedy,
+            "score": totals.acceptance,
+        }
 
     @torch.no_grad()
     def totals(self) -> Totals:
@@ -63,33 +74,48 @@ class HeldOutAcceptance:
             if number == len(self._teacher_hidden):
                 self._teacher_hidden.append(batch.at_supervised(hidden_states(self.teacher, batch)))
             student_NH = batch.at_supervised(hidden_states(self.student, batch))
-            totals += self._overlap(student_NH, self._teacher_hidden[number], batch.at_supervised(batch.next_RT))
+            totals += self._overlap(
+                student_NH, self._teacher_hidden[number], batch.at_supervised(batch.next_RT)
+            )
         return Totals(*totals.tolist())
 
     def _overlap(self, student_NH: Tensor, teacher_NG: Tensor, next_N: Tensor) -> Tensor:
         totals = torch.zeros(4, dtype=torch.float64)
         for start in range(0, len(student_NH), _CHUNK):
-            q_logits_CV = F.linear(student_NH[start : start + _CHUNK], self.student.lm_head.weight).float()
-            p_logits_CV = F.linear(teacher_NG[start : start + _CHUNK], self.teacher.lm_head.weight).float()
-            p_CV, q_CV = (torch.softmax(logits / self.temperature, dim=-1) for logits in (p_logits_CV, q_logits_CV))
+            q_logits_CV = F.linear(
+                student_NH[start : start + _CHUNK], self.student.lm_head.weight
+            ).float()
+            p_logits_CV = F.linear(
+                teacher_NG[start : start + _CHUNK], self.teacher.lm_head.weight
+            ).float()
+            p_CV, q_CV = (
+                torch.softmax(logits / self.temperature, dim=-1)
+                for logits in (p_logits_CV, q_logits_CV)
+            )
             same = (p_logits_CV.argmax(dim=-1) == q_logits_CV.argmax(dim=-1)).sum()
             loss = F.cross_entropy(q_logits_CV, next_N[start : start + _CHUNK], reduction="sum")
             count = torch.tensor(len(p_CV), device=p_CV.device)
-            totals += torch.stack([torch.minimum(p_CV, q_CV).sum(), same, loss, count]).double().cpu()
+            totals += (
+                torch.stack([torch.minimum(p_CV, q_CV).sum(), same, loss, count]).double().cpu()
+            )
         return totals
 
 
 class HeldOutMixture:
-    """Callable: the figures of the target's answers, and of the held-out text of every domain of a mixture.
+    """Callable: the figures of the target's answers, and of the held-out text of every domain of a
+    mixture.
 
-    On text the target is not asked for answers: student and target read the same words, and their overlap is counted at every one.
+    On text the target is not asked for answers: student and target read the same words, and their
+    overlap is counted at every one.
     """
 
     def __init__(self, answers: HeldOutAcceptance, domains: dict[str, HeldOutAcceptance]) -> None:
         self.answers, self.domains = answers, domains
 
     def __call__(self) -> dict[str, float]:
-        """What `HeldOutAcceptance` gives; acceptance/NAME and loss/NAME (nats a token) of every domain, and worst_domain_acceptance."""
+        """What `HeldOutAcceptance` gives; acceptance/NAME and loss/NAME (nats a token) of every
+        domain, and worst_domain_acceptance.
+        """
         totals = {name: held_out.totals() for name, held_out in self.domains.items()}
         figures = self.answers()
         for name, of in totals.items():

@@ -1,8 +1,10 @@
-"""The target's answers to a batch of requests, by our own decoding in this process, with a drafter or without.
+"""The target's answers to a batch of requests, by our own decoding in this process, with a drafter
+or without.
 
-Answers are drawn with noise that draft and target share and that is keyed by (seed, request), so neither the drafter, nor the batch, nor
-the order of the requests changes a word: greedy or sampled, each is what `decoding.decode` gives for the request alone. (In 32 bits and
-less up to near ties of two tokens, as everywhere.)
+Answers are drawn with noise that draft and target share and that is keyed by (seed, request), so
+neither the drafter, nor the batch, nor the order of the requests changes a word: greedy or sampled,
+each is what `decoding.decode` gives for the request alone. (In 32 bits and less up to near ties of
+two tokens, as everywhere.)
 """
 
 import json
@@ -45,8 +47,9 @@ class Request:
     last: bool  # of its chat
 
 
-# All that the job asks of a target, wherever it runs: one answer a request, in their order. The second argument says that the requests are
-# the next ones of chats of the last call, whose caches may have stayed.
+# All that the job asks of a target, wherever it runs: one answer a request, in their order. The
+# second argument says that the requests are the next ones of chats of the last call, whose caches
+# may have stayed.
 Answering = Callable[[Sequence[Request], bool], list[Answer]]
 
 
@@ -56,10 +59,19 @@ def request_id(key: Key) -> int:
 
 
 class Local:
-    """The target in this process; it is loaded by the first request. costs_file: keeps what a drafter's policy weighs."""
+    """The target in this process; it is loaded by the first request. costs_file: keeps what a
+    drafter's policy weighs.
+    """
 
-    def __init__(self, config: RegenerateConfig, folder: Path, tokenizer: Any, costs_file: Path | None = None) -> None:
-        self.config, self.folder, self.tokenizer, self.costs_file = config, folder, tokenizer, costs_file
+    def __init__(
+        self, config: RegenerateConfig, folder: Path, tokenizer: Any, costs_file: Path | None = None
+    ) -> None:
+        self.config, self.folder, self.tokenizer, self.costs_file = (
+            config,
+            folder,
+            tokenizer,
+            costs_file,
+        )
         self.settings = Settings(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
@@ -101,7 +113,9 @@ class Local:
         return drafter, use.settled(drafter.caps)
 
     def load(self) -> None:
-        """Load what is loaded by the first request otherwise. Raises UserError for a target or drafter that does not fit."""
+        """Load what is loaded by the first request otherwise. Raises UserError for a target or
+        drafter that does not fit.
+        """
         _ = self.target, self.drafting
 
     @cached_property
@@ -133,23 +147,39 @@ class Local:
         return sum(len(generation.tokens) for generation in generations) / (perf_counter() - began)
 
     def _decode(self, requests: Sequence[Request], settings: Settings) -> list[Generation]:
-        chats, prompts = [request.key[:2] for request in requests], [request.ids for request in requests]
-        last, keys = [request.last for request in requests], [request_id(request.key) for request in requests]
+        chats, prompts = (
+            [request.key[:2] for request in requests],
+            [request.ids for request in requests],
+        )
+        last, keys = (
+            [request.last for request in requests],
+            [request_id(request.key) for request in requests],
+        )
         return self.turns.decode(chats, prompts, last, settings, request_ids=keys)
 
     def _answer(self, request: Request, generation: Generation, seconds: float) -> Answer:
         tokens, stopped = list(generation.tokens), generation.finish == "stop"
-        text = str(self.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True))
+        text = str(
+            self.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True)
+        )
         if not stopped:
             text = text.rstrip("\ufffd")  # the bytes of a character that was cut in half
         asked = len(request.ids), generation.prefilled
-        return Answer(*request.key, *asked, tokens, generation.finish, text, generation.rounds, round(seconds, 6))
+        return Answer(
+            *request.key,
+            *asked,
+            tokens,
+            generation.finish,
+            text,
+            generation.rounds,
+            round(seconds, 6),
+        )
 
     def _settings(self, requests: Sequence[Request]) -> Settings:
         """The settings with what the drafter's policy needs.
 
-        The costs of a round that it weighs come from the file, or are measured on these requests and written there first, so that a run that
-        is taken up again drafts as it did before.
+        The costs of a round that it weighs come from the file, or are measured on these requests
+        and written there first, so that a run that is taken up again drafts as it did before.
         """
         drafter, use = self.drafting
         settings = replace(self.settings, **use.settings)
@@ -157,15 +187,21 @@ class Local:
             return settings
         file = self.costs_file
         if self._measured is None and file is not None and file.is_file():
-            self._measured = read_object(file, "Delete it: the costs are measured again", RoundCosts.read)
+            self._measured = read_object(
+                file, "Delete it: the costs are measured again", RoundCosts.read
+            )
         if self._measured is None:
             prompts = sorted((request.ids for request in requests), key=len)
-            self._measured = self._measure(drafter, settings, prompts[len(prompts) // 2], len(prompts))
+            self._measured = self._measure(
+                drafter, settings, prompts[len(prompts) // 2], len(prompts)
+            )
             if file is not None:
                 write_text(file, json.dumps(asdict(self._measured), indent=1))
         return replace(settings, costs=self._measured)
 
-    def _measure(self, drafter: Drafter, settings: Settings, prompt: list[int], batch_size: int) -> RoundCosts:
+    def _measure(
+        self, drafter: Drafter, settings: Settings, prompt: list[int], batch_size: int
+    ) -> RoundCosts:
         return measure_costs(
             self.target,
             drafter,
@@ -178,27 +214,36 @@ class Local:
 
 
 def drafter_mapping(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
-    """Its name -> what Hydra makes the drafter from; empty where there is none. Raises UserError for more than one, or an overlapped one."""
+    """Its name -> what Hydra makes the drafter from; empty where there is none. Raises UserError
+    for more than one, or an overlapped one.
+    """
     if not config.drafters:
         return {}
     target = replace(config.target, device=own_device(config.target.device))
     mappings = describe(config.drafters, target, control=False)
     if len(mappings) > 1:
         raise UserError(
-            f"drafters names {len(mappings)} ({', '.join(mappings)}), expected one at most: they would all draw the same answers"
+            f"drafters names {len(mappings)} ({', '.join(mappings)}), expected one at most: they "
+            f"would all draw the same answers"
         )
     for name, use in uses(mappings, Use()).items():
         check_not_evaluated(name, use)
         if use.schedule != "serial":
             raise UserError(
-                f"drafters: {name} has schedule={use.schedule}, expected serial: answers are drawn in batches"
+                f"drafters: {name} has schedule={use.schedule}, expected serial: answers are drawn "
+                f"in batches"
             )
     return mappings
 
 
 def own_device(name: str) -> str:
-    """The device of this process: among several ranks on GPUs each has a card of its own. Raises UserError where one is named for all."""
+    """The device of this process: among several ranks on GPUs each has a card of its own. Raises
+    UserError where one is named for all.
+    """
     if ranks.world_size() > 1 and ":" in name:
-        raise UserError(f"target.device is '{name}', but every rank has a card of its own: use cuda, auto or cpu")
+        raise UserError(
+            f"target.device is '{name}', but every rank has a card of its own: use cuda, auto or "
+            f"cpu"
+        )
     device = device_of(name)
     return f"cuda:{ranks.local_rank()}" if device == "cuda" and ranks.world_size() > 1 else device

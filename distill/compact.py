@@ -1,13 +1,16 @@
 """`python -m distill.compact`: a zero-padded LLaMA checkpoint in its true width, with equal logits.
 
-The released shallow and wide drafters (arXiv 2402.01528) are stored 4096 wide and are 2560 wide in truth: when they were made, Hugging Face had
-no heads wider than hidden size / heads, so the residual stream was padded with zeros. They load and decode as they are; compacted they hold
-and read 1.6x less.
+The released shallow and wide drafters (arXiv 2402.01528) are stored 4096 wide and are 2560 wide in
+truth: when they were made, Hugging Face had no heads wider than hidden size / heads, so the
+residual stream was padded with zeros. They load and decode as they are; compacted they hold and
+read 1.6x less.
 
-A channel is padding when nothing is ever written to it: its column of the embedding and its row of every o_proj and down_proj are zero. It can
-be dropped wherever it is read. An RMSNorm divides by sqrt(S / D + eps), S being the sum of squares over the D stored channels; with C of them
-kept it divides by sqrt(S / C + eps'), so with eps' = eps x D / C its weights are multiplied by sqrt(D / C). Heads keep their width, which is
-then written down (head_dim), as it is no longer hidden size / heads.
+A channel is padding when nothing is ever written to it: its column of the embedding and its row of
+every o_proj and down_proj are zero. It can be dropped wherever it is read. An RMSNorm divides by
+sqrt(S / D + eps), S being the sum of squares over the D stored channels; with C of them kept it
+divides by sqrt(S / C + eps'), so with eps' = eps x D / C its weights are multiplied by sqrt(D / C).
+Heads keep their width, which is then written down (head_dim), as it is no longer hidden size /
+heads.
 
 Shapes: V vocabulary, D stored channels, C kept channels.
 """
@@ -34,19 +37,23 @@ from training.run_folder import RunFolder
 
 _EMBEDDING = "model.embed_tokens.weight"
 _WRITERS = ("o_proj", "down_proj")  # their rows are residual channels
-_READERS = ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # their columns are
+# their columns are
+_READERS = ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 _NOT_WEIGHTS = ("rotary_emb",)  # a table that older versions of transformers stored
 _ROWS, _TOKENS = 4, 64  # of the text that both forms read when they are compared
 
 
 def run(config: CompactConfig) -> Path:
-    """Write the compact model to output_dir/model. Returns that folder. Raises UserError for one that is not padded, or not equal."""
+    """Write the compact model to output_dir/model. Returns that folder. Raises UserError for one
+    that is not padded, or not equal.
+    """
     folder = resolve(config.model)
     kind = read_config(folder)["model_type"]
     if kind != "llama":
         raise UserError(
-            f"{folder}: model_type is '{kind}', expected llama: the padded checkpoints that were released are"
+            f"{folder}: model_type is '{kind}', expected llama: the padded checkpoints that were "
+            f"released are"
         )
     check_model(folder)
     run_folder = RunFolder(config)
@@ -56,12 +63,15 @@ def run(config: CompactConfig) -> Path:
         return compact
     if config.dry_run:
         print(
-            f"would look for zero channels in {folder}, and write it without them to {compact} where logits stay equal"
+            f"would look for zero channels in {folder}, and write it without them to {compact} "
+            f"where logits stay equal"
         )
         return compact
     state = load_state(folder)
     if _EMBEDDING not in state:
-        raise UserError(f"{folder}: the weights have no tensor '{_EMBEDDING}', which a llama model needs")
+        raise UserError(
+            f"{folder}: the weights have no tensor '{_EMBEDDING}', which a llama model needs"
+        )
     kept_C = kept_channels(folder, state)
     model = compact_model(known_config(folder), state, kept_C)
     dtype = dtype_of(config.dtype) if config.dtype else state[_EMBEDDING].dtype
@@ -69,7 +79,8 @@ def run(config: CompactConfig) -> Path:
     difference = largest_difference(folder, model, config.seed)
     if not difference <= config.tolerance:
         raise UserError(
-            f"{folder}: compacted to {len(kept_C)} channels in {dtype} its logits differ by {difference:.1e} of the largest one, more than "
+            f"{folder}: compacted to {len(kept_C)} channels in {dtype} its logits differ by "
+            f"{difference:.1e} of the largest one, more than "
             f"tolerance={config.tolerance:g}; nothing was written. {_remedy(dtype)}"
         )
     write_model(model, folder, compact, dtype, draft_tokens=4)
@@ -81,7 +92,8 @@ def run(config: CompactConfig) -> Path:
     }
     run_folder.write_manifest([folder], figures, finished=True)
     print(
-        f"{figures['stored_hidden_size']} -> {len(kept_C)} channels, {figures['parameters'] / 1e6:.1f} M parameters; logits differ by "
+        f"{figures['stored_hidden_size']} -> {len(kept_C)} channels, "
+        f"{figures['parameters'] / 1e6:.1f} M parameters; logits differ by "
         f"{difference:.1e} of the largest one in float32: {compact}"
     )
     return compact
@@ -102,30 +114,39 @@ def zero_channels(state: Mapping[str, Tensor]) -> Tensor:
 
 
 def kept_channels(folder: Path, state: Mapping[str, Tensor]) -> Tensor:
-    """Indices [C] of the channels to keep: those that are written to, and as many zero ones as make C a multiple of the heads, which
-    Hugging Face's LlamaConfig wants. Raises UserError when there is nothing to drop, or nothing to keep.
+    """Indices [C] of the channels to keep: those that are written to, and as many zero ones as make
+    C a multiple of the heads, which Hugging Face's LlamaConfig wants. Raises UserError when there
+    is nothing to drop, or nothing to keep.
     """
     zero_D = zero_channels(state)
     if zero_D.all():
-        raise UserError(f"{folder}: every weight is zero (a dry run's folder?), so that nothing would be left")
+        raise UserError(
+            f"{folder}: every weight is zero (a dry run's folder?), so that nothing would be left"
+        )
     heads = known_config(folder).num_attention_heads
     used, unused = (~zero_D).nonzero().flatten(), zero_D.nonzero().flatten()
     spare = -len(used) % heads
     if len(unused) <= spare:
+        few = f", too few to stay a multiple of its {heads} heads" if len(unused) else ""
         raise UserError(
-            f"{folder} is not padded: {len(unused)} of its {len(zero_D)} residual channels are zero in the embedding and in every o_proj and "
-            f"down_proj{f', too few to stay a multiple of its {heads} heads' if len(unused) else ''}. It is compact as it is"
+            f"{folder} is not padded: {len(unused)} of its {len(zero_D)} residual channels are "
+            f"zero in the embedding and in every o_proj and down_proj{few}. It is compact as it is"
         )
     return torch.cat((used, unused[:spare])).sort().values
 
 
 def compact_model(config: Any, state: Mapping[str, Tensor], kept_C: Tensor) -> Any:
-    """The LlamaForCausalLM over the kept channels in float32; `config` and `state` are the stored ones.
+    """The LlamaForCausalLM over the kept channels in float32; `config` and `state` are the stored
+    ones.
 
     Raises UserError for a weight that a llama model of this configuration does not have, or lacks.
     """
     ratio = config.hidden_size / len(kept_C)
-    shape = {"hidden_size": len(kept_C), "head_dim": config.head_dim, "rms_norm_eps": config.rms_norm_eps * ratio}
+    shape = {
+        "hidden_size": len(kept_C),
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps * ratio,
+    }
     model: Any = LlamaForCausalLM(LlamaConfig.from_dict({**config.to_dict(), **shape}))
     weights = {
         name: _compact(name, tensor.float(), kept_C, math.sqrt(ratio))
@@ -137,7 +158,8 @@ def compact_model(config: Any, state: Mapping[str, Tensor], kept_C: Tensor) -> A
     odd = sorted(weights.keys() ^ model.state_dict().keys())
     if odd:
         raise UserError(
-            f"the weights are not those of a llama model of this config.json: '{odd[0]}' is in one of them only"
+            f"the weights are not those of a llama model of this config.json: '{odd[0]}' is in one "
+            f"of them only"
         )
     model.load_state_dict(weights)
     return model
@@ -156,12 +178,20 @@ def _compact(name: str, tensor: Tensor, kept_C: Tensor, norm_factor: float) -> T
 
 @torch.no_grad()
 def largest_difference(folder: Path, compact: Any, seed: int) -> float:
-    """Largest difference of logits between the stored form and the compact one on drawn tokens, both in float32, over the largest logit."""
+    """Largest difference of logits between the stored form and the compact one on drawn tokens,
+    both in float32, over the largest logit.
+    """
     stored = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False
+        folder,
+        dtype=torch.float32,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     tokens = min(_TOKENS, stored.config.max_position_embeddings)
-    ids_BT = torch.randint(stored.config.vocab_size, (_ROWS, tokens), generator=torch.Generator().manual_seed(seed))
+    ids_BT = torch.randint(
+        stored.config.vocab_size, (_ROWS, tokens), generator=torch.Generator().manual_seed(seed)
+    )
     before_BTV = stored(ids_BT).logits
     del stored  # one of them in memory at a time
     dtype = compact.dtype

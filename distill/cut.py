@@ -1,9 +1,11 @@
-"""Cutting a target down: which layers, residual channels, heads and MLP units stay, and the student that they make.
+"""Cutting a target down: which layers, residual channels, heads and MLP units stay, and the student
+that they make.
 
-A cut is exact: the student computes what the target would with everything else masked to zero (tests/distill/test_cut.py). RMS norms then
-see fewer channels, as the masked target's do.
+A cut is exact: the student computes what the target would with everything else masked to zero
+(tests/distill/test_cut.py). RMS norms then see fewer channels, as the masked target's do.
 
-Shapes: L kept layers, C hidden size, H key/value heads, G query heads a group, D head width, F MLP width; K what is kept of each.
+Shapes: L kept layers, C hidden size, H key/value heads, G query heads a group, D head width, F MLP
+width; K what is kept of each.
 """
 
 import json
@@ -59,13 +61,19 @@ def whole(config: Any) -> Cut:
     )
 
 
-def cut_state(state: Mapping[str, Tensor], cut: Cut, head_dim: int, head: bool = True) -> dict[str, Tensor]:
-    """The student's weights out of the target's, by Hugging Face names; tensors are copies. What goes is not read."""
+def cut_state(
+    state: Mapping[str, Tensor], cut: Cut, head_dim: int, head: bool = True
+) -> dict[str, Tensor]:
+    """The student's weights out of the target's, by Hugging Face names; tensors are copies. What
+    goes is not read.
+    """
     hidden = cut.hidden_K
     kept = {"model.embed_tokens.weight": state["model.embed_tokens.weight"][:, hidden].clone()}
     for new, old in enumerate(cut.layers):
         prefix = f"model.layers.{old}."
-        source = {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
+        source = {
+            name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)
+        }
         for name, tensor in _cut_layer(source, cut, new, head_dim).items():
             kept[f"model.layers.{new}.{name}"] = tensor
     kept["model.norm.weight"] = state["model.norm.weight"][hidden] * cut.norm_scale[-1]
@@ -98,7 +106,9 @@ def _cut_layer(layer: Mapping[str, Tensor], cut: Cut, new: int, head_dim: int) -
         elif module in ("self_attn.q_norm", "self_attn.k_norm"):
             kept[name] = tensor.clone()  # of one head's width, the same for all
         else:
-            raise UserError(f"the target's layers hold '{name}', which no known family has: it cannot be cut")
+            raise UserError(
+                f"the target's layers hold '{name}', which no known family has: it cannot be cut"
+            )
     return kept
 
 
@@ -108,9 +118,11 @@ def _channels(heads_K: Tensor, head_dim: int) -> Tensor:
 
 
 def cut_model(model: Any, cut: Cut, config: Any) -> Any:
-    """A student of `config` (distill.shapes.student_config), cut out of the Hugging Face model `model`, in its dtype and on its device.
+    """A student of `config` (distill.shapes.student_config), cut out of the Hugging Face model
+    `model`, in its dtype and on its device.
 
-    Ranks that hold `model` in shares must all ask; each gets a whole student, and one layer of the model is whole at a time.
+    Ranks that hold `model` in shares must all ask; each gets a whole student, and one layer of the
+    model is whole at a time.
     """
     weight = model.model.embed_tokens.weight
     student = random_model(config, weight.dtype, empty=True)
@@ -118,7 +130,8 @@ def cut_model(model: Any, cut: Cut, config: Any) -> Any:
     kept = cut_state(state, cut, head_dim, head=not config.tie_word_embeddings)
     kept = {name: tensor.to(weight.dtype) for name, tensor in kept.items()}
     for name, wanted in student.state_dict().items():
-        if name.endswith("o_proj.bias") and name not in kept:  # a LLaMA with biases has one more than Qwen2
+        # a LLaMA with biases has one more than Qwen2
+        if name.endswith("o_proj.bias") and name not in kept:
             kept[name] = torch.zeros(wanted.shape, dtype=weight.dtype, device=weight.device)
     kept = {name: tensor.to(weight.device) for name, tensor in kept.items()}
     student.load_state_dict(kept, strict=not config.tie_word_embeddings, assign=True)
@@ -136,7 +149,12 @@ def save_cut(cut: Cut, path: Path, target_hash: str, notes: dict[str, Any]) -> N
         "units": cut.units_LK,
         "norm_scale": cut.norm_scale,
     }
-    head = {"form": str(FORM), "target": target_hash, "a_group": str(cut.a_group), "notes": json.dumps(notes)}
+    head = {
+        "form": str(FORM),
+        "target": target_hash,
+        "a_group": str(cut.a_group),
+        "notes": json.dumps(notes),
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, path, head)
@@ -145,28 +163,45 @@ def save_cut(cut: Cut, path: Path, target_hash: str, notes: dict[str, Any]) -> N
 
 
 def load_cut(path: Path, target_hash: str) -> Cut:
-    """Inverse of `save_cut`. Raises UserError for a missing or damaged file, and for the cut of another target."""
+    """Inverse of `save_cut`. Raises UserError for a missing or damaged file, and for the cut of
+    another target.
+    """
     if not path.is_file():
-        raise UserError(f"{path}: there is no such file; expected the masks.safetensors of a finished distill.prune")
+        raise UserError(
+            f"{path}: there is no such file; expected the masks.safetensors of a finished "
+            f"distill.prune"
+        )
     try:
         with safe_open(path, "pt") as file:
             head = file.metadata() or {}
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except SafetensorError as error:
-        raise UserError(f"{path}: is no whole safetensors file ({error}). Copy it again, or prune again") from error
+        raise UserError(
+            f"{path}: is no whole safetensors file ({error}). Copy it again, or prune again"
+        ) from error
     if head.get("form") != str(FORM):
         raise UserError(
-            f"{path}: is no cut of form {FORM} (found {head.get('form')}); expected what distill.prune saved"
+            f"{path}: is no cut of form {FORM} (found {head.get('form')}); expected what "
+            f"distill.prune saved"
         )
     if head["target"] != target_hash:
         raise UserError(
-            f"{path}: was made for another target ({_source(head)}hash {head['target'][:12]}, this one has {target_hash[:12]}): masks choose among "
-            "the weights of one model and mean nothing for another. Prune this target anew, or give the target that they were made for; those of "
-            "a prune in stages were made for the model of the stage before"
+            f"{path}: was made for another target ({_source(head)}hash {head['target'][:12]}, this "
+            f"one has {target_hash[:12]}): masks choose among the weights of one model and mean "
+            f"nothing for another. Prune this target anew, or give the target that they were made "
+            f"for; those of a prune in stages were made for the model of the stage before"
         )
     layers = tuple(int(layer) for layer in found["layers"])
     hidden_K, groups_LK, queries_LKG = found["hidden"], found["groups"], found["queries"]
-    return Cut(layers, hidden_K, groups_LK, queries_LKG, found["units"], found["norm_scale"], int(head["a_group"]))
+    return Cut(
+        layers,
+        hidden_K,
+        groups_LK,
+        queries_LKG,
+        found["units"],
+        found["norm_scale"],
+        int(head["a_group"]),
+    )
 
 
 def _source(head: dict[str, str]) -> str:
@@ -191,5 +226,6 @@ def refuse_other_shape(cut: Cut, student: Any, path: str) -> None:
     for name, size in asked.items():
         if held[name] != size:
             raise UserError(
-                f"{path} keeps {held[name]} of {name}, drafter.{name} is {size}: give the shape that the masks were made for"
+                f"{path} keeps {held[name]} of {name}, drafter.{name} is {size}: give the shape "
+                f"that the masks were made for"
             )

@@ -1,7 +1,9 @@
-"""Chats on their way to new answers: what is asked, what is fed on, why a chat ends, and the account of it all. Nothing here decodes.
+"""Chats on their way to new answers: what is asked, what is fed on, why a chat ends, and the
+account of it all. Nothing here decodes.
 
-A chat's system and human turns are kept and its assistant turns are left out; the target answers in their place, and sees its own earlier
-answers, never those that were found. An answer that did not end by itself is not fed on as if it had.
+A chat's system and human turns are kept and its assistant turns are left out; the target answers in
+their place, and sees its own earlier answers, never those that were found. An answer that did not
+end by itself is not fed on as if it had.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +21,17 @@ Key = tuple[int, int, int]  # number of the chat in the input, sample, turn
 ON_LENGTH = ("end", "drop", "go_on")
 COMPLETE = "complete"  # every request was answered
 # Why a chat ends before its last request, or is not asked at all.
-CUT, EMPTY, LOOP, FULL = "answer cut at max_new_tokens", "empty answer", "answer loops", "no room in the context"
-NO_REQUEST, DUPLICATE, OVER_LIMIT = "no human turn", "duplicate of an earlier chat", "over data.max_samples"
+CUT, EMPTY, LOOP, FULL = (
+    "answer cut at max_new_tokens",
+    "empty answer",
+    "answer loops",
+    "no room in the context",
+)
+NO_REQUEST, DUPLICATE, OVER_LIMIT = (
+    "no human turn",
+    "duplicate of an earlier chat",
+    "over data.max_samples",
+)
 
 _FROM = {"system": "system", "user": "human", "assistant": "gpt"}
 
@@ -67,16 +78,20 @@ def answer_of(values: Mapping[str, Any]) -> Answer:
 class Rules:
     """What becomes of answers that are no good end of a turn."""
 
-    on_length: str = "end"  # cut at max_new_tokens: end (kept, the last one) | drop (left out) | go_on (fed on)
+    # cut at max_new_tokens: end (kept, the last one) | drop (left out) | go_on (fed on)
+    on_length: str = "end"
     drop_loops: bool = False  # an answer that loops is left out, and ends its chat
 
 
 class Dialogue:
-    """One chat, for one of its samples: the messages so far, and whether another request follows."""
+    """One chat, for one of its samples: the messages so far, and whether another
+    request follows.
+    """
 
     def __init__(self, chat: int, sample: int, found: Chat) -> None:
         self.chat, self.sample, self.source = chat, sample, found.source
-        # A chat without an id is called by its place, and no artefact names a folder of this machine.
+        # A chat without an id is called by its place, and no artefact names a folder of this
+        # machine.
         self.id = found.id if found.id != found.source else Path(found.source).name
         self.requests = requests_of(found.messages)
         self.messages: list[Message] = []
@@ -134,7 +149,8 @@ class Dialogue:
 def requests_of(messages: Sequence[Message]) -> list[list[Message]]:
     """What stands before each answer: a run of system and human turns that holds a human one.
 
-    A last human turn that nobody answered is a request too. Answers that nobody asked for (at the start, or two in a row) are passed over.
+    A last human turn that nobody answered is a request too. Answers that nobody asked for (at the
+    start, or two in a row) are passed over.
     """
     requests: list[list[Message]] = []
     run: list[Message] = []
@@ -147,8 +163,11 @@ def requests_of(messages: Sequence[Message]) -> list[list[Message]]:
     return requests
 
 
-def dialogues_of(chats: Sequence[Chat], samples: int, limit: int, drop_duplicates: bool) -> list[Dialogue]:
-    """A dialogue for every sample of every chat, in input order; those that are not to be asked have ended already.
+def dialogues_of(
+    chats: Sequence[Chat], samples: int, limit: int, drop_duplicates: bool
+) -> list[Dialogue]:
+    """A dialogue for every sample of every chat, in input order; those that are not to be asked
+    have ended already.
 
     limit: chats that are asked at most, 0 for all.
     """
@@ -156,8 +175,18 @@ def dialogues_of(chats: Sequence[Chat], samples: int, limit: int, drop_duplicate
     seen: set[tuple[str, ...]] = set()
     for number, chat in enumerate(chats):
         new = [Dialogue(number, sample, chat) for sample in range(samples)]
-        asked = tuple(message["role"] + message["content"] for request in new[0].requests for message in request)
-        reason = OVER_LIMIT if limit and number >= limit else DUPLICATE if drop_duplicates and asked in seen else ""
+        asked = tuple(
+            message["role"] + message["content"]
+            for request in new[0].requests
+            for message in request
+        )
+        reason = (
+            OVER_LIMIT
+            if limit and number >= limit
+            else DUPLICATE
+            if drop_duplicates and asked in seen
+            else ""
+        )
         for dialogue in new:
             dialogue.ended = reason or dialogue.ended
         seen.add(asked)
@@ -167,16 +196,21 @@ def dialogues_of(chats: Sequence[Chat], samples: int, limit: int, drop_duplicate
 
 @dataclass
 class Account:
-    """What became of the input: success + skipped (never asked) + failed (asked, nothing usable came) = input."""
+    """What became of the input: success + skipped (never asked) + failed (asked, nothing usable
+    came) = input.
+    """
 
     input: int  # records of the files x samples
     success: int = 0
     skipped: dict[str, list[str]] = field(default_factory=dict)  # reason -> places ("file:line")
     failed: dict[str, list[str]] = field(default_factory=dict)
-    ended_early: dict[str, int] = field(default_factory=dict)  # of the successes: reason -> how many
+    # of the successes: reason -> how many
+    ended_early: dict[str, int] = field(default_factory=dict)
 
     def add(self, dialogue: Dialogue, unreadable: str = "") -> bool:
-        """Count a dialogue that has ended; unreadable: why training cannot read it. Returns whether it is a success."""
+        """Count a dialogue that has ended; unreadable: why training cannot read it. Returns whether
+        it is a success.
+        """
         if dialogue.kept and not unreadable:
             self.success += 1
             if dialogue.ended != COMPLETE:
@@ -187,11 +221,16 @@ class Account:
         return False
 
     def check(self) -> None:
-        """Raise RuntimeError where the books do not balance: then this program is wrong, and says so under `python -O` too."""
-        skipped, failed = (sum(map(len, reasons.values())) for reasons in (self.skipped, self.failed))
+        """Raise RuntimeError where the books do not balance: then this program is wrong, and says
+        so under `python -O` too.
+        """
+        skipped, failed = (
+            sum(map(len, reasons.values())) for reasons in (self.skipped, self.failed)
+        )
         if self.success + skipped + failed != self.input:
             raise RuntimeError(
-                f"the account does not balance: {self.success} answered + {skipped} skipped + {failed} failed, expected {self.input} in all"
+                f"the account does not balance: {self.success} answered + {skipped} skipped + "
+                f"{failed} failed, expected {self.input} in all"
             )
 
     def figures(self) -> dict[str, Any]:
@@ -206,11 +245,17 @@ class Account:
 
     def lines(self) -> Iterator[str]:
         """For the terminal, the first places of every reason among them."""
-        yield f"chats: {self.input:,} in, {self.success:,} answered, {_total(self.skipped)} skipped, {_total(self.failed)} failed"
+        yield (
+            f"chats: {self.input:,} in, {self.success:,} answered, {_total(self.skipped)} "
+            f"skipped, {_total(self.failed)} failed"
+        )
         for word, reasons in (("skipped", self.skipped), ("failed", self.failed)):
             for reason, places in reasons.items():
-                shown = ", ".join(places[:SHOWN_PLACES]) + (", ..." if len(places) > SHOWN_PLACES else "")
-                where = f" ({shown})" if reason != OVER_LIMIT else ""  # which ones those are is known
+                shown = ", ".join(places[:SHOWN_PLACES]) + (
+                    ", ..." if len(places) > SHOWN_PLACES else ""
+                )
+                # which ones those are is known
+                where = f" ({shown})" if reason != OVER_LIMIT else ""
                 yield f"  {len(places):,} {word}: {reason}{where}"
         for reason, count in self.ended_early.items():
             yield f"  {count:,} of the answered end before their last request: {reason}"

@@ -1,4 +1,6 @@
-"""The folder of a distilled student: its card, its README, and launch lines for the engines that load it."""
+"""The folder of a distilled student: its card, its README, and launch lines for the engines that
+load it.
+"""
 
 import json
 from pathlib import Path
@@ -6,17 +8,29 @@ from typing import Any
 
 from decoding.folder import read_json
 from training import drafter_folder
-from training.drafter_folder import CARD, Origin, figures_on_card, tokenizer_on_card, training_on_card
+from training.drafter_folder import (
+    CARD,
+    Origin,
+    figures_on_card,
+    tokenizer_on_card,
+    training_on_card,
+)
 
 
 def pruning_on_card(folder: Path) -> dict[str, Any] | None:
-    """How the model in a folder was cut out of its target, by its card; None where the card, or that, is missing."""
+    """How the model in a folder was cut out of its target, by its card; None where the card, or
+    that, is missing.
+    """
     card = folder / CARD
     return read_json(card).get("pruning") if card.is_file() else None
 
 
-def write_card(folder: Path, model: Any, origin: Origin, pruning: dict[str, Any] | None = None) -> None:
-    """drafter_card.json, and README.md in Hub form with launch lines. pruning: how the model was cut out of the target; None where it was not."""
+def write_card(
+    folder: Path, model: Any, origin: Origin, pruning: dict[str, Any] | None = None
+) -> None:
+    """drafter_card.json, and README.md in Hub form with launch lines. pruning: how the model was
+    cut out of the target; None where it was not.
+    """
     config = model.config
     keys = (
         "num_hidden_layers",
@@ -46,29 +60,37 @@ TRIED = {
 def launch_lines(target: str, drafter: str, draft_tokens: int) -> dict[str, str]:
     """Ready lines for the engines that load the folder."""
     target = target.replace("embedded:", "assets/")  # what ships with the project
-    vllm = json.dumps({"method": "draft_model", "model": drafter, "num_speculative_tokens": draft_tokens})
+    vllm = json.dumps(
+        {"method": "draft_model", "model": drafter, "num_speculative_tokens": draft_tokens}
+    )
     return {
         "Hugging Face": (
-            f"target.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained('{drafter}'))"
-            "  # the draft length is pinned in generation_config.json"
+            f"target.generate(**inputs, "
+            f"assistant_model=AutoModelForCausalLM.from_pretrained('{drafter}'))  # the draft "
+            f"length is pinned in generation_config.json"
         ),
         "vLLM": f"vllm serve {target} --speculative-config '{vllm}'",
         "SGLang": (
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE "
-            f"--speculative-draft-model-path {drafter} --speculative-num-steps {draft_tokens} "
-            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {draft_tokens + 1}"
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm "
+            f"STANDALONE --speculative-draft-model-path {drafter} --speculative-num-steps "
+            f"{draft_tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens "
+            f"{draft_tokens + 1}"
         ),
     }
 
 
 def readme(card: dict[str, Any]) -> str:
-    """The README of a drafter folder: front matter of the Hugging Face Hub, then what it is and how to start it."""
+    """The README of a drafter folder: front matter of the Hugging Face Hub, then what it is and how
+    to start it.
+    """
     lines = "\n\n".join(
         f"**{engine}** ({TRIED[engine]})\n\n```\n{line}\n```"
         for engine, line in launch_lines(card["target"], ".", 4).items()
     )
     shape = card["shape"]
-    layers = "1 layer" if shape["num_hidden_layers"] == 1 else f"{shape['num_hidden_layers']} layers"
+    layers = (
+        "1 layer" if shape["num_hidden_layers"] == 1 else f"{shape['num_hidden_layers']} layers"
+    )
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -83,4 +105,4 @@ It only proposes tokens; the target decides every one of them, so the output is 
 {tokenizer_on_card(card)}{lines}
 
 `drafter_card.json` says from which target, data and code it comes. Made with Shallow Draft.
-"""
+"""  # noqa: E501

@@ -1,7 +1,9 @@
-"""Dry runs: what a job would cost, and the student's folder with weights of zero, to try serving with before anything is trained.
+"""Dry runs: what a job would cost, and the student's folder with weights of zero, to try serving
+with before anything is trained.
 
-Nothing of the target's weights or of the data is read, and the zeros take no room: the weights file is sparse. Operations are those of
-products with weights, two a weight and token forward and four backward; attention's own are left out.
+Nothing of the target's weights or of the data is read, and the zeros take no room: the weights file
+is sparse. Operations are those of products with weights, two a weight and token forward and four
+backward; attention's own are left out.
 """
 
 import shutil
@@ -19,18 +21,32 @@ from distill.shapes import odd_widths, other_size, removal_flops, student_config
 from training.amounts import hours, operations, size
 from training.config import LoopConfig, ParallelConfig, StudentConfig
 from training.drafter_folder import Origin, write_untrained
-from training.memory_plan import Shape, activation_bytes, answering_bytes, answering_line, bytes_per_rank
+from training.memory_plan import (
+    Shape,
+    activation_bytes,
+    answering_bytes,
+    answering_line,
+    bytes_per_rank,
+)
 from training.models import dtype_of, known_config, random_model, say_missing, target_config
 from training.paths import resolve
 from training.plan import plan_tokens
 from training.ranks import ZERO
-from training.shapes import bytes_a_step, forward_flops, layers_of, millions, parameter_counts, target_widths
+from training.shapes import (
+    bytes_a_step,
+    forward_flops,
+    layers_of,
+    millions,
+    parameter_counts,
+    target_widths,
+)
 
 LARGE = 10**9  # parameters of a target whose memory is worth a word
 
 
 def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: bool) -> float:
-    """Of `distill.train`: print shapes and cost and write the untrained drafter to `folder`, unless a trained one is there. Returns operations.
+    """Of `distill.train`: print shapes and cost and write the untrained drafter to `folder`, unless
+    a trained one is there. Returns operations.
 
     was_dry: what is there was written by a dry run, and is replaced.
     """
@@ -39,7 +55,9 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: boo
     student = _student(config, target)
     describe(student, target)
     _print_other_size(config.drafter, student)
-    flops = print_cost(config.loop, config.parallel, student, {"target": target}, config.assumed_tflops)
+    flops = print_cost(
+        config.loop, config.parallel, student, {"target": target}, config.assumed_tflops
+    )
     _print_answering(config, student, target)
     _write(config, student, target, target_folder, folder, was_dry)
     return flops
@@ -51,7 +69,9 @@ def _print_other_size(drafter: StudentConfig, student: Any) -> None:
 
 
 def _student(config: TrainConfig, target: Any) -> Any:
-    """The configuration of the student: by its shape, or of the folder that it goes on from where that is there."""
+    """The configuration of the student: by its shape, or of the folder that it goes on from where
+    that is there.
+    """
     if config.drafter.init == "folder" and config.drafter.path:
         folder = resolve(config.drafter.path)
         student = known_config(folder)
@@ -61,18 +81,29 @@ def _student(config: TrainConfig, target: Any) -> Any:
 
 
 def dry_prune(
-    config: PruneConfig, target: Any, shapes: list[Any], target_folder: Path, folder: Path, was_dry: bool
+    config: PruneConfig,
+    target: Any,
+    shapes: list[Any],
+    target_folder: Path,
+    folder: Path,
+    was_dry: bool,
 ) -> float:
-    """Of `distill.prune`: what every stage makes and takes, then the untrained student in `folder`. Returns operations."""
+    """Of `distill.prune`: what every stage makes and takes, then the untrained student in `folder`.
+    Returns operations.
+    """
     source, flops = target, 0.0
     say_missing(config.target)
     if hint := wide_dtype(config, target):
         print(hint)
     for number, shape in enumerate(shapes, start=1):
         if len(shapes) > 1:
-            print(f"stage {number} of {len(shapes)}: {source.num_hidden_layers} -> {layers_of(shape)}")
+            print(
+                f"stage {number} of {len(shapes)}: {source.num_hidden_layers} -> {layers_of(shape)}"
+            )
         describe(shape, source if number > 1 else target, "cut from" if number > 1 else "target")
-        frozen = {"target": target} | ({"student of the stage before": source} if number > 1 else {})
+        frozen = {"target": target} | (
+            {"student of the stage before": source} if number > 1 else {}
+        )
         if config.masks:
             print("cut by the saved masks: nothing is scored or trained")
         elif config.mode == "importance":
@@ -84,7 +115,12 @@ def dry_prune(
         if number < len(shapes):
             print("then a short distillation, before the next cut:")
             flops += print_cost(
-                config.between, config.parallel, shape, frozen, config.assumed_tflops, config.target.dtype
+                config.between,
+                config.parallel,
+                shape,
+                frozen,
+                config.assumed_tflops,
+                config.target.dtype,
             )
         source = shape
     _print_other_size(config.drafter, shapes[-1])
@@ -94,45 +130,66 @@ def dry_prune(
     return flops
 
 
-def _print_importance(config: PruneConfig, source: Any, frozen: Mapping[str, Any], shape: Any) -> float:
-    """Of mode=importance: tokens that are read and operations, which it returns; memory of what is in it longest, a probe or the scores."""
+def _print_importance(
+    config: PruneConfig, source: Any, frozen: Mapping[str, Any], shape: Any
+) -> float:
+    """Of mode=importance: tokens that are read and operations, which it returns; memory of what is
+    in it longest, a probe or the scores.
+    """
     settings, row = config.importance, config.data.max_length
     flops = importance_flops(config, source, frozen["target"], shape)
     compared, tried = _probes(config, source, shape)
     what = f", up to {compared} candidates compared on held-out text" if compared else ""
     if tried:
         distilled = settings.probe_steps * config.between.tokens_per_step
-        what += f" and {tried} of them distilled on {distilled:,} tokens each (importance.probe_steps={settings.probe_steps})"
-    _say(f"importance: scores from {settings.sequences * row:,} tokens{what}", flops, config.assumed_tflops)
+        what += (
+            f" and {tried} of them distilled on {distilled:,} tokens each "
+            f"(importance.probe_steps={settings.probe_steps})"
+        )
+    _say(
+        f"importance: scores from {settings.sequences * row:,} tokens{what}",
+        flops,
+        config.assumed_tflops,
+    )
     training = config.between if tried else None
     _print_memory(training, config.parallel, shape, frozen, config.target.dtype)
     if training is not None:
         trained = parameter_counts(shape)["all"]
-        print(f"disk: {size(_checkpoint_bytes(training, trained, trained))} while a candidate is distilled")
+        print(
+            f"disk: {size(_checkpoint_bytes(training, trained, trained))} while a candidate is "
+            f"distilled"
+        )
     return flops
 
 
 def _print_masks(config: PruneConfig, source: Any, frozen: Mapping[str, Any]) -> float:
-    """Of mode=l0: the source is trained under masks, and the target only looks at evaluations. Returns operations."""
+    """Of mode=l0: the source is trained under masks, and the target only looks at evaluations.
+    Returns operations.
+    """
     loop, trained = config.loop, parameter_counts(source)["all"]
     a_token = (6.0 if config.l0.train_weights else 4.0) * trained
     what = "weights and masks" if config.l0.train_weights else "masks, the weights frozen,"
     plan = plan_tokens(loop, a_token, config.assumed_tflops)
     flops = a_token * plan.tokens
     _say(f"l0: {what} trained on {plan.words}", flops, config.assumed_tflops)
-    _print_memory(loop, config.parallel, source, frozen, config.target.dtype, config.l0.train_weights)
+    _print_memory(
+        loop, config.parallel, source, frozen, config.target.dtype, config.l0.train_weights
+    )
     if config.parallel.kind in (*ZERO, "fsdp"):
         whole = trained * dtype_of(loop.dtype).itemsize
         print(
-            f"and {size(whole)} more at evaluations, which hold the weights whole on each rank; before the first step a rank reads them whole "
-            f"({size(whole)} of the machine's memory) and has them twice ({size(2 * whole)}) while they are cut"
+            f"and {size(whole)} more at evaluations, which hold the weights whole on each rank; "
+            f"before the first step a rank reads them whole ({size(whole)} of the machine's "
+            f"memory) and has them twice ({size(2 * whole)}) while they are cut"
         )
     _print_checkpoint(loop, trained if config.l0.train_weights else 0, trained)
     return flops
 
 
 def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) -> float:
-    """Operations of mode=importance by its settings: scores, the greedy order of layers, and all probes."""
+    """Operations of mode=importance by its settings: scores, the greedy order of layers, and all
+    probes.
+    """
     settings, row = config.importance, config.data.max_length
     scores = forward_flops(source) * settings.sequences * row
     if settings.choice not in ("probe", "greedy") or not _layers_are_open(config, source, shape):
@@ -144,13 +201,16 @@ def importance_flops(config: PruneConfig, source: Any, target: Any, shape: Any) 
     a_token = 6.0 * parameter_counts(shape)["all"] + forward_flops(target)
     distilled = settings.probe_steps * config.between.tokens_per_step * a_token
     looked = settings.probe_sequences * row * forward_flops(shape)
-    # Each is looked at as it was cut, and again behind its distillation; the target reads the held-out text once.
+    # Each is looked at as it was cut, and again behind its distillation; the target reads the
+    # held-out text once.
     all_looks = (compared + tried) * looked + settings.probe_sequences * row * forward_flops(target)
     return scores + greedy + tried * distilled + all_looks
 
 
 def _probes(config: PruneConfig, source: Any, shape: Any) -> tuple[int, int]:
-    """(candidate sets of layers that are compared as cut, those of them that are distilled), at most."""
+    """(candidate sets of layers that are compared as cut, those of them that are distilled), at
+    most.
+    """
     settings = config.importance
     if settings.choice != "probe" or not _layers_are_open(config, source, shape):
         return 0, 0
@@ -171,20 +231,23 @@ def wide_dtype(config: PruneConfig, target: Any) -> str:
         return ""
     told = str(stored).removeprefix("torch.")
     return (
-        f"note: the target is stored in {told} and read in float32, {size(4 * whole)}: target.dtype=bfloat16 takes half"
+        f"note: the target is stored in {told} and read in float32, {size(4 * whole)}: "
+        f"target.dtype=bfloat16 takes half"
     )
 
 
 def describe(student: Any, target: Any, role: str = "target") -> None:
-    """Parameters, bytes of a step, and warnings of odd widths. role: what the target is to the student."""
+    """Parameters, bytes of a step, and warnings of odd widths. role: what the target is to the
+    student.
+    """
     counts, whole = parameter_counts(student), parameter_counts(target)["all"]
     print(f"{role}: {millions(whole)} parameters, {layers_of(target)}")
     tables = f"{millions(counts['embedding'])} embedding, {millions(counts['head'])} head"
     if not counts["head"]:
         tables = f"{millions(counts['embedding'])} embedding, the head too"
     print(
-        f"student: {millions(counts['all'])} parameters ({millions(counts['layers'])} in {layers_of(student)}, {tables}); "
-        f"a step reads {size(bytes_a_step(student))} in 16 bits"
+        f"student: {millions(counts['all'])} parameters ({millions(counts['layers'])} in "
+        f"{layers_of(student)}, {tables}); a step reads {size(bytes_a_step(student))} in 16 bits"
     )
     for warning in odd_widths(student):
         print(f"warning: {warning}")
@@ -198,10 +261,11 @@ def print_cost(
     tflops: float,
     frozen_dtype: str = "",
 ) -> float:
-    """Say what training a student of this configuration takes. Returns operations; 0 where the data alone tells how many.
+    """Say what training a student of this configuration takes. Returns operations; 0 where the data
+    alone tells how many.
 
-    frozen: configurations of the models that are held beside it, by name; `target` is run too, as the teacher. frozen_dtype: of their
-    weights; empty: the loop's.
+    frozen: configurations of the models that are held beside it, by name; `target` is run too, as
+    the teacher. frozen_dtype: of their weights; empty: the loop's.
     """
     trained = parameter_counts(student)["all"]
     teacher = parameter_counts(frozen["target"])["all"] if "target" in frozen else 0
@@ -211,16 +275,24 @@ def print_cost(
     if plan.tokens:
         _say(f"plan: {plan.words}", float(a_token * plan.tokens), tflops)
     else:
-        print(f"plan: {plan.words}; their tokens are known when the data is read (or give loop.max_steps)")
+        print(
+            f"plan: {plan.words}; their tokens are known when the data is read (or give "
+            f"loop.max_steps)"
+        )
     _print_memory(loop, parallel, student, frozen, frozen_dtype or loop.dtype)
     _print_checkpoint(loop, trained, trained)
     return float(a_token * plan.tokens)
 
 
 def _print_checkpoint(loop: LoopConfig, trained: int, stored: int) -> None:
-    """Bytes of a checkpoint of `stored` weights, `trained` of them with an optimizer's states, and how many are kept."""
+    """Bytes of a checkpoint of `stored` weights, `trained` of them with an optimizer's states, and
+    how many are kept.
+    """
     size_of_one = size(_checkpoint_bytes(loop, trained, stored))
-    print(f"disk: {size_of_one} a checkpoint (weights, float32 masters, two moments), {loop.keep + 1} of them at most")
+    print(
+        f"disk: {size_of_one} a checkpoint (weights, float32 masters, two moments), "
+        f"{loop.keep + 1} of them at most"
+    )
 
 
 def _checkpoint_bytes(loop: LoopConfig, trained: int, stored: int) -> int:
@@ -235,7 +307,9 @@ def _print_memory(
     frozen_dtype: str,
     trains: bool = True,
 ) -> None:
-    """What a rank holds, part by part. loop: None where nothing is trained; trains: False where masks alone are."""
+    """What a rank holds, part by part. loop: None where nothing is trained; trains: False where
+    masks alone are.
+    """
     ranks, known = _ranks(parallel)
     kept = {name: _frozen_bytes(config, parallel, frozen_dtype) for name, config in frozen.items()}
     if loop is not None:
@@ -244,15 +318,23 @@ def _print_memory(
         plan = bytes_per_rank(counts["all"], 0, parallel.kind, ranks, loop.dtype, outside)
         parts = ("weights", "gradients", "optimizer", "buffers") if trains else ("weights",)
         kept |= {name: plan[name] for name in parts}
-        made = activation_bytes(_shape(student), loop.micro_batch_tokens, loop.dtype, loop.activation_checkpointing)
+        made = activation_bytes(
+            _shape(student), loop.micro_batch_tokens, loop.dtype, loop.activation_checkpointing
+        )
         kept |= {"activations": made["layers"], "loss": made["loss"]}
     told = ", ".join(f"{name} {size(held)}" for name, held in kept.items() if held)
-    of = f"each of {ranks} ranks ({parallel.kind}{known})" if parallel.kind != "single" else "one process"
+    of = (
+        f"each of {ranks} ranks ({parallel.kind}{known})"
+        if parallel.kind != "single"
+        else "one process"
+    )
     print(f"memory of {of}: {size(sum(kept.values()))} ({told})")
 
 
 def _print_answering(config: TrainConfig, student: Any, target: Any) -> None:
-    """What rank 0 holds before the first step, while a second copy of the target answers the held-out prompts."""
+    """What rank 0 holds before the first step, while a second copy of the target answers the
+    held-out prompts.
+    """
     held = {"target": _frozen_bytes(target, config.parallel, config.loop.dtype)}
     held["weights"] = parameter_counts(student)["all"] * dtype_of(config.loop.dtype).itemsize
     print(answering_line(held | answering_bytes(target, config)))
@@ -261,7 +343,9 @@ def _print_answering(config: TrainConfig, student: Any, target: Any) -> None:
 def _frozen_bytes(model: Any, parallel: ParallelConfig, dtype: str) -> float:
     """What a rank holds of a model that is not trained."""
     whole = parameter_counts(model)
-    held = bytes_per_rank(0, whole["all"], parallel.kind, _ranks(parallel)[0], "bfloat16", 0, whole["head"])["frozen"]
+    held = bytes_per_rank(
+        0, whole["all"], parallel.kind, _ranks(parallel)[0], "bfloat16", 0, whole["head"]
+    )["frozen"]
     return held * dtype_of(dtype).itemsize / 2
 
 
@@ -284,11 +368,19 @@ def _shape(student: Any) -> Shape:
 
 
 def _say(what: str, flops: float, tflops: float) -> None:
-    print(f"{what}, {operations(flops)}, {hours(flops / tflops / 1e12)} at {tflops:g} TFLOP/s (assumed_tflops)")
+    print(
+        f"{what}, {operations(flops)}, {hours(flops / tflops / 1e12)} at {tflops:g} TFLOP/s "
+        f"(assumed_tflops)"
+    )
 
 
 def _write(
-    config: TrainConfig | PruneConfig, student: Any, target: Any, target_folder: Path, folder: Path, was_dry: bool
+    config: TrainConfig | PruneConfig,
+    student: Any,
+    target: Any,
+    target_folder: Path,
+    folder: Path,
+    was_dry: bool,
 ) -> None:
     """The untrained folder, unless a trained one is there."""
     if was_dry:
@@ -299,5 +391,7 @@ def _write(
     with torch.device("meta"):
         model = random_model(student, dtype_of(config.loop.dtype))
     write_untrained(model, target_folder, folder, target.dtype or torch.float32, draft_tokens=4)
-    write_card(folder, model, Origin.untrained(config.drafter.name, config.target.path, target_folder))
+    write_card(
+        folder, model, Origin.untrained(config.drafter.name, config.target.path, target_folder)
+    )
     print(f"untrained student folder, to try serving with: {folder}")

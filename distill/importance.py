@@ -1,12 +1,16 @@
-"""What each part of a target contributes, by forward passes alone, kept on the disk: every shape after the first is free.
+"""What each part of a target contributes, by forward passes alone, kept on the disk: every shape
+after the first is free.
 
-Scores are Minitron's (Muralidharan et al. 2024, arXiv 2407.14679, section 2.2), the mean over a row's tokens first, then the root of the sum
-of squares over rows: an MLP unit by what it hands to the down projection, a head by the norm of what it hands to the output projection (a
-group by all its heads together), a residual channel by the norms' outputs, summed over layers. A layer's block influence is 1 - cos(what
-goes in, what comes out) (ShortGPT, Men et al. 2024, arXiv 2403.03853). And the mean square of every residual channel before each norm,
-from which a cut norm gets its scale back.
+Scores are Minitron's (Muralidharan et al. 2024, arXiv 2407.14679, section 2.2), the mean over a
+row's tokens first, then the root of the sum of squares over rows: an MLP unit by what it hands to
+the down projection, a head by the norm of what it hands to the output projection (a group by all
+its heads together), a residual channel by the norms' outputs, summed over layers. A layer's block
+influence is 1 - cos(what goes in, what comes out) (ShortGPT, Men et al. 2024, arXiv 2403.03853).
+And the mean square of every residual channel before each norm, from which a cut norm gets its scale
+back.
 
-Shapes: R rows, T tokens, L layers, C hidden size, Q query heads, H key/value heads, D head width, F MLP width.
+Shapes: R rows, T tokens, L layers, C hidden size, Q query heads, H key/value heads, D head width, F
+MLP width.
 """
 
 import contextlib
@@ -35,7 +39,9 @@ from training.shapes import target_widths
 
 @dataclass
 class Scores:
-    """Sums over rows, in float64 so that the scores of several ranks add up; `finished` turns the sums of squares into roots."""
+    """Sums over rows, in float64 so that the scores of several ranks add up; `finished` turns the
+    sums of squares into roots.
+    """
 
     units_LF: Tensor
     heads_LQ: Tensor
@@ -84,15 +90,20 @@ class Scores:
 def dealt(batches: Sequence[Batch], rank: int, ranks: int) -> list[tuple[Batch, float]]:
     """A rank's batches, every `ranks`-th, and what each counts: 1.
 
-    All ranks get as many, as a model in shares is run by all of them together: where one would have fewer, a batch more that counts 0.
+    All ranks get as many, as a model in shares is run by all of them together: where one would have
+    fewer, a batch more that counts 0.
     """
     places = range(rank, math.ceil(len(batches) / ranks) * ranks, ranks)
     return [(batches[place % len(batches)], float(place < len(batches))) for place in places]
 
 
 @torch.no_grad()
-def collect(model: Any, batches: Sequence[Batch], show: bool = True, rank: int = 0, ranks: int = 1) -> Scores:
-    """Sums over the rows of `batches` that are this rank's, for a Hugging Face model built with packed attention; ranks' sums add up."""
+def collect(
+    model: Any, batches: Sequence[Batch], show: bool = True, rank: int = 0, ranks: int = 1
+) -> Scores:
+    """Sums over the rows of `batches` that are this rank's, for a Hugging Face model built with
+    packed attention; ranks' sums add up.
+    """
     scores, mine = Scores.zeros(model.config), dealt(batches, rank, ranks)
     with ProgressBar("importance", len(mine), 0, show) as bar, _watched(model, scores) as watch:
         for number, (batch, counts) in enumerate(mine, start=1):
@@ -105,7 +116,9 @@ def collect(model: Any, batches: Sequence[Batch], show: bool = True, rank: int =
 
 
 class _Watch:
-    """Hooks that add what passes by to the scores, rows weighted so that each counts the same whatever its padding."""
+    """Hooks that add what passes by to the scores, rows weighted so that each counts the same
+    whatever its padding.
+    """
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores
@@ -139,14 +152,27 @@ def _watched(model: Any, scores: Scores) -> Iterator[_Watch]:
     watch, handles = _Watch(scores), []
 
     def norm(module: Any, number: int) -> None:
-        handles.append(module.register_forward_hook(lambda _, given, out: watch.norm(number, given[0], out)))
+        handles.append(
+            module.register_forward_hook(lambda _, given, out: watch.norm(number, given[0], out))
+        )
 
     for number, layer in enumerate(model.model.layers):
         norm(layer.input_layernorm, 2 * number)
         norm(layer.post_attention_layernorm, 2 * number + 1)
-        for module, see in ((layer.self_attn.o_proj, watch.heads), (layer.mlp.down_proj, watch.units)):
-            handles.append(module.register_forward_hook(lambda _, given, out, n=number, see=see: see(n, given[0])))
-        handles.append(layer.register_forward_hook(lambda _, given, out, n=number: watch.layer(n, given[0], out)))
+        for module, see in (
+            (layer.self_attn.o_proj, watch.heads),
+            (layer.mlp.down_proj, watch.units),
+        ):
+            handles.append(
+                module.register_forward_hook(
+                    lambda _, given, out, n=number, see=see: see(n, given[0])
+                )
+            )
+        handles.append(
+            layer.register_forward_hook(
+                lambda _, given, out, n=number: watch.layer(n, given[0], out)
+            )
+        )
     norm(model.model.norm, 2 * len(model.model.layers))
     try:
         yield watch
@@ -155,22 +181,32 @@ def _watched(model: Any, scores: Scores) -> Iterator[_Watch]:
             handle.remove()
 
 
-def strongest(scores: Scores, layers: Sequence[int], student: Any, target: Any, rescale: bool = True) -> Cut:
+def strongest(
+    scores: Scores, layers: Sequence[int], student: Any, target: Any, rescale: bool = True
+) -> Cut:
     """The cut to `student`'s widths that keeps these layers, and in them what scores highest.
 
-    student, target: Hugging Face configurations, checked with distill.shapes.refuse_wider. rescale: give every norm the factor that its
-    output had before channels went: a norm divides by the root mean square of what it sees, and what stays is the loudest part.
+    student, target: Hugging Face configurations, checked with distill.shapes.refuse_wider. rescale:
+    give every norm the factor that its output had before channels went: a norm divides by the root
+    mean square of what it sees, and what stays is the loudest part.
     """
     ours, theirs = target_widths(student), target_widths(target)
     kept = torch.tensor(list(layers))
-    groups, a_group = theirs["num_key_value_heads"], theirs["num_attention_heads"] // theirs["num_key_value_heads"]
+    groups, a_group = (
+        theirs["num_key_value_heads"],
+        theirs["num_attention_heads"] // theirs["num_key_value_heads"],
+    )
     hidden_K = _top(scores.hidden_NC.sum(0), ours["hidden_size"])
     groups_LK = _top(scores.groups_LH[kept], ours["num_key_value_heads"])
     in_group_LHG = scores.heads_LQ[kept].unflatten(1, (groups, a_group))
     chosen_LKG = in_group_LHG.gather(1, groups_LK[:, :, None].expand(-1, -1, a_group))
     norms = torch.tensor([2 * layer + half for layer in layers for half in (0, 1)] + [-1])
     squares_NC = scores.square_NC[norms]
-    scale = (squares_NC[:, hidden_K].mean(1) / squares_NC.mean(1)).sqrt() if rescale else torch.ones(len(norms))
+    scale = (
+        (squares_NC[:, hidden_K].mean(1) / squares_NC.mean(1)).sqrt()
+        if rescale
+        else torch.ones(len(norms))
+    )
     return Cut(
         tuple(layers),
         hidden_K,
@@ -194,7 +230,9 @@ def cache_key(target_hash: str, samples_hash: str) -> str:
 
 
 def read_scores(path: Path) -> Scores | None:
-    """Scores that `write_scores` left; None where there are none, or not whole ones (they are made again)."""
+    """Scores that `write_scores` left; None where there are none, or not whole ones (they are made
+    again).
+    """
     try:
         return Scores(**load_file(path)) if path.is_file() else None
     except (SafetensorError, TypeError):
@@ -203,7 +241,9 @@ def read_scores(path: Path) -> Scores | None:
 
 
 def write_scores(path: Path, scores: Scores, notes: dict[str, Any]) -> None:
-    """Written to a temporary name of its own first, so that what is there is whole: the members of a sweep may find the same scores at once."""
+    """Written to a temporary name of its own first, so that what is there is whole: the members of
+    a sweep may find the same scores at once.
+    """
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,9 +254,13 @@ def write_scores(path: Path, scores: Scores, notes: dict[str, Any]) -> None:
 
 
 def read_order(path: Path, layers: int) -> list[int]:
-    """The order that `write_order` left, as far as it came; empty where there is none, or none of so many layers."""
+    """The order that `write_order` left, as far as it came; empty where there is none, or none of
+    so many layers.
+    """
     try:
-        found: Any = json.loads(path.read_text()) if path.is_file() else {"layers": layers, "removed": []}
+        found: Any = (
+            json.loads(path.read_text()) if path.is_file() else {"layers": layers, "removed": []}
+        )
         of, removed = found["layers"], [int(layer) for layer in found["removed"]]
     except (json.JSONDecodeError, KeyError, TypeError, ValueError):
         of, removed = 0, []

@@ -1,7 +1,9 @@
-"""A journal of records that a killed run leaves whole: JSON lines with checksums, appended and forced to the disk.
+"""A journal of records that a killed run leaves whole: JSON lines with checksums, appended and
+forced to the disk.
 
-A torn last line is cut off, and one that was damaged is left out: what it held is asked again. Every rank writes a file of its own and reads
-all of them, so that a run may go on with another number of ranks.
+A torn last line is cut off, and one that was damaged is left out: what it held is asked again.
+Every rank writes a file of its own and reads all of them, so that a run may go on with another
+number of ranks.
 """
 
 import os
@@ -17,7 +19,9 @@ AGAIN = "its answer is made again"
 
 
 class Journal:
-    """`with Journal(path, make) as journal: journal.append([...])`: goes on behind the last whole line of what is there."""
+    """`with Journal(path, make) as journal: journal.append([...])`: goes on behind the last whole
+    line of what is there.
+    """
 
     def __init__(self, path: Path, make: Callable[[dict[str, Any]], Any] = dict) -> None:
         """make: raises TypeError, ValueError or KeyError for a record that is none."""
@@ -25,7 +29,10 @@ class Journal:
         lines = read_lines(path, make)
         lines.report(path, AGAIN)
         if lines.torn:
-            print(f"{path}: the last line was half written ({lines.torn:,} bytes) and is cut off; {AGAIN}")
+            print(
+                f"{path}: the last line was half written ({lines.torn:,} bytes) and is cut off; "
+                f"{AGAIN}"
+            )
         if lines.wrong:
             write_bytes(path, lines.content)
         elif lines.torn:
@@ -46,7 +53,9 @@ class Journal:
 
 
 def read_journal(path: Path, make: Callable[[dict[str, Any]], Any] = dict) -> list[Any]:
-    """The records of a journal as `make` gives them; a line that is damaged, or is being written by another rank, is passed over."""
+    """The records of a journal as `make` gives them; a line that is damaged, or is being written by
+    another rank, is passed over.
+    """
     lines = read_lines(path, make)
     lines.report(path, AGAIN)
     return lines.records

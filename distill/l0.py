@@ -1,8 +1,11 @@
-"""Mode `l0`: learn what to keep together with the weights, under masks that a constraint drives to the student's shape.
+"""Mode `l0`: learn what to keep together with the weights, under masks that a constraint drives to
+the student's shape.
 
-The masked model is the target's own modules with hooks: the residual stream's masks stand where something is written to it (embedding,
-attention, MLP) and at the norms' outputs, whose variance counts the channels that are left; a group's and a head's before the output
-projection, a unit's before the down projection, a layer's on all that it writes. With binary masks this computes what the cut student computes.
+The masked model is the target's own modules with hooks: the residual stream's masks stand where
+something is written to it (embedding, attention, MLP) and at the norms' outputs, whose variance
+counts the channels that are left; a group's and a head's before the output projection, a unit's
+before the down projection, a layer's on all that it writes. With binary masks this computes what
+the cut student computes.
 
 Shapes: R rows, T tokens, C hidden size, D head width; masks as in distill/masks.py.
 """
@@ -23,14 +26,24 @@ from training.packing import Batch
 
 
 class MaskedModel(nn.Module):
-    """Cross-entropy under sampled masks, and the Lagrangian of their constraint: the objective of mode=l0."""
+    """Cross-entropy under sampled masks, and the Lagrangian of their constraint: the objective of
+    mode=l0.
+    """
 
     metric_names = ("accuracy",)
 
     def __init__(
-        self, model: Any, masks: Masks, warmup_share: float, mask_lr: float, lr: float, train_weights: bool
+        self,
+        model: Any,
+        masks: Masks,
+        warmup_share: float,
+        mask_lr: float,
+        lr: float,
+        train_weights: bool,
     ) -> None:
-        """warmup_share: of the whole run, over which the target sparsity grows; mask_lr beside the weights' lr: of logits and multipliers."""
+        """warmup_share: of the whole run, over which the target sparsity grows; mask_lr beside the
+        weights' lr: of logits and multipliers.
+        """
         super().__init__()
         self.model, self.masks = model, masks
         for parameter in model.parameters():
@@ -56,11 +69,13 @@ class MaskedModel(nn.Module):
         self._hooks.close()
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum of -log q in nats and of the penalty, number of right argmaxes [1]) over supervised tokens.
+        """(sum of -log q in nats and of the penalty, number of right argmaxes [1]) over supervised
+        tokens.
 
-        The penalty is counted once a supervised token, so that after the loop's division by their global count it stands there once. A
-        mask is drawn for every forward, by its rows: whichever rank runs them. It stays on through the backward pass, which may run layers
-        again (loop.activation_checkpointing), until the next forward or `unmask`.
+        The penalty is counted once a supervised token, so that after the loop's division by their
+        global count it stands there once. A mask is drawn for every forward, by its rows: whichever
+        rank runs them. It stays on through the backward pass, which may run layers again
+        (loop.activation_checkpointing), until the next forward or `unmask`.
         """
         self.unmask()
         z = self.masks.sample(self.step, *(index for row in batch.rows for index in row))
@@ -73,11 +88,17 @@ class MaskedModel(nn.Module):
 
 @contextlib.contextmanager
 def masked(model: Any, z: Mapping[str, Tensor]) -> Iterator[None]:
-    """The Hugging Face model with these masks (layers [1, L], hidden [1, C], groups [L, H], queries [L H, G], units [L, F]) while inside."""
+    """The Hugging Face model with these masks (layers [1, L], hidden [1, C], groups [L, H], queries
+    [L H, G], units [L, F]) while inside.
+    """
     hidden_C = z["hidden"][0].to(model.dtype)
     layers = model.model.layers
     groups = z["groups"].shape[1]
-    heads_LQ = (z["groups"][:, :, None] * z["queries"].view(len(layers), groups, -1)).flatten(1).to(model.dtype)
+    heads_LQ = (
+        (z["groups"][:, :, None] * z["queries"].view(len(layers), groups, -1))
+        .flatten(1)
+        .to(model.dtype)
+    )
     units_LF = z["units"].to(model.dtype)
     handles = [
         model.model.embed_tokens.register_forward_hook(lambda _, given, out: out * hidden_C),
@@ -89,8 +110,13 @@ def masked(model: Any, z: Mapping[str, Tensor]) -> Iterator[None]:
             handles.append(norm.register_forward_hook(_masked_norm(hidden_C)))
         head_dim = layer.self_attn.o_proj.in_features // heads_LQ.shape[1]
         channels = heads_LQ[number].repeat_interleave(head_dim)
-        for module, incoming in ((layer.self_attn.o_proj, channels), (layer.mlp.down_proj, units_LF[number])):
-            handles.append(module.register_forward_pre_hook(lambda _, given, m=incoming: (given[0] * m,)))
+        for module, incoming in (
+            (layer.self_attn.o_proj, channels),
+            (layer.mlp.down_proj, units_LF[number]),
+        ):
+            handles.append(
+                module.register_forward_pre_hook(lambda _, given, m=incoming: (given[0] * m,))
+            )
             handles.append(module.register_forward_hook(lambda _, given, out, m=written_C: out * m))
     try:
         yield
@@ -100,11 +126,14 @@ def masked(model: Any, z: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def _masked_norm(hidden_C: Tensor) -> Any:
-    """A hook in place of an RMS norm: its variance is over the channels that are not masked to zero."""
+    """A hook in place of an RMS norm: its variance is over the channels that are not masked to
+    zero.
+    """
     left = (hidden_C > 0).sum().clamp(min=1)
 
     def hook(module: Any, given: tuple[Tensor], out: Tensor) -> Tensor:
-        incoming_RTC = given[0].float()  # masked channels are zero: all that is written to them is masked
+        # masked channels are zero: all that is written to them is masked
+        incoming_RTC = given[0].float()
         variance = incoming_RTC.square().sum(-1, keepdim=True) / left
         normed = (incoming_RTC * torch.rsqrt(variance + module.variance_epsilon)).to(out.dtype)
         return module.weight * normed * hidden_C

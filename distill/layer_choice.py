@@ -1,9 +1,12 @@
-"""Which layers stay. At severe cuts no one-shot criterion is to be trusted, so candidate sets are held against each other by acceptance.
+"""Which layers stay. At severe cuts no one-shot criterion is to be trusted, so candidate sets are
+held against each other by acceptance.
 
-Candidates: first, last and evenly spaced between; the same over all layers but the last; the layers of the largest block influence; what is
-left when the layer whose absence moves the target least (by KL of the next token) is taken away again and again; the first ones and the last;
-the first ones (early exit). Influence and greedy KL are free to drop any layer, but they look at the target before any distillation, where a
-student without the last layer drafts worse; a few steps may turn that round, as for learned masks, so two candidates leave it out.
+Candidates: first, last and evenly spaced between; the same over all layers but the last; the layers
+of the largest block influence; what is left when the layer whose absence moves the target least (by
+KL of the next token) is taken away again and again; the first ones and the last; the first ones
+(early exit). Influence and greedy KL are free to drop any layer, but they look at the target before
+any distillation, where a student without the last layer drafts worse; a few steps may turn that
+round, as for learned masks, so two candidates leave it out.
 
 Shapes: N supervised tokens, C hidden size, V vocabulary.
 """
@@ -29,7 +32,8 @@ CRITERIA = ("even", "even_without_last", "influence", "greedy", "contiguous", "e
 def candidates(
     count: int, layers: int, influence_L: Tensor, removal: Sequence[int], distinct: bool = True
 ) -> dict[str, list[int]]:
-    """Sets of `count` of `layers` layers by the name of what proposes them; distinct: leave out a set that was proposed before.
+    """Sets of `count` of `layers` layers by the name of what proposes them; distinct: leave out a
+    set that was proposed before.
 
     removal: layers in the order in which `removal_order` takes them away.
     """
@@ -46,7 +50,9 @@ def candidates(
 
 
 def most_candidates(count: int, layers: int) -> int:
-    """How many distinct sets `candidates` proposes at most, whatever the model: those by place, one by influence and one by greedy KL."""
+    """How many distinct sets `candidates` proposes at most, whatever the model: those by place, one
+    by influence and one by greedy KL.
+    """
     by_place = {tuple(chosen) for chosen in _by_place(count, layers).values()}
     return min(len(by_place) + 2, math.comb(layers, count))
 
@@ -72,11 +78,13 @@ def removal_order(
     begun: Sequence[int] = (),
     keep: Callable[[list[int]], None] = lambda removed: None,
 ) -> list[int]:
-    """All layers but one, in the order in which they are taken from a Hugging Face model: each time the one whose absence leaves the next
-    token's distribution nearest (forward KL) to the whole model's. Ties go to the later layer.
+    """All layers but one, in the order in which they are taken from a Hugging Face model: each time
+    the one whose absence leaves the next token's distribution nearest (forward KL) to the whole
+    model's. Ties go to the later layer.
 
-    What lies before a candidate is run once for all of them, so a step over k layers costs about k^2 / 2 layers of forward. Ranks share the
-    batches; add: the sum over them. begun: layers that an interrupted search took away; keep: is told them all after each.
+    What lies before a candidate is run once for all of them, so a step over k layers costs about
+    k^2 / 2 layers of forward. Ranks share the batches; add: the sum over them. begun: layers that
+    an interrupted search took away; keep: is told them all after each.
     """
     layers = [layer for layer in range(model.config.num_hidden_layers) if layer not in begun]
     mine = dealt(batches, rank, ranks)
@@ -108,13 +116,17 @@ def _kl_without_each(model: Any, batch: Batch, layers: Sequence[int], whole_NV: 
     for place, layer in enumerate(layers):
         without_RTC = _run(model, layers[place + 1 :], before_RTC, seen)
         logits_NV = _logits(model, without_RTC, batch).float().log_softmax(-1)
-        found[place] = F.kl_div(logits_NV, whole_NV, reduction="sum", log_target=True).double().cpu()
+        found[place] = (
+            F.kl_div(logits_NV, whole_NV, reduction="sum", log_target=True).double().cpu()
+        )
         before_RTC = _run(model, [layer], before_RTC, seen)
     return found
 
 
 def _run(model: Any, layers: Sequence[int], hidden_RTC: Tensor, seen: dict[str, Any]) -> Tensor:
-    """These layers, one after the other, without the final norm; seen: where tokens stand and what they attend to."""
+    """These layers, one after the other, without the final norm; seen: where tokens stand and what
+    they attend to.
+    """
     for layer in layers:
         hidden_RTC = model.model.layers[layer](hidden_RTC, use_cache=False, **seen)
     return hidden_RTC

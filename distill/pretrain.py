@@ -1,6 +1,7 @@
 """`python -m distill.pretrain`: train a LLaMA from scratch on text and chats.
 
-It made the embedded target, and it is the control "same shape from scratch" that every pruned drafter is held against.
+It made the embedded target, and it is the control "same shape from scratch" that every pruned
+drafter is held against.
 """
 
 from pathlib import Path
@@ -40,8 +41,14 @@ def run(config: PretrainConfig) -> Path:
     check_values(
         config,
         {
-            "model.num_hidden_layers": (1 <= shape.num_hidden_layers <= MOST_LAYERS, f"1 to {MOST_LAYERS:,}"),
-            **{f"model.{name}": (0 <= vars(shape)[name] <= WIDEST, f"0 to {WIDEST:,}") for name in WIDTHS},
+            "model.num_hidden_layers": (
+                1 <= shape.num_hidden_layers <= MOST_LAYERS,
+                f"1 to {MOST_LAYERS:,}",
+            ),
+            **{
+                f"model.{name}": (0 <= vars(shape)[name] <= WIDEST, f"0 to {WIDEST:,}")
+                for name in WIDTHS
+            },
         },
     )
     check_mixture(config.data, ("loss",))
@@ -54,7 +61,9 @@ def run(config: PretrainConfig) -> Path:
     tokenizer = load_tokenizer(tokenizer_folder, of_model=False)
     if config.dry_run:
         with torch.device("meta"):
-            model = build_llama(config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config))
+            model = build_llama(
+                config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config)
+            )
         print(f"model: {millions(count_parameters(model.parameters()))} parameters")
         print_cost(config.loop, config.parallel, model.config, {}, config.assumed_tflops)
         return folder
@@ -66,7 +75,9 @@ def run(config: PretrainConfig) -> Path:
     return folder
 
 
-def train(config: PretrainConfig, run_folder: RunFolder, tokenizer_folder: Path, tokenizer: Any) -> None:
+def train(
+    config: PretrainConfig, run_folder: RunFolder, tokenizer_folder: Path, tokenizer: Any
+) -> None:
     """The work of one rank."""
     torch.manual_seed(config.seed)
     parallel = Parallel(config.parallel)
@@ -81,31 +92,57 @@ def train(config: PretrainConfig, run_folder: RunFolder, tokenizer_folder: Path,
         print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full")
         print(f"plan: {describe_plan(config.loop, data)}")
     objective = LanguageModelling(model)
-    inputs = [tokenizer_folder, *([resolve(config.init_from)] if config.init_from else []), *data_files(config.data)]
+    inputs = [
+        tokenizer_folder,
+        *([resolve(config.init_from)] if config.init_from else []),
+        *data_files(config.data),
+    ]
     with Recording(run_folder, config, inputs, parallel.is_main) as tracker:
 
         def evaluate() -> dict[str, float]:
             return held_out_loss(objective, held_out, config)
 
-        progress = fit("pretrain", objective, model, data, config.loop, parallel, run_folder.path, tracker, evaluate)
+        progress = fit(
+            "pretrain",
+            objective,
+            model,
+            data,
+            config.loop,
+            parallel,
+            run_folder.path,
+            tracker,
+            evaluate,
+        )
     if parallel.is_main:
         folder = run_folder.path / "model"
         write_model(model, tokenizer_folder, folder, dtype_of(config.export_dtype))
         best = progress.best
-        metrics = {"held_out_loss": best["loss"], "best_step": progress.best_step, "tokens": progress.tokens}
-        run_folder.write_manifest(inputs, {**metrics, "training_seconds": round(progress.seconds, 1)}, finished=True)
-        print(f"held-out loss {best['loss']:.4f} nats a token after {progress.seconds:.0f} s; model: {folder}")
+        metrics = {
+            "held_out_loss": best["loss"],
+            "best_step": progress.best_step,
+            "tokens": progress.tokens,
+        }
+        run_folder.write_manifest(
+            inputs, {**metrics, "training_seconds": round(progress.seconds, 1)}, finished=True
+        )
+        print(
+            f"held-out loss {best['loss']:.4f} nats a token after {progress.seconds:.0f} s; model: "
+            f"{folder}"
+        )
     parallel.close()
 
 
 def held_out_samples(tokenizer: Any, config: PretrainConfig, show: bool) -> dict[str, list[Sample]]:
-    """The held-out split by domain; without domains it stands under an empty name. Raises UserError where there is none."""
+    """The held-out split by domain; without domains it stands under an empty name. Raises UserError
+    where there is none.
+    """
     if not config.data.domains:
         return {"": read_samples(tokenizer, config.data, "held_out", show)}
     found = held_out_domains(tokenizer, config.data, show)
     if not found:
         raise UserError(
-            f"no domain has held-out text ({', '.join(config.data.domains)}): give at least one held_out_chats or held_out_texts"
+            f"no domain has held-out text ({', '.join(config.data.domains)}): give at least one "
+            f"held_out_chats or held_out_texts"
         )
     return found
 
@@ -113,7 +150,9 @@ def held_out_samples(tokenizer: Any, config: PretrainConfig, show: bool) -> dict
 def held_out_loss(
     objective: LanguageModelling, domains: dict[str, list[Sample]], config: PretrainConfig
 ) -> dict[str, float]:
-    """`loss`: mean cross-entropy in nats over all supervised held-out tokens; loss/NAME of every named domain; `score`: minus the loss."""
+    """`loss`: mean cross-entropy in nats over all supervised held-out tokens; loss/NAME of every
+    named domain; `score`: minus the loss.
+    """
     figures, total, tokens = {}, 0.0, 0
     for name, samples in domains.items():
         nats, count = _nats(objective, samples, config)
@@ -124,7 +163,9 @@ def held_out_loss(
 
 
 @torch.no_grad()
-def _nats(objective: LanguageModelling, samples: list[Sample], config: PretrainConfig) -> tuple[float, int]:
+def _nats(
+    objective: LanguageModelling, samples: list[Sample], config: PretrainConfig
+) -> tuple[float, int]:
     """(sum of cross-entropies, supervised tokens)."""
     capacity = config.data.max_length
     packed = PackedData(samples, capacity, 1, 0)
@@ -140,11 +181,14 @@ def _nats(objective: LanguageModelling, samples: list[Sample], config: PretrainC
 def _base(tokenizer: Any, config: PretrainConfig) -> dict[str, Any]:
     shape = config.model
     missing = [
-        name for name in ("hidden_size", "num_attention_heads", "intermediate_size") if getattr(shape, name) == 0
+        name
+        for name in ("hidden_size", "num_attention_heads", "intermediate_size")
+        if getattr(shape, name) == 0
     ]
     if missing:
         raise UserError(
-            f"model.{missing[0]} is 0: a model from scratch needs every width given (there is no target to take it from)"
+            f"model.{missing[0]} is 0: a model from scratch needs every width given (there is no "
+            f"target to take it from)"
         )
     return {
         "vocab_size": len(tokenizer),

@@ -1,6 +1,8 @@
-"""`python -m distill.prune`: cut a target down to a smaller LLaMA; leaves a complete student folder for `distill.train` to go on from.
+"""`python -m distill.prune`: cut a target down to a smaller LLaMA; leaves a complete student folder
+for `distill.train` to go on from.
 
-Severe cuts go in stages (`depths`), with a short distillation between; what a stage has finished is not done again.
+Severe cuts go in stages (`depths`), with a short distillation between; what a stage has finished is
+not done again.
 """
 
 import dataclasses
@@ -35,7 +37,14 @@ from training.job import job_main
 from training.job_data import data_files, held_out_domains, read_samples, sources, training_texts
 from training.launch import is_worker, launch, processes_wanted
 from training.mixture import check_mixture
-from training.models import check_context, dtype_of, folder_of, load_causal_lm, refuse_own_code, target_config
+from training.models import (
+    check_context,
+    dtype_of,
+    folder_of,
+    load_causal_lm,
+    refuse_own_code,
+    target_config,
+)
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
 from training.paths import resolve
@@ -65,7 +74,8 @@ def run(config: PruneConfig) -> Path:
     if config.dry_run:
         run_folder.write_manifest(inputs, {}, finished=False)
         planned = dry_prune(config, source, shapes, target_folder, folder, run_folder.was_dry)
-        counted = {PLANNED: planned} if planned else {}  # with saved masks, or at random, it is nothing
+        # with saved masks, or at random, it is nothing
+        counted = {PLANNED: planned} if planned else {}
         run_folder.write_manifest(inputs, counted, finished=False)
         return folder
     check_model(target_folder)
@@ -105,22 +115,32 @@ def check(config: PruneConfig) -> None:
             "l0.warmup_share": (0 <= config.l0.warmup_share <= 1, "a share from 0 to 1"),
             "l0.mask_lr": (config.l0.mask_lr > 0, "more than 0"),
             "l0.train_weights": (
-                config.mode != "l0" or config.l0.train_weights or config.parallel.kind in ("single", "ddp"),
-                "true with zero kinds and fsdp, which share what is trained: masks alone are few (parallel=ddp trains them)",
+                config.mode != "l0"
+                or config.l0.train_weights
+                or config.parallel.kind in ("single", "ddp"),
+                "true with zero kinds and fsdp, which share what is trained: masks alone are few "
+                "(parallel=ddp trains them)",
             ),
             "loop.max_steps": (
                 config.mode != "l0" or config.loop.max_steps > 0,
                 "more than 0: masks follow a schedule",
             ),
             "loop.optimizer.warmup_steps": (
-                config.mode != "l0" or 0 <= config.loop.optimizer.warmup_steps < config.loop.max_steps,
-                f"less than loop.max_steps={config.loop.max_steps}: masks would end before their learning rate has come up",
+                config.mode != "l0"
+                or 0 <= config.loop.optimizer.warmup_steps < config.loop.max_steps,
+                f"less than loop.max_steps={config.loop.max_steps}: masks would end before their "
+                f"learning rate has come up",
             ),
             "largest_cut": (0 < config.largest_cut <= 1, "a share above 0, up to 1"),
-            "masks": (not config.masks or not config.depths, "empty where depths are given: a file holds one cut"),
+            "masks": (
+                not config.masks or not config.depths,
+                "empty where depths are given: a file holds one cut",
+            ),
             "cache_mb": (
-                config.cache_mb == 0 or (config.cache_mb > 0 and config.parallel.kind not in SHARDED_WEIGHTS),
-                "0 (none) or more, and 0 with zero3 and fsdp: a target in shares is read by all ranks together, so none can skip its forward",
+                config.cache_mb == 0
+                or (config.cache_mb > 0 and config.parallel.kind not in SHARDED_WEIGHTS),
+                "0 (none) or more, and 0 with zero3 and fsdp: a target in shares is read by all "
+                "ranks together, so none can skip its forward",
             ),
             "between.max_steps": (config.between.max_steps > 0, "more than 0"),
         },
@@ -128,15 +148,20 @@ def check(config: PruneConfig) -> None:
 
 
 def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
-    """The configuration of the student after each stage, checked against the target and each other."""
+    """The configuration of the student after each stage, checked against the target and
+    each other.
+    """
     final = student_config(config.drafter, target)
     depths = config.depths
     if not depths and not config.masks:  # a file of masks holds one cut
-        depths = between_depths(target.num_hidden_layers, final.num_hidden_layers, config.largest_cut)
+        depths = between_depths(
+            target.num_hidden_layers, final.num_hidden_layers, config.largest_cut
+        )
     deeper = [target.num_hidden_layers, *depths, final.num_hidden_layers]
     if config.depths and any(later >= before for before, later in pairwise(deeper)):
         raise UserError(
-            f"depths is {config.depths}: expected falling numbers of layers between the target's {deeper[0]} and the student's {deeper[-1]}"
+            f"depths is {config.depths}: expected falling numbers of layers between the target's "
+            f"{deeper[0]} and the student's {deeper[-1]}"
         )
     shapes = []
     for depth in deeper[1:]:
@@ -155,7 +180,9 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
 
 
 def between_depths(layers: int, final: int, largest_cut: float) -> list[int]:
-    """Numbers of layers between, so that no stage takes a larger share than `largest_cut`, or one layer: 32, 3, 0.625 -> [12, 5]."""
+    """Numbers of layers between, so that no stage takes a larger share than `largest_cut`, or one
+    layer: 32, 3, 0.625 -> [12, 5].
+    """
     depths = []
     while (layers := min(layers - 1, math.ceil(layers * (1 - largest_cut)))) > final:
         depths.append(layers)
@@ -163,7 +190,12 @@ def between_depths(layers: int, final: int, largest_cut: float) -> list[int]:
 
 
 def prune(
-    config: PruneConfig, run_folder: RunFolder, target_folder: Path, folder: Path, shapes: list[Any], inputs: list[Path]
+    config: PruneConfig,
+    run_folder: RunFolder,
+    target_folder: Path,
+    folder: Path,
+    shapes: list[Any],
+    inputs: list[Path],
 ) -> None:
     """The work of one rank."""
     torch.manual_seed(config.seed)
@@ -175,8 +207,14 @@ def prune(
     source, told = Source(bench.teacher, target_folder), []
     for number, shape in enumerate(shapes, start=1):
         last = number == len(shapes)
-        place = folder if last else run_folder.path / "stages" / f"{number}_{shape.num_hidden_layers}_layers"
-        notes = stage(bench, source, shape, place, run_folder.path / "work" / str(number), distil=not last)
+        place = (
+            folder
+            if last
+            else run_folder.path / "stages" / f"{number}_{shape.num_hidden_layers}_layers"
+        )
+        notes = stage(
+            bench, source, shape, place, run_folder.path / "work" / str(number), distil=not last
+        )
         told.append(notes)
         if not last:
             source = read_source(config, place, bench.parallel)
@@ -186,9 +224,13 @@ def prune(
 
 
 def refuse_early(config: PruneConfig, bench: Workbench, shape: Any, target_folder: Path) -> None:
-    """Raise UserError for masks and texts that do not suit, before the run holds its folder: the mended command takes the same one."""
+    """Raise UserError for masks and texts that do not suit, before the run holds its folder: the
+    mended command takes the same one.
+    """
     if config.masks:
-        refuse_other_shape(load_cut(resolve(config.masks), hash_input(target_folder)), shape, config.masks)
+        refuse_other_shape(
+            load_cut(resolve(config.masks), hash_input(target_folder)), shape, config.masks
+        )
     elif config.mode != "random":
         bench.data(1)
 
@@ -200,25 +242,37 @@ def workbench(config: PruneConfig, target_folder: Path) -> Workbench:
     texts = training_texts(tokenizer, config.data, parallel.is_main)
     held_out = held_out_texts(tokenizer, config.data, parallel.is_main)
     packed = PackedData(held_out, config.data.max_length, 1, config.seed)
-    rows = [packed.step_rows(step)[0] for step in range(min(config.importance.probe_sequences, len(packed.rows)))]
+    rows = [
+        packed.step_rows(step)[0]
+        for step in range(min(config.importance.probe_sequences, len(packed.rows)))
+    ]
     teacher = read_source(config, target_folder, parallel).model
-    return Workbench(config, teacher, texts, [held_out[index] for row in rows for index in row], parallel)
+    return Workbench(
+        config, teacher, texts, [held_out[index] for row in rows for index in row], parallel
+    )
 
 
 def held_out_texts(tokenizer: Any, data: DataConfig, show: bool) -> list[Sample]:
     """The held-out split, of domains all together. Raises UserError where there is none."""
     if not data.domains:
         return read_samples(tokenizer, data, "held_out", show)
-    found = [sample for samples in held_out_domains(tokenizer, data, show).values() for sample in samples]
+    found = [
+        sample for samples in held_out_domains(tokenizer, data, show).values() for sample in samples
+    ]
     if not found:
         raise UserError(
-            f"no domain has held-out text ({', '.join(data.domains)}): give at least one held_out_chats or held_out_texts"
+            f"no domain has held-out text ({', '.join(data.domains)}): give at least one "
+            f"held_out_chats or held_out_texts"
         )
     return found
 
 
-def stage(bench: Workbench, source: Source, shape: Any, place: Path, work: Path, distil: bool) -> dict[str, Any]:
-    """One cut, and the distillation behind it where another cut follows; the model is written to `place`. Returns notes."""
+def stage(
+    bench: Workbench, source: Source, shape: Any, place: Path, work: Path, distil: bool
+) -> dict[str, Any]:
+    """One cut, and the distillation behind it where another cut follows; the model is written to
+    `place`. Returns notes.
+    """
     config, parallel, done = bench.config, bench.parallel, work / "done.json"
     # Rank 0 looks for all: it may end the stage before another one has looked.
     before = parallel.broadcast(finished_stage(done, place) if parallel.is_main else None)
@@ -255,11 +309,14 @@ def stage(bench: Workbench, source: Source, shape: Any, place: Path, work: Path,
 
 
 def finished_stage(done: Path, place: Path) -> dict[str, Any] | None:
-    """The notes of a stage that has ended; None where it has not, or where its model is not what it left, and is made again."""
+    """The notes of a stage that has ended; None where it has not, or where its model is not what it
+    left, and is made again.
+    """
     if not done.is_file() or not (place / WEIGHTS).is_file():
         return None
     notes = read_object(done, "Delete it: the stage is made again", _notes_of)
-    if notes.pop(_MODEL, None) in (None, hash_input(place)):  # stages of earlier versions have no hash
+    # stages of earlier versions have no hash
+    if notes.pop(_MODEL, None) in (None, hash_input(place)):
         return notes
     print(f"{place} has changed since its stage was finished: it is made again")
     return None
@@ -284,7 +341,8 @@ def describe(config: PruneConfig, bench: Workbench, shape: Any) -> None:
     counts = [parameter_counts(model)["all"] for model in (bench.teacher.config, shape)]
     print(f"target: {millions(counts[0])} parameters, {layers_of(bench.teacher.config)}")
     print(
-        f"student: {millions(counts[1])} parameters, {layers_of(shape)}, {bytes_a_step(shape) / 1e6:,.1f} MB a step in 16 bits"
+        f"student: {millions(counts[1])} parameters, {layers_of(shape)}, "
+        f"{bytes_a_step(shape) / 1e6:,.1f} MB a step in 16 bits"
     )
     for warning in odd_widths(shape):
         print(f"warning: {warning}")
@@ -328,7 +386,9 @@ def finish(
         {part: sum(notes[what].get(part, 0.0) for notes in told) for part in _parts(told, what)}
         for what in ("seconds", "flops")
     )
-    run_folder.write_manifest(inputs, {**acceptance, "stages": told, "seconds": seconds, "flops": flops}, finished=True)
+    run_folder.write_manifest(
+        inputs, {**acceptance, "stages": told, "seconds": seconds, "flops": flops}, finished=True
+    )
     kept = "random weights" if config.mode == "random" else f"layers {told[-1]['layers']}"
     print(f"{kept}; acceptance before distillation {acceptance['acceptance']:.3f}")
     if seconds:

@@ -1,6 +1,8 @@
-"""The ways to prune, one function a mode: (workbench, source model, shape, folder) -> student and what there is to tell of it.
+"""The ways to prune, one function a mode: (workbench, source model, shape, folder) -> student and
+what there is to tell of it.
 
-The source is the target, or the student of the stage before; what acceptance is measured against is the target in every stage.
+The source is the target, or the student of the stage before; what acceptance is measured against is
+the target in every stage.
 """
 
 import dataclasses
@@ -32,23 +34,32 @@ from training.shapes import forward_flops, parameter_counts
 from training.tracker import Tracker
 
 
-def by_importance(bench: Workbench, source: Source, shape: Any, folder: Path) -> tuple[Any, dict[str, Any], Any]:
+def by_importance(
+    bench: Workbench, source: Source, shape: Any, folder: Path
+) -> tuple[Any, dict[str, Any], Any]:
     """The strongest widths, and the layers that draft best. Returns (student, notes, cut)."""
     settings, layers = bench.config.importance, shape.num_hidden_layers
     scores = _scores(bench, source)
     proposed = _proposed(bench, source, scores, layers)
 
     def cut_to(name: str) -> tuple[Any, Cut]:
-        cut = importance.strongest(scores, proposed[name], shape, source.model.config, settings.rescale_norms)
+        cut = importance.strongest(
+            scores, proposed[name], shape, source.model.config, settings.rescale_norms
+        )
         return cut_model(source.model, cut, shape).requires_grad_(True), cut
 
     as_cut: dict[str, float] = {}
     distilled: dict[str, float] = {}
     if len(proposed) > 1:
-        as_cut = _as_cut(bench, proposed, shape, lambda name: cut_to(name)[0], folder / "probe" / "as_cut.json")
+        as_cut = _as_cut(
+            bench, proposed, shape, lambda name: cut_to(name)[0], folder / "probe" / "as_cut.json"
+        )
         if settings.probe_steps:
-            # A distillation costs dozens of such looks, so that sets which are far behind as cut get none.
-            for name in sorted(proposed, key=lambda name: -as_cut[name])[: settings.probe_candidates]:
+            # A distillation costs dozens of such looks, so that sets which are far behind as cut
+            # get none.
+            for name in sorted(proposed, key=lambda name: -as_cut[name])[
+                : settings.probe_candidates
+            ]:
                 distilled[name] = _probe(bench, cut_to(name)[0], name, folder / "probe" / name)
     found = distilled or as_cut
     best = max(found, key=lambda name: found[name]) if found else next(iter(proposed))
@@ -78,8 +89,13 @@ def _scores(bench: Workbench, source: Source) -> importance.Scores:
     tokens = len(batches) * bench.config.data.max_length
     parallel = bench.parallel
     with bench.account("scores", forward_flops(source.model.config) * tokens):
-        mine = importance.collect(source.model, batches, parallel.is_main, parallel.rank, parallel.world_size)
-        summed = {name: parallel.sum(tensor.to(parallel.device)).cpu() for name, tensor in mine.tensors().items()}
+        mine = importance.collect(
+            source.model, batches, parallel.is_main, parallel.rank, parallel.world_size
+        )
+        summed = {
+            name: parallel.sum(tensor.to(parallel.device)).cpu()
+            for name, tensor in mine.tensors().items()
+        }
         scores = importance.Scores(**summed).finished()
     if parallel.is_main:
         importance.write_scores(path, scores, {"target": str(source.folder), "rows": len(batches)})
@@ -91,7 +107,9 @@ def _cached(bench: Workbench, source: Source, rows: int) -> Path:
     shares = {name: domain.share for name, domain in bench.config.data.domains.items()}
     settings = (rows, bench.config.data.max_length, bench.config.seed, bench.config.target.dtype)
     data = [*settings, _samples_hash(bench.texts), shares]
-    return Path(bench.config.importance.cache_dir) / importance.cache_key(hash_input(source.folder), str(data))
+    return Path(bench.config.importance.cache_dir) / importance.cache_key(
+        hash_input(source.folder), str(data)
+    )
 
 
 def _samples_hash(texts: dict[str, list[Sample]]) -> str:
@@ -103,22 +121,31 @@ def _samples_hash(texts: dict[str, list[Sample]]) -> str:
     return digest.hexdigest()
 
 
-def _proposed(bench: Workbench, source: Source, scores: importance.Scores, count: int) -> dict[str, list[int]]:
+def _proposed(
+    bench: Workbench, source: Source, scores: importance.Scores, count: int
+) -> dict[str, list[int]]:
     """The sets of layers to hold against each other; one, where the configuration names it."""
     settings, layers = bench.config.importance, source.model.config.num_hidden_layers
     given = bench.config.drafter.layers
     if given and len(given) == count:
         return {"given": list(given)}
     asked = count < layers and settings.choice in ("probe", "greedy")
-    removal = _removal(bench, source) if asked else list(range(layers - 1, 0, -1))  # else it is not looked at
+    # else it is not looked at
+    removal = _removal(bench, source) if asked else list(range(layers - 1, 0, -1))
     probing = settings.choice == "probe"
     found = candidates(count, layers, scores.influence_L, removal, distinct=probing)
     return found if probing else {settings.choice: found[settings.choice]}
 
 
 def _removal(bench: Workbench, source: Source) -> list[int]:
-    """Layers in the order in which the greedy search takes them away, by all ranks together; each is kept beside the scores as it is found."""
-    settings, parallel, layers = bench.config.importance, bench.parallel, source.model.config.num_hidden_layers
+    """Layers in the order in which the greedy search takes them away, by all ranks together; each
+    is kept beside the scores as it is found.
+    """
+    settings, parallel, layers = (
+        bench.config.importance,
+        bench.parallel,
+        source.model.config.num_hidden_layers,
+    )
     path = _cached(bench, source, settings.greedy_sequences) / "removal.json"
     begun = parallel.broadcast(importance.read_order(path, layers) if parallel.is_main else None)
     if len(begun) == layers - 1:
@@ -135,16 +162,29 @@ def _removal(bench: Workbench, source: Source) -> list[int]:
     tokens = len(batches) * bench.config.data.max_length
     with bench.account("layers by KL", tokens * removal_flops(source.model.config, len(begun))):
         return removal_order(
-            source.model, batches, parallel.is_main, parallel.rank, parallel.world_size, add, begun, keep
+            source.model,
+            batches,
+            parallel.is_main,
+            parallel.rank,
+            parallel.world_size,
+            add,
+            begun,
+            keep,
         )
 
 
 def _as_cut(
-    bench: Workbench, proposed: Mapping[str, list[int]], shape: Any, student_of: Callable[[str], Any], known: Path
+    bench: Workbench,
+    proposed: Mapping[str, list[int]],
+    shape: Any,
+    student_of: Callable[[str], Any],
+    known: Path,
 ) -> dict[str, float]:
-    """Acceptance of every candidate before any distillation: a forward over the held-out text each, and one of the target for all.
+    """Acceptance of every candidate before any distillation: a forward over the held-out text each,
+    and one of the target for all.
 
-    Rank 0's figures, so that all ranks then try the same ones; found once, and kept in the file `known`.
+    Rank 0's figures, so that all ranks then try the same ones; found once, and kept in the file
+    `known`.
     """
     here = bench.parallel.is_main and known.is_file()
     found = bench.parallel.broadcast(json.loads(known.read_text()) if here else None)
@@ -180,7 +220,8 @@ def _probe(bench: Workbench, student: Any, name: str, place: Path) -> float:
 
 
 def _in_small(between: LoopConfig, steps: int) -> LoopConfig:
-    """The distillation between stages in `steps` steps, alike for all candidates, whatever else bounds it.
+    """The distillation between stages in `steps` steps, alike for all candidates, whatever else
+    bounds it.
 
     Its warm-up is the same share of them, so that the learning rate comes to its peak.
     """
@@ -198,14 +239,20 @@ def _in_small(between: LoopConfig, steps: int) -> LoopConfig:
     )
 
 
-def by_masks(bench: Workbench, source: Source, shape: Any, folder: Path) -> tuple[Any, dict[str, Any], Any]:
+def by_masks(
+    bench: Workbench, source: Source, shape: Any, folder: Path
+) -> tuple[Any, dict[str, Any], Any]:
     """Masks and weights learned together. Returns (student, notes, cut)."""
     config = bench.config
-    masks = Masks(shape, source.model.config, BETA[config.l0.beta], config.seed).to(bench.parallel.device)
+    masks = Masks(shape, source.model.config, BETA[config.l0.beta], config.seed).to(
+        bench.parallel.device
+    )
     # A model of its own: the target stays what acceptance is measured against.
     model = load_causal_lm(source.folder, dtype_of(config.loop.dtype)).train()
     settings, lr = config.l0, config.loop.optimizer.lr
-    objective = MaskedModel(model, masks, settings.warmup_share, settings.mask_lr, lr, settings.train_weights)
+    objective = MaskedModel(
+        model, masks, settings.warmup_share, settings.mask_lr, lr, settings.train_weights
+    )
 
     def evaluate() -> dict[str, float]:
         objective.unmask()
@@ -218,7 +265,17 @@ def by_masks(bench: Workbench, source: Source, shape: Any, folder: Path) -> tupl
     a_token = (6 if config.l0.train_weights else 4) * parameter_counts(model.config)["all"]
     tracker = bench.recording(f"masks of {shape.num_hidden_layers} layers", folder)
     with bench.account("masks", 0.0):
-        progress = fit("masks", objective, objective, data, config.loop, bench.parallel, folder, tracker, evaluate)
+        progress = fit(
+            "masks",
+            objective,
+            objective,
+            data,
+            config.loop,
+            bench.parallel,
+            folder,
+            tracker,
+            evaluate,
+        )
     bench.flops["masks"] += float(a_token) * progress.step * config.loop.tokens_per_step
     if tracker is not None:
         tracker.close()
@@ -230,24 +287,33 @@ def by_masks(bench: Workbench, source: Source, shape: Any, folder: Path) -> tupl
     return cut_model(model, cut, shape).requires_grad_(True), notes, cut
 
 
-def at_random(bench: Workbench, source: Source, shape: Any, folder: Path) -> tuple[Any, dict[str, Any], None]:
+def at_random(
+    bench: Workbench, source: Source, shape: Any, folder: Path
+) -> tuple[Any, dict[str, Any], None]:
     """The same shape with random weights: the control. Returns (student, notes, None)."""
     torch.manual_seed(bench.config.seed)
     return random_model(shape, source.model.dtype).to(bench.parallel.device), {"layers": None}, None
 
 
 def record_stages(tracker: Tracker, told: list[dict[str, Any]]) -> None:
-    """Record each stage's figures at its number, and a table of the sets of layers that were compared."""
+    """Record each stage's figures at its number, and a table of the sets of layers that were
+    compared.
+    """
     tracker.rewind(0)
     rows = []
     for number, notes in enumerate(told, start=1):
         figures = {key: value for key, value in notes.items() if isinstance(value, float)}
         for group in ("acceptance_as_cut", "probe_acceptance", "masks", "seconds", "flops"):
-            if isinstance(notes.get(group), dict):  # `masks` may be the file that the cut was read from
+            # `masks` may be the file that the cut was read from
+            if isinstance(notes.get(group), dict):
                 figures |= {f"{group}/{name}": value for name, value in notes[group].items()}
-        tracker.log(number, figures | {"layers": len(notes["layers"])} if notes["layers"] else figures)
+        tracker.log(
+            number, figures | {"layers": len(notes["layers"])} if notes["layers"] else figures
+        )
         for name, layers in notes.get("candidates", {}).items():
-            compared = {key: notes[key].get(name) for key in ("acceptance_as_cut", "probe_acceptance")}
+            compared = {
+                key: notes[key].get(name) for key in ("acceptance_as_cut", "probe_acceptance")
+            }
             rows.append({"stage": number, "candidate": name, "layers": str(layers), **compared})
     tracker.show({"candidates": rows} if rows else {}, [], {})
 

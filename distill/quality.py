@@ -1,6 +1,8 @@
-"""How good the embedded target is: bits per byte on held-out modules against `xz -9`, and the share of its functions that parse.
+"""How good the embedded target is: bits per byte on held-out modules against `xz -9`, and the share
+of its functions that parse.
 
-A target that writes noise would flatter no drafter and convince no reader, so these two figures stand in assets/README.md:
+A target that writes noise would flatter no drafter and convince no reader, so these two figures
+stand in assets/README.md:
 
     python -m distill.quality
 """
@@ -42,7 +44,9 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens of a document that fit the context; those from `scored_from` on were not scored in the window before."""
+    """Tokens of a document that fit the context; those from `scored_from` on were not scored in the
+    window before.
+    """
 
     ids: list[int]
     scored_from: int
@@ -50,7 +54,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One function as the target wrote it: `parses` only if it ended by itself, has a body and is Python."""
+    """One function as the target wrote it: `parses` only if it ended by itself, has a body and is
+    Python.
+    """
 
     prompt: str
     body: str
@@ -63,11 +69,17 @@ class Drawn:
 
 
 def quality(
-    folder: str | Path, *, functions: int = 50, temperature: float = 0.2, max_new_tokens: int = 320, seed: int = 0
+    folder: str | Path,
+    *,
+    functions: int = 50,
+    temperature: float = 0.2,
+    max_new_tokens: int = 320,
+    seed: int = 0,
 ) -> dict[str, object]:
     """Measure the model in `folder` on held-out modules and prompts of the standard library.
 
-    Returns bits_per_byte, nats_per_token, xz_bits_per_byte, functions, parse_share, finished_share and samples (texts).
+    Returns bits_per_byte, nats_per_token, xz_bits_per_byte, functions, parse_share, finished_share
+    and samples (texts).
     """
     documents = corpus.documents("held_out")
     nats, tokens = held_out_nats(folder, documents)
@@ -87,19 +99,25 @@ def quality(
 
 
 def xz_bits_per_byte(text: str) -> float:
-    """Return the size of `xz -9` of `text` in bits per byte: a compressor that sees all of it, in one stream."""
+    """Return the size of `xz -9` of `text` in bits per byte: a compressor that sees all of it, in
+    one stream.
+    """
     content = text.encode()
     return 8 * len(lzma.compress(content, preset=9)) / len(content)
 
 
 @torch.no_grad()
 def held_out_nats(folder: str | Path, documents: Sequence[str]) -> tuple[float, int]:
-    """Return the summed negative log-likelihood of `documents` in nats, and how many tokens that is.
+    """Return the summed negative log-likelihood of `documents` in nats, and how many tokens that
+    is.
 
-    Every document begins with BOS. Windows of the model's context overlap by half, each token is scored once.
+    Every document begins with BOS. Windows of the model's context overlap by half, each token is
+    scored once.
     """
     tokenizer = load_tokenizer(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     windows = [
         window
         for document in documents
@@ -132,24 +150,41 @@ def _windows(tokenizer: PreTrainedTokenizerBase, document: str, context: int) ->
 
 def _nats(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
     """Return -log p of tokens 1.. given those before them, (B, T - 1)."""
-    return torch.nn.functional.cross_entropy(logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none")
+    return torch.nn.functional.cross_entropy(
+        logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none"
+    )
 
 
-def draw_functions(folder: str | Path, count: int, temperature: float, max_new_tokens: int, seed: int) -> list[Drawn]:
-    """Let the model write the bodies of the first `count` embedded prompts, and try to parse each."""
+def draw_functions(
+    folder: str | Path, count: int, temperature: float, max_new_tokens: int, seed: int
+) -> list[Drawn]:
+    """Let the model write the bodies of the first `count` embedded prompts, and try to
+    parse each.
+    """
     tokenizer = load_tokenizer(folder)
     target = load_target(folder)
     prompts = [prompt.turns[0] for prompt in read_prompts(resolve("embedded:prompts"))]
-    rendered = [(text, render_prompt(tokenizer, [{"role": "user", "content": text}])) for text in prompts]
-    fitting = [(text, ids) for text, ids in rendered if len(ids) + max_new_tokens <= target.max_length][:count]
+    rendered = [
+        (text, render_prompt(tokenizer, [{"role": "user", "content": text}])) for text in prompts
+    ]
+    fitting = [
+        (text, ids) for text, ids in rendered if len(ids) + max_new_tokens <= target.max_length
+    ][:count]
     settings = Settings(
-        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop_token_ids=(tokenizer.eos_token_id,)
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop_token_ids=(tokenizer.eos_token_id,),
     )
     drawn = []
     for start in range(0, len(fitting), _ROWS):
         part = fitting[start : start + _ROWS]
         answers = decode(
-            target, None, [ids for _, ids in part], settings, request_ids=list(range(start, start + len(part)))
+            target,
+            None,
+            [ids for _, ids in part],
+            settings,
+            request_ids=list(range(start, start + len(part))),
         )
         for (text, _), answer in zip(part, answers, strict=True):
             body = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
@@ -159,7 +194,9 @@ def draw_functions(folder: str | Path, count: int, temperature: float, max_new_t
 
 
 def parses(request: str, body: str) -> bool:
-    """Tell whether signature, docstring and body together are Python; a docstring alone is no body."""
+    """Tell whether signature, docstring and body together are Python; a docstring alone
+    is no body.
+    """
     if not body.strip():
         return False
     try:
@@ -170,7 +207,9 @@ def parses(request: str, body: str) -> bool:
 
 
 def run(config: QualityConfig) -> Path:
-    """Measure, print the figures and three samples, and keep all drawn functions in output_dir/quality.json."""
+    """Measure, print the figures and three samples, and keep all drawn functions in
+    output_dir/quality.json.
+    """
     refuse(
         config,
         [
@@ -185,10 +224,12 @@ def run(config: QualityConfig) -> Path:
     path = run_folder.path / "quality.json"
     if config.dry_run:
         print(
-            f"would measure {folder}: bits per byte on the held-out modules, and {config.functions} functions of at most"
+            f"would measure {folder}: bits per byte on the held-out modules, and "
+            f"{config.functions} functions of at most"
         )
         print(
-            f"{config.max_new_tokens} tokens drawn at temperature {config.temperature:g}; some minutes on two cores; to {path}"
+            f"{config.max_new_tokens} tokens drawn at temperature {config.temperature:g}; some "
+            f"minutes on two cores; to {path}"
         )
         return path
     if run_folder.finished(path):

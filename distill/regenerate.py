@@ -1,8 +1,10 @@
-"""`python -m distill.regenerate`: the target's own answers to the chats' requests, as chats to train a drafter on.
+"""`python -m distill.regenerate`: the target's own answers to the chats' requests, as chats to
+train a drafter on.
 
-A drafter is accepted for saying what the target would say, so the target's own words teach it more than those that were found. Chats are
-answered turn by turn, each turn on the target's earlier answers, in batches whose caches stay from turn to turn (distill/turns.py). Every answer
-goes to a journal, so that a run that was killed goes on with the same batches and ends in the same bytes.
+A drafter is accepted for saying what the target would say, so the target's own words teach it more
+than those that were found. Chats are answered turn by turn, each turn on the target's earlier
+answers, in batches whose caches stay from turn to turn (distill/turns.py). Every answer goes to a
+journal, so that a run that was killed goes on with the same batches and ends in the same bytes.
 """
 
 import dataclasses
@@ -33,11 +35,14 @@ from training.models import dtype_of, folder_of, target_config, target_is_here
 from training.paths import resolve
 from training.run_folder import RunFolder, hash_input
 
-KINDS = ("single", "ddp")  # of parallelism: each rank answers chats of its own with a target of its own
+# of parallelism: each rank answers chats of its own with a target of its own
+KINDS = ("single", "ddp")
 
 
 def run(config: RegenerateConfig) -> Path:
-    """Answer the chats and write output_dir/chats.json. Returns that file. Takes up an interrupted run where it stopped."""
+    """Answer the chats and write output_dir/chats.json. Returns that file. Takes up an interrupted
+    run where it stopped.
+    """
     check(config)
     artefact = Path(config.output_dir) / FILE
     if config.dry_run:
@@ -67,14 +72,29 @@ def check(config: RegenerateConfig) -> None:
     data, alike = config.data, config.samples > 1 and config.temperature == 0
     refuse(config, data_rules(data))
     for key, found, fine, expected in (
-        ("target.backend", config.target.backend, config.target.backend in BACKENDS, " or ".join(BACKENDS)),
+        (
+            "target.backend",
+            config.target.backend,
+            config.target.backend in BACKENDS,
+            " or ".join(BACKENDS),
+        ),
         ("data.chats", data.chats, bool(data.chats), "ShareGPT files: data.chats=[FILE]"),
         ("data.texts", data.texts, not data.texts, "[]: a text makes no request"),
-        ("data.domains", list(data.domains), not data.domains, "none: run this job once for the chats of each domain"),
+        (
+            "data.domains",
+            list(data.domains),
+            not data.domains,
+            "none: run this job once for the chats of each domain",
+        ),
         ("num_draft_tokens", config.num_draft_tokens, config.num_draft_tokens >= 1, "1 or more"),
         ("batch_size", config.batch_size, config.batch_size >= 1, "1 or more"),
         ("samples", config.samples, config.samples >= 1, "1 or more"),
-        ("samples", config.samples, not alike, "1 where temperature is 0: greedy answers are all alike"),
+        (
+            "samples",
+            config.samples,
+            not alike,
+            "1 where temperature is 0: greedy answers are all alike",
+        ),
         ("on_length", config.on_length, config.on_length in ON_LENGTH, ", ".join(ON_LENGTH)),
         ("parallel.kind", config.parallel.kind, config.parallel.kind in KINDS, " or ".join(KINDS)),
         (
@@ -93,23 +113,34 @@ def check(config: RegenerateConfig) -> None:
 
 def _check_context(config: RegenerateConfig) -> None:
     """Raise UserError when a chat may grow longer than the target's context."""
-    context = config.target.max_length or getattr(target_config(config.target), "max_position_embeddings", None)
+    context = config.target.max_length or getattr(
+        target_config(config.target), "max_position_embeddings", None
+    )
     if context is not None and config.data.max_length > context:
         raise UserError(
-            f"data.max_length is {config.data.max_length}, the context of {config.target.path} is {context} tokens: lower data.max_length"
+            f"data.max_length is {config.data.max_length}, the context of {config.target.path} is "
+            f"{context} tokens: lower data.max_length"
         )
 
 
 class Regeneration:
-    """One rank's part of a run, and for rank 0 the end of it: chats are dealt to ranks by their number."""
+    """One rank's part of a run, and for rank 0 the end of it: chats are dealt to ranks by their
+    number.
+    """
 
-    def __init__(self, config: RegenerateConfig, run_folder: RunFolder, target_folder: Path) -> None:
+    def __init__(
+        self, config: RegenerateConfig, run_folder: RunFolder, target_folder: Path
+    ) -> None:
         self.config, self.run_folder = config, run_folder
         self.tokenizer = load_tokenizer(target_folder, config.target.trust_remote_code)
         self.rank, self.world_size = ranks.rank(), ranks.world_size()
         self.answers = run_folder.path / "answers"
-        self.local = Local(config, target_folder, self.tokenizer, self.answers / f"rank_{self.rank}.costs.json")
-        folders = [Path(one["folder"]) for one in drafter_mapping(config).values() if "folder" in one]
+        self.local = Local(
+            config, target_folder, self.tokenizer, self.answers / f"rank_{self.rank}.costs.json"
+        )
+        folders = [
+            Path(one["folder"]) for one in drafter_mapping(config).values() if "folder" in one
+        ]
         self.inputs = list(dict.fromkeys([target_folder, *chat_files(config), *folders]))
         self.dialogues, self.counts = read_dialogues(config)
 
@@ -128,7 +159,9 @@ class Regeneration:
 
             def journaled(requests: Sequence[Request], goes_on: bool) -> list[Answer]:
                 answers = self.local(requests, goes_on)
-                journal.append(dataclasses.asdict(answer) for answer in answers if answer.key not in known)
+                journal.append(
+                    dataclasses.asdict(answer) for answer in answers if answer.key not in known
+                )
                 return answers
 
             mine = [one for one in self.dialogues if one.chat % self.world_size == self.rank]
@@ -152,7 +185,9 @@ class Regeneration:
 
     def _gather(self) -> Regenerated:
         config = self.config
-        return gather(self.dialogues, self.counts, config.samples, self.tokenizer, config.data.template)
+        return gather(
+            self.dialogues, self.counts, config.samples, self.tokenizer, config.data.template
+        )
 
     def _drawn(self) -> dict[Path, list[Answer]]:
         """The answers of every rank's journal."""
@@ -161,15 +196,18 @@ class Regeneration:
 
     def _absent(self, requests: Sequence[Request], goes_on: bool) -> list[Answer]:
         raise UserError(
-            f"{self.answers} lacks the answer of rank {requests[0].key[0] % self.world_size} to chat {requests[0].key[0]}: all ranks must share "
-            "output_dir on one file system. Run the same command there"
+            f"{self.answers} lacks the answer of rank {requests[0].key[0] % self.world_size} to "
+            f"chat {requests[0].key[0]}: all ranks must share output_dir on one file system. Run "
+            f"the same command there"
         )
 
 
 def read_dialogues(config: RegenerateConfig) -> tuple[list[Dialogue], Counts]:
     """The chats of the input that are to be answered, and what became of its records."""
     chats, counts = split_chats(config.data, "train")
-    return dialogues_of(chats, config.samples, config.data.max_samples, config.drop_duplicates), counts
+    return dialogues_of(
+        chats, config.samples, config.data.max_samples, config.drop_duplicates
+    ), counts
 
 
 def chat_files(config: RegenerateConfig) -> list[Path]:
@@ -178,11 +216,14 @@ def chat_files(config: RegenerateConfig) -> list[Path]:
 
 
 def _refuse_changed(run_folder: RunFolder) -> None:
-    """Raise UserError where an interrupted run read something else: its answers would be to other requests, or another target's."""
+    """Raise UserError where an interrupted run read something else: its answers would be to other
+    requests, or another target's.
+    """
     for path, digest in run_folder.manifest.get("inputs", {}).items():
         if hash_input(Path(path)) != digest:
             raise UserError(
-                f"{path} has changed since {run_folder.path} was begun with it. Give another output_dir=, or delete the folder to start over"
+                f"{path} has changed since {run_folder.path} was begun with it. Give another "
+                f"output_dir=, or delete the folder to start over"
             )
 
 
@@ -191,7 +232,10 @@ def dry_run(config: RegenerateConfig) -> None:
     dialogues, counts = read_dialogues(config)
     if not target_is_here(config.target):
         requests = sum(len(one.requests) for one in dialogues if not one.ended)
-        print(f"would ask {requests:,} requests of {len(dialogues):,} chats; their tokens are not known:")
+        print(
+            f"would ask {requests:,} requests of {len(dialogues):,} chats; their tokens are not "
+            f"known:"
+        )
         print(f"note: {config.target.path} is not there, and so neither is its tokenizer")
         return
     folder = resolve(config.target.path)
@@ -207,8 +251,14 @@ def dry_run(config: RegenerateConfig) -> None:
         later = [message["content"] for turn in dialogue.requests[1:] for message in turn]
         requests += len(dialogue.requests)
         tokens_in += len(request.ids) + sum(len(tokenizer(text)["input_ids"]) for text in later)
-        tokens_out += min(len(dialogue.requests) * config.max_new_tokens, config.data.max_length - len(request.ids))
-    print(f"would ask {requests:,} requests of {len(asked):,} chats (of {account.input:,}, samples counted)")
+        tokens_out += min(
+            len(dialogue.requests) * config.max_new_tokens,
+            config.data.max_length - len(request.ids),
+        )
+    print(
+        f"would ask {requests:,} requests of {len(asked):,} chats (of {account.input:,}, samples "
+        f"counted)"
+    )
     for line in list(account.lines())[1:]:
         print(line)
     print(f"tokens: {tokens_in:,} in (the chats' own turns), at most {tokens_out:,} out")
@@ -217,8 +267,14 @@ def dry_run(config: RegenerateConfig) -> None:
     pace, how = config.assumed_tokens_per_second, "as assumed"
     if not pace:
         batch = asked[len(asked) // 2 :][: config.batch_size]
-        pace, how = Local(config, folder, tokenizer).tokens_per_second([one for _, one in batch]), "timed on a batch"
-    print(f"at {pace:,.0f} tokens/s ({how}): at most {hours(tokens_out / pace)}, into {config.output_dir}")
+        pace, how = (
+            Local(config, folder, tokenizer).tokens_per_second([one for _, one in batch]),
+            "timed on a batch",
+        )
+    print(
+        f"at {pace:,.0f} tokens/s ({how}): at most {hours(tokens_out / pace)}, into "
+        f"{config.output_dir}"
+    )
 
 
 if __name__ == "__main__":

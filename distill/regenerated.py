@@ -1,7 +1,9 @@
-"""What regeneration leaves: chats.json in the form that training reads, the account of the input, and figures of the answers.
+"""What regeneration leaves: chats.json in the form that training reads, the account of the input,
+and figures of the answers.
 
-Training sees text, which its tokenizer cuts anew: an answer whose tokens come out otherwise is on the target's policy in its words alone.
-So every chat is rendered once as training will, and those that it cannot read are counted as failed.
+Training sees text, which its tokenizer cuts anew: an answer whose tokens come out otherwise is on
+the target's policy in its words alone. So every chat is rendered once as training will, and those
+that it cannot read are counted as failed.
 """
 
 import json
@@ -31,8 +33,11 @@ class Regenerated:
     as_drawn: int  # answers that training's tokenizer cuts into the very tokens that were drawn
 
 
-def gather(dialogues: Sequence[Dialogue], counts: Counts, samples: int, tokenizer: Any, template: str) -> Regenerated:
-    """The chats of the dialogues, all of which have ended; counts: of the records that they were read from.
+def gather(
+    dialogues: Sequence[Dialogue], counts: Counts, samples: int, tokenizer: Any, template: str
+) -> Regenerated:
+    """The chats of the dialogues, all of which have ended; counts: of the records that they were
+    read from.
 
     Raises UserError, with the reasons, when no chat is left.
     """
@@ -44,7 +49,9 @@ def gather(dialogues: Sequence[Dialogue], counts: Counts, samples: int, tokenize
         unreadable, same = "", 0
         if dialogue.kept:
             try:
-                same = same_tokens(render_chat(tokenizer, dialogue.messages, template=template), dialogue.answers)
+                same = same_tokens(
+                    render_chat(tokenizer, dialogue.messages, template=template), dialogue.answers
+                )
             except UserError as error:
                 unreadable = f"training cannot read it: {error}"
         if account.add(dialogue, unreadable):
@@ -63,27 +70,37 @@ def broken(counts: Counts, samples: int) -> dict[str, list[str]]:
 
 
 def same_tokens(rendered: Rendered, answers: Sequence[Answer]) -> int:
-    """How many answers stand in a rendered chat with the tokens that were drawn (what ends them left out)."""
+    """How many answers stand in a rendered chat with the tokens that were drawn (what ends them
+    left out).
+    """
     runs: list[list[int]] = []
-    for token, before, supervised in zip(rendered.ids, [False, *rendered.mask], rendered.mask, strict=False):
+    for token, before, supervised in zip(
+        rendered.ids, [False, *rendered.mask], rendered.mask, strict=False
+    ):
         if supervised and not before:
             runs.append([])
         if supervised:
             runs[-1].append(token)
     if len(runs) != len(answers):
         return 0
-    return sum(run[: len(answer.body)] == answer.body for run, answer in zip(runs, answers, strict=True))
+    return sum(
+        run[: len(answer.body)] == answer.body for run, answer in zip(runs, answers, strict=True)
+    )
 
 
 def chats_text(records: Iterable[Mapping[str, Any]]) -> str:
     """The text of chats.json: a JSON array, one chat a line."""
-    return "[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n]\n"
+    return (
+        "[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n]\n"
+    )
 
 
 def figures(found: Regenerated, drawn_by_rank: Mapping[Path, Sequence[Answer]]) -> dict[str, Any]:
-    """For the manifest: counts, and the rates that they make. Answers that were left out again count in the rates, not in the counts.
+    """For the manifest: counts, and the rates that they make. Answers that were left out again
+    count in the rates, not in the counts.
 
-    drawn_by_rank: a rank's journal -> its answers; the tokens a second of ranks, which work at the same time, add up.
+    drawn_by_rank: a rank's journal -> its answers; the tokens a second of ranks, which work at the
+    same time, add up.
     """
     drawn = [answer for answers in drawn_by_rank.values() for answer in answers]
     rates = [
@@ -102,25 +119,31 @@ def figures(found: Regenerated, drawn_by_rank: Mapping[Path, Sequence[Answer]]) 
         "as_drawn_share": found.as_drawn / len(kept),
         "distinct_4": fmean(answer.distinct_4 for answer in drawn),
         "loop_share": fmean(answer.loops for answer in drawn),
-        "block_efficiency": sum(len(answer.tokens) for answer in drawn) / sum(answer.rounds for answer in drawn),
+        "block_efficiency": sum(len(answer.tokens) for answer in drawn)
+        / sum(answer.rounds for answer in drawn),
         "tokens_per_second": round(sum(rates), 1),
     }
 
 
-def show(found: Regenerated, metrics: Mapping[str, Any], temperature: float, drop_loops: bool) -> None:
+def show(
+    found: Regenerated, metrics: Mapping[str, Any], temperature: float, drop_loops: bool
+) -> None:
     """The account and the figures, for the terminal."""
     print("\n".join(found.account.lines()))
     print(
-        f"answers: {metrics['answers']:,} of {metrics['answer_tokens']:,} tokens, {metrics['finish']['length']:,} cut at max_new_tokens; "
-        f"{metrics['as_drawn_share']:.1%} are read back as the very tokens that were drawn"
+        f"answers: {metrics['answers']:,} of {metrics['answer_tokens']:,} tokens, "
+        f"{metrics['finish']['length']:,} cut at max_new_tokens; {metrics['as_drawn_share']:.1%} "
+        f"are read back as the very tokens that were drawn"
     )
     print(
-        f"distinct-4 {metrics['distinct_4']:.2f}, {metrics['loop_share']:.1%} of the answers loop (below {LOOPING_BELOW}); "
-        f"{metrics['tokens_per_second']:,.0f} tokens/s, {metrics['block_efficiency']:.2f} a target forward; of {metrics['prompt_tokens']:,} tokens "
-        f"of prompts {metrics['read_tokens']:,} were read, the others stood in the cache"
+        f"distinct-4 {metrics['distinct_4']:.2f}, {metrics['loop_share']:.1%} of the answers loop "
+        f"(below {LOOPING_BELOW}); {metrics['tokens_per_second']:,.0f} tokens/s, "
+        f"{metrics['block_efficiency']:.2f} a target forward; of {metrics['prompt_tokens']:,} "
+        f"tokens of prompts {metrics['read_tokens']:,} were read, the others stood in the cache"
     )
     if metrics["loop_share"] > _MANY_LOOPS and not drop_loops:
         advice = " or a temperature above 0" if temperature == 0 else ""
         print(
-            f"note: so many loops teach a drafter to loop; small targets do it most when greedy. Try drop_loops=true{advice}"
+            f"note: so many loops teach a drafter to loop; small targets do it most when greedy. "
+            f"Try drop_loops=true{advice}"
         )

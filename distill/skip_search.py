@@ -1,9 +1,12 @@
-"""`python -m distill.skip_search`: which of the target's own sub-layers to leave out when it drafts for itself.
+"""`python -m distill.skip_search`: which of the target's own sub-layers to leave out when it drafts
+for itself.
 
-For `decoding.self_speculation` (Draft & Verify, Zhang et al. 2024, arXiv 2309.08168). The paper searches by Bayesian optimisation of measured tokens
-a second, a thousand generations long. Here a set is judged by one forward over the target's own answers: the acceptance that it would have,
-times its measured cost, is its predicted speedup. The set grows greedily, by the sub-layer whose loss costs least, all the way down; the best
-one on that path is kept. Sub-layers that did badly in a step are not tried in the next, so a search is a few hundred forwards.
+For `decoding.self_speculation` (Draft & Verify, Zhang et al. 2024, arXiv 2309.08168). The paper
+searches by Bayesian optimisation of measured tokens a second, a thousand generations long. Here a
+set is judged by one forward over the target's own answers: the acceptance that it would have, times
+its measured cost, is its predicted speedup. The set grows greedily, by the sub-layer whose loss
+costs least, all the way down; the best one on that path is kept. Sub-layers that did badly in a
+step are not tried in the next, so a search is a few hundred forwards.
 
 Shapes: B answers, T tokens of the longest, N answer tokens, V vocabulary, C hidden size.
 """
@@ -54,11 +57,17 @@ class Costs:
 
     def draft_ms(self, skips: Skips) -> float:
         """One draft step without these sub-layers."""
-        kept_ms = self.t_target_ms[1] - len(skips.attention) * self.attention_ms - len(skips.mlp) * self.mlp_ms
+        kept_ms = (
+            self.t_target_ms[1]
+            - len(skips.attention) * self.attention_ms
+            - len(skips.mlp) * self.mlp_ms
+        )
         return max(self.bare_ms, kept_ms)
 
     def speedup(self, acceptance: float, skips: Skips) -> tuple[float, int]:
-        """(speedup, draft length) of the best length: E(gamma) t(1) / (gamma t_draft + t(gamma + 1)), overhead left out."""
+        """(speedup, draft length) of the best length: E(gamma) t(1) / (gamma t_draft + t(gamma +
+        1)), overhead left out.
+        """
         found = []
         for gamma in range(1, _LONGEST_DRAFT + 1):
             tokens = sum(acceptance**k for k in range(gamma + 1))
@@ -69,7 +78,9 @@ class Costs:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the search: the sub-layer that was left out, and what the set with it promises."""
+    """One step of the search: the sub-layer that was left out, and what the set with it
+    promises.
+    """
 
     kind: str
     layer: int
@@ -79,7 +90,9 @@ class Step:
 
 
 def run(config: SkipSearchConfig) -> Path:
-    """Search, and write output_dir/skips.json. Returns it. Takes up an interrupted search where it stopped."""
+    """Search, and write output_dir/skips.json. Returns it. Takes up an interrupted search where it
+    stopped.
+    """
     refuse_parallel(config.target)
     refuse_own_code(config.target)
     refuse(
@@ -109,44 +122,71 @@ def run(config: SkipSearchConfig) -> Path:
     )
     assert isinstance(target, NativeTarget)
     steps = min(config.max_skips or 2 * target.num_layers - 2, 2 * target.num_layers - 2)
-    print(f"target: {target.num_layers} layers; at most {steps} of {2 * target.num_layers} sub-layers are left out")
+    print(
+        f"target: {target.num_layers} layers; at most {steps} of {2 * target.num_layers} "
+        f"sub-layers are left out"
+    )
     if config.dry_run:
         print(
-            f"cost: about {_forwards(steps, 2 * target.num_layers, config.candidates):,} forwards over the target's answers"
+            f"cost: about {_forwards(steps, 2 * target.num_layers, config.candidates):,} forwards "
+            f"over the target's answers"
         )
         if not artefact.exists():  # a stand-in, so that what comes after can be tried
-            write_skips(artefact, Skips(mlp=(target.num_layers - 1,)), {"target": config.target.path, "dry_run": True})
+            write_skips(
+                artefact,
+                Skips(mlp=(target.num_layers - 1,)),
+                {"target": config.target.path, "dry_run": True},
+            )
         return artefact
     folder.write_manifest(inputs, {}, finished=False)
     answers = Answers(
-        target, target_answers(target_folder, load_tokenizer(target_folder), config), config.held_out.temperature
+        target,
+        target_answers(target_folder, load_tokenizer(target_folder), config),
+        config.held_out.temperature,
     )
     costs = measured_costs(target, answers.samples[0].ids.tolist(), folder.path / "costs.json")
     path = search(target, answers, costs, steps, config.candidates, folder.path / "search.jsonl")
     best = max(range(len(path)), key=lambda number: path[number].speedup)
     skips = skips_of([(step.kind, step.layer) for step in path[: best + 1]])
-    about = {"target": config.target.path, **asdict(path[best]), "temperature": config.held_out.temperature}
-    write_skips(artefact, skips, {key: value for key, value in about.items() if key not in ("kind", "layer")})
+    about = {
+        "target": config.target.path,
+        **asdict(path[best]),
+        "temperature": config.held_out.temperature,
+    }
+    write_skips(
+        artefact,
+        skips,
+        {key: value for key, value in about.items() if key not in ("kind", "layer")},
+    )
     folder.write_manifest(
-        inputs, {"acceptance": path[best].acceptance, "predicted_speedup": path[best].speedup}, finished=True
+        inputs,
+        {"acceptance": path[best].acceptance, "predicted_speedup": path[best].speedup},
+        finished=True,
     )
     print(
-        f"skips {len(skips.attention)} attention and {len(skips.mlp)} MLP sub-layers: acceptance {path[best].acceptance:.3f}, "
-        f"{path[best].speedup:.2f}x predicted at gamma={path[best].gamma}: {artefact}"
+        f"skips {len(skips.attention)} attention and {len(skips.mlp)} MLP sub-layers: acceptance "
+        f"{path[best].acceptance:.3f}, {path[best].speedup:.2f}x predicted at "
+        f"gamma={path[best].gamma}: {artefact}"
     )
     if path[best].speedup <= 1:
-        print("no set pays on this machine: a target so small or so evenly used needs a drafter of its own")
+        print(
+            "no set pays on this machine: a target so small or so evenly used needs a drafter of "
+            "its own"
+        )
     return artefact
 
 
 def search(
     target: NativeTarget, answers: "Answers", costs: Costs, steps: int, candidates: int, file: Path
 ) -> list[Step]:
-    """The greedy path of `steps` sub-layers; `file` keeps every step, and what it holds is not searched again."""
+    """The greedy path of `steps` sub-layers; `file` keeps every step, and what it holds is not
+    searched again.
+    """
     found = read_lines(file, lambda values: Step(**values))
     if found.wrong or found.torn:
         raise UserError(
-            f"{file} is damaged: {(*found.wrong, 'its last line does not end')[0]}. Delete it: the search begins anew"
+            f"{file} is damaged: {(*found.wrong, 'its last line does not end')[0]}. Delete it: the "
+            f"search begins anew"
         )
     path = found.records
     left = [(kind, layer) for kind in ("attention", "mlp") for layer in range(target.num_layers)]
@@ -171,17 +211,22 @@ def search(
 
 def skips_of(sub_layers: Sequence[SubLayer]) -> Skips:
     """The sub-layers as a set."""
-    named = {kind: tuple(sorted(layer for own, layer in sub_layers if own == kind)) for kind in ("attention", "mlp")}
+    named = {
+        kind: tuple(sorted(layer for own, layer in sub_layers if own == kind))
+        for kind in ("attention", "mlp")
+    }
     return Skips(**named)
 
 
 def measured_costs(target: NativeTarget, prompt: list[int], file: Path) -> Costs:
-    """Time the target whole, and without attention, without MLPs and without both behind the first layer; `file` keeps the figures, so that a
-    search goes on with the same.
+    """Time the target whole, and without attention, without MLPs and without both behind the first
+    layer; `file` keeps the figures, so that a search goes on with the same.
 
-    A machine changes pace from second to second. So the four are timed in turn, in several windows of time, and what counts is the median of
-    their shares of the whole. A kind of sub-layer takes what is saved by leaving it out of the whole target, and out of one without the other
-    kind, in the mean: so the costs add up to what was timed, and no set of sub-layers saves more than there is.
+    A machine changes pace from second to second. So the four are timed in turn, in several windows
+    of time, and what counts is the median of their shares of the whole. A kind of sub-layer takes
+    what is saved by leaving it out of the whole target, and out of one without the other kind, in
+    the mean: so the costs add up to what was timed, and no set of sub-layers saves more than there
+    is.
     """
     if file.is_file():
         return read_object(file, "Delete it: the costs are measured again", _costs_of)
@@ -189,7 +234,9 @@ def measured_costs(target: NativeTarget, prompt: list[int], file: Path) -> Costs
     views = [Skips(attention=layers), Skips(mlp=layers), Skips(attention=layers, mlp=layers)]
     paces, wider, shares = [], [], []
     for _ in range(_WINDOWS):
-        whole = time_parts(target, None, prompt, widths=range(1, _LONGEST_DRAFT + 2), repeats=6, warmup=1).t_target_ms
+        whole = time_parts(
+            target, None, prompt, widths=range(1, _LONGEST_DRAFT + 2), repeats=6, warmup=1
+        ).t_target_ms
         paces.append(whole[1])
         wider.append([ms / whole[1] for ms in whole.values()])
         without = []
@@ -199,7 +246,9 @@ def measured_costs(target: NativeTarget, prompt: list[int], file: Path) -> Costs
             without.append(cut.t_target_ms[1] / whole[1])
         shares.append(without)
     pace_ms, count = median(paces), max(1, len(layers))
-    t_target_ms = [pace_ms * ratio for ratio in rising([median(column) for column in zip(*wider, strict=True)])]
+    t_target_ms = [
+        pace_ms * ratio for ratio in rising([median(column) for column in zip(*wider, strict=True)])
+    ]
     step_ms = t_target_ms[0]
     no_attention, no_mlp, neither = (median(column) for column in zip(*shares, strict=True))
     attention_ms = step_ms * max(0.0, (1 - no_attention) + (no_mlp - neither)) / 2 / count
@@ -226,7 +275,10 @@ class Answers:
             self._ids_BT[row, : len(sample.ids)] = torch.from_numpy(sample.ids.astype("int64"))
             predicts_BT[row, : len(sample.ids) - 1] = torch.from_numpy(sample.mask[1:])
         if not predicts_BT.any():
-            raise UserError("the target answers every held-out prompt with nothing: give others in held_out.prompts")
+            raise UserError(
+                "the target answers every held-out prompt with nothing: give others in "
+                "held_out.prompts"
+            )
         self._predicts_BT = predicts_BT
         self._whole_NC = self._hidden(Skips())
 
@@ -247,7 +299,9 @@ class Answers:
                 total += float((p_NV.argmax(-1) == q_NV.argmax(-1)).sum())
             else:
                 total += float(
-                    torch.minimum((p_NV / self.temperature).softmax(-1), (q_NV / self.temperature).softmax(-1)).sum()
+                    torch.minimum(
+                        (p_NV / self.temperature).softmax(-1), (q_NV / self.temperature).softmax(-1)
+                    ).sum()
                 )
         return total / len(own_NC)
 

@@ -1,4 +1,6 @@
-"""The student of `distill.train`: layers of the target, a folder that `distill.prune` made, or random weights of any shape."""
+"""The student of `distill.train`: layers of the target, a folder that `distill.prune` made, or
+random weights of any shape.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -21,32 +23,40 @@ INITS = ("layers", "folder", "random")
 
 
 def chosen_layers(shape: StudentConfig, target_layers: int) -> list[int]:
-    """Target layers that the student starts from: as given, or first, last and evenly spaced between; one layer takes the first."""
+    """Target layers that the student starts from: as given, or first, last and evenly spaced
+    between; one layer takes the first.
+    """
     if shape.layers:
         wrong = [layer for layer in shape.layers if not 0 <= layer < target_layers]
         if wrong or len(shape.layers) != shape.num_hidden_layers:
             raise UserError(
-                f"drafter.layers is {shape.layers}: expected {shape.num_hidden_layers} layers (drafter.num_hidden_layers) "
-                f"from 0 to {target_layers - 1}"
+                f"drafter.layers is {shape.layers}: expected {shape.num_hidden_layers} layers "
+                f"(drafter.num_hidden_layers) from 0 to {target_layers - 1}"
             )
         return list(shape.layers)
     if shape.num_hidden_layers > target_layers:
         raise UserError(
-            f"drafter.num_hidden_layers is {shape.num_hidden_layers}, the target has {target_layers}; use init=random for a deeper student"
+            f"drafter.num_hidden_layers is {shape.num_hidden_layers}, the target has "
+            f"{target_layers}; use init=random for a deeper student"
         )
     return evenly_spaced(shape.num_hidden_layers, target_layers)
 
 
 def evenly_spaced(count: int, layers: int) -> list[int]:
     """First, last and evenly spaced between; one layer takes the first."""
-    return [0] if count == 1 else [round(index * (layers - 1) / (count - 1)) for index in range(count)]
+    return (
+        [0] if count == 1 else [round(index * (layers - 1) / (count - 1)) for index in range(count)]
+    )
 
 
-def build_student(shape: StudentConfig, target: Any, dtype: torch.dtype, target_folder: Path | None = None) -> Any:
+def build_student(
+    shape: StudentConfig, target: Any, dtype: torch.dtype, target_folder: Path | None = None
+) -> Any:
     """A student for the Hugging Face model `target`, with packed attention.
 
-    init=layers copies embedding, final norm, lm_head and the chosen layers, so all widths must be the target's; init=folder goes on from a
-    pruned student; init=random copies nothing. target_folder: the target's, whose tokenizer that of a student's folder is compared with where
+    init=layers copies embedding, final norm, lm_head and the chosen layers, so all widths must be
+    the target's; init=folder goes on from a pruned student; init=random copies nothing.
+    target_folder: the target's, whose tokenizer that of a student's folder is compared with where
     their vocabularies differ in size.
     """
     if shape.init not in INITS:
@@ -77,14 +87,20 @@ def keep_layers(config: Any, layers: list[int]) -> Cut:
     )
 
 
-def _from_folder(shape: StudentConfig, target: Any, dtype: torch.dtype, target_folder: Path | None) -> Any:
-    """The model in drafter.path, with as many tokens as the target. Raises UserError where its vocabulary is not the target's.
+def _from_folder(
+    shape: StudentConfig, target: Any, dtype: torch.dtype, target_folder: Path | None
+) -> Any:
+    """The model in drafter.path, with as many tokens as the target. Raises UserError where its
+    vocabulary is not the target's.
 
-    Rows that only one of them has are of added tokens, such as a [PAD], or pad a table: the student's are left out, those that it lacks begin
-    at random.
+    Rows that only one of them has are of added tokens, such as a [PAD], or pad a table: the
+    student's are left out, those that it lacks begin at random.
     """
     if not shape.path:
-        raise UserError("drafter.init is folder, but drafter.path is empty: give the student folder of distill.prune")
+        raise UserError(
+            "drafter.init is folder, but drafter.path is empty: give the student folder of "
+            "distill.prune"
+        )
     folder = resolve(shape.path)
     read_config(folder)
     student = load_causal_lm(folder, dtype)
@@ -92,13 +108,15 @@ def _from_folder(shape: StudentConfig, target: Any, dtype: torch.dtype, target_f
     if found != wanted:
         if target_folder is None or not has_tokenizer(folder):
             raise UserError(
-                f"{folder} has a vocabulary of {found}, the target of {wanted}: a student shares its target's tokenizer, and "
-                "this folder has none to compare. Copy its tokenizer files into it"
+                f"{folder} has a vocabulary of {found}, the target of {wanted}: a student shares "
+                f"its target's tokenizer, and this folder has none to compare. Copy its tokenizer "
+                f"files into it"
             )
         check_same_tokenizer(target_folder, folder)
         if rank() == 0:
             print(
-                f"note: {folder} has a vocabulary of {found:,} and the target, of the same tokenizer, {wanted:,}: fitted"
+                f"note: {folder} has a vocabulary of {found:,} and the target, of the same "
+                f"tokenizer, {wanted:,}: fitted"
             )
         student.config.pad_token_id = target.pad_token_id  # may be the token that the target lacks
         student.resize_token_embeddings(wanted, mean_resizing=False)
@@ -110,6 +128,7 @@ def _refuse_other_widths(config: Any, target: Any) -> None:
     for name in WIDTHS:
         if ours[name] != theirs[name]:
             raise UserError(
-                f"drafter.{name} is {ours[name]}, the target's is {theirs[name]}: whole layers are copied here. "
-                "Leave it at 0, prune with distill.prune (and go on from its folder: drafter.init=folder), or use drafter.init=random"
+                f"drafter.{name} is {ours[name]}, the target's is {theirs[name]}: whole layers are "
+                f"copied here. Leave it at 0, prune with distill.prune (and go on from its folder: "
+                f"drafter.init=folder), or use drafter.init=random"
             )

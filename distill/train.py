@@ -1,4 +1,6 @@
-"""`python -m distill.train`: build a student and distil the frozen target into it; leaves a complete drafter folder."""
+"""`python -m distill.train`: build a student and distil the frozen target into it; leaves a
+complete drafter folder.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,14 @@ from training.job_data import data_files, held_out_domains, training_data
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit
 from training.mixture import check_mixture
-from training.models import check_context, check_target, dtype_of, folder_of, known_config, target_config
+from training.models import (
+    check_context,
+    check_target,
+    dtype_of,
+    folder_of,
+    known_config,
+    target_config,
+)
 from training.objectives import Distillation, LanguageModelling, TeacherStates
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
@@ -71,8 +80,9 @@ def check(config: TrainConfig) -> None:
     check_target(config.target, config.parallel)
     if config.loss.cache_mb and config.parallel.kind in SHARDED_WEIGHTS:
         raise UserError(
-            f"loss.cache_mb is {config.loss.cache_mb} with parallel.kind={config.parallel.kind}, expected 0: a target in shares is read by all "
-            "ranks together, so none can skip its forward"
+            f"loss.cache_mb is {config.loss.cache_mb} with parallel.kind={config.parallel.kind}, "
+            f"expected 0: a target in shares is read by all ranks together, so none can skip its "
+            f"forward"
         )
     check_mixture(config.data, ("loss", "acceptance"))
     if config.loss.name not in LOSSES:
@@ -94,11 +104,23 @@ def check(config: TrainConfig) -> None:
 def input_paths(config: TrainConfig, target_folder: Path) -> list[Path]:
     """Files and folders that the job reads, for the manifest."""
     return list(
-        dict.fromkeys([target_folder, *data_files(config.data, config.dry_run), resolve(config.held_out.prompts)])
+        dict.fromkeys(
+            [
+                target_folder,
+                *data_files(config.data, config.dry_run),
+                resolve(config.held_out.prompts),
+            ]
+        )
     )
 
 
-def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folder: Path, inputs: list[Path]) -> None:
+def train(
+    config: TrainConfig,
+    run_folder: RunFolder,
+    target_folder: Path,
+    folder: Path,
+    inputs: list[Path],
+) -> None:
     """The work of one rank."""
     torch.manual_seed(config.seed)
     parallel = Parallel(config.parallel, config.target.device)
@@ -110,30 +132,57 @@ def train(config: TrainConfig, run_folder: RunFolder, target_folder: Path, folde
     if parallel.is_main:
         describe(config, student, teacher, data)
     objective = make_objective(config, student, teacher)
-    held_out = make_held_out(config, student.to(parallel.device), teacher, tokenizer, parallel, target_folder)
+    held_out = make_held_out(
+        config, student.to(parallel.device), teacher, tokenizer, parallel, target_folder
+    )
     with Recording(run_folder, config, inputs, parallel.is_main) as tracker:
-        progress = fit("distil", objective, student, data, config.loop, parallel, run_folder.path, tracker, held_out)
+        progress = fit(
+            "distil",
+            objective,
+            student,
+            data,
+            config.loop,
+            parallel,
+            run_folder.path,
+            tracker,
+            held_out,
+        )
     if parallel.is_main:
         finish(config, run_folder, student, target_folder, folder, progress, inputs)
     parallel.close()
 
 
 def make_held_out(
-    config: TrainConfig, student: Any, teacher: Any, tokenizer: Any, parallel: Parallel, target_folder: Path
+    config: TrainConfig,
+    student: Any,
+    teacher: Any,
+    tokenizer: Any,
+    parallel: Parallel,
+    target_folder: Path,
 ) -> HeldOutAcceptance | HeldOutMixture:
-    """What the student is scored on: the target's answers, and the held-out text of every domain that has some."""
-    answers = parallel.broadcast(target_answers(target_folder, tokenizer, config) if parallel.is_main else None)
+    """What the student is scored on: the target's answers, and the held-out text of every domain
+    that has some.
+    """
+    answers = parallel.broadcast(
+        target_answers(target_folder, tokenizer, config) if parallel.is_main else None
+    )
 
     def scored(samples: list[Sample]) -> HeldOutAcceptance:
-        return HeldOutAcceptance(student, teacher, samples, config.data.max_length, config.held_out.temperature)
+        return HeldOutAcceptance(
+            student, teacher, samples, config.data.max_length, config.held_out.temperature
+        )
 
     domains = held_out_domains(tokenizer, config.data, parallel.is_main)
     if not domains:
         return scored(answers)
-    return HeldOutMixture(scored(answers), {name: scored(samples) for name, samples in domains.items()})
+    return HeldOutMixture(
+        scored(answers), {name: scored(samples) for name, samples in domains.items()}
+    )
 
 
-def make_objective(config: TrainConfig, student: Any, teacher: Any) -> Distillation | LanguageModelling:
+def make_objective(
+    config: TrainConfig, student: Any, teacher: Any
+) -> Distillation | LanguageModelling:
     """The training objective by its name in loss.name."""
     if config.loss.name == "forward_kl":
         states = TeacherStates(teacher, config.loss.cache_mb * 10**6)
@@ -145,11 +194,21 @@ def make_objective(config: TrainConfig, student: Any, teacher: Any) -> Distillat
 
 def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) -> None:
     """What will be trained on what, before the first step."""
-    sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e6 for model in (student, teacher)]
+    sizes = [
+        sum(parameter.numel() for parameter in model.parameters()) / 1e6
+        for model in (student, teacher)
+    ]
     layers = [model.config.num_hidden_layers for model in (student, teacher)]
-    print(f"student: {sizes[0]:.1f} M parameters, {layers[0]} of {layers[1]} layers; teacher: {sizes[1]:.1f} M, frozen")
-    print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, {data.fill:.1%} full")
-    # The time left is foretold by the steps of the last half minute, which in the first epoch run the teacher too.
+    print(
+        f"student: {sizes[0]:.1f} M parameters, {layers[0]} of {layers[1]} layers; teacher: "
+        f"{sizes[1]:.1f} M, frozen"
+    )
+    print(
+        f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, "
+        f"{data.fill:.1%} full"
+    )
+    # The time left is foretold by the steps of the last half minute, which in the first epoch run
+    # the teacher too.
     several = bounds_of(config.loop, data).steps > data.steps_per_epoch
     remembers = config.loss.name == "forward_kl" and config.loss.cache_mb > 0 and several
     slow_first = "; the first epoch also runs the teacher and is the slowest" if remembers else ""
@@ -178,8 +237,9 @@ def finish(
     close_run(run_folder, inputs, origin, progress)
     best = progress.best
     print(
-        f"held-out acceptance {best['acceptance']:.3f} at temperature {config.held_out.temperature:g}, {best['greedy_acceptance']:.3f} greedy, "
-        f"after {progress.seconds:.0f} s of training; drafter: {folder}"
+        f"held-out acceptance {best['acceptance']:.3f} at temperature "
+        f"{config.held_out.temperature:g}, {best['greedy_acceptance']:.3f} greedy, after "
+        f"{progress.seconds:.0f} s of training; drafter: {folder}"
     )
 
 

@@ -1,10 +1,13 @@
-"""Dialogues brought to their end: whose requests share a batch, and which batches follow each other in one cache.
+"""Dialogues brought to their end: whose requests share a batch, and which batches follow each other
+in one cache.
 
-A batch's chats go on together, turn after turn, as long as at least half of them do: what the target has read and said of a chat stays in its cache
-(decoding/session.py), and only what is new is read. The others wait and share batches with what is left of other ones, where they are read anew. So
-chats with equally many requests left stand together, and among these requests of like length.
+A batch's chats go on together, turn after turn, as long as at least half of them do: what the
+target has read and said of a chat stays in its cache (decoding/session.py), and only what is new is
+read. The others wait and share batches with what is left of other ones, where they are read anew.
+So chats with equally many requests left stand together, and among these requests of like length.
 
-All of it follows from the configuration and the earlier answers. A series of turns of which one answer is missing is answered again from its first
+All of it follows from the configuration and the earlier answers. A series of turns of which one
+answer is missing is answered again from its first
 one: the same batches in the same caches give the same bits.
 """
 
@@ -45,8 +48,13 @@ def answer_all(
                 for turn, drawn in series(batch, known, answering, ask, rules):
                     tokens += sum(len(answer.tokens) for answer in drawn)
                     seconds += sum(answer.seconds for answer in drawn)
-                    done += sum(1 + (len(one.requests) - len(one.drawn) if one.ended else 0) for one, _ in turn)
-                    bar.update(done, f"{tokens / seconds:.0f} tokens/s" if seconds else "answered before")
+                    done += sum(
+                        1 + (len(one.requests) - len(one.drawn) if one.ended else 0)
+                        for one, _ in turn
+                    )
+                    bar.update(
+                        done, f"{tokens / seconds:.0f} tokens/s" if seconds else "answered before"
+                    )
 
 
 def series(
@@ -56,7 +64,9 @@ def series(
     ask: Callable[[Dialogue], Request | None],
     rules: Rules,
 ) -> Iterator[tuple[Asked, list[Answer]]]:
-    """Answer a batch, then the next requests of its dialogues while at least half of them have one. Yields each turn and the answers drawn for it."""
+    """Answer a batch, then the next requests of its dialogues while at least half of them have one.
+    Yields each turn and the answers drawn for it.
+    """
     turn = batch
     passed: list[list[Request]] = []  # turns whose answers are known, and are not in the cache
     begun = False
@@ -80,10 +90,19 @@ def series(
 
 
 def asked_now(dialogues: Sequence[Dialogue], tokenizer: Any, config: RegenerateConfig) -> Asked:
-    """The next request of every dialogue that has one; most turns and longest first: a lack of memory shows at once."""
+    """The next request of every dialogue that has one; most turns and longest first: a lack of
+    memory shows at once.
+    """
     asked = [(one, next_request(one, tokenizer, config)) for one in dialogues]
     found = [(dialogue, request) for dialogue, request in asked if request is not None]
-    return sorted(found, key=lambda pair: (len(pair[0].drawn) - len(pair[0].requests), -len(pair[1].ids), pair[1].key))
+    return sorted(
+        found,
+        key=lambda pair: (
+            len(pair[0].drawn) - len(pair[0].requests),
+            -len(pair[1].ids),
+            pair[1].key,
+        ),
+    )
 
 
 def next_request(dialogue: Dialogue, tokenizer: Any, config: RegenerateConfig) -> Request | None:
@@ -98,4 +117,6 @@ def next_request(dialogue: Dialogue, tokenizer: Any, config: RegenerateConfig) -
     if len(ids) + config.max_new_tokens > config.data.max_length:
         dialogue.ended = FULL
         return None
-    return Request(dialogue.key, dialogue.history, ids, len(dialogue.drawn) + 1 == len(dialogue.requests))
+    return Request(
+        dialogue.key, dialogue.history, ids, len(dialogue.drawn) + 1 == len(dialogue.requests)
+    )

@@ -1,4 +1,6 @@
-"""What every mode and stage of pruning works with: the target, the text, a count of what it all costs, and a distillation on the spot."""
+"""What every mode and stage of pruning works with: the target, the text, a count of what it all
+costs, and a distillation on the spot.
+"""
 
 import time
 from collections.abc import Iterator
@@ -35,7 +37,9 @@ class Source:
 
 
 def read_source(config: PruneConfig, folder: Path, parallel: Parallel) -> Source:
-    """The model in a folder; in shares where ranks hold weights so, as a target too large for one card must be."""
+    """The model in a folder; in shares where ranks hold weights so, as a target too large for one
+    card must be.
+    """
     return Source(load_frozen(folder, dtype_of(config.target.dtype), parallel), folder)
 
 
@@ -45,15 +49,16 @@ class Workbench:
 
     config: PruneConfig
     teacher: Any  # the target, frozen
-    texts: dict[str, list[Sample]]  # to train on and to score by, by domain; without domains under an empty name
+    # to train on and to score by, by domain; without domains under an empty name
+    texts: dict[str, list[Sample]]
     held_out: list[Sample]
     parallel: Parallel
     seconds: dict[str, float] = field(default_factory=dict)  # by part of the work, of this process
-    flops: dict[str, float] = field(
-        default_factory=dict
-    )  # products of matrices with weights; attention's own are left out
+    # products of matrices with weights; attention's own are left out
+    flops: dict[str, float] = field(default_factory=dict)
     scorer: HeldOutAcceptance | None = None
-    states: TeacherStates = field(init=False)  # the target's on the training text, for all that is distilled here
+    # the target's on the training text, for all that is distilled here
+    states: TeacherStates = field(init=False)
 
     def __post_init__(self) -> None:
         self.states = TeacherStates(self.teacher, self.config.cache_mb * 10**6)
@@ -69,17 +74,22 @@ class Workbench:
     def acceptance(self, student: Any) -> dict[str, float]:
         """Acceptance of a student's drafts on the held-out text; the teacher reads it once."""
         if self.scorer is None:
-            self.scorer = HeldOutAcceptance(student, self.teacher, self.held_out, self.config.data.max_length, 1.0)
+            self.scorer = HeldOutAcceptance(
+                student, self.teacher, self.held_out, self.config.data.max_length, 1.0
+            )
         self.scorer.student = student
         return self.scorer()
 
     def data(self, rows_a_step: int) -> PackedData:
-        """The training text in packed rows; of domains, drawn by their shares. Raises UserError where there is too little."""
+        """The training text in packed rows; of domains, drawn by their shares. Raises UserError
+        where there is too little.
+        """
         data = row_data(self.texts, self.config.data, rows_a_step, self.config.seed)
         if len(data.rows) < LEAST_ROWS:
             raise UserError(
-                f"too little calibration text: {len(data.rows)} rows of {data.capacity} tokens, expected at least {LEAST_ROWS} (about a thousand "
-                "is usual): give more data.texts or data.chats, or lower data.max_length"
+                f"too little calibration text: {len(data.rows)} rows of {data.capacity} tokens, "
+                f"expected at least {LEAST_ROWS} (about a thousand is usual): give more data.texts "
+                f"or data.chats, or lower data.max_length"
             )
         return data
 
@@ -90,17 +100,23 @@ class Workbench:
         while len(rows) < min(count, len(data.rows)) and not data.ended:
             rows += data.step_rows(len(rows))
         if len(rows) < count and self.parallel.is_main:
-            print(f"note: the text makes {len(rows):,} rows of {data.capacity} tokens; {count:,} were asked for")
+            print(
+                f"note: the text makes {len(rows):,} rows of {data.capacity} tokens; {count:,} "
+                f"were asked for"
+            )
         return [collate(data.samples, [row], data.capacity, self.parallel.device) for row in rows]
 
     def tracked(self, part: str = "") -> TrackerConfig:
-        """Return the tracker of the run, or of a part of it, with a name and the group that all share."""
+        """Return the tracker of the run, or of a part of it, with a name and the group that all
+        share.
+        """
         tracker = self.config.tracker
         run = tracker.name or self.config.experiment
         return replace(tracker, name=run + part, group=tracker.group or run)
 
     def recording(self, part: str, folder: Path) -> Tracker | None:
-        """Return a tracker of a training inside this run, mirrored in its group; None but on rank 0.
+        """Return a tracker of a training inside this run, mirrored in its group; None but on rank
+        0.
 
         folder: where its metrics.jsonl lies.
         """
@@ -110,7 +126,12 @@ class Workbench:
         return Tracker(folder, self.tracked(f": {part}"), "", plain(self.config))
 
     def distil(
-        self, title: str, student: Any, loop: LoopConfig, folder: Path, tracker: Tracker | None = None
+        self,
+        title: str,
+        student: Any,
+        loop: LoopConfig,
+        folder: Path,
+        tracker: Tracker | None = None,
     ) -> Progress:
         """Distil the target into `student`, in loop.dtype, for a while; resumes from `folder`."""
         data = self.data(rows_of_step(self.config.data, loop))
@@ -118,9 +139,19 @@ class Workbench:
         before = self.states.tokens_read
         with self.account(title, 0.0):
             progress = fit(
-                title, objective, student, data, loop, self.parallel, folder, tracker, lambda: self.acceptance(student)
+                title,
+                objective,
+                student,
+                data,
+                loop,
+                self.parallel,
+                folder,
+                tracker,
+                lambda: self.acceptance(student),
             )
-        read = self.parallel.sum(torch.tensor(self.states.tokens_read - before, device=self.parallel.device))
+        read = self.parallel.sum(
+            torch.tensor(self.states.tokens_read - before, device=self.parallel.device)
+        )
         a_token = 6.0 * parameter_counts(student.config)["all"]
         self.flops[title] += a_token * progress.step * loop.tokens_per_step
         self.flops[title] += forward_flops(self.teacher.config) * float(read)

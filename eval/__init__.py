@@ -1,4 +1,6 @@
-"""Jobs that measure: real speculative decoding with any drafter, its acceptance, its speed and its cost."""
+"""Jobs that measure: real speculative decoding with any drafter, its acceptance, its speed and its
+cost.
+"""
 
 from training.interrupts import end_imports_quietly
 

@@ -1,8 +1,10 @@
-"""Overlapped schedules beside their replay (eval.replay): does the schedule, at what its lanes took, explain what was measured?
+"""Overlapped schedules beside their replay (eval.replay): does the schedule, at what its lanes
+took, explain what was measured?
 
-The replay prices each round by its longer lane. On two workers that is a promise about the machine: where the lanes do not run at the same
-time, the measurement falls behind. On a virtual clock it says whether mean times explain the rounds. The suite keeps no clock, so this verdict
-is given wherever rows are shown.
+The replay prices each round by its longer lane. On two workers that is a promise about the machine:
+where the lanes do not run at the same time, the measurement falls behind. On a virtual clock it
+says whether mean times explain the rounds. The suite keeps no clock, so this verdict is given
+wherever rows are shown.
 """
 
 from __future__ import annotations
@@ -33,14 +35,25 @@ def verdict(row: Row) -> str:
         return f"within {100 * WITHIN:.0f} %"
     apart = f"NOT within {100 * WITHIN:.0f} %: "
     if found < 1:
-        return f"{apart}rounds took less than their lanes' mean times say; these vary from round to round"
+        return (
+            f"{apart}rounds took less than their lanes' mean times say; these vary from round "
+            f"to round"
+        )
     if row.schedule in WALL:
-        return f"{apart}rounds took more than the longer of their lanes; the two did not run at the same time as far as they should"
-    return f"{apart}rounds took more than their lanes' mean times say; these vary from round to round"
+        return (
+            f"{apart}rounds took more than the longer of their lanes; the two did not run at "
+            f"the same time as far as they should"
+        )
+    return (
+        f"{apart}rounds took more than their lanes' mean times say; these vary from round to round"
+    )
 
 
 def sentence(row: Row) -> str:
     """Replay and measurement of a row that has both."""
     found = ratio(row)
     assert found is not None and row.replayed_speedup is not None
-    return f"Replayed over its own accept/reject trace: {row.replayed_speedup:.2f}x, {found:.2f} of the measured ({verdict(row)})."
+    return (
+        f"Replayed over its own accept/reject trace: {row.replayed_speedup:.2f}x, {found:.2f} "
+        f"of the measured ({verdict(row)})."
+    )

@@ -1,8 +1,10 @@
-"""Both budgets of a row's mean round, the bytes that it must read and its floating-point operations, and the shares of the machine's that it reached.
+"""Both budgets of a row's mean round, the bytes that it must read and its floating-point
+operations, and the shares of the machine's that it reached.
 
-They say what is left to gain: where bytes bind, more tokens a forward cost nothing; where neither is near its limit, the calls of single
-operations bind, as they do in small models. Counted is what no implementation can do without (decoding/budget.py): so of a drafter one token a
-row and step, though a tree's steps run over more.
+They say what is left to gain: where bytes bind, more tokens a forward cost nothing; where neither
+is near its limit, the calls of single operations bind, as they do in small models. Counted is what
+no implementation can do without (decoding/budget.py): so of a drafter one token a row and step,
+though a tree's steps run over more.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ from training.drafter_use import ALONE
 from training.heads import head_of
 from training.run_files import read_object
 
-# Two seconds of yardsticks are for runs that take minutes. And a step that reads less than this stands in a core's own cache.
+# Two seconds of yardsticks are for runs that take minutes. And a step that reads less than this
+# stands in a core's own cache.
 LEAST_TOKENS, LEAST_BYTES = 5_000, 4_000_000
 NO_LIMITS = (
-    "a run of at most 5,000 tokens and a target under 4 MB are trials; a target in several processes, or of a family that is not native, "
-    "has no single limit"
+    "a run of at most 5,000 tokens and a target under 4 MB are trials; a target in several "
+    "processes, or of a family that is not native, has no single limit"
 )
 
 # (tokens a row, committed tokens a row, rows) -> what a forward needs.
@@ -51,9 +54,8 @@ class Shapes:
     """What the models of a run must read and compute."""
 
     target: Forward | None = None  # None: its family is not known
-    drafts: Mapping[str, Forward | None] = field(
-        default_factory=dict
-    )  # drafter -> a step of its model; None: not known
+    # drafter -> a step of its model; None: not known
+    drafts: Mapping[str, Forward | None] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32  # of the target
     device: str = "cpu"
     whole: bool = True  # whether the target runs in one process, on one device
@@ -64,12 +66,17 @@ UNKNOWN = Shapes()
 
 
 def shapes_of(
-    folder: Path, target: Target, mappings: Mapping[str, Mapping[str, Any]], drafters: Mapping[str, Drafter]
+    folder: Path,
+    target: Target,
+    mappings: Mapping[str, Mapping[str, Any]],
+    drafters: Mapping[str, Drafter],
 ) -> Shapes:
     """The shapes of a target's folder and of drafters, by what they were made from."""
     dtype = DTYPES[target.dtype]
     config = _config(folder)
-    drafts = {name: _step(mappings[name], drafter, config, dtype) for name, drafter in drafters.items()}
+    drafts = {
+        name: _step(mappings[name], drafter, config, dtype) for name, drafter in drafters.items()
+    }
     whole = not isinstance(target, ParallelTarget)
     return Shapes(_forward(config, dtype), drafts, dtype, str(target.device), whole)
 
@@ -82,16 +89,22 @@ def _config(folder: str | Path) -> NativeConfig | None:
         return None
 
 
-def _forward(config: NativeConfig | None, dtype: torch.dtype, skipped: tuple[int, int] = (0, 0)) -> Forward | None:
+def _forward(
+    config: NativeConfig | None, dtype: torch.dtype, skipped: tuple[int, int] = (0, 0)
+) -> Forward | None:
     if config is None:
         return None
-    return lambda tokens, context, rows: forward_budget(config, dtype, tokens, context, rows, skipped)
+    return lambda tokens, context, rows: forward_budget(
+        config, dtype, tokens, context, rows, skipped
+    )
 
 
 def _step(
     mapping: Mapping[str, Any], drafter: Drafter, target: NativeConfig | None, dtype: torch.dtype
 ) -> Forward | None:
-    """A step of a drafter's model: of a folder, of a head, of the target with sub-layers skipped, or of none."""
+    """A step of a drafter's model: of a folder, of a head, of the target with sub-layers skipped,
+    or of none.
+    """
     if isinstance(drafter, SelfSpeculation):
         return _forward(target, dtype, (len(drafter.skips.attention), len(drafter.skips.mlp)))
     if "folder" not in mapping:
@@ -99,20 +112,26 @@ def _step(
     own = DTYPES[mapping["dtype"]] if "dtype" in mapping else dtype
     if not head_of(mapping["folder"]):
         return _forward(_config(mapping["folder"]), own)
-    parameters = drafter.num_parameters  # a head reads the target's embeddings and all of its own, and keeps no cache
-    return lambda tokens, _, rows: Budget(parameters * own.itemsize, 0, round(2 * parameters * tokens * rows))
+    # a head reads the target's embeddings and all of its own, and keeps no cache
+    parameters = drafter.num_parameters
+    return lambda tokens, _, rows: Budget(
+        parameters * own.itemsize, 0, round(2 * parameters * tokens * rows)
+    )
 
 
 def _limits_of(values: dict[str, Any]) -> Limits:
     """Return the limits that `with_limits` wrote."""
     names = [field.name for field in dataclasses.fields(Limits)]
-    if sorted(values) != sorted(names) or not all(is_number(value) and value > 0 for value in values.values()):
+    if sorted(values) != sorted(names) or not all(
+        is_number(value) and value > 0 for value in values.values()
+    ):
         raise ValueError(f"expected the numbers {' and '.join(names)}, found {values!r:.80}")
     return Limits(**values)
 
 
 def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
-    """The shapes with the machine's limits: those in the run folder, or measured now and written there. None where they would explain nothing.
+    """The shapes with the machine's limits: those in the run folder, or measured now and written
+    there. None where they would explain nothing.
 
     tokens: the most that the run decodes.
     """
@@ -129,12 +148,15 @@ def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
     return dataclasses.replace(shapes, limits=limits)
 
 
-def row_budgets(shapes: Shapes, facts: DrafterFacts, units: Sequence[Unit], context: int) -> dict[str, Any]:
+def row_budgets(
+    shapes: Shapes, facts: DrafterFacts, units: Sequence[Unit], context: int
+) -> dict[str, Any]:
     """The fields of a row that say what its rounds and the baseline's needed and reached."""
     limits = shapes.limits
     base_rounds = sum(unit.base_batch_rounds for unit in units)
     base_ms = 1000 * sum(unit.base_seconds for unit in units) / base_rounds
-    base_rows = sum(unit.base_tokens for unit in units) / base_rounds  # those that still run, in the mean
+    # those that still run, in the mean
+    base_rows = sum(unit.base_tokens for unit in units) / base_rounds
     step = shapes.target(1, context, base_rows) if shapes.target else None
     mean = round_budget(shapes, facts, units, context)
     # On a virtual clock two lanes read at once what one machine never did.
@@ -147,8 +169,12 @@ def row_budgets(shapes: Shapes, facts: DrafterFacts, units: Sequence[Unit], cont
     }
 
 
-def round_budget(shapes: Shapes, facts: DrafterFacts, units: Sequence[Unit], context: int) -> Budget | None:
-    """Of the units' mean round: its draft steps, and the target's forward over what they drew and the tips. None where either is not known."""
+def round_budget(
+    shapes: Shapes, facts: DrafterFacts, units: Sequence[Unit], context: int
+) -> Budget | None:
+    """Of the units' mean round: its draft steps, and the target's forward over what they drew and
+    the tips. None where either is not known.
+    """
     rounds = sum(unit.batch_rounds for unit in units)
     rows = sum(unit.rounds for unit in units) / rounds  # those that still run, in the mean
     draft = shapes.drafts.get(facts.name)

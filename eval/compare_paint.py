@@ -1,4 +1,6 @@
-"""How the comparison's plots look: the report's colours by theme, a look for every drafter, axes and key, and the figure as a PNG."""
+"""How the comparison's plots look: the report's colours by theme, a look for every drafter, axes
+and key, and the figure as a PNG.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,20 @@ def paints() -> dict[str, Paint]:
     """Theme (light, dark) -> its colours, as report.css has them."""
     css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     found = {}
-    for theme, text in zip(("light", "dark"), css.split("@media (prefers-color-scheme: dark)"), strict=True):
+    for theme, text in zip(
+        ("light", "dark"), css.split("@media (prefers-color-scheme: dark)"), strict=True
+    ):
         values = dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6})\b", text))
-        found[theme] = Paint(values["--page"], {stand_in: values[name] for stand_in, name in VARIABLES.items()})
+        found[theme] = Paint(
+            values["--page"], {stand_in: values[name] for stand_in, name in VARIABLES.items()}
+        )
     return found
 
 
 def looks(entries: Sequence[Entry]) -> dict[str, Look]:
-    """Drafter -> its look: the drafters of a series share the colour, and those in one place of their series the marker."""
+    """Drafter -> its look: the drafters of a series share the colour, and those in one place of
+    their series the marker.
+    """
     groups: dict[str, list[str]] = {}
     for entry in in_order(entries):
         if entry.row.drafter != CONTROL:
@@ -62,7 +70,9 @@ def looks(entries: Sequence[Entry]) -> dict[str, Look]:
     for number, (group, names) in enumerate(groups.items()):
         first = number + number // len(SERIES) if names == [group] else 0
         for place, name in enumerate(names):
-            found[name] = Look(SERIES[number % len(SERIES)], MARKERS[(first + place) % len(MARKERS)])
+            found[name] = Look(
+                SERIES[number % len(SERIES)], MARKERS[(first + place) % len(MARKERS)]
+            )
     return found
 
 
@@ -86,7 +96,10 @@ def png(figure: Figure, paint: Paint) -> bytes:
 
 def styled(paint: Paint) -> Any:
     return rc_context(
-        {key: paint.colours.get(value, value) if isinstance(value, str) else value for key, value in STYLE.items()}
+        {
+            key: paint.colours.get(value, value) if isinstance(value, str) else value
+            for key, value in STYLE.items()
+        }
     )
 
 
@@ -104,10 +117,17 @@ def speedup_axis(axes: Axes) -> None:
 
 
 def key(figure: Figure, axes: Axes) -> None:
-    """The names under the axes, each once, in two columns where they are short; the figure grows by them."""
+    """The names under the axes, each once, in two columns where they are short; the figure grows by
+    them.
+    """
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     columns = 2 if max(len(name) for name in handles) <= 29 and len(handles) > 1 else 1
     figure.set_figheight(3.1 + 0.19 * math.ceil(len(handles) / columns))
     figure.legend(
-        handles.values(), handles.keys(), loc="outside lower left", ncols=columns, frameon=False, fontsize=8.5
+        handles.values(),
+        handles.keys(),
+        loc="outside lower left",
+        ncols=columns,
+        frameon=False,
+        fontsize=8.5,
     )

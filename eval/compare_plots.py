@@ -1,7 +1,9 @@
-"""The comparison's plots: depth against speedup, acceptance against cost with iso-speedup curves, the Pareto front.
+"""The comparison's plots: depth against speedup, acceptance against cost with iso-speedup curves,
+the Pareto front.
 
-They are PNGs, for a folder, a page and Weights & Biases alike, so each carries its title and its key. Colours are the report's own, light or
-dark; figures are drawn for a column 380 px wide, as those of eval/plots.py.
+They are PNGs, for a folder, a page and Weights & Biases alike, so each carries its title and its
+key. Colours are the report's own, light or dark; figures are drawn for a column 380 px wide, as
+those of eval/plots.py.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from eval.plots import INK, MUTED, short
 from eval.prediction import iso_cost_ratio
 from training.drafters import CONTROL
 
+# speedups that get a curve, those that matter most first
 LEVELS = (
     1.0,
     2.0,
@@ -34,15 +37,17 @@ LEVELS = (
     1.25,
     1.75,
     3.5,
-)  # speedups that get a curve, those that matter most first
-LABEL_APART = 0.07  # of alpha, between the labels of two curves; those that come closer are left out
+)
+# of alpha, between the labels of two curves; those that come closer are left out
+LABEL_APART = 0.07
 THE_CONTROL = "prompt lookup, the control"
 LABELS_AT = 0.045  # of the width: where the curves are labelled
 NAMES = {"parameters": "drafter parameters", "training_tokens": "training tokens"}  # of the costs
 
 
 def depth(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
-    """Speedup over the number of layers, with 95 % intervals; the points of a series are joined, the control is a line across.
+    """Speedup over the number of layers, with 95 % intervals; the points of a series are joined,
+    the control is a line across.
 
     A drafter that drafts nothing is hollow and joined to none: its speed is plain decoding's.
     """
@@ -59,7 +64,15 @@ def depth(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
             axes.plot(at, speeds, color=paint[look[line[0].name].colour], label=short(name, 60))
         for entry in drawn:
             label = "" if entry.series and not entry.idle else _said(entry)
-            _point(axes, _x(entry, drawn), entry, look[entry.name], paint, label=label, hollow=entry.idle)
+            _point(
+                axes,
+                _x(entry, drawn),
+                entry,
+                look[entry.name],
+                paint,
+                label=label,
+                hollow=entry.idle,
+            )
         layers = sorted({entry.row.drafter_layers for entry in drawn})
         if layers:
             axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
@@ -72,15 +85,23 @@ def depth(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
 
 
 def acceptance(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
-    """alpha over the cost ratio, with the curves on which the closed form gives one speedup at the best gamma. See `chains` for whose points."""
-    points = [(entry, alpha) for entry in in_order(chains(panel)) if (alpha := entry.alpha) is not None]
+    """alpha over the cost ratio, with the curves on which the closed form gives one speedup at the
+    best gamma. See `chains` for whose points.
+    """
+    points = [
+        (entry, alpha) for entry in in_order(chains(panel)) if (alpha := entry.alpha) is not None
+    ]
     drawn = [entry for entry, _ in points]
     with styled(paint):
         figure, axes = axes_of(f"Acceptance against cost: {panel.label}", paint)
         widest = 1.3 * max(entry.row.cost_ratio for entry in drawn)
         for level, c_A, alpha_A in iso_speedup_curves(drawn, widest):
             axes.plot(
-                c_A, alpha_A, color=paint[INK if level == 1 else MUTED], linewidth=1.2 if level == 1 else 0.8, zorder=1
+                c_A,
+                alpha_A,
+                color=paint[INK if level == 1 else MUTED],
+                linewidth=1.2 if level == 1 else 0.8,
+                zorder=1,
             )
             box = {"facecolor": paint.page, "edgecolor": "none", "pad": 0.8}
             here = float(np.interp(LABELS_AT * widest, c_A, alpha_A))
@@ -107,18 +128,22 @@ def acceptance(panel: Panel, look: dict[str, Look], paint: Paint) -> bytes:
             )
         axes.set_xlim(0, widest)
         axes.set_ylim(0, 1.02)
-        axes.xaxis.set_major_locator(MaxNLocator(6, prune="lower"))  # its 0 would meet that of alpha
+        # its 0 would meet that of alpha
+        axes.xaxis.set_major_locator(MaxNLocator(6, prune="lower"))
         axes.set_xlabel("cost ratio c: a draft step over a target step")
         axes.set_ylabel("acceptance rate alpha")
         key(figure, axes)
         return png(figure, paint)
 
 
-def iso_speedup_curves(entries: Sequence[Entry], widest: float) -> list[tuple[float, np.ndarray, np.ndarray]]:
-    """(speedup, c_A, alpha_A) of the curves that cross the plot from c = 0 to `widest`, by speedup; as many of LEVELS as keep their labels apart.
+def iso_speedup_curves(
+    entries: Sequence[Entry], widest: float
+) -> list[tuple[float, np.ndarray, np.ndarray]]:
+    """(speedup, c_A, alpha_A) of the curves that cross the plot from c = 0 to `widest`, by speedup;
+    as many of LEVELS as keep their labels apart.
 
-    V, o and o_1 are the medians of `entries` (eval.comparison.usual_costs). On a curve the best gamma gives just that speedup; above and to the
-    left of it, more.
+    V, o and o_1 are the medians of `entries` (eval.comparison.usual_costs). On a curve the best
+    gamma gives just that speedup; above and to the left of it, more.
     """
     costs = usual_costs(entries)
     alpha_A = np.linspace(0.0, 1.0, 201)
@@ -136,14 +161,24 @@ def iso_speedup_curves(entries: Sequence[Entry], widest: float) -> list[tuple[fl
 
 
 def pareto(panel: Panel, cost: str, look: dict[str, Look], paint: Paint) -> bytes:
-    """Speedup over a cost of eval.comparison.COSTS; the stairs join the drafters that no other beats in both, the others are hollow."""
+    """Speedup over a cost of eval.comparison.COSTS; the stairs join the drafters that no other
+    beats in both, the others are hollow.
+    """
     with styled(paint):
         figure, axes = axes_of(f"Pareto, {NAMES[cost]}: {panel.label}", paint)
         axes.axhline(1, color=paint[MUTED], linewidth=1)
-        places = {id(entry): value / 1e6 for entry in panel.fastest if (value := COSTS[cost](entry)) is not None}
-        marks = {id(standing.entry): standing.on_front.get(cost, False) for standing in panel.standings}
+        places = {
+            id(entry): value / 1e6
+            for entry in panel.fastest
+            if (value := COSTS[cost](entry)) is not None
+        }
+        marks = {
+            id(standing.entry): standing.on_front.get(cost, False) for standing in panel.standings
+        }
         drawn = [entry for entry in in_order(panel.fastest) if id(entry) in places]
-        front = sorted((entry for entry in drawn if marks[id(entry)]), key=lambda entry: places[id(entry)])
+        front = sorted(
+            (entry for entry in drawn if marks[id(entry)]), key=lambda entry: places[id(entry)]
+        )
         axes.plot(
             [places[id(entry)] for entry in front],
             [_speed(entry) for entry in front],
@@ -182,12 +217,23 @@ def _said(entry: Entry) -> str:
 
 
 def _x(entry: Entry, drawn: Sequence[Entry]) -> float:
-    """The entry's layers, moved a little where several have as many, so that their intervals can be told apart."""
+    """The entry's layers, moved a little where several have as many, so that their intervals can be
+    told apart.
+    """
     same = [other.name for other in drawn if other.row.drafter_layers == entry.row.drafter_layers]
     return entry.row.drafter_layers + 0.07 * (same.index(entry.name) - (len(same) - 1) / 2)
 
 
-def _point(axes: Axes, x: float, entry: Entry, look: Look, paint: Paint, *, label: str, hollow: bool = False) -> None:
+def _point(
+    axes: Axes,
+    x: float,
+    entry: Entry,
+    look: Look,
+    paint: Paint,
+    *,
+    label: str,
+    hollow: bool = False,
+) -> None:
     speed = entry.speedup
     assert speed is not None, "of ranked entries alone"
     spread = None
@@ -208,8 +254,12 @@ def _point(axes: Axes, x: float, entry: Entry, look: Look, paint: Paint, *, labe
 
 
 def _controls(axes: Axes, panel: Panel, paint: Paint) -> None:
-    """A dashed line across for the control, the median of all runs, in a band from its least to its greatest: how much of a difference is chance."""
+    """A dashed line across for the control, the median of all runs, in a band from its least to its
+    greatest: how much of a difference is chance.
+    """
     speeds = [_speed(entry) for entry in panel.fastest if entry.row.drafter == CONTROL]
     if speeds:
         axes.axhspan(min(speeds), max(speeds), color=paint[MUTED], alpha=0.15, linewidth=0)
-        axes.axhline(median(speeds), color=paint[MUTED], linewidth=0.9, dashes=(3, 2), label=THE_CONTROL)
+        axes.axhline(
+            median(speeds), color=paint[MUTED], linewidth=0.9, dashes=(3, 2), label=THE_CONTROL
+        )

@@ -1,4 +1,6 @@
-"""comparison.html: one page with every evaluated drafter on it. The plots are inside it, as data; nothing is fetched."""
+"""comparison.html: one page with every evaluated drafter on it. The plots are inside it, as data;
+nothing is fetched.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ OUTCOME = [
 ]
 UNMEASURED = (
     "Any machine, dtype, batch size, temperature or prompt that is not named above.",
-    "One drafter's speed against another's where they ran at different times: what is compared is each one's ratio to its own run's baseline.",
+    "One drafter's speed against another's where they ran at different times: what is compared is "
+    "each one's ratio to its own run's baseline.",
 )
 
 
@@ -68,10 +71,15 @@ class Making:
 
 
 def page(
-    panels: Sequence[Panel], plots: Sequence[Sequence[Plot]], evaluations: Sequence[Evaluation], making: Making
+    panels: Sequence[Panel],
+    plots: Sequence[Sequence[Plot]],
+    evaluations: Sequence[Evaluation],
+    making: Making,
 ) -> str:
     """The whole page as HTML; plots: those of each panel."""
-    title = "Drafters compared: " + ", ".join(dict.fromkeys(panel.setting.target for panel in panels))
+    title = "Drafters compared: " + ", ".join(
+        dict.fromkeys(panel.setting.target for panel in panels)
+    )
     return document(
         title,
         [
@@ -93,17 +101,20 @@ def page(
 
 
 def _lead(panels: Sequence[Panel], evaluations: Sequence[Evaluation]) -> str:
-    names = {entry.name for panel in panels for entry in panel.entries if entry.row.drafter != CONTROL}
+    names = {
+        entry.name for panel in panels for entry in panel.entries if entry.row.drafter != CONTROL
+    }
     drafters = "1 drafter" if len(names) == 1 else f"{len(names)} drafters"
     runs = "1 evaluation" if len(evaluations) == 1 else f"{len(evaluations)} evaluations"
     machines = ", ".join(
         dict.fromkeys(
-            f"{one.rows[0].hardware} with {words.threads(one.rows[0])}, {one.rows[0].dtype}" for one in evaluations
+            f"{one.rows[0].hardware} with {words.threads(one.rows[0])}, {one.rows[0].dtype}"
+            for one in evaluations
         )
     )
     return (
-        f"{drafters} from {runs} on {machines}, and prompt lookup as the control. Every speedup is over autoregressive decoding that was "
-        "interleaved with it in its own run."
+        f"{drafters} from {runs} on {machines}, and prompt lookup as the control. Every speedup is "
+        f"over autoregressive decoding that was interleaved with it in its own run."
     )
 
 
@@ -114,7 +125,10 @@ def _headline(panel: Panel) -> str:
     if not models:
         return f"{head}<p>Nothing to rank.</p></div>"
     if models[0].idle:
-        return f"{head}<p>Every drafter {IDLE}: the rule that ends drafts found that none pays here.</p></div>"
+        return (
+            f"{head}<p>Every drafter {IDLE}: the rule that ends drafts found that none pays "
+            f"here.</p></div>"
+        )
     best, control = models[0], [entry for entry in panel.fastest if entry.row.drafter == CONTROL]
     speed = best.speedup
     assert speed is not None, "of ranked entries alone"
@@ -123,12 +137,14 @@ def _headline(panel: Panel) -> str:
         spread = f"95 % interval {speed.low:.2f} to {speed.high:.2f}"
         tone = "good" if speed.low > 1 else "bad" if speed.high < 1 else ""
     beside = (
-        f" Prompt lookup, the control: {words.times(_value(control[0]))}." if control and best is not control[0] else ""
+        f" Prompt lookup, the control: {words.times(_value(control[0]))}."
+        if control and best is not control[0]
+        else ""
     )
     text = (
-        f"{words.best_of(len(models))}{drafter_label(best)}, gamma {words.gamma_cell(best.row)}: alpha {words.number(best.alpha)}, "
-        f"c {best.row.cost_ratio:.3f}.{beside} "
-        f"Output: {best.row.lossless}."
+        f"{words.best_of(len(models))}{drafter_label(best)}, gamma {words.gamma_cell(best.row)}: "
+        f"alpha {words.number(best.alpha)}, c {best.row.cost_ratio:.3f}.{beside} Output: "
+        f"{best.row.lossless}."
     )
     return (
         f'{head}<div class="big {tone}">{speed.value:.2f}×</div><div class="range">{spread}</div>'
@@ -143,7 +159,10 @@ def _value(entry: Entry) -> float | None:
 def _panel(panel: Panel, plots: Sequence[Plot]) -> str:
     rows = [cells(standing) for standing in panel.standings]
     why = ["drafter", *(name for name in rows[0] if name not in OUTCOME)]
-    tables = "".join(table(names, [tr([row[name] for name in names]) for row in rows]) for names in (OUTCOME, why))
+    tables = "".join(
+        table(names, [tr([row[name] for name in names]) for row in rows])
+        for names in (OUTCOME, why)
+    )
     drawings = "".join(figure("", _picture(plot), plot.caption) for plot in plots)
     note = f'<p class="note">{escape(headline_note(panel.entries[0]))}</p>' if plots else ""
     return section(
@@ -166,8 +185,9 @@ def _work(panel: Panel) -> str:
     """What was decoded, and by what."""
     setting, work = panel.setting, panel.workload
     return (
-        f"{work.benchmark}, up to {work.max_new_tokens} new tokens. {setting.target}, {setting.backend} backend ({setting.execution}), "
-        f"{setting.dtype}, {setting.hardware}, {'1 thread' if setting.threads == 1 else f'{setting.threads} threads'}."
+        f"{work.benchmark}, up to {work.max_new_tokens} new tokens. {setting.target}, "
+        f"{setting.backend} backend ({setting.execution}), {setting.dtype}, {setting.hardware}, "
+        f"{'1 thread' if setting.threads == 1 else f'{setting.threads} threads'}."
     )
 
 

@@ -1,4 +1,6 @@
-"""The comparison for a terminal: a table a condition, who is best, where each loses; plain text where the output is no terminal."""
+"""The comparison for a terminal: a table a condition, who is best, where each loses; plain text
+where the output is no terminal.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The comparison put into words: cells of its tables, who is best, what is not compared and why. Terminal and page share them."""
+"""The comparison put into words: cells of its tables, who is best, what is not compared and why.
+Terminal and page share them.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,17 @@ WAYS = (
 
 DEFINITIONS: dict[str, str] = {
     **words.DEFINITIONS,
-    "bytes/step": "weights that one draft step reads: the layers and the lm_head, in its own dtype.",
+    "bytes/step": "weights that one draft step reads: the layers and the lm_head, in its own "
+    "dtype.",
     "trained on": "tokens that the drafter was distilled on, epochs included, by its card.",
-    "t_draft": "milliseconds of one draft step; of one whole proposal for a tree, a lookup and other drafters that propose in one pass.",
+    "t_draft": "milliseconds of one draft step; of one whole proposal for a tree, a lookup and "
+    "other drafters that propose in one pass.",
     "alone": "tokens a second of the baseline in the same run, without a drafter.",
-    "over the best": "this drafter's speedup over that of the best other one, on the prompts that both ran, with the 95 % interval of a bootstrap "
-    "that keeps each prompt's four sides together: both drafters, and each one's own baseline.",
-    "front": "P: no drafter with as few parameters is faster (Pareto front). T: the same of tokens trained on. What drafts nothing is on neither.",
+    "over the best": "this drafter's speedup over that of the best other one, on the prompts that "
+    "both ran, with the 95 % interval of a bootstrap that keeps each prompt's "
+    "four sides together: both drafters, and each one's own baseline.",
+    "front": "P: no drafter with as few parameters is faster (Pareto front). T: the same of tokens "
+    "trained on. What drafts nothing is on neither.",
 }
 
 
@@ -57,7 +63,9 @@ def cells(standing: Standing) -> dict[str, str]:
         "tau": words.number(row.tau),
         "c": words.number(row.cost_ratio, 3),
         "t_draft": words.number(row.t_draft_ms, 3),
-        "parameters": words.millions(row.drafter_parameters) if row.drafter_parameters else "no model",
+        "parameters": words.millions(row.drafter_parameters)
+        if row.drafter_parameters
+        else "no model",
         "bytes/step": _count(entry.bytes_per_step, "B"),
         "trained on": _count(entry.training_tokens, "tokens"),
         "predicted": words.times(row.predicted_speedup),
@@ -69,7 +77,9 @@ def cells(standing: Standing) -> dict[str, str]:
 
 
 def _with_rule(entry: Entry) -> str:
-    """The name, and the rule of its own that a drafter of the run had, where the name does not say it."""
+    """The name, and the rule of its own that a drafter of the run had, where the name does not say
+    it.
+    """
     rule = words.own_rule(entry.row)
     return f"{entry.name}, {rule}" if rule and rule not in entry.name.lower() else entry.name
 
@@ -104,10 +114,15 @@ def best_sentence(panel: Panel) -> str:
     """Who is best under one condition, over the second, and how sure that is."""
     label = heading(panel)
     if not panel.fastest:
-        return f"{label}: nothing to rank ({'; '.join(dict.fromkeys(entry.not_ranked for entry in panel.entries))})."
+        return (
+            f"{label}: nothing to rank "
+            f"({'; '.join(dict.fromkeys(entry.not_ranked for entry in panel.entries))})."
+        )
     best = panel.fastest[0]
     if best.idle:
-        return f"{label}: every drafter {IDLE}: the rule that ends drafts found that none pays here."
+        return (
+            f"{label}: every drafter {IDLE}: the rule that ends drafts found that none pays here."
+        )
     speed = best.speedup
     assert speed is not None, "of ranked entries alone"
     if speed.low is None or speed.high is None:
@@ -131,7 +146,9 @@ def _second(panel: Panel, best: Entry) -> str:
         return f"; it shares no prompt with the second, {standing.rival.name}"
     ratio = standing.ratio
     spread = words.with_interval(ratio.value, ratio.low, ratio.high)
-    found = f"{spread} over the second, {standing.rival.name}, on the {standing.shared} prompts of both"
+    found = (
+        f"{spread} over the second, {standing.rival.name}, on the {standing.shared} prompts of both"
+    )
     if ratio.low is None or ratio.high is None:
         return f"; {found}, too few to say more"
     return f"; {found}" if ratio.low > 1 else f"; no clear difference: {found}"
@@ -154,19 +171,33 @@ def prompts_label(entry: Entry) -> str:
 
 def losses(panel: Panel) -> list[str]:
     """Where each drafter loses, one sentence a row."""
-    return [f"{entry.name}, gamma {words.gamma_cell(entry.row)}: {words.losses(entry.row)}." for entry in panel.entries]
+    return [
+        f"{entry.name}, gamma {words.gamma_cell(entry.row)}: {words.losses(entry.row)}."
+        for entry in panel.entries
+    ]
 
 
 def terms(panel: Panel) -> list[str]:
-    """On what terms the drafters of a panel meet: at equal training and equal cost, or what differs; empty where there is nothing to meet."""
+    """On what terms the drafters of a panel meet: at equal training and equal cost, or what
+    differs; empty where there is nothing to meet.
+    """
     models = sorted(
-        (one for one in panel.fastest if one.row.drafter_parameters), key=lambda one: one.row.drafter_layers
+        (one for one in panel.fastest if one.row.drafter_parameters),
+        key=lambda one: one.row.drafter_layers,
     )
     if len(models) < 2:
         return []
     return [
-        _term("training", "saw", "tokens", " tokens", {one.name: one.training_tokens for one in models}),
-        _term("cost", "reads", "B", " a draft step", {one.name: one.bytes_per_step for one in models}),
+        _term(
+            "training",
+            "saw",
+            "tokens",
+            " tokens",
+            {one.name: one.training_tokens for one in models},
+        ),
+        _term(
+            "cost", "reads", "B", " a draft step", {one.name: one.bytes_per_step for one in models}
+        ),
     ]
 
 
@@ -179,23 +210,30 @@ def _term(what: str, done: str, unit: str, of: str, values: dict[str, int | None
     unknown = [name for name, value in values.items() if value is None]
     amounts = {value: f"{_count(value, unit)}{of}" for value in sorted(names)}
     if len(amounts) == 1 and not unknown:
-        return f"Equal {what}: every drafter {done} {amounts.popitem()[1]}, within {EQUAL_WITHIN:.0%}."
+        return (
+            f"Equal {what}: every drafter {done} {amounts.popitem()[1]}, within {EQUAL_WITHIN:.0%}."
+        )
     said = [f"{amount} ({', '.join(names[value])})" for value, amount in amounts.items()]
     said += [f"not known of {', '.join(unknown)}"] if unknown else []
     return f"Not at equal {what}: {'; '.join(said)}."
 
 
 def kept_apart(panels: Sequence[Panel]) -> list[str]:
-    """What differs between settings, whose speeds are for that reason not compared with one another."""
+    """What differs between settings, whose speeds are for that reason not compared with one
+    another.
+    """
     settings = list(dict.fromkeys(panel.setting for panel in panels))
     sentences = []
     for field in telling(settings, "target", "target_hash"):
         runs: dict[Any, dict[str, None]] = {}
         for panel in panels:
-            runs.setdefault(vars(panel.setting)[field], {}).update(dict.fromkeys(entry.run for entry in panel.entries))
+            runs.setdefault(vars(panel.setting)[field], {}).update(
+                dict.fromkeys(entry.run for entry in panel.entries)
+            )
         said = "; ".join(f"{value} ({', '.join(names)})" for value, names in runs.items())
         sentences.append(
-            f"Not compared for speed with one another, as they differ in {field.replace('_', ' ')}: {said}."
+            f"Not compared for speed with one another, as they differ in "
+            f"{field.replace('_', ' ')}: {said}."
         )
     return sentences
 
@@ -207,13 +245,19 @@ def busy(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def cautions(panels: Sequence[Panel], evaluations: Sequence[Evaluation]) -> list[str]:
-    """What a reader of the speedups should know: other prompts, other ways, a changed pace, unknown cards, lost equality."""
-    found = [sentence for panel in panels for sentence in (*_other_prompts(panel), *_other_pace(panel))]
+    """What a reader of the speedups should know: other prompts, other ways, a changed pace, unknown
+    cards, lost equality.
+    """
+    found = [
+        sentence for panel in panels for sentence in (*_other_prompts(panel), *_other_pace(panel))
+    ]
     for way in WAYS:
         values = {evaluation.label: evaluation.config.get(way) for evaluation in evaluations}
         if len({str(value) for value in values.values()}) > 1:
             found.append(
-                f"The runs differ in {way}: " + ", ".join(f"{value} ({label})" for label, value in values.items()) + "."
+                f"The runs differ in {way}: "
+                + ", ".join(f"{value} ({label})" for label, value in values.items())
+                + "."
             )
     for evaluation in evaluations:
         found += evaluation.notes
@@ -232,8 +276,9 @@ def _idle(panel: Panel) -> list[str]:
     found = [entry.name for entry in panel.fastest if entry.idle]
     names, does = ", ".join(found), IDLE if len(found) == 1 else "draft nothing"
     text = (
-        f"{heading(panel)}: {names} {does}: the rule that ends drafts found that none pays here, so the speed is plain decoding's. Evaluate "
-        "with stopping=fixed to see what drafts would cost."
+        f"{heading(panel)}: {names} {does}: the rule that ends drafts found that none pays here, "
+        f"so the speed is plain decoding's. Evaluate with stopping=fixed to see what drafts would "
+        f"cost."
     )
     return [text] if names else []
 
@@ -244,7 +289,8 @@ def _other_prompts(panel: Panel) -> list[str]:
         return []
     counts = ", ".join(f"{len(ids)} ({run})" for run, ids in prompts.items())
     return [
-        f"{heading(panel)}: the runs do not stand on the same prompts: {counts}. What is over the best counts those that two share."
+        f"{heading(panel)}: the runs do not stand on the same prompts: {counts}. What is over the "
+        f"best counts those that two share."
     ]
 
 
@@ -254,7 +300,8 @@ def _other_pace(panel: Panel) -> list[str]:
         return []
     said = ", ".join(f"{pace:.1f} ({run})" for run, pace in paces.items())
     return [
-        f"{heading(panel)}: the baseline's own tokens/s differ between runs: {said}. Only ratios to it are compared."
+        f"{heading(panel)}: the baseline's own tokens/s differ between runs: {said}. Only ratios "
+        f"to it are compared."
     ]
 
 
@@ -262,4 +309,6 @@ def headline_note(entry: Entry) -> str:
     """What the numbers of a plot or a headline stand on."""
     if entry.prompts == ALL:
         return "All prompts count, loops included."
-    return f"Prompts whose text by the target does not loop (distinct-4 of at least {LOOPING_BELOW})."
+    return (
+        f"Prompts whose text by the target does not loop (distinct-4 of at least {LOOPING_BELOW})."
+    )

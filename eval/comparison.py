@@ -1,7 +1,9 @@
-"""Rows of several evaluations put side by side: what may be compared with what, who is ahead, and who lies on the Pareto front.
+"""Rows of several evaluations put side by side: what may be compared with what, who is ahead, and
+who lies on the Pareto front.
 
-Runs measured at different times are not compared for speed. What is compared are speedups, each a ratio to the baseline that was interleaved in
-its own run, and only where target, machine, threads, dtype and backend (`Setting`) and the work (`Workload`) are the same: a `Panel`.
+Runs measured at different times are not compared for speed. What is compared are speedups, each a
+ratio to the baseline that was interleaved in its own run, and only where target, machine, threads,
+dtype and backend (`Setting`) and the work (`Workload`) are the same: a `Panel`.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ class Standing:
 
     entry: Entry
     rival: Entry | None = None  # the best of the others; None where it is not ranked or alone
-    ratio: Interval | None = None  # its speedup over the rival's on prompts that both ran; None where they share none
+    # its speedup over the rival's on prompts that both ran; None where they share none
+    ratio: Interval | None = None
     shared: int = 0  # prompts that both ran
-    on_front: dict[str, bool] = dataclasses.field(
-        default_factory=dict
-    )  # cost -> non-dominated; absent: unknown, or idle
+    # cost -> non-dominated; absent: unknown, or idle
+    on_front: dict[str, bool] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,16 @@ class Panel:
 
     @property
     def fastest(self) -> list[Entry]:
-        """Each drafter at its fastest draft length, the fastest drafter first, behind them those that draft nothing; those that are not
-        ranked are left out."""
+        """Each drafter at its fastest draft length, the fastest drafter first, behind them those
+        that draft nothing; those that are not ranked are left out.
+        """
         return _fastest(self.entries)
 
 
 def panels_of(entries: Sequence[Entry], resamples: int, seed: int) -> list[Panel]:
-    """The entries by what may be compared, each in exactly one panel; settings first, then benchmark, batch and temperature."""
+    """The entries by what may be compared, each in exactly one panel; settings first, then
+    benchmark, batch and temperature.
+    """
     groups: dict[tuple[Setting, Workload], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.setting, entry.workload), []).append(entry)
@@ -82,7 +87,11 @@ def panels_of(entries: Sequence[Entry], resamples: int, seed: int) -> list[Panel
         [work for _, work in keys], "benchmark", "prompts_hash"
     )
     return [
-        Panel(*key, _label(key, differing, groups[key][0].row), _standings(groups[key], resamples, seed))
+        Panel(
+            *key,
+            _label(key, differing, groups[key][0].row),
+            _standings(groups[key], resamples, seed),
+        )
         for key in keys
     ]
 
@@ -90,13 +99,17 @@ def panels_of(entries: Sequence[Entry], resamples: int, seed: int) -> list[Panel
 def differing_fields(objects: Sequence[Any]) -> list[str]:
     """Names of the fields in which instances of one dataclass are not all alike."""
     return [
-        field.name for field in dataclasses.fields(objects[0]) if len({vars(one)[field.name] for one in objects}) > 1
+        field.name
+        for field in dataclasses.fields(objects[0])
+        if len({vars(one)[field.name] for one in objects}) > 1
     ]
 
 
 def telling(objects: Sequence[Any], name: str, hashed: str) -> list[str]:
     """The fields to tell objects by: those that differ, the hash only where two have one name."""
-    enough = len({vars(one)[hashed] for one in objects}) <= len({vars(one)[name] for one in objects})
+    enough = len({vars(one)[hashed] for one in objects}) <= len(
+        {vars(one)[name] for one in objects}
+    )
     return [field for field in differing_fields(objects) if field != hashed or not enough]
 
 
@@ -118,9 +131,12 @@ def _said(name: str, value: Any) -> str:
 
 def _fastest(entries: Sequence[Entry]) -> list[Entry]:
     fastest: dict[str, Entry] = {}
-    for entry in sorted((entry for entry in entries if not entry.not_ranked), key=_speed, reverse=True):
+    for entry in sorted(
+        (entry for entry in entries if not entry.not_ranked), key=_speed, reverse=True
+    ):
         fastest.setdefault(entry.name, entry)
-    return sorted(fastest.values(), key=lambda entry: entry.idle)  # whose speed is plain decoding's, and no drafter's
+    # whose speed is plain decoding's, and no drafter's
+    return sorted(fastest.values(), key=lambda entry: entry.idle)
 
 
 def _speed(entry: Entry) -> float:
@@ -135,11 +151,15 @@ def _standings(entries: Sequence[Entry], resamples: int, seed: int) -> list[Stan
         weighed = [(entry, value_of(entry)) for entry in ranked]
         if not any(value for _, value in weighed):  # that nothing costs nothing is no news
             continue
-        points = [(entry, value) for entry, value in weighed if value is not None and not entry.idle]
+        points = [
+            (entry, value) for entry, value in weighed if value is not None and not entry.idle
+        ]
         front = pareto_front([(value, _speed(entry)) for entry, value in points])
         marks = {id(entry): on_front for (entry, _), on_front in zip(points, front, strict=True)}
         found = [
-            replace(one, on_front={**one.on_front, cost: marks[id(one.entry)]}) if id(one.entry) in marks else one
+            replace(one, on_front={**one.on_front, cost: marks[id(one.entry)]})
+            if id(one.entry) in marks
+            else one
             for one in found
         ]
     return found
@@ -148,7 +168,11 @@ def _standings(entries: Sequence[Entry], resamples: int, seed: int) -> list[Stan
 def _against(entry: Entry, ranked: Sequence[Entry], resamples: int, seed: int) -> Standing:
     """The entry against the fastest drafter that is not its own, the two paired by prompt."""
     controls = entry.row.drafter == CONTROL  # those of two runs are one drafter
-    others = [one for one in ranked if one.name != entry.name and not (controls and one.row.drafter == CONTROL)]
+    others = [
+        one
+        for one in ranked
+        if one.name != entry.name and not (controls and one.row.drafter == CONTROL)
+    ]
     if entry.not_ranked or not others:
         return Standing(entry)
     mine, theirs = entry.counted(), others[0].counted()
@@ -175,7 +199,9 @@ def _columns(units: Sequence[Unit]) -> list[list[float]]:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """For each (cost, gain): is there none that costs no more, gains no less, and is better in one of the two?"""
+    """For each (cost, gain): is there none that costs no more, gains no less, and is better in one
+    of the two?
+    """
     return [
         not any(
             other_cost <= cost and other_gain >= gain and (other_cost, other_gain) != (cost, gain)
@@ -186,8 +212,14 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
 
 
 def chains(panel: Panel) -> list[Entry]:
-    """The entries that the closed form holds for, each drafter at its fastest: models that draft a token at a time, in turn with the target."""
-    return [entry for entry in panel.fastest if entry.row.drafter_parameters and entry.row.schedule == "serial"]
+    """The entries that the closed form holds for, each drafter at its fastest: models that draft a
+    token at a time, in turn with the target.
+    """
+    return [
+        entry
+        for entry in panel.fastest
+        if entry.row.drafter_parameters and entry.row.schedule == "serial"
+    ]
 
 
 def usual_costs(entries: Sequence[Entry]) -> Costs:

@@ -1,4 +1,6 @@
-"""Each drafter against the best of the others, prompt by prompt: what the intervals of two speedups cannot say."""
+"""Each drafter against the best of the others, prompt by prompt: what the intervals of two speedups
+cannot say.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ class Duel:
 
 
 def duels(rows: Sequence[Row], records: Sequence[Record]) -> list[Duel]:
-    """Of rows under one condition: each drafter, at its fastest, against the fastest other one, both resampled together by prompt.
+    """Of rows under one condition: each drafter, at its fastest, against the fastest other one,
+    both resampled together by prompt.
 
-    One that writes alone is none of them: its text is not the target's. Fewer than two drafters fight no duel.
+    One that writes alone is none of them: its text is not the target's. Fewer than two drafters
+    fight no duel.
     """
-    ranked = sorted((row for row in rows if row.schedule != ALONE), key=lambda row: -row.tokens_per_second)
+    ranked = sorted(
+        (row for row in rows if row.schedule != ALONE), key=lambda row: -row.tokens_per_second
+    )
     fastest: dict[str, Row] = {}
     for row in ranked:
         fastest.setdefault(row.drafter, row)
@@ -47,5 +53,9 @@ def duels(rows: Sequence[Row], records: Sequence[Record]) -> list[Duel]:
 
 
 def _of(row: Row, records: Sequence[Record]) -> list[Record]:
-    mine = (row.part, Condition(row.temperature, row.batch_size), Arm(row.drafter, row.num_draft_tokens))
+    mine = (
+        row.part,
+        Condition(row.temperature, row.batch_size),
+        Arm(row.drafter, row.num_draft_tokens),
+    )
     return [record for record in records if (record.part, record.condition, record.arm) == mine]

@@ -1,4 +1,6 @@
-"""A row of an evaluation as a comparison sees it: under what setting it was measured, on what work, and what is known of its drafter."""
+"""A row of an evaluation as a comparison sees it: under what setting it was measured, on what work,
+and what is known of its drafter.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from eval.units import Unit
 from training.drafters import ALONE
 
 HEADLINE, ALL = "headline", "all"  # the prompts that count
-IDLE_BELOW = 0.05  # draft tokens of a mean round: fewer, and the rule that ends drafts has found that none pays
+# draft tokens of a mean round: fewer, and the rule that ends drafts has found that none pays
+IDLE_BELOW = 0.05
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,14 @@ class Entry:
 
     @property
     def idle(self) -> bool:
-        """Whether a model drafted next to nothing, so that its speed is plain decoding's and tells nothing of the model."""
-        return self.row.drafter_parameters > 0 and self.row.num_draft_tokens > 0 and self.row.drafted < IDLE_BELOW
+        """Whether a model drafted next to nothing, so that its speed is plain decoding's and tells
+        nothing of the model.
+        """
+        return (
+            self.row.drafter_parameters > 0
+            and self.row.num_draft_tokens > 0
+            and self.row.drafted < IDLE_BELOW
+        )
 
     def counted(self) -> dict[tuple[str, ...], Unit]:
         """Prompt ids -> the unit, of the prompts that count."""
@@ -115,7 +124,9 @@ def entries_of(evaluations: Sequence[Evaluation], prompts: str) -> list[Entry]:
         _entry(
             evaluation,
             row,
-            row.drafter if len(runs_of[row.drafter]) == 1 else f"{row.drafter} ({evaluation.label})",
+            row.drafter
+            if len(runs_of[row.drafter]) == 1
+            else f"{row.drafter} ({evaluation.label})",
             prompts,
         )
         for evaluation in evaluations
@@ -127,7 +138,8 @@ def _entry(evaluation: Evaluation, row: Row, name: str, prompts: str) -> Entry:
     target_hash, prompts_hash = evaluation.hashes
     values = {**dataclasses.asdict(row), "target_hash": target_hash, "prompts_hash": prompts_hash}
     values["execution"] = evaluation.execution
-    values["verify"] = row.shared_verify  # a drafter with a rule of its own stands among those of its run
+    # a drafter with a rule of its own stands among those of its run
+    values["verify"] = row.shared_verify
     origin = evaluation.origins.get(row.drafter)
     modelless = 0 if row.drafter_parameters == 0 else None  # there is nothing to read or to train
     return Entry(
@@ -135,8 +147,12 @@ def _entry(evaluation: Evaluation, row: Row, name: str, prompts: str) -> Entry:
         folder=str(evaluation.folder),
         name=name,
         row=row,
-        setting=Setting(**{field.name: values[field.name] for field in dataclasses.fields(Setting)}),
-        workload=Workload(**{field.name: values[field.name] for field in dataclasses.fields(Workload)}),
+        setting=Setting(
+            **{field.name: values[field.name] for field in dataclasses.fields(Setting)}
+        ),
+        workload=Workload(
+            **{field.name: values[field.name] for field in dataclasses.fields(Workload)}
+        ),
         units=evaluation.units(row),
         card=origin.card if origin else {},
         bytes_per_step=origin.bytes_per_step(row) if origin else modelless,

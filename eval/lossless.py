@@ -1,9 +1,11 @@
-"""Whether a drafter's outputs are the target's own: token by token where they can be compared, else by proof.
+"""Whether a drafter's outputs are the target's own: token by token where they can be compared, else
+by proof.
 
-Greedy decoding and coupled sampling give the same tokens with and without a drafter. Token verification gives the
-same *distribution*, so single outputs differ and there is nothing to compare; its law is held by decoding's own tests.
-Floating point leaves one hole: a forward over n tokens rounds differently from n forwards over one, so where the two
-best tokens are (nearly) tied the choice may flip. Such ties are counted, and told apart from real differences.
+Greedy decoding and coupled sampling give the same tokens with and without a drafter. Token
+verification gives the same *distribution*, so single outputs differ and there is nothing to
+compare; its law is held by decoding's own tests. Floating point leaves one hole: a forward over n
+tokens rounds differently from n forwards over one, so where the two best tokens are (nearly) tied
+the choice may flip. Such ties are counted, and told apart from real differences.
 """
 
 from __future__ import annotations
@@ -33,14 +35,21 @@ class Equality:
 
 
 def is_compared(temperature: float, verify: str) -> bool:
-    """Greedy and coupled outputs are functions of the seed and the prompt; others are random draws."""
+    """Greedy and coupled outputs are functions of the seed and the prompt; others are
+    random draws.
+    """
     return temperature == 0 or verify == "coupled"
 
 
 def judge(records: Sequence[Record], *, verify: str, dtype: str) -> Equality:
-    """Sum up one drafter's records under one condition; verify is the rule where temperature > 0."""
+    """Sum up one drafter's records under one condition; verify is the rule where
+    temperature > 0.
+    """
     if not is_compared(records[0].temperature, verify):
-        return Equality(BY_RULE, f"verify={verify} keeps the distribution; single outputs are random and not compared")
+        return Equality(
+            BY_RULE,
+            f"verify={verify} keeps the distribution; single outputs are random and not compared",
+        )
     different = [record for record in records if record.differs_at is not None]
     gaps = [record.gap for record in different if record.gap is not None]
     tokens = sum(len(record.tokens) for record in records)
@@ -51,7 +60,9 @@ def judge(records: Sequence[Record], *, verify: str, dtype: str) -> Equality:
         found = some if different else f"no difference in {len(records)} generations"
         return Equality(HALF, f"{found}; {dtype} rounds too coarsely to promise equality")
     if not different:
-        return Equality(EQUAL, f"all {len(records)} generations equal the target's own, token by token")
+        return Equality(
+            EQUAL, f"all {len(records)} generations equal the target's own, token by token"
+        )
     only_ties = len(gaps) == len(different) and max(gaps) < TIE_GAP
     if only_ties and len(different) <= max(1, tokens // TOKENS_PER_TIE):
         return Equality(TIES, f"{some}, which is rounding: below {TIE_GAP:g} in {tokens} tokens")

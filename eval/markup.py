@@ -1,4 +1,6 @@
-"""The HTML that reports are put together from: one page with its own style sheet, no script, no font, no address outside of it."""
+"""The HTML that reports are put together from: one page with its own style sheet, no script, no
+font, no address outside of it.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,14 @@ def tr(cells: Sequence[str], kind: str = "") -> str:
 def table(columns: Sequence[str], body: Sequence[str], texts: int = 1) -> str:
     """A table that scrolls by itself where it is wider than the screen.
 
-    columns: plain texts; body: rows of `tr`; texts: how many columns, from the left, hold words and not figures.
+    columns: plain texts; body: rows of `tr`; texts: how many columns, from the left, hold words and
+    not figures.
     """
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    return f'<div class="scroll"><table class="texts-{texts}"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    return (
+        f'<div class="scroll"><table '
+        f'class="texts-{texts}"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    )
 
 
 def bullets(sentences: Sequence[str]) -> str:
@@ -53,19 +59,26 @@ def warned(sentences: Sequence[str]) -> str:
 def definitions(entries: Mapping[str, str]) -> str:
     """Word and meaning, plain texts."""
     return (
-        "<dl>" + "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in entries.items()) + "</dl>"
+        "<dl>"
+        + "".join(
+            f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in entries.items()
+        )
+        + "</dl>"
     )
 
 
 def colour_key(variables: Mapping[str, str]) -> str:
     """Name -> variable of report.css, as dots with their names."""
     items = "".join(
-        f'<li><i style="background:var({variable})"></i>{escape(name)}</li>' for name, variable in variables.items()
+        f'<li><i style="background:var({variable})"></i>{escape(name)}</li>'
+        for name, variable in variables.items()
     )
     return f'<ul class="key">{items}</ul>'
 
 
 def figure(heading: str, drawing: str, caption: str) -> str:
-    """A drawing (HTML) with its heading and caption (plain texts); a drawing that has its title inside needs no heading."""
+    """A drawing (HTML) with its heading and caption (plain texts); a drawing that has its title
+    inside needs no heading.
+    """
     title = f"<h3>{escape(heading)}</h3>" if heading else ""
     return f"<figure>{title}{drawing}<figcaption>{escape(caption)}</figcaption></figure>"

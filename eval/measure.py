@@ -1,7 +1,9 @@
-"""The measurement itself: every prompt is decoded by the baseline and by every drafter, one after the other, in turn.
+"""The measurement itself: every prompt is decoded by the baseline and by every drafter, one after
+the other, in turn.
 
-Interleaving puts drafter and baseline within seconds of each other, so that a machine that slows down slows both; the
-order rotates from unit to unit, so that no one always runs first. Nothing but decoding happens between two clocks.
+Interleaving puts drafter and baseline within seconds of each other, so that a machine that slows
+down slows both; the order rotates from unit to unit, so that no one always runs first. Nothing but
+decoding happens between two clocks.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from training.data import Prompt
 from training.drafters import ALONE, Use
 
 # What a generation says of itself, and its record keeps.
-COUNTS = tuple({field.name for field in fields(Generation)} & {field.name for field in fields(Record)})
+COUNTS = tuple(
+    {field.name for field in fields(Generation)} & {field.name for field in fields(Record)}
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Bench:
     uses: dict[str, Use]  # how the loop uses each drafter
     samples: int = 1  # generations of a prompt where temperature > 0
     repeats: int = 1  # times that each is run; the fastest counts
-    costs: dict[tuple[str, Condition], RoundCosts] = field(default_factory=dict)  # of a drafter, frozen first
+    # of a drafter, frozen first
+    costs: dict[tuple[str, Condition], RoundCosts] = field(default_factory=dict)
 
     def settings_at(self, condition: Condition, arm: Arm) -> Settings:
         """The run's settings for one arm under one condition."""
@@ -57,14 +62,20 @@ class Bench:
         )
 
     def decode(
-        self, condition: Condition, arm: Arm, prompts_ids: Sequence[list[int]], request_ids: Sequence[int] | None = None
+        self,
+        condition: Condition,
+        arm: Arm,
+        prompts_ids: Sequence[list[int]],
+        request_ids: Sequence[int] | None = None,
     ) -> list[Generation]:
         """Decode some prompts with one arm."""
         target, drafter = self.target, self.drafters.get(arm.drafter)
         if self.is_alone(arm):
             assert isinstance(drafter, ChainDrafter), "training.drafters makes sure of it"
             target, drafter = drafter.model, None
-        return decode(target, drafter, prompts_ids, self.settings_at(condition, arm), request_ids=request_ids)
+        return decode(
+            target, drafter, prompts_ids, self.settings_at(condition, arm), request_ids=request_ids
+        )
 
     def is_alone(self, arm: Arm) -> bool:
         """Whether the arm is another model than the target."""
@@ -72,11 +83,17 @@ class Bench:
 
     def rule_of(self, arm: Arm) -> str:
         """The rule by which an arm decodes where temperature > 0."""
-        return "coupled" if arm == COUPLED else self.uses.get(arm.drafter, Use()).verify or self.verify
+        return (
+            "coupled" if arm == COUPLED else self.uses.get(arm.drafter, Use()).verify or self.verify
+        )
 
     def baselines(self, condition: Condition) -> list[Arm]:
-        """Autoregressive decoding, by whose time drafters are judged, and once more coupled, where the text of some drafters alone is."""
-        some = self.verify != "coupled" and any(use.verify == "coupled" for use in self.uses.values())
+        """Autoregressive decoding, by whose time drafters are judged, and once more coupled, where
+        the text of some drafters alone is.
+        """
+        some = self.verify != "coupled" and any(
+            use.verify == "coupled" for use in self.uses.values()
+        )
         return [BASELINE, COUPLED] if some and condition.temperature > 0 else [BASELINE]
 
     def reference(self, condition: Condition, arm: Arm) -> Arm:
@@ -84,10 +101,15 @@ class Bench:
         return self.baselines(condition)[-1] if self.rule_of(arm) == "coupled" else BASELINE
 
 
-def units_of(prompts: Sequence[Prompt], batch_size: int, first: int) -> list[tuple[int, list[Prompt]]]:
+def units_of(
+    prompts: Sequence[Prompt], batch_size: int, first: int
+) -> list[tuple[int, list[Prompt]]]:
     """(unit number, its prompts); prompts at the end that do not fill a batch are left out."""
     whole = len(prompts) // batch_size
-    return [(first + index, list(prompts[index * batch_size : (index + 1) * batch_size])) for index in range(whole)]
+    return [
+        (first + index, list(prompts[index * batch_size : (index + 1) * batch_size]))
+        for index in range(whole)
+    ]
 
 
 def rotate(arms: Sequence[Arm], by: int) -> list[Arm]:
@@ -127,7 +149,9 @@ def runs_at(bench: Bench, condition: Condition) -> int:
 
 
 def decodings(bench: Bench, condition: Condition, prompts: Sequence[Prompt], arms: int) -> int:
-    """Batches that a unit decodes with the baselines and so many arms, turn after turn; fewer where a later turn outgrows the context."""
+    """Batches that a unit decodes with the baselines and so many arms, turn after turn; fewer where
+    a later turn outgrows the context.
+    """
     return runs_at(bench, condition) * _turns(prompts) * (len(bench.baselines(condition)) + arms)
 
 
@@ -160,16 +184,24 @@ def _measure_sample(
                 watch = Watch(torch.get_num_threads())
                 rows = bench.decode(condition, arm, prompts_ids, requests)
                 spent = watch.seconds()
-                done(arm, sum(len(row.tokens) for row in rows), rows[0].prefill_seconds + _seconds(rows))
+                done(
+                    arm,
+                    sum(len(row.tokens) for row in rows),
+                    rows[0].prefill_seconds + _seconds(rows),
+                )
                 if arm not in outputs or _faster(rows, outputs[arm]):
                     outputs[arm], busy[arm] = rows, spent
-                elif _texts(rows) != _texts(outputs[arm]) and is_compared(condition.temperature, bench.rule_of(arm)):
+                elif _texts(rows) != _texts(outputs[arm]) and is_compared(
+                    condition.temperature, bench.rule_of(arm)
+                ):
                     differing[arm] = rows
         # An arm that says two things is wrong in one of them: that one is kept, and told.
         for arm, rows in differing.items():
             if _texts(outputs[arm]) == _texts(outputs[bench.reference(condition, arm)]):
                 outputs[arm] = rows
-        records += _records(bench, condition, part, unit, sample, turn, present, prompts_ids, outputs, busy)
+        records += _records(
+            bench, condition, part, unit, sample, turn, present, prompts_ids, outputs, busy
+        )
         for prompt, row in zip(present, outputs[BASELINE], strict=True):
             answers[prompt.id].append(bench.tokenizer.decode(row.tokens, skip_special_tokens=True))
     return records
@@ -184,19 +216,25 @@ def _texts(rows: Sequence[Generation]) -> list[list[int]]:
 
 
 def _faster(rows: Sequence[Generation], before: Sequence[Generation]) -> bool:
-    """Whether the same text came in less time; another text is no better measurement of the first."""
+    """Whether the same text came in less time; another text is no better measurement of
+    the first.
+    """
     return _texts(rows) == _texts(before) and _seconds(rows) < _seconds(before)
 
 
 def _request(sample: int, unit: int, turn: int, row: int) -> int:
-    """A number of its own for every generation of a run: it keys the noise, the same for all arms."""
+    """A number of its own for every generation of a run: it keys the noise, the same
+    for all arms.
+    """
     return ((sample * 1_000_000 + unit) * 1_000 + turn) * 1_000 + row
 
 
 def _turn(
     bench: Bench, prompts: Sequence[Prompt], turn: int, answers: dict[str, list[str]]
 ) -> tuple[list[Prompt], list[list[int]]]:
-    """(prompts that have this turn, their token ids); a later turn that outgrew the context ends its conversation."""
+    """(prompts that have this turn, their token ids); a later turn that outgrew the context ends
+    its conversation.
+    """
     present, ids = [], []
     for prompt in prompts:
         if turn < len(prompt.turns) and len(answers[prompt.id]) == turn:
@@ -225,7 +263,9 @@ def _records(
     outputs: dict[Arm, list[Generation]],
     busy: dict[Arm, float],
 ) -> list[Record]:
-    """A record for every row of every arm, held against the row of the baseline that it has to equal."""
+    """A record for every row of every arm, held against the row of the baseline that it has to
+    equal.
+    """
     records = []
     for arm, rows in outputs.items():
         for number, (row, base, prompt, ids) in enumerate(
@@ -256,13 +296,23 @@ def _records(
 
 
 def _difference(
-    bench: Bench, condition: Condition, arm: Arm, row: Generation, base: Generation, ids: list[int], request: int
+    bench: Bench,
+    condition: Condition,
+    arm: Arm,
+    row: Generation,
+    base: Generation,
+    ids: list[int],
+    request: int,
 ) -> tuple[int | None, float | None]:
-    """(the first token that is not the baseline's, the gap between the target's two best ones there); None where equal or not to be compared."""
+    """(the first token that is not the baseline's, the gap between the target's two best ones
+    there); None where equal or not to be compared.
+    """
     if bench.is_alone(arm) or not is_compared(condition.temperature, bench.rule_of(arm)):
         return None, None
     at = first_difference(row.tokens, base.tokens)
     if at is None:
         return None, None
     before = [*ids, *base.tokens[:at]]
-    return at, top_two_gap(choice_scores(bench.target, before, bench.settings_at(condition, arm), request))
+    return at, top_two_gap(
+        choice_scores(bench.target, before, bench.settings_at(condition, arm), request)
+    )

@@ -1,9 +1,11 @@
-"""What the parts of a round cost, timed in slices all through the run, next to the generations that they explain.
+"""What the parts of a round cost, timed in slices all through the run, next to the generations that
+they explain.
 
-A machine changes pace from minute to minute, so parts that are timed once at the start explain little of what follows.
-A slice takes a few repeats of every part before every few units; a row takes the medians over the slices of its
-condition. The draft length is chosen from the slices of the sweep alone, which lie in the run folder before the first
-prompt of the main part, so that a run taken up again chooses the same.
+A machine changes pace from minute to minute, so parts that are timed once at the start explain
+little of what follows. A slice takes a few repeats of every part before every few units; a row
+takes the medians over the slices of its condition. The draft length is chosen from the slices of
+the sweep alone, which lie in the run folder before the first prompt of the main part, so that a run
+taken up again chooses the same.
 """
 
 from __future__ import annotations
@@ -45,17 +47,26 @@ class Slice:
     t_draft_ms: float
     t_target_ms: dict[int, float]
     context: int
-    shared: bool = True  # the target ran as it does without this drafter; not where the two have cores of their own
-    t_draft_by_beams_ms: dict[int, float] = dataclasses.field(default_factory=dict)  # empty where all steps are alike
+    # the target ran as it does without this drafter; not where the two have cores of their own
+    shared: bool = True
+    # empty where all steps are alike
+    t_draft_by_beams_ms: dict[int, float] = dataclasses.field(default_factory=dict)
 
 
 def time_slice(
-    bench: Bench, condition: Condition, part: str, prompt: Sequence[int], widths: Iterable[int], repeats: int
+    bench: Bench,
+    condition: Condition,
+    part: str,
+    prompt: Sequence[int],
+    widths: Iterable[int],
+    repeats: int,
 ) -> list[Slice]:
-    """Time every drafter's step, and the target at every width, after half of max_new_tokens; `repeats` each.
+    """Time every drafter's step, and the target at every width, after half of max_new_tokens;
+    `repeats` each.
 
-    The target is timed at all widths by itself, once for all drafters that share it, with more repeats where they are several. Every
-    drafter is then timed in the same way, in turn with a target step, so that one model under two names costs the same.
+    The target is timed at all widths by itself, once for all drafters that share it, with more
+    repeats where they are several. Every drafter is then timed in the same way, in turn with a
+    target step, so that one model under two names costs the same.
     """
     slices: list[Slice] = []
     sharing = sum(use.schedule not in WALL for use in bench.uses.values())
@@ -66,15 +77,26 @@ def time_slice(
             step = _time(bench, drafter, condition.batch_size, prompt, (1,), repeats)
             target_ms = step.t_target_ms
             if not shared or not any(one.shared for one in slices):
-                target_ms = _time(bench, None, condition.batch_size, prompt, widths, often).t_target_ms
+                target_ms = _time(
+                    bench, None, condition.batch_size, prompt, widths, often
+                ).t_target_ms
         assert step.t_draft_ms is not None, "a drafter was timed"
         place = (part, condition.temperature, condition.batch_size, name)
-        slices.append(Slice(*place, step.t_draft_ms, target_ms, step.context, shared, step.t_draft_by_beams_ms))
+        slices.append(
+            Slice(
+                *place, step.t_draft_ms, target_ms, step.context, shared, step.t_draft_by_beams_ms
+            )
+        )
     return slices
 
 
 def _time(
-    bench: Bench, drafter: Drafter | None, batch_size: int, prompt: Sequence[int], widths: Iterable[int], repeats: int
+    bench: Bench,
+    drafter: Drafter | None,
+    batch_size: int,
+    prompt: Sequence[int],
+    widths: Iterable[int],
+    repeats: int,
 ) -> Parts:
     return time_parts(
         bench.target,
@@ -96,14 +118,22 @@ def frozen_costs(
     path: Path,
     seconds: float = math.inf,
 ) -> None:
-    """Fill bench.costs for the policies and drafters that weigh costs: from the run folder, or measured and written there first.
+    """Fill bench.costs for the policies and drafters that weigh costs: from the run folder, or
+    measured and written there first.
 
-    So a run that is taken up again decides as it did before. deepest: the longest draft of each drafter. seconds: for all of them together.
+    So a run that is taken up again decides as it did before. deepest: the longest draft of each
+    drafter. seconds: for all of them together.
     """
     weighing = [
-        name for name, use in bench.uses.items() if weighs_costs(bench.drafters[name].caps, use.schedule, use.stopping)
+        name
+        for name, use in bench.uses.items()
+        if weighs_costs(bench.drafters[name].caps, use.schedule, use.stopping)
     ]
-    measured = read_object(path, "Delete it: the costs are measured again", _costs_of) if path.is_file() else {}
+    measured = (
+        read_object(path, "Delete it: the costs are measured again", _costs_of)
+        if path.is_file()
+        else {}
+    )
     for condition in conditions:
         for name in weighing:
             drafter = bench.drafters[name]
@@ -131,21 +161,28 @@ def _costs_of(values: dict[str, Any]) -> dict[str, RoundCosts]:
     return {key: RoundCosts.read(costs) for key, costs in values.items()}
 
 
-def median_parts(slices: Sequence[Slice], drafter: str, condition: Condition, part: str) -> PartTimes:
-    """Medians over the slices of a part of the run: of the drafter's own for its step, for the target of all drafters' that share it.
+def median_parts(
+    slices: Sequence[Slice], drafter: str, condition: Condition, part: str
+) -> PartTimes:
+    """Medians over the slices of a part of the run: of the drafter's own for its step, for the
+    target of all drafters' that share it.
 
-    A machine's pace changes, so what is explained by parts is explained by those timed beside it. Raises ValueError without a slice of this
-    drafter under this condition.
+    A machine's pace changes, so what is explained by parts is explained by those timed beside it.
+    Raises ValueError without a slice of this drafter under this condition.
     """
     place = (part, condition.temperature, condition.batch_size)
     here = [s for s in slices if (s.part, s.temperature, s.batch_size) == place]
     own = [s for s in here if s.drafter == drafter]
     if not own:
         raise ValueError(f"{drafter} was not timed at {condition.label}")
-    target = [s.t_target_ms for s in here if s.shared] if own[0].shared else [s.t_target_ms for s in own]
+    target = (
+        [s.t_target_ms for s in here if s.shared] if own[0].shared else [s.t_target_ms for s in own]
+    )
     widths = sorted({n for times in target for n in times})
     t_target_ms = {n: median(times[n] for times in target if n in times) for n in widths}
-    by_beams = {n: median(s.t_draft_by_beams_ms[n] for s in own) for n in own[0].t_draft_by_beams_ms}
+    by_beams = {
+        n: median(s.t_draft_by_beams_ms[n] for s in own) for n in own[0].t_draft_by_beams_ms
+    }
     return PartTimes(median(s.t_draft_ms for s in own), t_target_ms, own[0].context, by_beams)
 
 

@@ -1,7 +1,8 @@
-"""The report's plots: matplotlib to inline SVG whose colours are the page's own, so that light and dark both read well.
+"""The report's plots: matplotlib to inline SVG whose colours are the page's own, so that light and
+dark both read well.
 
-matplotlib draws with stand-in colours; `svg` swaps them for CSS variables. Figures are drawn for a column 380 px wide,
-the narrowest screen that matters, and grow from there.
+matplotlib draws with stand-in colours; `svg` swaps them for CSS variables. Figures are drawn for a
+column 380 px wide, the narrowest screen that matters, and grow from there.
 """
 
 from __future__ import annotations
@@ -57,10 +58,17 @@ _serial = itertools.count()
 
 
 def svg(figure: Figure, label: str) -> str:
-    """The figure as an SVG element that takes its colours and fonts from the page; label is read out to the blind."""
+    """The figure as an SVG element that takes its colours and fonts from the page; label is read
+    out to the blind.
+    """
     buffer = io.StringIO()
     figure.savefig(
-        buffer, format="svg", transparent=True, bbox_inches="tight", pad_inches=0.03, metadata={"Date": None}
+        buffer,
+        format="svg",
+        transparent=True,
+        bbox_inches="tight",
+        pad_inches=0.03,
+        metadata={"Date": None},
     )
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
@@ -94,23 +102,35 @@ def _axes(height: float = 3.0) -> tuple[Figure, Axes]:
 
 
 def speedup_by_gamma(rows: Sequence[Row], palette: dict[str, str]) -> str:
-    """Measured (points with intervals) and predicted (dashed) speedup over the draft length, under one condition."""
+    """Measured (points with intervals) and predicted (dashed) speedup over the draft length, under
+    one condition.
+    """
     with rc_context(STYLE):
         figure, axes = _axes()
         axes.axhline(1, color=MUTED, linewidth=1)
         names = list(dict.fromkeys(row.drafter for row in rows))
         for index, name in enumerate(names):
-            mine = sorted((row for row in rows if row.drafter == name), key=lambda row: row.num_draft_tokens)
+            mine = sorted(
+                (row for row in rows if row.drafter == name), key=lambda row: row.num_draft_tokens
+            )
             gammas = np.array([row.num_draft_tokens for row in mine], dtype=float) + 0.06 * (
                 index - (len(names) - 1) / 2
             )
             speeds = np.array([row.speedup for row in mine])
-            low = np.array([row.speedup if row.speedup_low is None else row.speedup_low for row in mine])
-            high = np.array([row.speedup if row.speedup_high is None else row.speedup_high for row in mine])
-            predicted = [np.nan if row.predicted_speedup is None else row.predicted_speedup for row in mine]
+            low = np.array(
+                [row.speedup if row.speedup_low is None else row.speedup_low for row in mine]
+            )
+            high = np.array(
+                [row.speedup if row.speedup_high is None else row.speedup_high for row in mine]
+            )
+            predicted = [
+                np.nan if row.predicted_speedup is None else row.predicted_speedup for row in mine
+            ]
             axes.plot(gammas, predicted, color=palette[name], linewidth=1, dashes=(3, 2))
             spread = np.array([speeds - low, high - speeds]).clip(min=0)
-            axes.errorbar(gammas, speeds, spread, color=palette[name], marker=_marker(index), elinewidth=1)
+            axes.errorbar(
+                gammas, speeds, spread, color=palette[name], marker=_marker(index), elinewidth=1
+            )
         axes.set_xlabel("draft length gamma")
         axes.set_xticks(sorted({row.num_draft_tokens for row in rows}))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
@@ -119,7 +139,9 @@ def speedup_by_gamma(rows: Sequence[Row], palette: dict[str, str]) -> str:
 
 
 def alpha_over_depth(rows: Sequence[Row], palette: dict[str, str]) -> str:
-    """alpha_k over the depth k, from all draft lengths of a drafter; depths with too few tests are left out."""
+    """alpha_k over the depth k, from all draft lengths of a drafter; depths with too few tests are
+    left out.
+    """
     with rc_context(STYLE):
         figure, axes = _axes()
         deepest = 1
@@ -143,8 +165,17 @@ def alpha_over_depth(rows: Sequence[Row], palette: dict[str, str]) -> str:
 
 
 def time_per_token(rows: Sequence[Row]) -> str:
-    """Milliseconds an emitted token costs: drafting, checking by the target, the rest; the baseline on top."""
-    bars = [("no drafter", 0.0, rows[0].t_target_ms[1], rows[0].baseline_round_ms - rows[0].t_target_ms[1])]
+    """Milliseconds an emitted token costs: drafting, checking by the target, the rest; the baseline
+    on top.
+    """
+    bars = [
+        (
+            "no drafter",
+            0.0,
+            rows[0].t_target_ms[1],
+            rows[0].baseline_round_ms - rows[0].t_target_ms[1],
+        )
+    ]
     for row in rows:
         tokens = row.tau or 1.0
         drafting, target = row.draft_ms_per_round, row.target_ms_per_round
@@ -175,7 +206,9 @@ def short(name: str, most: int = 18) -> str:
 
 
 def prompt_scatter(units_by_name: dict[str, list[Unit]], palette: dict[str, str]) -> str:
-    """tokens/s of every prompt with the drafter over tokens/s without; prompts whose text loops are hollow."""
+    """tokens/s of every prompt with the drafter over tokens/s without; prompts whose text loops are
+    hollow.
+    """
     with rc_context(STYLE):
         figure, axes = _axes(3.4)
         everything = []
@@ -194,7 +227,9 @@ def prompt_scatter(units_by_name: dict[str, list[Unit]], palette: dict[str, str]
             everything += [*before, *after]
         low, high = min(everything) * 0.95, max(everything) * 1.03
         across = [
-            point for units in units_by_name.values() for point in (u.base_tokens / u.base_seconds for u in units)
+            point
+            for units in units_by_name.values()
+            for point in (u.base_tokens / u.base_seconds for u in units)
         ]
         axes.plot([low, high], [low, high], color=MUTED, linewidth=1)
         axes.set_ylim(low, high)

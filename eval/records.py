@@ -1,4 +1,6 @@
-"""What one generation left behind: the raw record, one line of records.jsonl, from which every number is made."""
+"""What one generation left behind: the raw record, one line of records.jsonl, from which every
+number is made.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,17 @@ class Condition:
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing that is run on every prompt: a drafter at a draft length, or the baseline (gamma 0)."""
+    """One thing that is run on every prompt: a drafter at a draft length, or the baseline (gamma
+    0).
+    """
 
     drafter: str
     num_draft_tokens: int
 
 
 BASELINE = Arm(AUTOREGRESSIVE, 0)
-# The same under coupled sampling, where some drafters alone are coupled: their text has to be this one's. Its time counts nowhere.
+# The same under coupled sampling, where some drafters alone are coupled: their text has to be this
+# one's. Its time counts nowhere.
 COUPLED = Arm(f"{AUTOREGRESSIVE}, coupled", 0)
 
 
@@ -65,16 +70,20 @@ class Record:
     draft_steps: int  # the drafter's model's forwards, of the batch
     verified: int  # nodes of the target's forwards besides the tips, of one row, padding included
     prefill_seconds: float  # of the batch
-    decode_seconds: float  # wall time from the end of the prefill to this row's last token, of the whole batch
+    # wall time from the end of the prefill to this row's last token, of the whole batch
+    decode_seconds: float
     draft_seconds: float  # the drafter's part of it
-    cpu_seconds: float  # that decoding had its processors, over prefill and decoding of the batch (eval/neighbours.py)
+    # that decoding had its processors, over prefill and decoding of the batch (eval/neighbours.py)
+    cpu_seconds: float
     differs_at: int | None  # first token that is not the baseline's; None: equal, or not comparable
     gap: float | None  # there, the target's best score minus its second best
-    lanes_seconds: float = 0.0  # under an overlapped schedule: the longer lane of every round, part of decode_seconds
+    # under an overlapped schedule: the longer lane of every round, part of decode_seconds
+    lanes_seconds: float = 0.0
     target_seconds: float = 0.0  # there, the target's lane
     shorter_seconds: float = 0.0  # there, the shorter lane of every round
     sample: int = 0  # of several generations of one prompt
-    trace: str = ""  # a character a token: 1 a draft that passed, 0 in place of one that failed, . none tested
+    # a character a token: 1 a draft that passed, 0 in place of one that failed, . none tested
+    trace: str = ""
     draft_beams: int = 0  # that the draft steps started from, summed; 0: one each
     attempt: int = 1  # times its unit was measured, stalls of the machine included
 
@@ -88,16 +97,18 @@ class Record:
 
 
 def stalled(unit: Sequence[Record], before: Sequence[Record]) -> bool:
-    """Did the machine stand still while a unit was measured? True when one arm's round took STALL times its usual.
+    """Did the machine stand still while a unit was measured? True when one arm's round took STALL
+    times its usual.
 
-    Usual: the median over the units `before` of the same part; with fewer than three of them nothing can be said. Every arm is
-    judged alike, and a prompt that is merely slow does not come near: a round's cost hardly hangs on the text.
+    Usual: the median over the units `before` of the same part; with fewer than three of them
+    nothing can be said. Every arm is judged alike, and a prompt that is merely slow does not come
+    near: a round's cost hardly hangs on the text.
     """
     for arm in {record.arm for record in unit}:
         usual = [_round_seconds(record) for record in before if record.arm == arm]
-        if len(usual) >= 3 and max(_round_seconds(record) for record in unit if record.arm == arm) > STALL * median(
-            usual
-        ):
+        if len(usual) >= 3 and max(
+            _round_seconds(record) for record in unit if record.arm == arm
+        ) > STALL * median(usual):
             return True
     return False
 
@@ -112,17 +123,22 @@ def record_from(values: dict[str, Any]) -> Record:
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Add lines, in one write: a killed run leaves whole lines, and at most one torn one at the end."""
+    """Add lines, in one write: a killed run leaves whole lines, and at most one torn one at the
+    end.
+    """
     with path.open("ab") as file:
         file.write(lines_of(map(dataclasses.asdict, records)))
 
 
 def read_records(path: Path) -> list[Record]:
-    """All records of a run; a torn last line (a killed run) is passed over, any other damage is an error."""
+    """All records of a run; a torn last line (a killed run) is passed over, any other damage is an
+    error.
+    """
     lines = read_lines(path, record_from)
     if lines.wrong:
         raise UserError(
-            f"{path}, {lines.wrong[0]}: not a record of eval.run. Remove the output folder, or choose another output_dir, and measure again."
+            f"{path}, {lines.wrong[0]}: not a record of eval.run. Remove the output folder, or "
+            f"choose another output_dir, and measure again."
         )
     return lines.records
 

@@ -1,11 +1,14 @@
-"""PEARL's state machine run over logged accept/reject traces: what an overlapped schedule should take, round by round.
+"""PEARL's state machine run over logged accept/reject traces: what an overlapped schedule should
+take, round by round.
 
-The closed form (eval.prediction.pearl_round) takes acceptance as equal everywhere; real acceptance comes in bursts, of which a trace keeps
-every one. Each turn is priced by its longer lane, at what a drafted token and a forward took on average in that run, so the machine's pace
-drops out. Where measurement and replay agree, the schedule does what it should; where they differ, the lanes did not overlap.
+The closed form (eval.prediction.pearl_round) takes acceptance as equal everywhere; real acceptance
+comes in bursts, of which a trace keeps every one. Each turn is priced by its longer lane, at what a
+drafted token and a forward took on average in that run, so the machine's pace drops out. Where
+measurement and replay agree, the schedule does what it should; where they differ, the lanes did not
+overlap.
 
-A trace has a character for each emitted token: `1` a draft that passed, `0` the target's own in place of one that failed, `.` the target's
-own where nothing was drafted.
+A trace has a character for each emitted token: `1` a draft that passed, `0` the target's own in
+place of one that failed, `.` the target's own where nothing was drafted.
 """
 
 from __future__ import annotations
@@ -32,9 +35,11 @@ def can_replay(schedule: str) -> bool:
 
 
 def turns(trace: str, gamma: int, limit: int, schedule: str) -> Iterator[Turn]:
-    """The turns that decode a text with this trace, in chunks of `gamma`, when at most `limit` tokens may come.
+    """The turns that decode a text with this trace, in chunks of `gamma`, when at most `limit`
+    tokens may come.
 
-    Raises ValueError where the schedule tests a token of which the trace does not know whether it passes.
+    Raises ValueError where the schedule tests a token of which the trace does not know whether it
+    passes.
     """
     kind = SCHEDULES[schedule]
     done = assumed = 0
@@ -54,7 +59,9 @@ def turns(trace: str, gamma: int, limit: int, schedule: str) -> Iterator[Turn]:
 
 
 def _run(trace: str, start: int, window: int) -> int:
-    """How many of the `window` tokens from `start` on pass in a row. What lies behind the text's end changes nothing: it passes."""
+    """How many of the `window` tokens from `start` on pass in a row. What lies behind the text's
+    end changes nothing: it passes.
+    """
     for offset, mark in enumerate(trace[start : start + window]):
         if mark == ".":
             raise ValueError(f"token {start + offset} was never tested, but the schedule tests it")
@@ -75,6 +82,8 @@ def mean_lanes(traces: Iterable[str], gamma: int, limit: int, schedule: str, cos
 
 
 def replayed_speedup(taken: Sequence[Turn], costs: Costs) -> float:
-    """Tokens a second over the baseline's: every turn costs its longer lane, and each of the target's forwards the rest (costs.overhead)."""
+    """Tokens a second over the baseline's: every turn costs its longer lane, and each of the
+    target's forwards the rest (costs.overhead).
+    """
     spent = sum(lanes(turn, costs) + costs.overhead * (turn.width > 0) for turn in taken)
     return sum(turn.gained for turn in taken) * (1.0 + costs.baseline_overhead) / spent

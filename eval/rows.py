@@ -64,7 +64,11 @@ def _categories(units: Sequence[Unit], run: RunFacts) -> list[Category]:
     for name, members in sorted(slices.items()):
         speed = interval(members, run)
         prompts = sum(len(unit.ids) for unit in members)
-        rows.append(Category(name, prompts, _alpha(members), _tau(members), speed.value, speed.low, speed.high))
+        rows.append(
+            Category(
+                name, prompts, _alpha(members), _tau(members), speed.value, speed.low, speed.high
+            )
+        )
     return rows
 
 
@@ -85,7 +89,9 @@ def build_row(
     pool: Pool,
     shapes: Shapes = UNKNOWN,
 ) -> Row:
-    """One row from the records of one drafter at one draft length under one condition. shapes: what its models read and compute."""
+    """One row from the records of one drafter at one draft length under one condition. shapes: what
+    its models read and compute.
+    """
     first = records[0]
     equality = Equality(OTHER, "the drafter's own text") if facts.schedule == ALONE else None
     rule = facts.verify or run.verify
@@ -113,7 +119,9 @@ def build_row(
         **_costs(units, facts, parts),
         **_speed(units, run),
         **_headline(units, run),
-        predicted_speedup=prediction.predicted_speedup(pool.pass_rates, first.num_draft_tokens, pool.costs)
+        predicted_speedup=prediction.predicted_speedup(
+            pool.pass_rates, first.num_draft_tokens, pool.costs
+        )
         if facts.schedule in CLOSED_FORM
         else None,
         replayed_speedup=_replayed(run, facts, first, units, pool),
@@ -132,7 +140,10 @@ def _verdict(facts: DrafterFacts, pool: Pool) -> prediction.Verdict:
         return prediction.Verdict(False, 0, 1.0, text)
     judged = prediction.verdict(pool.pass_rates, pool.costs)
     if facts.schedule not in CLOSED_FORM:
-        text = f"there is no formula for this schedule; that of PEARL gives {judged.speedup:.2f}x at its best length, gamma={judged.gamma}"
+        text = (
+            f"there is no formula for this schedule; that of PEARL gives {judged.speedup:.2f}x "
+            f"at its best length, gamma={judged.gamma}"
+        )
         return replace(judged, text=text)
     return (
         replace(judged, text=f"if the lanes do not slow each other, {judged.text}")
@@ -178,12 +189,18 @@ def _costs(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> dict
     }
 
 
-def _replayed(run: RunFacts, facts: DrafterFacts, first: Record, units: Sequence[Unit], pool: Pool) -> float | None:
-    """The speedup that an overlapped schedule should have by its own traces, from what each of its lanes took."""
+def _replayed(
+    run: RunFacts, facts: DrafterFacts, first: Record, units: Sequence[Unit], pool: Pool
+) -> float | None:
+    """The speedup that an overlapped schedule should have by its own traces, from what each of its
+    lanes took.
+    """
     if not replayable(facts, units):
         return None
     traces, gamma = [trace for unit in units for trace in unit.traces], first.num_draft_tokens
-    taken = [turn for trace in traces for turn in turns(trace, gamma, run.max_new_tokens, facts.schedule)]
+    taken = [
+        turn for trace in traces for turn in turns(trace, gamma, run.max_new_tokens, facts.schedule)
+    ]
     return replayed_speedup(taken, lane_costs(units, taken, pool.costs.V))
 
 
@@ -191,7 +208,12 @@ def _overlap(units: Sequence[Unit]) -> float | None:
     return metrics.overlap(
         *(
             sum(lane)
-            for lane in zip(*((u.draft_seconds, u.target_seconds, u.lanes_seconds, u.shorter_seconds) for u in units))
+            for lane in zip(
+                *(
+                    (u.draft_seconds, u.target_seconds, u.lanes_seconds, u.shorter_seconds)
+                    for u in units
+                )
+            )
         )
     )
 
@@ -199,7 +221,10 @@ def _overlap(units: Sequence[Unit]) -> float | None:
 def _speed(units: Sequence[Unit], run: RunFacts) -> dict[str, Any]:
     speed = interval(units, run)
     tokens, seconds = sum(unit.tokens for unit in units), sum(unit.seconds for unit in units)
-    base_tokens, base_seconds = sum(unit.base_tokens for unit in units), sum(unit.base_seconds for unit in units)
+    base_tokens, base_seconds = (
+        sum(unit.base_tokens for unit in units),
+        sum(unit.base_seconds for unit in units),
+    )
     whole = seconds + sum(unit.prefill_seconds for unit in units)
     base_whole = base_seconds + sum(unit.base_prefill_seconds for unit in units)
     worst = min(units, key=lambda unit: unit.speedup)
@@ -237,7 +262,9 @@ def build_rows(
     records: Sequence[Record],
     shapes: Shapes = UNKNOWN,
 ) -> list[Row]:
-    """All rows of a run: conditions, parts, drafters and draft lengths in the order in which they were measured."""
+    """All rows of a run: conditions, parts, drafters and draft lengths in the order in which they
+    were measured.
+    """
     rows = []
     for condition, part in dict.fromkeys((record.condition, record.part) for record in records):
         for name in facts:
@@ -262,11 +289,16 @@ def pool_of(
 ) -> Pool:
     """What predicts a drafter's speedup under one condition, in texts of at most `limit` tokens.
 
-    Acceptance and parts are those of the part's own prompts. The overhead is that of the sweep where there was one, over all its
-    draft lengths: so the main part's prediction does not contain its own time, and agreement means something.
+    Acceptance and parts are those of the part's own prompts. The overhead is that of the sweep
+    where there was one, over all its draft lengths: so the main part's prediction does not contain
+    its own time, and agreement means something.
     """
-    judged = {gamma: units for gamma, (_, units) in _by_gamma(name, condition, part, records).items()}
-    timed = {gamma: units for gamma, (_, units) in _by_gamma(name, condition, "sweep", records).items()}
+    judged = {
+        gamma: units for gamma, (_, units) in _by_gamma(name, condition, part, records).items()
+    }
+    timed = {
+        gamma: units for gamma, (_, units) in _by_gamma(name, condition, "sweep", records).items()
+    }
     parts = median_parts(slices, name, condition, part)
     parts_then = median_parts(slices, name, condition, "sweep" if timed else part)
     return pool_counts(judged, timed or judged, facts, parts, parts_then, limit)

@@ -1,8 +1,10 @@
-"""`python -m eval.run drafters=[FOLDER,...]`: is this drafter worth it, on these prompts and this machine?
+"""`python -m eval.run drafters=[FOLDER,...]`: is this drafter worth it, on these prompts and this
+machine?
 
-Prompts are split in two. On a few, taken from all over the file or from one of their own, every draft length of the
-sweep is tried, and each drafter's best one is chosen from its acceptance and its costs; on all others the drafters run
-at that length, and those runs are the result. So the draft length is never chosen on the prompts that judge it.
+Prompts are split in two. On a few, taken from all over the file or from one of their own, every
+draft length of the sweep is tried, and each drafter's best one is chosen from its acceptance and
+its costs; on all others the drafters run at that length, and those runs are the result. So the
+draft length is never chosen on the prompts that judge it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,14 @@ from training.models import target_is_here
 from training.run_folder import RunFolder
 from training.tracker import Recording, Tracker
 
-TRACKED = ("speedup", "tau", "alpha", "tokens_per_second", "baseline_tokens_per_second", "cost_ratio")
+TRACKED = (
+    "speedup",
+    "tau",
+    "alpha",
+    "tokens_per_second",
+    "baseline_tokens_per_second",
+    "cost_ratio",
+)
 NOT_MEASURED = (
     "Any machine, dtype, batch size, temperature or prompt that is not named above.",
     "Quality of the target's answers: drafting does not change them.",
@@ -44,14 +53,18 @@ NOT_MEASURED = (
 
 
 def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
-    """Measure and report; returns the run folder with results.jsonl, records.jsonl, parts.jsonl, drafters.json and report.html.
+    """Measure and report; returns the run folder with results.jsonl, records.jsonl, parts.jsonl,
+    drafters.json and report.html.
 
-    clock: seconds, for max_seconds alone. Raises UserError for input that does not fit, and for an output that is not the target's own (after
-    the report).
+    clock: seconds, for max_seconds alone. Raises UserError for input that does not fit, and for an
+    output that is not the target's own (after the report).
     """
     check(cfg)
     if not cfg.drafters and cfg.prompt_lookup_control:
-        print("no drafters= given: prompt lookup, the control, is all that is measured beside autoregressive decoding")
+        print(
+            "no drafters= given: prompt lookup, the control, is all that is measured beside "
+            "autoregressive decoding"
+        )
     if cfg.dry_run:
         if target_is_here(cfg.target):
             loaded = load(cfg)
@@ -64,11 +77,14 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
     results = folder.path / "results.jsonl"
     report = folder.path / "report.html"
     if folder.finished(
-        results, report, also=[folder.path / name for name in ("records.jsonl", "parts.jsonl", ORIGINS)]
+        results,
+        report,
+        also=[folder.path / name for name in ("records.jsonl", "parts.jsonl", ORIGINS)],
     ):
         rows = read_rows(results)
         print(
-            f"{folder.path} is finished; nothing is measured again. Delete it, or give another output_dir=, to do so."
+            f"{folder.path} is finished; nothing is measured again. Delete it, or give another "
+            f"output_dir=, to do so."
         )
     else:
         loaded = load(cfg)
@@ -82,7 +98,9 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
         rows = build_rows(loaded.run, loaded.facts, session.slices, session.records, shapes)
         rows = with_asked(rows, cfg, loaded)
         write_rows(results, rows)
-        write_report(report, rows, session.records, _provenance(cfg, folder, loaded, rows, session.records))
+        write_report(
+            report, rows, session.records, _provenance(cfg, folder, loaded, rows, session.records)
+        )
         # Not before: what a tracker does beside the decoding would be measured too.
         with Recording(folder, cfg, loaded.inputs, is_main=True) as tracker:
             assert tracker is not None, "this is the only process"
@@ -93,16 +111,20 @@ def run(cfg: EvalConfig, clock: Callable[[], float] = time.monotonic) -> Path:
     broken = sorted({row.drafter for row in rows if row.lossless == "differs"})
     if broken and cfg.require_lossless:
         raise UserError(
-            f"the output with {', '.join(broken)} is not the target's own; the report says where. This is a fault of "
-            "the decoding, not of the drafter: please report it. require_lossless=false ends without this error."
+            f"the output with {', '.join(broken)} is not the target's own; the report says where. "
+            f"This is a fault of "
+            "the decoding, not of the drafter: please report it. require_lossless=false ends "
+            "without this error."
         )
     return folder.path
 
 
 def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
-    """Raise UserError for what would fail only after time was spent: parts without prompts, schedules that a drafter, rule or batch does not fit.
+    """Raise UserError for what would fail only after time was spent: parts without prompts,
+    schedules that a drafter, rule or batch does not fit.
 
-    Called before the run folder belongs to this configuration, so that the mended command runs in the same folder.
+    Called before the run folder belongs to this configuration, so that the mended command runs in
+    the same folder.
     """
     generations(cfg, loaded)
     for name, use in loaded.bench.uses.items():
@@ -118,28 +140,41 @@ def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:
     """What a run would do, and at most how many tokens it would emit."""
     batches = generations(cfg, loaded)
     drafters = ", ".join(loaded.facts)
-    prompts = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in loaded.bench.benchmark.counts.items())
-    print(f"target: {loaded.run.target} ({loaded.run.backend}, {loaded.run.dtype}, {loaded.run.device})")
+    prompts = ", ".join(
+        f"{number} {name.replace('_', ' ')}"
+        for name, number in loaded.bench.benchmark.counts.items()
+    )
+    print(
+        f"target: {loaded.run.target} ({loaded.run.backend}, {loaded.run.dtype}, "
+        f"{loaded.run.device})"
+    )
     print(f"drafters: {drafters}")
     print(f"prompts of {loaded.bench.benchmark.name}: {prompts}")
     _hint_prompts(cfg)
     print(f"draft lengths: {_draft_lengths(cfg, loaded)}")
     print(f"conditions: {', '.join(condition.label for condition in conditions(cfg))}")
     print(
-        f"would decode {sum(batches.values())} batches, at most {most_tokens(cfg, loaded)} tokens{_within(cfg)}, into {cfg.output_dir}"
+        f"would decode {sum(batches.values())} batches, at most {most_tokens(cfg, loaded)} "
+        f"tokens{_within(cfg)}, into {cfg.output_dir}"
     )
 
 
 def _say_intent(cfg: EvalConfig) -> None:
-    """The plan as far as the configuration tells it, where the target's folder, whose tokenizer counts prompts, is missing."""
+    """The plan as far as the configuration tells it, where the target's folder, whose tokenizer
+    counts prompts, is missing.
+    """
     told = ", ".join(condition.label for condition in conditions(cfg))
     prompts = f"at most {cfg.max_prompts} prompts" if cfg.max_prompts else "all prompts"
     print(
-        f"would measure the drafters ({len(cfg.drafters)} given) on {prompts} of {cfg.benchmark.path}, {cfg.max_new_tokens} tokens each"
+        f"would measure the drafters ({len(cfg.drafters)} given) on {prompts} of "
+        f"{cfg.benchmark.path}, {cfg.max_new_tokens} tokens each"
         f"{_within(cfg)}; {told}"
     )
     _hint_prompts(cfg)
-    print(f"note: {cfg.target.path} is not there, and measuring needs its weights: which prompts fit is not known yet")
+    print(
+        f"note: {cfg.target.path} is not there, and measuring needs its weights: which prompts fit "
+        f"is not known yet"
+    )
 
 
 def _within(cfg: EvalConfig) -> str:
@@ -150,19 +185,27 @@ def _hint_prompts(cfg: EvalConfig) -> None:
     """Say so where a target of one's own is asked the prompts that ship with the embedded one."""
     if cfg.benchmark.path.startswith(EMBEDDED) and not cfg.target.path.startswith(EMBEDDED):
         print(
-            f"note: {cfg.benchmark.path} are requests for Python functions. Give prompts of the kind that will be served: benchmark=file "
+            f"note: {cfg.benchmark.path} are requests for Python functions. Give prompts of the "
+            f"kind that will be served: benchmark=file "
             "benchmark.path=PROMPTS.jsonl (of a recipe: benchmark_prompts=PROMPTS.jsonl)"
         )
 
 
 def with_asked(rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded) -> list[Row]:
-    """The rows, where time bounds the run with the number of prompts that there were to measure: of whole batches alone."""
+    """The rows, where time bounds the run with the number of prompts that there were to measure: of
+    whole batches alone.
+    """
     if not cfg.max_seconds:
         return list(rows)
-    asked = {name: len(prompts) for name, prompts in zip(("sweep", "main"), prompts_by_part(cfg, loaded), strict=True)}
+    asked = {
+        name: len(prompts)
+        for name, prompts in zip(("sweep", "main"), prompts_by_part(cfg, loaded), strict=True)
+    }
     return [
         dataclasses.replace(
-            row, max_seconds=cfg.max_seconds, prompts_asked=asked[row.part] // row.batch_size * row.batch_size
+            row,
+            max_seconds=cfg.max_seconds,
+            prompts_asked=asked[row.part] // row.batch_size * row.batch_size,
         )
         for row in rows
     ]
@@ -170,7 +213,10 @@ def with_asked(rows: Sequence[Row], cfg: EvalConfig, loaded: Loaded) -> list[Row
 
 def _summary(rows: Sequence[Row], loaded: Loaded) -> dict[str, Any]:
     """The manifest's metrics: the main rows' speedups, and the prompts' counts."""
-    speedups = {_label(row): [row.speedup, row.speedup_low, row.speedup_high] for row in main_rows(list(rows))}
+    speedups = {
+        _label(row): [row.speedup, row.speedup_low, row.speedup_high]
+        for row in main_rows(list(rows))
+    }
     return {"speedup": speedups, "prompts": loaded.bench.benchmark.counts}
 
 
@@ -181,27 +227,43 @@ def _label(row: Row) -> str:
 def record_rows(tracker: Tracker, rows: Sequence[Row]) -> None:
     """Record the main rows' figures by drafter and condition, and all rows as a table."""
     tracker.rewind(-1)  # of a report that was made before
-    figures = {f"{name}/{_label(row)}": vars(row)[name] for row in main_rows(list(rows)) for name in TRACKED}
+    figures = {
+        f"{name}/{_label(row)}": vars(row)[name]
+        for row in main_rows(list(rows))
+        for name in TRACKED
+    }
     tracker.log(0, {name: value for name, value in figures.items() if value is not None})
     tracker.show({"rows": [flat(row) for row in rows]}, [], {})
 
 
 def _origins(loaded: Loaded, hashes: dict[str, str]) -> dict[str, Origin]:
     """Drafter -> what its folder says."""
-    return {name: origin_of(folder, hashes[str(folder)], dtype) for name, (folder, dtype) in loaded.folders.items()}
+    return {
+        name: origin_of(folder, hashes[str(folder)], dtype)
+        for name, (folder, dtype) in loaded.folders.items()
+    }
 
 
 def _provenance(
-    cfg: EvalConfig, folder: RunFolder, loaded: Loaded, rows: Sequence[Row], records: Sequence[Record]
+    cfg: EvalConfig,
+    folder: RunFolder,
+    loaded: Loaded,
+    rows: Sequence[Row],
+    records: Sequence[Record],
 ) -> Provenance:
     manifest = folder.manifest
-    versions = {name: version for name, version in manifest["versions"].items() if version != "absent"}
+    versions = {
+        name: version for name, version in manifest["versions"].items() if version != "absent"
+    }
     missing = list(NOT_MEASURED)
     if all(row.temperature == 0 for row in rows):
         missing.insert(0, "Temperatures above 0.")
     if all(row.temperature > 0 for row in rows):
         missing.insert(0, "Greedy decoding.")
-    for name, count in (("too_long", "too long for the context"), ("over_limit", "over the limit of max_prompts")):
+    for name, count in (
+        ("too_long", "too long for the context"),
+        ("over_limit", "over the limit of max_prompts"),
+    ):
         if loaded.bench.benchmark.counts[name]:
             missing.append(f"{loaded.bench.benchmark.counts[name]} prompts: {count}.")
     missing += [text for row in main_rows(list(rows))[:1] if (text := _over_time(row))]
@@ -231,13 +293,15 @@ def _over_time(row: Row) -> str:
     if left <= 0:
         return ""
     return (
-        f"{left} of {row.prompts_asked} prompts: max_seconds={row.max_seconds:g} ended before they were measured. "
+        f"{left} of {row.prompts_asked} prompts: max_seconds={row.max_seconds:g} ended before they "
+        f"were measured. "
         "The prompts are measured in an order shuffled by the seed."
     )
 
 
 def _draft_lengths(cfg: EvalConfig, loaded: Loaded, measured: int | None = None) -> str:
-    """How they come about, and on what prompts; apart from these the caps of rules that choose lengths by themselves.
+    """How they come about, and on what prompts; apart from these the caps of rules that choose
+    lengths by themselves.
 
     measured: of the sweep's prompts, where not all were.
     """
@@ -257,7 +321,11 @@ def _given_or_swept(cfg: EvalConfig, loaded: Loaded, measured: int | None) -> st
     file = Path(cfg.benchmark.sweep_path or loaded.prompt_file).name
     some = f"{measured} of " if measured is not None and measured < count else ""
     swept = f"{some}{count} prompts from all over {file}, none of which is measured"
-    return f"given: {lengths}; a sweep on {swept}" if lengths else f"chosen for each drafter in a sweep on {swept}"
+    return (
+        f"given: {lengths}; a sweep on {swept}"
+        if lengths
+        else f"chosen for each drafter in a sweep on {swept}"
+    )
 
 
 def _texts(cfg: EvalConfig, loaded: Loaded, records: Sequence[Record]) -> list[Text]:

@@ -28,19 +28,21 @@ class DrafterFacts:
     length_rule: str = "predicted"  # by which it got its draft length: see eval.lengths
     verify: str | None = None  # its own rule where temperature > 0; None: the run's
     dtype: str = ""  # of its own model; empty: it has none
-    own_cap: int | None = None  # where its stopping rule chooses the lengths: the most of them (length_rule "cap")
+    # where its stopping rule chooses the lengths: the most of them (length_rule "cap")
+    own_cap: int | None = None
 
 
 @dataclass(frozen=True)
 class PartTimes:
-    """Medians of the parts of a round, timed back to back in this process at the shapes of the run."""
+    """Medians of the parts of a round, timed back to back in this process at the shapes
+    of the run.
+    """
 
     t_draft_ms: float  # one draft step (one proposal for a one-pass drafter)
     t_target_ms: dict[int, float]  # n new tokens -> one target forward
     context: int  # committed tokens in the caches while timing
-    t_draft_by_beams_ms: dict[int, float] = field(
-        default_factory=dict
-    )  # beams that a step starts from; empty: all alike
+    # beams that a step starts from; empty: all alike
+    t_draft_by_beams_ms: dict[int, float] = field(default_factory=dict)
 
     def at(self, beams: float) -> PartTimes:
         """With a draft step from so many beams, which may be a mean; linear between those timed."""
@@ -90,7 +92,9 @@ class Category:
 
 @dataclass(frozen=True)
 class RoundBudget:
-    """What a mean round of a batch must read and compute at least, and the share of what the machine can do that it reached."""
+    """What a mean round of a batch must read and compute at least, and the share of what the
+    machine can do that it reached.
+    """
 
     megabytes: float  # weights, and keys and values of the committed tokens
     megaflop: float  # a multiplication and an addition are two
@@ -122,7 +126,9 @@ class Row:
     allowed: str
     max_new_tokens: int
     num_draft_tokens: (
-        int  # the most of a round: a given or chosen length, or the cap of a rule that chooses lengths itself
+        # the most of a round: a given or chosen length, or the cap of a rule that chooses lengths
+        # itself
+        int
     )
     length_rule: str  # which of these, and by what it was found: see eval.lengths
     schedule: str
@@ -144,9 +150,9 @@ class Row:
     target_ms_per_round: float
     round_ms: float
     overhead: float
-    overlap: (
-        float | None
-    )  # of an overlapped schedule's lanes: share of the shorter one that the longer one hides; virtual: 1 by definition
+    # of an overlapped schedule's lanes: share of the shorter one that the longer one hides;
+    # virtual: 1 by definition
+    overlap: float | None
     baseline_round_ms: float
     prefill_ms: float  # mean of a batch, drafter's prefill included
     baseline_prefill_ms: float
@@ -165,7 +171,9 @@ class Row:
     headline_speedup_low: float | None
     headline_speedup_high: float | None
     distinct_4: float  # mean over prompts, of the baseline's text
-    cpu_share: float  # of wall time, how much decoding had its processors (eval/neighbours.py); well below 1 on a CPU: others used the machine
+    # of wall time, how much decoding had its processors (eval/neighbours.py); well below 1 on a
+    # CPU: others used the machine
+    cpu_share: float
     slower_prompts: int  # units on which the drafter loses
     worst_prompt: str
     worst_speedup: float
@@ -182,7 +190,8 @@ class Row:
     seed: int
     hardware: str
     drafter_dtype: str = ""  # of its own model; empty: it has none
-    run_verify: str = ""  # the rule of the run and its baseline; `verify` is another one where the drafter has its own
+    # the rule of the run and its baseline; `verify` is another one where the drafter has its own
+    run_verify: str = ""
     budget: RoundBudget | None = None  # None: what a step reads is not known
     baseline_budget: RoundBudget | None = None  # of an autoregressive step
     reading_gigabytes_per_second: float | None = None  # plain, on this machine; None: not measured
@@ -199,24 +208,31 @@ class Row:
 def flat(record: Row | Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a row, or of a line made of one, that go into a cell."""
     fields = record if isinstance(record, Mapping) else vars(record)
-    return {key: value for key, value in fields.items() if isinstance(value, str | int | float | None)}
+    return {
+        key: value for key, value in fields.items() if isinstance(value, str | int | float | None)
+    }
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Write results.jsonl under a temporary name, then rename it."""
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows), encoding="utf-8")
+    partial.write_text(
+        "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows), encoding="utf-8"
+    )
     partial.rename(path)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows that write_rows wrote. Raises UserError for rows of another version, damaged ones, and where there are none."""
+    """The rows that write_rows wrote. Raises UserError for rows of another version, damaged ones,
+    and where there are none.
+    """
     content = path.read_bytes()
     try:
         rows = [_row(json.loads(line)) for line in content.decode().splitlines()]
     except WRONG as error:
         raise UserError(
-            f"{path}: not the rows of this version of eval.run ({reason_of(error, content)}). Evaluate again, with another output_dir="
+            f"{path}: not the rows of this version of eval.run ({reason_of(error, content)}). "
+            f"Evaluate again, with another output_dir="
         ) from error
     if not rows:
         raise UserError(f"{path} has no rows. Evaluate again, with another output_dir=")

@@ -1,4 +1,6 @@
-"""Which points of a comparison are joined: drafters of one series, meant to differ in depth alone."""
+"""Which points of a comparison are joined: drafters of one series, meant to differ in
+depth alone.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ from eval.entries import Entry
 EQUAL_WITHIN = 0.03  # numbers that differ by less are one: bytes a step, tokens seen
 
 
-def with_series(entries: Sequence[Entry], labels: Mapping[str, str], group_by: Sequence[str]) -> list[Entry]:
-    """The entries with their series: the label given for the drafter, its run or its folder, else their values of `group_by`.
+def with_series(
+    entries: Sequence[Entry], labels: Mapping[str, str], group_by: Sequence[str]
+) -> list[Entry]:
+    """The entries with their series: the label given for the drafter, its run or its folder, else
+    their values of `group_by`.
 
-    A drafter without a model is in no series, unless a label names it. Raises UserError for a label that names nothing, and for a field that no
-    drafter has.
+    A drafter without a model is in no series, unless a label names it. Raises UserError for a label
+    that names nothing, and for a field that no drafter has.
     """
     _check_labels(entries, labels)
     values = {field: [_value(entry, field) for entry in entries] for field in group_by}
@@ -29,7 +34,8 @@ def with_series(entries: Sequence[Entry], labels: Mapping[str, str], group_by: S
                 + (
                     f"expected one of {', '.join(known)}"
                     if known
-                    else "their folders had no drafter_card.json and no shape. Leave group_by out, or name series by labels="
+                    else "their folders had no drafter_card.json and no shape. Leave group_by out, "
+                    "or name series by labels="
                 )
             )
     grouped = {field: rounded(found) for field, found in values.items()}
@@ -48,20 +54,35 @@ def with_series(entries: Sequence[Entry], labels: Mapping[str, str], group_by: S
 def _check_labels(entries: Sequence[Entry], labels: Mapping[str, str]) -> None:
     for key in labels:
         if not any(_named(entry, key) for entry in entries):
-            known = list(dict.fromkeys(name for entry in entries for name in (entry.name, entry.run, entry.folder)))
+            known = list(
+                dict.fromkeys(
+                    name for entry in entries for name in (entry.name, entry.run, entry.folder)
+                )
+            )
             raise UserError(
-                f"labels: '{key}' is no drafter, run or run folder of this comparison; there are: {', '.join(known)}"
+                f"labels: '{key}' is no drafter, run or run folder of this comparison; there are: "
+                f"{', '.join(known)}"
             )
 
 
 def _label(entry: Entry, labels: Mapping[str, str]) -> str:
     if entry.name in labels:
         return labels[entry.name]
-    return next((label for key, label in labels.items() if entry.row.drafter_parameters and _named(entry, key)), "")
+    return next(
+        (
+            label
+            for key, label in labels.items()
+            if entry.row.drafter_parameters and _named(entry, key)
+        ),
+        "",
+    )
 
 
 def _named(entry: Entry, key: str) -> bool:
-    return key in (entry.name, entry.run) or Path(key).expanduser().resolve() == Path(entry.folder).resolve()
+    return (
+        key in (entry.name, entry.run)
+        or Path(key).expanduser().resolve() == Path(entry.folder).resolve()
+    )
 
 
 def _value(entry: Entry, field: str) -> Any:
@@ -75,7 +96,9 @@ def _value(entry: Entry, field: str) -> Any:
 
 
 def rounded(values: Sequence[Any]) -> list[Any]:
-    """The values, with numbers within EQUAL_WITHIN of a smaller one replaced by the smallest of them."""
+    """The values, with numbers within EQUAL_WITHIN of a smaller one replaced by the smallest of
+    them.
+    """
     first: dict[Any, Any] = {}
     least: float | None = None
     for value in sorted({value for value in values if isinstance(value, int | float)}):
@@ -93,8 +116,14 @@ def _said(field: str, value: Any) -> str:
 
 
 def _fields(entries: Sequence[Entry]) -> list[str]:
-    """What is known of at least one drafter: what the comparison works out, and dotted fields of cards."""
-    found = [name for name in ("bytes_per_step", "training_tokens") if any(vars(entry)[name] for entry in entries)]
+    """What is known of at least one drafter: what the comparison works out, and dotted fields of
+    cards.
+    """
+    found = [
+        name
+        for name in ("bytes_per_step", "training_tokens")
+        if any(vars(entry)[name] for entry in entries)
+    ]
     for entry in entries:
         for key, value in entry.card.items():
             if isinstance(value, dict) and key != "versions":

@@ -1,4 +1,6 @@
-"""From the configuration to loaded models and prompts; what cannot be measured is refused before anything is loaded."""
+"""From the configuration to loaded models and prompts; what cannot be measured is refused before
+anything is loaded.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ EMBEDDED = "embedded:"  # how a configuration names what ships with the project
 
 def conditions(cfg: EvalConfig) -> list[Condition]:
     """Temperatures x batch sizes."""
-    return [Condition(temperature, batch) for batch in cfg.batch_sizes for temperature in cfg.temperatures]
+    return [
+        Condition(temperature, batch)
+        for batch in cfg.batch_sizes
+        for temperature in cfg.temperatures
+    ]
 
 
 def _one_of(names: Sequence[str]) -> str:
@@ -47,7 +53,18 @@ def _one_of(names: Sequence[str]) -> str:
 
 def check(cfg: EvalConfig) -> None:
     """Raise UserError for settings that cannot be measured, before any model is loaded."""
-    check_settings(cfg, ("top_k", "top_p", "min_p", "repetition_penalty", "stop_strings", "stopping_threshold", "seed"))
+    check_settings(
+        cfg,
+        (
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "stop_strings",
+            "stopping_threshold",
+            "seed",
+        ),
+    )
     temperature = RULES["temperature"]
     for key, found, fine, expected in (
         (
@@ -56,13 +73,38 @@ def check(cfg: EvalConfig) -> None:
             bool(cfg.temperatures) and all(map(temperature.fits, cfg.temperatures)),
             f"one or more of these: {temperature.expected}",
         ),
-        ("batch_sizes", cfg.batch_sizes, min(cfg.batch_sizes, default=0) >= 1, "one or more whole numbers from 1 up"),
-        ("num_draft_tokens", cfg.num_draft_tokens, min(cfg.num_draft_tokens, default=1) >= 1, "numbers from 1 up"),
-        ("sweep", cfg.sweep, min(cfg.sweep, default=1) >= 1, "numbers from 1 up, or [] for no sweep"),
-        ("max_draft_tokens", cfg.max_draft_tokens, cfg.max_draft_tokens >= 1, "a whole number from 1 up"),
+        (
+            "batch_sizes",
+            cfg.batch_sizes,
+            min(cfg.batch_sizes, default=0) >= 1,
+            "one or more whole numbers from 1 up",
+        ),
+        (
+            "num_draft_tokens",
+            cfg.num_draft_tokens,
+            min(cfg.num_draft_tokens, default=1) >= 1,
+            "numbers from 1 up",
+        ),
+        (
+            "sweep",
+            cfg.sweep,
+            min(cfg.sweep, default=1) >= 1,
+            "numbers from 1 up, or [] for no sweep",
+        ),
+        (
+            "max_draft_tokens",
+            cfg.max_draft_tokens,
+            cfg.max_draft_tokens >= 1,
+            "a whole number from 1 up",
+        ),
         ("samples", cfg.samples, cfg.samples >= 1, "1 or more"),
         ("repeats", cfg.repeats, cfg.repeats >= 1, "1 or more"),
-        ("max_seconds", cfg.max_seconds, 0 <= cfg.max_seconds < math.inf, "seconds, or 0 for all prompts"),
+        (
+            "max_seconds",
+            cfg.max_seconds,
+            0 <= cfg.max_seconds < math.inf,
+            "seconds, or 0 for all prompts",
+        ),
         (
             "max_new_tokens",
             cfg.max_new_tokens,
@@ -70,12 +112,19 @@ def check(cfg: EvalConfig) -> None:
             "2 or more: one token leaves nothing to draft",
         ),
         ("verify", cfg.verify, cfg.verify in SAMPLING, _one_of(SAMPLING)),
-        ("target.execution", cfg.target.execution, cfg.target.execution in ("", *EXECUTIONS), _one_of(EXECUTIONS)),
+        (
+            "target.execution",
+            cfg.target.execution,
+            cfg.target.execution in ("", *EXECUTIONS),
+            _one_of(EXECUTIONS),
+        ),
     ):
         if not fine:
             raise UserError(f"{key} is {found}, expected {expected}.")
     drafter_list.check_entries(cfg.drafters)
-    processes_of(cfg.target.parallel, cfg.target.processes, cfg.target.backend, device_of(cfg.target.device))
+    processes_of(
+        cfg.target.parallel, cfg.target.processes, cfg.target.backend, device_of(cfg.target.device)
+    )
     if cfg.allowed:
         _allowed(cfg.allowed)
     if not cfg.num_draft_tokens and not (cfg.sweep and cfg.sweep_prompts):
@@ -95,7 +144,8 @@ class Loaded:
     prompt_file: Path
     inputs: list[Path]  # for the manifest
     shapes: Shapes  # what its models read and compute
-    folders: dict[str, tuple[Path, str]]  # drafter -> its folder, if it has one, and the dtype that it runs in
+    # drafter -> its folder, if it has one, and the dtype that it runs in
+    folders: dict[str, tuple[Path, str]]
 
 
 def load(cfg: EvalConfig) -> Loaded:
@@ -106,7 +156,9 @@ def load(cfg: EvalConfig) -> Loaded:
     mappings = drafter_list.describe(
         cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
     )
-    uses = drafter_list.uses(mappings, drafter_list.Use(cfg.stopping, cfg.stopping_threshold, cfg.schedule))
+    uses = drafter_list.uses(
+        mappings, drafter_list.Use(cfg.stopping, cfg.stopping_threshold, cfg.schedule)
+    )
     target = load_target(
         folder,
         backend=cfg.target.backend,
@@ -120,7 +172,9 @@ def load(cfg: EvalConfig) -> Loaded:
         trust_remote_code=cfg.target.trust_remote_code,
     )
     _check_lengths(cfg, target)
-    drafters = drafter_list.build(mappings, uses, folder, {device: _worker_device(target, uses.values())})
+    drafters = drafter_list.build(
+        mappings, uses, folder, {device: _worker_device(target, uses.values())}
+    )
     uses = {name: use.settled(drafters[name].caps) for name, use in uses.items()}
     for drafter in drafters.values():
         drafter.prepare(target, None)  # what does not fit the target is told now, not after an hour
@@ -144,19 +198,33 @@ def load(cfg: EvalConfig) -> Loaded:
     }
     dtypes = {name: dtype for name, (_, dtype) in folders.items()}
     facts = {
-        name: facts_of(name, drafter, uses[name], bool(cfg.num_draft_tokens), caps[name], dtypes.get(name, ""))
+        name: facts_of(
+            name, drafter, uses[name], bool(cfg.num_draft_tokens), caps[name], dtypes.get(name, "")
+        )
         for name, drafter in drafters.items()
     }
     inputs = [folder, prompt_file, *([sweep_file] if sweep_file else [])]
     inputs += [drafter_folder for drafter_folder, _ in folders.values()]
     settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
-    bench = Bench(target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats)
+    bench = Bench(
+        target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats
+    )
     shapes = shapes_of(folder, target, mappings, drafters)
-    return Loaded(bench, run_facts(cfg, target, benchmark.name, device), facts, prompt_file, inputs, shapes, folders)
+    return Loaded(
+        bench,
+        run_facts(cfg, target, benchmark.name, device),
+        facts,
+        prompt_file,
+        inputs,
+        shapes,
+        folders,
+    )
 
 
 def _check_lengths(cfg: EvalConfig, target: Target) -> None:
-    """Raise UserError for drafts that are longer than the target's context: they would be timed first."""
+    """Raise UserError for drafts that are longer than the target's context: they would be timed
+    first.
+    """
     for key, length in (
         ("num_draft_tokens", max(cfg.num_draft_tokens, default=0)),
         ("sweep", max(cfg.sweep, default=0)),
@@ -164,13 +232,18 @@ def _check_lengths(cfg: EvalConfig, target: Target) -> None:
     ):
         if length > target.max_length:
             raise UserError(
-                f"{key} goes up to {length}, expected at most {target.max_length}, the context of '{target.name}' in tokens."
+                f"{key} goes up to {length}, expected at most {target.max_length}, the context of "
+                f"'{target.name}' in tokens."
             )
 
 
 def _sweep_file(cfg: EvalConfig) -> Path | None:
     """The sweep's own prompts, where it runs and has some."""
-    return resolve(cfg.benchmark.sweep_path) if cfg.benchmark.sweep_path and cfg.sweep and cfg.sweep_prompts else None
+    return (
+        resolve(cfg.benchmark.sweep_path)
+        if cfg.benchmark.sweep_path and cfg.sweep and cfg.sweep_prompts
+        else None
+    )
 
 
 def _worker_device(target: Target, uses: Iterable[drafter_list.Use]) -> str:
@@ -178,7 +251,10 @@ def _worker_device(target: Target, uses: Iterable[drafter_list.Use]) -> str:
     device = device_beside(target)
     overlapping = any(use.schedule in WALL for use in uses)
     if overlapping and target.device.type == "cuda" and torch.device(device) == target.device:
-        print(f"note: no card is free beside the target's, so drafters in workers share {device} with it")
+        print(
+            f"note: no card is free beside the target's, so drafters in workers share {device} "
+            f"with it"
+        )
     return device
 
 
@@ -204,8 +280,9 @@ def _allowed(name: str) -> Callable[[Any], Allowed]:
         return imported(name)  # type: ignore[no-any-return]
     except ImportError as error:
         raise UserError(
-            f"allowed={name} cannot be had: {error}. Expected package.module.function, a function that takes the tokenizer and returns one from "
-            "a text's ids to the ids that may follow."
+            f"allowed={name} cannot be had: {error}. Expected package.module.function, a function "
+            f"that takes the tokenizer and returns one from a text's ids to the ids that may "
+            f"follow."
         ) from error
 
 
@@ -213,7 +290,9 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
     """What every row of the run says."""
     machine = hardware()
     return RunFacts(
-        target=cfg.target.path.replace(":", " ") if cfg.target.path.startswith(EMBEDDED) else target.name,
+        target=cfg.target.path.replace(":", " ")
+        if cfg.target.path.startswith(EMBEDDED)
+        else target.name,
         target_layers=target.num_layers,
         target_parameters=target.num_parameters,
         benchmark=benchmark,
@@ -235,9 +314,16 @@ def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> R
 
 
 def facts_of(
-    name: str, drafter: Any, use: drafter_list.Use, lengths_given: bool, own_cap: int | None, dtype: str
+    name: str,
+    drafter: Any,
+    use: drafter_list.Use,
+    lengths_given: bool,
+    own_cap: int | None,
+    dtype: str,
 ) -> DrafterFacts:
-    """What rows say of a drafter; lengths_given: whether the user names the draft lengths; own_cap: see eval.lengths; dtype: of its own model."""
+    """What rows say of a drafter; lengths_given: whether the user names the draft lengths; own_cap:
+    see eval.lengths; dtype: of its own model.
+    """
     return DrafterFacts(
         name=name,
         layers=drafter.num_layers,
@@ -253,14 +339,19 @@ def facts_of(
 
 
 def widths(cfg: EvalConfig, loaded: Loaded) -> list[int]:
-    """Numbers of new tokens at which the target is timed: one, and every proposal with the token before it.
+    """Numbers of new tokens at which the target is timed: one, and every proposal with the token
+    before it.
 
-    Of wide trees, and of chains that are longer than any of the sweep, a few: V between two of them is taken from the line through them.
+    Of wide trees, and of chains that are longer than any of the sweep, a few: V between two of them
+    is taken from the line through them.
     """
     drafters, deepest = loaded.bench.drafters, max([*cfg.num_draft_tokens, *cfg.sweep])
     chain = range(1, deepest + 2)
     capped = max((facts.own_cap or 0 for facts in loaded.facts.values()), default=0)
-    widest = max(drafter.width(longest(loaded.facts[name], cfg)) for name, drafter in drafters.items()) + 1
+    widest = (
+        max(drafter.width(longest(loaded.facts[name], cfg)) for name, drafter in drafters.items())
+        + 1
+    )
     further = {*range(deepest + 5, capped + 1, 4), *range(16, widest, 16), capped + 1, widest}
     return [*chain, *sorted(n for n in further if n > deepest + 1)]
 
@@ -269,7 +360,8 @@ def middle_prompt(bench: Bench) -> list[int]:
     """Token ids of the prompt of median length, for timing and warming up."""
     render, template = bench.benchmark.render, bench.benchmark.chat_template
     prompts = [
-        render_turns(prompt.turns[:1], [], bench.tokenizer, render, template) for prompt in bench.benchmark.prompts
+        render_turns(prompt.turns[:1], [], bench.tokenizer, render, template)
+        for prompt in bench.benchmark.prompts
     ]
     return sorted(prompts, key=len)[len(prompts) // 2]
 
@@ -277,9 +369,13 @@ def middle_prompt(bench: Bench) -> list[int]:
 def warm_up(loaded: Loaded, cfg: EvalConfig) -> None:
     """Run every arm once, so that no measured generation is the first of its shape."""
     ids = middle_prompt(loaded.bench)
-    brief = dataclasses.replace(loaded.bench.settings, max_new_tokens=min(WARM_UP_TOKENS, cfg.max_new_tokens))
+    brief = dataclasses.replace(
+        loaded.bench.settings, max_new_tokens=min(WARM_UP_TOKENS, cfg.max_new_tokens)
+    )
     short = dataclasses.replace(loaded.bench, settings=brief)
     for condition in conditions(cfg):
-        arms = [Arm(name, gamma) for name, facts in loaded.facts.items() for gamma in tried(facts, cfg)]
+        arms = [
+            Arm(name, gamma) for name, facts in loaded.facts.items() for gamma in tried(facts, cfg)
+        ]
         for arm in [*loaded.bench.baselines(condition), *arms]:
             short.decode(condition, arm, [ids] * condition.batch_size)

@@ -27,11 +27,14 @@ from eval.words import (
 
 PLAIN_WIDTH = 160  # characters where there is no terminal to ask
 WIDE = 140  # terminals below this get the columns of NARROW
-NARROW = ["drafter", "speedup [95 %]", "gamma", "alpha", "tau", "c", "V"]  # acceptance never without cost
+# acceptance never without cost
+NARROW = ["drafter", "speedup [95 %]", "gamma", "alpha", "tau", "c", "V"]
 
 
 def print_table(rows: list[Row], console: Console | None = None) -> None:
-    """Print what to be wary of, one table a condition, both budgets of the rows, the words, and a verdict for every row."""
+    """Print what to be wary of, one table a condition, both budgets of the rows, the words, and a
+    verdict for every row.
+    """
     console = console or Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -40,14 +43,21 @@ def print_table(rows: list[Row], console: Console | None = None) -> None:
         console.print(Text(warning, style="bold red"), soft_wrap=not console.is_terminal)
     for label in dict.fromkeys(condition_label(row) for row in shown):
         console.print()
-        console.print(_table([row for row in shown if condition_label(row) == label], label, console))
+        console.print(
+            _table([row for row in shown if condition_label(row) == label], label, console)
+        )
     console.print()
-    console.print(Text(f"{limits_line(shown[0])}.", style="bold"), soft_wrap=not console.is_terminal)
+    console.print(
+        Text(f"{limits_line(shown[0])}.", style="bold"), soft_wrap=not console.is_terminal
+    )
     console.print(_budgets(shown, console))
     console.print()
     for word, meaning in DEFINITIONS.items():
         if word != "distinct-4":
-            console.print(Text.assemble((f"{word:>11}  ", "bold"), (meaning, "dim")), soft_wrap=not console.is_terminal)
+            console.print(
+                Text.assemble((f"{word:>11}  ", "bold"), (meaning, "dim")),
+                soft_wrap=not console.is_terminal,
+            )
     console.print()
     for row in shown:
         which, measured, predicted = verdict_line(row)
@@ -73,16 +83,24 @@ def _budgets(shown: list[Row], console: Console) -> Table:
 
 def _table(rows: list[Row], label: str, console: Console) -> Table:
     first = rows[0]
-    title = f"{first.target} on benchmark {first.benchmark}: {label}, {prompts(first)}, {first.dtype}, {threads(first)}"
+    title = (
+        f"{first.target} on benchmark {first.benchmark}: {label}, {prompts(first)}, "
+        f"{first.dtype}, {threads(first)}"
+    )
     box_style = box.SIMPLE_HEAD if console.is_terminal else box.ASCII
-    table = Table(title=title, box=box_style, title_justify="left", title_style="bold", pad_edge=False)
+    table = Table(
+        title=title, box=box_style, title_justify="left", title_style="bold", pad_edge=False
+    )
     names = list(cells(first)) if console.width >= WIDE else NARROW
     for name in names:
         left = name in ("drafter", "output")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name == "speedup [95 %]")
+        table.add_column(
+            name, justify="left" if left else "right", no_wrap=name == "speedup [95 %]"
+        )
     baseline = baseline_cells(first)
     table.add_row(*(baseline.get(name, "") for name in names))
     for row in rows:
         texts = cells(row)
-        table.add_row(*(escape(texts[name]) for name in names))  # brackets are words here, no markup
+        # brackets are words here, no markup
+        table.add_row(*(escape(texts[name]) for name in names))
     return table

@@ -1,4 +1,6 @@
-"""Who wrote what: a text's tokens, each marked as drafted or as the target's own, for the report's case studies."""
+"""Who wrote what: a text's tokens, each marked as drafted or as the target's own, for the report's
+case studies.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,24 @@ class Text:
 
 
 def texts_of(
-    records: Sequence[Record], drafters: Sequence[str], text_of: Callable[[Sequence[int]], str], prompts: int
+    records: Sequence[Record],
+    drafters: Sequence[str],
+    text_of: Callable[[Sequence[int]], str],
+    prompts: int,
 ) -> list[Text]:
-    """The texts of the first `prompts` prompts of the main part, under its first condition, with each of `drafters`."""
+    """The texts of the first `prompts` prompts of the main part, under its first condition, with
+    each of `drafters`.
+    """
     main = [record for record in records if record.part == "main" and record.drafter in drafters]
-    main = [one for one in main if one.condition == main[0].condition and (one.sample, one.turn) == (0, 0)]
+    main = [
+        one
+        for one in main
+        if one.condition == main[0].condition and (one.sample, one.turn) == (0, 0)
+    ]
     ids = list(dict.fromkeys(record.prompt_id for record in main))[:prompts]
-    chosen = sorted((one for one in main if one.prompt_id in ids), key=lambda one: ids.index(one.prompt_id))
+    chosen = sorted(
+        (one for one in main if one.prompt_id in ids), key=lambda one: ids.index(one.prompt_id)
+    )
     return [Text(one.drafter, one.prompt_id, one.rounds, _pieces(one, text_of)) for one in chosen]
 
 
@@ -47,13 +60,19 @@ def page_part(texts: Sequence[Text]) -> str:
     if not texts:
         return ""
     parts = [
-        "<p class=\"note\">Marked: tokens that were drafted and passed. Boxed: the target's own in place of one that failed. Plain: the target's "
+        '<p class="note">Marked: tokens that were drafted and passed. Boxed: the target\'s own in '
+        "place of one that failed. Plain: the target's "
         "own where nothing was tested.</p>"
     ]
     for text in texts:
         drafted = sum(mark == "1" for _, mark in text.pieces)
-        heading = f"{text.prompt_id}, {text.drafter}: {len(text.pieces)} tokens in {text.rounds} target forwards, {drafted} drafted"
-        spans = "".join(f'<span class="{_CLASSES[mark]}">{escape(piece)}</span>' for piece, mark in text.pieces)
+        heading = (
+            f"{text.prompt_id}, {text.drafter}: {len(text.pieces)} tokens in {text.rounds} "
+            f"target forwards, {drafted} drafted"
+        )
+        spans = "".join(
+            f'<span class="{_CLASSES[mark]}">{escape(piece)}</span>' for piece, mark in text.pieces
+        )
         parts.append(f'<h3>{escape(heading)}</h3><p class="text">{spans}</p>')
     return "".join(parts)
 

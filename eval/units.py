@@ -1,4 +1,5 @@
-"""Records -> units: the two sides of each comparison, and the counts and costs that predictions are made from.
+"""Records -> units: the two sides of each comparison, and the counts and costs that predictions are
+made from.
 
 Legend: D depths of a chain, P units (a unit is a prompt, or the prompts that are decoded together).
 """
@@ -54,14 +55,21 @@ class Unit:
 
     @property
     def speedup(self) -> float:
-        return metrics.rate_ratio([self.tokens], [self.seconds], [self.base_tokens], [self.base_seconds])
+        return metrics.rate_ratio(
+            [self.tokens], [self.seconds], [self.base_tokens], [self.base_seconds]
+        )
 
 
 def pair_units(records: Iterable[Record], baseline: Iterable[Record]) -> list[Unit]:
-    """Pair a drafter's records with the baseline's of the same units; raises KeyError when a side lacks one."""
+    """Pair a drafter's records with the baseline's of the same units; raises KeyError when a side
+    lacks one.
+    """
     sides = [_by_batch(records), _by_batch(baseline)]
     if sides[0].keys() != sides[1].keys():
-        raise KeyError(f"drafter and baseline differ in their prompts: {sorted(sides[0].keys() ^ sides[1].keys())}")
+        raise KeyError(
+            f"drafter and baseline differ in their prompts: "
+            f"{sorted(sides[0].keys() ^ sides[1].keys())}"
+        )
     units: dict[int, Unit] = defaultdict(Unit)
     for key, rows in sides[0].items():
         unit, base = units[key[0]], sides[1][key]
@@ -111,7 +119,9 @@ def tested_counts(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True)
 class Pool:
-    """Counts of one drafter under one condition over all its draft lengths: what predictions are made from."""
+    """Counts of one drafter under one condition over all its draft lengths: what predictions are
+    made from.
+    """
 
     pass_rates: list[float | None]  # P(depth k is offered and passes | the depths before it passed)
     costs: prediction.Costs
@@ -121,14 +131,22 @@ ByGamma = dict[int, list[Unit]]  # draft length -> the units run at it
 
 
 def pool_counts(
-    judged: ByGamma, timed: ByGamma, facts: DrafterFacts, parts: PartTimes, parts_then: PartTimes, limit: int
+    judged: ByGamma,
+    timed: ByGamma,
+    facts: DrafterFacts,
+    parts: PartTimes,
+    parts_then: PartTimes,
+    limit: int,
 ) -> Pool:
-    """What predicts the speedup of `judged`: its own acceptance, parts and plain rounds, and the overhead of the rounds `timed`.
+    """What predicts the speedup of `judged`: its own acceptance, parts and plain rounds, and the
+    overhead of the rounds `timed`.
 
-    parts_then: those timed between these runs, as a machine's pace changes. limit: tokens that a text may have.
+    parts_then: those timed between these runs, as a machine's pace changes. limit: tokens that a
+    text may have.
 
-    For a drafter that always proposes gamma tokens pass_k is alpha_k. One that proposes fewer, or none, misses the
-    rounds without an offer too: pass_k = accepted_k / accepted_(k-1), with the rounds as accepted_0.
+    For a drafter that always proposes gamma tokens pass_k is alpha_k. One that proposes fewer, or
+    none, misses the rounds without an offer too: pass_k = accepted_k / accepted_(k-1), with the
+    rounds as accepted_0.
     """
     units = [unit for group in judged.values() for unit in group]
     tested, accepted = tested_counts(units)
@@ -136,10 +154,14 @@ def pool_counts(
     parts, parts_then = parts.at(beams), parts_then.at(beams)
     passes, nodes = metrics.usable_alpha(tested, accepted), _by_length(parts, judged, timed)
     overlapped = facts.schedule in SCHEDULES
-    # The last round of a generation may have no room for a full proposal; any other short one is the drafter's choice.
+    # The last round of a generation may have no room for a full proposal; any other short one is
+    # the drafter's choice.
     short = sum(reached) - sum(tested) > sum(len(unit.tested) for unit in units)
     if short:
-        passes = [have / before if before else None for have, before in zip(accepted, reached, strict=False)]
+        passes = [
+            have / before if before else None
+            for have, before in zip(accepted, reached, strict=False)
+        ]
     elif all(count <= gamma for gamma, (count, _) in nodes.items()):  # no tree
         nodes = {gamma: (float(gamma), steps) for gamma, (_, steps) in nodes.items()}
     if overlapped:  # a window begins anywhere in a chunk, so depth means nothing
@@ -156,7 +178,10 @@ def pool_counts(
         own_lengths=facts.own_cap is not None,
     )
     overhead = _overhead(timed, facts, parts_then, replace(costs, **_ratios(parts_then)), limit)
-    return Pool(passes, replace(costs, overhead=overhead, baseline_overhead=_baseline_overhead(judged, parts)))
+    return Pool(
+        passes,
+        replace(costs, overhead=overhead, baseline_overhead=_baseline_overhead(judged, parts)),
+    )
 
 
 def _ratios(parts: PartTimes) -> dict[str, Any]:
@@ -167,18 +192,29 @@ def _ratios(parts: PartTimes) -> dict[str, Any]:
 
 
 def _by_length(parts: PartTimes, *groups: ByGamma) -> dict[int, tuple[float, float]]:
-    """Draft length -> (nodes verified in a mean round, draft steps of t_draft a node), the first group's figures where several have a length."""
+    """Draft length -> (nodes verified in a mean round, draft steps of t_draft a node), the first
+    group's figures where several have a length.
+    """
     found: dict[int, tuple[float, float]] = {}
     for gamma, units in (pair for group in reversed(groups) for pair in group.items()):
         verified = sum(unit.verified for unit in units)
         # Short drafts have narrower steps in the mean: their first one starts from the tip alone.
-        share = parts.at(mean_beams(units)).t_draft_ms / parts.t_draft_ms if parts.t_draft_by_beams_ms else 1.0
+        share = (
+            parts.at(mean_beams(units)).t_draft_ms / parts.t_draft_ms
+            if parts.t_draft_by_beams_ms
+            else 1.0
+        )
         steps = share * sum(unit.draft_steps for unit in units)
-        found[gamma] = (verified / sum(unit.batch_rounds for unit in units), steps / verified if verified else 0.0)
+        found[gamma] = (
+            verified / sum(unit.batch_rounds for unit in units),
+            steps / verified if verified else 0.0,
+        )
     return found
 
 
-def _overhead(timed: ByGamma, facts: DrafterFacts, parts: PartTimes, costs: prediction.Costs, limit: int) -> float:
+def _overhead(
+    timed: ByGamma, facts: DrafterFacts, parts: PartTimes, costs: prediction.Costs, limit: int
+) -> float:
     """o: what rounds took beyond their parts, over t_target(1), as the mean over draft lengths.
 
     The parts of an overlapped round are its lanes as timed alone, which its trace puts together.
@@ -195,19 +231,31 @@ def _overhead(timed: ByGamma, facts: DrafterFacts, parts: PartTimes, costs: pred
 
 
 def _baseline_overhead(judged: ByGamma, parts: PartTimes) -> float:
-    """o_1: the same of a plain round, from the baseline of the runs that are judged: no drafter's round is in it."""
+    """o_1: the same of a plain round, from the baseline of the runs that are judged: no drafter's
+    round is in it.
+    """
     units = [unit for group in judged.values() for unit in group]
-    base_ms = 1000 * sum(unit.base_seconds for unit in units) / sum(unit.base_batch_rounds for unit in units)
+    base_ms = (
+        1000
+        * sum(unit.base_seconds for unit in units)
+        / sum(unit.base_batch_rounds for unit in units)
+    )
     return base_ms / parts.t_target_ms[1] - 1.0
 
 
 def replayable(facts: DrafterFacts, units: Sequence[Unit]) -> bool:
-    """Whether traces say what an overlapped schedule does: one row at a time, and nothing but the trace decides."""
+    """Whether traces say what an overlapped schedule does: one row at a time, and nothing but the
+    trace decides.
+    """
     return can_replay(facts.schedule) and all(len(unit.traces) == unit.turns for unit in units)
 
 
-def lane_costs(units: Sequence[Unit], taken: Sequence[Turn], V: Mapping[int, float]) -> prediction.Costs:
-    """What the lanes of an overlapped run took themselves, in forwards over one token: a drafted token, a forward of each width, the rest."""
+def lane_costs(
+    units: Sequence[Unit], taken: Sequence[Turn], V: Mapping[int, float]
+) -> prediction.Costs:
+    """What the lanes of an overlapped run took themselves, in forwards over one token: a drafted
+    token, a forward of each width, the rest.
+    """
     shape = prediction.Costs(0.0, V)
     forwards = [shape.V_at(turn.width) for turn in taken if turn.width]
     t_1 = sum(unit.target_seconds for unit in units) / sum(forwards)
@@ -218,7 +266,9 @@ def lane_costs(units: Sequence[Unit], taken: Sequence[Turn], V: Mapping[int, flo
 
 
 def _reached(units_by_gamma: ByGamma) -> list[int]:
-    """For each depth, the rounds in which it could be offered: gamma allows it, and all depths before it passed."""
+    """For each depth, the rounds in which it could be offered: gamma allows it, and all depths
+    before it passed.
+    """
     reached_D = [0] * max(units_by_gamma)
     for gamma, units in units_by_gamma.items():
         accepted = tested_counts(units)[1]
@@ -236,7 +286,9 @@ def mean_draft_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) 
     """Drafting in a mean round, from the timed step."""
     if facts.schedule == ALONE or facts.one_pass:
         return parts.t_draft_ms
-    return parts.at(mean_beams(units)).t_draft_ms * _per_round(units, [unit.draft_steps for unit in units])
+    return parts.at(mean_beams(units)).t_draft_ms * _per_round(
+        units, [unit.draft_steps for unit in units]
+    )
 
 
 def mean_beams(units: Sequence[Unit]) -> float:
@@ -255,9 +307,15 @@ def mean_target_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes)
 
 
 def busy_ms(units: Sequence[Unit], facts: DrafterFacts, parts: PartTimes) -> float:
-    """What the models take of a mean round: drafting and verifying as timed, or the longer lanes of an overlapped schedule."""
+    """What the models take of a mean round: drafting and verifying as timed, or the longer lanes of
+    an overlapped schedule.
+    """
     if facts.schedule in SCHEDULES:
-        return 1000 * sum(unit.lanes_seconds for unit in units) / sum(unit.batch_rounds for unit in units)
+        return (
+            1000
+            * sum(unit.lanes_seconds for unit in units)
+            / sum(unit.batch_rounds for unit in units)
+        )
     return mean_draft_ms(units, facts, parts) + mean_target_ms(units, facts, parts)
 
 

@@ -1,4 +1,6 @@
-"""The recurrent drafter (ReDrafter): its head, its training job, its beams as a drafter for `decoding`, and its commands."""
+"""The recurrent drafter (ReDrafter): its head, its training job, its beams as a drafter for
+`decoding`, and its commands.
+"""
 
 from training.interrupts import end_imports_quietly
 

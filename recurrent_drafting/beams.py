@@ -1,14 +1,18 @@
-"""Beam search with the head: from the tip, W beams of L drafted tokens, at fixed shapes and without a wait for the device.
+"""Beam search with the head: from the tip, W beams of L drafted tokens, at fixed shapes and without
+a wait for the device.
 
-What a step chooses is W pairs (beam of the step before, token), and of picked ones nothing else is kept: tokens and back pointers are all that
-verification asks for. All beams of a step go on, or those that the caller names: the others stay nodes without children. The target's hidden
-state enters through `head.context`, once a draft; embeddings are the target's own.
+What a step chooses is W pairs (beam of the step before, token), and of picked ones nothing else is
+kept: tokens and back pointers are all that verification asks for. All beams of a step go on, or
+those that the caller names: the others stay nodes without children. The target's hidden state
+enters through `head.context`, once a draft; embeddings are the target's own.
 
-`Picks` takes the likeliest pairs of all, as the published code does. They are no samples, so verification takes them for point masses.
-recurrent_drafting/drawn_beams.py draws them, so that p / q tests hold at every node; of these is kept what they were drawn from.
+`Picks` takes the likeliest pairs of all, as the published code does. They are no samples, so
+verification takes them for point masses. recurrent_drafting/drawn_beams.py draws them, so that p /
+q tests hold at every node; of these is kept what they were drawn from.
 
-Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W or fewer), Q beams that go on, L drafted tokens along a beam,
-S symbols that a child is drawn from, H hidden size, V vocabulary that the head drafts from.
+Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W or fewer), Q beams
+that go on, L drafted tokens along a beam, S symbols that a child is drawn from, H hidden size, V
+vocabulary that the head drafts from.
 """
 
 from collections.abc import Callable
@@ -31,11 +35,12 @@ class Step:
 
     parents_BW: Tensor  # beam of the step before
     tokens_BW: Tensor  # ids of the target
-    scores_BW: (
-        Tensor | None
-    )  # picks: log probability of the beam; draws: the chance that it is reached and passes; None: nobody reads it
-    # Of drawn beams, of the P that the step started from, what its tokens were drawn from (recurrent_drafting/drawn_beams.py): of a single beam
-    # all tokens, else symbols and, of the last of them, the tail.
+    # picks: log probability of the beam; draws: the chance that it is reached and passes; None:
+    # nobody reads it
+    scores_BW: Tensor | None
+    # Of drawn beams, of the P that the step started from, what its tokens were drawn from
+    # (recurrent_drafting/drawn_beams.py): of a single beam all tokens, else symbols and, of the
+    # last of them, the tail.
     q_BPV: Tensor | None = None
     tail_BPV: Tensor | None = None
     places_BPS: Tensor | None = None
@@ -57,7 +62,9 @@ class Going:
         return values_BW if self.scores_BP is None else values_BW[:, : self.scores_BP.shape[1]]
 
     def under(self, step: Step) -> Step:
-        """A step that was chosen from these beams, with parents among all beams of the step before."""
+        """A step that was chosen from these beams, with parents among all beams of the
+        step before.
+        """
         if self.beams_BP is None:
             return step
         return replace(step, parents_BW=self.beams_BP.gather(1, step.parents_BW))
@@ -102,7 +109,8 @@ def search(
     choose: Choose,
     narrow: Callable[[Step], Going | None] | None = None,
 ) -> Beams:
-    """Beams of `length` tokens after the tips, or of fewer where `narrow`, asked after each step for the beams to go on from, has none.
+    """Beams of `length` tokens after the tips, or of fewer where `narrow`, asked after each step
+    for the beams to go on from, has none.
 
     hidden_BH: the target's hidden states of the tokens before the tips, in the head's dtype.
     """
@@ -118,11 +126,15 @@ def search(
         if going is None or number + 1 == length:
             break
         beams.going.append(going)
-        state_BPH = advance(head, embed, state_BPH, going.of(step.parents_BW), going.of(step.tokens_BW))
+        state_BPH = advance(
+            head, embed, state_BPH, going.of(step.parents_BW), going.of(step.tokens_BW)
+        )
     return beams
 
 
-def advance(head: Head, embed: Embed, state_BPH: Tensor, parents_BQ: Tensor, tokens_BQ: Tensor) -> Tensor:
+def advance(
+    head: Head, embed: Embed, state_BPH: Tensor, parents_BQ: Tensor, tokens_BQ: Tensor
+) -> Tensor:
     """The states (B, Q, H) of these beams. parents_BQ: among the P that the step started from."""
     if state_BPH.shape[1] == 1:
         state_BQH = state_BPH.expand(-1, parents_BQ.shape[1], -1)
@@ -131,20 +143,25 @@ def advance(head: Head, embed: Embed, state_BPH: Tensor, parents_BQ: Tensor, tok
     return head.advance(state_BQH, embed(tokens_BQ))
 
 
-def timed_step(head: Head, embed: Embed, context: Context, state_BPH: Tensor, choose: Choose) -> None:
+def timed_step(
+    head: Head, embed: Embed, context: Context, state_BPH: Tensor, choose: Choose
+) -> None:
     """One step from P beams, for timing: what `search` does between two choices, and the choice."""
     B, P, _ = state_BPH.shape
     beams_BP = torch.arange(P, device=state_BPH.device).expand(B, P)
-    logits_BPV = head.logits(head.features(context, advance(head, embed, state_BPH, beams_BP, beams_BP)))
+    logits_BPV = head.logits(
+        head.features(context, advance(head, embed, state_BPH, beams_BP, beams_BP))
+    )
     choose(logits_BPV, torch.zeros(B, P, device=state_BPH.device), 1)
 
 
 class Picks:
     """The W likeliest (beam, token) pairs.
 
-    Of each beam only its own W best tokens can be among them, so a step keeps W log probabilities a beam.
-    One beam whose probability nobody reads is the argmax. Where the rule shares the target's noise, tokens are ranked by it
-    (`Chooser.log_scores`), else by the head's distribution at the temperature that the target is sampled at.
+    Of each beam only its own W best tokens can be among them, so a step keeps W log probabilities a
+    beam. One beam whose probability nobody reads is the argmax. Where the rule shares the target's
+    noise, tokens are ranked by it (`Chooser.log_scores`), else by the head's distribution at the
+    temperature that the target is sampled at.
     """
 
     def __init__(
@@ -155,7 +172,9 @@ class Picks:
         coupled: Chooser | None = None,
         scored: bool = False,
     ) -> None:
-        """coupled: whose shared noise ranks. scored: beam probabilities are wanted even of a single beam."""
+        """coupled: whose shared noise ranks. scored: beam probabilities are wanted even of a single
+        beam.
+        """
         self.head, self.width, self.temperature, self.coupled = head, width, temperature, coupled
         self.unscored = width == 1 and not scored
 
@@ -182,13 +201,17 @@ class Picks:
         if self.temperature != 1.0:
             logits_BPV = logits_BPV / self.temperature
         # One pass, and half the time of the W values less the sum's logarithm.
-        scores_BPV = logits_BPV.log_softmax(-1, dtype=torch.promote_types(logits_BPV.dtype, torch.float32))
+        scores_BPV = logits_BPV.log_softmax(
+            -1, dtype=torch.promote_types(logits_BPV.dtype, torch.float32)
+        )
         best = scores_BPV.topk(self.width, dim=-1)
         return best.values, self.head.to_target_ids(best.indices)
 
 
 def over_target(head: Head, values_BPV: Tensor, others: float) -> Tensor:
-    """Values over the head's vocabulary as values over the target's; tokens outside a shortlist get `others`."""
+    """Values over the head's vocabulary as values over the target's; tokens outside a shortlist get
+    `others`.
+    """
     ids_V = head.token_ids_V
     if ids_V is None:
         return values_BPV

@@ -1,9 +1,11 @@
 """The head that training starts from: its shape by the target's, and its first weights.
 
-By default they are the published ones, PyTorch's own for every linear map. Ours, by configuration: an output layer that begins as the target's
-lm_head, residual blocks that begin as the identity (both as in Medusa, arXiv 2401.10774), and a shortlist of the vocabulary. The lm_head belongs on
-the channels of the drafted tokens' state: on the embedded target, 60 steps in, loss and block efficiency of a greedy chain were 21.2 and 1.22 as
-published, 20.8 and 1.21 with it on the hidden state's channels, 19.2 and 1.27 on the state's, 19.5 and 1.25 on both (one seed).
+By default they are the published ones, PyTorch's own for every linear map. Ours, by configuration:
+an output layer that begins as the target's lm_head, residual blocks that begin as the identity
+(both as in Medusa, arXiv 2401.10774), and a shortlist of the vocabulary. The lm_head belongs on the
+channels of the drafted tokens' state: on the embedded target, 60 steps in, loss and block
+efficiency of a greedy chain were 21.2 and 1.22 as published, 20.8 and 1.21 with it on the hidden
+state's channels, 19.2 and 1.27 on the state's, 19.5 and 1.25 on both (one seed).
 """
 
 from collections.abc import Sequence
@@ -26,7 +28,9 @@ WARM_STARTS = ("none", "hidden", "state", "both")
 
 
 def head_config(shape: HeadShapeConfig, target: Any) -> HeadConfig:
-    """The head's shape for a target (its Hugging Face configuration), or that of the folder in shape.path. Raises UserError."""
+    """The head's shape for a target (its Hugging Face configuration), or that of the folder in
+    shape.path. Raises UserError.
+    """
     if shape.path:
         folder = resolve(shape.path)
         config = read_head_config(folder)
@@ -44,15 +48,24 @@ def head_config(shape: HeadShapeConfig, target: Any) -> HeadConfig:
 
 
 def ignored(shape: HeadShapeConfig, config: HeadConfig) -> str:
-    """Which of the keys that were set do not count, as shape.path brings its own shape; empty if there is none."""
+    """Which of the keys that were set do not count, as shape.path brings its own shape; empty if
+    there is none.
+    """
     usual = HeadShapeConfig()
     keys = [
         f"head.{name}={getattr(shape, name)} (it has {getattr(config, name)})"
         for name in ("num_draft_layers", "rnn", "exit_dim", "draft_vocab_size")
         if getattr(shape, name) not in (getattr(usual, name), getattr(config, name))
     ]
-    keys += [f"head.{name}" for name in ("warm_start", "zero_blocks") if getattr(shape, name) != getattr(usual, name)]
-    told = f"head.path={shape.path} brings its own shape and weights: without effect here: {', '.join(keys)}"
+    keys += [
+        f"head.{name}"
+        for name in ("warm_start", "zero_blocks")
+        if getattr(shape, name) != getattr(usual, name)
+    ]
+    told = (
+        f"head.path={shape.path} brings its own shape and weights: without effect here: "
+        f"{', '.join(keys)}"
+    )
     return told if keys else ""
 
 
@@ -62,36 +75,55 @@ def check_sizes(folder: Path, config: HeadConfig, target: Any) -> None:
         ours, theirs = vars(config)[name], vars(target)[name]
         if ours != theirs:
             raise UserError(
-                f"{folder}: the head has {name} {ours}, the target {theirs}: a head reads the hidden states and the embedding of the very target it "
+                f"{folder}: the head has {name} {ours}, the target {theirs}: a head reads the "
+                f"hidden states and the embedding of the very target it "
                 "was trained for. Take that target, or train a head for this one"
             )
 
 
 def check_shape(shape: HeadShapeConfig, config: HeadConfig) -> None:
-    """Raise UserError for a size that is a slip and would fill the memory, and for a start that this shape cannot have."""
-    for name, most in (("num_draft_layers", MOST_BLOCKS), ("exit_dim", WIDEST * config.hidden_size)):
+    """Raise UserError for a size that is a slip and would fill the memory, and for a start that
+    this shape cannot have.
+    """
+    for name, most in (
+        ("num_draft_layers", MOST_BLOCKS),
+        ("exit_dim", WIDEST * config.hidden_size),
+    ):
         if vars(config)[name] > most:
             raise UserError(
-                f"head.{name} is {vars(config)[name]}, the target's hidden_size {config.hidden_size}: expected at most {most}"
+                f"head.{name} is {vars(config)[name]}, the target's hidden_size "
+                f"{config.hidden_size}: expected at most {most}"
             )
     if shape.warm_start not in WARM_STARTS:
-        raise UserError(f"head.warm_start is '{shape.warm_start}'; expected one of {', '.join(WARM_STARTS)}")
-    if shape.warm_start != "none" and config.exit_dim not in (config.hidden_size, 2 * config.hidden_size):
         raise UserError(
-            f"head.warm_start is {shape.warm_start} with a width (exit_dim) of {config.exit_dim}, expected {config.hidden_size} or "
-            f"{2 * config.hidden_size}: the target's lm_head reads {config.hidden_size} channels. Take one of those, or head.warm_start=none"
+            f"head.warm_start is '{shape.warm_start}'; expected one of {', '.join(WARM_STARTS)}"
+        )
+    if shape.warm_start != "none" and config.exit_dim not in (
+        config.hidden_size,
+        2 * config.hidden_size,
+    ):
+        raise UserError(
+            f"head.warm_start is {shape.warm_start} with a width (exit_dim) of {config.exit_dim}, "
+            f"expected {config.hidden_size} or {2 * config.hidden_size}: the target's lm_head "
+            f"reads {config.hidden_size} channels. Take one of those, or head.warm_start=none"
         )
     if shape.warm_start == "both" and config.exit_dim == config.hidden_size:
         raise UserError(
-            f"head.warm_start is both with a width (exit_dim) of {config.exit_dim}, which holds the hidden state or the drafted tokens' state: "
-            "expected hidden or state"
+            f"head.warm_start is both with a width (exit_dim) of {config.exit_dim}, which holds "
+            f"the hidden state or the drafted tokens' state: expected hidden or state"
         )
 
 
 def build_head(
-    shape: HeadShapeConfig, config: HeadConfig, lm_head_VH: Tensor, samples: Sequence[Sample], show: bool = True
+    shape: HeadShapeConfig,
+    config: HeadConfig,
+    lm_head_VH: Tensor,
+    samples: Sequence[Sample],
+    show: bool = True,
 ) -> RecurrentHead:
-    """The head in float32, to be trained; its weights by torch's random numbers. samples: whose answers the shortlist is counted in."""
+    """The head in float32, to be trained; its weights by torch's random numbers. samples: whose
+    answers the shortlist is counted in.
+    """
     if shape.path:
         return load_head(resolve(shape.path)).requires_grad_(True).train()
     head = RecurrentHead(config)
@@ -116,16 +148,19 @@ def shortlist(samples: Sequence[Sample], config: HeadConfig, show: bool) -> Tens
     share = counts[chosen].sum() / max(1, counts.sum())
     if show:
         print(
-            f"shortlist: {len(chosen):,} of {config.vocab_size:,} tokens, {share:.2%} of the training answers' tokens"
+            f"shortlist: {len(chosen):,} of {config.vocab_size:,} tokens, {share:.2%} of the "
+            f"training answers' tokens"
         )
     return torch.from_numpy(np.sort(chosen))
 
 
 @torch.no_grad()
 def start_warm(head: RecurrentHead, half: str, lm_head_VH: Tensor) -> None:
-    """Let the output layer begin as the target's lm_head on the channels of the hidden state, of the drafted tokens' state, or of both.
+    """Let the output layer begin as the target's lm_head on the channels of the hidden state, of
+    the drafted tokens' state, or of both.
 
-    The channels that it does not cover begin at zero. A head as wide as the target's hidden state projects to the chosen half at first.
+    The channels that it does not cover begin at zero. A head as wide as the target's hidden state
+    projects to the chosen half at first.
     """
     H = head.config.hidden_size
     drafted_VH = lm_head_VH if head.token_ids_V is None else lm_head_VH[head.token_ids_V]

@@ -1,4 +1,6 @@
-"""The terminal side of a chat: reads messages, streams answers with the drafted and accepted tokens in colour, tells what each cost."""
+"""The terminal side of a chat: reads messages, streams answers with the drafted and accepted tokens
+in colour, tells what each cost.
+"""
 
 import signal
 from collections.abc import Iterator
@@ -24,7 +26,9 @@ HINT = "exit, quit or Ctrl-D ends; Ctrl-C stops an answer; /reset starts a new c
 
 
 class Interrupt:
-    """Ctrl-C while an answer runs: the first one asks it to end after its round, the next one ends it at once."""
+    """Ctrl-C while an answer runs: the first one asks it to end after its round, the next one ends
+    it at once.
+    """
 
     def __init__(self) -> None:
         self.asked = False
@@ -61,7 +65,8 @@ def chat(loaded: Loaded, cfg: GenerateConfig, console: Console) -> None:
         if cfg.baseline_tokens:
             show(
                 console,
-                f"behind an answer its last {cfg.baseline_tokens} tokens are decoded again without the drafter, for the speedup",
+                f"behind an answer its last {cfg.baseline_tokens} tokens are decoded again without "
+                f"the drafter, for the speedup",
             )
     show(console, HINT)
     while (text := read_message(console)) is not None:
@@ -78,7 +83,9 @@ def chat(loaded: Loaded, cfg: GenerateConfig, console: Console) -> None:
 
 
 def read_message(console: Console) -> str | None:
-    """The next message without the white space around it; None at the end: exit, quit, Ctrl-D, or Ctrl-C twice."""
+    """The next message without the white space around it; None at the end: exit, quit, Ctrl-D, or
+    Ctrl-C twice.
+    """
     again = False
     while True:
         try:
@@ -98,7 +105,8 @@ def read_message(console: Console) -> str | None:
         except UnicodeDecodeError as error:
             show(console, f"error: that was no UTF-8 text ({error.reason}): say it again", "red")
             continue
-        text = text.encode("utf-8", "replace").decode("utf-8")  # a terminal's stray bytes come as lone surrogates
+        # a terminal's stray bytes come as lone surrogates
+        text = text.encode("utf-8", "replace").decode("utf-8")
         return None if text.lower() in ENDS else text
 
 
@@ -109,7 +117,11 @@ def turn(session: ChatSession, text: str, console: Console) -> None:
         try:
             with closing(session.reply(text, lambda: interrupt.asked)) as pieces:
                 for piece in pieces:
-                    console.print(Text(visible(piece.text), ACCEPTED if piece.accepted else ""), end="", soft_wrap=True)
+                    console.print(
+                        Text(visible(piece.text), ACCEPTED if piece.accepted else ""),
+                        end="",
+                        soft_wrap=True,
+                    )
                     console.file.flush()
             console.print()
             if not interrupt.asked:
@@ -123,13 +135,16 @@ def turn(session: ChatSession, text: str, console: Console) -> None:
     if differs is not None:
         show(
             console,
-            f"note: decoded again without the drafter, token {differs + 1} of these differs: rounding, or two tokens nearly tied",
+            f"note: decoded again without the drafter, token {differs + 1} of these differs: "
+            f"rounding, or two tokens nearly tied",
             "red",
         )
 
 
 def cost_line(session: ChatSession, answer: Answer) -> str:
-    """Tokens/s, block efficiency and speedup of an answer, how it ended, and how much of its prompt was read."""
+    """Tokens/s, block efficiency and speedup of an answer, how it ended, and how much of its prompt
+    was read.
+    """
     generation, plain = answer.generation, session.plain_rate
     words = [f"{len(generation.tokens)} tokens", f"{answer.tokens_per_second:.1f} tokens/s"]
     if session.engine.drafter is not None:
@@ -138,7 +153,8 @@ def cost_line(session: ChatSession, answer: Answer) -> str:
             words.append("speedup not measured")
         else:
             words.append(
-                f"speedup {answer.tokens_per_second / plain:.2f}x over plain decoding ({plain:.1f} tokens/s, timed on {session.plain_tokens} tokens)"
+                f"speedup {answer.tokens_per_second / plain:.2f}x over plain decoding ({plain:.1f} "
+                f"tokens/s, timed on {session.plain_tokens} tokens)"
             )
     words.append(f"read {generation.prefilled} of {answer.prompt_tokens} prompt tokens")
     if answer.stopped:
@@ -146,7 +162,9 @@ def cost_line(session: ChatSession, answer: Answer) -> str:
     elif answer.context_full:
         words.append("the context is full: /reset starts a new conversation")
     elif generation.finish == "length":
-        words.append(f"ended at max_new_tokens={session.settings.max_new_tokens} (--max_generation_length)")
+        words.append(
+            f"ended at max_new_tokens={session.settings.max_new_tokens} (--max_generation_length)"
+        )
     return f"[{'; '.join(words)}]"
 
 
@@ -156,7 +174,9 @@ def show(console: Console, text: str, style: str = "dim") -> None:
 
 
 def visible(text: str) -> str:
-    """The text with control characters spelled out but for tabs and line ends: a model must not steer the terminal."""
+    """The text with control characters spelled out but for tabs and line ends: a model must not
+    steer the terminal.
+    """
     return "".join(c if c in "\n\t" or not is_control(c) else f"\\x{ord(c):02x}" for c in text)
 
 

@@ -1,7 +1,9 @@
-"""A conversation with a target and its drafter: the turns, the caches that stay between them, and what every answer cost.
+"""A conversation with a target and its drafter: the turns, the caches that stay between them, and
+what every answer cost.
 
-The speedup that is told is measured in the chat itself: after an answer its last few tokens are decoded again without the drafter, at the same
-place of the same text and in the same cache. The plain speed is that of all these tokens so far, so it settles as the chat goes on.
+The speedup that is told is measured in the chat itself: after an answer its last few tokens are
+decoded again without the drafter, at the same place of the same text and in the same cache. The
+plain speed is that of all these tokens so far, so it settles as the chat goes on.
 """
 
 from collections.abc import Callable, Generator
@@ -19,14 +21,17 @@ from recurrent_drafting.generate_config import GenerateConfig
 from recurrent_drafting.generate_setup import Loaded
 from training.chat import render_next, render_prompt
 
-PATIENCE_SECONDS = 2.0  # that the plain decoding behind an answer may take, once it has a few tokens
+# that the plain decoding behind an answer may take, once it has a few tokens
+PATIENCE_SECONDS = 2.0
 FEWEST = 4  # plain tokens behind an answer, however slow they are
 WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of an answer, and whether it was drafted and accepted; else it is the target's own token."""
+    """Some text of an answer, and whether it was drafted and accepted; else it is the target's own
+    token.
+    """
 
     text: str
     accepted: bool
@@ -48,10 +53,14 @@ class Answer:
 
 
 class ChatSession:
-    """One conversation. `reply` yields an answer's text as it comes; `last` is what it cost, `time_plain` measures beside it."""
+    """One conversation. `reply` yields an answer's text as it comes; `last` is what it cost,
+    `time_plain` measures beside it.
+    """
 
     def __init__(self, loaded: Loaded, cfg: GenerateConfig) -> None:
-        """Warms the models up, and measures the costs of a round where the drafter decides by them."""
+        """Warms the models up, and measures the costs of a round where the drafter
+        decides by them.
+        """
         self.engine, self.cfg, self.template = loaded.engine, cfg, loaded.template
         self.prompt: list[int] = []  # ids of the last turn's, with all that was before it
         self.reset()
@@ -66,28 +75,38 @@ class ChatSession:
     def reset(self) -> None:
         """Forget the conversation; what the next one begins with alike stays in the cache."""
         self.messages = [{"role": "system", "content": self.cfg.system}] if self.cfg.system else []
-        self._written: list[int] = []  # the last answer's ids, where the next turn may follow them as they are
+        # the last answer's ids, where the next turn may follow them as they are
+        self._written: list[int] = []
 
     @property
     def plain_rate(self) -> float | None:
         """Tokens/s of plain decoding, of all tokens measured so far."""
         return self.plain_tokens / self.plain_seconds if self.plain_seconds else None
 
-    def reply(self, text: str, stop: Callable[[], bool] = lambda: False) -> Generator[Piece, None, None]:
-        """Answer a message. `stop` is asked between two rounds and ends the answer there; what was said stays in the conversation.
+    def reply(
+        self, text: str, stop: Callable[[], bool] = lambda: False
+    ) -> Generator[Piece, None, None]:
+        """Answer a message. `stop` is asked between two rounds and ends the answer there; what was
+        said stays in the conversation.
 
-        Raises UserError for a message that leaves no room for an answer; the conversation is then as before.
+        Raises UserError for a message that leaves no room for an answer; the conversation is then
+        as before.
         """
         said = {"role": "user", "content": text}
         prompt = self._rendered([*self.messages, said])
         self._check_room(prompt)
         self._turn, self.last, self.prompt, self._written = self._turn + 1, None, prompt, []
         fresh: list[tuple[int, bool]] = []
-        batch = self.session.start(prompt, request_id=self._turn, on_tokens=lambda _, new: fresh.extend(marked(new)))
+        batch = self.session.start(
+            prompt, request_id=self._turn, on_tokens=lambda _, new: fresh.extend(marked(new))
+        )
         generation = batch.rows[0].generation
 
         def marked(tokens: list[int]) -> list[tuple[int, bool]]:
-            return [(token, mark == "1") for token, mark in zip(tokens, generation.trace[-len(tokens) :], strict=True)]
+            return [
+                (token, mark == "1")
+                for token, mark in zip(tokens, generation.trace[-len(tokens) :], strict=True)
+            ]
 
         stream, last = TextStream(lambda ids: text_of(self.engine, ids)), False
         try:
@@ -99,7 +118,8 @@ class ChatSession:
                     if piece := stream.add([token]):
                         yield Piece(piece, accepted)
                 fresh.clear()
-            if rest := stream.end().rstrip(BROKEN):  # bytes that no token completed are no text to show
+            # bytes that no token completed are no text to show
+            if rest := stream.end().rstrip(BROKEN):
                 yield Piece(rest, last)
         finally:
             full = len(prompt) + len(generation.tokens) >= self.engine.target.max_length
@@ -112,7 +132,8 @@ class ChatSession:
     def time_plain(self) -> int | None:
         """Decode the end of the last answer again without the drafter; adds to `plain_rate`.
 
-        Returns where the two differ (index from the first token decoded again) if they had to be equal and are not.
+        Returns where the two differ (index from the first token decoded again) if they had to be
+        equal and are not.
         """
         if self.last is None or self.engine.drafter is None:
             return None
@@ -121,20 +142,25 @@ class ChatSession:
         if count == 0:
             return None
         before = [*self.prompt, *tokens[: len(tokens) - count]]
-        batch = self.session.start(before, drafted=False, max_new_tokens=count, request_id=self._turn)
+        batch = self.session.start(
+            before, drafted=False, max_new_tokens=count, request_id=self._turn
+        )
         plain = batch.rows[0].generation
         with torch.inference_mode():
-            while batch.rows and (len(plain.tokens) < FEWEST or plain.decode_seconds < PATIENCE_SECONDS):
+            while batch.rows and (
+                len(plain.tokens) < FEWEST or plain.decode_seconds < PATIENCE_SECONDS
+            ):
                 batch.round()
         self.plain_tokens += len(plain.tokens)
         self.plain_seconds += plain.decode_seconds
         written = tokens[len(tokens) - count :][: len(plain.tokens)]
         differs = first_difference(written, plain.tokens)
-        if (
-            differs is not None and not self.last.context_full
-        ):  # put the answer itself back, before the next message asks for it
+        # put the answer itself back, before the next message asks for it
+        if differs is not None and not self.last.context_full:
             self.session.start([*self.prompt, *tokens])
-        return differs if self.settings.temperature == 0 or self.settings.verify == "coupled" else None
+        return (
+            differs if self.settings.temperature == 0 or self.settings.verify == "coupled" else None
+        )
 
     def _rendered(self, messages: list[dict[str, str]]) -> list[int]:
         tokenizer, template = self.engine.tokenizer, self.template
@@ -147,12 +173,14 @@ class ChatSession:
         earlier = "with all turns before it" if self.messages else "as the chat template renders it"
         if len(prompt) >= holds:
             raise UserError(
-                f"your message {earlier} is {len(prompt)} tokens, and the target's context holds {holds} with the answer. "
+                f"your message {earlier} is {len(prompt)} tokens, and the target's context holds "
+                f"{holds} with the answer. "
                 f"{'/reset starts a new conversation' if self.messages else 'Say it shorter'}."
             )
         if limit and len(prompt) > limit:
             raise UserError(
-                f"your message {earlier} is {len(prompt)} tokens, over max_prompt_tokens={limit} (--max_prompt_length). "
+                f"your message {earlier} is {len(prompt)} tokens, over max_prompt_tokens={limit} "
+                f"(--max_prompt_length). "
                 f"{'/reset starts a new conversation' if self.messages else 'Say it shorter'}."
             )
 

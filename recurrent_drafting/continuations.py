@@ -1,10 +1,13 @@
-"""What the target itself goes on with behind every position of a text: the labels of the paper's distillation.
+"""What the target itself goes on with behind every position of a text: the labels of the paper's
+distillation.
 
-Cheng et al. 2024 (arXiv 2403.09919) let the target go on greedily behind each position of the answers, given the text before it, and train the
-head on these tokens in place of the text's own. A head then takes in and predicts what it will when it drafts: the first token behind h is the one
+Cheng et al. 2024 (arXiv 2403.09919) let the target go on greedily behind each position of the
+answers, given the text before it, and train the head on these tokens in place of the text's own. A
+head then takes in and predicts what it will when it drafts: the first token behind h is the one
 that the target chooses. The published code has none of this.
 
-All positions of a row go on together, a token a forward, in which each of them sees the text up to its own place and what it has said itself.
+All positions of a row go on together, a token a forward, in which each of them sees the text up to
+its own place and what it has said itself.
 
 Shapes: T tokens of a row, M positions, K tokens of each, H hidden size.
 """
@@ -22,14 +25,20 @@ from training.packing import Batch
 
 @torch.no_grad()
 def go_on(target: Any, row: Batch, places_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(the target's hidden states at the places of a row [M, H], its `count` likeliest tokens behind each, one after another [M, K]).
+    """(the target's hidden states at the places of a row [M, H], its `count` likeliest tokens
+    behind each, one after another [M, K]).
 
     target: a Hugging Face causal LM built with packed attention.
     """
     cache, lm_head_VH = DynamicCache(), target.get_output_embeddings().weight
 
     def read(ids_1N: Tensor, positions_1N: Tensor, bias_11NL: Tensor) -> Tensor:
-        given = {"position_ids": positions_1N, "attention_bias": bias_11NL, "past_key_values": cache, "use_cache": True}
+        given = {
+            "position_ids": positions_1N,
+            "attention_bias": bias_11NL,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
         states_NH: Tensor = target.model(ids_1N, **given).last_hidden_state[0]
         return states_NH
 
@@ -41,5 +50,7 @@ def go_on(target: Any, row: Batch, places_M: Tensor, count: int) -> tuple[Tensor
     alone_11MM.diagonal(dim1=-2, dim2=-1).zero_()  # what others said is not seen
     for ahead in range(1, count):
         bias_11ML = torch.cat((bias_11ML, alone_11MM), dim=-1)
-        tokens.append(chunked_argmax(read(tokens[-1][None], positions_1M + ahead, bias_11ML), lm_head_VH))
+        tokens.append(
+            chunked_argmax(read(tokens[-1][None], positions_1M + ahead, bias_11ML), lm_head_VH)
+        )
     return states_MH, torch.stack(tokens, dim=1)

@@ -1,11 +1,14 @@
-"""The recurrent head as a drafter: beams of its tokens, packed into a tree that the target verifies in one forward.
+"""The recurrent head as a drafter: beams of its tokens, packed into a tree that the target verifies
+in one forward.
 
-The head reads the target's hidden state of the last token in the cache, which stands before the tip; it comes from the prefill and after that
-from every round's own forward. A prompt of one token has no such token: its first round drafts from a hidden state of zeros.
+The head reads the target's hidden state of the last token in the cache, which stands before the
+tip; it comes from the prefill and after that from every round's own forward. A prompt of one token
+has no such token: its first round drafts from a hidden state of zeros.
 
-Picked beams are point masses to verification, drawn ones (`draws=drawn`) are tested by p / q at every node; greedy decoding and the
-coupled rule pick whatever `draws` says. One beam is a chain. How many steps, beams and nodes a row drafts is said by its plan
-(recurrent_drafting/plans.py): all of them, or as many as measured costs make worth it.
+Picked beams are point masses to verification, drawn ones (`draws=drawn`) are tested by p / q at
+every node; greedy decoding and the coupled rule pick whatever `draws` says. One beam is a chain.
+How many steps, beams and nodes a row drafts is said by its plan (recurrent_drafting/plans.py): all
+of them, or as many as measured costs make worth it.
 
 Shapes: B rows, P beams that a step starts from, N nodes proposed, C = H hidden size.
 """
@@ -38,9 +41,11 @@ from recurrent_drafting.recorded import RecordedPicks
 
 
 class RecurrentDrafter:
-    """A recurrent head that drafts for the target that it was trained on. Hydra: `_target_: recurrent_drafting.drafter.RecurrentDrafter`.
+    """A recurrent head that drafts for the target that it was trained on. Hydra:
+    `_target_: recurrent_drafting.drafter.RecurrentDrafter`.
 
-    The draft length, num_draft_tokens, counts the drafted tokens of a beam; the published beam_length counts the token before them too.
+    The draft length, num_draft_tokens, counts the drafted tokens of a beam; the published
+    beam_length counts the token before them too.
     """
 
     def __init__(
@@ -58,18 +63,21 @@ class RecurrentDrafter:
     ) -> None:
         """From a head's folder, or from a `head` in memory, which keeps its dtype and device.
 
-        beam_width: beams of a draft. draws: `drawn`, or `picked`, the likeliest beams, as published; greedy they are always picked.
-        by_cost: take the number of steps, the beams that
-        each starts from, the nodes that are verified, and whether to draft at all from measured costs; beam_width and the draft length are
-        then the most. execution: fixed picked beams are drafted operation by operation (`eager`) or as one recorded step (`graph`, and
-        `compiled` as well, as there is nothing to fuse); None takes graph on a GPU and eager on a CPU.
+        beam_width: beams of a draft. draws: `drawn`, or `picked`, the likeliest beams, as
+        published; greedy they are always picked.
+        by_cost: take the number of steps, the beams that each starts from, the nodes that are
+        verified, and whether to draft at all from measured costs; beam_width and the draft length
+        are then the most. execution: fixed picked beams are drafted operation by operation
+        (`eager`) or as one recorded step (`graph`, and `compiled` as well, as there is nothing to
+        fuse); None takes graph on a GPU and eager on a CPU.
         """
         if head is None:
             if folder is None:
                 raise ValueError("RecurrentDrafter needs a folder or a head")
             if dtype not in DTYPES:
                 raise UserError(
-                    f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}; or auto, where a configuration names the drafter."
+                    f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}; or auto, "
+                    f"where a configuration names the drafter."
                 )
             head = load_head(Path(folder), DTYPES[dtype], device_of(device))
         self.head = for_drafting(head)
@@ -78,7 +86,8 @@ class RecurrentDrafter:
         drafted = head.config.num_drafted
         if not 1 <= beam_width <= drafted:
             raise UserError(
-                f"drafter '{self.name}': beam_width is {beam_width}, expected 1 to {drafted}, the tokens that its head drafts from."
+                f"drafter '{self.name}': beam_width is {beam_width}, expected 1 to {drafted}, the "
+                f"tokens that its head drafts from."
             )
         self.beam_width, self.draws = beam_width, draws
         shape = "chain" if beam_width == 1 else "tree"
@@ -99,7 +108,9 @@ class RecurrentDrafter:
         if execution is None:
             execution = "graph" if cuda.runs_ahead(self.device) else "eager"
         if execution not in EXECUTIONS:
-            raise UserError(f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}.")
+            raise UserError(
+                f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}."
+            )
         self.execution = execution
         self._recorded: RecordedPicks | None = None
         self._target: Target | None = None
@@ -114,18 +125,23 @@ class RecurrentDrafter:
         self._hidden_BH = torch.empty(0)
 
     def width(self, gamma: int) -> int:
-        """Nodes of beams of gamma tokens. Raises UserError for more than the target's cache holds."""
+        """Nodes of beams of gamma tokens. Raises UserError for more than the target's
+        cache holds.
+        """
         nodes = self.beam_width * gamma
         if self._target is not None and nodes >= self._target.max_length:
             raise UserError(
-                f"drafter '{self.name}': {self.beam_width} beams of {gamma} tokens are {nodes} nodes, but '{self._target.name}' holds "
-                f"{self._target.max_length} tokens: take a smaller beam_width, or shorter beams "
-                "(num_draft_tokens, or beam_length, which counts one more)."
+                f"drafter '{self.name}': {self.beam_width} beams of {gamma} tokens are {nodes} "
+                f"nodes, but '{self._target.name}' holds {self._target.max_length} tokens: take a "
+                f"smaller beam_width, or shorter beams (num_draft_tokens, or beam_length, which "
+                f"counts one more)."
             )
         return nodes
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """Take the target. Raises UserError for one that the head was not trained on, as far as shapes tell."""
+        """Take the target. Raises UserError for one that the head was not trained on, as far as
+        shapes tell.
+        """
         config, head = self.head.config, f"drafter '{self.name}': its head"
         for what, own, other in (
             ("hidden size", config.hidden_size, target.hidden_size),
@@ -133,11 +149,16 @@ class RecurrentDrafter:
         ):
             if own != other:
                 raise UserError(
-                    f"{head} was trained for a {what} of {own}, but '{target.name}' has {other}: take the head of this target."
+                    f"{head} was trained for a {what} of {own}, but '{target.name}' has {other}: "
+                    f"take the head of this target."
                 )
-        if (self.device.type, self.device.index or 0) != (target.device.type, target.device.index or 0):
+        if (self.device.type, self.device.index or 0) != (
+            target.device.type,
+            target.device.index or 0,
+        ):
             raise UserError(
-                f"{head} is on {self.device}, but '{target.name}' is on {target.device}: give both one device."
+                f"{head} is on {self.device}, but '{target.name}' is on {target.device}: give both "
+                f"one device."
             )
         if target is not self._target:
             if self.execution != "eager":
@@ -147,23 +168,32 @@ class RecurrentDrafter:
             self._embedding_VH = self._own(target.embed(ids_V)) if other else None
         self._target, self._costs = target, costs if self.caps.needs_costs else None
 
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
-        """Take the hidden state of each prompt's last token but one. Raises UserError for hidden states of another size than the head's."""
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        """Take the hidden state of each prompt's last token but one. Raises UserError for hidden
+        states of another size than the head's.
+        """
         size = self.head.config.hidden_size
         self._hidden_BH = torch.zeros(len(prompts_B), size, dtype=self.dtype, device=self.device)
         if prefill_hidden_BNC is not None:
             if prefill_hidden_BNC.shape[-1] != size:
                 raise UserError(
-                    f"drafter '{self.name}': the target's hidden states have the size {prefill_hidden_BNC.shape[-1]}, its head reads {size}."
+                    f"drafter '{self.name}': the target's hidden states have the size "
+                    f"{prefill_hidden_BNC.shape[-1]}, its head reads {size}."
                 )
             read_B1 = cuda.tensor([[len(prompt) > 1] for prompt in prompts_B], self.device)
             last = prefill_hidden_BNC.shape[1] - 1  # 0: of each prompt the last state alone
-            last_BH = at_nodes(prefill_hidden_BNC, [min(max(len(prompt) - 2, 0), last) for prompt in prompts_B])
+            last_BH = at_nodes(
+                prefill_hidden_BNC, [min(max(len(prompt) - 2, 0), last) for prompt in prompts_B]
+            )
             self._hidden_BH = torch.where(read_B1, self._own(last_BH), self._hidden_BH)
         self._plan(len(prompts_B))
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Take the last of the hidden states that the target has just read: it stands before the tip."""
+        """Take the last of the hidden states that the target has just read: it stands before the
+        tip.
+        """
         if hidden_NC is not None:
             self._hidden_BH = self._own(hidden_NC[-1:])
         self._plan(1)
@@ -178,14 +208,18 @@ class RecurrentDrafter:
             drawn, ahead = are_drawn(self.draws, chooser), cuda.runs_ahead(self.device)
             self._width = self.searched(drawn)
             sampled_picks = not drawn and chooser.rule in FRESH
-            self._plans_B = [plan_of(self._costs, self._width, ahead, sampled_picks) for _ in range(self._rows)]
+            self._plans_B = [
+                plan_of(self._costs, self._width, ahead, sampled_picks) for _ in range(self._rows)
+            ]
         return self._plans_B
 
     def searched(self, drawn: bool) -> int:
         """Beams of a search, at most."""
         if self._costs is None:
             return self.beam_width
-        return min(self._costs.beams or width_worth(self._costs, self.beam_width, drawn), self.beam_width)
+        return min(
+            self._costs.beams or width_worth(self._costs, self.beam_width, drawn), self.beam_width
+        )
 
     def _worth_beams(self, costs: RoundCosts) -> int:
         """By the parts of a round, and with beams as the last draft had them, drawn or picked."""
@@ -212,32 +246,51 @@ class RecurrentDrafter:
         stopping_B: Sequence[Stopping],
         chooser: Chooser,
     ) -> Proposal:
-        """The beams of each row, as long as its budget. Stopping policies limit the length before a round, not inside it."""
-        depths_B = [plan.begin(budget) for plan, budget in zip(self._planned(chooser), budgets_B, strict=True)]
+        """The beams of each row, as long as its budget. Stopping policies limit the length before a
+        round, not inside it.
+        """
+        depths_B = [
+            plan.begin(budget)
+            for plan, budget in zip(self._planned(chooser), budgets_B, strict=True)
+        ]
         length = max(depths_B)
         if length == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         tips = [sequence[-1] for sequence in sequences_B]
         self._drawn = are_drawn(self.draws, chooser)
-        if self._recorded is not None and not self._drawn and self._costs is None and chooser.rule != "coupled":
+        if (
+            self._recorded is not None
+            and not self._drawn
+            and self._costs is None
+            and chooser.rule != "coupled"
+        ):
             temperature = 1.0 if chooser.warper.greedy else chooser.warper.temperature
-            return self._recorded(tips, self._hidden_BH, depths_B, temperature, rooms_of(self._plans_B))
+            return self._recorded(
+                tips, self._hidden_BH, depths_B, temperature, rooms_of(self._plans_B)
+            )
         tips_B = cuda.tensor(tips, self.device)
         kind = DrawnDraft if self._drawn else PickedDraft
         draft = kind(self.head, self._width, chooser, self._plans_B)
-        beams = search(self.head, self.embed, tips_B, self._hidden_BH, length, draft.choose, draft.narrow)
+        beams = search(
+            self.head, self.embed, tips_B, self._hidden_BH, length, draft.choose, draft.narrow
+        )
         return draft.proposal(beams)
 
     def observe(self, observation: Observation) -> None:
-        """Keep the hidden state of the last accepted token; with costs, learn what the draft was worth."""
+        """Keep the hidden state of the last accepted token; with costs, learn what the draft was
+        worth.
+        """
         outcome = observation.outcome
         last_B = outcome.accepted_B  # of a chain
         if outcome.paths_B is not None:
             last_B = [path[-1] + 1 if path else 0 for path in outcome.paths_B]
         self._hidden_BH = self._own(at_nodes(observation.hidden_BNC, last_B))
         answer_B = observation.answers[0] if observation.answers else [None] * len(self._plans_B)
-        if self._plans_B:  # there are none as long as others, such as a lookup, have drafted every round
-            for plan, answer, accepted in zip(self._plans_B, answer_B, outcome.accepted_B, strict=True):
+        # there are none as long as others, such as a lookup, have drafted every round
+        if self._plans_B:
+            for plan, answer, accepted in zip(
+                self._plans_B, answer_B, outcome.accepted_B, strict=True
+            ):
                 plan.learn(answer, accepted)
 
     def rollback(self, lengths_B: Sequence[int]) -> None:
@@ -251,10 +304,12 @@ class RecurrentDrafter:
         self._plans_B = [self._plans_B[row] for row in rows] if self._plans_B else []
 
     def time_step(self, beams: int = 1) -> None:
-        """One step from so many beams, drawn or picked as the last draft was; before one as `draws` says.
+        """One step from so many beams, drawn or picked as the last draft was; before one as `draws`
+        says.
 
-        By cost a step from one beam is a chain's, which does without the tree: it is one where a single beam is searched. A tree's first step
-        takes a little longer, which then counts as the rest of a round.
+        By cost a step from one beam is a chain's, which does without the tree: it is one where a
+        single beam is searched. A tree's first step takes a little longer, which then counts as the
+        rest of a round.
         """
         B, H = self._hidden_BH.shape
         width = 1 if beams == 1 and self.caps.needs_costs else self.beam_width

@@ -1,25 +1,31 @@
-"""Drawn beams: the nodes of a step are drawn without replacement among siblings, in a way that leaves p / q tests exact at every node.
+"""Drawn beams: the nodes of a step are drawn without replacement among siblings, in a way that
+leaves p / q tests exact at every node.
 
-Why they are exact there stands in decoding/draws.py, once for all drawn trees. Here a step first decides how many children each node gets, from
-the nodes of the steps before and what the head says behind them, and only then draws them, by noise that nothing else has used: its keys
-are of (seed, request, round, position, node, symbol). A node's children are the first of S clocks with the rates q in the order in which they
-ring (Gumbel top-k: Kool et al. 2019, arXiv 1903.06059, section 2.3). Every drawn child is in the tree, expanded or not.
+Why they are exact there stands in decoding/draws.py, once for all drawn trees. Here a step first
+decides how many children each node gets, from the nodes of the steps before and what the head says
+behind them, and only then draws them, by noise that nothing else has used: its keys are of (seed,
+request, round, position, node, symbol). A node's children are the first of S clocks with the rates
+q in the order in which they ring (Gumbel top-k: Kool et al. 2019, arXiv 1903.06059, section 2.3).
+Every drawn child is in the tree, expanded or not.
 
-The S symbols are the head's likeliest tokens and the *tail*, all others as one, and a token that was drawn from these. Where top-k, top-p or
-min-p cut q it has no tail.
+The S symbols are the head's likeliest tokens and the *tail*, all others as one, and a token that
+was drawn from these. Where top-k, top-p or min-p cut q it has no tail.
 
-Stochastic beam search (Kool et al., section 4), which takes the W earliest of all nodes' clocks, keeps p / q exact as well (Jeon et al.
-2024, arXiv 2402.14160), its last beams alone too: that a child is there hangs on when its clock rang and on what rang before, and
-when a clock rings tells nothing of whose it is. What breaks the law is any look at the children themselves: leaving out unlikely ones,
-or testing the likeliest first. The tests show both.
+Stochastic beam search (Kool et al., section 4), which takes the W earliest of all nodes' clocks,
+keeps p / q exact as well (Jeon et al. 2024, arXiv 2402.14160), its last beams alone too: that a
+child is there hangs on when its clock rang and on what rang before, and when a clock rings tells
+nothing of whose it is. What breaks the law is any look at the children themselves: leaving out
+unlikely ones, or testing the likeliest first. The tests show both.
 
-Budgets: the j-th child of a node is worth the chance that it is reached and passes, as decoding/draws.py takes them. That of a first child that is
-not drawn yet is taken for the same at every node, which has gained as much as its mean over q; where costs decide how many are drawn it is
-that mean. The W worthiest children are drawn; the first child of the first node always, so that no tree accepts less
-than a drawn chain.
+Budgets: the j-th child of a node is worth the chance that it is reached and passes, as
+decoding/draws.py takes them. That of a first child that is not drawn yet is taken for the same at
+every node, which has gained as much as its mean over q; where costs decide how many are drawn it is
+that mean. The W worthiest children are drawn; the first child of the first node always, so that no
+tree accepts less than a drawn chain.
 
-Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W), L steps, M = L W nodes, S symbols, K candidates
-(S less the tail), Q nodes that were expanded and the tip, V vocabulary that the head drafts from.
+Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W), L steps, M = L W
+nodes, S symbols, K candidates (S less the tail), Q nodes that were expanded and the tip, V
+vocabulary that the head drafts from.
 """
 
 from collections.abc import Callable
@@ -37,7 +43,8 @@ from recurrent_drafting.beams import Beams, Step, over_target
 from recurrent_drafting.packed import Head
 
 CANDIDATES = 64  # of the head's likeliest tokens are symbols of their own
-MISS = 0.35  # the chance of a child that is not drawn yet to fail, where all of a step's budget is drawn
+# the chance of a child that is not drawn yet to fail, where all of a step's budget is drawn
+MISS = 0.35
 
 # From what the children that would be drawn are worth (B, W): which of them are (boolean).
 Admit = Callable[[Tensor], Tensor]
@@ -50,7 +57,9 @@ class Constants:
     counters_WX: Tensor  # of a node's noise: S clocks, and the token of its tail
     siblings: Siblings
     worth_W: (
-        Tensor  # where nothing is weighed, the chance that the j-th child is tested and passes, if its node is reached
+        # where nothing is weighed, the chance that the j-th child is tested and passes, if its node
+        # is reached
+        Tensor
     )
     least_W: Tensor  # the same once it is drawn, and how much this grows by its probability
     slope_W: Tensor
@@ -59,7 +68,9 @@ class Constants:
 
 @lru_cache
 def constants(width: int, symbols: int, dtype: torch.dtype, device: torch.device) -> Constants:
-    """Those of so many beams and symbols, in the dtype of probabilities; made once, as each is an operation."""
+    """Those of so many beams and symbols, in the dtype of probabilities; made once, as each is an
+    operation.
+    """
     with torch.inference_mode(False):
         counters_WX = torch.arange(width * (symbols + 1), device=device).view(width, symbols + 1)
         like = torch.zeros((), dtype=dtype, device=device)
@@ -78,7 +89,9 @@ def constants(width: int, symbols: int, dtype: torch.dtype, device: torch.device
 
 @lru_cache
 def offsets(length: int, width: int, device: torch.device) -> Tensor:
-    """(L, 1): parents among the beams of the step before, zeros at the first step, plus this: `prefix_tree.edges` of them in one operation."""
+    """(L, 1): parents among the beams of the step before, zeros at the first step, plus this:
+    `prefix_tree.edges` of them in one operation.
+    """
     with torch.inference_mode(False):
         return cuda.tensor([-1, *range(0, (length - 1) * width, width)], device)[:, None]
 
@@ -87,16 +100,31 @@ class Draws:
     """W nodes a step, of two beams or more."""
 
     def __init__(
-        self, head: Head, width: int, length: int, rows: int, chooser: Chooser, admit: Admit | None = None
+        self,
+        head: Head,
+        width: int,
+        length: int,
+        rows: int,
+        chooser: Chooser,
+        admit: Admit | None = None,
     ) -> None:
         """admit: None draws all."""
-        self.head, self.width, self.length, self.chooser, self.admit = head, width, length, chooser, admit
+        self.head, self.width, self.length, self.chooser, self.admit = (
+            head,
+            width,
+            length,
+            chooser,
+            admit,
+        )
         self.has_tail = not chooser.warper.truncates
         self.symbols = min(head.config.num_drafted, max(CANDIDATES, width) + self.has_tail)
         counters_WX = constants(width, self.symbols, torch.float32, chooser.device).counters_WX
         keys = [[chooser.draft_key(row, depth) for depth in range(length)] for row in range(rows)]
-        uniforms_BLWX = noise.uniforms(cuda.tensor(keys, chooser.device)[:, :, None, None], counters_WX)
-        self._clocks_BLWS = uniforms_BLWX[..., :-1].log()  # less than 0: the first to ring is the least of rate / clock
+        uniforms_BLWX = noise.uniforms(
+            cuda.tensor(keys, chooser.device)[:, :, None, None], counters_WX
+        )
+        # less than 0: the first to ring is the least of rate / clock
+        self._clocks_BLWS = uniforms_BLWX[..., :-1].log()
         self._tails_BLW1 = uniforms_BLWX[..., -1:]
 
     def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
@@ -105,7 +133,9 @@ class Draws:
         places_BPS, probs_BPS, rates_BPS, tail_BPV = self._symbols(logits_BPV, step)
         of_shape = constants(W, self.symbols, probs_BPS.dtype, self.chooser.device)
         above_BP1 = None if scores_BP is None else scores_BP[:, :, None]
-        order_BPW = (rates_BPS / self._clocks_BLWS[:, step, :P]).topk(W, dim=-1, largest=False).indices
+        order_BPW = (
+            (rates_BPS / self._clocks_BLWS[:, step, :P]).topk(W, dim=-1, largest=False).indices
+        )
         drawn_BPW = probs_BPS.gather(2, order_BPW) if step + 1 < self.length else None
         if self.admit is None:
             worth_BPW, reached_BPW = _worth(drawn_BPW, above_BP1, of_shape)
@@ -115,10 +145,13 @@ class Draws:
         if scores_BP is not None:
             ranked_BPW = worth_BPW if self.admit is None else worth_BPW.clone()
             ranked_BPW[:, 0, 0] = float("inf")  # the first child of the first node is always drawn
-            slots_BW = ranked_BPW.flatten(1).topk(W, dim=-1).indices  # a later sibling is always worth less
+            # a later sibling is always worth less
+            slots_BW = ranked_BPW.flatten(1).topk(W, dim=-1).indices
 
         def chosen(values_BPW: Tensor) -> Tensor:
-            return values_BPW[:, 0] if slots_BW is None else values_BPW.flatten(1).gather(1, slots_BW)
+            return (
+                values_BPW[:, 0] if slots_BW is None else values_BPW.flatten(1).gather(1, slots_BW)
+            )
 
         tokens_BW = self.head.to_target_ids(chosen(places_BPS.gather(2, order_BPW)))
         parents_BW = of_shape.first_W.expand(B, W) if slots_BW is None else slots_BW // W
@@ -130,9 +163,13 @@ class Draws:
                 made.scores_BW = scores_BW * made.admitted_BW
         return made
 
-    def _symbols(self, logits_BPV: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Places (B, P, S) of the symbols in the head's vocabulary, probabilities of their tokens, likeliest first, the rates that they are drawn by,
-        and probabilities of all tokens of the tail (B, P, V). With a tail the last symbol is that; its token is drawn from it here."""
+    def _symbols(
+        self, logits_BPV: Tensor, step: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Places (B, P, S) of the symbols in the head's vocabulary, probabilities of their tokens,
+        likeliest first, the rates that they are drawn by, and probabilities of all tokens of the
+        tail (B, P, V). With a tail the last symbol is that; its token is drawn from it here.
+        """
         if not self.has_tail:
             top = logits_BPV.topk(self.symbols, dim=-1)
             probs_BPS = self.chooser.warper.of_likeliest(top.values)
@@ -143,13 +180,18 @@ class Draws:
         tail_BPV = q_BPV.scatter_(2, candidates_BPK, 0.0)
         ends_BPV = tail_BPV.cumsum(-1, dtype=torch.float64)
         total_BP1 = ends_BPV[:, :, -1:]
-        # The first sum that reaches the point; where the tail has no share that is any token, and its clock does not ring before the others have.
-        found_BP1 = torch.searchsorted(ends_BPV, self._tails_BLW1[:, step, : logits_BPV.shape[1]] * total_BP1)
+        # The first sum that reaches the point; where the tail has no share that is any token, and
+        # its clock does not ring before the others have.
+        found_BP1 = torch.searchsorted(
+            ends_BPV, self._tails_BLW1[:, step, : logits_BPV.shape[1]] * total_BP1
+        )
         rates_BPS = torch.cat((top.values[:, :, :-1], total_BP1), 2)
         return torch.cat((candidates_BPK, found_BP1), 2), top.values, rates_BPS, tail_BPV
 
     def drawn(self, beams: Beams) -> tuple[Tensor, Tensor, TopRows]:
-        """Tokens and parents (B, M) of all nodes, and what the children of the tip and of the expanded ones were drawn from."""
+        """Tokens and parents (B, M) of all nodes, and what the children of the tip and of the
+        expanded ones were drawn from.
+        """
         parents_BLW = beams.parents_BLW
         parents_BM = (parents_BLW + offsets(*parents_BLW.shape[1:], parents_BLW.device)).flatten(1)
         ids_BQS = self.head.to_target_ids(beams.made(lambda step: step.places_BPS))
@@ -160,9 +202,12 @@ class Draws:
         return beams.tokens_BLW.flatten(1), parents_BM, rows
 
 
-def _worth(drawn_BPW: Tensor | None, above_BP1: Tensor | None, of_shape: Constants) -> tuple[Tensor, Tensor | None]:
-    """The chances (B, P, W) that each node's j-th child is tested and passes: before it is drawn, which is all that the step looks at, and
-    then by its probability."""
+def _worth(
+    drawn_BPW: Tensor | None, above_BP1: Tensor | None, of_shape: Constants
+) -> tuple[Tensor, Tensor | None]:
+    """The chances (B, P, W) that each node's j-th child is tested and passes: before it is drawn,
+    which is all that the step looks at, and then by its probability.
+    """
     worth_BPW = of_shape.worth_W[None, None] if above_BP1 is None else above_BP1 * of_shape.worth_W
     if drawn_BPW is None:
         return worth_BPW, None
@@ -179,7 +224,9 @@ def _weighed(
     if above_BP1 is not None:
         tested_BPW = tested_BPW * above_BP1
     worth_BPW = tested_BPW * siblings.passing(passes_BP1)
-    return worth_BPW, None if drawn_BPW is None else tested_BPW * siblings.passing(chance(drawn_BPW))
+    return worth_BPW, None if drawn_BPW is None else tested_BPW * siblings.passing(
+        chance(drawn_BPW)
+    )
 
 
 class DrawnChain:
@@ -198,7 +245,9 @@ class DrawnChain:
             admitted_B1 = self.admit(reached_B1 * chance(q_BV.square().sum(-1, keepdim=True)))
             scores_B1 = reached_B1 * chance(q_BV.gather(1, tokens_B1)) * admitted_B1
         ids_B1 = self.head.to_target_ids(tokens_B1)
-        return Step(torch.zeros_like(ids_B1), ids_B1, scores_B1, q_BV[:, None], admitted_BW=admitted_B1)
+        return Step(
+            torch.zeros_like(ids_B1), ids_B1, scores_B1, q_BV[:, None], admitted_BW=admitted_B1
+        )
 
     def q(self, beams: Beams) -> Tensor:
         """What each token was drawn from, (B, L, the target's vocabulary)."""

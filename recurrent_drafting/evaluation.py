@@ -1,13 +1,17 @@
-"""How good the head is, while it trains: what it would have accepted on the target's own answers, and how often each head is right.
+"""How good the head is, while it trains: what it would have accepted on the target's own answers,
+and how often each head is right.
 
-`GreedyChain` needs no decoding. The target's answers are fixed, and drafting is greedy, so what a round accepts follows from where it begins:
-the head drafts at every position of the answers at once, and the rounds are walked through afterwards. On greedy answers these are the rounds of
-real decoding with one beam, the first of which begins at the prompt's last token. On drawn answers they rank checkpoints and are no decoder's.
+`GreedyChain` needs no decoding. The target's answers are fixed, and drafting is greedy, so what a
+round accepts follows from where it begins: the head drafts at every position of the answers at
+once, and the rounds are walked through afterwards. On greedy answers these are the rounds of real
+decoding with one beam, the first of which begins at the prompt's last token. On drawn answers they
+rank checkpoints and are no decoder's.
 
-A look is anything callable that gives figures; the `score` of the last one that gives one chooses the checkpoint.
+A look is anything callable that gives figures; the `score` of the last one that gives one chooses
+the checkpoint.
 
-Shapes: M drafts of a batch, T tokens of an answer with its prompt, F of a batch's one row, H the target's hidden size, K drafted tokens or heads,
-N predictions, C of a chunk, E the head's width.
+Shapes: M drafts of a batch, T tokens of an answer with its prompt, F of a batch's one row, H the
+target's hidden size, K drafted tokens or heads, N predictions, C of a chunk, E the head's width.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,10 +46,17 @@ class Looks:
 
 
 class _Fixed:
-    """Batches of one row, their positions, and the target's states there, made once: neither changes while a head trains."""
+    """Batches of one row, their positions, and the target's states there, made once: neither
+    changes while a head trains.
+    """
 
     def __init__(
-        self, states: TargetStates, samples: Sequence[Sample], heads: int, max_length: int, device: torch.device
+        self,
+        states: TargetStates,
+        samples: Sequence[Sample],
+        heads: int,
+        max_length: int,
+        device: torch.device,
     ) -> None:
         self._states = states
         rows = best_fit([len(sample.ids) for sample in samples], max_length)
@@ -73,16 +84,24 @@ class GreedyChain:
         max_length: int,
         device: torch.device,
     ) -> None:
-        """answers: prompts with the target's answers, which alone are supervised. max_new_tokens: what ended an answer of that length."""
+        """answers: prompts with the target's answers, which alone are supervised. max_new_tokens:
+        what ended an answer of that length.
+        """
         self.head, self.states, self.answers = head, states, answers
         self.draft_tokens, self.max_new_tokens = draft_tokens, max_new_tokens
         self._fixed = _Fixed(states, answers, 1, max_length, device)
 
     def __call__(self) -> dict[str, float]:
-        """`acceptance` (accepted / tested draft tokens), `block_efficiency` (tokens a target forward, the bonus included), and `score`."""
+        """`acceptance` (accepted / tested draft tokens), `block_efficiency` (tokens a target
+        forward, the bonus included), and `score`.
+        """
         rounds, emitted, accepted, tested = map(sum, zip(*self.counts(), strict=True))
         efficiency = emitted / max(1, rounds)
-        return {"acceptance": accepted / max(1, tested), "block_efficiency": efficiency, "score": efficiency}
+        return {
+            "acceptance": accepted / max(1, tested),
+            "block_efficiency": efficiency,
+            "score": efficiency,
+        }
 
     def counts(self) -> list[tuple[int, int, int, int]]:
         """(rounds, emitted, accepted, tested) of every answer, in their order."""
@@ -91,7 +110,11 @@ class GreedyChain:
             row = batch.rows[0]
             ends = np.cumsum([len(self.answers[index].ids) for index in row]).tolist()
             begins = [0, *ends[:-1]]
-            alone = [begin for begin, index in zip(begins, row, strict=True) if _prompt(self.answers[index]) == 1]
+            alone = [
+                begin
+                for begin, index in zip(begins, row, strict=True)
+                if _prompt(self.answers[index]) == 1
+            ]
             matches_F = self._matches(batch, where, self._fixed.hidden(number), alone)
             for begin, end, index in zip(begins, ends, row, strict=True):
                 prompt = _prompt(self.answers[index])
@@ -100,15 +123,26 @@ class GreedyChain:
         return [found[index] for index in range(len(self.answers))]
 
     @torch.no_grad()
-    def _matches(self, batch: Batch, where: Positions, hidden_PH: Tensor, alone: list[int]) -> np.ndarray:
-        """For a draft behind each token of the one row that a round may begin at, how many of its tokens stand there in the text.
+    def _matches(
+        self, batch: Batch, where: Positions, hidden_PH: Tensor, alone: list[int]
+    ) -> np.ndarray:
+        """For a draft behind each token of the one row that a round may begin at, how many of its
+        tokens stand there in the text.
 
-        alone: tokens that are a whole prompt. No hidden state stands before them, and a drafter takes zeros.
+        alone: tokens that are a whole prompt. No hidden state stands before them, and a drafter
+        takes zeros.
         """
         ids_F = F.pad(batch.ids_RT[0], (0, self.draft_tokens), value=-1)
-        tips_M = torch.cat((where.kept_P[where.drafts_M] + 1, cuda.tensor(alone, batch.device, torch.long)))
-        before_MH = torch.cat((hidden_PH[where.drafts_M], hidden_PH.new_zeros(len(alone), hidden_PH.shape[1])))
-        context, state_MH = self.head.context(before_MH), self.head.start(self.states.embed(ids_F[tips_M]))
+        tips_M = torch.cat(
+            (where.kept_P[where.drafts_M] + 1, cuda.tensor(alone, batch.device, torch.long))
+        )
+        before_MH = torch.cat(
+            (hidden_PH[where.drafts_M], hidden_PH.new_zeros(len(alone), hidden_PH.shape[1]))
+        )
+        context, state_MH = (
+            self.head.context(before_MH),
+            self.head.start(self.states.embed(ids_F[tips_M])),
+        )
         going_M = torch.ones_like(tips_M, dtype=torch.bool)
         matches_M = torch.zeros_like(tips_M)
         for number in range(self.draft_tokens):
@@ -128,11 +162,15 @@ def _prompt(answer: Sample) -> int:
     return int(np.argmax(answer.mask))
 
 
-def walk(matches_T: np.ndarray, prompt: int, draft_tokens: int, limit: int) -> tuple[int, int, int, int]:
-    """(rounds, emitted, accepted, tested) of decoding one answer, as decoding.batch counts them. All its tokens come from rounds.
+def walk(
+    matches_T: np.ndarray, prompt: int, draft_tokens: int, limit: int
+) -> tuple[int, int, int, int]:
+    """(rounds, emitted, accepted, tested) of decoding one answer, as decoding.batch counts them.
+    All its tokens come from rounds.
 
-    matches_T: tokens that a draft behind a token has right, of a prompt of `prompt` tokens and its answer. limit: tokens that the text might
-    have reached; a round leaves the last one of them to the target.
+    matches_T: tokens that a draft behind a token has right, of a prompt of `prompt` tokens and its
+    answer. limit: tokens that the text might have reached; a round leaves the last one of them to
+    the target.
     """
     rounds = emitted = accepted = tested = 0
     tip, last = prompt - 1, len(matches_T) - 1
@@ -151,9 +189,11 @@ def walk(matches_T: np.ndarray, prompt: int, draft_tokens: int, limit: int) -> t
 
 
 class HeadAccuracy:
-    """Share of the predictions of each head whose token is among the k likeliest, k = 1 .. top_k, given the true tokens before it.
+    """Share of the predictions of each head whose token is among the k likeliest, k = 1 .. top_k,
+    given the true tokens before it.
 
-    Teacher-forced, as published: `accuracy/redrafter{i}_top{k}` compares heads with published ones and is no acceptance rate.
+    Teacher-forced, as published: `accuracy/redrafter{i}_top{k}` compares heads with published ones
+    and is no acceptance rate.
     """
 
     def __init__(
@@ -188,7 +228,9 @@ class HeadAccuracy:
 
     def _right(self, features_CE: Tensor, labels_C: Tensor, head_C: Tensor) -> Tensor:
         """[K, k]: right ones of a chunk by head and by how many guesses there are."""
-        best_Ck = self.head.to_target_ids(self.head.logits(features_CE).topk(self.top_k, dim=-1).indices)
+        best_Ck = self.head.to_target_ids(
+            self.head.logits(features_CE).topk(self.top_k, dim=-1).indices
+        )
         right_Ck = (best_Ck == labels_C[:, None]).cumsum(dim=-1).float()
         of_head_CK = (head_C[:, None] == torch.arange(self.heads, device=head_C.device)).float()
         return of_head_CK.T @ right_Ck

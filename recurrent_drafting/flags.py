@@ -1,4 +1,5 @@
-"""The published tool's flags on the command line: each becomes Hydra overrides, so that there is one path from the command line to the job.
+"""The published tool's flags on the command line: each becomes Hydra overrides, so that there is
+one path from the command line to the job.
 
 They may stand beside Hydra overrides, which then have the last word.
 """
@@ -20,9 +21,11 @@ ON_FILE = "--config-file"  # of training.job: what a saved configuration is run 
 
 
 def to_overrides(arguments: Sequence[str]) -> list[str]:
-    """The command line with every flag replaced by Hydra overrides; -h, --help, -m and --multirun stay as they are.
+    """The command line with every flag replaced by Hydra overrides; -h, --help, -m and --multirun
+    stay as they are.
 
-    Raises UserError for an unknown flag, with the nearest one, and for a value that a flag does not take.
+    Raises UserError for an unknown flag, with the nearest one, and for a value that a flag does not
+    take.
     """
     if ON_FILE in arguments[:1]:
         return list(arguments)
@@ -37,13 +40,15 @@ def to_overrides(arguments: Sequence[str]) -> list[str]:
             continue
         name, equals, value = word.lstrip("-").partition("=")
         flag, negated = flags.get(name), flags.get(name.removeprefix("no"))
-        if flag is None and negated is not None and negated.is_switch and not equals:  # --nogreedy_search
+        # --nogreedy_search
+        if flag is None and negated is not None and negated.is_switch and not equals:
             given[negated.name] = []
             continue
         if flag is None or not word.startswith("--"):
             if name not in flags and name.partition(".")[0] in SETTINGS:
                 raise UserError(
-                    f"'{word}' is a setting, not a flag: give {name}={value or 'VALUE'} (--help lists both)"
+                    f"'{word}' is a setting, not a flag: give {name}={value or 'VALUE'} (--help "
+                    f"lists both)"
                 )
             near = get_close_matches(name, list(flags), n=1, cutoff=0.0)[0]
             raise UserError(f"unknown flag '{word}'; the nearest is --{near} (--help lists all)")
@@ -59,16 +64,23 @@ def _next_value(flag: Flag, rest: list[str]) -> str:
     if flag.is_switch:
         # A word that is neither a flag nor an override can only be the file.
         takes_file = following is not None and "file" in flag.takes and "=" not in following
-        if following is not None and (is_truth(following) or (takes_file and not following.startswith("-"))):
+        if following is not None and (
+            is_truth(following) or (takes_file and not following.startswith("-"))
+        ):
             return rest.pop(0)
         return "true"
     if following is None or following.startswith("--"):
-        raise UserError(f"--{flag.name} has no value, expected {flag.takes}, such as --{flag.name} {_example(flag)}")
+        raise UserError(
+            f"--{flag.name} has no value, expected {flag.takes}, such as --{flag.name} "
+            f"{_example(flag)}"
+        )
     return rest.pop(0)
 
 
 def _example(flag: Flag) -> str:
-    return {"text": "FOLDER", "number": flag.published.split()[0]}.get(flag.takes, flag.takes.split()[0])
+    return {"text": "FOLDER", "number": flag.published.split()[0]}.get(
+        flag.takes, flag.takes.split()[0]
+    )
 
 
 def _checked(flag: Flag, value: str) -> str:
@@ -89,7 +101,8 @@ def _checked(flag: Flag, value: str) -> str:
 
 
 def _with_short_drafter(word: str) -> str:
-    """`drafter=NAME` written out: conf/drafter is a group, and Hydra would look for a file of that name there.
+    """`drafter=NAME` written out: conf/drafter is a group, and Hydra would look for a file of that
+    name there.
 
     Added by force (++), as the mapping takes whatever the drafter's class does.
     """
@@ -105,10 +118,19 @@ def _with_short_drafter(word: str) -> str:
 def print_flags(console: Console) -> None:
     """The flags with their defaults, and where their meaning differs from the published tool's."""
     console.print(
-        "Flags of the published tool, as --flag VALUE or --flag=VALUE; those of true or false may stand alone:"
+        "Flags of the published tool, as --flag VALUE or --flag=VALUE; those of true or false may "
+        "stand alone:"
     )
     for flag in FLAGS:
-        default = flag.here if flag.here == flag.published else f"{flag.here} (published: {flag.published})"
-        console.print(Text.assemble((f"  --{flag.name}", "bold"), f" {flag.takes}", (f"  default {default}", "dim")))
+        default = (
+            flag.here
+            if flag.here == flag.published
+            else f"{flag.here} (published: {flag.published})"
+        )
+        console.print(
+            Text.assemble(
+                (f"  --{flag.name}", "bold"), f" {flag.takes}", (f"  default {default}", "dim")
+            )
+        )
         differs = f"; differs: {flag.differs}" if flag.differs else ""
         console.print(Padding(flag.meaning + differs, (0, 0, 0, 6)))

@@ -1,6 +1,8 @@
-"""`python -m recurrent_drafting.generate target.path=MODEL drafter=HEAD`: a chat with the target, or a file of prompts, drafted and plain.
+"""`python -m recurrent_drafting.generate target.path=MODEL drafter=HEAD`: a chat with the target,
+or a file of prompts, drafted and plain.
 
-`python -m recurrent_drafting.cmd.generate` is the same by the published name. Both take Hydra overrides and the published flags.
+`python -m recurrent_drafting.cmd.generate` is the same by the published name. Both take Hydra
+overrides and the published flags.
 """
 
 import sys
@@ -24,7 +26,9 @@ JOB = "recurrent_drafting.generate"
 
 
 def run(cfg: GenerateConfig) -> None:
-    """Chat, or answer the prompts. Raises UserError for what does not fit, and for an output that is not the target's own."""
+    """Chat, or answer the prompts. Raises UserError for what does not fit, and for an output that
+    is not the target's own.
+    """
     check(cfg)
     prompts = prompts_of(cfg) if cfg.prompts else []
     if cfg.dry_run:
@@ -39,13 +43,19 @@ def run(cfg: GenerateConfig) -> None:
         with answers_file(cfg.output) as write:
             done = answer_prompts(loaded, cfg, prompts, console, write)
     except KeyboardInterrupt as stop:
-        kept = f"the answers so far are in {cfg.output}" if cfg.output else "nothing is kept without output=FILE"
+        kept = (
+            f"the answers so far are in {cfg.output}"
+            if cfg.output
+            else "nothing is kept without output=FILE"
+        )
         raise Interrupted(kept) from stop
     print_report(cfg, loaded, done, console)
 
 
 def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
-    """What a run would do, in words. Raises UserError for a target that is not there, or a drafter's folder that is not, or does not fit."""
+    """What a run would do, in words. Raises UserError for a target that is not there, or a
+    drafter's folder that is not, or does not fit.
+    """
     folder, drafter = resolve(cfg.target.path), cfg.drafter.get("use", USUAL)
     check_drafter(cfg, folder)
     doing = "chat"
@@ -53,11 +63,19 @@ def plan(cfg: GenerateConfig, prompts: Sequence[Prompt]) -> str:
         turns, longest = sum(len(prompt.turns) for prompt in prompts), cfg.max_new_tokens
         again = ", each again without the drafter" if cfg.baseline and drafter != NONE else ""
         doing = (
-            f"answer {counted(len(prompts), 'prompt')} of {cfg.prompts}, {cfg.batch_size} at a time: {counted(turns, 'turn')}, each with up to "
-            f"{longest} tokens ({turns * longest:,} in all{again})"
+            f"answer {counted(len(prompts), 'prompt')} of {cfg.prompts}, {cfg.batch_size} at a "
+            f"time: {counted(turns, 'turn')}, each with up to {longest} tokens "
+            f"({turns * longest:,} in all{again})"
         )
-    beams = f"up to {cfg.beam_length - 1} drafted tokens a round, {'at most ' if cfg.by_cost else ''}{cfg.beam_width} beams of a recurrent head"
-    sampling = f"temperature {cfg.temperature:g}, verified by {cfg.verify}" if cfg.temperature else "greedy"
+    beams = (
+        f"up to {cfg.beam_length - 1} drafted tokens a round, "
+        f"{'at most ' if cfg.by_cost else ''}{cfg.beam_width} beams of a recurrent head"
+    )
+    sampling = (
+        f"temperature {cfg.temperature:g}, verified by {cfg.verify}"
+        if cfg.temperature
+        else "greedy"
+    )
     return f"would {doing}\ntarget {folder}, drafter {drafter}; {beams}; {sampling}"
 
 

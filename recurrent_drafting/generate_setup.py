@@ -1,4 +1,6 @@
-"""From the configuration of the generate job to loaded models; what cannot be decoded is refused before anything is loaded."""
+"""From the configuration of the generate job to loaded models; what cannot be decoded is refused
+before anything is loaded.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,7 +55,10 @@ def check(cfg: GenerateConfig) -> None:
             "1 (nothing is drafted) or more tokens, the target's own first one among them",
         ),
         "draws": (cfg.draws in ("picked", "drawn"), "picked or drawn"),
-        "max_prompt_tokens": (cfg.max_prompt_tokens >= 0, "0 (as many as the context holds) or more"),
+        "max_prompt_tokens": (
+            cfg.max_prompt_tokens >= 0,
+            "0 (as many as the context holds) or more",
+        ),
         "turns": (cfg.turns in ("all", "first"), "all or first"),
         "max_prompts": (cfg.max_prompts >= 0, "0 (all) or more"),
         "batch_size": (cfg.batch_size >= 1, "1 or more"),
@@ -68,14 +73,18 @@ def check(cfg: GenerateConfig) -> None:
         check_choice("stopping", cfg.stopping, NAMES)
     if not cfg.prompts and cfg.batch_size > 1:
         raise UserError(
-            f"batch_size is {cfg.batch_size}, but a chat is one conversation: give prompts=FILE, or batch_size=1."
+            f"batch_size is {cfg.batch_size}, but a chat is one conversation: give prompts=FILE, "
+            f"or batch_size=1."
         )
     if cfg.max_prompts and not cfg.prompts:
         raise UserError(
-            f"max_prompts is {cfg.max_prompts}, but a chat is typed: give prompts=FILE (--eval_mt_bench), or leave it out."
+            f"max_prompts is {cfg.max_prompts}, but a chat is typed: give prompts=FILE "
+            f"(--eval_mt_bench), or leave it out."
         )
     if cfg.output and not cfg.prompts:
-        raise UserError(f"output={cfg.output} is written of prompts= alone; a chat is not recorded.")
+        raise UserError(
+            f"output={cfg.output} is written of prompts= alone; a chat is not recorded."
+        )
     if cfg.output and not cfg.dry_run:
         _check_writable(Path(cfg.output))
 
@@ -86,14 +95,17 @@ def load(cfg: GenerateConfig) -> Loaded:
     device = device_of(cfg.target.device)
     trusted = cfg.target.trust_remote_code
     tokenizer = (
-        load_tokenizer(_folder(cfg.tokenizer), of_model=False) if cfg.tokenizer else load_tokenizer(folder, trusted)
+        load_tokenizer(_folder(cfg.tokenizer), of_model=False)
+        if cfg.tokenizer
+        else load_tokenizer(folder, trusted)
     )
     if cfg.tokenizer:
         check_tokenizer_of(tokenizer, folder, f"tokenizer={cfg.tokenizer} (--hf_tokenizer)")
     template, named = choose_template(cfg, tokenizer, folder)
     drafter, use = drafter_of(cfg, folder, device)
     if drafter is not None:
-        check_rule(cfg.verify, cfg.temperature, drafter.caps, drafter.name)  # before the larger model is read
+        # before the larger model is read
+        check_rule(cfg.verify, cfg.temperature, drafter.caps, drafter.name)
     target = load_target(
         folder,
         backend=cfg.target.backend,
@@ -104,7 +116,8 @@ def load(cfg: GenerateConfig) -> Loaded:
         trust_remote_code=trusted,
     )
     if drafter is not None:
-        drafter.prepare(target, None)  # what does not fit the target is told now, not after the first message
+        # what does not fit the target is told now, not after the first message
+        drafter.prepare(target, None)
     engine = Engine(target, drafter, tokenizer, stop_tokens(folder, tokenizer))
     settings = Settings(
         max_new_tokens=cfg.max_new_tokens,
@@ -119,7 +132,10 @@ def load(cfg: GenerateConfig) -> Loaded:
         text_of=lambda ids: text_of(engine, ids),
         **use.settings,
     )
-    about = f"target {target.name} ({target.backend}, {target.dtype}, {device}); {_decoding(cfg, drafter, device)}"
+    about = (
+        f"target {target.name} ({target.backend}, {target.dtype}, {device}); "
+        f"{_decoding(cfg, drafter, device)}"
+    )
     if named:
         about += f"; chat template {template}, {named}"
     return Loaded(engine, settings, about, template)
@@ -134,11 +150,15 @@ def _decoding(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
     found = _mapping(cfg, device)
     dtype = found[1].get("dtype", cfg.target.dtype) if found else cfg.target.dtype
     name = drafter.name if dtype == cfg.target.dtype else f"{drafter.name} ({dtype})"
-    return f"drafter {name}, up to {cfg.beam_length - 1} drafted tokens a round; {sampling}{verified}"
+    return (
+        f"drafter {name}, up to {cfg.beam_length - 1} drafted tokens a round; {sampling}{verified}"
+    )
 
 
 def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[Drafter | None, Use]:
-    """The drafter that the configuration names, and how the loop uses it; None for plain decoding."""
+    """The drafter that the configuration names, and how the loop uses it; None for
+    plain decoding.
+    """
     found = _mapping(cfg, device)
     if found is None:
         return None, Use()
@@ -147,25 +167,31 @@ def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[D
     check_not_evaluated(name, use[name])
     if use[name].schedule != "serial":
         raise UserError(
-            f"drafter {name} has schedule={use[name].schedule}, expected serial: eval.run measures the others."
+            f"drafter {name} has schedule={use[name].schedule}, expected serial: eval.run measures "
+            f"the others."
         )
     drafter: Drafter = build({name: mapping}, use, target_folder)[name]
     return drafter, use[name]
 
 
 def check_drafter(cfg: GenerateConfig, target_folder: Path) -> None:
-    """Raise UserError for a drafter that is not there, or a head that is not this target's; nothing is loaded."""
+    """Raise UserError for a drafter that is not there, or a head that is not this target's; nothing
+    is loaded.
+    """
     if head := _head_folder(cfg):
         check_fits(target_folder, head)
 
 
 def _mapping(cfg: GenerateConfig, device: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and Hydra mapping of the drafter that the configuration names; None for plain decoding."""
+    """Name and Hydra mapping of the drafter that the configuration names; None for
+    plain decoding.
+    """
     entry: dict[str, Any] = dict(cfg.drafter) or {"use": USUAL}
     if entry.get("use") == NONE:
         return None
     use_name = str(entry.get("use", ""))
-    if "name" not in entry and Path(use_name).expanduser().is_dir():  # such folders are all called `drafter`
+    # such folders are all called `drafter`
+    if "name" not in entry and Path(use_name).expanduser().is_dir():
         entry["name"] = name_on_card(Path(use_name).expanduser())
     mappings = describe([entry], replace(cfg.target, device=device), control=False)
     ((name, mapping),) = mappings.items()
@@ -178,7 +204,9 @@ def _mapping(cfg: GenerateConfig, device: str) -> tuple[str, dict[str, Any]] | N
 def _check_writable(file: Path) -> None:
     """Raise UserError now, not after an hour of decoding, and for a file that would be lost."""
     if file.is_file() and file.stat().st_size:
-        raise UserError(f"output={file} is there already: give another file, or delete it to answer anew.")
+        raise UserError(
+            f"output={file} is there already: give another file, or delete it to answer anew."
+        )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
@@ -186,12 +214,15 @@ def _check_writable(file: Path) -> None:
         raise UserError(f"output={file} cannot be written: {error}. Give another file.") from error
 
 
-def choose_template(cfg: GenerateConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[str, str]:
-    """Return the chat template by name and, where the tokenizer has none and none was given, what named it.
+def choose_template(
+    cfg: GenerateConfig, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> tuple[str, str]:
+    """Return the chat template by name and, where the tokenizer has none and none was given, what
+    named it.
 
     The head's card names the one that it was trained with. Heads in the published layout have no
-    card and mean Vicuna's, as the published code knows no other; so does a target that is called so.
-    Raises UserError where nothing names one.
+    card and mean Vicuna's, as the published code knows no other; so does a target that is called
+    so. Raises UserError where nothing names one.
     """
     if cfg.template != "auto" or tokenizer.chat_template:
         return cfg.template, ""
@@ -201,13 +232,19 @@ def choose_template(cfg: GenerateConfig, tokenizer: PreTrainedTokenizerBase, fol
             return VICUNA, "the published heads'"
         if (trained := read_json(card).get("data", {}).get("template", "auto")) != "auto":
             return trained, "of the head's card"
-    cached = [part for part in folder.parts if part.startswith("models--")]  # folders of the Hub's cache
-    named = (folder.name, Path(cfg.tokenizer).name, str(read_config(folder).get("_name_or_path", "")), *cached)
+    # folders of the Hub's cache
+    cached = [part for part in folder.parts if part.startswith("models--")]
+    named = (
+        folder.name,
+        Path(cfg.tokenizer).name,
+        str(read_config(folder).get("_name_or_path", "")),
+        *cached,
+    )
     if any(VICUNA in name.lower() for name in named):
         return VICUNA, "by the target's name"
     raise UserError(
-        f"the tokenizer of {cfg.tokenizer or cfg.target.path} has no chat template: name the one that the target was trained with, "
-        "such as template=vicuna."
+        f"the tokenizer of {cfg.tokenizer or cfg.target.path} has no chat template: name the one "
+        f"that the target was trained with, such as template=vicuna."
     )
 
 
@@ -220,10 +257,14 @@ def _head_folder(cfg: GenerateConfig) -> Path | None:
 
 
 def _folder(name: str) -> Path:
-    """A model folder; where the name looks like one of the Hub's, the error says how to fetch it."""
+    """A model folder; where the name looks like one of the Hub's, the error says how to
+    fetch it.
+    """
     try:
         return resolve(name)
     except UserError as error:
         if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-            raise UserError(f"{error}. From the Hub it comes with: hf download {name} --local-dir FOLDER") from error
+            raise UserError(
+                f"{error}. From the Hub it comes with: hf download {name} --local-dir FOLDER"
+            ) from error
         raise

@@ -1,18 +1,21 @@
-"""The recurrent drafter's head: from the target's hidden state and the tokens drafted so far to logits of the next one.
+"""The recurrent drafter's head: from the target's hidden state and the tokens drafted so far to
+logits of the next one.
 
-Cheng et al. 2024, "Recurrent Drafter for Fast Speculative Decoding in Large Language Models" (arXiv 2403.09919), in the form of its
-published code. With h the target's hidden state after the final norm where the sequence's last cached token stands, and e_i the target's own
-embedding of the i-th token after it (the first is the one that the target has already chosen):
+Cheng et al. 2024, "Recurrent Drafter for Fast Speculative Decoding in Large Language Models" (arXiv
+2403.09919), in the form of its published code. With h the target's hidden state after the final
+norm where the sequence's last cached token stands, and e_i the target's own embedding of the i-th
+token after it (the first is the one that the target has already chosen):
 
-    s_0 = 0        s_i = SiLU(W_w e_i + W_u s_(i-1) + b_u), or s_(i-1) + e_i in the form without recurrence
-    z = [h; s_i]   (through `input_proj` where the blocks are not 2 H wide)
-    z <- z + SiLU(A z + a), once a residual block
-    logits of token i + 1 = W z
+    s_0 = 0        s_i = SiLU(W_w e_i + W_u s_(i-1) + b_u), or s_(i-1) + e_i in the form without
+    recurrence z = [h; s_i]   (through `input_proj` where the blocks are not 2 H wide) z <- z +
+    SiLU(A z + a), once a residual block logits of token i + 1 = W z
 
-The weights are the same for all i, and h stays while a draft is made. What h gives to the first linear map is therefore computed once a
-draft (`context`), and only the state's half again for every token.
+The weights are the same for all i, and h stays while a draft is made. What h gives to the first
+linear map is therefore computed once a draft (`context`), and only the state's half again for every
+token.
 
-Shapes: R rows (any leading dimensions), H the target's hidden size, E the blocks' width, V vocabulary that is drafted from.
+Shapes: R rows (any leading dimensions), H the target's hidden size, E the blocks' width, V
+vocabulary that is drafted from.
 """
 
 from dataclasses import dataclass
@@ -26,25 +29,35 @@ from decoding.errors import UserError
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The shape of a head. The first five fields carry the published names; `num_lookback_tokens`, which nothing reads, is written as -1."""
+    """The shape of a head. The first five fields carry the published names; `num_lookback_tokens`,
+    which nothing reads, is written as -1.
+    """
 
     vocab_size: int  # of the target
     hidden_size: int  # H, of the target
     exit_dim: int  # E
     num_draft_layers: int = 2  # residual blocks
     rnn: bool = True  # recurrent; else the state is the sum of the embeddings
-    draft_vocab_size: int = 0  # tokens of the shortlist; 0: the whole vocabulary. No published layout has one
+    # tokens of the shortlist; 0: the whole vocabulary. No published layout has one
+    draft_vocab_size: int = 0
 
     def __post_init__(self) -> None:
-        sizes = {"vocab_size": self.vocab_size, "hidden_size": self.hidden_size, "exit_dim": self.exit_dim}
+        sizes = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "exit_dim": self.exit_dim,
+        }
         for name, size in sizes.items():
             if size < 1:
                 raise UserError(f"{name} of a recurrent head is {size}, expected 1 or more")
         if self.num_draft_layers < 0:
-            raise UserError(f"num_draft_layers is {self.num_draft_layers}, expected 0 or more residual blocks")
+            raise UserError(
+                f"num_draft_layers is {self.num_draft_layers}, expected 0 or more residual blocks"
+            )
         if not 0 <= self.draft_vocab_size <= self.vocab_size:
             raise UserError(
-                f"draft_vocab_size is {self.draft_vocab_size}, expected 0 (all tokens) to {self.vocab_size}, the target's vocabulary"
+                f"draft_vocab_size is {self.draft_vocab_size}, expected 0 (all tokens) to "
+                f"{self.vocab_size}, the target's vocabulary"
             )
 
     @property
@@ -62,15 +75,22 @@ class HeadConfig:
 class Context:
     """What the target's hidden state gives to every token of a draft."""
 
-    input_RE: Tensor  # its part of z before the first block; without `input_proj` only its own half, [R, H]
+    # its part of z before the first block; without `input_proj` only its own half, [R, H]
+    input_RE: Tensor
     first_RE: (
-        Tensor  # its part of the first block's linear map, bias included; unused without blocks or with `input_proj`
+        # its part of the first block's linear map, bias included; unused without blocks or with
+        # `input_proj`
+        Tensor
     )
 
     def select(self, index_N: Tensor) -> "Context":
         """That of these rows."""
-        input_NE = self.input_RE.index_select(0, index_N)  # whose backward pass is far faster than an index's
-        return Context(input_NE, input_NE if self.first_RE is self.input_RE else self.first_RE.index_select(0, index_N))
+        # whose backward pass is far faster than an index's
+        input_NE = self.input_RE.index_select(0, index_N)
+        return Context(
+            input_NE,
+            input_NE if self.first_RE is self.input_RE else self.first_RE.index_select(0, index_N),
+        )
 
     def unsqueeze(self, dim: int) -> "Context":
         """The same for several states a row."""
@@ -89,7 +109,9 @@ class Block(nn.Module):
 
 
 class RecurrentHead(nn.Module):
-    """The head. Its parameters carry the published names: lm_head.{i}.linear, lm_head.{n}, rnn_u, rnn_w and input_proj."""
+    """The head. Its parameters carry the published names: lm_head.{i}.linear, lm_head.{n}, rnn_u,
+    rnn_w and input_proj.
+    """
 
     token_ids_V: Tensor | None
 
@@ -106,7 +128,8 @@ class RecurrentHead(nn.Module):
         if config.projects:
             self.input_proj = nn.Linear(2 * H, E)
         shortlist = torch.arange(drafted) if config.draft_vocab_size else None
-        self.register_buffer("token_ids_V", shortlist)  # the shortlist's ids in the target's vocabulary, rising
+        # the shortlist's ids in the target's vocabulary, rising
+        self.register_buffer("token_ids_V", shortlist)
 
     @property
     def output(self) -> Tensor:
@@ -142,7 +165,9 @@ class RecurrentHead(nn.Module):
         return Context(hidden_RH, F.linear(hidden_RH, first.weight[:, :H], first.bias))
 
     def features(self, context: Context, state_RH: Tensor) -> Tensor:
-        """z after the last block, [R, E]; the context's leading dimensions broadcast over the state's."""
+        """z after the last block, [R, E]; the context's leading dimensions broadcast over the
+        state's.
+        """
         H, blocks = self.config.hidden_size, list(self.lm_head[:-1])
         if self.config.projects:
             z_RE = context.input_RE + F.linear(state_RH, self.input_proj.weight[:, H:])
@@ -150,14 +175,18 @@ class RecurrentHead(nn.Module):
             hidden_RH = context.input_RE.expand(*state_RH.shape[:-1], H)
             z_RE = torch.cat((hidden_RH, state_RH), -1)
             if blocks:
-                z_RE = z_RE + F.silu(context.first_RE + F.linear(state_RH, self._first().weight[:, H:]))
+                z_RE = z_RE + F.silu(
+                    context.first_RE + F.linear(state_RH, self._first().weight[:, H:])
+                )
                 del blocks[0]
         for block in blocks:
             z_RE = block(z_RE)
         return z_RE
 
     def logits(self, features_RE: Tensor) -> Tensor:
-        """[R, V] over the tokens that are drafted from, in the order of `token_ids_V` where there is a shortlist."""
+        """[R, V] over the tokens that are drafted from, in the order of `token_ids_V` where there
+        is a shortlist.
+        """
         return F.linear(features_RE, self.output)
 
     def to_target_ids(self, drafted_R: Tensor) -> Tensor:

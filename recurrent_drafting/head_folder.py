@@ -1,4 +1,6 @@
-"""The head folder: the published layout, the target's tokenizer files, its card, and a README with the lines that use it."""
+"""The head folder: the published layout, the target's tokenizer files, its card, and a README with
+the lines that use it.
+"""
 
 import json
 from pathlib import Path
@@ -22,17 +24,22 @@ from training.drafter_folder import (
 
 
 def write_head(head: RecurrentHead, target_folder: Path, folder: Path) -> None:
-    """Weights in float32, as published, and the tokenizer files. Says what the published layout cannot carry. Raises UserError."""
+    """Weights in float32, as published, and the tokenizer files. Says what the published layout
+    cannot carry. Raises UserError.
+    """
     save_head(head, folder)
     copy_tokenizer(target_folder, folder)
     for extension in extensions(head.config):
         print(
-            f"note: {folder} holds what the published layout cannot carry, and only this project loads it: {extension}"
+            f"note: {folder} holds what the published layout cannot carry, and only this project "
+            f"loads it: {extension}"
         )
 
 
 def write_untrained(config: HeadConfig, target_folder: Path, folder: Path) -> None:
-    """What `write_head` writes, with every weight zero in a sparse file. config: without a shortlist, which is counted in the data."""
+    """What `write_head` writes, with every weight zero in a sparse file. config: without a
+    shortlist, which is counted in the data.
+    """
     with torch.device("meta"):
         head = RecurrentHead(config)
     shapes = {name: list(tensor.shape) for name, tensor in head.state_dict().items()}
@@ -40,7 +47,8 @@ def write_untrained(config: HeadConfig, target_folder: Path, folder: Path) -> No
         folder.mkdir(parents=True, exist_ok=True)
         write_zeros(folder / WEIGHTS, shapes, torch.float32)
         write_text(
-            folder / "config.json", json.dumps(published_config(config, torch.float32), indent=2, sort_keys=True) + "\n"
+            folder / "config.json",
+            json.dumps(published_config(config, torch.float32), indent=2, sort_keys=True) + "\n",
         )
         copy_tokenizer(target_folder, folder)
     except OSError as error:
@@ -54,14 +62,25 @@ def write_card(folder: Path, config: HeadConfig, parameters: int, origin: Origin
 
 
 def readme(card: dict[str, Any]) -> str:
-    """The README of a head folder: front matter of the Hugging Face Hub, then what it is and how to use it."""
+    """The README of a head folder: front matter of the Hugging Face Hub, then what it is and how to
+    use it.
+    """
     shape, target = card["shape"], card["target"]
     kind = "recurrent" if shape["rnn"] else "without recurrence"
-    blocks = "1 residual block" if shape["num_draft_layers"] == 1 else f"{shape['num_draft_layers']} residual blocks"
-    overall = {"acceptance": {key: value for key, value in card["acceptance"].items() if "/" not in key}}
+    blocks = (
+        "1 residual block"
+        if shape["num_draft_layers"] == 1
+        else f"{shape['num_draft_layers']} residual blocks"
+    )
+    overall = {
+        "acceptance": {key: value for key, value in card["acceptance"].items() if "/" not in key}
+    }
     layout = "the published layout (config.json and model.safetensors with the published names)"
     if card["extensions"]:
-        layout = f"more than the published layout, so that only Shallow Draft loads it: {'; '.join(card['extensions'])}"
+        layout = (
+            f"more than the published layout, so that only Shallow Draft loads it: "
+            f"{'; '.join(card['extensions'])}"
+        )
     return f"""---
 tags: [speculative-decoding, drafter, recurrent-drafting]
 ---
@@ -82,4 +101,4 @@ line `"drafters=[{{use: HEAD, by_cost: false}}]"`). Where answers are sampled be
 published, as exact and seldom as fast.
 
 HEAD stands for this folder. `drafter_card.json` says from which target, data and code it comes. Made with Shallow Draft.
-"""
+"""  # noqa: E501

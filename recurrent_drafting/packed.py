@@ -1,9 +1,12 @@
-"""The head with its products laid out for a CPU: oneDNN's packed weights, as the native target has them.
+"""The head with its products laid out for a CPU: oneDNN's packed weights, as the native target has
+them.
 
-The eager twin is `RecurrentHead`, whose methods of the same names these are. Over eight beams a plain product with a vocabulary of 4,096 took
-1.17 ms on one thread of a shared machine and the packed one 0.29, a third of a round in the one case. Gradients it has none.
+The eager twin is `RecurrentHead`, whose methods of the same names these are. Over eight beams a
+plain product with a vocabulary of 4,096 took 1.17 ms on one thread of a shared machine and the
+packed one 0.29, a third of a round in the one case. Gradients it has none.
 
-Shapes: R rows (any leading dimensions), H the target's hidden size, E the blocks' width, V vocabulary that is drafted from.
+Shapes: R rows (any leading dimensions), H the target's hidden size, E the blocks' width, V
+vocabulary that is drafted from.
 """
 
 import torch
@@ -36,7 +39,9 @@ class PackedHead:
 
     def start(self, embedded_RH: Tensor) -> Tensor:
         """See `RecurrentHead.start`."""
-        return F.silu(self._rnn_w(embedded_RH) + self._rnn_bias_H) if self.config.rnn else embedded_RH
+        return (
+            F.silu(self._rnn_w(embedded_RH) + self._rnn_bias_H) if self.config.rnn else embedded_RH
+        )
 
     def advance(self, state_RH: Tensor, embedded_RH: Tensor) -> Tensor:
         """See `RecurrentHead.advance`."""

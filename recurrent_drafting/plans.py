@@ -1,18 +1,24 @@
-"""How much a row drafts: how many steps, how many beams each of them starts from, and how many nodes are verified.
+"""How much a row drafts: how many steps, how many beams each of them starts from, and how many
+nodes are verified.
 
-A plan is a row's own and knows its rounds, so what a row drafts hangs on no neighbour. There are four kinds:
+A plan is a row's own and knows its rounds, so what a row drafts hangs on no neighbour. There are
+four kinds:
 
-- `Fixed`: all beams to the end of the budget. Where the host runs ahead of the device, their tree gets as much room in the target's forward
-  as the row's last trees needed (`Room`); elsewhere its nodes are counted.
-- `ByPassing`: with costs and a single beam, as many steps as pay by how often the row's drafted tokens passed before.
+- `Fixed`: all beams to the end of the budget. Where the host runs ahead of the device, their tree
+  gets as much room in the target's forward as the row's last trees needed (`Room`); elsewhere its
+  nodes are counted.
+- `ByPassing`: with costs and a single beam, as many steps as pay by how often the row's drafted
+  tokens passed before.
 - `ByReading`: of beams, every step is read and weighed by measured costs (decoding/worth.py).
-- `ByHistory`: with costs where a look at a step would be a wait for the device, and in batches, whose rounds are as wide as their widest row.
-  Steps, beams and nodes are said before the round, by the rounds before (decoding/tree_size.py); which ones these are is found on the device.
+- `ByHistory`: with costs where a look at a step would be a wait for the device, and in batches,
+  whose rounds are as wide as their widest row. Steps, beams and nodes are said before the round, by
+  the rounds before (decoding/tree_size.py); which ones these are is found on the device.
 
 With costs, at most as many beams are searched as pay on the machine at all (`width_worth`).
 
-What is left out is left out for its place or for its chance, which are known before anything is tested. Of drawn beams no node is left out once it
-is drawn: plans say how many children are drawn, before they are, and from how many of the drawn ones the search goes on.
+What is left out is left out for its place or for its chance, which are known before anything is
+tested. Of drawn beams no node is left out once it is drawn: plans say how many children are drawn,
+before they are, and from how many of the drawn ones the search goes on.
 
 Shapes: W beams.
 """
@@ -30,19 +36,31 @@ from decoding.worth import WEIGHT, Share, Worth
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """Numbers of beams that steps are timed from, and that one is chosen of before a round: the powers of two, and the most."""
+    """Numbers of beams that steps are timed from, and that one is chosen of before a round: the
+    powers of two, and the most.
+    """
     return (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
 
 
-FIRST_PASSES = 0.66  # the chance of a step's likeliest node to pass; these are rates of a head of chat24m
-PICKED_PASSES = 0.2  # that of a later one, where those before it failed (of drawn ones see decoding/draws.py)
+# the chance of a step's likeliest node to pass; these are rates of a head of chat24m
+FIRST_PASSES = 0.66
+# that of a later one, where those before it failed (of drawn ones see decoding/draws.py)
+PICKED_PASSES = 0.2
 DEEPEST = 5  # steps that are thought of
-DRAWN_TREE = 1.1  # how many times a chain's rate a drawn tree must promise: drawing and testing it costs beside the steps that are timed
-MARGIN = 1.05  # of a drafting round over a plain one: a head's step is dear, and is paid before it tells that nothing is worth verifying
-# The same of picked beams where tokens are sampled, and how many rounds the hope for them lasts: they pass by their own p, which seldom pays.
+# how many times a chain's rate a drawn tree must promise: drawing and testing it costs beside the
+# steps that are timed
+DRAWN_TREE = 1.1
+# of a drafting round over a plain one: a head's step is dear, and is paid before it tells that
+# nothing is worth verifying
+MARGIN = 1.05
+# The same of picked beams where tokens are sampled, and how many rounds the hope for them lasts:
+# they pass by their own p, which seldom pays.
 PICKS_MARGIN, PICKS_PATIENCE = 1.15, 1.0
-PICKS_TRY = 0.4  # a chain of them is thought to pass so often at first, and tries a token where that pays; 0.24 passed of a head of chat24m
-# Tests that a chain's prior stands for: with 4, a few unlucky ones ended drafting where it paid (LOG.md, "A chain's length by its past").
+# a chain of them is thought to pass so often at first, and tries a token where that pays; 0.24
+# passed of a head of chat24m
+PICKS_TRY = 0.4
+# Tests that a chain's prior stands for: with 4, a few unlucky ones ended drafting where it paid
+# (LOG.md, "A chain's length by its past").
 CHAIN_PATIENCE = 12.0
 
 
@@ -59,9 +77,11 @@ def width_rate(costs: RoundCosts, width: int, drawn: bool) -> float:
 
 @lru_cache
 def width_worth(costs: RoundCosts, most: int, drawn: bool) -> int:
-    """How many beams pay on this machine, of `ladder(most)`: by measured costs alone, so that every request has as many.
+    """How many beams pay on this machine, of `ladder(most)`: by measured costs alone, so that every
+    request has as many.
 
-    Where a forward over more tokens costs nearly nothing that is all of them; where it is dear, a chain, which is also drawn faster.
+    Where a forward over more tokens costs nearly nothing that is all of them; where it is dear, a
+    chain, which is also drawn faster.
     """
 
     def rate(width: int) -> float:
@@ -71,10 +91,11 @@ def width_worth(costs: RoundCosts, most: int, drawn: bool) -> int:
 
 
 class Room:
-    """Nodes of a row's tree of fixed beams that the target's forward has room for: as many as its last trees needed, of W x L at most.
+    """Nodes of a row's tree of fixed beams that the target's forward has room for: as many as its
+    last trees needed, of W x L at most.
 
-    What goes beyond is left out: nodes of the last steps, which are reached least often. The true number is read after the round, so a row
-    is short of room for one round.
+    What goes beyond is left out: nodes of the last steps, which are reached least often. The true
+    number is read after the round, so a row is short of room for one round.
     """
 
     ROUNDS = 8
@@ -101,7 +122,8 @@ class Fixed:
     def __init__(self, width: int, ahead: bool) -> None:
         self._width, self._room = width, Room() if ahead else None
         self.depth = 0  # steps of this round
-        self.room: int | None = None  # nodes of a tree that are proposed at most; None: as many as there are
+        # nodes of a tree that are proposed at most; None: as many as there are
+        self.room: int | None = None
 
     def begin(self, budget: int) -> int:
         """A round begins. How many steps it has."""
@@ -118,13 +140,16 @@ class Fixed:
 class ByPassing(Fixed):
     """A chain as long as pays by how often the row's drafted tokens passed before.
 
-    It is drafted like a fixed one: no step is looked at. That a look costs, tenths of a millisecond in Python and a wait, is what a chain's length
-    by its own chances did not bring back (LOG.md, "A chain's length by its past").
+    It is drafted like a fixed one: no step is looked at. That a look costs, tenths of a millisecond
+    in Python and a wait, is what a chain's length by its own chances did not bring back (LOG.md, "A
+    chain's length by its past").
     """
 
     def __init__(self, costs: RoundCosts, margin: float, prior: float, patience: float) -> None:
-        """margin: how many times a plain round's tokens a millisecond a drafting one must promise. prior: the share of tokens that pass, before
-        any was tested. patience: tests that it stands for."""
+        """margin: how many times a plain round's tokens a millisecond a drafting one must promise.
+        prior: the share of tokens that pass, before any was tested. patience: tests that it stands
+        for.
+        """
         super().__init__(1, ahead=False)
         self._costs, self._least = costs, margin / costs.plain_ms
         self._rounds_ms: list[float] = []  # of 1, 2, ... steps, as many as were asked for so far
@@ -146,7 +171,9 @@ class ByPassing(Fixed):
         return self.depth
 
     def learn(self, answer: Any, accepted: int) -> None:
-        """The round is over; a row that did not draft comes nearer to its prior, whatever was accepted in place of a draft."""
+        """The round is over; a row that did not draft comes nearer to its prior, whatever was
+        accepted in place of a draft.
+        """
         drafted = self.depth > 0
         self._passes.learn(accepted * drafted, min(accepted + 1, self.depth))
         self.depth = 0
@@ -183,18 +210,24 @@ class ByReading:
         return self.depth
 
     def saw(self, chances_W: Sequence[float]) -> int:
-        """A step picked nodes with these chances. From how many of them the next one starts; 0: from none."""
+        """A step picked nodes with these chances. From how many of them the next one starts; 0:
+        from none.
+        """
         if self._goes_on:
             self._worth.saw(chances_W)
         return self._worth.beams if self._goes_on else 0
 
     def admit(self, chances_W: Sequence[float]) -> int:
-        """How many children a step draws, the worthiest, if these are the chances of those that it could draw."""
+        """How many children a step draws, the worthiest, if these are the chances of those that it
+        could draw.
+        """
         self._draws = self._goes_on
         return sum(self._worth.admit(chances_W)) if self._draws else 0
 
     def drew(self, chances_W: Sequence[float]) -> int:
-        """The drawn children have these chances. From how many of them the next step starts; 0: from none."""
+        """The drawn children have these chances. From how many of them the next step starts; 0:
+        from none.
+        """
         if self._draws:
             self._worth.drew(chances_W)
         return self._worth.beams if self._goes_on else 0
@@ -205,7 +238,9 @@ class ByReading:
 
 
 class ByHistory:
-    """As many steps, beams and nodes as paid in the row's past rounds. It is told no chances before a round is over."""
+    """As many steps, beams and nodes as paid in the row's past rounds. It is told no chances before
+    a round is over.
+    """
 
     reads = False
 
@@ -245,7 +280,9 @@ class ByHistory:
     drew = saw
 
     def learn(self, answer: Any, accepted: int) -> None:
-        """The round is over. answer: of each step the chances of its nodes, likeliest first; None where nothing was drafted."""
+        """The round is over. answer: of each step the chances of its nodes, likeliest first; None
+        where nothing was drafted.
+        """
         self._size.learn(() if answer is None else answer, accepted)
 
 
@@ -254,13 +291,17 @@ Plan = Fixed | ByCost
 
 
 def plan_of(costs: RoundCosts | None, width: int, ahead: bool, sampled_picks: bool = False) -> Plan:
-    """How a row drafts. costs: None where beams are fixed. ahead: the host runs ahead of the device. sampled_picks: beams are picked, and tested
-    as point masses by what is sampled, which seldom pays and is given up at once."""
+    """How a row drafts. costs: None where beams are fixed. ahead: the host runs ahead of the
+    device. sampled_picks: beams are picked, and tested as point masses by what is sampled, which
+    seldom pays and is given up at once.
+    """
     if costs is None:
         return Fixed(width, ahead)
     margin, patience = (PICKS_MARGIN, PICKS_PATIENCE) if sampled_picks else (MARGIN, WEIGHT)
     if width == 1:
-        prior, tests = (PICKS_TRY, PICKS_PATIENCE) if sampled_picks else (FIRST_PASSES, CHAIN_PATIENCE)
+        prior, tests = (
+            (PICKS_TRY, PICKS_PATIENCE) if sampled_picks else (FIRST_PASSES, CHAIN_PATIENCE)
+        )
         return ByPassing(costs, margin, prior, tests)
     if ahead or costs.rows > 1:
         return ByHistory(costs, width)

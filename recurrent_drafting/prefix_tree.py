@@ -1,12 +1,16 @@
-"""Beams packed into a prefix tree: by tensor operations at fixed shapes, the same few whatever the width.
+"""Beams packed into a prefix tree: by tensor operations at fixed shapes, the same few whatever the
+width.
 
-Beams share their beginnings, and what is shared is verified once. The published code finds it by comparing every beam with every other at
-every position, W x W x L numbers. Back pointers know it already: a step chooses pairs (beam of the step before, token), and no pair twice. So
-two nodes of a step with the same parent have different tokens; and if the nodes of the step before stand for different prefixes, then so do
-these, whether their parents are equal or not. By induction from the tip, pairs and prefixes are one to one, and the back pointers are the
-tree's edges. What is left is to drop nodes that no beam goes through, and to close the gaps.
+Beams share their beginnings, and what is shared is verified once. The published code finds it by
+comparing every beam with every other at every position, W x W x L numbers. Back pointers know it
+already: a step chooses pairs (beam of the step before, token), and no pair twice. So two nodes of a
+step with the same parent have different tokens; and if the nodes of the step before stand for
+different prefixes, then so do these, whether their parents are equal or not. By induction from the
+tip, pairs and prefixes are one to one, and the back pointers are the tree's edges. What is left is
+to drop nodes that no beam goes through, and to close the gaps.
 
-Shapes: B rows, W beams, L steps, M = L W nodes in the order of steps (so parents come first), K candidates.
+Shapes: B rows, W beams, L steps, M = L W nodes in the order of steps (so parents come first), K
+candidates.
 """
 
 from dataclasses import dataclass
@@ -20,7 +24,9 @@ from decoding.drafter import NO_NODE
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Kept nodes first, in the order of steps; what stands behind a row's count is padding (token 0, parent NO_NODE)."""
+    """Kept nodes first, in the order of steps; what stands behind a row's count is padding (token
+    0, parent NO_NODE).
+    """
 
     tokens_BM: Tensor
     parents_BM: Tensor  # index among the kept nodes; -1: the tip
@@ -29,7 +35,9 @@ class Tree:
 
 
 def edges(parents_BLW: Tensor) -> Tensor:
-    """Back pointers, beams of the step before, as indices of nodes (B, M); -1 for the first step's, whatever they hold."""
+    """Back pointers, beams of the step before, as indices of nodes (B, M); -1 for the first step's,
+    whatever they hold.
+    """
     B, L, W = parents_BLW.shape
     offsets_L1 = torch.arange(-W, (L - 1) * W, W, device=parents_BLW.device)[:, None]
     nodes_BLW = parents_BLW + offsets_L1
@@ -38,7 +46,9 @@ def edges(parents_BLW: Tensor) -> Tensor:
 
 
 def surviving(parents_BLW: Tensor, depths_B: Tensor) -> Tensor:
-    """Which nodes (B, M) a beam of the row's last step goes through; depths_B: steps that the row has, 0 to L."""
+    """Which nodes (B, M) a beam of the row's last step goes through; depths_B: steps that the row
+    has, 0 to L.
+    """
     B, L, W = parents_BLW.shape
     last_BL = torch.arange(1, L + 1, device=parents_BLW.device) == depths_B[:, None]
     beams_BLW = last_BL[:, :, None].expand(B, L, W).long()  # beams that go through each node
@@ -48,7 +58,9 @@ def surviving(parents_BLW: Tensor, depths_B: Tensor) -> Tensor:
 
 
 def pack(tokens_BM: Tensor, parents_BM: Tensor, keep_BM: Tensor) -> Tree:
-    """The tree of the nodes to keep. parents_BM: see `edges`; of a node that is kept the parent is kept too."""
+    """The tree of the nodes to keep. parents_BM: see `edges`; of a node that is kept the parent is
+    kept too.
+    """
     B, M = tokens_BM.shape
     counted_BM = keep_BM.cumsum(1)
     index_BM = F.pad(counted_BM, (1, 0)) - 1  # of node m at m + 1; of the tip, at 0, -1

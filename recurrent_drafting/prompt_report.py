@@ -1,4 +1,6 @@
-"""What a run over prompts found: a line for every answer, the whole beside plain decoding, and whether the outputs are the target's own."""
+"""What a run over prompts found: a line for every answer, the whole beside plain decoding, and
+whether the outputs are the target's own.
+"""
 
 import json
 from collections import defaultdict
@@ -37,14 +39,18 @@ def total_rate(answers: Sequence[Answer], of: Callable[[Answer], Generation]) ->
 
 @contextmanager
 def answers_file(output: str) -> Iterator[Callable[[Sequence[Answer]], None]]:
-    """What writes answers to `output`, one JSON object each, at once: a run that is stopped leaves all that it answered. Nothing for no name."""
+    """What writes answers to `output`, one JSON object each, at once: a run that is stopped leaves
+    all that it answered. Nothing for no name.
+    """
     if not output:
         yield lambda answers: None
         return
     with Path(output).open("w", encoding="utf-8") as file:
 
         def write(answers: Sequence[Answer]) -> None:
-            file.writelines(json.dumps(_record(answer), ensure_ascii=False) + "\n" for answer in answers)
+            file.writelines(
+                json.dumps(_record(answer), ensure_ascii=False) + "\n" for answer in answers
+            )
             file.flush()
 
         yield write
@@ -75,13 +81,17 @@ def _record(answer: Answer) -> dict[str, Any]:
 
 
 def print_report(cfg: GenerateConfig, loaded: Loaded, done: Done, console: Console) -> None:
-    """Print all of it. Raises UserError, after everything, for an output that differs from the target's own beyond rounding."""
+    """Print all of it. Raises UserError, after everything, for an output that differs from the
+    target's own beyond rounding.
+    """
     console.print(_by_answer(done.answers))
     console.print()
     console.print(_overall(cfg, done.answers))
     for reason, places in done.left_out.items():
         more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
-        console.print(f"left out: {len(places)} {reason} ({'; '.join(places[:SHOWN])}{more})", soft_wrap=True)
+        console.print(
+            f"left out: {len(places)} {reason} ({'; '.join(places[:SHOWN])}{more})", soft_wrap=True
+        )
     if cfg.output:
         console.print(f"answers: {cfg.output}", soft_wrap=True)
     broken = False
@@ -90,7 +100,8 @@ def print_report(cfg: GenerateConfig, loaded: Loaded, done: Done, console: Conso
         console.print(words, soft_wrap=True)
     if broken:
         raise UserError(
-            f"the drafted output is not the target's own: {words}. This is a fault of the decoding, not of the drafter: please report it."
+            f"the drafted output is not the target's own: {words}. This is a fault of the "
+            f"decoding, not of the drafter: please report it."
         )
 
 
@@ -100,7 +111,11 @@ def _by_answer(answers: Sequence[Answer]) -> Table:
         table.add_column(title, justify="left" if title in ("prompt", "finish") else "right")
     for answer in answers:
         drafted, plain = answer.drafted, answer.plain
-        beside = ["", ""] if plain is None else [f"{rate(plain):.1f}", f"{rate(drafted) / rate(plain):.2f}x"]
+        beside = (
+            ["", ""]
+            if plain is None
+            else [f"{rate(plain):.1f}", f"{rate(drafted) / rate(plain):.2f}x"]
+        )
         tau = f"{drafted.block_efficiency:.2f}"
         counts = [str(answer.turn), str(len(drafted.tokens)), tau, f"{rate(drafted):.1f}"]
         finish = (
@@ -129,10 +144,14 @@ def _overall(cfg: GenerateConfig, answers: Sequence[Answer]) -> Table:
         "tokens/s a row": lambda of: f"{_pooled(answers, of):.1f}",
         "block efficiency (tau)": lambda of: f"{_tau(answers, of):.2f}",
         "speedup": lambda of: (
-            f"{total_rate(answers, of) / total_rate(answers, _plain):.2f}x" if len(ways) > 1 else "not measured"
+            f"{total_rate(answers, of) / total_rate(answers, _plain):.2f}x"
+            if len(ways) > 1
+            else "not measured"
         ),
         "prefill seconds": lambda of: f"{_prefill(answers, of):.2f}",
-        "ended by a stop token": lambda of: str(sum(of(answer).finish == "stop" for answer in answers)),
+        "ended by a stop token": lambda of: str(
+            sum(of(answer).finish == "stop" for answer in answers)
+        ),
     }
     for title, value in rows.items():
         table.add_row(title, *(value(of) for of in ways.values()))
@@ -150,20 +169,27 @@ def _pooled(answers: Sequence[Answer], of: Callable[[Answer], Generation]) -> fl
 
 
 def _tau(answers: Sequence[Answer], of: Callable[[Answer], Generation]) -> float:
-    return sum(len(of(answer).tokens) for answer in answers) / sum(of(answer).rounds for answer in answers)
+    return sum(len(of(answer).tokens) for answer in answers) / sum(
+        of(answer).rounds for answer in answers
+    )
 
 
 def _prefill(answers: Sequence[Answer], of: Callable[[Answer], Generation]) -> float:
     """Seconds of all prefills: a batch's rows carry the same number."""
-    return sum({(answer.batch, answer.turn): of(answer).prefill_seconds for answer in answers}.values())
+    return sum(
+        {(answer.batch, answer.turn): of(answer).prefill_seconds for answer in answers}.values()
+    )
 
 
 def equality(loaded: Loaded, answers: Sequence[Answer]) -> tuple[str, bool]:
-    """Whether the drafted outputs are plain decoding's, in words, and whether they break what is promised."""
+    """Whether the drafted outputs are plain decoding's, in words, and whether they break what is
+    promised.
+    """
     settings, dtype = loaded.settings, loaded.engine.target.dtype
     if not is_compared(settings):
         return (
-            f"outputs: draws of the target's distribution (verify={settings.verify}), so they are not compared token by token",
+            f"outputs: draws of the target's distribution (verify={settings.verify}), so they are "
+            f"not compared token by token",
             False,
         )
     different = [answer for answer in answers if answer.differs_at is not None]
@@ -173,8 +199,10 @@ def equality(loaded: Loaded, answers: Sequence[Answer]) -> tuple[str, bool]:
     gaps = [answer.gap for answer in different if answer.gap is not None]
     first = different[0]
     words = (
-        f"outputs: {len(answers) - len(different)} of {len(answers)} equal plain decoding's; the first other one: {first.prompt.id}, "
-        f"turn {first.turn}, token {(first.differs_at or 0) + 1}; gap between the target's two best tokens there: {min(gaps):.1e} to {max(gaps):.1e}"
+        f"outputs: {len(answers) - len(different)} of {len(answers)} equal plain decoding's; the "
+        f"first other one: {first.prompt.id}, turn {first.turn}, token "
+        f"{(first.differs_at or 0) + 1}; gap between the target's two best tokens there: "
+        f"{min(gaps):.1e} to {max(gaps):.1e}"
     )
     if dtype in HALF:
         return f"{words} ({dtype} rounds too coarsely to promise equality)", False

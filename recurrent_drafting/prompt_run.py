@@ -1,7 +1,9 @@
-"""Prompts answered in batches: drafted and plain, in turn, over the same texts, so that the two can be compared in speed and token by token.
+"""Prompts answered in batches: drafted and plain, in turn, over the same texts, so that the two can
+be compared in speed and token by token.
 
-Every prompt is answered, those of a last batch that is not full too. Between two turns stands the drafted answer, for both ways. Nothing but
-decoding happens between two clocks; which way goes first changes from batch to batch.
+Every prompt is answered, those of a last batch that is not full too. Between two turns stands the
+drafted answer, for both ways. Nothing but decoding happens between two clocks; which way goes first
+changes from batch to batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +37,8 @@ class Answer:
     text: str
     drafted: Generation  # without a drafter: plain decoding, and `plain` is None
     plain: Generation | None  # None: not measured
-    differs_at: int | None = None  # first token that is not plain decoding's, where the two have to be equal
+    # first token that is not plain decoding's, where the two have to be equal
+    differs_at: int | None = None
     gap: float | None = None  # between the target's two best tokens there
 
 
@@ -48,7 +51,9 @@ class Done:
 
 
 def prompts_of(cfg: GenerateConfig) -> list[Prompt]:
-    """The prompts that the configuration names, with the turns that it asks for. Raises UserError as the readers do."""
+    """The prompts that the configuration names, with the turns that it asks for. Raises UserError
+    as the readers do.
+    """
     prompts = load_mt_bench() if cfg.prompts == NAME else read_prompts(resolve(cfg.prompts))
     if cfg.turns == "first":
         prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
@@ -56,7 +61,9 @@ def prompts_of(cfg: GenerateConfig) -> list[Prompt]:
 
 
 def is_compared(settings: Settings) -> bool:
-    """Greedy and coupled outputs are functions of the seed and the text; others are draws, equal in distribution alone."""
+    """Greedy and coupled outputs are functions of the seed and the text; others are draws, equal in
+    distribution alone.
+    """
     return settings.temperature == 0 or settings.verify == "coupled"
 
 
@@ -67,10 +74,15 @@ def answer_prompts(
     console: Console,
     write: Callable[[Sequence[Answer]], None] = lambda answers: None,
 ) -> Done:
-    """Answer all turns of all prompts; `write` is given each batch's as they come. Raises UserError if no prompt fits."""
+    """Answer all turns of all prompts; `write` is given each batch's as they come. Raises UserError
+    if no prompt fits.
+    """
     console.print(loaded.about, soft_wrap=True)
     done = Done()
-    batches = [list(prompts[start : start + cfg.batch_size]) for start in range(0, len(prompts), cfg.batch_size)]
+    batches = [
+        list(prompts[start : start + cfg.batch_size])
+        for start in range(0, len(prompts), cfg.batch_size)
+    ]
     settings = _warmed(loaded, cfg, batches)
     with ProgressBar("prompts", len(prompts)) as bar:
         finished = 0
@@ -79,17 +91,27 @@ def answer_prompts(
                 done.answers += answers
                 write(answers)
             finished += len(batch)
-            bar.update(finished, f"{sum(len(answer.drafted.tokens) for answer in done.answers)} tokens")
+            bar.update(
+                finished, f"{sum(len(answer.drafted.tokens) for answer in done.answers)} tokens"
+            )
     if not done.answers:
-        reasons = (f"{len(places)} {reason} ({', '.join(places[:3])})" for reason, places in done.left_out.items())
+        reasons = (
+            f"{len(places)} {reason} ({', '.join(places[:3])})"
+            for reason, places in done.left_out.items()
+        )
         raise UserError(
-            f"none of the {len(prompts)} prompts was answered: {'; '.join(reasons)}. Give shorter ones, or raise what limits them."
+            f"none of the {len(prompts)} prompts was answered: {'; '.join(reasons)}. Give shorter "
+            f"ones, or raise what limits them."
         )
     return done
 
 
-def _warmed(loaded: Loaded, cfg: GenerateConfig, batches: Sequence[Sequence[Prompt]]) -> dict[int, Settings]:
-    """Settings by batch size, with measured costs where the drafter decides by them; every size and way has run once."""
+def _warmed(
+    loaded: Loaded, cfg: GenerateConfig, batches: Sequence[Sequence[Prompt]]
+) -> dict[int, Settings]:
+    """Settings by batch size, with measured costs where the drafter decides by them; every size and
+    way has run once.
+    """
     engine, found = loaded.engine, {}
     first = _rendered(loaded, cfg, batches[0][0].turns[:1], [])[: engine.target.max_length // 2]
     for size in sorted({len(batch) for batch in batches}):
@@ -101,9 +123,16 @@ def _warmed(loaded: Loaded, cfg: GenerateConfig, batches: Sequence[Sequence[Prom
 
 
 def _conversations(
-    loaded: Loaded, cfg: GenerateConfig, settings: Settings, number: int, batch: Sequence[Prompt], done: Done
+    loaded: Loaded,
+    cfg: GenerateConfig,
+    settings: Settings,
+    number: int,
+    batch: Sequence[Prompt],
+    done: Done,
 ) -> Iterator[list[Answer]]:
-    """The answers of one batch, turn after turn; a conversation that does not fit ends there and is counted."""
+    """The answers of one batch, turn after turn; a conversation that does not fit ends there and is
+    counted.
+    """
     said: list[list[str]] = [[] for _ in batch]
     for turn in range(max(len(prompt.turns) for prompt in batch)):
         rows, ids = [], []
@@ -119,12 +148,22 @@ def _conversations(
         if not rows:
             return
         requests = [(number * cfg.batch_size + row) * 1000 + turn for row in rows]
-        drafted, plain = _both(loaded, cfg, settings, ids, requests, plain_first=(number + turn) % 2 == 1)
+        drafted, plain = _both(
+            loaded, cfg, settings, ids, requests, plain_first=(number + turn) % 2 == 1
+        )
         answers = []
         for at, row in enumerate(rows):
             text = text_of(loaded.engine, drafted[at].tokens)
             said[row].append(text)
-            answer = Answer(batch[row], turn + 1, number, len(ids[at]), text, drafted[at], plain[at] if plain else None)
+            answer = Answer(
+                batch[row],
+                turn + 1,
+                number,
+                len(ids[at]),
+                text,
+                drafted[at],
+                plain[at] if plain else None,
+            )
             answers.append(_compared(loaded, settings, answer, ids[at], requests[at]))
         yield answers
 
@@ -145,22 +184,30 @@ def _both(
         kind: None if kind == "plain" else drafter
         for kind in (("plain", "drafted") if plain_first else ("drafted", "plain"))
     }
-    found = {kind: decode(target, way, ids, settings, request_ids=requests) for kind, way in ways.items()}
+    found = {
+        kind: decode(target, way, ids, settings, request_ids=requests) for kind, way in ways.items()
+    }
     return found["drafted"], found["plain"]
 
 
-def _compared(loaded: Loaded, settings: Settings, answer: Answer, ids: list[int], request: int) -> Answer:
+def _compared(
+    loaded: Loaded, settings: Settings, answer: Answer, ids: list[int], request: int
+) -> Answer:
     """With the first difference, where the outputs have to be equal."""
     if answer.plain is None or not is_compared(settings):
         return answer
     at = first_difference(answer.drafted.tokens, answer.plain.tokens)
     if at is None:
         return answer
-    scores_V = choice_scores(loaded.engine.target, [*ids, *answer.plain.tokens[:at]], settings, request)
+    scores_V = choice_scores(
+        loaded.engine.target, [*ids, *answer.plain.tokens[:at]], settings, request
+    )
     return replace(answer, differs_at=at, gap=top_two_gap(scores_V))
 
 
-def _rendered(loaded: Loaded, cfg: GenerateConfig, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+def _rendered(
+    loaded: Loaded, cfg: GenerateConfig, turns: Sequence[str], answers: Sequence[str]
+) -> list[int]:
     messages = [{"role": "system", "content": cfg.system}] if cfg.system else []
     for index, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})

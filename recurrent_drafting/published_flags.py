@@ -1,4 +1,5 @@
-"""The published tool's flags: what each takes, its defaults there and here, what it becomes, and where its meaning differs.
+"""The published tool's flags: what each takes, its defaults there and here, what it becomes, and
+where its meaning differs.
 
 Source: the flags of `recurrent_drafting/cmd/generate.py` of apple/ml-recurrent-drafter.
 """
@@ -42,7 +43,9 @@ def truth(value: str) -> bool:
 
 
 def quoted(value: str) -> str:
-    """A text as Hydra's grammar takes any: in quotes, where a backslash means itself unless quotes or the end follow."""
+    """A text as Hydra's grammar takes any: in quotes, where a backslash means itself unless quotes
+    or the end follow.
+    """
     doubled = re.sub(r"(\\+)('|$)", r"\1\1\2", value)
     return "'" + doubled.replace("'", "\\'") + "'"
 
@@ -71,7 +74,8 @@ def _most(flag: str, key: str, without_limit: str) -> Callable[[str], list[str]]
     def overrides(value: str) -> list[str]:
         if int(value) == 0:
             raise UserError(
-                f"--{flag} is 0, which leaves nothing: expected 1 or more, or a negative number ({without_limit})."
+                f"--{flag} is 0, which leaves nothing: expected 1 or more, or a negative number "
+                f"({without_limit})."
             )
         return [f"{key}={max(int(value), 0)}"]
 
@@ -82,7 +86,8 @@ def _device(value: str) -> list[str]:
     return [f"target.device={'cpu' if int(value) < 0 else f'cuda:{int(value)}'}"]
 
 
-# In the order in which they are applied: greedy_search overrules temperature, autoregression the drafter.
+# In the order in which they are applied: greedy_search overrules temperature, autoregression the
+# drafter.
 FLAGS = (
     Flag(
         "hf_tokenizer",
@@ -99,7 +104,8 @@ FLAGS = (
         "lmsys/vicuna-7b-v1.3",
         "the embedded target",
         "folder of the target",
-        "a folder on this machine; its own chat template is used where it has one, not Vicuna's for all",
+        "a folder on this machine; its own chat template is used where it has one, not Vicuna's "
+        "for all",
         _text("target.path"),
     ),
     Flag(
@@ -117,7 +123,8 @@ FLAGS = (
         "false",
         "false",
         "answer MT-bench instead of chatting",
-        "both turns of every question, not the first alone; a file is read instead of the cache of `datasets`",
+        "both turns of every question, not the first alone; a file is read instead of the cache of "
+        "`datasets`",
         _mt_bench,
     ),
     Flag(
@@ -134,8 +141,10 @@ FLAGS = (
         "number",
         "50",
         "the context",
-        "longest prompt, in tokens; longer ones are left out and counted; negative: as long as the context",
-        "counts tokens of the rendered prompt, not characters, and adds nothing to what may be generated",
+        "longest prompt, in tokens; longer ones are left out and counted; negative: as long as the "
+        "context",
+        "counts tokens of the rendered prompt, not characters, and adds nothing to what may be "
+        "generated",
         _most("max_prompt_length", "max_prompt_tokens", "as long as the context"),
     ),
     Flag(
@@ -165,7 +174,15 @@ FLAGS = (
         "has a default, which -1 stands for; the most, unless by_cost=false",
         lambda value: [] if int(value) == -1 else [f"beam_length={int(value)}"],
     ),
-    Flag("temperature", "number", "1.0", "1.0", "of sampling", "sampling is lossless here", _key("temperature")),
+    Flag(
+        "temperature",
+        "number",
+        "1.0",
+        "1.0",
+        "of sampling",
+        "sampling is lossless here",
+        _key("temperature"),
+    ),
     Flag(
         "greedy_search",
         "true or false",
@@ -199,8 +216,9 @@ FLAGS = (
         "bf16",
         "fp32",
         "of weights and activations",
-        "float32 unless asked for: in half precision outputs differ from plain decoding's where two tokens are nearly tied. With float32 the head "
-        "drafts in bfloat16 where the machine multiplies it natively, which changes no word",
+        "float32 unless asked for: in half precision outputs differ from plain decoding's where "
+        "two tokens are nearly tied. With float32 the head drafts in bfloat16 where the machine "
+        "multiplies it natively, which changes no word",
         lambda value: [f"target.dtype={DTYPES[value]}"],
     ),
     Flag(

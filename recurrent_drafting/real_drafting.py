@@ -1,4 +1,6 @@
-"""What the trained head is worth where it will work: the target decodes the held-out prompts with it, beams, prefix tree and all."""
+"""What the trained head is worth where it will work: the target decodes the held-out prompts with
+it, beams, prefix tree and all.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,18 +20,25 @@ _BATCH = 16
 
 
 def block_efficiency(
-    head: RecurrentHead, config: HeadTrainConfig, folder: Path, tokenizer: Any, answers: Sequence[Sample]
+    head: RecurrentHead,
+    config: HeadTrainConfig,
+    folder: Path,
+    tokenizer: Any,
+    answers: Sequence[Sample],
 ) -> float:
     """Tokens a target forward over all held-out prompts, the bonus included and the prefill not.
 
-    Decoded as the target answered (training.held_out): greedy, or drawn, then by beams that are drawn and token verification.
+    Decoded as the target answered (training.held_out): greedy, or drawn, then by beams that are
+    drawn and token verification.
     answers: the samples of those answers, of which the prompts are taken.
     """
     asked, length = config.held_out, config.loss.predict_n_tokens
     prompts = [sample.ids[: int(np.argmax(sample.mask))].tolist() for sample in answers]
     target = asked_target(folder, config)
     draws = "drawn" if asked.temperature else "picked"
-    drafter = RecurrentDrafter(head=head.to(target.device), beam_width=config.beam_width, draws=draws)
+    drafter = RecurrentDrafter(
+        head=head.to(target.device), beam_width=config.beam_width, draws=draws
+    )
     settings = Settings(
         asked.max_new_tokens,
         asked.temperature,

@@ -1,8 +1,11 @@
-"""Picked beams as one recorded step: search, packing and all, for a fixed number of rows and one temperature.
+"""Picked beams as one recorded step: search, packing and all, for a fixed number of rows and one
+temperature.
 
-The eager twin is `search` with `Picks`. Shapes are fixed and nothing is asked of the host, so a CUDA graph can hold the whole draft; it is
-recorded on first use and replayed from then on. One length is recorded, the longest that was asked for: rows whose budget is shorter read the
-beams of the step where it ends, so that a budget that shrinks at the end of a text costs no new recording. On a CPU the same body runs
+The eager twin is `search` with `Picks`. Shapes are fixed and nothing is asked of the host, so a
+CUDA graph can hold the whole draft; it is recorded on first use and replayed from then on. One
+length is recorded, the longest that was asked for: rows whose budget is shorter read the beams of
+the step where it ends, so that a budget that shrinks at the end of a text costs no new recording.
+On a CPU the same body runs
 unrecorded: so the tests compare it with its twin.
 
 Shapes: B rows, L steps, H hidden size.
@@ -34,7 +37,9 @@ class _Recording:
 
 
 class RecordedPicks:
-    """The recorded drafts of one head for one target. A recording holds addresses: another target needs others."""
+    """The recorded drafts of one head for one target. A recording holds addresses: another target
+    needs others.
+    """
 
     def __init__(self, head: Head, width: int, embed: Embed, device: torch.device) -> None:
         self.head, self.width, self.embed, self.device = head, width, embed, device
@@ -50,7 +55,9 @@ class RecordedPicks:
         temperature: float,
         room_B: list[int] | None,
     ) -> Proposal:
-        """The proposal of each row's beams; it lives until the next call. room_B: see `rooms_of`."""
+        """The proposal of each row's beams; it lives until the next call. room_B: see
+        `rooms_of`.
+        """
         self._longest = max(self._longest, *depths_B)
         found = self._recordings.get((len(tips), temperature))
         if found is None or found.length < max(depths_B):
@@ -78,4 +85,6 @@ class RecordedPicks:
             beams = search(self.head, self.embed, tips_B, hidden_BH, length, choose)
             return beams.tokens_BLW[:, :, 0] if self.width == 1 else last_beams(beams, depths_B)
 
-        return _Recording(length, tips_B, hidden_BH, depths_B, cuda.capture(body, self.device, self._memory))
+        return _Recording(
+            length, tips_B, hidden_BH, depths_B, cuda.capture(body, self.device, self._memory)
+        )

@@ -1,8 +1,9 @@
-"""What the head reads of the frozen target: its embedding, its lm_head, and at the positions that are asked for its hidden states, and what it
-goes on with where that is asked for too.
+"""What the head reads of the frozen target: its embedding, its lm_head, and at the positions that
+are asked for its hidden states, and what it goes on with where that is asked for too.
 
-The target is the same at every epoch, so what it says may be kept (recurrent_drafting/stores.py). With a cache the target reads one row a forward,
-so that a row's states do not hang on its neighbours and a resumed run equals a straight one bit for bit.
+The target is the same at every epoch, so what it says may be kept (recurrent_drafting/stores.py).
+With a cache the target reads one row a forward, so that a row's states do not hang on its
+neighbours and a resumed run equals a straight one bit for bit.
 
 Shapes: P positions, H hidden size, K tokens that the target goes on with, V vocabulary.
 """
@@ -23,7 +24,9 @@ from training.packing import Batch
 
 
 class TargetStates:
-    """The frozen target as the head sees it. No submodule of an objective, and the same one in every copy of it."""
+    """The frozen target as the head sees it. No submodule of an objective, and the same one in
+    every copy of it.
+    """
 
     def __init__(self, target: Any, store: Store | None = None) -> None:
         """target: a Hugging Face causal LM with packed attention, before ranks cut it."""
@@ -42,9 +45,13 @@ class TargetStates:
         return weight.detach()
 
     def placed(self, device: torch.device) -> None:
-        """To be called when the target has its place: ranks that cut it keep the embedding whole."""
+        """To be called when the target has its place: ranks that cut it keep the
+        embedding whole.
+        """
         weight = self.target.get_input_embeddings().weight
-        self._embedding_VH = self._embedding_VH.to(device) if isinstance(weight, DTensor) else weight.detach()
+        self._embedding_VH = (
+            self._embedding_VH.to(device) if isinstance(weight, DTensor) else weight.detach()
+        )
 
     def embed(self, ids: Tensor) -> Tensor:
         """The target's own embeddings of tokens, [..., H]."""
@@ -64,19 +71,25 @@ class TargetStates:
 
     @torch.no_grad()
     def go_on(self, batch: Batch, where: Positions, count: int) -> tuple[Tensor, Tensor]:
-        """(the hidden states at where.kept_P, the target's `count` likeliest tokens behind each [P, K]), as kept as states are."""
+        """(the hidden states at where.kept_P, the target's `count` likeliest tokens behind each [P,
+        K]), as kept as states are.
+        """
         rows = self._rows(batch, where, count)
         said = [row.tokens_PK for row in rows if row.tokens_PK is not None]
         return torch.cat([row.states_PH for row in rows]), torch.cat(said)
 
     def _rows(self, batch: Batch, where: Positions, count: int) -> list[RowStates]:
-        """What is kept of each row of a batch; count: tokens that the target goes on with, 0 for none."""
+        """What is kept of each row of a batch; count: tokens that the target goes on with, 0 for
+        none.
+        """
         ends = np.cumsum(where.kept_R).tolist()
         length = batch.ids_RT.shape[1]
         rows = []
         for index, (end, kept) in enumerate(zip(ends, where.kept_R, strict=True)):
             kept_P = where.kept_P[end - kept : end] - index * length
-            rows.append(self._row(batch, index, kept_P, count) if kept else self._none(kept_P, count))
+            rows.append(
+                self._row(batch, index, kept_P, count) if kept else self._none(kept_P, count)
+            )
         return rows
 
     def _none(self, kept_P: Tensor, count: int) -> RowStates:

@@ -1,5 +1,5 @@
-"""Where what the target says at the positions of training rows is kept: in memory up to a limit, or in files whose size is known before the first
-step.
+"""Where what the target says at the positions of training rows is kept: in memory up to a limit, or
+in files whose size is known before the first step.
 
 Shapes: P positions of a row, H hidden size, K tokens that the target goes on with.
 """
@@ -31,11 +31,16 @@ class RowStates:
     """What the target says at positions of a row."""
 
     states_PH: Tensor
-    tokens_PK: Tensor | None = None  # int64: what it goes on with behind each, where that is asked for
+    # int64: what it goes on with behind each, where that is asked for
+    tokens_PK: Tensor | None = None
 
     @property
     def bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in (self.states_PH, self.tokens_PK) if part is not None)
+        return sum(
+            part.numel() * part.element_size()
+            for part in (self.states_PH, self.tokens_PK)
+            if part is not None
+        )
 
     def sent(self, device: torch.device) -> "RowStates":
         """The same on a device, without waiting for it."""
@@ -52,7 +57,9 @@ class Store(Protocol):
 
 
 class MemoryStore:
-    """Rows on the device they were made on, up to a number of bytes; what comes later is made anew."""
+    """Rows on the device they were made on, up to a number of bytes; what comes later
+    is made anew.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.free_bytes = limit_bytes
@@ -84,16 +91,24 @@ class Layout:
 
 
 class DiskStore:
-    """All rows of a data set: states in one file, tokens in another, whose room is taken at the start, and a checksum for every row that is written.
+    """All rows of a data set: states in one file, tokens in another, whose room is taken at the
+    start, and a checksum for every row that is written.
 
-    Ranks share the folder; all make the same files. A row whose checksum is wrong (of a run that was killed while it wrote) is made anew.
-    Writing a row waits for the device, in the first epoch alone.
+    Ranks share the folder; all make the same files. A row whose checksum is wrong (of a run that
+    was killed while it wrote) is made anew. Writing a row waits for the device, in the first epoch
+    alone.
     """
 
-    def __init__(self, folder: Path, rows: Sequence[Key], counts: Sequence[int], layout: Layout) -> None:
-        """counts: positions kept of each row. Raises UserError where the disk has no room, and for files of another layout."""
+    def __init__(
+        self, folder: Path, rows: Sequence[Key], counts: Sequence[int], layout: Layout
+    ) -> None:
+        """counts: positions kept of each row. Raises UserError where the disk has no room, and for
+        files of another layout.
+        """
         self._numbers = {key: number for number, key in enumerate(rows)}
-        states, tokens, sums = (folder / name for name in ("states.bin", "tokens.bin", "checksums.bin"))
+        states, tokens, sums = (
+            folder / name for name in ("states.bin", "tokens.bin", "checksums.bin")
+        )
         total = sum(counts)
         sizes = {states: total * layout.hidden_size * layout.dtype.itemsize, sums: 4 * len(rows)}
         if layout.tokens:
@@ -108,7 +123,9 @@ class DiskStore:
         number = self._numbers[key]
         if self._sums[number] == 0 or self._sums[number] != self._checksum(number):
             return None
-        return RowStates(self._states.read(number), None if self._tokens is None else self._tokens.read(number))
+        return RowStates(
+            self._states.read(number), None if self._tokens is None else self._tokens.read(number)
+        )
 
     def put(self, key: Key, row: RowStates) -> None:
         number = self._numbers[key]
@@ -129,8 +146,12 @@ class _Rows:
 
     def __init__(self, path: Path, counts: Sequence[int], width: int, dtype: torch.dtype) -> None:
         self._width, self._dtype = width, dtype
-        self._ends = np.cumsum(np.asarray([0, *counts], dtype=np.int64) * width * dtype.itemsize).tolist()
-        self._bytes = torch.from_file(str(path), shared=True, size=self._ends[-1], dtype=torch.uint8)
+        self._ends = np.cumsum(
+            np.asarray([0, *counts], dtype=np.int64) * width * dtype.itemsize
+        ).tolist()
+        self._bytes = torch.from_file(
+            str(path), shared=True, size=self._ends[-1], dtype=torch.uint8
+        )
 
     def read(self, number: int) -> Tensor:
         return self._of(number).clone().view(self._dtype).view(-1, self._width)
@@ -146,43 +167,57 @@ class _Rows:
         return self._bytes[self._ends[number] : self._ends[number + 1]]
 
 
-def states_on_disk(root: Path, target_hash: str, data: PackedData, layout: Layout, show: bool) -> DiskStore:
-    """The store of a target and its training data under `root`, with its price printed before its room is taken. Raises UserError."""
+def states_on_disk(
+    root: Path, target_hash: str, data: PackedData, layout: Layout, show: bool
+) -> DiskStore:
+    """The store of a target and its training data under `root`, with its price printed before its
+    room is taken. Raises UserError.
+    """
     keys = sorted(tuple(row) for row in data.rows)
     of_sample = [count_kept(sample.mask, layout.heads, layout.judged) for sample in data.samples]
     counts = [sum(of_sample[index] for index in key) for key in keys]
-    # What a position takes stands for its width, as in caches of before: those whose files are the same are read on, others are found and refused.
+    # What a position takes stands for its width, as in caches of before: those whose files are the
+    # same are read on, others are found and refused.
     width = layout.bytes // layout.dtype.itemsize
-    digest = hashlib.sha256(f"{target_hash} {layout.heads} {layout.judged} {width} {layout.dtype} {keys}".encode())
+    digest = hashlib.sha256(
+        f"{target_hash} {layout.heads} {layout.judged} {width} {layout.dtype} {keys}".encode()
+    )
     for sample in data.samples:
         digest.update(sample.ids.tobytes() + sample.mask.tobytes())
     folder = root / digest.hexdigest()[:16]
     size = sum(counts) * layout.bytes
     if show:
         print(
-            f"states: {sum(counts):,} of {data.tokens:,} positions, {amount(size)} on disk in {folder} "
-            f"({amount(_free_bytes(root))} free); later epochs and other runs on this data skip the target"
+            f"states: {sum(counts):,} of {data.tokens:,} positions, {amount(size)} on disk in "
+            f"{folder} ({amount(_free_bytes(root))} free); later epochs and other runs on this "
+            f"data skip the target"
         )
     return DiskStore(folder, keys, counts, layout)
 
 
 def _check_layout(path: Path, size: int) -> None:
-    """Raise UserError for a file that holds more than states. A smaller one is being made by another rank."""
+    """Raise UserError for a file that holds more than states. A smaller one is being made by
+    another rank.
+    """
     found = path.stat().st_size if path.exists() else 0
     if found > max(1, size):
         raise UserError(
-            f"{path} has {found:,} bytes, expected {size:,}: an earlier version kept the target's tokens in the same file as its states, and such a "
-            f"cache is not read. Delete the folder {path.parent}; it is made anew"
+            f"{path} has {found:,} bytes, expected {size:,}: an earlier version kept the target's "
+            f"tokens in the same file as its states, and such a cache is not read. Delete the "
+            f"folder {path.parent}; it is made anew"
         )
 
 
 def _take_room(folder: Path, sizes: Mapping[Path, int]) -> None:
-    """Make the files so many bytes long with all their room taken; what they hold already stays. Raises UserError where there is too little."""
+    """Make the files so many bytes long with all their room taken; what they hold already stays.
+    Raises UserError where there is too little.
+    """
     held = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
     free, size = _free_bytes(folder), sum(sizes.values())
     if size - held > free:
         raise UserError(
-            f"{folder} needs {amount(size)}, {amount(free)} are free there: give states.folder on another disk, or states.cache=memory"
+            f"{folder} needs {amount(size)}, {amount(free)} are free there: give states.folder on "
+            f"another disk, or states.cache=memory"
         )
     folder.mkdir(parents=True, exist_ok=True)
     for path, length in sizes.items():
@@ -193,4 +228,6 @@ def _take_room(folder: Path, sizes: Mapping[Path, int]) -> None:
 
 
 def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())).free
+    return shutil.disk_usage(
+        next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    ).free

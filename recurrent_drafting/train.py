@@ -1,7 +1,9 @@
-"""`python -m recurrent_drafting.train`: train a recurrent drafter head on the frozen target's hidden states; leaves a head folder.
+"""`python -m recurrent_drafting.train`: train a recurrent drafter head on the frozen target's
+hidden states; leaves a head folder.
 
-The same job as distill.train in form and machinery (training/): chats -> packed rows -> the loop -> the best checkpoint's folder. What is trained is
-the head alone (recurrent_drafting/objective.py); checkpoints are chosen by block efficiency on the target's held-out answers.
+The same job as distill.train in form and machinery (training/): chats -> packed rows -> the loop ->
+the best checkpoint's folder. What is trained is the head alone (recurrent_drafting/objective.py);
+checkpoints are chosen by block efficiency on the target's held-out answers.
 """
 
 from collections.abc import Sequence
@@ -35,7 +37,14 @@ from training.job_data import data_files, drawn_evenly, read_samples, training_d
 from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit
 from training.mixture import check_mixture
-from training.models import check_context, check_target, dtype_of, folder_of, load_causal_lm, target_config
+from training.models import (
+    check_context,
+    check_target,
+    dtype_of,
+    folder_of,
+    load_causal_lm,
+    target_config,
+)
 from training.objectives import freeze
 from training.packing import PackedData, Sample
 from training.parallel import Parallel
@@ -93,13 +102,14 @@ def check(config: HeadTrainConfig, shape: HeadConfig) -> None:
         raise UserError(f"states.cache is '{cache}'; expected one of {', '.join(CACHES)}")
     if cache != "none" and config.parallel.kind in SHARDED_WEIGHTS:
         raise UserError(
-            f"states.cache is {cache} with parallel.kind={config.parallel.kind}, expected none: a target in shares is read by all ranks together, so "
-            "none can skip its forward"
+            f"states.cache is {cache} with parallel.kind={config.parallel.kind}, expected none: a "
+            f"target in shares is read by all ranks together, so none can skip its forward"
         )
     if config.loss.name == CONTINUATIONS and config.parallel.kind in SHARDED_WEIGHTS:
         raise UserError(
-            f"loss.name is {CONTINUATIONS} with parallel.kind={config.parallel.kind}, expected ddp, zero1 or zero2: a target in shares is read by "
-            "all ranks together, and here it goes on row by row"
+            f"loss.name is {CONTINUATIONS} with parallel.kind={config.parallel.kind}, expected "
+            f"ddp, zero1 or zero2: a target in shares is read by all ranks together, and here it "
+            f"goes on row by row"
         )
     drafted = shape.num_drafted
     check_values(
@@ -111,14 +121,24 @@ def check(config: HeadTrainConfig, shape: HeadConfig) -> None:
             ),
             "loss.decay": (config.loss.decay > 0, "more than 0"),
             "loss.temperature": (
-                config.loss.temperature > 0 and (judged(config.loss) or config.loss.temperature == 1),
+                config.loss.temperature > 0
+                and (judged(config.loss) or config.loss.temperature == 1),
                 "more than 0, and 1 with hard labels, which have no distribution to soften",
             ),
             "loss.lk_eta": (config.loss.lk_eta >= 0, "0 or more"),
             "loss.own_tokens": (0 <= config.loss.own_tokens <= 1, "a share from 0 to 1"),
-            "top_k": (1 <= config.top_k <= drafted, f"1 to {drafted}, the tokens that are drafted from"),
-            "beam_width": (1 <= config.beam_width <= drafted, f"1 to {drafted}, the tokens that are drafted from"),
-            "states.cache": (cache != "disk" or not config.data.domains, "none or memory with data.domains"),
+            "top_k": (
+                1 <= config.top_k <= drafted,
+                f"1 to {drafted}, the tokens that are drafted from",
+            ),
+            "beam_width": (
+                1 <= config.beam_width <= drafted,
+                f"1 to {drafted}, the tokens that are drafted from",
+            ),
+            "states.cache": (
+                cache != "disk" or not config.data.domains,
+                "none or memory with data.domains",
+            ),
             "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
             "held_out.max_new_tokens": (config.held_out.max_new_tokens > 1, "2 or more"),
             "held_out.temperature": (
@@ -126,28 +146,38 @@ def check(config: HeadTrainConfig, shape: HeadConfig) -> None:
                 RULES["temperature"].expected,
             ),
             "assumed_tokens": (config.assumed_tokens >= 0, "0 (not known) or more"),
-            "assumed_supervised": (0 < config.assumed_supervised <= 1, "a share of more than 0, at most 1"),
+            "assumed_supervised": (
+                0 < config.assumed_supervised <= 1,
+                "a share of more than 0, at most 1",
+            ),
         },
     )
 
 
 def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:
-    """Raise UserError where checkpoints of this run were made with other weights under the target's path."""
+    """Raise UserError where checkpoints of this run were made with other weights under the target's
+    path.
+    """
     before = run_folder.manifest.get("inputs", {}).get(str(target_folder))
     if before is None or not (run_folder.path / "checkpoints").exists():
         return
     now = hash_input(target_folder)
     if now != before:
         raise UserError(
-            f"{run_folder.path} was begun with another target: {target_folder} had the hash {before[:12]} and has {now[:12]} now, and a head is "
-            "of use to its own target alone. Give another output_dir=, or delete the folder to start over"
+            f"{run_folder.path} was begun with another target: {target_folder} had the hash "
+            f"{before[:12]} and has {now[:12]} now, and a head is of use to its own target alone. "
+            f"Give another output_dir=, or delete the folder to start over"
         )
 
 
 def input_paths(config: HeadTrainConfig, target_folder: Path) -> list[Path]:
     """Files and folders that the job reads, for the manifest."""
     head = [resolve(config.head.path)] if config.head.path else []
-    return list(dict.fromkeys([target_folder, *head, *data_files(config.data), resolve(config.held_out.prompts)]))
+    return list(
+        dict.fromkeys(
+            [target_folder, *head, *data_files(config.data), resolve(config.held_out.prompts)]
+        )
+    )
 
 
 def train(
@@ -167,18 +197,32 @@ def train(
     data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
     check_predictions(data.samples, config.loss.predict_n_tokens)
     lm_head_VH = target.get_output_embeddings().weight.detach()
-    head = build_head(config.head, shape, lm_head_VH, data.samples, parallel.is_main).to(parallel.device, dtype)
+    head = build_head(config.head, shape, lm_head_VH, data.samples, parallel.is_main).to(
+        parallel.device, dtype
+    )
     states = TargetStates(target)
     parallel.place_frozen(target)
     states.placed(parallel.device)
     if parallel.is_main:
         describe_job(config, shape, target, data)
-    answers = parallel.broadcast(target_answers(target_folder, tokenizer, config) if parallel.is_main else None)
+    answers = parallel.broadcast(
+        target_answers(target_folder, tokenizer, config) if parallel.is_main else None
+    )
     evaluate = make_evaluation(config, head, states, tokenizer, parallel, answers)
     objective = HeadTraining(head, states, config.loss)
     states.store = make_store(config, data, target_folder, shape, parallel.is_main)
     with Recording(run_folder, config, inputs, parallel.is_main) as tracker:
-        progress = fit("train head", objective, head, data, config.loop, parallel, run_folder.path, tracker, evaluate)
+        progress = fit(
+            "train head",
+            objective,
+            head,
+            data,
+            config.loop,
+            parallel,
+            run_folder.path,
+            tracker,
+            evaluate,
+        )
     if parallel.is_main:
         drafted = block_efficiency(head, config, target_folder, tokenizer, answers)
         finish(config, run_folder, head, target_folder, folder, progress, drafted, inputs)
@@ -194,7 +238,9 @@ def make_store(
     if config.states.cache == "memory":
         return MemoryStore(config.states.memory_mb * 10**6)
     loss, dtype = config.loss, dtype_of(config.loop.dtype)
-    layout = Layout(loss.predict_n_tokens, judged(loss), shape.hidden_size, dtype, tokens_said(loss))
+    layout = Layout(
+        loss.predict_n_tokens, judged(loss), shape.hidden_size, dtype, tokens_said(loss)
+    )
     return states_on_disk(Path(config.states.folder), hash_input(target_folder), data, layout, show)
 
 
@@ -206,17 +252,26 @@ def make_evaluation(
     parallel: Parallel,
     answers: Sequence[Sample],
 ) -> Looks:
-    """What is looked at between steps: accuracies of the heads where there are held-out chats, and the chain on the target's answers.
+    """What is looked at between steps: accuracies of the heads where there are held-out chats, and
+    the chain on the target's answers.
 
-    On greedy answers the chain's block efficiency is that of real decoding, so it chooses the checkpoint; beams are measured once, when the head
-    is done.
+    On greedy answers the chain's block efficiency is that of real decoding, so it chooses the
+    checkpoint; beams are measured once, when the head is done.
     """
-    heads, length, longest = config.loss.predict_n_tokens, config.data.max_length, config.held_out.max_new_tokens
-    looks: list[Look] = [GreedyChain(head, states, answers, heads, longest, length, parallel.device)]
+    heads, length, longest = (
+        config.loss.predict_n_tokens,
+        config.data.max_length,
+        config.held_out.max_new_tokens,
+    )
+    looks: list[Look] = [
+        GreedyChain(head, states, answers, heads, longest, length, parallel.device)
+    ]
     if config.data.held_out_chats or config.data.held_out_texts:
         samples = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
         chosen = drawn_evenly(samples, config.data.held_out_tokens)
-        looks.insert(0, HeadAccuracy(head, states, chosen, heads, config.top_k, length, parallel.device))
+        looks.insert(
+            0, HeadAccuracy(head, states, chosen, heads, config.top_k, length, parallel.device)
+        )
     return Looks(looks)
 
 
@@ -224,10 +279,13 @@ def describe_job(config: HeadTrainConfig, shape: HeadConfig, target: Any, data: 
     """What will be trained on what, before the first step."""
     describe(shape, target.config)
     print(
-        f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, {data.fill:.1%} full, "
-        f"{data.supervised / data.tokens:.0%} supervised"
+        f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, "
+        f"{data.fill:.1%} full, {data.supervised / data.tokens:.0%} supervised"
     )
-    print(f"plan: {describe_plan(config.loop, data)}; loss {config.loss.name}, {config.loss.predict_n_tokens} heads")
+    print(
+        f"plan: {describe_plan(config.loop, data)}; loss {config.loss.name}, "
+        f"{config.loss.predict_n_tokens} heads"
+    )
 
 
 def finish(
@@ -240,7 +298,9 @@ def finish(
     drafted: float,
     inputs: list[Path],
 ) -> None:
-    """Export the best weights with their card, and close the manifest. drafted: block efficiency of real drafting with beams."""
+    """Export the best weights with their card, and close the manifest. drafted: block efficiency of
+    real drafting with beams.
+    """
     write_head(head, target_folder, folder)
     measured = {"beams_block_efficiency": drafted, "beam_width": config.beam_width}
     origin = origin_of(config, config.head.name, target_folder, progress, **measured)
@@ -248,9 +308,10 @@ def finish(
     close_run(run_folder, inputs, origin, progress)
     best = progress.best
     print(
-        f"held-out block efficiency {best['block_efficiency']:.3f} of a greedy chain at temperature {config.held_out.temperature:g}, acceptance "
-        f"{best['acceptance']:.3f}, {drafted:.3f} by real drafting with {config.beam_width} beams, after {progress.seconds:.0f} s of training; "
-        f"head: {folder}"
+        f"held-out block efficiency {best['block_efficiency']:.3f} of a greedy chain at "
+        f"temperature {config.held_out.temperature:g}, acceptance {best['acceptance']:.3f}, "
+        f"{drafted:.3f} by real drafting with {config.beam_width} beams, after "
+        f"{progress.seconds:.0f} s of training; head: {folder}"
     )
 
 

@@ -1,7 +1,9 @@
-"""Convert a model folder's pickled weights (.bin) to safetensors, once: `python scripts/to_safetensors.py FOLDER`.
+"""Convert a model folder's pickled weights (.bin) to safetensors, once:
+`python scripts/to_safetensors.py FOLDER`.
 
-Pickles can run code when they are opened, so no job opens them; here they are read with `weights_only=True`, which refuses anything but
-tensors. The .bin files stay where they are. Tensors that share storage (tied heads) are stored once.
+Pickles can run code when they are opened, so no job opens them; here they are read with
+`weights_only=True`, which refuses anything but tensors. The .bin files stay where they are. Tensors
+that share storage (tied heads) are stored once.
 """
 
 import sys
@@ -16,22 +18,27 @@ from training.checkpoint import save_tensors
 
 
 def convert(folder: Path) -> Path:
-    """Write FOLDER/model.safetensors from its pytorch_model*.bin files. Raises UserError where there is nothing to convert."""
+    """Write FOLDER/model.safetensors from its pytorch_model*.bin files. Raises UserError where
+    there is nothing to convert.
+    """
     files = sorted(folder.glob("pytorch_model*.bin"))
     target = folder / "model.safetensors"
     if not files:
         raise UserError(
-            f"{folder}: no pytorch_model*.bin found; expected a Hugging Face model folder with pickled weights"
+            f"{folder}: no pytorch_model*.bin found; expected a Hugging Face model folder with "
+            f"pickled weights"
         )
     if target.exists():
         raise UserError(f"{target} is there already; delete it to convert again")
     weights: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    # All are held until the last is read: freed memory would lend its address to another tensor, which would pass for tied.
+    # All are held until the last is read: freed memory would lend its address to another tensor,
+    # which would pass for tied.
     shards = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
     for shard in shards:
         for name, tensor in shard.items():
-            if tensor.data_ptr() not in seen:  # one tensor under two names is tied: it is written once
+            # one tensor under two names is tied: it is written once
+            if tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
                 weights[name] = tensor.contiguous()
     partial = folder / ".model.safetensors.partial"

@@ -1,4 +1,6 @@
-"""Fixtures of the whole suite: the embedded target, shared real models and data, and small models made on the spot."""
+"""Fixtures of the whole suite: the embedded target, shared real models and data, and small models
+made on the spot.
+"""
 
 import importlib.util
 import os
@@ -14,7 +16,8 @@ from safetensors.torch import load_file, save_file
 os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
-# What a shell starts in the background ignores Ctrl-C, and would hand that on to the jobs that tests interrupt.
+# What a shell starts in the background ignores Ctrl-C, and would hand that on to the jobs that
+# tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +58,9 @@ def submitit() -> None:
 
 @pytest.fixture
 def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return the runs that Weights & Biases is asked for: their arguments, and what each `logged`."""
+    """Return the runs that Weights & Biases is asked for: their arguments, and what
+    each `logged`.
+    """
     import wandb
 
     runs: list[dict[str, Any]] = []
@@ -77,12 +82,16 @@ def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def base_target(tmp_path_factory: pytest.TempPathFactory, llama_tokenizer: Path) -> Path:
-    """A model folder with random weights: 6 layers, width 32, LLaMA's tokenizer, and so no chat template."""
+    """A model folder with random weights: 6 layers, width 32, LLaMA's tokenizer, and so no chat
+    template.
+    """
     from training.config import StudentConfig
     from training.drafter_folder import write_model
     from training.models import build_llama
 
-    shape = StudentConfig(hidden_size=32, num_hidden_layers=6, num_attention_heads=4, intermediate_size=48)
+    shape = StudentConfig(
+        hidden_size=32, num_hidden_layers=6, num_attention_heads=4, intermediate_size=48
+    )
     torch.manual_seed(0)
     sizes = {"vocab_size": 32000, "max_position_embeddings": 512, "initializer_range": 0.1}
     model = build_llama(shape, torch.float32, **sizes, bos_token_id=1, eos_token_id=2)
@@ -123,7 +132,9 @@ def embedded_target() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory, embedded_target: Path) -> Path:
-    """A model folder with random weights: 4 layers, width 32, the embedded target's tokenizer and chat template."""
+    """A model folder with random weights: 4 layers, width 32, the embedded target's tokenizer and
+    chat template.
+    """
     from training.config import StudentConfig
     from training.drafter_folder import write_model
     from training.models import build_llama
@@ -153,7 +164,9 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory, embedded_target: Path)
 
 @pytest.fixture(scope="session")
 def padded_target(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
-    """tiny_target with 8 of its 32 residual channels never written to, as in a zero-padded checkpoint."""
+    """tiny_target with 8 of its 32 residual channels never written to, as in a zero-padded
+    checkpoint.
+    """
     folder = tmp_path_factory.mktemp("padded") / "model"
     shutil.copytree(tiny_target, folder)
     weights = load_file(folder / "model.safetensors")

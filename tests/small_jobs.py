@@ -1,4 +1,6 @@
-"""Every job with a run folder, at toy size: a table of name -> its schema, its function and overrides that make it take a second."""
+"""Every job with a run folder, at toy size: a table of name -> its schema, its function and
+overrides that make it take a second.
+"""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -25,14 +27,21 @@ from recurrent_drafting.config import HeadTrainConfig
 from training.config import typed
 from training.job import CONF, register
 
-_LOOP = ["loop.max_steps=2", "loop.tokens_per_step=256", "loop.micro_batch_tokens=256", "loop.checkpoint_every=1"]
+_LOOP = [
+    "loop.max_steps=2",
+    "loop.tokens_per_step=256",
+    "loop.micro_batch_tokens=256",
+    "loop.checkpoint_every=1",
+]
 _DATA = ["data.max_samples=12", "data.max_length=128"]
 _HELD_OUT = ["held_out.max_prompts=2", "held_out.max_new_tokens=4"]
 
 
 @dataclass(frozen=True)
 class SmallJob:
-    """One job; `named` are the keys that take a folder to work on, `listed` those that take a list of it."""
+    """One job; `named` are the keys that take a folder to work on, `listed` those that take a list
+    of it.
+    """
 
     schema: type
     run: Callable[[Any], Any]
@@ -85,7 +94,12 @@ JOBS = {
         distilling.RegenerateConfig,
         distill.regenerate.run,
         ("target.path",),
-        ("data.chats=[embedded:held_out_chats]", "data.max_samples=2", "data.max_length=256", "max_new_tokens=4"),
+        (
+            "data.chats=[embedded:held_out_chats]",
+            "data.max_samples=2",
+            "data.max_length=256",
+            "max_new_tokens=4",
+        ),
     ),
     "distill.skip_search": SmallJob(
         distilling.SkipSearchConfig,
@@ -93,10 +107,15 @@ JOBS = {
         ("target.path",),
         (*_HELD_OUT, "max_skips=2"),
     ),
-    "distill.quality": SmallJob(distilling.QualityConfig, distill.quality.run, ("model",), ("functions=1",)),
+    "distill.quality": SmallJob(
+        distilling.QualityConfig, distill.quality.run, ("model",), ("functions=1",)
+    ),
     "distill.compact": SmallJob(distilling.CompactConfig, distill.compact.run, ("model",)),
     "recurrent_drafting.train": SmallJob(
-        HeadTrainConfig, recurrent_drafting.train.run, ("target.path",), (*_LOOP, *_DATA, *_HELD_OUT)
+        HeadTrainConfig,
+        recurrent_drafting.train.run,
+        ("target.path",),
+        (*_LOOP, *_DATA, *_HELD_OUT),
     ),
     "eval.run": SmallJob(
         evaluating.EvalConfig,
@@ -116,12 +135,16 @@ JOBS = {
         ),
         ("drafters",),
     ),
-    "eval.compare": SmallJob(evaluating.CompareConfig, eval.compare.run, (), ("bootstrap_resamples=50",), ("runs",)),
+    "eval.compare": SmallJob(
+        evaluating.CompareConfig, eval.compare.run, (), ("bootstrap_resamples=50",), ("runs",)
+    ),
 }
 
 
 def configured(job: str, named: Path | str, folder: Path, *overrides: str) -> Any:
-    """The configuration of a job on a model folder (of eval.compare, on a run of eval.run), into a run folder."""
+    """The configuration of a job on a model folder (of eval.compare, on a run of eval.run), into a
+    run folder.
+    """
     config = deepcopy(_composed(job, str(named), overrides))
     config.output_dir = str(folder)
     return config

@@ -1,4 +1,5 @@
-"""Files of a run folder that were damaged: no job ends in a traceback, and none takes a changed artefact for a finished one.
+"""Files of a run folder that were damaged: no job ends in a traceback, and none takes a changed
+artefact for a finished one.
 
 A job either goes on from the last good state, or raises a UserError that names the file.
 """
@@ -56,8 +57,8 @@ ARTEFACTS = {
     "eval.run": ["results.jsonl", "report.html", "records.jsonl", "drafters.json"],
 }
 FOR_ALL = ["manifest.json", "config.yaml"]
-# Of these jobs every file in four ways, of the others in one; the short suite leaves it at that, as all read by the same few functions
-# (tests/training/test_run_files.py).
+# Of these jobs every file in four ways, of the others in one; the short suite leaves it at that, as
+# all read by the same few functions (tests/training/test_run_files.py).
 BOTH, FOUR, ONE = ("distill.train", "eval.run"), ("emptied", "torn", "binary", "a list"), ("torn",)
 
 
@@ -65,7 +66,9 @@ BOTH, FOUR, ONE = ("distill.train", "eval.run"), ("emptied", "torn", "binary", "
 def finished(
     tiny_target: Path, padded_target: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, Path], str]:
-    """Copies of finished runs, each made once: called with a job and the folder of the copy. Returns what the job runs on."""
+    """Copies of finished runs, each made once: called with a job and the folder of the copy.
+    Returns what the job runs on.
+    """
     home = tmp_path_factory.mktemp("finished")
 
     def copied(job: str, folder: Path) -> str:
@@ -98,11 +101,16 @@ def words_of(job: str, named: str, folder: Path) -> str:
 
 
 def goes_on_or_names(job: str, named: str, folder: Path, file: str) -> str:
-    """Run a job again: it comes to its end, or names the file with a way out. Returns what it says."""
+    """Run a job again: it comes to its end, or names the file with a way out. Returns
+    what it says.
+    """
     words = words_of(job, named, folder)
     if words:
         assert file.rpartition("/")[2] in words
-        assert any(way in words for way in ("elete", "Take this line out", "Evaluate again", "another output_dir="))
+        assert any(
+            way in words
+            for way in ("elete", "Take this line out", "Evaluate again", "another output_dir=")
+        )
     else:
         assert json.loads((folder / "manifest.json").read_text())["finished"]
     return words
@@ -124,7 +132,8 @@ def cases(files: dict[str, list[str]], kinds: list[str]) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("job", "file", "kind"), cases({job: FOR_ALL for job in JOBS if job != "distill.quality"}, [*DAMAGES])
+    ("job", "file", "kind"),
+    cases({job: FOR_ALL for job in JOBS if job != "distill.quality"}, [*DAMAGES]),
 )
 def test_a_damaged_manifest_or_configuration_is_named(
     job: str, file: str, kind: str, finished: Callable[[str, Path], str], tmp_path: Path
@@ -165,7 +174,10 @@ def test_a_finished_run_whose_artefact_changed_makes_it_again(
     whole = path.read_bytes()
     path.write_bytes(DAMAGES[kind](whole))
     JOBS[job].run(configured(job, named, folder))
-    assert f"{path} has changed since the run was finished: it is written again" in capsys.readouterr().out
+    assert (
+        f"{path} has changed since the run was finished: it is written again"
+        in capsys.readouterr().out
+    )
     if job != "eval.run":  # whose times are measured anew where records are gone
         assert path.read_bytes() == whole
     JOBS[job].run(configured(job, named, folder))
@@ -175,7 +187,9 @@ def test_a_finished_run_whose_artefact_changed_makes_it_again(
 def test_a_run_of_an_earlier_version_is_still_finished(
     finished: Callable[[str, Path], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Its manifest has no hashes of artefacts, its configuration no stamp and not every key of today's."""
+    """Its manifest has no hashes of artefacts, its configuration no stamp and not every key of
+    today's.
+    """
     folder = tmp_path / "run"
     named = finished("distill.train", folder)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -193,7 +207,9 @@ def test_a_run_of_an_earlier_version_is_still_finished(
     assert "is missing from a finished run: it is written again" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("file", ["results.jsonl", "records.jsonl", "drafters.json", "manifest.json", "config.yaml"])
+@pytest.mark.parametrize(
+    "file", ["results.jsonl", "records.jsonl", "drafters.json", "manifest.json", "config.yaml"]
+)
 @pytest.mark.parametrize(("kind", "hashed"), [*((kind, False) for kind in FOUR), ("flipped", True)])
 def test_a_comparison_names_the_damaged_file_of_a_run(
     file: str, kind: str, hashed: bool, finished: Callable[[str, Path], str], tmp_path: Path
@@ -207,20 +223,34 @@ def test_a_comparison_names_the_damaged_file_of_a_run(
         (folder / "manifest.json").write_text(json.dumps(manifest))
     path = folder / file
     path.write_bytes(DAMAGES[kind](path.read_bytes()))
-    silent = (file, kind) == ("manifest.json", "flipped") or (not hashed and file in ("results.jsonl", "drafters.json"))
+    silent = (file, kind) == ("manifest.json", "flipped") or (
+        not hashed and file in ("results.jsonl", "drafters.json")
+    )
     words = words_of("eval.compare", str(folder), tmp_path / "compared")
     if words:
         assert str(folder) in words
-        assert file in words or (file, kind) == ("manifest.json", "flipped"), "whose hashes are of other files"
+        assert file in words or (file, kind) == ("manifest.json", "flipped"), (
+            "whose hashes are of other files"
+        )
     else:
         assert silent
 
 
-def test_every_job_refuses_a_folder_that_another_command_holds(finished: Callable[[str, Path], str], tmp_path: Path):
-    lock = {"host": "elsewhere", "pid": 1, "process_started": "1", "since": "long ago", "command": "train"}
+def test_every_job_refuses_a_folder_that_another_command_holds(
+    finished: Callable[[str, Path], str], tmp_path: Path
+):
+    lock = {
+        "host": "elsewhere",
+        "pid": 1,
+        "process_started": "1",
+        "since": "long ago",
+        "command": "train",
+    }
     for job in (job for job in JOBS if job != "distill.quality"):
         folder = tmp_path / job
         named = finished(job, folder)
         (folder / ".lock").write_text(json.dumps(lock))
-        with pytest.raises(UserError, match=rf"{job} is in use by process 1 on elsewhere, since long ago"):
+        with pytest.raises(
+            UserError, match=rf"{job} is in use by process 1 on elsewhere, since long ago"
+        ):
             JOBS[job].run(configured(job, named, folder))

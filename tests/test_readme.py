@@ -1,4 +1,6 @@
-"""What the README tells a newcomer to type works: the Python example runs, every command composes, and all run at toy size."""
+"""What the README tells a newcomer to type works: the Python example runs, every command composes,
+and all run at toy size.
+"""
 
 import json
 import os
@@ -72,36 +74,48 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "recurrent_drafting.generate": recurrent_drafting.generate.run,
     "recurrent_drafting.train": recurrent_drafting.train.run,
 }
-TOY_LOOP = "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 loop.eval_every=0 data.max_samples=20"
+TOY_LOOP = (
+    "loop.max_steps=2 loop.tokens_per_step=512 loop.micro_batch_tokens=512 "
+    "loop.eval_every=0 data.max_samples=20"
+)
 # What makes a job small. `stages=[]`: the quickstart's stages together are what .ci/run runs.
 TOY = {
     "distill.compact": "",
     "distill.pretrain": f"{TOY_LOOP} stages=[]",
-    "distill.prune": "importance.sequences=16 importance.greedy_sequences=1 importance.probe_sequences=2 importance.probe_steps=1 "
+    "distill.prune": "importance.sequences=16 importance.greedy_sequences=1 "
+    "importance.probe_sequences=2 importance.probe_steps=1 "
     "between.tokens_per_step=512 between.micro_batch_tokens=512",
     "distill.quality": "functions=1 max_new_tokens=4",
     "distill.regenerate": "data.max_samples=3 max_new_tokens=8",
     "distill.skip_search": "held_out.max_prompts=2 held_out.max_new_tokens=4 max_skips=2",
     "distill.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4",
     "eval.compare": "dry_run=true",
-    "eval.run": "max_prompts=4 sweep=[1,2] sweep_prompts=2 max_new_tokens=8 bootstrap_resamples=50 timing_repeats=2",
+    "eval.run": "max_prompts=4 sweep=[1,2] sweep_prompts=2 max_new_tokens=8 bootstrap_resamples=50 "
+    "timing_repeats=2",
     "recurrent_drafting.generate": "dry_run=true",
-    "recurrent_drafting.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4",
+    "recurrent_drafting.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 "
+    f"held_out.max_new_tokens=4",
 }
 
 
 def commands() -> list[str]:
     # What it prints without overrides.
-    quickstart = (ROOT / "scripts" / "quickstart.sh").read_text().replace("$folder", "runs/quickstart")
+    quickstart = (
+        (ROOT / "scripts" / "quickstart.sh").read_text().replace("$folder", "runs/quickstart")
+    )
     files = [README, (ROOT / "assets" / "README.md").read_text(), quickstart]
-    found = [match for text in files for match in re.findall(r"python -m ([\w.]+(?: [^`\n|]*)?)", text)]
+    found = [
+        match for text in files for match in re.findall(r"python -m ([\w.]+(?: [^`\n|]*)?)", text)
+    ]
     return sorted({command.strip() for command in found if command.split()[0] in SCHEMAS})
 
 
 def test_the_readme_names_every_job():
     named = {command.split()[0] for command in commands()}
     assert named == set(SCHEMAS)
-    assert {yaml.safe_load(path.read_text())["job"] for path in CONF.glob("*_*.yaml")} == set(SCHEMAS)
+    assert {yaml.safe_load(path.read_text())["job"] for path in CONF.glob("*_*.yaml")} == set(
+        SCHEMAS
+    )
 
 
 def parts(command: str) -> tuple[str, list[str]]:
@@ -112,7 +126,8 @@ def parts(command: str) -> tuple[str, list[str]]:
 
 def composed(job: str, arguments: list[str]) -> JobConfig:
     """The job's configuration, of a sweep the first member's."""
-    if job == "recurrent_drafting.generate":  # takes published flags and a drafter's folder beside overrides
+    # takes published flags and a drafter's folder beside overrides
+    if job == "recurrent_drafting.generate":
         arguments = to_overrides(arguments)
     check_arguments(arguments, job, SCHEMAS[job])
     register(job, SCHEMAS[job])
@@ -128,9 +143,14 @@ def test_every_command_composes(command: str):
 
 
 def pearls_prompts(folder: Path) -> Path:
-    """A folder with the prompt files of PEARL's suite, and those of its sweeps, eight short prompts each."""
+    """A folder with the prompt files of PEARL's suite, and those of its sweeps, eight short prompts
+    each.
+    """
     for name in ("humaneval", "gsm8k_test", "mgsm", "mt_bench", "mbpp_test", "alpaca_eval"):
-        lines = [{"id": f"{name}/{i}", "category": name, "turns": [f"def {name}_{i}(x):", "And?"]} for i in range(8)]
+        lines = [
+            {"id": f"{name}/{i}", "category": name, "turns": [f"def {name}_{i}(x):", "And?"]}
+            for i in range(8)
+        ]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (folder / "mgsm_pearl_subset.json").write_text(json.dumps([f"mgsm/{i}" for i in (3, 1, 0, 2)]))
     return folder
@@ -139,11 +159,17 @@ def pearls_prompts(folder: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("command", commands())
 def test_every_command_runs_at_toy_size(
-    command: str, tiny_target: Path, padded_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    tiny_target: Path,
+    padded_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(eval.parts, "COST_WINDOWS", 1)  # no figure counts here
     documents = corpus.documents
-    monkeypatch.setattr(corpus, "documents", lambda split: documents(split)[: 6 if split == "held_out" else None])
+    monkeypatch.setattr(
+        corpus, "documents", lambda split: documents(split)[: 6 if split == "held_out" else None]
+    )
     job, arguments = parts(command)
     real = {
         "PADDED": padded_target,
@@ -158,20 +184,32 @@ def test_every_command_runs_at_toy_size(
     }
     real |= {"runs/quickstart/distill.train/drafter": tiny_target}  # a fresh clone has none yet
     real |= {"LARGE": tiny_target, "SMALL": tiny_target, "PROMPTS": pearls_prompts(tmp_path)}
-    real |= {"VICUNA": tiny_target, "mt_bench.jsonl": tmp_path / "mt_bench.jsonl"}  # written by pearls_prompts
-    real |= {"/path/to/your/model": tiny_target, "/path/to/sharegpt.json": ROOT / "assets/chats.json"}
+    # written by pearls_prompts
+    real |= {"VICUNA": tiny_target, "mt_bench.jsonl": tmp_path / "mt_bench.jsonl"}
+    real |= {
+        "/path/to/your/model": tiny_target,
+        "/path/to/sharegpt.json": ROOT / "assets/chats.json",
+    }
     for name, path in real.items():
-        arguments = [re.sub(rf"(?<=[=\[ ]){re.escape(name)}(?=[],}}]|$)", str(path), word) for word in arguments]
+        arguments = [
+            re.sub(rf"(?<=[=\[ ]){re.escape(name)}(?=[],}}]|$)", str(path), word)
+            for word in arguments
+        ]
     arguments = [*TOY[job].split(), *arguments, f"output_dir={tmp_path / 'run'}"]
     if "+experiment=batches" in arguments:
-        arguments += ["batch_sizes=[4]", "temperatures=[0.0]", "sweep=[2]", "threads=1"]  # of six conditions one
+        # of six conditions one
+        arguments += ["batch_sizes=[4]", "temperatures=[0.0]", "sweep=[2]", "threads=1"]
     if "+experiment=every_way" in arguments:
-        arguments += [f"target.path={tiny_target}"]  # what to skip is searched in two layers, not in fourteen
+        # what to skip is searched in two layers, not in fourteen
+        arguments += [f"target.path={tiny_target}"]
     if any(word.startswith("batch_sizes=") for word in arguments):
         arguments += ["max_prompts=8", "sweep_prompts=4"]  # a whole batch for each part
     own = composed(job, arguments)
-    if "-m" in arguments or "parallel=ddp" in arguments or own.stages:  # those start processes of their own
-        done = subprocess.run([sys.executable, "-m", job, *arguments], cwd=ROOT, capture_output=True, text=True)
+    # those start processes of their own
+    if "-m" in arguments or "parallel=ddp" in arguments or own.stages:
+        done = subprocess.run(
+            [sys.executable, "-m", job, *arguments], cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
     else:
         FUNCTIONS[job](own)
@@ -182,7 +220,11 @@ def test_every_command_runs_at_toy_size(
     assert len(members) == (3 if "-m" in arguments else len(own.stages) or 1)
     for member in members:
         assert (member / "manifest.json").is_file()
-        assert job != "eval.run" or member.name == "distill.skip_search" or (member / "report.html").is_file()
+        assert (
+            job != "eval.run"
+            or member.name == "distill.skip_search"
+            or (member / "report.html").is_file()
+        )
 
 
 @pytest.mark.long
@@ -190,12 +232,20 @@ def test_every_command_runs_at_toy_size(
 def test_every_benchmark_runs_at_toy_size(script: str, tiny_target: Path, tmp_path: Path):
     options = f"rounds=1 threads=1 name={tmp_path / 'figures'} "
     if script.endswith("bandwidth.py"):
-        options += "layers=1 hidden_size=64 intermediate_size=64 heads=2 kv_heads=1 vocab_size=8192 forwards=1"
+        options += (
+            "layers=1 hidden_size=64 intermediate_size=64 heads=2 kv_heads=1 "
+            "vocab_size=8192 forwards=1"
+        )
     elif script.endswith("decoding.py"):
-        options += f"target={tiny_target} drafter={tiny_target} max_prompts=1 max_new_tokens=8 dtypes=[float32]"
+        options += (
+            f"target={tiny_target} drafter={tiny_target} max_prompts=1 max_new_tokens=8 "
+            f"dtypes=[float32]"
+        )
     else:
         options += f"target={tiny_target} steps=1"
-    done = subprocess.run([sys.executable, script, *options.split()], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script, *options.split()], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "figures.json").read_text())["figures"]
 
@@ -208,7 +258,10 @@ def test_every_script_named_is_there():
 
 
 def test_the_python_example_runs(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     for name in ("assets/target", "runs/quickstart/distill.train/drafter"):

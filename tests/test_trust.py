@@ -45,7 +45,9 @@ def written(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def folder(tiny_target: Path, tmp_path: Path, written: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(
+    tiny_target: Path, tmp_path: Path, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A model folder of a kind that its own Python defines; standard input answers yes."""
     own = tmp_path / "own"
     shutil.copytree(tiny_target, own)
@@ -55,7 +57,10 @@ def folder(tiny_target: Path, tmp_path: Path, written: Path, monkeypatch: pytest
     config["auto_map"] = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"}
     (own / "config.json").write_text(json.dumps(config))
     tokenizer = json.loads((own / "tokenizer_config.json").read_text())
-    tokenizer |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "code.OwnTokenizer"]}}
+    tokenizer |= {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "code.OwnTokenizer"]},
+    }
     (own / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
@@ -69,7 +74,9 @@ def job(name: str, *overrides: str) -> Callable[[Path, Path, Path], object]:
 
 def beside(name: str, key: str, *overrides: str) -> Callable[[Path, Path, Path], object]:
     """A job on another target that is given the folder under a key."""
-    return lambda own, tiny, out: JOBS[name].run(configured(name, tiny, out, f"{key}={own}", *overrides))
+    return lambda own, tiny, out: JOBS[name].run(
+        configured(name, tiny, out, f"{key}={own}", *overrides)
+    )
 
 
 def chat(own: Path, out: Path, **fields: object) -> None:
@@ -91,9 +98,13 @@ WAYS: dict[str, Callable[[Path, Path, Path], object]] = {
     "its dry run": beside("distill.train", "drafter.path", "drafter.init=folder", "dry_run=true"),
     "distill.pretrain from a folder": beside("distill.pretrain", "init_from"),
     "generate": lambda own, tiny, out: chat(own, out),
-    "generate, hf": lambda own, tiny, out: chat(own, out, target=TargetConfig(str(own), backend="hf", device="cpu")),
+    "generate, hf": lambda own, tiny, out: chat(
+        own, out, target=TargetConfig(str(own), backend="hf", device="cpu")
+    ),
     "generate with its tokenizer": lambda own, tiny, out: chat(tiny, out, tokenizer=str(own)),
-    "generate with it as a drafter": lambda own, tiny, out: chat(tiny, out, drafter={"use": str(own)}),
+    "generate with it as a drafter": lambda own, tiny, out: chat(
+        tiny, out, drafter={"use": str(own)}
+    ),
     "decoding.load": lambda own, tiny, out: decoding.load(own),
     "decoding.load, hf": lambda own, tiny, out: decoding.load(own, backend="hf"),
     "decoding.load as a drafter": lambda own, tiny, out: decoding.load(tiny, own),
@@ -106,13 +117,21 @@ WAYS["a drafter of eval.run"] = lambda own, tiny, out: JOBS["eval.run"].run(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_folders_own_python_does_not_run(way: str, folder: Path, written: Path, tiny_target: Path, tmp_path: Path):
+def test_a_folders_own_python_does_not_run(
+    way: str, folder: Path, written: Path, tiny_target: Path, tmp_path: Path
+):
     with pytest.raises(UserError) as error:
         WAYS[way](folder, tiny_target, tmp_path / "run")
     # Jobs that run one family alone name that one.
-    words = ("trust_remote_code", "model_type is 'own', expected llama", "model_type 'own' is not one of the native")
+    words = (
+        "trust_remote_code",
+        "model_type is 'own', expected llama",
+        "model_type 'own' is not one of the native",
+    )
     assert any(one in str(error.value) for one in words)
-    assert "huggingface.co" not in str(error.value) and "`" not in str(error.value), "not transformers' own sentences"
+    assert "huggingface.co" not in str(error.value) and "`" not in str(error.value), (
+        "not transformers' own sentences"
+    )
     assert not written.exists()
 
 
@@ -120,16 +139,27 @@ def test_it_runs_where_the_user_says_so(
     folder: Path, written: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The control: the folder's code writes, and its model decodes."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     tokenizer = json.loads((tiny_target / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     # The target is trusted, not every folder that drafts for it.
     trusted = ["target.backend=hf", "target.trust_remote_code=true", "drafters=[prompt_lookup]"]
     JOBS["eval.run"].run(configured("eval.run", folder, tmp_path / "run", *trusted))
     assert written.read_text() == "the folder's code ran"
-    for name in ("distill.train", "distill.prune", "distill.skip_search", "recurrent_drafting.train"):
-        with pytest.raises(UserError, match=r"target.trust_remote_code is true, expected false: this job"):
-            JOBS[name].run(configured(name, tiny_target, tmp_path / name, "target.trust_remote_code=true"))
+    for name in (
+        "distill.train",
+        "distill.prune",
+        "distill.skip_search",
+        "recurrent_drafting.train",
+    ):
+        with pytest.raises(
+            UserError, match=r"target.trust_remote_code is true, expected false: this job"
+        ):
+            JOBS[name].run(
+                configured(name, tiny_target, tmp_path / name, "target.trust_remote_code=true")
+            )
 
 
 def test_every_auto_class_is_given_its_answer():
@@ -142,7 +172,10 @@ def test_every_auto_class_is_given_its_answer():
                 if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                     continue
                 owner = ast.unparse(node.func.value)
-                if owner.startswith("Auto") and node.func.attr in ("from_pretrained", "from_config"):
+                if owner.startswith("Auto") and node.func.attr in (
+                    "from_pretrained",
+                    "from_config",
+                ):
                     given = {keyword.arg for keyword in node.keywords}
                     if "trust_remote_code" not in given:
                         asked.append(f"{file}:{node.lineno}")

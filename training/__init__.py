@@ -1,1 +1,3 @@
-"""What every training job shares: chats -> tokens and masks, packing, losses, the loop, checkpoints, parallelism, tracking, stages."""
+"""What every training job shares: chats -> tokens and masks, packing, losses, the loop,
+checkpoints, parallelism, tracking, stages.
+"""

@@ -13,7 +13,11 @@ def size(count: float) -> str:
 def hours(seconds: float) -> str:
     """`101.42 hours`, `0.02 hours (87 s)`."""
     found = seconds / 3600
-    return f"{found:,.2f} hours" if found >= 0.1 else f"{found:.2g} hours ({seconds:,.{0 if seconds >= 10 else 1}f} s)"
+    return (
+        f"{found:,.2f} hours"
+        if found >= 0.1
+        else f"{found:.2g} hours ({seconds:,.{0 if seconds >= 10 else 1}f} s)"
+    )
 
 
 def operations(count: float) -> str:

@@ -1,9 +1,10 @@
 """Attention that stays inside a document of a packed row, for any Hugging Face model.
 
-`PACKED` is registered with transformers' attention interface: a model built with `attn_implementation=PACKED` takes the mask of
-`document_mask` as `attention_bias` and nothing else changes. On a CPU in bfloat16 the plain product form is 2-3x faster forward and backward
-than the fused kernel at rows up to 1,024 tokens (LOG.md); beyond that, on CUDA, and where nothing is trained (a teacher's forward alone is
-3-4x faster with it), torch's scaled_dot_product_attention takes over.
+`PACKED` is registered with transformers' attention interface: a model built with
+`attn_implementation=PACKED` takes the mask of `document_mask` as `attention_bias` and nothing else
+changes. On a CPU in bfloat16 the plain product form is 2-3x faster forward and backward than the
+fused kernel at rows up to 1,024 tokens (LOG.md); beyond that, on CUDA, and where nothing is trained
+(a teacher's forward alone is 3-4x faster with it), torch's scaled_dot_product_attention takes over.
 
 Shapes: R rows, T tokens, Q query heads, K key/value heads, D head width.
 """
@@ -18,20 +19,27 @@ _PLAIN_MAX_TOKENS = 1024
 
 
 def document_mask(documents_RT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask [R, 1, T, T]: 0 where a token may look (same document, not later), -inf elsewhere.
+    """Additive mask [R, 1, T, T]: 0 where a token may look (same document, not later), -inf
+    elsewhere.
 
     A position without a document looks at itself alone, so that no row of the softmax is empty.
     """
     rows, length = documents_RT.shape
     same = documents_RT[:, :, None] == documents_RT[:, None, :]
-    same &= (documents_RT > 0)[:, :, None] | torch.eye(length, dtype=torch.bool, device=documents_RT.device)
+    same &= (documents_RT > 0)[:, :, None] | torch.eye(
+        length, dtype=torch.bool, device=documents_RT.device
+    )
     allowed = same.tril_()
     bias = torch.zeros(rows, 1, length, length, dtype=dtype, device=documents_RT.device)
     return bias.masked_fill_(~allowed[:, None], float("-inf"))
 
 
-def plain_attention(q_RQTD: Tensor, k_RQTD: Tensor, v_RQTD: Tensor, bias: Tensor, scaling: float) -> Tensor:
-    """softmax(q k^T scaling + bias) v, written out: the eager twin, and the fast path of a CPU at short rows."""
+def plain_attention(
+    q_RQTD: Tensor, k_RQTD: Tensor, v_RQTD: Tensor, bias: Tensor, scaling: float
+) -> Tensor:
+    """softmax(q k^T scaling + bias) v, written out: the eager twin, and the fast path of a CPU at
+    short rows.
+    """
     scores_RQTT = torch.matmul(q_RQTD * scaling, k_RQTD.transpose(-1, -2)) + bias
     return torch.matmul(torch.softmax(scores_RQTT, dim=-1), v_RQTD)
 
@@ -46,18 +54,28 @@ def packed_attention(
     attention_bias: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: [R, Q, T, D] in, [R, T, Q, D] out. `attention_bias` comes from `document_mask`."""
+    """transformers' attention interface: [R, Q, T, D] in, [R, T, Q, D] out. `attention_bias` comes
+    from `document_mask`.
+    """
     if attention_bias is None:
-        raise ValueError("packed attention needs attention_bias=document_mask(...) in the model's forward call")
+        raise ValueError(
+            "packed attention needs attention_bias=document_mask(...) in the model's forward call"
+        )
     scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    small = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= _PLAIN_MAX_TOKENS
+    small = (
+        query.device.type == "cpu"
+        and query.dtype == torch.bfloat16
+        and query.shape[2] <= _PLAIN_MAX_TOKENS
+    )
     if small and query.requires_grad:
         mixed = plain_attention(query, key, value, attention_bias, scaling)
     else:
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_bias, scale=scaling)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_bias, scale=scaling
+        )
     return mixed.transpose(1, 2).contiguous(), None
 
 

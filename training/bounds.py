@@ -1,7 +1,9 @@
-"""How long a run is: bounds by steps, epochs, tokens and seconds, whichever comes first, and the progress towards them that schedules follow.
+"""How long a run is: bounds by steps, epochs, tokens and seconds, whichever comes first, and the
+progress towards them that schedules follow.
 
-Progress is what was recorded after the step before, and what a checkpoint holds, never a fresh look at the clock: a resumed run takes the same
-learning rates as one that never stopped, exactly so under bounds by steps and tokens, and under one by seconds where the clock reads the same.
+Progress is what was recorded after the step before, and what a checkpoint holds, never a fresh look
+at the clock: a resumed run takes the same learning rates as one that never stopped, exactly so
+under bounds by steps and tokens, and under one by seconds where the clock reads the same.
 """
 
 import math
@@ -40,22 +42,35 @@ class Bounds:
         return replace(self, seconds=self.seconds - seconds)
 
     def share(self, done: Done, of: float = 1.0, since: Done = START) -> float:
-        """How much of the way from `since` to the nearest bound lies behind, 0 to 1. of: counts the first so much of the run alone."""
+        """How much of the way from `since` to the nearest bound lies behind, 0 to 1. of: counts the
+        first so much of the run alone.
+        """
         if of == 0:
             return 1.0
         shares = [0.0]
-        for now, bound, before in zip(done, (self.steps, self.tokens, self.seconds), since, strict=True):
+        for now, bound, before in zip(
+            done, (self.steps, self.tokens, self.seconds), since, strict=True
+        ):
             way = bound * of - before
             shares.append((now - before) / way if way > 0 else 1.0)
         return min(1.0, max(shares))
 
     def expected_steps(self, done: Done, pace: float) -> int | None:
-        """Steps of the whole run by what they took so far; pace: seconds a step of late. None before anything is known."""
+        """Steps of the whole run by what they took so far; pace: seconds a step of late. None
+        before anything is known.
+        """
         most = self.steps
         if done.steps:
-            most = min(most, math.ceil(done.steps * self.tokens / done.tokens) if self.tokens < math.inf else math.inf)
+            most = min(
+                most,
+                math.ceil(done.steps * self.tokens / done.tokens)
+                if self.tokens < math.inf
+                else math.inf,
+            )
             if self.has_seconds and pace > 0:
-                most = min(most, done.steps + max(0, math.floor((self.seconds - done.seconds) / pace)))
+                most = min(
+                    most, done.steps + max(0, math.floor((self.seconds - done.seconds) / pace))
+                )
         return int(most) if most < math.inf else None
 
 
@@ -110,5 +125,6 @@ class Progress:
             if figures["step"] == self.best_step:
                 return figures
         raise UserError(
-            f"no held-out score was finite in {len(self.evaluations)} evaluations: look at the held-out data and the last losses"
+            f"no held-out score was finite in {len(self.evaluations)} evaluations: look at the "
+            f"held-out data and the last losses"
         )

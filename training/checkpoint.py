@@ -1,7 +1,8 @@
 """Checkpoints that are whole or absent: written under a temporary name, hashed, renamed.
 
-A checkpoint folder holds model.safetensors, optimizer.safetensors, rng.safetensors and, written last, state.json with the loop's
-state and the hash of every file. A folder without it, or with a hash that differs, is refused by name and the one before it is taken.
+A checkpoint folder holds model.safetensors, optimizer.safetensors, rng.safetensors and, written
+last, state.json with the loop's state and the hash of every file. A folder without it, or with a
+hash that differs, is refused by name and the one before it is taken.
 """
 
 import hashlib
@@ -40,36 +41,52 @@ class Checkpoint:
     rng: dict[str, Tensor]
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file that everybody may read whom its folder lets in. Raises OSError and SafetensorError."""
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """A safetensors file that everybody may read whom its folder lets in. Raises OSError and
+    SafetensorError.
+    """
     save_file(tensors, path, metadata)
     let_read(path)
 
 
 def let_read(path: Path) -> None:
-    """safetensors writes for its owner's eyes alone; a served folder is read by others: the file gets what its folder allows."""
+    """safetensors writes for its owner's eyes alone; a served folder is read by others: the file
+    gets what its folder allows.
+    """
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def save(
-    folder: Path, state: dict[str, Any], model: dict[str, Tensor], optimizer: dict[str, Tensor], rng: dict[str, Tensor]
+    folder: Path,
+    state: dict[str, Any],
+    model: dict[str, Tensor],
+    optimizer: dict[str, Tensor],
+    rng: dict[str, Tensor],
 ) -> Path:
-    """Write `folder` (such as checkpoints/step_000100) so that it is complete under that name or not there at all.
+    """Write `folder` (such as checkpoints/step_000100) so that it is complete under that name or
+    not there at all.
 
-    Files and names are forced to the disk before the rename, so that a power cut leaves the old or the new one. Raises UserError when a
-    write fails; what was there before stays.
+    Files and names are forced to the disk before the rename, so that a power cut leaves the old or
+    the new one. Raises UserError when a write fails; what was there before stays.
     """
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of this step, by a run that was killed while it saved
+    # of this step, by a run that was killed while it saved
+    shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         for name, tensors in zip(_PARTS, (model, optimizer, rng), strict=True):
             save_tensors(
-                {key: value.detach().contiguous() for key, value in tensors.items()}, partial / f"{name}.safetensors"
+                {key: value.detach().contiguous() for key, value in tensors.items()},
+                partial / f"{name}.safetensors",
             )
             force_to_disk(partial / f"{name}.safetensors")
         hashes = {path.name: sha256(path) for path in sorted(partial.glob("*.safetensors"))}
-        write_text(partial / STATE, json.dumps({**state, "hashes": hashes, _CHECKSUM: _checksum(state)}, indent=1))
+        write_text(
+            partial / STATE,
+            json.dumps({**state, "hashes": hashes, _CHECKSUM: _checksum(state)}, indent=1),
+        )
         shutil.rmtree(folder, ignore_errors=True)
         force_to_disk(partial)
         os.replace(partial, folder)
@@ -84,22 +101,30 @@ def load(folder: Path) -> Checkpoint:
     """Read a checkpoint. Raises UserError naming the file that is missing or damaged."""
     state_file = folder / STATE
     if not state_file.is_file():
-        raise UserError(f"checkpoint {folder}: no {STATE}; it was never completed, so delete the folder")
+        raise UserError(
+            f"checkpoint {folder}: no {STATE}; it was never completed, so delete the folder"
+        )
     state, hashes = read_object(state_file, "Delete the checkpoint's folder", _read_state)
     for name, expected in hashes.items():
         path = folder / name
         if not path.is_file() or sha256(path) != expected:
             raise UserError(
-                f"checkpoint {folder}: {name} is {'missing' if not path.is_file() else 'damaged'}; delete the folder"
+                f"checkpoint {folder}: {name} is {'missing' if not path.is_file() else 'damaged'}; "
+                f"delete the folder"
             )
     tensors = {name: load_file(folder / f"{name}.safetensors") for name in _PARTS}
     return Checkpoint(folder, state, **tensors)
 
 
 def _read_state(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The loop's state and the hashes of the files beside it. Raises ValueError where they are not what was written."""
+    """The loop's state and the hashes of the files beside it. Raises ValueError where they are not
+    what was written.
+    """
     hashes, checksum = values.pop("hashes"), values.pop(_CHECKSUM, None)
-    if not isinstance(hashes, dict) or not {f"{name}.safetensors" for name in _PARTS} <= hashes.keys():
+    if (
+        not isinstance(hashes, dict)
+        or not {f"{name}.safetensors" for name in _PARTS} <= hashes.keys()
+    ):
         raise ValueError(f"hashes is {hashes!r:.40}, expected those of {', '.join(_PARTS)}")
     if checksum not in (None, _checksum(values)):
         raise ValueError("its values are not those that were written")
@@ -113,7 +138,9 @@ def _checksum(state: dict[str, Any]) -> str:
 
 
 def latest(root: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint under `root`; damaged ones are reported by name and passed over."""
+    """The newest whole checkpoint under `root`; damaged ones are reported by name and
+    passed over.
+    """
     for folder in sorted(root.glob("step_*"), reverse=True):
         try:
             return load(folder)
@@ -192,5 +219,6 @@ def disk_error(path: Path, error: Exception) -> UserError:
     parent = next(folder for folder in path.parents if folder.exists())
     free_mb = shutil.disk_usage(parent).free / 1e6
     return UserError(
-        f"could not write {path}: {error}. {free_mb:,.0f} MB are free there; the last whole checkpoint is kept. Make room and run again"
+        f"could not write {path}: {error}. {free_mb:,.0f} MB are free there; the last whole "
+        f"checkpoint is kept. Make room and run again"
     )

@@ -1,7 +1,8 @@
-"""Typed configuration: one dataclass a stage, one doc line a field, unknown keys are errors that name the nearest valid key.
+"""Typed configuration: one dataclass a stage, one doc line a field, unknown keys are errors that
+name the nearest valid key.
 
-Hydra composes plain YAML; `typed` then holds the result against the stage's dataclass. That catches `+key=` and keys inside experiment
-files too, which Hydra alone lets through.
+Hydra composes plain YAML; `typed` then holds the result against the stage's dataclass. That catches
+`+key=` and keys inside experiment files too, which Hydra alone lets through.
 """
 
 import dataclasses
@@ -28,12 +29,13 @@ class JobConfig:
     experiment: str = "default"  # name of the experiment file, and of the run folder
     output_dir: str = MISSING  # run folder: configuration, manifest, metrics, checkpoints, artefact
     seed: int = 0  # seeds weights, data order and drafting noise
-    dry_run: bool = False  # say what would be done and what it costs, write what needs no weights or data
+    # say what would be done and what it costs, write what needs no weights or data
+    dry_run: bool = False
     threads: int = 0  # CPU threads of PyTorch; 0 leaves PyTorch's own choice
-    stages: list[str] = field(
-        default_factory=list
-    )  # jobs to run one after another, folder to folder, instead of this one
-    stage_overrides: dict[str, list[str]] = field(default_factory=dict)  # further overrides of a stage in `stages`
+    # jobs to run one after another, folder to folder, instead of this one
+    stages: list[str] = field(default_factory=list)
+    # further overrides of a stage in `stages`
+    stage_overrides: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -41,17 +43,20 @@ class TargetConfig:
     """The model that is kept exact, or the teacher that is frozen."""
 
     path: str = MISSING  # model folder in Hugging Face form
-    config: dict[str, Any] = field(
-        default_factory=dict
-    )  # its published config.json (conf/target); a dry run takes it where `path` is not there
+    # its published config.json (conf/target); a dry run takes it where `path` is not there
+    config: dict[str, Any] = field(default_factory=dict)
     backend: str = "native"  # native | hf
-    execution: str = ""  # eager | compiled | graph (native alone); empty: graph where it can be, on a GPU, else eager
+    # eager | compiled | graph (native alone); empty: graph where it can be, on a GPU, else eager
+    execution: str = ""
     dtype: str = "float32"  # float32 | bfloat16 | float16 | float64
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     max_length: int = 0  # context in tokens; 0 takes the model's own
-    parallel: str = "none"  # none | tp (cut every layer) | layers (some each): how processes share it, in eval.run
-    processes: int = 0  # that share a parallel target; 0: one a visible GPU; on a CPU it wants a number
-    trust_remote_code: bool = False  # run Python that lies in the target's folder (backend=hf), where you trust it
+    # none | tp (cut every layer) | layers (some each): how processes share it, in eval.run
+    parallel: str = "none"
+    # that share a parallel target; 0: one a visible GPU; on a CPU it wants a number
+    processes: int = 0
+    # run Python that lies in the target's folder (backend=hf), where you trust it
+    trust_remote_code: bool = False
 
 
 @dataclass
@@ -59,11 +64,12 @@ class StudentConfig:
     """Shape of a LLaMA student; a field left at 0 is taken from the target."""
 
     name: str = "student"  # name in tables and in the drafter's card
-    init: str = "layers"  # layers: copy chosen target layers | folder: go on from `path` | random: from scratch
-    path: str = ""  # student folder of distill.prune, for init=folder; its shape counts, not the one below
-    layers: list[int] = field(
-        default_factory=list
-    )  # target layers to copy, from 0; empty: first, last and evenly spaced between
+    # layers: copy chosen target layers | folder: go on from `path` | random: from scratch
+    init: str = "layers"
+    # student folder of distill.prune, for init=folder; its shape counts, not the one below
+    path: str = ""
+    # target layers to copy, from 0; empty: first, last and evenly spaced between
+    layers: list[int] = field(default_factory=list)
     num_hidden_layers: int = 1  # decoder layers: the depth that sets a drafter's latency
     hidden_size: int = 0  # width of the residual stream
     num_attention_heads: int = 0  # query heads
@@ -78,68 +84,79 @@ class DomainConfig:
 
     chats: list[str] = field(default_factory=list)  # ShareGPT files
     texts: list[str] = field(default_factory=list)  # plain text files or folders
-    held_out_chats: list[str] = field(default_factory=list)  # never trained on: the domain is measured on them
-    held_out_texts: list[str] = field(default_factory=list)  # never trained on: the domain is measured on them
+    # never trained on: the domain is measured on them
+    held_out_chats: list[str] = field(default_factory=list)
+    # never trained on: the domain is measured on them
+    held_out_texts: list[str] = field(default_factory=list)
     share: float = 1.0  # of the rows at the start, by its part in the sum of all shares
-    reference: float = 0.0  # held-out loss in nats a token that it should reach (mixing=loss); 0: not given
-    reference_acceptance: float = 0.0  # held-out acceptance to reach (mixing=acceptance); 0: the best domain's
+    # held-out loss in nats a token that it should reach (mixing=loss); 0: not given
+    reference: float = 0.0
+    # held-out acceptance to reach (mixing=acceptance); 0: the best domain's
+    reference_acceptance: float = 0.0
 
 
 @dataclass
 class DataConfig:
     """Where the text comes from and how it is cut."""
 
-    chats: list[str] = field(
-        default_factory=list
-    )  # ShareGPT files (JSON array or JSONL); `embedded:chats` is the shipped set
-    texts: list[str] = field(
-        default_factory=list
-    )  # plain text files or folders; `embedded:stdlib` is this Python's standard library
-    held_out_chats: list[str] = field(
-        default_factory=list
-    )  # ShareGPT files that are never trained on (distill.prune); distill.train uses held_out.prompts
-    held_out_texts: list[str] = field(
-        default_factory=list
-    )  # plain text that is never trained on (distill.pretrain, distill.prune)
+    # ShareGPT files (JSON array or JSONL); `embedded:chats` is the shipped set
+    chats: list[str] = field(default_factory=list)
+    # plain text files or folders; `embedded:stdlib` is this Python's standard library
+    texts: list[str] = field(default_factory=list)
+    # ShareGPT files that are never trained on (distill.prune); distill.train uses held_out.prompts
+    held_out_chats: list[str] = field(default_factory=list)
+    # plain text that is never trained on (distill.pretrain, distill.prune)
+    held_out_texts: list[str] = field(default_factory=list)
     template: str = "auto"  # chat template: auto (the tokenizer's own) or the name of one of ours
     max_length: int = 512  # tokens a packed row holds
     max_bad: float = 0.01  # share of bad records that is skipped and counted; more is an error
     max_samples: int = 0  # use only the first N chats and texts; 0 uses all
     train_on: str = "answers"  # answers: supervise assistant turns | all: every token of a chat
-    domains: dict[str, DomainConfig] = field(
-        default_factory=dict
-    )  # name -> chats, texts, held_out_chats, held_out_texts, share, reference: a mixture, instead of chats and texts
+    # name -> chats, texts, held_out_chats, held_out_texts, share, reference: a mixture, instead of
+    # chats and texts
+    domains: dict[str, DomainConfig] = field(default_factory=dict)
     root: str = ""  # folder that relative paths of domains start from; empty: the working folder
-    mixing: str = "fixed"  # shares: fixed | loss (by gaps to reference losses) | acceptance (by gaps in acceptance)
+    # shares: fixed | loss (by gaps to reference losses) | acceptance (by gaps in acceptance)
+    mixing: str = "fixed"
     mixing_rate: float = 1.0  # eta: an evaluation multiplies a share by exp(eta x gap)
-    mixing_smoothing: float = 0.9  # share of the old gap in the moving average that mixing=acceptance goes by
-    clip_gaps: bool = True  # a domain below its reference loss counts as on it: the paper does, its code does not
+    # share of the old gap in the moving average that mixing=acceptance goes by
+    mixing_smoothing: float = 0.9
+    # a domain below its reference loss counts as on it: the paper does, its code does not
+    clip_gaps: bool = True
     uniform_share: float = 1e-4  # share of equal parts that every update mixes in
     floor_share: float = 0.01  # no update leaves a domain less than this share of the rows
-    when_exhausted: str = "wrap"  # a domain whose rows are used up: wrap (through it again) | stop (end the training)
-    held_out_tokens: int = 16384  # held-out tokens of each domain that an evaluation reads, evenly drawn; 0: all
+    # a domain whose rows are used up: wrap (through it again) | stop (end the training)
+    when_exhausted: str = "wrap"
+    # held-out tokens of each domain that an evaluation reads, evenly drawn; 0: all
+    held_out_tokens: int = 16384
 
 
 @dataclass
 class LoopConfig:
     """How long to train, in what batches, and when to look."""
 
-    # Optimizer steps at most; 0: any number. Of max_steps, max_epochs, max_tokens and max_seconds the first that is reached ends the training,
-    # and schedules run to the nearest.
+    # Optimizer steps at most; 0: any number. Of max_steps, max_epochs, max_tokens and max_seconds
+    # the first that is reached ends the training, and schedules run to the nearest.
     max_steps: int = 0
-    max_epochs: float | None = None  # passes over the data at most; null: any number beside another bound, else one
-    max_tokens: int = 0  # tokens trained on at most, padding apart, up to the end of a step; 0: any number
-    # Seconds of training at most, with held-out evaluations (the last one too) and checkpoints, of resumed runs together; 0: any number. What
-    # comes before the first step and behind the last evaluation is not counted. One step is always made.
+    # passes over the data at most; null: any number beside another bound, else one
+    max_epochs: float | None = None
+    # tokens trained on at most, padding apart, up to the end of a step; 0: any number
+    max_tokens: int = 0
+    # Seconds of training at most, with held-out evaluations (the last one too) and checkpoints, of
+    # resumed runs together; 0: any number. What comes before the first step and behind the last
+    # evaluation is not counted. One step is always made.
     max_seconds: float = 0.0
-    tokens_per_step: int = 8192  # packed tokens an optimizer step sees, over all ranks and accumulation steps
+    # packed tokens an optimizer step sees, over all ranks and accumulation steps
+    tokens_per_step: int = 8192
     micro_batch_tokens: int = 8192  # packed tokens of one forward on one rank
     eval_every: int = 50  # optimizer steps between held-out evaluations; 0: only at the end
     checkpoint_every: int = 50  # optimizer steps between checkpoints; 0: only at the end
     keep: int = 1  # checkpoints kept besides the best one
     log_every: int = 1  # optimizer steps between metric records
-    dtype: str = "float32"  # dtype of weights and activations; bfloat16 keeps float32 master weights
-    activation_checkpointing: bool = False  # keep decoder layers' inputs alone; the backward pass runs them again
+    # dtype of weights and activations; bfloat16 keeps float32 master weights
+    dtype: str = "float32"
+    # keep decoder layers' inputs alone; the backward pass runs them again
+    activation_checkpointing: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -147,19 +164,25 @@ class LoopConfig:
 class ParallelConfig:
     """How many processes train, and how they split the work."""
 
-    kind: str = "single"  # single | ddp | zero1 | zero2 | zero3 (DeepSpeed) | fsdp (torch): what ranks share
-    processes: int = 0  # ranks to start on this machine; 0: one a visible GPU; on a CPU it wants a number
-    launcher: str = "auto"  # auto: our own ranks, or those that torchrun started | slurm: the tasks of srun
+    # single | ddp | zero1 | zero2 | zero3 (DeepSpeed) | fsdp (torch): what ranks share
+    kind: str = "single"
+    # ranks to start on this machine; 0: one a visible GPU; on a CPU it wants a number
+    processes: int = 0
+    # auto: our own ranks, or those that torchrun started | slurm: the tasks of srun
+    launcher: str = "auto"
     timeout_seconds: int = 600  # a collective that waits longer ends the job
 
 
 @dataclass
 class HeldOutConfig:
-    """Prompts on which checkpoints are compared: the target answers them once, the drafter is scored on those answers."""
+    """Prompts on which checkpoints are compared: the target answers them once, the drafter is
+    scored on those answers.
+    """
 
     # Prompts that are never trained on, in any form that benchmark.path takes
     prompts: str = "embedded:held_out_chats"
-    render: str = "auto"  # how the target is asked: auto | chat (by data.template) | text (as they stand: base models)
+    # how the target is asked: auto | chat (by data.template) | text (as they stand: base models)
+    render: str = "auto"
     max_prompts: int = 48  # prompts used
     max_new_tokens: int = 96  # length of the target's answer
     temperature: float = 1.0  # temperature at which the target answers and acceptance is counted
@@ -179,7 +202,8 @@ class TrackerConfig:
 def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
     """The composed configuration as an instance of `schema`.
 
-    Raises UserError for unknown keys (with the nearest valid one), wrong types and values that are still missing.
+    Raises UserError for unknown keys (with the nearest valid one), wrong types and values that are
+    still missing.
     """
     container = OmegaConf.to_container(composed, resolve=False)
     if not isinstance(container, dict):
@@ -191,13 +215,18 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
         OmegaConf.resolve(merged)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
-            raise UserError(f"no value for {', '.join(missing)}: give it on the command line, such as {missing[0]}=...")
+            raise UserError(
+                f"no value for {', '.join(missing)}: give it on the command line, such as "
+                f"{missing[0]}=..."
+            )
         return typing.cast(Schema, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "?"
         if "is not a ListConfig" in str(error):
             found = OmegaConf.select(OmegaConf.create(plain), key)
-            raise UserError(f"configuration key '{key}' is {found}, expected a list: {key}=[{found}]") from error
+            raise UserError(
+                f"configuration key '{key}' is {found}, expected a list: {key}=[{found}]"
+            ) from error
         raise UserError(f"configuration key '{key}': {str(error).splitlines()[0]}") from error
 
 
@@ -209,18 +238,23 @@ class Trains(Protocol):
 
 
 def check_values(config: Trains, more: dict[str, tuple[bool, str]]) -> None:
-    """Raise UserError for a number that no training can go by. more: further keys -> (whether its value is fine, what is expected)."""
+    """Raise UserError for a number that no training can go by. more: further keys -> (whether its
+    value is fine, what is expected).
+    """
     loops = {key: value for key, value in vars(config).items() if isinstance(value, LoopConfig)}
     rules = [rule for key, loop in loops.items() for rule in loop_rules(key, loop)]
-    refuse(config, [*rules, *data_rules(config.data), *((key, *rule) for key, rule in more.items())])
+    refuse(
+        config, [*rules, *data_rules(config.data), *((key, *rule) for key, rule in more.items())]
+    )
 
 
 def refuse_parallel(target: TargetConfig) -> None:
     """Raise UserError for a job that has no use for a target in several processes."""
     if target.parallel != "none" or target.processes > 1:
         raise UserError(
-            f"target.parallel is {target.parallel} with target.processes={target.processes}, expected none and 0: this job loads the "
-            "target in one piece; eval.run is the one that splits it"
+            f"target.parallel is {target.parallel} with target.processes={target.processes}, "
+            f"expected none and 0: this job loads the target in one piece; eval.run is the one "
+            f"that splits it"
         )
 
 
@@ -235,7 +269,9 @@ def valid_keys(schema: type[Any], prefix: str = "") -> list[str]:
 
 
 def open_fields(schema: type[Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of the fields that hold a mapping or a list, inside which further keys may stand -> the type of an entry."""
+    """Dotted keys of the fields that hold a mapping or a list, inside which further keys may stand
+    -> the type of an entry.
+    """
     found: dict[str, Any] = {}
     for name, kind in fields_of(schema).items():
         if dataclasses.is_dataclass(kind):
@@ -252,9 +288,12 @@ def unknown_key(key: str, choices: list[str]) -> UserError:
     best = (leaf or near or [""])[0]
     if key.endswith("._target_"):
         return UserError(
-            f"'{key}': {key.split('.')[0]}= names a drafter to decode with (eval.run), this job wants a shape to train"
+            f"'{key}': {key.split('.')[0]}= names a drafter to decode with (eval.run), this job "
+            f"wants a shape to train"
         )
-    return UserError(f"unknown configuration key '{key}'; the nearest valid key is '{best}' (--help lists all)")
+    return UserError(
+        f"unknown configuration key '{key}'; the nearest valid key is '{best}' (--help lists all)"
+    )
 
 
 def plain(config: Any) -> dict[str, Any]:

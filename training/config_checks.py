@@ -1,4 +1,6 @@
-"""Numbers that no job can go by, found before anything is loaded: dotted key, whether its value is fine, and what is expected."""
+"""Numbers that no job can go by, found before anything is loaded: dotted key, whether its value is
+fine, and what is expected.
+"""
 
 import math
 import os
@@ -28,11 +30,17 @@ def refuse(config: Any, rules: Iterable[Rule]) -> None:
 
 
 def check_job(config: Any) -> None:
-    """Raise UserError for a value that no job can go by. config: any job's, a dataclass with the fields of JobConfig."""
+    """Raise UserError for a value that no job can go by. config: any job's, a dataclass with the
+    fields of JobConfig.
+    """
     threads = THREADS_A_CORE * (os.cpu_count() or 1)
     rules = [
         ("seed", 0 <= config.seed <= LARGEST_SEED, "a whole number from 0 to 2**64 - 1"),
-        ("threads", 0 <= config.threads <= threads, f"0 (PyTorch's choice) to {threads} on {os.cpu_count()} cores"),
+        (
+            "threads",
+            0 <= config.threads <= threads,
+            f"0 (PyTorch's choice) to {threads} on {os.cpu_count()} cores",
+        ),
     ]
     refuse(config, rules)
     for key, value in _floats("", vars(config)):
@@ -66,7 +74,11 @@ def loop_rules(key: str, loop: "LoopConfig") -> list[Rule]:
             0 < epochs < math.inf or (epochs == 0 and bool(others)),
             f"more than 0, or 0 (no bound) beside {key}.max_steps, max_tokens or max_seconds",
         ),
-        (f"{key}.tokens_per_step", 1 <= loop.tokens_per_step <= LARGEST_STEP, f"1 to {LARGEST_STEP:,}"),
+        (
+            f"{key}.tokens_per_step",
+            1 <= loop.tokens_per_step <= LARGEST_STEP,
+            f"1 to {LARGEST_STEP:,}",
+        ),
         (f"{key}.micro_batch_tokens", loop.micro_batch_tokens >= 1, "1 or more"),
         (f"{key}.eval_every", loop.eval_every >= 0, "0 (only at the end) or more"),
         (f"{key}.checkpoint_every", loop.checkpoint_every >= 0, "0 (only at the end) or more"),

@@ -1,8 +1,9 @@
 """Real text that every machine with Python has: the sources of its standard library.
 
-The embedded target is trained on it, and the embedded chats and prompts are cut from it. Modules are split by a stable
-hash of their dotted name, so that what is held out on one machine is held out on every other, whatever its Python
-version. A function makes a chat: the request is its signature and docstring, the answer is its body.
+The embedded target is trained on it, and the embedded chats and prompts are cut from it. Modules
+are split by a stable hash of their dotted name, so that what is held out on one machine is held out
+on every other, whatever its Python version. A function makes a chat: the request is its signature
+and docstring, the answer is its body.
 """
 
 import ast
@@ -24,8 +25,11 @@ HELD_OUT_PERCENT = 8
 MAX_BODY_CHARACTERS = 1200
 MAX_REQUEST_CHARACTERS = 900
 MAX_TURNS = 3
-# Tests are long lists of cases, and packages that were installed later are not the standard library.
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+# Tests are long lists of cases, and packages that were installed later are not the standard
+# library.
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
 # A file is a table, not a program, when more of it than this share is one literal after another.
 MAX_TABLE_SHARE = 0.5
 MAX_COPIED_SHARE = 0.2
@@ -43,8 +47,8 @@ class Module:
 class Function:
     """One function or method, cut out of its module and dedented.
 
-    `signature` is the `def` with its colon, `docstring` is the literal as written in the source, indented by four
-    spaces ("" if there is none), `body` is what follows it, dedented to column 0.
+    `signature` is the `def` with its colon, `docstring` is the literal as written in the source,
+    indented by four spaces ("" if there is none), `body` is what follows it, dedented to column 0.
     """
 
     module: str
@@ -60,15 +64,19 @@ class Function:
 
 
 def split_of(module: str) -> Split:
-    """Return the split of a module: by the first 32 bits of the sha256 of its dotted name, modulo 100."""
+    """Return the split of a module: by the first 32 bits of the sha256 of its dotted name, modulo
+    100.
+    """
     number = int.from_bytes(hashlib.sha256(module.encode()).digest()[:4], "big")
     return "held_out" if number % 100 < HELD_OUT_PERCENT else "train"
 
 
 def documents(split: Split, roots: Sequence[Path] = ()) -> list[str]:
-    """Return the whole sources of the modules of `split`: of the standard library, then of the folders in `roots`.
+    """Return the whole sources of the modules of `split`: of the standard library, then of the
+    folders in `roots`.
 
-    Modules under `roots` (installed packages, say) that copy a held-out module of the standard library are left out.
+    Modules under `roots` (installed packages, say) that copy a held-out module of the standard
+    library are left out.
     """
     return [module.text for module in _modules(split, roots)]
 
@@ -82,7 +90,9 @@ def functions(split: Split, roots: Sequence[Path] = ()) -> list[Function]:
 
 
 def chats(split: Split, roots: Sequence[Path] = ()) -> list[Messages]:
-    """Return every function of `split` as a chat; neighbours of every tenth module or class share one of 2-3 turns."""
+    """Return every function of `split` as a chat; neighbours of every tenth module or class share
+    one of 2-3 turns.
+    """
     conversations: list[list[Function]] = []
     for function in functions(split, roots):
         scope = f"{function.module}.{function.name.rpartition('.')[0]}"
@@ -92,22 +102,32 @@ def chats(split: Split, roots: Sequence[Path] = ()) -> list[Messages]:
             last.append(function)
         else:
             conversations.append([function])
-    return [[message for function in turns for message in messages_of(function)] for turns in conversations]
+    return [
+        [message for function in turns for message in messages_of(function)]
+        for turns in conversations
+    ]
 
 
 def messages_of(function: Function) -> Messages:
     """Return one user turn (signature and docstring) and one assistant turn (the body)."""
-    return [{"role": "user", "content": function.request}, {"role": "assistant", "content": function.body}]
+    return [
+        {"role": "user", "content": function.request},
+        {"role": "assistant", "content": function.body},
+    ]
 
 
 def held_out_text() -> str:
-    """Return the held-out modules of the standard library in one string, in order of their names."""
+    """Return the held-out modules of the standard library in one string, in order of
+    their names.
+    """
     return "\n".join(documents("held_out"))
 
 
 @lru_cache(maxsize=8)
 def _functions(split: Split, roots: tuple[Path, ...]) -> tuple[Function, ...]:
-    seen = {function.body for function in _functions("train", roots)} if split == "held_out" else set()
+    seen = (
+        {function.body for function in _functions("train", roots)} if split == "held_out" else set()
+    )
     found: dict[tuple[str, str], Function] = {}
     for module in _modules(split, roots):
         for function in _functions_of(module):
@@ -120,14 +140,26 @@ def _modules(split: Split, roots: Sequence[Path]) -> list[Module]:
     library = _read_folder(Path(sysconfig.get_path("stdlib")))
     chosen = [module for module in library if split_of(module.name) == split]
     if roots:
-        held_out = {line for module in library if split_of(module.name) == "held_out" for line in _lines(module)}
-        added = [module for root in roots for module in _read_folder(root) if split_of(module.name) == split]
+        held_out = {
+            line
+            for module in library
+            if split_of(module.name) == "held_out"
+            for line in _lines(module)
+        }
+        added = [
+            module
+            for root in roots
+            for module in _read_folder(root)
+            if split_of(module.name) == split
+        ]
         chosen += [module for module in added if not _is_copy(module, held_out)]
     return chosen
 
 
 def _is_copy(module: Module, known: set[str]) -> bool:
-    """Tell whether a good part of a module's telling lines stands in `known`: vendored copies have other names."""
+    """Tell whether a good part of a module's telling lines stands in `known`: vendored copies have
+    other names.
+    """
     lines = _lines(module)
     return sum(line in known for line in lines) > MAX_COPIED_SHARE * len(lines)
 
@@ -139,7 +171,9 @@ def _lines(module: Module) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _read_folder(folder: Path) -> tuple[Module, ...]:
-    """Read every module under `folder` once, in order of the dotted names; tables and unreadable files are left out."""
+    """Read every module under `folder` once, in order of the dotted names; tables and unreadable
+    files are left out.
+    """
     return tuple(sorted(_walk(folder), key=lambda module: module.name))
 
 
@@ -154,18 +188,25 @@ def _walk(folder: Path) -> Iterator[Module]:
             with warnings.catch_warnings():  # "invalid escape sequence" is the file's own business
                 warnings.simplefilter("ignore")
                 table = _is_table(text, ast.parse(text))
-        except (SyntaxError, UnicodeDecodeError):  # templates and codec samples that are no Python of this version
+        # templates and codec samples that are no Python of this version
+        except (SyntaxError, UnicodeDecodeError):
             continue
         if text.strip() and not table:
             yield Module(".".join(parts).removesuffix(".__init__"), text)
 
 
 def _is_table(text: str, tree: ast.Module) -> bool:
-    """Tell whether most of a file is literal data (character maps, entity names, help topics): it teaches nothing."""
+    """Tell whether most of a file is literal data (character maps, entity names, help topics): it
+    teaches nothing.
+    """
     lines = text.splitlines()
     characters = 0
     for node in tree.body:
-        literal = isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_literal(node.value)
+        literal = (
+            isinstance(node, ast.Assign | ast.AnnAssign)
+            and node.value is not None
+            and _is_literal(node.value)
+        )
         if literal:
             characters += sum(len(line) + 1 for line in lines[node.lineno - 1 : node.end_lineno])
     return characters > MAX_TABLE_SHARE * len(text) and len(text) > 2000
@@ -183,8 +224,12 @@ def _functions_of(module: Module) -> Iterator[Function]:
             yield function
 
 
-def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yield (qualified name, node) of functions and methods in source order, without functions inside functions."""
+def _definitions(
+    node: ast.AST, prefix: str
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield (qualified name, node) of functions and methods in source order, without functions
+    inside functions.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield prefix + child.name, child
@@ -194,25 +239,36 @@ def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.Function
             yield from _definitions(child, prefix)
 
 
-def _cut(module: str, name: str, node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> Function | None:
-    """Cut one function out of its lines, or return None where it has no body of its own lines or is too long."""
+def _cut(
+    module: str, name: str, node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
+) -> Function | None:
+    """Cut one function out of its lines, or return None where it has no body of its own lines or is
+    too long.
+    """
     first, end = node.body[0], node.end_lineno
     documented = ast.get_docstring(node, clean=False) is not None
-    header_end = first.lineno - 1  # the line before the first statement; comments between them belong to the body
-    while header_end > node.lineno and not lines[header_end - 1].split("#")[0].rstrip().endswith(":"):
+    # the line before the first statement; comments between them belong to the body
+    header_end = first.lineno - 1
+    while header_end > node.lineno and not lines[header_end - 1].split("#")[0].rstrip().endswith(
+        ":"
+    ):
         header_end -= 1
     body_start = first.end_lineno if documented else header_end
     if end is None or body_start is None or first.lineno == node.lineno or body_start >= end:
         return None
     signature = textwrap.dedent("\n".join(lines[node.lineno - 1 : header_end]))
-    docstring = textwrap.dedent("\n".join(lines[first.lineno - 1 : body_start])) if documented else ""
+    docstring = (
+        textwrap.dedent("\n".join(lines[first.lineno - 1 : body_start])) if documented else ""
+    )
     body = textwrap.dedent("\n".join(lines[body_start:end])).strip("\n").rstrip()
     function = Function(module, name, signature, textwrap.indent(docstring, "    "), body)
     return function if _is_usable(function) else None
 
 
 def _is_usable(function: Function) -> bool:
-    """Keep what fits its limits and still is Python after the cut (a string at column 0 stops the dedent)."""
+    """Keep what fits its limits and still is Python after the cut (a string at column 0 stops the
+    dedent).
+    """
     if len(function.body) > MAX_BODY_CHARACTERS or len(function.request) > MAX_REQUEST_CHARACTERS:
         return False
     try:

@@ -1,11 +1,12 @@
 """Readers of chats, texts and prompts: what is used, what is not, and why, by file and line.
 
-Formats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`), `{"messages": [{"role", "content"}]}` or Alpaca
-(`{"instruction", "output"}`, as alpaca_eval writes its outputs), as a JSON array or one object a line; texts as `.jsonl` with "text", `.txt`,
-`.py` and `.md`, or folders of them; prompts as `{"id", "category", "turns": [...]}`, or as benchmarks
-are published: `{"prompt"}` (HumanEval, HellaSwag's contexts) or `{"question"}` (GSM8K, MGSM). Chats and
-texts may be tables with the same columns too (Parquet, Arrow, saved datasets). A bad record is skipped,
-counted and named in a note on stderr; above a limit the file is refused.
+Formats: ShareGPT (`{"id", "conversations": [{"from", "value"}]}`),
+`{"messages": [{"role", "content"}]}` or Alpaca (`{"instruction", "output"}`, as alpaca_eval writes
+its outputs), as a JSON array or one object a line; texts as `.jsonl` with "text", `.txt`, `.py` and
+`.md`, or folders of them; prompts as `{"id", "category", "turns": [...]}`, or as benchmarks are
+published: `{"prompt"}` (HumanEval, HellaSwag's contexts) or `{"question"}` (GSM8K, MGSM). Chats and
+texts may be tables with the same columns too (Parquet, Arrow, saved datasets). A bad record is
+skipped, counted and named in a note on stderr; above a limit the file is refused.
 """
 
 import json
@@ -31,7 +32,10 @@ ROLES = {
     "system": "system",
 }
 # Keys of a prompt's turns, and of its number, in the files that benchmarks are published as.
-TURN_KEYS, NUMBER_KEYS = ("turns", "prompt", "question"), ("id", "question_id", "task_id", "prompt_id")
+TURN_KEYS, NUMBER_KEYS = (
+    ("turns", "prompt", "question"),
+    ("id", "question_id", "task_id", "prompt_id"),
+)
 CHAT_KEYS = ("conversations", "messages", "instruction")
 MAX_BAD = 0.01
 _TOO_DEEP = "values nested too deeply"
@@ -46,7 +50,9 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class Chat:
-    """One dialogue: `messages` are {"role": user | assistant | system, "content"}; `source` is "file:line"."""
+    """One dialogue: `messages` are {"role": user | assistant | system, "content"}; `source` is
+    "file:line".
+    """
 
     id: str
     messages: list[dict[str, str]]
@@ -69,17 +75,22 @@ class _BadRecordError(Exception):
 def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], Counts]:
     """Read ShareGPT or messages files (or folders of them); see the module for the forms.
 
-    Answers before a chat's first request are cut off and counted: ShareGPT's long chats were split anywhere,
-    and no chat template begins with an answer.
+    Answers before a chat's first request are cut off and counted: ShareGPT's long chats were split
+    anywhere, and no chat template begins with an answer.
 
-    Raises UserError for a missing or empty file, a broken JSON array, or more bad records than the share `max_bad`.
+    Raises UserError for a missing or empty file, a broken JSON array, or more bad records than the
+    share `max_bad`.
     """
     files = _files(paths, CHAT_SUFFIXES)
     expected = "ShareGPT objects (conversations) or objects with messages"
     chats, counts = _read(files, _chat, "chats", expected, max_bad, warn=False)
     for chat in chats:
-        first = next((place for place, message in enumerate(chat.messages) if message["role"] != "system"), 0)
-        requests = [place for place, message in enumerate(chat.messages) if message["role"] == "user"]
+        first = next(
+            (place for place, message in enumerate(chat.messages) if message["role"] != "system"), 0
+        )
+        requests = [
+            place for place, message in enumerate(chat.messages) if message["role"] == "user"
+        ]
         if requests and first < requests[0]:
             del chat.messages[first : requests[0]]
             counts.cut.setdefault("answers before the first request", []).append(chat.source)
@@ -88,7 +99,8 @@ def read_chats(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[Chat], C
 
 
 def read_prompts(path: str | Path, *, max_bad: float = MAX_BAD) -> list[Prompt]:
-    """Read evaluation prompts of any form (see the module); of a chat, its system and first human turn.
+    """Read evaluation prompts of any form (see the module); of a chat, its system and first human
+    turn.
 
     Raises UserError as `read_chats` does.
     """
@@ -97,7 +109,8 @@ def read_prompts(path: str | Path, *, max_bad: float = MAX_BAD) -> list[Prompt]:
 
 
 def read_texts(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[str], Counts]:
-    """Read plain documents: a record's "text" (.jsonl, tables) or a whole .txt, .py or .md file each; folders are walked.
+    """Read plain documents: a record's "text" (.jsonl, tables) or a whole .txt, .py or .md file
+    each; folders are walked.
 
     Raises UserError as `read_chats` does.
     """
@@ -105,7 +118,9 @@ def read_texts(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[str], Co
     counts = Counts()
     for file in _files(paths, TEXT_SUFFIXES):
         if file.suffix in (".jsonl", *TABLE_SUFFIXES) or file.is_dir():
-            found, of_file = _read([file], _text, "texts", 'objects with "text"', max_bad=1.0, warn=False)
+            found, of_file = _read(
+                [file], _text, "texts", 'objects with "text"', max_bad=1.0, warn=False
+            )
             documents += found
             counts.read, counts.used = counts.read + of_file.read, counts.used + of_file.used
             for reason, places in of_file.bad.items():
@@ -127,11 +142,17 @@ def read_texts(paths: Paths, *, max_bad: float = MAX_BAD) -> tuple[list[str], Co
 
 
 def render_chats(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], *, template: str = "auto", max_bad: float = MAX_BAD
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Chat],
+    *,
+    template: str = "auto",
+    max_bad: float = MAX_BAD,
 ) -> tuple[list[Rendered], Counts]:
-    """Render every chat; one that the template refuses is skipped and counted under `max_bad`, as a bad line is.
+    """Render every chat; one that the template refuses is skipped and counted under `max_bad`, as a
+    bad line is.
 
-    `Counts.used` of the result matches the list. Raises UserError above the limit, and for a tokenizer without a template.
+    `Counts.used` of the result matches the list. Raises UserError above the limit, and for a
+    tokenizer without a template.
     """
     if chats:
         template_source(tokenizer, template)
@@ -155,7 +176,9 @@ def _read(
     max_bad: float,
     warn: bool = True,
 ) -> tuple[list[Read], Counts]:
-    """Parse every record of `files`; `parse` gets the decoded JSON and its place, and raises _BadRecordError."""
+    """Parse every record of `files`; `parse` gets the decoded JSON and its place, and raises
+    _BadRecordError.
+    """
     counts, found = Counts(), []
     for file in files:
         before = counts.read
@@ -180,7 +203,9 @@ def _read(
 
 
 def _files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files that `paths` name, those of folders in order of their names; each must exist and hold something."""
+    """Return the files that `paths` name, those of folders in order of their names; each must exist
+    and hold something.
+    """
     files: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
         path = Path(path)
@@ -189,14 +214,20 @@ def _files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
         if is_saved_dataset(path):
             files.append(path)
         elif path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+            inside = sorted(
+                file for file in path.rglob("*") if file.suffix in suffixes and file.is_file()
+            )
             if not inside:
                 raise UserError(f"{path}: the folder holds no {', '.join(suffixes)} file")
             files += inside
         elif not path.is_file():
-            raise UserError(f"{path}: is neither a file nor a folder; expected {', '.join(suffixes)}")
+            raise UserError(
+                f"{path}: is neither a file nor a folder; expected {', '.join(suffixes)}"
+            )
         elif path.suffix not in suffixes:
-            raise UserError(f"{path}: unknown kind of file '{path.suffix}'; expected {', '.join(suffixes)}")
+            raise UserError(
+                f"{path}: unknown kind of file '{path.suffix}'; expected {', '.join(suffixes)}"
+            )
         elif path.stat().st_size == 0:
             raise UserError(f"{path}: the file is empty; expected data ({', '.join(suffixes)})")
         else:
@@ -207,7 +238,9 @@ def _files(paths: Paths, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _records(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield ("file:line", decoded JSON, or the _BadRecordError of a line that is none) for an array, lines or a table."""
+    """Yield ("file:line", decoded JSON, or the _BadRecordError of a line that is none) for an
+    array, lines or a table.
+    """
     if file.is_dir() or file.suffix in TABLE_SUFFIXES:
         yield from table_records(file)
         return
@@ -236,7 +269,9 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the elements of a JSON array with the line each begins at, and its number where another began there; a break cannot be passed over."""
+    """Yield the elements of a JSON array with the line each begins at, and its number where another
+    began there; a break cannot be passed over.
+    """
     decoder, separators = json.JSONDecoder(), " \t\r\n,"
     place, line, number, last_line = 0, 1, 0, 0
     try:
@@ -258,7 +293,11 @@ def _array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
             except json.JSONDecodeError:
                 raise
             except (RecursionError, ValueError) as error:
-                why = _TOO_DEEP if isinstance(error, RecursionError) else "a number of too many digits"
+                why = (
+                    _TOO_DEEP
+                    if isinstance(error, RecursionError)
+                    else "a number of too many digits"
+                )
                 record, end = _BadRecordError(why), _end_of_value(text, place)
             number += 1
             yield f"{file}:{line}" + (f", record {number}" if line == last_line else ""), record
@@ -266,9 +305,13 @@ def _array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
             line += text.count("\n", place, end)
             place = end
     except UnicodeDecodeError as error:
-        raise UserError(f"{file}: no UTF-8 at byte {error.start}; expected a JSON array in UTF-8") from error
+        raise UserError(
+            f"{file}: no UTF-8 at byte {error.start}; expected a JSON array in UTF-8"
+        ) from error
     except RecursionError as error:
-        raise UserError(f"{file}:{line}: a record is nested too deeply to be read; mend the file") from error
+        raise UserError(
+            f"{file}:{line}: a record is nested too deeply to be read; mend the file"
+        ) from error
     except json.JSONDecodeError as error:
         raise UserError(
             f"{file}:{error.lineno}: broken JSON array: {error.msg} (column {error.colno}); "
@@ -277,7 +320,9 @@ def _array(file: Path, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _end_of_value(text: str, place: int) -> int:
-    """Return where the array or object that begins at a place ends: at the bracket that closes it, those inside texts left out."""
+    """Return where the array or object that begins at a place ends: at the bracket that closes it,
+    those inside texts left out.
+    """
     depth = 0
     for match in _TEXT_OR_BRACKET.finditer(text, place) if text[place] in "[{" else ():
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
@@ -297,7 +342,9 @@ def _chat(record: dict[str, Any], place: str) -> Chat:
         raise _BadRecordError("no turns (conversations or messages)")
     messages = []
     for turn in turns:
-        role, text = (turn.get(role_key), turn.get(text_key)) if isinstance(turn, dict) else (None, None)
+        role, text = (
+            (turn.get(role_key), turn.get(text_key)) if isinstance(turn, dict) else (None, None)
+        )
         if not isinstance(role, str | None):
             raise _BadRecordError(f"a role is {json_kind(role)}, expected text")
         if role not in ROLES:
@@ -324,7 +371,9 @@ def _turns_of_instruction(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _prompt(record: dict[str, Any], place: str) -> Prompt:
-    """Return the prompt in an evaluation record, or in a chat: what stands before its first answer."""
+    """Return the prompt in an evaluation record, or in a chat: what stands before its
+    first answer.
+    """
     if "turns" not in record and any(key in record for key in CHAT_KEYS):
         return _prompt_of(_chat(record, place), _whole(str(record.get("category", "chat"))))
     key = next((key for key in TURN_KEYS if key in record), None)
@@ -334,7 +383,9 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
     if key != "turns" and isinstance(turns, str):
         turns = [turns]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        raise _BadRecordError(f"{key} is no list of texts" if key == "turns" else f"{key} is no text")
+        raise _BadRecordError(
+            f"{key} is no list of texts" if key == "turns" else f"{key} is no text"
+        )
     if not all(turn.strip() for turn in turns):
         raise _BadRecordError("a turn is empty")
     number = next((record[name] for name in NUMBER_KEYS if name in record), place)
@@ -348,7 +399,9 @@ def _prompt_of(chat: Chat, category: str) -> Prompt:
     if "user" not in roles:
         raise _BadRecordError("no human turn")
     first = roles.index("user")
-    before = [message["content"] for message in chat.messages[:first] if message["role"] == "system"]
+    before = [
+        message["content"] for message in chat.messages[:first] if message["role"] == "system"
+    ]
     return Prompt(chat.id, category, ["\n\n".join([*before, chat.messages[first]["content"]])])
 
 

@@ -1,4 +1,6 @@
-"""What every drafter folder holds, whoever made it: weights, the target's tokenizer files, and the card that says where it comes from."""
+"""What every drafter folder holds, whoever made it: weights, the target's tokenizer files, and the
+card that says where it comes from.
+"""
 
 import json
 import math
@@ -21,15 +23,26 @@ from training.loop import Progress
 from training.run_folder import RunFolder, git_revision, hash_input, versions
 
 CARD = "drafter_card.json"
-_SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_SAFETENSORS_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+}
 
 
 def write_model(
-    model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype, draft_tokens: int | None = None
+    model: Any,
+    tokenizer_folder: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    draft_tokens: int | None = None,
 ) -> None:
-    """Weights (safetensors), configuration, generation settings and the tokenizer files of `tokenizer_folder`, as `copy_tokenizer` copies them.
+    """Weights (safetensors), configuration, generation settings and the tokenizer files of
+    `tokenizer_folder`, as `copy_tokenizer` copies them.
 
-    draft_tokens: pins assisted generation to a constant draft length, as a drafter's folder does. Raises UserError when a write fails.
+    draft_tokens: pins assisted generation to a constant draft length, as a drafter's folder does.
+    Raises UserError when a write fails.
     """
     stored = model.to(dtype)
     stored.config.dtype = dtype
@@ -44,8 +57,12 @@ def write_model(
         raise disk_error(folder, error) from error
 
 
-def write_untrained(model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype, draft_tokens: int) -> None:
-    """What `write_model` writes, with every weight zero in a sparse file, from a model whose tensors are on the meta device."""
+def write_untrained(
+    model: Any, tokenizer_folder: Path, folder: Path, dtype: torch.dtype, draft_tokens: int
+) -> None:
+    """What `write_model` writes, with every weight zero in a sparse file, from a model whose
+    tensors are on the meta device.
+    """
     config = model.config
     config.dtype, config.architectures = dtype, [type(model).__name__]
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -62,12 +79,18 @@ def write_untrained(model: Any, tokenizer_folder: Path, folder: Path, dtype: tor
 
 
 def write_zeros(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype) -> None:
-    """A safetensors file of zeros: the header is written, the rest is a hole that takes no room on the disk."""
+    """A safetensors file of zeros: the header is written, the rest is a hole that takes no room on
+    the disk.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": _SAFETENSORS_NAMES[dtype],
+            "shape": shape,
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -77,7 +100,9 @@ def write_zeros(path: Path, shapes: dict[str, list[int]], dtype: torch.dtype) ->
 
 def _generation_config(config: Any, draft_tokens: int | None) -> GenerationConfig:
     assisted = {} if draft_tokens is None else _assistant_settings(draft_tokens)
-    special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    special = {
+        name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     return GenerationConfig(**special, **assisted)
 
 
@@ -97,9 +122,11 @@ class Origin:
     target: str  # as the configuration names it
     target_folder: Path
     data: dict[str, Any]  # sources, and the tokens that were seen
-    loss: dict[str, Any]  # its settings; {"name": None, "note": what it is instead} where nothing was trained
+    # its settings; {"name": None, "note": what it is instead} where nothing was trained
+    loss: dict[str, Any]
     acceptance: dict[str, Any]  # held-out figures
-    trained: bool = True  # False: a dry run's, of weights that nobody has read or made, so that nothing is hashed
+    # False: a dry run's, of weights that nobody has read or made, so that nothing is hashed
+    trained: bool = True
 
     @classmethod
     def untrained(cls, name: str, target: str, target_folder: Path) -> "Origin":
@@ -116,8 +143,12 @@ class Trains(Protocol):
     held_out: HeldOutConfig
 
 
-def origin_of(config: Trains, name: str, target_folder: Path, progress: Progress, **measured: float) -> Origin:
-    """Of a drafter whose training has ended: the figures of its best checkpoint, and `measured` after them."""
+def origin_of(
+    config: Trains, name: str, target_folder: Path, progress: Progress, **measured: float
+) -> Origin:
+    """Of a drafter whose training has ended: the figures of its best checkpoint, and `measured`
+    after them.
+    """
     figures = {key: value for key, value in progress.best.items() if key != "score"}
     data = {
         "sources": sources(config.data),
@@ -129,7 +160,9 @@ def origin_of(config: Trains, name: str, target_folder: Path, progress: Progress
     return Origin(name, config.target.path, target_folder, data, plain(config)["loss"], acceptance)
 
 
-def close_run(run_folder: RunFolder, inputs: list[Path], origin: Origin, progress: Progress) -> None:
+def close_run(
+    run_folder: RunFolder, inputs: list[Path], origin: Origin, progress: Progress
+) -> None:
     """The manifest of a training that has ended: the card's figures, and what they took."""
     took = {
         "best_step": progress.best_step,
@@ -139,8 +172,12 @@ def close_run(run_folder: RunFolder, inputs: list[Path], origin: Origin, progres
     run_folder.write_manifest(inputs, origin.acceptance | took, finished=True)
 
 
-def write_card(folder: Path, origin: Origin, about: dict[str, Any], readme: Callable[[dict[str, Any]], str]) -> None:
-    """drafter_card.json and README.md, which `readme` makes of the card. about: what is told of this kind of drafter: parameters, shape and more."""
+def write_card(
+    folder: Path, origin: Origin, about: dict[str, Any], readme: Callable[[dict[str, Any]], str]
+) -> None:
+    """drafter_card.json and README.md, which `readme` makes of the card. about: what is told of
+    this kind of drafter: parameters, shape and more.
+    """
     card = {
         "name": origin.name,
         "target": origin.target,
@@ -166,12 +203,14 @@ def training_on_card(card: dict[str, Any]) -> str:
 
 
 def tokenizer_on_card(card: dict[str, Any]) -> str:
-    """A paragraph for a README where the target's tokenizer could not be copied; empty where it is there."""
+    """A paragraph for a README where the target's tokenizer could not be copied; empty where it is
+    there.
+    """
     if card["tokenizer"]:
         return ""
     return (
-        f"**No tokenizer here**: `{card['target']}` had none when this folder was made, so only its weights load. Copy the target's tokenizer files "
-        "into this folder first.\n\n"
+        f"**No tokenizer here**: `{card['target']}` had none when this folder was made, so only "
+        f"its weights load. Copy the target's tokenizer files into this folder first.\n\n"
     )
 
 

@@ -1,4 +1,6 @@
-"""Drafters by what a user calls them: a model folder, a name in conf/drafter, or a mapping with `_target_`; for every job that decodes."""
+"""Drafters by what a user calls them: a model folder, a name in conf/drafter, or a mapping with
+`_target_`; for every job that decodes.
+"""
 
 from __future__ import annotations
 
@@ -38,32 +40,46 @@ CHAIN = "decoding.chain.ChainDrafter"
 CONF = Path(__file__).resolve().parent.parent / "conf" / "drafter"
 
 
-def describe(entries: Sequence[Any], target: TargetConfig, control: bool) -> dict[str, dict[str, Any]]:
-    """Drafter name -> the mapping that Hydra makes it from; the control row comes last unless it is named already.
+def describe(
+    entries: Sequence[Any], target: TargetConfig, control: bool
+) -> dict[str, dict[str, Any]]:
+    """Drafter name -> the mapping that Hydra makes it from; the control row comes last unless it is
+    named already.
 
     Raises UserError for an entry that is none of the three forms, and for two drafters of one name.
     """
     found: dict[str, dict[str, Any]] = {}
-    for entry in [*_told_apart(_expanded(entries)), *([CONTROL] if control and CONTROL not in entries else [])]:
+    for entry in [
+        *_told_apart(_expanded(entries)),
+        *([CONTROL] if control and CONTROL not in entries else []),
+    ]:
         mapping = _mapping(entry, target)
-        name = str(mapping.get("name") or Path(str(mapping.get("folder", mapping["_target_"]))).name)
+        name = str(
+            mapping.get("name") or Path(str(mapping.get("folder", mapping["_target_"]))).name
+        )
         if "name" not in mapping:
-            name += "".join(f"+{mapping[key]}" for key in ("schedule", "stopping", "verify") if key in mapping)
+            name += "".join(
+                f"+{mapping[key]}" for key in ("schedule", "stopping", "verify") if key in mapping
+            )
             name += "+lookup" * ("lookup" in mapping)
         if name in found:
             raise UserError(
-                f"drafters: two entries are called {name!r}. Give one of them another name, as a mapping: "
-                f"drafters=[{{use: {mapping.get('folder', 'NAME')}, name: another}}]."
+                f"drafters: two entries are called {name!r}. Give one of them another name, as a "
+                f"mapping: drafters=[{{use: {mapping.get('folder', 'NAME')}, name: another}}]."
             )
         found[name] = {**mapping, "name": name}
         _check_keys(name, found[name])
     if not found:
-        raise UserError("drafters is empty and so is the control. Name at least one, such as drafters=[runs/mine].")
+        raise UserError(
+            "drafters is empty and so is the control. Name at least one, such as "
+            "drafters=[runs/mine]."
+        )
     return found
 
 
 def _expanded(entries: Sequence[Any]) -> list[Any]:
-    """The entries, a pattern such as `runs/sweep/*/drafter` replaced by the folders that it names, each called as its card says.
+    """The entries, a pattern such as `runs/sweep/*/drafter` replaced by the folders that it names,
+    each called as its card says.
 
     Raises UserError for a pattern that names no folder.
     """
@@ -74,17 +90,25 @@ def _expanded(entries: Sequence[Any]) -> list[Any]:
             continue
         folders = sorted(path for path in glob(entry) if Path(path, "config.json").is_file())
         if not folders:
-            raise UserError(f"drafters: {entry!r} names no folder with a config.json in it (looked in {Path.cwd()}).")
+            raise UserError(
+                f"drafters: {entry!r} names no folder with a config.json in it (looked in "
+                f"{Path.cwd()})."
+            )
         found += [{"use": folder, "name": name_on_card(Path(folder))} for folder in folders]
     return found
 
 
 def _told_apart(entries: Sequence[Any]) -> list[Any]:
-    """The entries, folders that end in the same name (`runs/a/drafter`, `runs/b/drafter`) called as their cards say."""
+    """The entries, folders that end in the same name (`runs/a/drafter`, `runs/b/drafter`) called as
+    their cards say.
+    """
     last = [Path(entry).name for entry in {entry for entry in entries if isinstance(entry, str)}]
     return [
         {"use": entry, "name": name_on_card(resolve(entry))}
-        if isinstance(entry, str) and last.count(Path(entry).name) > 1 and "/" in entry and resolve(entry).is_dir()
+        if isinstance(entry, str)
+        and last.count(Path(entry).name) > 1
+        and "/" in entry
+        and resolve(entry).is_dir()
         else entry
         for entry in entries
     ]
@@ -97,7 +121,8 @@ def name_on_card(folder: Path) -> str:
 
 
 def check_entries(entries: Sequence[Any]) -> None:
-    """Raise UserError for keys that an entry's drafter does not take, and for ways to use it that there are not.
+    """Raise UserError for keys that an entry's drafter does not take, and for ways to use it that
+    there are not.
 
     Nothing is loaded and no model has to be there: a stage of an experiment may yet write it.
     """
@@ -106,14 +131,20 @@ def check_entries(entries: Sequence[Any]) -> None:
             use = str(entry.get("use", ""))
             kinds = [entry["_target_"]] if "_target_" in entry else _possible(use)
             given = {key: value for key, value in entry.items() if key != "use"}
-            _check_keys(str(entry.get("name") or use or kinds[0]), {**given, "_target_": kinds[0]}, kinds[1:])
+            _check_keys(
+                str(entry.get("name") or use or kinds[0]),
+                {**given, "_target_": kinds[0]},
+                kinds[1:],
+            )
             Use(**{key: entry[key] for key in USE if key in entry})
             if entry.get("lookup") is not None:
                 check_lookup_before(imported(str(kinds[0])))
 
 
 def _possible(use: str) -> list[str]:
-    """The classes that may come of `use`: of a folder that a stage has yet to write nobody knows whether it holds a model or a head."""
+    """The classes that may come of `use`: of a folder that a stage has yet to write nobody knows
+    whether it holds a model or a head.
+    """
     if use in _names():
         return [_target(use)]
     if Path(use).exists():
@@ -126,7 +157,8 @@ def _target(name: str) -> str:
 
 
 def _check_keys(name: str, mapping: Mapping[str, Any], others: Sequence[str] = ()) -> None:
-    """Raise UserError for a class that is not there, and for a key that neither it nor the loop takes, with the nearest one.
+    """Raise UserError for a class that is not there, and for a key that neither it nor the loop
+    takes, with the nearest one.
 
     others: classes that it may turn out to be instead.
     """
@@ -143,7 +175,8 @@ def _check_keys(name: str, mapping: Mapping[str, Any], others: Sequence[str] = (
         if key not in known and key != "_target_":
             near = get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
             raise UserError(
-                f"drafters: {name} has the key '{key}', which {kind.__name__} does not take; the nearest is '{near}' (of {', '.join(known)})."
+                f"drafters: {name} has the key '{key}', which {kind.__name__} does not take; the "
+                f"nearest is '{near}' (of {', '.join(known)})."
             )
 
 
@@ -164,18 +197,28 @@ def _arguments(kind: type) -> set[str] | None:
         if "__init__" not in vars(base):
             continue
         parameters = signature(vars(base)["__init__"]).parameters.values()
-        names |= {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+        names |= {
+            one.name
+            for one in parameters
+            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        }
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             return names
-        if base in (RemoteChain, ChainWithLookup):  # what these do not take themselves is their chain drafter's
+        # what these do not take themselves is their chain drafter's
+        if base in (RemoteChain, ChainWithLookup):
             return names | (_arguments(ChainDrafter) or set())
     return None
 
 
 def uses(mappings: dict[str, dict[str, Any]], default: Use) -> dict[str, Use]:
-    """How each drafter is used: as its mapping says, else as all are. The control is always used plainly."""
+    """How each drafter is used: as its mapping says, else as all are. The control is always used
+    plainly.
+    """
     return {
-        name: replace(Use() if name == CONTROL else default, **{key: mapping[key] for key in USE if key in mapping})
+        name: replace(
+            Use() if name == CONTROL else default,
+            **{key: mapping[key] for key in USE if key in mapping},
+        )
         for name, mapping in mappings.items()
     }
 
@@ -188,9 +231,9 @@ def build(
 ) -> dict[str, Any]:
     """Make the drafters, in a worker process where the schedule needs that.
 
-    Those with a model folder must share every token id with the target, a head its sizes and its card's hash (UserError). beside: the
-    target's device -> the one for a drafter that works at the same time; one whose mapping names RemoteChain or another device stays
-    where that says.
+    Those with a model folder must share every token id with the target, a head its sizes and its
+    card's hash (UserError). beside: the target's device -> the one for a drafter that works at the
+    same time; one whose mapping names RemoteChain or another device stays where that says.
     """
     drafters = {}
     for name, mapping in mappings.items():
@@ -205,17 +248,24 @@ def build(
                     made["device"] = beside[made["device"]]
             lookup = uses[name].lookup
             if lookup is not None:
-                made |= {"_target_": "training.drafters.looked_up", "kind": made["_target_"], "min_match": lookup}
+                made |= {
+                    "_target_": "training.drafters.looked_up",
+                    "kind": made["_target_"],
+                    "min_match": lookup,
+                }
             drafters[name] = instantiate(made)
             if uses[name].schedule == ALONE and not isinstance(drafters[name], ChainDrafter):
                 raise UserError(
-                    f"drafters: {name} has schedule={ALONE}, but a {type(drafters[name]).__name__} cannot write a text of its own: "
-                    "give the folder of a model."
+                    f"drafters: {name} has schedule={ALONE}, but a {type(drafters[name]).__name__} "
+                    f"cannot write a text of its own: give the folder of a model."
                 )
         except InstantiationException as error:
-            if isinstance(error.__cause__, UserError):  # Hydra wraps what the drafter itself had to say
+            # Hydra wraps what the drafter itself had to say
+            if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
-            raise UserError(f"drafters: {name} could not be made from {mapping}: {error.__cause__ or error}") from error
+            raise UserError(
+                f"drafters: {name} could not be made from {mapping}: {error.__cause__ or error}"
+            ) from error
     return drafters
 
 
@@ -226,19 +276,23 @@ def looked_up(kind: str, min_match: int, **named: Any) -> Drafter:
 
 
 def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
-    """The mapping of an entry; a drafter with a model folder runs as the target does, but for what its file and the entry say."""
+    """The mapping of an entry; a drafter with a model folder runs as the target does, but for what
+    its file and the entry say.
+    """
     if isinstance(entry, dict) and "_target_" in entry:
         return dict(entry)
     given = dict(entry) if isinstance(entry, dict) else {"use": entry}
     use = given.pop("use", None)
     if not isinstance(use, str):
         raise UserError(
-            f"drafters: {entry!r} is a {type(entry).__name__} without `use` or `_target_`; expected a folder, a name in conf/drafter, "
-            "or a mapping with `use` (one of these) or `_target_` (the class to make, such as decoding.chain.ChainDrafter)."
+            f"drafters: {entry!r} is a {type(entry).__name__} without `use` or `_target_`; "
+            f"expected a folder, a name in conf/drafter, or a mapping with `use` (one of these) or "
+            f"`_target_` (the class to make, such as decoding.chain.ChainDrafter)."
         )
     if not use or given.get("folder") == "":
         raise UserError(
-            f"drafters: {entry!r} names no model. Give draft_model=FOLDER to an experiment whose drafters share one."
+            f"drafters: {entry!r} names no model. Give draft_model=FOLDER to an experiment whose "
+            f"drafters share one."
         )
     file = CONF / f"{use}.yaml"
     if file.is_file():
@@ -251,11 +305,13 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     else:
         near = get_close_matches(use, _names(), n=1)
         raise UserError(
-            f"drafters: {use!r} is neither a folder (looked in {Path.cwd()}) nor one of conf/drafter ({', '.join(_names())})"
+            f"drafters: {use!r} is neither a folder (looked in {Path.cwd()}) nor one of "
+            f"conf/drafter ({', '.join(_names())})"
             + (f"; the nearest is '{near[0]}'." if near else ".")
         )
     if "folder" in mapping:
-        # Beside a native target a drafter of another family runs on the hf backend: None lets it choose.
+        # Beside a native target a drafter of another family runs on the hf backend: None lets it
+        # choose.
         backend = "hf" if target.backend == "hf" else None
         shared = {"backend": backend, "dtype": target.dtype, "device": target.device}
         if target.execution:
@@ -278,7 +334,8 @@ def _written(file: Path) -> DictConfig:
     written = OmegaConf.load(file)
     if not isinstance(written, DictConfig) or "_target_" not in written:
         raise UserError(
-            f"{file}: no _target_. A drafter's file names the class to make, such as decoding.chain.ChainDrafter."
+            f"{file}: no _target_. A drafter's file names the class to make, such as "
+            f"decoding.chain.ChainDrafter."
         )
     return written
 
@@ -287,10 +344,13 @@ def _load(file: Path, given: dict[str, Any]) -> dict[str, Any]:
     """A file of conf/drafter with the given keys in it. Raises UserError for what is missing."""
     written = _written(file)
     try:
-        loaded = OmegaConf.to_container(OmegaConf.merge(written, given), resolve=True, throw_on_missing=True)
+        loaded = OmegaConf.to_container(
+            OmegaConf.merge(written, given), resolve=True, throw_on_missing=True
+        )
     except OmegaConfBaseException as error:
         raise UserError(
-            f"{file}: {str(error).splitlines()[0]}. Give such a drafter as a mapping: {{use: {file.stem}, folder: ...}}."
+            f"{file}: {str(error).splitlines()[0]}. Give such a drafter as a mapping: {{use: "
+            f"{file.stem}, folder: ...}}."
         ) from error
     assert isinstance(loaded, dict), "it was one"
     return {str(key): value for key, value in loaded.items()}

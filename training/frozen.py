@@ -1,7 +1,9 @@
-"""The frozen target of a training job: whole on every rank, or in shares that each rank reads straight from the files.
+"""The frozen target of a training job: whole on every rank, or in shares that each rank reads
+straight from the files.
 
-A target that no card holds whole would not fit the machine's memory several times over either: eight ranks that each read 13.5 GB before
-they cut it are 108 GB. So in shares it starts as shapes alone, and a rank reads its own rows of every weight.
+A target that no card holds whole would not fit the machine's memory several times over either:
+eight ranks that each read 13.5 GB before they cut it are 108 GB. So in shares it starts as shapes
+alone, and a rank reads its own rows of every weight.
 """
 
 from pathlib import Path
@@ -25,7 +27,9 @@ _ROPE = "model.rotary_emb."
 
 
 def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
-    """The causal LM in a model folder, frozen, with packed attention, on this rank's device; in shares where ranks hold weights so."""
+    """The causal LM in a model folder, frozen, with packed attention, on this rank's device; in
+    shares where ranks hold weights so.
+    """
     if not parallel.shards_weights:
         return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
     check_model(folder)
@@ -33,7 +37,9 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
     with torch.device("meta"):
         config = known_config(folder)
         model = freeze(
-            AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False)
+            AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
+            )
         )
     files = {name: file for file in weight_files(folder) for name in _names(file)}
     why = _unlike(model, files)
@@ -42,14 +48,17 @@ def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
             print(f"note: {why}, so every rank reads the whole target before it is cut")
         return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
     parallel.place_frozen(model)
-    if any(name.startswith(_ROPE) for name, _ in model.named_buffers()):  # frequencies, which are in no file
+    # frequencies, which are in no file
+    if any(name.startswith(_ROPE) for name, _ in model.named_buffers()):
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(parallel.device)
     _read(model, files, parallel)
     return model
 
 
 def _unlike(model: Any, files: dict[str, Path]) -> str:
-    """Why the files' tensors cannot be read one by one into the model's own, in words; empty where they can."""
+    """Why the files' tensors cannot be read one by one into the model's own, in words; empty where
+    they can.
+    """
     lacking = sorted({name for name, _ in model.named_parameters()} - files.keys())
     if lacking:
         return f"'{lacking[0]}' is in none of the target's files under this name"
@@ -59,8 +68,12 @@ def _unlike(model: Any, files: dict[str, Path]) -> str:
 
 @torch.no_grad()
 def _read(model: Any, files: dict[str, Path], parallel: Parallel) -> None:
-    """Fill every parameter, or this rank's rows of it. Raises UserError for a tensor of another shape."""
-    tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}
+    """Fill every parameter, or this rank's rows of it. Raises UserError for a tensor of another
+    shape.
+    """
+    tied = (
+        {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}
+    )
     wanted: dict[Path, list[tuple[str, Tensor]]] = {}
     for name, parameter in model.named_parameters():
         source = tied.get(name, name)
@@ -76,7 +89,8 @@ def _read_file(file: Path, parameters: list[tuple[str, Tensor]], parallel: Paral
             rows = opened.get_slice(name)
             if list(rows.get_shape()) != list(parameter.shape):
                 raise UserError(
-                    f"{file}: {name} has shape {rows.get_shape()}, config.json says {list(parameter.shape)}. Copy the folder again"
+                    f"{file}: {name} has shape {rows.get_shape()}, config.json says "
+                    f"{list(parameter.shape)}. Copy the folder again"
                 )
             _fill(parameter, rows, parallel)
 

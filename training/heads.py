@@ -1,7 +1,8 @@
-"""Folders that hold a head on the target's hidden states and no language model: which they are, and whether one belongs to a target.
+"""Folders that hold a head on the target's hidden states and no language model: which they are, and
+whether one belongs to a target.
 
-Published heads have no tokenizer files, and read the target's own embeddings: so sizes are compared, and the hash of the target that a card
-names.
+Published heads have no tokenizer files, and read the target's own embeddings: so sizes are
+compared, and the hash of the target that a card names.
 """
 
 from pathlib import Path
@@ -16,13 +17,16 @@ HEADS = {"recurrent_drafting_drafter": "recurrent"}
 
 
 def head_of(folder: str | Path) -> str:
-    """The file of conf/drafter that drafts with a folder which holds a head; empty for all others."""
+    """The file of conf/drafter that drafts with a folder which holds a head; empty for
+    all others.
+    """
     file = Path(folder) / "config.json"
     return HEADS.get(str(read_json(file).get("model_type")), "") if file.is_file() else ""
 
 
 def check_fits(target_folder: str | Path, head_folder: str | Path) -> None:
-    """Raise UserError for a head whose hidden size or vocabulary differ from the target's, or whose card names another target's hash.
+    """Raise UserError for a head whose hidden size or vocabulary differ from the target's, or whose
+    card names another target's hash.
 
     A head without a card, as any published one, is told by its sizes alone.
     """
@@ -31,7 +35,8 @@ def check_fits(target_folder: str | Path, head_folder: str | Path) -> None:
     for key in ("hidden_size", "vocab_size"):
         if target.get(key) != head.get(key):
             raise UserError(
-                f"{where} {key} is {target.get(key)} in the target and {head.get(key)} in the head. Take the head of this target."
+                f"{where} {key} is {target.get(key)} in the target and {head.get(key)} in the "
+                f"head. Take the head of this target."
             )
     card = Path(head_folder) / CARD
     expected = read_json(card).get("target_hash") if card.is_file() else None
@@ -40,6 +45,7 @@ def check_fits(target_folder: str | Path, head_folder: str | Path) -> None:
     found = hash_input(Path(target_folder))
     if expected != found:
         raise UserError(
-            f"{where} {card} names a target of the hash {expected[:12]}, and this one's is {found[:12]}: its weights, configuration or "
-            "tokenizer are others. Take the target that the head was trained on, or train the head again."
+            f"{where} {card} names a target of the hash {expected[:12]}, and this one's is "
+            f"{found[:12]}: its weights, configuration or tokenizer are others. Take the target "
+            f"that the head was trained on, or train the head again."
         )

@@ -44,8 +44,8 @@ class Stages(Asks, Protocol):
 def check_stages(config: Stages) -> None:
     """Raise UserError for an experiment whose later stages would fail.
 
-    That is for chats or prompts that this target's tokenizer cannot render, and for prompts that are
-    not there.
+    That is for chats or prompts that this target's tokenizer cannot render, and for prompts that
+    are not there.
     """
     if config.dry_run or not target_is_here(config.target):
         return
@@ -53,45 +53,60 @@ def check_stages(config: Stages) -> None:
     template, asked = config.data.template, "data.template"
     if any(one.chats or one.held_out_chats for one in each_data(config.data)):
         template_source(tokenizer, template)
-    choose_rendering(tokenizer, config.held_out.render, template, ("held_out.render", asked), show=False)
+    choose_rendering(
+        tokenizer, config.held_out.render, template, ("held_out.render", asked), show=False
+    )
     if config.benchmark_prompts:
         resolve(config.benchmark_prompts)
-        choose_rendering(tokenizer, config.benchmark_render, template, ("benchmark_render", asked), show=False)
+        choose_rendering(
+            tokenizer, config.benchmark_render, template, ("benchmark_render", asked), show=False
+        )
 
 
 def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sample]:
-    """The target's answers to the held-out prompts as samples whose answer tokens are supervised; prompts that do not fit are left out."""
+    """The target's answers to the held-out prompts as samples whose answer tokens are supervised;
+    prompts that do not fit are left out.
+    """
     chosen = config.held_out
     room = config.data.max_length - chosen.max_new_tokens
     if chosen.prompts.startswith("embedded:") and not config.target.path.startswith("embedded:"):
         print(
-            f"warning: held-out prompts are {chosen.prompts} (Python functions); for your target give held_out.prompts=FILE of its own kind"
+            f"warning: held-out prompts are {chosen.prompts} (Python functions); for your target "
+            f"give held_out.prompts=FILE of its own kind"
         )
     template = config.data.template
-    render = choose_rendering(tokenizer, chosen.render, template, ("held_out.render", "data.template"))
+    render = choose_rendering(
+        tokenizer, chosen.render, template, ("held_out.render", "data.template")
+    )
     prompts: list[list[int]] = []
     too_long = 0
     for prompt in read_prompts(resolve(chosen.prompts)):
         if render == "text":
             ids = render_text(tokenizer, prompt.turns[0])
         else:
-            ids = render_prompt(tokenizer, [{"role": "user", "content": prompt.turns[0]}], template=template)
+            ids = render_prompt(
+                tokenizer, [{"role": "user", "content": prompt.turns[0]}], template=template
+            )
         if len(ids) > room:
             too_long += 1
         elif len(prompts) < chosen.max_prompts:
             prompts.append(ids)
     if not prompts:
         raise UserError(
-            f"no prompt of {chosen.prompts} fits into {room} tokens (data.max_length {config.data.max_length} less held_out.max_new_tokens "
-            f"{chosen.max_new_tokens}): raise data.max_length or lower held_out.max_new_tokens"
+            f"no prompt of {chosen.prompts} fits into {room} tokens (data.max_length "
+            f"{config.data.max_length} less held_out.max_new_tokens {chosen.max_new_tokens}): "
+            f"raise data.max_length or lower held_out.max_new_tokens"
         )
     if too_long:
         print(
-            f"held-out prompts: {too_long} of {chosen.prompts} left out, longer than {room} tokens with room for an answer"
+            f"held-out prompts: {too_long} of {chosen.prompts} left out, longer than {room} tokens "
+            f"with room for an answer"
         )
     target = asked_target(target_folder, config)
     stops = stop_tokens(target_folder, tokenizer)
-    settings = Settings(chosen.max_new_tokens, chosen.temperature, seed=config.seed, stop_token_ids=stops)
+    settings = Settings(
+        chosen.max_new_tokens, chosen.temperature, seed=config.seed, stop_token_ids=stops
+    )
     samples = []
     for start in range(0, len(prompts), ANSWERED_TOGETHER):
         part = prompts[start : start + ANSWERED_TOGETHER]
@@ -103,7 +118,9 @@ def target_answers(target_folder: Path, tokenizer: Any, config: Asks) -> list[Sa
 
 
 def asked_target(folder: Path, config: Asks) -> Target:
-    """The target as it decodes held-out prompts: in its own dtype, where the job's configuration puts it."""
+    """The target as it decodes held-out prompts: in its own dtype, where the job's configuration
+    puts it.
+    """
     return load_target(
         folder,
         backend=config.target.backend,

@@ -1,7 +1,9 @@
-"""`--help` of every job: what it is, how it is called, and each setting with its present value and what it means.
+"""`--help` of every job: what it is, how it is called, and each setting with its present value and
+what it means.
 
-Values are those of the command line that asks, so `+experiment=smoke --help` shows what that experiment sets. The words are the comments
-beside the fields in the code, so there is one place to write them.
+Values are those of the command line that asks, so `+experiment=smoke --help` shows what that
+experiment sets. The words are the comments beside the fields in the code, so there is one place to
+write them.
 """
 
 import ast
@@ -26,7 +28,9 @@ EXPERIMENT = "+experiment="
 
 
 def field_docs(schema: type[Any], prefix: str = "") -> dict[str, str]:
-    """Dotted key -> the comment beside its field, for all fields of a dataclass and of those inside it, in order."""
+    """Dotted key -> the comment beside its field, for all fields of a dataclass and of those inside
+    it, in order.
+    """
     comments = {
         name: text
         for owner in reversed(schema.__mro__)
@@ -50,9 +54,13 @@ def print_help(job: str, schema: type[Any], conf: Path, overrides: list[str]) ->
     about = " ".join((schema.__doc__ or "").split())
     groups = list(_groups(job, schema, conf))
     experiments = "[+experiment=NAME] " if groups[0][0] == EXPERIMENT else ""
-    console.print(f"{about}\n\nUsage: python -m {job} {experiments}[KEY=VALUE ...] [GROUP=NAME ...]", soft_wrap=True)
     console.print(
-        "  -m with several values (KEY=1,2,4) runs one after another; dry_run=true says what a run would cost",
+        f"{about}\n\nUsage: python -m {job} {experiments}[KEY=VALUE ...] [GROUP=NAME ...]",
+        soft_wrap=True,
+    )
+    console.print(
+        "  -m with several values (KEY=1,2,4) runs one after another; dry_run=true says what a run "
+        "would cost",
         soft_wrap=True,
     )
     console.print("\nGroups (conf/):", style="bold")
@@ -64,7 +72,11 @@ def print_help(job: str, schema: type[Any], conf: Path, overrides: list[str]) ->
     keys = Table.grid(padding=(0, 2))
     for key, doc in field_docs(schema).items():
         value = OmegaConf.select(composed, key, throw_on_missing=False)
-        shown = "(to be given)" if value is None and OmegaConf.is_missing(composed, key) else _short(value)
+        shown = (
+            "(to be given)"
+            if value is None and OmegaConf.is_missing(composed, key)
+            else _short(value)
+        )
         keys.add_row(f"  {key}={shown}", doc)
     console.print(keys)
 
@@ -89,7 +101,10 @@ def _groups(job: str, schema: type[Any], conf: Path) -> Iterator[tuple[str, list
         elif folder.name == "drafter" and decodes:  # the others are shapes to train
             yield decodes, [name for name, text in texts.items() if "_target_" in text]
         elif folder.name in fields:
-            yield f"{folder.name}=", [name for name, text in texts.items() if "_target_" not in text]
+            yield (
+                f"{folder.name}=",
+                [name for name, text in texts.items() if "_target_" not in text],
+            )
 
 
 def _short(value: Any) -> str:
@@ -102,10 +117,16 @@ def _short(value: Any) -> str:
 
 
 def _comments(owner: type[Any]) -> dict[str, str]:
-    """Field name -> the comment on the line that ends its definition, or where there is none the lines of comment above it."""
+    """Field name -> the comment on the line that ends its definition, or where there is none the
+    lines of comment above it.
+    """
     source = textwrap.dedent(inspect.getsource(owner))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    by_line = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    by_line = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokens
+        if token.type == tokenize.COMMENT
+    }
     definition = ast.parse(source).body[0]
     assert isinstance(definition, ast.ClassDef)
     found: dict[str, str] = {}
@@ -113,7 +134,9 @@ def _comments(owner: type[Any]) -> dict[str, str]:
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             first = node.lineno
-            while node.end_lineno not in by_line and first - 1 in by_line and first - 1 not in taken:
+            while (
+                node.end_lineno not in by_line and first - 1 in by_line and first - 1 not in taken
+            ):
                 first -= 1
             above = " ".join(by_line[line] for line in range(first, node.lineno))
             found[node.target.id] = by_line.get(node.end_lineno or 0, above)

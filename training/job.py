@@ -1,7 +1,9 @@
-"""How every job starts: Hydra composes, the result is typed and checked, and the job's function runs on it.
+"""How every job starts: Hydra composes, the result is typed and checked, and the job's function
+runs on it.
 
-A single run happens in this process. The members of a sweep (`-m`) and the stages of an experiment are fresh processes, each on a saved
-config.yaml, so that one cannot disturb another and every one can be run again by hand.
+A single run happens in this process. The members of a sweep (`-m`) and the stages of an experiment
+are fresh processes, each on a saved config.yaml, so that one cannot disturb another and every one
+can be run again by hand.
 """
 
 import dataclasses
@@ -46,13 +48,19 @@ _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def job_main(
-    job: str, schema: type[Config], function: Callable[[Config], Any], check: Callable[[Config], None] | None = None
+    job: str,
+    schema: type[Config],
+    function: Callable[[Config], Any],
+    check: Callable[[Config], None] | None = None,
 ) -> None:
-    """Entry of `python -m <job>`: Hydra overrides on the command line, or `--config-file config.yaml`.
+    """Entry of `python -m <job>`: Hydra overrides on the command line, or
+    `--config-file config.yaml`.
 
-    check: raises UserError for a configuration that the job cannot run; it is asked before the stages of an experiment, which may take hours.
+    check: raises UserError for a configuration that the job cannot run; it is asked before the
+    stages of an experiment, which may take hours.
 
-    A UserError is printed without a traceback and ends the process with status 2; a signal with 130.
+    A UserError is printed without a traceback and ends the process with status 2; a signal with
+    130.
     """
     # A rank that waits for another one in native code would not see SIGTERM as an exception.
     with interrupting(by_sigterm=not ranks.is_rank()):
@@ -60,7 +68,10 @@ def job_main(
 
 
 def _command(
-    job: str, schema: type[Config], function: Callable[[Config], Any], check: Callable[[Config], None] | None
+    job: str,
+    schema: type[Config],
+    function: Callable[[Config], Any],
+    check: Callable[[Config], None] | None,
 ) -> None:
     given = ranks.take_local_rank(sys.argv[1:])
     # Hydra takes -m only before or after all overrides; anywhere is what people type.
@@ -87,13 +98,19 @@ def _command(
         else:
             single.append(composed)
 
-    started = hydra.main(version_base="1.3", config_path=str(CONF), config_name=job.replace(".", "_"))(task)
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it finds wrong, instead of printing it with advice
+    started = hydra.main(
+        version_base="1.3", config_path=str(CONF), config_name=job.replace(".", "_")
+    )(task)
+    # Hydra raises what it finds wrong, instead of printing it with advice
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     _composing(started)
     if single:  # outside of Hydra, whose frames would stand around every traceback
         run_typed(single[0], job, schema, function, check)
     if failed:
-        sys.exit(f"error: {len(failed)} of the sweep's members failed: {'; '.join(failed)}. Run the same command again")
+        sys.exit(
+            f"error: {len(failed)} of the sweep's members failed: {'; '.join(failed)}. Run the "
+            f"same command again"
+        )
 
 
 def _composing(action: Callable[[], Any]) -> Any:
@@ -105,12 +122,16 @@ def _composing(action: Callable[[], Any]) -> Any:
 
 
 def register(job: str, schema: type[Any]) -> None:
-    """Give Hydra the schema's fields with their defaults, so that each can be overridden and `--help` shows all.
+    """Give Hydra the schema's fields with their defaults, so that each can be overridden and
+    `--help` shows all.
 
-    They are stored as plain values: `typed` checks keys and types, and names the nearest key, after all files are merged.
+    They are stored as plain values: `typed` checks keys and types, and names the nearest key, after
+    all files are merged.
     """
     fields = OmegaConf.to_container(OmegaConf.structured(schema))
-    ConfigStore.instance().store(name=f"{job.replace('.', '_')}_defaults", node=OmegaConf.create(fields))
+    ConfigStore.instance().store(
+        name=f"{job.replace('.', '_')}_defaults", node=OmegaConf.create(fields)
+    )
 
 
 def run_typed(
@@ -120,7 +141,9 @@ def run_typed(
     function: Callable[[Config], Any],
     check: Callable[[Config], None] | None = None,
 ) -> Any:
-    """Check a composed configuration and run the job, or the stages it lists; `check` is asked before those."""
+    """Check a composed configuration and run the job, or the stages it lists; `check` is asked
+    before those.
+    """
     config = typed(composed, schema)
     check_given(composed)
     if config.job != job:
@@ -149,9 +172,8 @@ def run_typed(
 def prepare_process(config: JobConfig) -> None:
     """Malloc settings and thread count before the first tensor; no progress bars but our own."""
     keep_memory()
-    if (
-        shutil.which("nvidia-smi") is None
-    ):  # else DeepSpeed, where it is installed, says at every start that it found no card
+    # else DeepSpeed, where it is installed, says at every start that it found no card
+    if shutil.which("nvidia-smi") is None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     from transformers.utils import logging
@@ -164,7 +186,9 @@ def prepare_process(config: JobConfig) -> None:
 
 
 def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
-    """Find what is no override, unknown keys and the wrong job before Hydra does, whose own message names neither place nor nearest key."""
+    """Find what is no override, unknown keys and the wrong job before Hydra does, whose own message
+    names neither place nor nearest key.
+    """
     check_syntax(arguments)
     keys = valid_keys(schema)
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
@@ -184,7 +208,9 @@ def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
 
 
 def _check_key(key: str, choices: list[str], schema: type[Any]) -> None:
-    """Raise UserError for a key that is neither a field nor lies inside one that takes any entry, or an entry of its kind."""
+    """Raise UserError for a key that is neither a field nor lies inside one that takes any entry,
+    or an entry of its kind.
+    """
     for name, kind in open_fields(schema).items():
         entry = key.removeprefix(f"{name}.").partition(".")[0] if key.startswith(f"{name}.") else ""
         if entry and dataclasses.is_dataclass(kind):
@@ -199,11 +225,15 @@ def _check_key(key: str, choices: list[str], schema: type[Any]) -> None:
 def _check_slurm() -> None:
     """Raise UserError where the members of a sweep cannot become Slurm jobs."""
     if importlib.util.find_spec("submitit") is None:
-        raise UserError("hydra/launcher=slurm needs Hydra's submitit launcher: pip install 'shallow-draft[slurm]'")
+        raise UserError(
+            "hydra/launcher=slurm needs Hydra's submitit launcher: pip install "
+            "'shallow-draft[slurm]'"
+        )
     if shutil.which("srun") is None:
         raise UserError(
-            "hydra/launcher=slurm hands every member to Slurm, but srun is not on the PATH here. Run the same command on a node of the "
-            "cluster, or leave hydra/launcher out: the members then run here, one after another"
+            "hydra/launcher=slurm hands every member to Slurm, but srun is not on the PATH here. "
+            "Run the same command on a node of the cluster, or leave hydra/launcher out: the "
+            "members then run here, one after another"
         )
 
 
@@ -224,12 +254,15 @@ def _check_experiment(name: str, job: str) -> None:
 def wrong_job(experiment: str, right: str, called: str) -> UserError:
     """The error of an experiment that was called with another job than its own."""
     return UserError(
-        f"experiment '{experiment}' belongs to {right}, not to {called}; run: python -m {right} +experiment={experiment}"
+        f"experiment '{experiment}' belongs to {right}, not to {called}; run: python -m {right} "
+        f"+experiment={experiment}"
     )
 
 
 class Sweep:
-    """The members that this process has run; where it is one rank of several, all run every member together."""
+    """The members that this process has run; where it is one rank of several, all run every member
+    together.
+    """
 
     def __init__(self) -> None:
         self.members = 0
@@ -247,18 +280,25 @@ class Sweep:
         return status
 
 
-def _run_member(composed: DictConfig, job: str, schema: type[Config], arguments: list[str], sweep: Sweep) -> list[str]:
+def _run_member(
+    composed: DictConfig, job: str, schema: type[Config], arguments: list[str], sweep: Sweep
+) -> list[str]:
     """One member of a sweep: its own folder, named by the overrides that vary, and its own process.
 
-    Returns what went wrong, so that the other members still run; a signal ends the whole sweep. Where another launcher than Hydra's own
-    (submitit) runs members, nobody reads this process's memory, and what went wrong is a UserError.
+    Returns what went wrong, so that the other members still run; a signal ends the whole sweep.
+    Where another launcher than Hydra's own (submitit) runs members, nobody reads this process's
+    memory, and what went wrong is a UserError.
     """
     varying = {
         override.key_or_group
         for override in OverridesParser.create().parse_overrides(_overrides(arguments))
         if override.is_sweep_override()
     }
-    mine = [text for text in HydraConfig.get().overrides.task if text.lstrip("+").split("=")[0] in varying]
+    mine = [
+        text
+        for text in HydraConfig.get().overrides.task
+        if text.lstrip("+").split("=")[0] in varying
+    ]
     name = ",".join(text.lstrip("+") for text in mine) or "member"
     plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     # Hydra's own record of a sweep; every member has its config.yaml.
@@ -289,5 +329,8 @@ def _guarded(action: Callable[[], Any]) -> Any:
     except KeyboardInterrupt as stop:
         # Outside the training loop there is no step to finish: what is on the disk is whole.
         by = " (SIGTERM)" if isinstance(stop, Terminated) else ""
-        print(f"interrupted: what was finished is kept. Run the same command to go on{by}", file=sys.stderr)
+        print(
+            f"interrupted: what was finished is kept. Run the same command to go on{by}",
+            file=sys.stderr,
+        )
         sys.exit(INTERRUPTED)

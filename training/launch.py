@@ -1,7 +1,8 @@
 """Child processes of a job: its ranks, the stages of an experiment, the members of a sweep.
 
-Children run in sessions of their own, so that Ctrl-C on a terminal reaches them once, through us: they save a checkpoint and end, and
-we wait for them. A worker that dies ends the job: the others are stopped and the error names the rank.
+Children run in sessions of their own, so that Ctrl-C on a terminal reaches them once, through us:
+they save a checkpoint and end, and we wait for them. A worker that dies ends the job: the others
+are stopped and the error names the rank.
 """
 
 import os
@@ -26,7 +27,9 @@ _GRACE_SECONDS = 30.0
 
 
 class Children:
-    """Processes that are started, signalled and awaited together: `with Children() as children: children.start(...)`."""
+    """Processes that are started, signalled and awaited together:
+    `with Children() as children: children.start(...)`.
+    """
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -34,7 +37,10 @@ class Children:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Children":
-        self._before = {number: signal.signal(number, self._hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {
+            number: signal.signal(number, self._hand_on)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -44,11 +50,15 @@ class Children:
 
     def start(self, command: list[str], environment: dict[str, str] | None = None) -> None:
         """Start one more child; environment None: ours."""
-        started = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=held_descriptors())
+        started = subprocess.Popen(
+            command, env=environment, start_new_session=True, pass_fds=held_descriptors()
+        )
         self.processes.append(started)
 
     def wait(self) -> list[int | None]:
-        """Wait until all have ended or, unless a signal came, one has failed. Returns exit statuses, None for those still running."""
+        """Wait until all have ended or, unless a signal came, one has failed. Returns exit
+        statuses, None for those still running.
+        """
         while True:
             states = [process.poll() for process in self.processes]
             if all(state is not None for state in states):
@@ -77,7 +87,9 @@ class Children:
 
 
 def run_child(command: list[str], what: str, environment: dict[str, str] | None = None) -> int:
-    """Run one command to its end; environment None: ours. Returns its exit status; raises Interrupted when a signal stopped it."""
+    """Run one command to its end; environment None: ours. Returns its exit status; raises
+    Interrupted when a signal stopped it.
+    """
     with Children() as children:
         children.start(command, environment)
         status = children.wait()[0]
@@ -101,19 +113,23 @@ def processes_wanted(config: ParallelConfig) -> int:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         if config.processes and here and config.processes != here:
             raise UserError(
-                f"parallel.processes is {config.processes}, but this process was started as one of {here} ranks on its machine: leave it at 0"
+                f"parallel.processes is {config.processes}, but this process was started as one of "
+                f"{here} ranks on its machine: leave it at 0"
             )
         ranks.check_kind(config.kind, ranks.world_size())
         return ranks.world_size()
     if config.kind == "single":
         if config.processes > 1:
             raise UserError(
-                f"parallel.processes is {config.processes} with parallel=single; use parallel=ddp, zero1, zero2, zero3 or fsdp"
+                f"parallel.processes is {config.processes} with parallel=single; use parallel=ddp, "
+                f"zero1, zero2, zero3 or fsdp"
             )
         return 1
     processes = config.processes or cuda.cards()
     if processes == 0:
-        raise UserError(f"parallel={config.kind} on a machine without a GPU needs parallel.processes=N")
+        raise UserError(
+            f"parallel={config.kind} on a machine without a GPU needs parallel.processes=N"
+        )
     ranks.check_kind(config.kind, processes)
     return processes
 
@@ -121,7 +137,8 @@ def processes_wanted(config: ParallelConfig) -> int:
 def launch(job: str, config_file: Path, processes: int) -> None:
     """Run `python -m <job> --config-file <config_file>` in `processes` ranks and wait.
 
-    Raises UserError naming the first rank that failed, and Interrupted when a signal stopped the ranks.
+    Raises UserError naming the first rank that failed, and Interrupted when a signal stopped the
+    ranks.
     """
     port = _free_port()
     threads = max(1, (os.cpu_count() or 1) // processes)
@@ -140,17 +157,23 @@ def launch(job: str, config_file: Path, processes: int) -> None:
                 "MASTER_ADDR": "127.0.0.1",
             }
             environment.setdefault("OMP_NUM_THREADS", str(threads))
-            children.start([sys.executable, "-m", job, "--config-file", str(config_file)], environment)
+            children.start(
+                [sys.executable, "-m", job, "--config-file", str(config_file)], environment
+            )
         states = children.wait()
     failed = [rank for rank, state in enumerate(states) if state not in (None, 0)]
     if failed and (children.signalled or states[failed[0]] == INTERRUPTED):
-        raise Interrupted(f"the {processes} ranks were stopped by a signal. Run the same command to go on")
+        raise Interrupted(
+            f"the {processes} ranks were stopped by a signal. Run the same command to go on"
+        )
     if failed:
-        # A rank that a signal ended takes the others' connections with it, so it is the one to name.
+        # A rank that a signal ended takes the others' connections with it, so it is the one to
+        # name.
         first = min(failed, key=lambda rank: (states[rank] or 0) > 0)
         raise UserError(
-            f"rank {first} of {processes} {_end(states[first] or 0)}; the other ranks were stopped. "
-            "Its last words stand above; run the same command to resume from the last checkpoint"
+            f"rank {first} of {processes} {_end(states[first] or 0)}; the other ranks were "
+            f"stopped. Its last words stand above; run the same command to resume from the last "
+            f"checkpoint"
         )
 
 

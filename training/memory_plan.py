@@ -1,11 +1,14 @@
-"""Bytes that one rank needs for training, by kind of parallelism: arithmetic alone, for `dry_run=true` and for choosing `parallel=`.
+"""Bytes that one rank needs for training, by kind of parallelism: arithmetic alone, for
+`dry_run=true` and for choosing `parallel=`.
 
-Rajbhandari et al. 2020 (ZeRO, section 3.1) count 16 bytes a parameter for Adam in mixed precision: 2 for the weight, 2 for its gradient,
-12 for the optimizer (float32 master and two moments). Their stages cut the 12, then the gradient, then the weight over the ranks. Here a
-bfloat16 weight's gradient is added up in float32 (4 bytes more), so that accumulation loses nothing. In float32 the weight is its own
-master, except with DeepSpeed, which keeps one anyway.
+Rajbhandari et al. 2020 (ZeRO, section 3.1) count 16 bytes a parameter for Adam in mixed precision:
+2 for the weight, 2 for its gradient, 12 for the optimizer (float32 master and two moments). Their
+stages cut the 12, then the gradient, then the weight over the ranks. Here a bfloat16 weight's
+gradient is added up in float32 (4 bytes more), so that accumulation loses nothing. In float32 the
+weight is its own master, except with DeepSpeed, which keeps one anyway.
 
-Left out: the CUDA context and libraries (about 0.5 to 1 GB a card) and what the allocator cannot use.
+Left out: the CUDA context and libraries (about 0.5 to 1 GB a card) and what the allocator cannot
+use.
 """
 
 from collections.abc import Mapping
@@ -36,11 +39,14 @@ def bytes_per_rank(
     trained_outside_layers: int = 0,
     frozen_outside_layers: int = 0,
 ) -> dict[str, float]:
-    """`weights`, `gradients`, `optimizer`, `frozen` (the target) and `buffers` in bytes on one rank, and their sum as `total`.
+    """`weights`, `gradients`, `optimizer`, `frozen` (the target) and `buffers` in bytes on one
+    rank, and their sum as `total`.
 
-    dtype: float32, or bfloat16 with float32 masters. trained_outside_layers: of the trained parameters, those that zero3 and fsdp hold whole
-    from a step's forward to its backward (embedding, lm_head); frozen_outside_layers: of the target, those that stay whole on every rank
-    (lm_head). One decoder layer that is whole while it runs is not counted. Raises UserError for unknown kinds and dtypes.
+    dtype: float32, or bfloat16 with float32 masters. trained_outside_layers: of the trained
+    parameters, those that zero3 and fsdp hold whole from a step's forward to its backward
+    (embedding, lm_head); frozen_outside_layers: of the target, those that stay whole on every rank
+    (lm_head). One decoder layer that is whole while it runs is not counted. Raises UserError for
+    unknown kinds and dtypes.
     """
     if kind not in KINDS:
         raise UserError(f"parallel.kind is '{kind}'; expected one of {', '.join(KINDS)}")
@@ -57,19 +63,23 @@ def bytes_per_rank(
     plan = {
         "weights": trained_parameters * width / weight_ranks,
         "gradients": trained_parameters * (gradient / gradient_ranks + widened),
-        "optimizer": trained_parameters * (_MOMENTS + (_MASTER if mixed or stage else 0)) / state_ranks,
+        "optimizer": trained_parameters
+        * (_MOMENTS + (_MASTER if mixed or stage else 0))
+        / state_ranks,
         "frozen": frozen_parameters * width / weight_ranks,
         "buffers": float(min(BUCKET, trained_parameters) * width * 2 if stage else 0),
     }
     if weight_ranks > 1:
         others = 1 - 1 / weight_ranks
         plan["frozen"] += frozen_outside_layers * width * others
-        plan["buffers"] += trained_outside_layers * width * 2 * others  # and their gradients, before they are cut
+        # and their gradients, before they are cut
+        plan["buffers"] += trained_outside_layers * width * 2 * others
     return plan | {"total": sum(plan.values())}
 
 
 def answering_bytes(target: Any, config: Asks) -> dict[str, float]:
-    """Bytes that one card of rank 0 needs while the target answers the held-out prompts (training/held_out.py).
+    """Bytes that one card of rank 0 needs while the target answers the held-out prompts
+    (training/held_out.py).
 
     `second copy`: decoding loads the target again, whole, in target.dtype, or its share where
     target.parallel spreads it over cards. `keys and values up to`: of the prompts that are answered
@@ -78,7 +88,9 @@ def answering_bytes(target: Any, config: Asks) -> dict[str, float]:
     asked, width = config.target, dtype_of(config.target.dtype).itemsize
     sharing = (asked.processes or cuda.cards() or 1) if asked.parallel != "none" else 1
     rows, widths = min(ANSWERED_TOGETHER, config.held_out.max_prompts), target_widths(target)
-    of_token = 2 * target.num_hidden_layers * widths["num_key_value_heads"] * widths["head_dim"] * width
+    of_token = (
+        2 * target.num_hidden_layers * widths["num_key_value_heads"] * widths["head_dim"] * width
+    )
     whole = {
         "second copy": parameter_counts(target)["all"] * width,
         "keys and values up to": rows * config.data.max_length * of_token,
@@ -89,7 +101,10 @@ def answering_bytes(target: Any, config: Asks) -> dict[str, float]:
 def answering_line(held: Mapping[str, float]) -> str:
     """The dry run's line of that moment; held: bytes by part."""
     told = ", ".join(f"{name} {size(count)}" for name, count in held.items())
-    return f"memory of rank 0 while the target answers the held-out prompts: {size(sum(held.values()))} ({told})"
+    return (
+        f"memory of rank 0 while the target answers the held-out prompts: "
+        f"{size(sum(held.values()))} ({told})"
+    )
 
 
 @dataclass(frozen=True)
@@ -104,19 +119,32 @@ class Shape:
     vocabulary: int
 
 
-def activation_bytes(shape: Shape, tokens: int, dtype: str, checkpointing: bool = False) -> dict[str, float]:
-    """Bytes that autograd keeps for the backward pass of `tokens` packed tokens (loop.micro_batch_tokens): `layers` and `loss`.
+def activation_bytes(
+    shape: Shape, tokens: int, dtype: str, checkpointing: bool = False
+) -> dict[str, float]:
+    """Bytes that autograd keeps for the backward pass of `tokens` packed tokens
+    (loop.micro_batch_tokens): `layers` and `loss`.
 
-    Counted from the operations of Hugging Face's LLaMA, as Korthikanti et al. 2022 (section 4.1) count GPT's; attention is the fused kernel,
-    which keeps no scores. A layer keeps for each of its two norms the float32 input, the normed value and its product with the weight; for
-    attention q, k and v (repeated over a group's heads), the mix, and its contiguous copy; for the MLP gate, up, silu(gate) and their product.
-    checkpointing: every layer keeps its input alone, and one layer is whole while its backward runs. `loss`: logits of one chunk and what
-    is made of them, and the lm_head's gradient in float32 and as it is handed on. Estimates: a test holds the layers' to 10 %.
+    Counted from the operations of Hugging Face's LLaMA, as Korthikanti et al. 2022 (section 4.1)
+    count GPT's; attention is the fused kernel, which keeps no scores. A layer keeps for each of its
+    two norms the float32 input, the normed value and its product with the weight; for attention q,
+    k and v (repeated over a group's heads), the mix, and its contiguous copy; for the MLP gate, up,
+    silu(gate) and their product.
+    checkpointing: every layer keeps its input alone, and one layer is whole while its backward
+    runs. `loss`: logits of one chunk and what is made of them, and the lm_head's gradient in
+    float32 and as it is handed on. Estimates: a test holds the layers' to 10 %.
     """
     width = _WIDTHS[dtype]
     heads = shape.heads * shape.head_dim
     norms = 2 * (4 + 2 * width) * shape.hidden
     layer = tokens * (norms + width * (5 * heads + 4 * shape.intermediate))
-    kept = shape.layers * tokens * width * shape.hidden + layer if checkpointing else shape.layers * layer
+    kept = (
+        shape.layers * tokens * width * shape.hidden + layer
+        if checkpointing
+        else shape.layers * layer
+    )
     logits = min(CHUNK, tokens) * shape.vocabulary * 4 * 6
-    return {"layers": float(kept), "loss": float(logits + shape.vocabulary * shape.hidden * (4 + width))}
+    return {
+        "layers": float(kept),
+        "loss": float(logits + shape.vocabulary * shape.hidden * (4 + width)),
+    }

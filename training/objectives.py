@@ -1,4 +1,5 @@
-"""What is trained: a language model on its text, or a student on its teacher. Both return sums, never means.
+"""What is trained: a language model on its text, or a student on its teacher. Both return sums,
+never means.
 
 Shapes: R rows, T tokens, N supervised tokens, H and G widths of student and teacher.
 """
@@ -17,7 +18,9 @@ from training.packing import Batch
 
 
 def hidden_states(model: Any, batch: Batch) -> Tensor:
-    """Hidden states after the final norm [R, T, H] of a Hugging Face causal LM built with packed attention."""
+    """Hidden states after the final norm [R, T, H] of a Hugging Face causal LM built with packed
+    attention.
+    """
     bias = document_mask(batch.documents_RT, model.dtype)
     return model.model(
         batch.ids_RT, position_ids=batch.positions_RT, attention_bias=bias, use_cache=False
@@ -45,11 +48,14 @@ class LanguageModelling(Constant):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum of -log q in nats, number of right argmaxes [1]) over supervised tokens."""
         hidden_NH = batch.at_supervised(hidden_states(self.model, batch))
-        return chunked_cross_entropy(hidden_NH, self.model.lm_head.weight, batch.at_supervised(batch.next_RT))
+        return chunked_cross_entropy(
+            hidden_NH, self.model.lm_head.weight, batch.at_supervised(batch.next_RT)
+        )
 
 
 class Frozen:
-    """A model that an objective reads and does not own: no submodule, so in no optimizer, gradient exchange or checkpoint.
+    """A model that an objective reads and does not own: no submodule, so in no optimizer, gradient
+    exchange or checkpoint.
 
     A copy of the objective, as ranks that cut it make, reads the same model.
     """
@@ -67,9 +73,15 @@ class Distillation(Constant):
     metric_names = ("acceptance",)
 
     def __init__(
-        self, student: Any, teacher: Any, temperature: float = 1.0, states: "TeacherStates | None" = None
+        self,
+        student: Any,
+        teacher: Any,
+        temperature: float = 1.0,
+        states: "TeacherStates | None" = None,
     ) -> None:
-        """states: the teacher's, where they are remembered, over several students too; None reads each batch with the teacher."""
+        """states: the teacher's, where they are remembered, over several students too; None reads
+        each batch with the teacher.
+        """
         super().__init__()
         self.student = student
         self._teacher = Frozen(teacher)
@@ -94,11 +106,13 @@ class Distillation(Constant):
 
 
 class TeacherStates:
-    """The frozen teacher's hidden states at supervised positions, remembered row by row up to a number of bytes.
+    """The frozen teacher's hidden states at supervised positions, remembered row by row up to a
+    number of bytes.
 
-    Rows are packed once and come again every epoch, and with every student of the same samples; a small student's step is then mostly the
-    teacher's forward, which memory saves. With memory, the teacher reads one row a forward, so that a row's states do not hang on its
-    neighbours and a resumed run equals a straight one bit for bit.
+    Rows are packed once and come again every epoch, and with every student of the same samples; a
+    small student's step is then mostly the teacher's forward, which memory saves. With memory, the
+    teacher reads one row a forward, so that a row's states do not hang on its neighbours and a
+    resumed run equals a straight one bit for bit.
     """
 
     def __init__(self, teacher: Any, limit_bytes: int) -> None:

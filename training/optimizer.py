@@ -1,7 +1,8 @@
 """torch's AdamW on float32 master weights, and the learning-rate schedule.
 
-Weights may be bfloat16: then the optimizer owns float32 copies, gradients are added to them in float32 (so accumulation loses nothing)
-and the rounded result is written back after every step. For float32 weights the copies are the weights themselves.
+Weights may be bfloat16: then the optimizer owns float32 copies, gradients are added to them in
+float32 (so accumulation loses nothing) and the rounded result is written back after every step. For
+float32 weights the copies are the weights themselves.
 """
 
 import math
@@ -51,7 +52,9 @@ class Optimizer(Protocol):
 def parameter_groups(
     named: Iterable[tuple[str, Tensor]], config: OptimizerConfig, rates: Mapping[str, Rate]
 ) -> list[dict[str, Any]]:
-    """torch's parameter groups: matrices are decayed, vectors and parameters with a rate of their own are not."""
+    """torch's parameter groups: matrices are decayed, vectors and parameters with a rate of their
+    own are not.
+    """
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, parameter in named:
         kind = rates.get(name, PLAIN)
@@ -64,12 +67,22 @@ def parameter_groups(
 
 
 class MasterAdamW:
-    """AdamW (torch.optim.AdamW) over float32 masters of the trainable parameters of `model`, which may be FSDP's shares."""
+    """AdamW (torch.optim.AdamW) over float32 masters of the trainable parameters of `model`, which
+    may be FSDP's shares.
+    """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, rates: Mapping[str, Rate] | None = None) -> None:
-        """rates: of the parameters, by name, that move otherwise than the rest; they are never decayed."""
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, rates: Mapping[str, Rate] | None = None
+    ) -> None:
+        """rates: of the parameters, by name, that move otherwise than the rest; they are never
+        decayed.
+        """
         self.config = config
-        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        named = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.masters = [
@@ -77,11 +90,16 @@ class MasterAdamW:
             for p in self.parameters
         ]
         groups = parameter_groups(zip(self.names, self.masters, strict=True), config, rates or {})
-        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True
+        )
 
     @property
     def has_copies(self) -> bool:
-        return any(master is not parameter for master, parameter in zip(self.masters, self.parameters, strict=True))
+        return any(
+            master is not parameter
+            for master, parameter in zip(self.masters, self.parameters, strict=True)
+        )
 
     def collect(self) -> None:
         """Move the gradients of one backward pass to the masters, adding to what is there."""
@@ -115,13 +133,19 @@ class MasterAdamW:
         return whole(nn.utils.get_total_norm(gradients))
 
     def clip(self, norm: Tensor | None = None) -> Tensor:
-        """Clip the global gradient norm; norm: the one to clip by, where more than these gradients make it up. Returns it as it was before."""
+        """Clip the global gradient norm; norm: the one to clip by, where more than these gradients
+        make it up. Returns it as it was before.
+        """
         norm = self.norm() if norm is None else norm
-        nn.utils.clip_grads_with_norm_(self.masters, self.config.clip if self.config.clip > 0 else math.inf, norm)
+        nn.utils.clip_grads_with_norm_(
+            self.masters, self.config.clip if self.config.clip > 0 else math.inf, norm
+        )
         return norm
 
     def state(self, keep: bool = True) -> dict[str, Tensor]:
-        """Everything the next step depends on, whole, as named tensors. All ranks ask; those without `keep` get nothing."""
+        """Everything the next step depends on, whole, as named tensors. All ranks ask; those
+        without `keep` get nothing.
+        """
         tensors: dict[str, Tensor] = {}
         for name, master in zip(self.names, self.masters, strict=True):
             parts = {"master": master.detach(), **self.optimizer.state.get(master, {})}
@@ -147,13 +171,19 @@ class MasterAdamW:
 
 
 class WithApart:
-    """An optimizer of weights that ranks hold in shares, and one of the few parameters that every rank keeps whole, at rates of their own.
+    """An optimizer of weights that ranks hold in shares, and one of the few parameters that every
+    rank keeps whole, at rates of their own.
 
-    The gradients of the latter are added over ranks here; the norm that both are clipped by is of all gradients together.
+    The gradients of the latter are added over ranks here; the norm that both are clipped by is of
+    all gradients together.
     """
 
-    def __init__(self, shared: Optimizer, apart: MasterAdamW, add: Callable[[Tensor], Tensor], ranks: int) -> None:
-        """add: the sum over ranks, of whose losses each is `ranks` times its share (training.parallel)."""
+    def __init__(
+        self, shared: Optimizer, apart: MasterAdamW, add: Callable[[Tensor], Tensor], ranks: int
+    ) -> None:
+        """add: the sum over ranks, of whose losses each is `ranks` times its share
+        (training.parallel).
+        """
         self.shared, self.apart = shared, apart
         self._add, self._ranks = add, ranks
 
@@ -166,10 +196,16 @@ class WithApart:
         self.apart.collect()
 
     def norm(self) -> Tensor:
-        return (self.shared.norm().double().square() + self.apart.norm().double().square()).sqrt().float()
+        return (
+            (self.shared.norm().double().square() + self.apart.norm().double().square())
+            .sqrt()
+            .float()
+        )
 
     def clip(self, norm: Tensor | None = None) -> Tensor:
-        """Add what is whole over the ranks, then clip both alike. Returns the norm of all gradients as it was before."""
+        """Add what is whole over the ranks, then clip both alike. Returns the norm of all gradients
+        as it was before.
+        """
         for master in self.apart.masters:
             mine = torch.zeros_like(master) if master.grad is None else master.grad
             master.grad = self._add(mine) / self._ranks
@@ -191,10 +227,12 @@ class WithApart:
 
 
 def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:
-    """Of step `step` (from 0): linear to lr over `warmup_steps`, then over what is left of the run a cosine to lr x final_lr.
+    """Of step `step` (from 0): linear to lr over `warmup_steps`, then over what is left of the run
+    a cosine to lr x final_lr.
 
-    progress: how much of what is left lies behind, 0 to 1. The cosine starts where the warm-up ends, as in the published recipes' schedulers
-    (Composer's for Sheared-LLaMA, Hugging Face's for ReDrafter). A run that is shorter than its warm-up ends on the way up.
+    progress: how much of what is left lies behind, 0 to 1. The cosine starts where the warm-up
+    ends, as in the published recipes' schedulers (Composer's for Sheared-LLaMA, Hugging Face's for
+    ReDrafter). A run that is shorter than its warm-up ends on the way up.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

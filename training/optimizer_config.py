@@ -1,4 +1,6 @@
-"""What the optimizer goes by. It stands by itself, so that a training step can be had without the packages that compose configurations."""
+"""What the optimizer goes by. It stands by itself, so that a training step can be had without the
+packages that compose configurations.
+"""
 
 from dataclasses import dataclass, field
 

@@ -1,7 +1,8 @@
 """Best-fit packing of documents into rows of one length, and the batches that a step sees.
 
-Padding is the largest waste in drafter training: chats differ tenfold in length. Packed rows waste only what no document fits into, and
-attention stays inside a document (training/attention.py), so that packed and separate documents give equal losses and gradients.
+Padding is the largest waste in drafter training: chats differ tenfold in length. Packed rows waste
+only what no document fits into, and attention stays inside a document (training/attention.py), so
+that packed and separate documents give equal losses and gradients.
 
 Shapes: R rows, T tokens a row, N supervised tokens.
 """
@@ -22,7 +23,9 @@ from decoding.errors import UserError
 
 @dataclass
 class Sample:
-    """One document or chat: its token ids, and which of them are supervised (predicted by the token before)."""
+    """One document or chat: its token ids, and which of them are supervised (predicted by the token
+    before).
+    """
 
     ids: np.ndarray  # int32 [length]
     mask: np.ndarray  # bool [length]; position 0 is never supervised, as nothing precedes it
@@ -36,7 +39,8 @@ class HostRows:
     positions_RT: np.ndarray  # int64, position inside the document
     documents_RT: np.ndarray  # int64, number of the document in its row from 1; 0 where none lies
     next_RT: np.ndarray  # int64, the token at t + 1 (0 where not supervised)
-    supervised_RT: np.ndarray  # bool at t: the token at t + 1 is supervised and of the same document
+    # bool at t: the token at t + 1 is supervised and of the same document
+    supervised_RT: np.ndarray
 
     @property
     def places_N(self) -> np.ndarray:
@@ -68,19 +72,25 @@ class _Sent:
 class Batch:
     """Packed rows on a device.
 
-    They are made on the host, whose copy stays, and travel when they are first asked for, in one copy that nobody waits for. Indices that are
-    made of them on the host travel along (`send`).
+    They are made on the host, whose copy stays, and travel when they are first asked for, in one
+    copy that nobody waits for. Indices that are made of them on the host travel along (`send`).
     """
 
     def __init__(
-        self, host: HostRows, rows: list[tuple[int, ...]], device: torch.device, there: _Sent | None = None
+        self,
+        host: HostRows,
+        rows: list[tuple[int, ...]],
+        device: torch.device,
+        there: _Sent | None = None,
     ) -> None:
         """rows: the samples in each row. there: what is on the device already."""
         self.host, self.rows, self.device = host, rows, device
         self._sent = there
 
     def send(self, *indices: np.ndarray) -> list[Tensor]:
-        """Indices on the device, int64, in the rows' own copy where these have not travelled yet."""
+        """Indices on the device, int64, in the rows' own copy where these have not
+        travelled yet.
+        """
         if self._sent is not None:
             return cuda.sent_together(indices, self.device)
         host = self.host
@@ -106,15 +116,26 @@ class Batch:
         return self._there().next_RT
 
     def at_supervised(self, values_RTx: Tensor) -> Tensor:
-        """The values [N, ...] of those [R, T, ...] where the next token is supervised; a mask as the index would wait for the device."""
+        """The values [N, ...] of those [R, T, ...] where the next token is supervised; a mask as
+        the index would wait for the device.
+        """
         return values_RTx.flatten(0, 1)[self._there().places_N]
 
     def row(self, index: int) -> "Batch":
         """One row as a batch of its own."""
         one, host, whole = slice(index, index + 1), self.host.row(index), self._there()
         before = int(self.host.supervised_RT[:index].sum())
-        places_N = whole.places_N[before : before + int(host.supervised_RT.sum())] - index * host.ids_RT.shape[1]
-        there = _Sent(whole.ids_RT[one], whole.positions_RT[one], whole.documents_RT[one], whole.next_RT[one], places_N)
+        places_N = (
+            whole.places_N[before : before + int(host.supervised_RT.sum())]
+            - index * host.ids_RT.shape[1]
+        )
+        there = _Sent(
+            whole.ids_RT[one],
+            whole.positions_RT[one],
+            whole.documents_RT[one],
+            whole.next_RT[one],
+            places_N,
+        )
         return Batch(host, self.rows[one], self.device, there)
 
     @property
@@ -144,7 +165,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         length = lengths[index]
         if length > capacity:
             raise UserError(
-                f"sample {index} has {length} tokens, a packed row holds {capacity}: raise data.max_length or split it first"
+                f"sample {index} has {length} tokens, a packed row holds {capacity}: raise "
+                f"data.max_length or split it first"
             )
         at = bisect.bisect_left(free, (length, -1))
         if at == len(free):
@@ -160,7 +182,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def split_documents(ids: Sequence[int], max_length: int) -> list[Sample]:
-    """A plain document as samples of at most `max_length` tokens, all supervised; neighbours share one token so that none is lost."""
+    """A plain document as samples of at most `max_length` tokens, all supervised; neighbours share
+    one token so that none is lost.
+    """
     array = np.asarray(ids, dtype=np.int32)
     samples = []
     for start in range(0, max(len(array) - 1, 1), max_length - 1):
@@ -172,7 +196,10 @@ def split_documents(ids: Sequence[int], max_length: int) -> list[Sample]:
 
 
 def collate(
-    samples: Sequence[Sample], rows: Sequence[Sequence[int]], capacity: int, device: str | torch.device = "cpu"
+    samples: Sequence[Sample],
+    rows: Sequence[Sequence[int]],
+    capacity: int,
+    device: str | torch.device = "cpu",
 ) -> Batch:
     """The rows as a batch for the device."""
     shape = (len(rows), capacity)
@@ -191,11 +218,14 @@ def collate(
             start = end
 
     keys = [tuple(row) for row in rows]
-    return Batch(HostRows(ids, positions, documents, following, supervised), keys, torch.device(device))
+    return Batch(
+        HostRows(ids, positions, documents, following, supervised), keys, torch.device(device)
+    )
 
 
 class PackedData:
-    """All samples of a job, packed once an epoch; a step's rows are a pure function of (seed, step).
+    """All samples of a job, packed once an epoch; a step's rows are a pure function of (seed,
+    step).
 
     Nothing is remembered between steps, so resuming needs only the number of the step.
     """
@@ -219,7 +249,8 @@ class PackedData:
         self.supervised = int(sum(int(sample.mask.sum()) for sample in samples))
         if self.supervised == 0:
             raise UserError(
-                f"zero supervised tokens in {len(samples)} samples: look at the chat template and data.train_on (no answer is left to learn from)"
+                f"zero supervised tokens in {len(samples)} samples: look at the chat template and "
+                f"data.train_on (no answer is left to learn from)"
             )
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
@@ -230,7 +261,9 @@ class PackedData:
 
     @property
     def ended(self) -> str:
-        """Why no further step can be served, in words; empty while one can. Here always: epochs follow each other."""
+        """Why no further step can be served, in words; empty while one can. Here always: epochs
+        follow each other.
+        """
         return ""
 
     @property
@@ -238,15 +271,22 @@ class PackedData:
         return len(self.rows) / self.rows_per_step
 
     def step_rows(self, step: int) -> list[list[int]]:
-        """The rows of optimizer step `step` (from 0), over all ranks; epochs follow each other without a gap."""
+        """The rows of optimizer step `step` (from 0), over all ranks; epochs follow each other
+        without a gap.
+        """
         first = step * self.rows_per_step
         return [self.row(position) for position in range(first, first + self.rows_per_step)]
 
     def row(self, position: int) -> list[int]:
-        """The row at `position` of the endless order, which goes through all rows in every epoch."""
+        """The row at `position` of the endless order, which goes through all rows in
+        every epoch.
+        """
         epoch, offset = divmod(position, len(self.rows))
         if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)))
+            self._order = (
+                epoch,
+                np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)),
+            )
         return self.rows[int(self._order[1][offset])]
 
     def state(self) -> dict[str, Any]:
@@ -257,18 +297,24 @@ class PackedData:
         """Inverse of `state`."""
 
     def look(self, figures: dict[str, float]) -> dict[str, float]:
-        """Learn from the held-out figures of an evaluation; returns what to log of it. Here every sample counts the same."""
+        """Learn from the held-out figures of an evaluation; returns what to log of it. Here every
+        sample counts the same.
+        """
         return {}
 
     def supervised_in(self, rows: Sequence[Sequence[int]]) -> int:
-        """Supervised tokens in `rows`: the global divisor of a step's loss, known to every rank without a message."""
+        """Supervised tokens in `rows`: the global divisor of a step's loss, known to every rank
+        without a message.
+        """
         return int(sum(int(self.samples[index].mask[1:].sum()) for row in rows for index in row))
 
 
 def micro_batches(
     rows: Sequence[Sequence[int]], rank: int, world_size: int, rows_per_micro_batch: int
 ) -> Iterator[list[Sequence[int]]]:
-    """This rank's share of a step's rows, cut into forwards; every rank gets the same number of forwards."""
+    """This rank's share of a step's rows, cut into forwards; every rank gets the same number of
+    forwards.
+    """
     mine = list(rows[rank::world_size])
     most = math.ceil(len(rows) / world_size)
     forwards = math.ceil(most / rows_per_micro_batch)

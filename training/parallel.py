@@ -1,8 +1,9 @@
 """One class between the loop and the processes: one process, DDP, ZeRO and FSDP behave the same.
 
-On accelerate for one process, DDP and DeepSpeed's ZeRO (training/zero.py); on torch's `fully_shard` for FSDP (training/sharding.py). The
-global count of supervised tokens divides loss and gradient (the loop divides, ranks add): every kind averages gradients over ranks, so
-every rank's share is multiplied by the number of ranks before the backward pass.
+On accelerate for one process, DDP and DeepSpeed's ZeRO (training/zero.py); on torch's `fully_shard`
+for FSDP (training/sharding.py). The global count of supervised tokens divides loss and gradient
+(the loop divides, ranks add): every kind averages gradients over ranks, so every rank's share is
+multiplied by the number of ranks before the backward pass.
 """
 
 import contextlib
@@ -27,7 +28,9 @@ LAST_MOMENT = 0.1  # seconds; see Parallel.close
 
 
 class Parallel:
-    """Where this process stands among the workers of a job, and the few operations that need the others."""
+    """Where this process stands among the workers of a job, and the few operations that need the
+    others.
+    """
 
     def __init__(self, config: ParallelConfig, device: str = "auto") -> None:
         self.kind = config.kind
@@ -40,7 +43,8 @@ class Parallel:
         self.device = self.accelerator.device
         if self.accelerator.num_processes != self.world_size:
             raise UserError(
-                f"the workers disagree: WORLD_SIZE is {self.world_size}, accelerate sees {self.accelerator.num_processes} processes"
+                f"the workers disagree: WORLD_SIZE is {self.world_size}, accelerate sees "
+                f"{self.accelerator.num_processes} processes"
             )
         self._inner: nn.Module | None = None
         self._shell: sharding.Shell | None = None
@@ -53,10 +57,14 @@ class Parallel:
         backend = "gloo" if use_cpu else "nccl"
         group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds), backend=backend)
         if not self.stage:
-            gradients = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # else they are there twice
+            # else they are there twice
+            gradients = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
             return Accelerator(cpu=use_cpu, kwargs_handlers=[group, gradients])
-        # cpu=True would make accelerate forget DeepSpeed; it takes the CPU by itself where there is no card.
-        accelerator = Accelerator(deepspeed_plugin=zero.plugin(self.stage, use_cpu), kwargs_handlers=[group])
+        # cpu=True would make accelerate forget DeepSpeed; it takes the CPU by itself where there is
+        # no card.
+        accelerator = Accelerator(
+            deepspeed_plugin=zero.plugin(self.stage, use_cpu), kwargs_handlers=[group]
+        )
         zero.forget_transformers()
         return accelerator
 
@@ -65,7 +73,10 @@ class Parallel:
         if ":" not in device:
             return
         if self.world_size > 1:
-            raise UserError(f"target.device is '{device}', but every rank has a card of its own: use cuda or auto")
+            raise UserError(
+                f"target.device is '{device}', but every rank has a card of its own: use cuda or "
+                f"auto"
+            )
         cuda.use(torch.device(device))
 
     @property
@@ -79,14 +90,18 @@ class Parallel:
 
     @property
     def shards_weights(self) -> bool:
-        """True where ranks hold weights in shares, so that every forward is a message among all of them."""
+        """True where ranks hold weights in shares, so that every forward is a message among all of
+        them.
+        """
         return self.kind in ranks.SHARDED_WEIGHTS
 
     def place_frozen(self, model: Any) -> Any:
-        """Move a frozen model to the device: in shares under zero3 and fsdp, else a whole one on every rank. Returns it.
+        """Move a frozen model to the device: in shares under zero3 and fsdp, else a whole one on
+        every rank. Returns it.
 
-        Shares are `fully_shard`'s under zero3 too, as DeepSpeed cuts only what its engine trains. Ranks must then run the model equally
-        often. One on the meta device gets memory for its shares, to be filled (training.frozen).
+        Shares are `fully_shard`'s under zero3 too, as DeepSpeed cuts only what its engine trains.
+        Ranks must then run the model equally often. One on the meta device gets memory for its
+        shares, to be filled (training.frozen).
         """
         if self.shards_weights:
             sharding.shard_frozen(model, self._mesh())
@@ -95,12 +110,18 @@ class Parallel:
         return model
 
     def prepare(
-        self, module: nn.Module, trained: nn.Module, config: OptimizerConfig, rates: Mapping[str, Rate]
+        self,
+        module: nn.Module,
+        trained: nn.Module,
+        config: OptimizerConfig,
+        rates: Mapping[str, Rate],
     ) -> tuple[nn.Module, Optimizer]:
-        """(the objective to call in the loop, its optimizer). `trained` is the part of `module` that is saved; see `whole`.
+        """(the objective to call in the loop, its optimizer). `trained` is the part of `module`
+        that is saved; see `whole`.
 
-        rates: of the parameters that move otherwise than the rest. Where ranks cut what is trained, the children of `trained` that they
-        lie in stay whole on every rank: they are few, bounded between steps, and read outside of any forward of their own.
+        rates: of the parameters that move otherwise than the rest. Where ranks cut what is trained,
+        the children of `trained` that they lie in stay whole on every rank: they are few, bounded
+        between steps, and read outside of any forward of their own.
         """
         module.to(self.device)
         if not self.cuts:
@@ -121,7 +142,9 @@ class Parallel:
             wrapped, optimizer = self._inner, MasterAdamW(live, config)
         if apart:
             whole = nn.ModuleDict({name: trained.get_submodule(name) for name in sorted(apart)})
-            optimizer = WithApart(optimizer, MasterAdamW(whole, config, rates), self.sum, self.world_size)
+            optimizer = WithApart(
+                optimizer, MasterAdamW(whole, config, rates), self.sum, self.world_size
+            )
         return wrapped, optimizer
 
     @property
@@ -131,7 +154,8 @@ class Parallel:
 
     @contextlib.contextmanager
     def whole(self, for_good: bool = False) -> Iterator[None]:
-        """Inside, the caller's model holds the present weights, whole, on every rank; all ranks enter together.
+        """Inside, the caller's model holds the present weights, whole, on every rank; all ranks
+        enter together.
 
         Under ZeRO and FSDP it is empty outside, except after `for_good`, which ends the training.
         """
@@ -147,7 +171,9 @@ class Parallel:
 
     @contextlib.contextmanager
     def exchange(self, module: Any, last: bool) -> Iterator[None]:
-        """DDP and ZeRO-1 send gradients only in the last backward pass of a step; shares of gradients leave no other choice."""
+        """DDP and ZeRO-1 send gradients only in the last backward pass of a step; shares of
+        gradients leave no other choice.
+        """
         if self.stage:
             module.set_gradient_accumulation_boundary(last)
         keeps = self.kind == "ddp" and not last
@@ -179,7 +205,9 @@ class Parallel:
         """Rank 0's number on every rank, in one small message."""
         if self.world_size == 1:
             return number
-        mine = torch.tensor(number if self.is_main else 0.0, dtype=torch.float64, device=self.device)
+        mine = torch.tensor(
+            number if self.is_main else 0.0, dtype=torch.float64, device=self.device
+        )
         return float(self.sum(mine))
 
     def broadcast(self, value: Any) -> Any:
@@ -198,8 +226,9 @@ class Parallel:
         """Leave the group; nothing is sent after it."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-            # FSDP and ZeRO keep the group's threads alive beyond this. One that lets go of the last message's tensors only when the interpreter
-            # is ending asks for Python's lock in vain and aborts the process: so they get a moment in which this thread does not hold it.
+            # FSDP and ZeRO keep the group's threads alive beyond this. One that lets go of the last
+            # message's tensors only when the interpreter is ending asks for Python's lock in vain
+            # and aborts the process: so they get a moment in which this thread does not hold it.
             time.sleep(LAST_MOMENT)
 
     def _mesh(self) -> Any:

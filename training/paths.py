@@ -1,4 +1,6 @@
-"""Things by name: `embedded:NAME` is a file or folder of assets/, `package.module.name` an object."""
+"""Things by name: `embedded:NAME` is a file or folder of assets/, `package.module.name`
+an object.
+"""
 
 import importlib
 from pathlib import Path
@@ -17,16 +19,22 @@ _NAMES = {
 
 
 def resolve(name: str) -> Path:
-    """A path as written, or the file behind `embedded:NAME`. Raises UserError for an unknown NAME or a path that is not there."""
+    """A path as written, or the file behind `embedded:NAME`. Raises UserError for an unknown NAME
+    or a path that is not there.
+    """
     if name.startswith("embedded:"):
         inner = name.removeprefix("embedded:")
         if inner not in _NAMES:
-            raise UserError(f"'{name}' is unknown; embedded are: {', '.join('embedded:' + key for key in _NAMES)}")
+            raise UserError(
+                f"'{name}' is unknown; embedded are: "
+                f"{', '.join('embedded:' + key for key in _NAMES)}"
+            )
         return _NAMES[inner]
     path = Path(name).expanduser()
     if not exists(path):
         raise UserError(
-            f"{path} does not exist (working folder: {Path.cwd()}); give a file or folder, or embedded:NAME"
+            f"{path} does not exist (working folder: {Path.cwd()}); give a file or folder, or "
+            f"embedded:NAME"
         )
     return path
 

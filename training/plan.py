@@ -9,7 +9,9 @@ from training.packing import PackedData
 
 
 def bounds_of(loop: LoopConfig, data: PackedData) -> Bounds:
-    """The bounds of a configuration; a number that is 0 is none, and with none at all the run is one pass over the data."""
+    """The bounds of a configuration; a number that is 0 is none, and with none at all the run is
+    one pass over the data.
+    """
     steps = float(loop.max_steps or math.inf)
     if epochs := passes(loop):
         steps = min(steps, max(1, math.ceil(epochs * data.steps_per_epoch)))
@@ -31,12 +33,18 @@ class Plan:
     words: str
 
 
-def plan_tokens(loop: LoopConfig, flops_a_token: float, tflops: float, pass_tokens: int = 0) -> Plan:
-    """The tokens of a run at an assumed pace. pass_tokens: of one pass over the data; 0: not known."""
+def plan_tokens(
+    loop: LoopConfig, flops_a_token: float, tflops: float, pass_tokens: int = 0
+) -> Plan:
+    """The tokens of a run at an assumed pace. pass_tokens: of one pass over the data;
+    0: not known.
+    """
     words = [f"at most {loop.max_seconds:g} s"] if loop.max_seconds else []
     by_steps, by_passes = loop.max_steps * loop.tokens_per_step, int(passes(loop) * pass_tokens)
     by_seconds = int(loop.max_seconds * tflops * 1e12 / flops_a_token)
-    tokens = min((count for count in (by_steps, by_passes, loop.max_tokens, by_seconds) if count), default=0)
+    tokens = min(
+        (count for count in (by_steps, by_passes, loop.max_tokens, by_seconds) if count), default=0
+    )
     if passes(loop) and not pass_tokens:
         words.append(f"{'at most ' if tokens else ''}{passes(loop):g} epochs")
     if tokens:
@@ -46,7 +54,9 @@ def plan_tokens(loop: LoopConfig, flops_a_token: float, tflops: float, pass_toke
 
 
 def describe_plan(loop: LoopConfig, data: PackedData) -> str:
-    """The run in words, before its first step: `at most 240 s, 2,000 steps of 4,096 tokens, 6.1 epochs`."""
+    """The run in words, before its first step:
+    `at most 240 s, 2,000 steps of 4,096 tokens, 6.1 epochs`.
+    """
     bounds, row_tokens = bounds_of(loop, data), data.rows_per_step * data.capacity
     words = [f"at most {loop.max_seconds:g} s"] if bounds.has_seconds else []
     steps, about = bounds.steps, ""
@@ -57,5 +67,9 @@ def describe_plan(loop: LoopConfig, data: PackedData) -> str:
     if steps == math.inf:
         return f"{words[0]}, in steps of {row_tokens:,} tokens"
     return ", ".join(
-        [*words, f"{about}{steps:,.0f} steps of {row_tokens:,} tokens, {steps / data.steps_per_epoch:.2f} epochs"]
+        [
+            *words,
+            f"{about}{steps:,.0f} steps of {row_tokens:,} tokens, "
+            f"{steps / data.steps_per_epoch:.2f} epochs",
+        ]
     )

@@ -6,14 +6,24 @@ from collections import deque
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 _PLAIN_EVERY_SECONDS = 15.0
-_WINDOW_SECONDS = 30.0  # the rate and the time left come from the last so many seconds, as they do in the live bar
+# the rate and the time left come from the last so many seconds, as they do in the live bar
+_WINDOW_SECONDS = 30.0
 
 
 class ProgressBar:
-    """`with ProgressBar("distil", total) as bar: bar.update(done, "loss 1.23")`; total: None where it is not known yet."""
+    """`with ProgressBar("distil", total) as bar: bar.update(done, "loss 1.23")`; total: None where
+    it is not known yet.
+    """
 
     def __init__(self, title: str, total: int | None, start: int = 0, show: bool = True) -> None:
         self.title, self.total, self.show = title, total, show
@@ -36,12 +46,17 @@ class ProgressBar:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._progress.stop()
 
     def update(self, done: int, note: str = "", total: int | None = None) -> None:
-        """done: units finished so far; note: text shown next to the bar; total: how many there will be by now, where that has changed."""
+        """done: units finished so far; note: text shown next to the bar; total: how many there will
+        be by now, where that has changed.
+        """
         self.total = self.total if total is None else total
         self._progress.update(self._task, completed=done, note=note, total=self.total)
         now = time.monotonic()

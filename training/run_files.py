@@ -1,6 +1,8 @@
-"""Files of a run folder read back: what is damaged is named with its remedy, and ends in no traceback.
+"""Files of a run folder read back: what is damaged is named with its remedy, and ends in no
+traceback.
 
-A line of a journal ends in the CRC-32 of what stands before it, so that a flipped bit is found. Lines without one, of earlier versions, are read.
+A line of a journal ends in the CRC-32 of what stands before it, so that a flipped bit is found.
+Lines without one, of earlier versions, are read.
 """
 
 import json
@@ -42,7 +44,9 @@ def json_kind(value: Any) -> str:
 
 
 def read_object(path: Path, remedy: str, make: Callable[[dict[str, Any]], Made]) -> Made:
-    """What `make` gives for the JSON object in a file. Raises UserError, with the remedy, for anything else."""
+    """What `make` gives for the JSON object in a file. Raises UserError, with the remedy, for
+    anything else.
+    """
     try:
         content = path.read_bytes()
         if not content.strip():
@@ -53,19 +57,25 @@ def read_object(path: Path, remedy: str, make: Callable[[dict[str, Any]], Made])
 
 
 def damaged(path: Path, error: Exception, remedy: str, content: bytes | None = None) -> UserError:
-    """The error for a file that does not hold what was written to it. content: what it holds, where it could be read."""
+    """The error for a file that does not hold what was written to it. content: what it holds, where
+    it could be read.
+    """
     why = reason_of(error, content)
     return UserError(f"{path} is damaged: {why[:200]}. {remedy}")
 
 
 def reason_of(error: Exception, content: bytes | None) -> str:
-    """Return why a content is none that was written. What Python says of wrong kinds of values is of no use to people."""
+    """Return why a content is none that was written. What Python says of wrong kinds of values is
+    of no use to people.
+    """
     if isinstance(error, RecursionError):
         return "values nested too deeply"
     if isinstance(error, KeyError):
         return f"{error} is missing"
     if content is not None and isinstance(error, TypeError | AttributeError):
-        return f"found {content[:_SHOWN]!r}, expected the keys and kinds of values that were written"
+        return (
+            f"found {content[:_SHOWN]!r}, expected the keys and kinds of values that were written"
+        )
     return " ".join(str(error).split())
 
 
@@ -88,7 +98,9 @@ def line_of(record: Mapping[str, Any]) -> bytes:
 
 
 def record_of(line: bytes) -> dict[str, Any]:
-    """The record in a line. Raises DamagedLineError for one that is no JSON object, or whose checksum does not match."""
+    """The record in a line. Raises DamagedLineError for one that is no JSON object, or whose
+    checksum does not match.
+    """
     line = line.strip()
     found = _CHECKSUM.search(line)
     if found:
@@ -108,7 +120,8 @@ class Lines(Generic[Made]):
     records: list[Made]
     content: bytes  # of their lines
     wrong: list[str]  # what is the matter with every other line that ends ("line 3: ...")
-    torn: int  # bytes of a last line that does not end: of a killed run, or of one that is writing it
+    # bytes of a last line that does not end: of a killed run, or of one that is writing it
+    torn: int
 
     def report(self, path: Path, again: str) -> None:
         """Print which whole lines are left out. again: what becomes of their records."""

@@ -1,8 +1,9 @@
 """One run folder, one command: a lock file that names its owner, and goes when the owner ends.
 
-The owner holds the file's `flock` as long as it lives, and so do the ranks and stages that it starts. The kernel drops that lock with the last
-of them, so a file that SIGKILL left behind is taken over. What the file says decides where locks do not reach from host to host (some network
-file systems) or do not exist: an owner on another host is never judged dead.
+The owner holds the file's `flock` as long as it lives, and so do the ranks and stages that it
+starts. The kernel drops that lock with the last of them, so a file that SIGKILL left behind is
+taken over. What the file says decides where locks do not reach from host to host (some network file
+systems) or do not exist: an owner on another host is never judged dead.
 """
 
 import errno
@@ -51,19 +52,23 @@ _locks: "weakref.WeakValueDictionary[Path, RunLock]" = weakref.WeakValueDictiona
 def hold(folder: Path) -> RunLock | None:
     """Make a run folder and lock it; what a run that was killed left half written there is deleted.
 
-    None on other ranks than the first, and where what started this process (a launcher, an experiment) holds the folder for it. Raises
-    UserError for a folder that cannot be, and naming process, host and time where another command works in it.
+    None on other ranks than the first, and where what started this process (a launcher, an
+    experiment) holds the folder for it. Raises UserError for a folder that cannot be, and naming
+    process, host and time where another command works in it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise UserError(
-            f"output_dir={folder} is no folder: {error.filename} is a file. Give another output_dir="
+            f"output_dir={folder} is no folder: {error.filename} is a file. Give another "
+            f"output_dir="
         ) from error
     except OSError as error:  # such as a name too long, or a folder that may not be written
         name = str(folder)
         shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
-        raise UserError(f"output_dir={shown} cannot be made: {error.strerror}. Give another output_dir=") from error
+        raise UserError(
+            f"output_dir={shown} cannot be made: {error.strerror}. Give another output_dir="
+        ) from error
     folder = folder.resolve()
     if ranks.rank() > 0 or str(folder) in _held():
         return _locks.get(folder)
@@ -82,18 +87,26 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def remove_partials(root: Path) -> None:
-    """Delete what is half written in a run folder; folders of other runs inside of it are left alone."""
+    """Delete what is half written in a run folder; folders of other runs inside of it are left
+    alone.
+    """
     for folder, inner, files in os.walk(root):
         for name in [name for name in inner if name.endswith(_PARTIAL)]:
             shutil.rmtree(Path(folder, name))
         for name in files:
             if name.endswith(_PARTIAL):
                 Path(folder, name).unlink()
-        inner[:] = [name for name in inner if not name.endswith(_PARTIAL) and not Path(folder, name, CONFIG).exists()]
+        inner[:] = [
+            name
+            for name in inner
+            if not name.endswith(_PARTIAL) and not Path(folder, name, CONFIG).exists()
+        ]
 
 
 def held_descriptors() -> list[int]:
-    """Open files that a child process inherits, so that the folders stay locked as long as it runs."""
+    """Open files that a child process inherits, so that the folders stay locked as long
+    as it runs.
+    """
     return [lock.descriptor for lock in _locks.values()]
 
 
@@ -107,7 +120,9 @@ def _taken(path: Path) -> int:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise UserError(f"output_dir={path.parent} cannot be written: {error}. Give another output_dir=") from error
+            raise UserError(
+                f"output_dir={path.parent} cannot be written: {error}. Give another output_dir="
+            ) from error
         try:
             free = _flock(descriptor)
             owner = _owner(descriptor)
@@ -154,7 +169,9 @@ def _owner(descriptor: int) -> dict[str, Any]:
 
 
 def _may_live(owner: dict[str, Any]) -> bool:
-    """Whether the owner runs. A process of another host may; a number that another process has now does not count."""
+    """Whether the owner runs. A process of another host may; a number that another process has now
+    does not count.
+    """
     if not owner:
         return False
     if owner.get("host") != socket.gethostname():
@@ -164,34 +181,44 @@ def _may_live(owner: dict[str, Any]) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process of this host began, as the system counts it; empty where there is no such process."""
+    """When a process of this host began, as the system counts it; empty where there is no such
+    process.
+    """
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:
-            fields = stat.read_text().rpartition(")")[2].split()  # behind the name, which may hold blanks
+            # behind the name, which may hold blanks
+            fields = stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             return ""
         return "" if fields[0] == "Z" else fields[19]
-    return subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True
+    ).stdout.strip()
 
 
 def _in_use(path: Path, owner: dict[str, Any]) -> UserError:
     if not owner:
         return UserError(
-            f"{path.parent} is in use by a process that is just starting. Wait for it, or give another output_dir="
+            f"{path.parent} is in use by a process that is just starting. Wait for it, or give "
+            f"another output_dir="
         )
     host, pid = owner.get("host"), owner["pid"]
     who = f"process {pid} on {host}, since {owner.get('since')} ({owner.get('command')})"
     if host != socket.gethostname():
         return UserError(
-            f"{path.parent} is in use by {who}. Wait until it ends, or give another output_dir=. Whether it still runs cannot be seen from this "
-            f"host: if it does not, delete {path} and run again"
+            f"{path.parent} is in use by {who}. Wait until it ends, or give another output_dir=. "
+            f"Whether it still runs cannot be seen from this host: if it does not, delete {path} "
+            f"and run again"
         )
     if not _may_live(owner):
         return UserError(
-            f"{path.parent} is in use: {who} has ended, but a process that it started still runs. End that one, or wait for it"
+            f"{path.parent} is in use: {who} has ended, but a process that it started still runs. "
+            f"End that one, or wait for it"
         )
-    return UserError(f"{path.parent} is in use by {who}. Wait until it ends, or give another output_dir=")
+    return UserError(
+        f"{path.parent} is in use by {who}. Wait until it ends, or give another output_dir="
+    )
 
 
 def _release(path: Path, descriptor: int, pid: int) -> None:

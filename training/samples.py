@@ -35,16 +35,30 @@ class Account:
         """One line for the terminal."""
         lost = "; ".join(f"{count:,} dropped: {reason}" for reason, count in self.dropped.items())
         share = 100 * self.supervised / max(1, self.tokens)
-        text = f"{what}: {self.used:,} of {self.read:,} used, {self.tokens:,} tokens, {share:.0f} % supervised"
-        return text + (f"; {self.truncated:,} truncated" if self.truncated else "") + (f"; {lost}" if lost else "")
+        text = (
+            f"{what}: {self.used:,} of {self.read:,} used, {self.tokens:,} tokens, {share:.0f} "
+            f"% supervised"
+        )
+        return (
+            text
+            + (f"; {self.truncated:,} truncated" if self.truncated else "")
+            + (f"; {lost}" if lost else "")
+        )
 
 
 def chat_samples(
-    tokenizer: Any, chats: Sequence[Chat], template: str, max_length: int, train_on: str, max_bad: float = MAX_BAD
+    tokenizer: Any,
+    chats: Sequence[Chat],
+    template: str,
+    max_length: int,
+    train_on: str,
+    max_bad: float = MAX_BAD,
 ) -> tuple[list[Sample], Account]:
-    """Rendered chats, cut at `max_length` tokens; a chat whose answers lie beyond the cut is dropped and counted.
+    """Rendered chats, cut at `max_length` tokens; a chat whose answers lie beyond the cut is
+    dropped and counted.
 
-    train_on: `answers` or `all`. Raises UserError when the template refuses more than the share `max_bad` of the chats.
+    train_on: `answers` or `all`. Raises UserError when the template refuses more than the share
+    `max_bad` of the chats.
     """
     if train_on not in ("answers", "all"):
         raise UserError(f"data.train_on is '{train_on}'; expected answers or all")
@@ -56,7 +70,9 @@ def chat_samples(
     for chat in rendered:
         ids = np.asarray(chat.ids[:max_length], dtype=np.int32)
         everything = np.ones(len(ids), dtype=bool)
-        mask = np.asarray(chat.mask[:max_length], dtype=bool) if train_on == "answers" else everything
+        mask = (
+            np.asarray(chat.mask[:max_length], dtype=bool) if train_on == "answers" else everything
+        )
         mask[:1] = False
         if not mask.any():
             account.drop(f"no supervised token within {max_length} tokens")
@@ -66,8 +82,12 @@ def chat_samples(
     return samples, account
 
 
-def text_samples(tokenizer: Any, documents: Sequence[str], max_length: int) -> tuple[list[Sample], Account]:
-    """Plain documents, each with the tokenizer's first token (BOS) where it adds one, cut into pieces of `max_length` tokens."""
+def text_samples(
+    tokenizer: Any, documents: Sequence[str], max_length: int
+) -> tuple[list[Sample], Account]:
+    """Plain documents, each with the tokenizer's first token (BOS) where it adds one, cut into
+    pieces of `max_length` tokens.
+    """
     samples: list[Sample] = []
     account = Account()
     for document in documents:
@@ -76,7 +96,11 @@ def text_samples(tokenizer: Any, documents: Sequence[str], max_length: int) -> t
         if len(ids) < 2:
             account.drop("fewer than two tokens")
             continue
-        _count(account, samples, [piece for piece in split_documents(ids, max_length) if len(piece.ids) > 1])
+        _count(
+            account,
+            samples,
+            [piece for piece in split_documents(ids, max_length) if len(piece.ids) > 1],
+        )
     return samples, account
 
 

@@ -1,4 +1,6 @@
-"""A run's saved configuration: written with a hash, read back with what is damaged named, and one of an earlier version read as today's."""
+"""A run's saved configuration: written with a hash, read back with what is damaged named, and one
+of an earlier version read as today's.
+"""
 
 import hashlib
 from pathlib import Path
@@ -14,7 +16,9 @@ _STAMP = "# sha256 of the lines below: "
 
 
 def as_of_now(saved: dict[Any, Any]) -> dict[Any, Any]:
-    """A saved configuration as today's: before `max_seconds` there was, `max_epochs` bounded nothing beside `max_steps`."""
+    """A saved configuration as today's: before `max_seconds` there was, `max_epochs` bounded
+    nothing beside `max_steps`.
+    """
 
     def loop_of_now(loop: Any) -> Any:
         before = isinstance(loop, dict) and loop.get("max_steps") and "max_seconds" not in loop
@@ -24,21 +28,29 @@ def as_of_now(saved: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def with_defaults(saved: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the keys that a saved configuration lacks because they came later. usual: today's configuration with every default."""
+    """Fill in the keys that a saved configuration lacks because they came later. usual: today's
+    configuration with every default.
+    """
     inner = {
-        key: with_defaults(value, usual[key]) if isinstance(value, dict) and isinstance(usual.get(key), dict) else value
+        key: with_defaults(value, usual[key])
+        if isinstance(value, dict) and isinstance(usual.get(key), dict)
+        else value
         for key, value in saved.items()
     }
     return {**usual, **inner}
 
 
 def stamped(text: str) -> str:
-    """A configuration's text below a line with its hash, so that a torn file is not taken for another configuration."""
+    """A configuration's text below a line with its hash, so that a torn file is not taken for
+    another configuration.
+    """
     return f"{_STAMP}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 
 def read_config(path: Path, remedy: str) -> dict[str, Any]:
-    """The mapping in a config.yaml, stamped or of an earlier version. Raises UserError, with the remedy, for anything else."""
+    """The mapping in a config.yaml, stamped or of an earlier version. Raises UserError, with the
+    remedy, for anything else.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         if not text.strip():

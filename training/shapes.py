@@ -4,11 +4,19 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+WIDTHS = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+)
 
 
 def target_widths(target: Any) -> dict[str, int]:
-    """The widths of a configuration; families without an explicit head_dim have hidden_size / heads."""
+    """The widths of a configuration; families without an explicit head_dim have hidden_size /
+    heads.
+    """
     fields = target.to_dict()
     heads = fields["num_attention_heads"]
     filled = {
@@ -19,9 +27,13 @@ def target_widths(target: Any) -> dict[str, int]:
 
 
 def parameter_counts(config: PreTrainedConfig | Any) -> dict[str, int]:
-    """Parameters of a LLaMA-like model by part, by the shape alone: `embedding`, `layers`, `head` (0 when tied) and `all`."""
+    """Parameters of a LLaMA-like model by part, by the shape alone: `embedding`, `layers`, `head`
+    (0 when tied) and `all`.
+    """
     widths = target_widths(config)
-    hidden, inner, head_dim = (widths[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
+    hidden, inner, head_dim = (
+        widths[name] for name in ("hidden_size", "intermediate_size", "head_dim")
+    )
     query, key = widths["num_attention_heads"] * head_dim, widths["num_key_value_heads"] * head_dim
     layer = 2 * hidden * query + 2 * hidden * key + 3 * hidden * inner + 2 * hidden
     fields = config.to_dict()
@@ -50,11 +62,15 @@ def layers_of(config: Any) -> str:
 
 
 def bytes_a_step(config: Any, itemsize: int = 2) -> int:
-    """Bytes of weights that one decoding step reads: the layers and the head (a tied one is read as the head)."""
+    """Bytes of weights that one decoding step reads: the layers and the head (a tied one is read as
+    the head).
+    """
     counts = parameter_counts(config)
     return itemsize * (counts["layers"] + config.vocab_size * config.hidden_size)
 
 
 def forward_flops(config: Any) -> float:
-    """Operations of a forward over one token: two a weight that is multiplied with (layers and head)."""
+    """Operations of a forward over one token: two a weight that is multiplied with (layers and
+    head).
+    """
     return 2.0 * (parameter_counts(config)["layers"] + config.vocab_size * config.hidden_size)

@@ -1,4 +1,6 @@
-"""Chats and texts in tables: Parquet and Arrow files, and folders that `datasets` saved. Hugging Face `datasets` does the reading."""
+"""Chats and texts in tables: Parquet and Arrow files, and folders that `datasets` saved. Hugging
+Face `datasets` does the reading.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,9 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def table_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("file:row", columns as a dict) for every row, counted from 1. Raises UserError for a file that is no such table."""
+    """Yield ("file:row", columns as a dict) for every row, counted from 1. Raises UserError for a
+    file that is no such table.
+    """
     import datasets
 
     try:
@@ -29,6 +33,8 @@ def table_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 else datasets.Dataset.from_file(str(path))
             )
     except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
-        raise UserError(f"{path}: no readable table ({error}); expected Parquet, Arrow or a saved dataset") from error
+        raise UserError(
+            f"{path}: no readable table ({error}); expected Parquet, Arrow or a saved dataset"
+        ) from error
     for number, row in enumerate(table, 1):
         yield f"{path}:{number}", dict(row)

@@ -1,8 +1,9 @@
-"""Chat templates of ours, with generation marks, for tokenizers whose own template does not show where answers lie.
+"""Chat templates of ours, with generation marks, for tokenizers whose own template does not show
+where answers lie.
 
-Each is the published format of its family; golden renders are in the tests. `{% generation %}` encloses exactly what
-the model has to write: the answer and its end token, and the blank before the answer where the prompt ends without it.
-A system turn may only come first.
+Each is the published format of its family; golden renders are in the tests. `{% generation %}`
+encloses exactly what the model has to write: the answer and its end token, and the blank before the
+answer where the prompt ends without it. A system turn may only come first.
 """
 
 import re
@@ -16,23 +17,28 @@ _UNKNOWN = (
 VICUNA = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% else %}"
     "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions.{% endif %}{{ ' ' }}"
+    "The assistant gives helpful, detailed, and polite answers to the user's questions.{% endif "
+    "%}{{ ' ' }}"
     "{% for message in messages %}"
     "{% if message['role'] == 'system' and loop.first %}"
     "{% elif message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
     "{% elif message['role'] == 'assistant' %}{{ 'ASSISTANT:' }}"
-    "{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}" + _UNKNOWN + "{% endfor %}"
+    "{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}"
+    + _UNKNOWN
+    + "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 
-# Meta `llama/generation.py`: every exchange has its own BOS; the system prompt stands inside the first user turn.
+# Meta `llama/generation.py`: every exchange has its own BOS; the system prompt stands inside the
+# first user turn.
 LLAMA_2 = (
     "{% set system = messages[0]['content'] if messages[0]['role'] == 'system' else none %}"
     "{% set first_user = 0 if system is none else 1 %}"
     "{% for message in messages %}"
     "{% if message['role'] == 'system' and loop.first %}"
     "{% elif message['role'] == 'user' %}{{ bos_token + '[INST] ' }}"
-    "{% if system is not none and loop.index0 == first_user %}{{ '<<SYS>>\n' + system + '\n<</SYS>>\n\n' }}{% endif %}"
+    "{% if system is not none and loop.index0 == first_user %}{{ '<<SYS>>\n' + system + "
+    "'\n<</SYS>>\n\n' }}{% endif %}"
     "{{ message['content'] | trim + ' [/INST]' }}"
     "{% elif message['role'] == 'assistant' %}"
     "{% generation %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}{% endgeneration %}"
@@ -44,35 +50,53 @@ LLAMA_2 = (
 LLAMA_3 = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' or (message['role'] == 'system' and loop.first) %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
-    "{% elif message['role'] == 'assistant' %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
-    "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}" + _UNKNOWN + "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | "
+    "trim + '<|eot_id|>' }}"
+    "{% elif message['role'] == 'assistant' %}{{ "
+    "'<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
+    + _UNKNOWN
+    + "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% "
+    "endif %}"
 )
 
-# ChatML as Qwen writes it, without a default system prompt (Qwen3); the line end after <|im_end|> is never generated.
+# ChatML as Qwen writes it, without a default system prompt (Qwen3); the line end after <|im_end|>
+# is never generated.
 QWEN = (
     "{% for message in messages %}"
     "{% if message['role'] == 'user' or (message['role'] == 'system' and loop.first) %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% elif message['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}" + _UNKNOWN + "{% endfor %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    + _UNKNOWN
+    + "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# Mistral 7B Instruct v0.3; the system prompt stands before the first user turn, so that later turns do not move it.
+# Mistral 7B Instruct v0.3; the system prompt stands before the first user turn, so that later turns
+# do not move it.
 MISTRAL = (
     "{% set system = messages[0]['content'] + '\n\n' if messages[0]['role'] == 'system' else '' %}"
     "{% set first_user = 1 if system else 0 %}"
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'system' and loop.first %}"
     "{% elif message['role'] == 'user' %}"
-    "{{ '[INST] ' + (system if loop.index0 == first_user else '') + message['content'] + '[/INST]' }}"
+    "{{ '[INST] ' + (system if loop.index0 == first_user else '') + message['content'] + '[/INST]' "
+    "}}"
     "{% elif message['role'] == 'assistant' %}"
-    "{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}" + _UNKNOWN + "{% endfor %}"
+    "{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}"
+    + _UNKNOWN
+    + "{% endfor %}"
 )
 
-TEMPLATES = {"vicuna": VICUNA, "llama2": LLAMA_2, "llama3": LLAMA_3, "qwen": QWEN, "mistral": MISTRAL}
+TEMPLATES = {
+    "vicuna": VICUNA,
+    "llama2": LLAMA_2,
+    "llama3": LLAMA_3,
+    "qwen": QWEN,
+    "mistral": MISTRAL,
+}
 
 # What tells a family by its own template; the first that fits counts.
 _SIGNS = (
@@ -85,5 +109,7 @@ _SIGNS = (
 
 
 def family_of(chat_template: str) -> str | None:
-    """Return the name of our template for the family whose markers `chat_template` uses, or None."""
+    """Return the name of our template for the family whose markers `chat_template`
+    uses, or None.
+    """
     return next((name for name, sign in _SIGNS if re.search(sign, chat_template)), None)

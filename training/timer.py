@@ -1,4 +1,6 @@
-"""The clock of a run that seconds bound: what has passed, how long a step and an evaluation take, and whether another step fits."""
+"""The clock of a run that seconds bound: what has passed, how long a step and an evaluation take,
+and whether another step fits.
+"""
 
 from collections.abc import Callable
 
@@ -10,9 +12,13 @@ RECENT = 0.2  # weight of the last step in the pace
 
 
 class Timer:
-    """What the clock adds to `progress`, alike on all ranks: rank 0's is read, and only under a bound in seconds."""
+    """What the clock adds to `progress`, alike on all ranks: rank 0's is read, and only under a
+    bound in seconds.
+    """
 
-    def __init__(self, progress: Progress, bounds: Bounds, parallel: Parallel, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, progress: Progress, bounds: Bounds, parallel: Parallel, clock: Callable[[], float]
+    ) -> None:
         self._progress, self._whole, self._parallel, self._clock = progress, bounds, parallel, clock
         self._before = self._read()
 
@@ -22,14 +28,17 @@ class Timer:
         return self._whole.reserving(self._progress.look_seconds)
 
     def time_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> None:
-        """Before the first step: look once for the time it takes. Raises UserError where it leaves none."""
+        """Before the first step: look once for the time it takes. Raises UserError where it leaves
+        none.
+        """
         if not self._whole.has_seconds or self._progress.step:
             return
         self.timed(evaluate)
         if self.bounds.seconds <= self._progress.elapsed:
             raise UserError(
-                f"loop.max_seconds is {self._whole.seconds:g}, but a held-out evaluation alone takes {self._progress.look_seconds:.1f} s, and "
-                "there is one before the first step and one after the last: give more seconds, or fewer held-out prompts"
+                f"loop.max_seconds is {self._whole.seconds:g}, but a held-out evaluation alone "
+                f"takes {self._progress.look_seconds:.1f} s, and there is one before the first "
+                f"step and one after the last: give more seconds, or fewer held-out prompts"
             )
 
     def timed(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -40,7 +49,9 @@ class Timer:
         return figures
 
     def count_step(self) -> None:
-        """After a step: what passed since the last reading is its own, a checkpoint in between included."""
+        """After a step: what passed since the last reading is its own, a checkpoint in between
+        included.
+        """
         seconds = self._count()
         self._progress.pace = RECENT * seconds + (1 - RECENT) * (self._progress.pace or seconds)
         self._progress.time_up = self._progress.elapsed + self._progress.pace > self.bounds.seconds

@@ -18,7 +18,8 @@ from training.ranks import rank
 from training.run_files import WRONG, DamagedLineError, damaged, record_of
 from training.run_folder import RunFolder
 
-_WANDB_HOST = "api.wandb.ai"  # its public server, under which logins are stored whatever address now leads there
+# its public server, under which logins are stored whatever address now leads there
+_WANDB_HOST = "api.wandb.ai"
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,13 @@ class Chart:
 
 
 class Tracker:
-    """Appends one JSON object a record to metrics.jsonl and hands numbers on to the mirrors that are switched on."""
+    """Appends one JSON object a record to metrics.jsonl and hands numbers on to the mirrors that
+    are switched on.
+    """
 
-    def __init__(self, folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any]
+    ) -> None:
         self.path = folder / "metrics.jsonl"
         self._file = self.path.open("a", encoding="utf-8")
         self._wandb = _start_wandb(folder, config, run_name, job_config)
@@ -52,10 +57,17 @@ class Tracker:
             for key, value in numbers.items():
                 self._board.add_scalar(key, value, step)
 
-    def show(self, tables: dict[str, list[dict[str, Any]]], charts: Sequence[Chart], images: dict[str, Path]) -> None:
-        """What is no number of a step, by name: Weights & Biases takes all of it, tensorboard the images.
+    def show(
+        self,
+        tables: dict[str, list[dict[str, Any]]],
+        charts: Sequence[Chart],
+        images: dict[str, Path],
+    ) -> None:
+        """What is no number of a step, by name: Weights & Biases takes all of it, tensorboard the
+        images.
 
-        tables: rows; what one lacks of the columns stays empty. images: files that both can read, such as PNG.
+        tables: rows; what one lacks of the columns stays empty. images: files that both can read,
+        such as PNG.
         """
         if self._wandb is not None:
             self._wandb.log(_wandb_media(tables, charts, images))
@@ -73,9 +85,11 @@ class Tracker:
             self._board.close()
 
     def rewind(self, step: int) -> None:
-        """Drop records of steps after `step`, which a resumed run makes again, and a last line that was cut off.
+        """Drop records of steps after `step`, which a resumed run makes again, and a last line that
+        was cut off.
 
-        Tensorboard drops them too; Weights & Biases cannot, and passes over steps that it has, whose values are the same.
+        Tensorboard drops them too; Weights & Biases cannot, and passes over steps that it has,
+        whose values are the same.
         """
         self._file.close()
         lines = self.path.read_bytes().splitlines()
@@ -85,9 +99,15 @@ class Tracker:
                 if record_of(line)["step"] <= step:
                     kept.append(line + b"\n")
             except WRONG as error:
-                if number < len(lines):  # else the write that a kill interrupted: its step is made again
-                    remedy = "Take this line out, or delete the file: training continues without its records"
-                    raise damaged(self.path, DamagedLineError(f"line {number}: {error}"), remedy) from error
+                # else the write that a kill interrupted: its step is made again
+                if number < len(lines):
+                    remedy = (
+                        "Take this line out, or delete the file: training continues without "
+                        "its records"
+                    )
+                    raise damaged(
+                        self.path, DamagedLineError(f"line {number}: {error}"), remedy
+                    ) from error
         write_bytes(self.path, b"".join(kept))
         self._file = self.path.open("a", encoding="utf-8")
         if self._board is not None:
@@ -96,13 +116,19 @@ class Tracker:
 
 
 class Recording:
-    """`with Recording(...) as tracker`: the main rank's manifest is written first and its tracker closed last; other ranks get None."""
+    """`with Recording(...) as tracker`: the main rank's manifest is written first and its tracker
+    closed last; other ranks get None.
+    """
 
-    def __init__(self, run_folder: RunFolder, config: Any, inputs: list[Path], is_main: bool) -> None:
+    def __init__(
+        self, run_folder: RunFolder, config: Any, inputs: list[Path], is_main: bool
+    ) -> None:
         self.tracker: Tracker | None = None
         if is_main:
             run_folder.write_manifest(inputs, {}, finished=False)
-            self.tracker = Tracker(run_folder.path, config.tracker, config.experiment, run_folder.config)
+            self.tracker = Tracker(
+                run_folder.path, config.tracker, config.experiment, run_folder.config
+            )
 
     def __enter__(self) -> Tracker | None:
         return self.tracker
@@ -113,10 +139,11 @@ class Recording:
 
 
 def check_tracker(config: JobConfig) -> None:
-    """Raise UserError where this job's mirrors cannot be started: an unknown mode, no login, no package.
+    """Raise UserError where this job's mirrors cannot be started: an unknown mode, no login, no
+    package.
 
-    Checked before models are loaded and without a network: whether a login is there, not whether the
-    server takes it. Only rank 0 tracks, and a dry run does not.
+    Checked before models are loaded and without a network: whether a login is there, not whether
+    the server takes it. Only rank 0 tracks, and a dry run does not.
     """
     tracker = vars(config).get("tracker")
     if not isinstance(tracker, TrackerConfig) or config.dry_run or rank() > 0:
@@ -126,8 +153,9 @@ def check_tracker(config: JobConfig) -> None:
         _summary_writer()
     if tracker.wandb == "online" and not _has_login():
         raise UserError(
-            "tracker.wandb is online, but no login to Weights & Biases was found here: run `wandb login` once, or set WANDB_API_KEY; "
-            "tracker=wandb_offline records without one (`wandb sync` uploads later), tracker=none does without"
+            "tracker.wandb is online, but no login to Weights & Biases was found here: run `wandb "
+            "login` once, or set WANDB_API_KEY; tracker=wandb_offline records without one (`wandb "
+            "sync` uploads later), tracker=none does without"
         )
 
 
@@ -137,7 +165,9 @@ def _check_mode(config: TrackerConfig) -> None:
 
 
 def _has_login() -> bool:
-    """Whether wandb would find credentials: in the environment, in its settings, or in the user's netrc file."""
+    """Whether wandb would find credentials: in the environment, in its settings, or in the user's
+    netrc file.
+    """
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import wandb
@@ -157,19 +187,24 @@ def _has_login() -> bool:
 
 
 def _identity_of(folder: Path) -> str:
-    """Return the id of the W&B run that a run folder belongs to; a resumed run continues it. Raises UserError for a damaged one."""
+    """Return the id of the W&B run that a run folder belongs to; a resumed run continues it. Raises
+    UserError for a damaged one.
+    """
     path = folder / "wandb_id"
     if not path.is_file():
         write_text(path, secrets.token_hex(4))
     content = path.read_bytes()
     if not re.fullmatch(rb"[\w-]{1,128}\s*", content):
         raise UserError(
-            f"{path} is damaged: found {content[:40]!r}, expected the id of a W&B run. Delete it to begin another W&B run"
+            f"{path} is damaged: found {content[:40]!r}, expected the id of a W&B run. Delete it "
+            f"to begin another W&B run"
         )
     return content.decode().strip()
 
 
-def _start_wandb(folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any]) -> Any:
+def _start_wandb(
+    folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any]
+) -> Any:
     _check_mode(config)
     if config.wandb == "disabled":
         return None
@@ -195,9 +230,14 @@ def _wandb_media(
 
     def table(rows: list[dict[str, Any]]) -> Any:
         columns: list[str | int] = list(dict.fromkeys(key for row in rows for key in row))
-        return wandb.Table(columns=columns, data=[[row.get(str(name)) for name in columns] for row in rows])
+        return wandb.Table(
+            columns=columns, data=[[row.get(str(name)) for name in columns] for row in rows]
+        )
 
-    scatters = {chart.name: wandb.plot.scatter(table(chart.rows), chart.x, chart.y, chart.title) for chart in charts}
+    scatters = {
+        chart.name: wandb.plot.scatter(table(chart.rows), chart.x, chart.y, chart.title)
+        for chart in charts
+    }
     pictures = {name: wandb.Image(str(path)) for name, path in images.items()}
     return {**{name: table(rows) for name, rows in tables.items()}, **scatters, **pictures}
 
@@ -208,7 +248,8 @@ def _summary_writer() -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:
         raise UserError(
-            f'tracker.tensorboard needs a package that is not installed ({error.name}): pip install -e ".[train]", or take tracker=none'
+            f"tracker.tensorboard needs a package that is not installed ({error.name}): pip "
+            f'install -e ".[train]", or take tracker=none'
         ) from error
     return SummaryWriter
 

@@ -1,12 +1,15 @@
-"""How near our decoding comes to what the machine can read: a random-weight LLaMA of a gigabyte and more, batch 1, in turn with plain reading.
+"""How near our decoding comes to what the machine can read: a random-weight LLaMA of a gigabyte and
+more, batch 1, in turn with plain reading.
 
-    python scripts/bench/bandwidth.py
-    python scripts/bench/bandwidth.py device=cuda layers=32 hidden_size=4096 intermediate_size=11008 kv_heads=32
+    python scripts/bench/bandwidth.py python scripts/bench/bandwidth.py device=cuda layers=32
+    hidden_size=4096 intermediate_size=11008 kv_heads=32
 
-A forward over one token has to read every weight once. Its bytes over its time are set against the best of three plain readers of the same
-size (a sum, a matrix-vector product in the same dtype, and on a GPU a copy), and its operations against those of a product of two square
-matrices, measured in the same rounds. Of a yardstick the best round counts, and a share above 1 is told to be none. Both budgets of
-decoding/budget.py, bytes and operations, are printed with the share reached; and V(n), which stays near 1 for as long as bytes bind.
+A forward over one token has to read every weight once. Its bytes over its time are set against the
+best of three plain readers of the same size (a sum, a matrix-vector product in the same dtype, and
+on a GPU a copy), and its operations against those of a product of two square matrices, measured in
+the same rounds. Of a yardstick the best round counts, and a share above 1 is told to be none. Both
+budgets of decoding/budget.py, bytes and operations, are printed with the share reached; and V(n),
+which stays near 1 for as long as bytes bind.
 """
 
 import statistics
@@ -60,7 +63,9 @@ def random_target(chosen: Options, dtype: torch.dtype) -> NativeTarget:
         chosen.hidden_size // chosen.heads,
         chosen.vocab_size,
     )
-    return random_models.random_target(shape, dtype, chosen.device, chosen.context + max(chosen.widths) + 1)
+    return random_models.random_target(
+        shape, dtype, chosen.device, chosen.context + max(chosen.widths) + 1
+    )
 
 
 def bench(chosen: Options, dtype_name: str) -> dict[str, Any]:
@@ -76,25 +81,40 @@ def bench(chosen: Options, dtype_name: str) -> dict[str, Any]:
     actions: dict[str, tuple[Callable[[], Any], int]] = {
         f"forward {n}": (partial(target.forward, inputs[n]), chosen.forwards) for n in chosen.widths
     }
-    actions |= {name: (reader, 2) for name, (reader, _) in plain.items()} | {"product": (multiply, 2)}
-    sides = {name: partial(per_second, action, chosen.device, times) for name, (action, times) in actions.items()}
+    actions |= {name: (reader, 2) for name, (reader, _) in plain.items()} | {
+        "product": (multiply, 2)
+    }
+    sides = {
+        name: partial(per_second, action, chosen.device, times)
+        for name, (action, times) in actions.items()
+    }
     with torch.inference_mode():
         figures = take_turns(sides, chosen.rounds)
     sizes = {name: size for name, (_, size) in plain.items()} | {"product": operations}
     return {"parameters": target.num_parameters, **reached(figures, budget, sizes)}
 
 
-def reached(figures: dict[str, list[float]], budget: Budget, sizes: dict[str, int]) -> dict[str, Any]:
+def reached(
+    figures: dict[str, list[float]], budget: Budget, sizes: dict[str, int]
+) -> dict[str, Any]:
     """What forwards reach of what the machine can do.
 
-    figures: calls a second in every round; sizes: bytes of each reader, and the operations of the product. Forwards count by their median and the
-    yardsticks by their best round: what slows one down says nothing of the machine.
+    figures: calls a second in every round; sizes: bytes of each reader, and the operations of the
+    product. Forwards count by their median and the yardsticks by their best round: what slows one
+    down says nothing of the machine.
     """
-    median = {name: statistics.median(values) for name, values in figures.items() if name.startswith("forward")}
+    median = {
+        name: statistics.median(values)
+        for name, values in figures.items()
+        if name.startswith("forward")
+    }
     limits = {name: max(figures[name]) * size for name, size in sizes.items()}
     computing = limits.pop("product")
     best = max(limits, key=limits.__getitem__)
-    moved, computed = median["forward 1"] * budget.bytes_read, median["forward 1"] * budget.operations
+    moved, computed = (
+        median["forward 1"] * budget.bytes_read,
+        median["forward 1"] * budget.operations,
+    )
     return {
         "gigabytes_a_forward": budget.bytes_read / 1e9,
         "gigaflop_a_forward": budget.operations / 1e9,
@@ -104,8 +124,16 @@ def reached(figures: dict[str, list[float]], budget: Budget, sizes: dict[str, in
         "plain_reading_gigabytes_per_second": {name: value / 1e9 for name, value in limits.items()},
         "best_reader": best,
         "product_gigaflop_per_second": computing / 1e9,
-        **judged({"share_of_bandwidth": moved / limits[best], "share_of_operations": computed / computing}),
-        "V": {name.removeprefix("forward "): median["forward 1"] / rate for name, rate in median.items()},
+        **judged(
+            {
+                "share_of_bandwidth": moved / limits[best],
+                "share_of_operations": computed / computing,
+            }
+        ),
+        "V": {
+            name.removeprefix("forward "): median["forward 1"] / rate
+            for name, rate in median.items()
+        },
     }
 
 

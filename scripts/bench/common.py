@@ -1,4 +1,6 @@
-"""What every benchmark here does: typed options `key=value`, sides taken in turn, medians, ratios, one JSON file with the machine in it."""
+"""What every benchmark here does: typed options `key=value`, sides taken in turn, medians, ratios,
+one JSON file with the machine in it.
+"""
 
 import json
 import os
@@ -26,7 +28,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def options(schema: type[Options]) -> Options:
-    """The command line's `key=value` pairs as `schema`; malloc settings and threads are the same for all sides of a benchmark.
+    """The command line's `key=value` pairs as `schema`; malloc settings and threads are the same
+    for all sides of a benchmark.
 
     `--help` prints what the script is and what it can be told, and ends it.
     """
@@ -45,18 +48,25 @@ def options(schema: type[Options]) -> Options:
 
 
 def usage(schema: type[Any]) -> str:
-    """What the script of these options is, by its docstring, and every option with its default and the comment beside it."""
+    """What the script of these options is, by its docstring, and every option with its default and
+    the comment beside it.
+    """
     docs = field_docs(schema)
     shown = {
-        key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in plain(schema()).items()
+        key: str(value).lower() if isinstance(value, bool) else str(value)
+        for key, value in plain(schema()).items()
     }
     lines = [f"  {f'{key}={shown[key]}':<32}  {doc}" for key, doc in docs.items()]
     about = (sys.modules[schema.__module__].__doc__ or "").strip()
     return "\n".join([about, "", "Options, as KEY=VALUE, with their defaults:", *lines])
 
 
-def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Each side's figure in every round, the sides in rotated order, so that a drift of the machine hits all of them."""
+def take_turns(
+    sides: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Each side's figure in every round, the sides in rotated order, so that a drift of the machine
+    hits all of them.
+    """
     names = list(sides)
     figures: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-warm_up, rounds):
@@ -83,8 +93,12 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def judged(shares: dict[str, float]) -> dict[str, Any]:
-    """Shares of limits that were measured beside them; with a warning where one is above 1, which no limit allows."""
-    warnings = [f"{name} is {share:.2f}: {SLOW_YARDSTICK}" for name, share in shares.items() if share > 1]
+    """Shares of limits that were measured beside them; with a warning where one is above 1, which
+    no limit allows.
+    """
+    warnings = [
+        f"{name} is {share:.2f}: {SLOW_YARDSTICK}" for name, share in shares.items() if share > 1
+    ]
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return {**shares, "warnings": warnings} if warnings else dict(shares)
@@ -103,9 +117,13 @@ def save(name: str, chosen: Any, figures: dict[str, Any], show: bool = True) -> 
         "figures": figures,
     }
     RESULTS.mkdir(exist_ok=True)
-    text = json.dumps(record, indent=1).replace(f"{RESULTS.parents[2]}/", "")  # no paths of one machine
+    # no paths of one machine
+    text = json.dumps(record, indent=1).replace(f"{RESULTS.parents[2]}/", "")
     data = os.environ.get("SHALLOW_DRAFT_DATA")
-    write_text(RESULTS / f"{name}.json", (text.replace(data, "$SHALLOW_DRAFT_DATA") if data else text) + "\n")
+    write_text(
+        RESULTS / f"{name}.json",
+        (text.replace(data, "$SHALLOW_DRAFT_DATA") if data else text) + "\n",
+    )
     if show:
         print(json.dumps(figures, indent=1))
 
@@ -133,7 +151,9 @@ def interval(value: float | None, low: float | None, high: float | None, unit: s
     """`1.31x [1.20, 1.44]`; without an interval the value alone, and without a value nothing."""
     if value is None:
         return ""
-    return f"{value:.3f}{unit}" + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
+    return f"{value:.3f}{unit}" + (
+        f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
+    )
 
 
 def peak_bytes(action: Callable[[], Any], device: str = "cpu") -> int:
@@ -146,10 +166,14 @@ def peak_bytes(action: Callable[[], Any], device: str = "cpu") -> int:
         most = cuda.peak_bytes(place)
         assert most is not None, "a card that counted before"
         return most - held
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         action()
     level = peak = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):  # type: ignore[union-attr]
+    for event in sorted(
+        profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):  # type: ignore[union-attr]
         if event.name() == "[memory]":
             level += event.nbytes()
             peak = max(peak, level)

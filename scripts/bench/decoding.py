@@ -1,11 +1,15 @@
-"""Decoding, ours against Hugging Face `generate`: same weights, prompts, length, dtype and threads, the sides in turn.
+"""Decoding, ours against Hugging Face `generate`: same weights, prompts, length, dtype and threads,
+the sides in turn.
 
-    python scripts/bench/decoding.py target=assets/target drafter=runs/quickstart/distill.train/drafter
-    python scripts/bench/decoding.py target=$SHALLOW_DRAFT_DATA/models/chat24m drafter=FOLDER prompts=$SHALLOW_DRAFT_DATA/data/eval/mt_bench.jsonl
+    python scripts/bench/decoding.py target=assets/target
+    drafter=runs/quickstart/distill.train/drafter python scripts/bench/decoding.py
+    target=$SHALLOW_DRAFT_DATA/models/chat24m drafter=FOLDER
+    prompts=$SHALLOW_DRAFT_DATA/data/eval/mt_bench.jsonl
 
-Autoregressive: `generate` with sdpa, the better of its dynamic and static caches. Speculative: `generate(assistant_model=...)` with the same
-drafter and the same fixed draft length (confidence threshold 0, constant schedule). Nothing is compiled on either side. Whole calls are
-timed, prefill included; stop tokens are ignored, so that every call makes the same number of tokens.
+Autoregressive: `generate` with sdpa, the better of its dynamic and static caches. Speculative:
+`generate(assistant_model=...)` with the same drafter and the same fixed draft length (confidence
+threshold 0, constant schedule). Nothing is compiled on either side. Whole calls are timed, prefill
+included; stop tokens are ignored, so that every call makes the same number of tokens.
 """
 
 import logging
@@ -45,7 +49,8 @@ class Options:
     max_prompts: int = 8  # prompts a round
     max_new_tokens: int = 96  # tokens of every call
     num_draft_tokens: int = 4  # gamma, on both sides
-    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])  # each measured on both sides
+    # each measured on both sides
+    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # greedy and sampling
     rounds: int = 5  # rounds that count
     threads: int = 2  # CPU threads
@@ -69,7 +74,9 @@ class Sides:
         self.peer = _hugging_face(folder, torch_dtype, device)
         self.drafter = self.peer_drafter = None
         if self.chosen.drafter:
-            self.drafter = ChainDrafter(resolve(self.chosen.drafter), dtype=self.dtype, device=device)
+            self.drafter = ChainDrafter(
+                resolve(self.chosen.drafter), dtype=self.dtype, device=device
+            )
             self.peer_drafter = _hugging_face(resolve(self.chosen.drafter), torch_dtype, device)
             settings = self.peer_drafter.generation_config
             settings.num_assistant_tokens = self.chosen.num_draft_tokens
@@ -113,7 +120,9 @@ class Sides:
         }
         if self.drafter is not None:
             calls["ours_speculative"] = lambda: self.our_call(temperature, self.drafter)
-            calls["hf_assisted"] = lambda: self.peer_call(temperature, assistant_model=self.peer_drafter)
+            calls["hf_assisted"] = lambda: self.peer_call(
+                temperature, assistant_model=self.peer_drafter
+            )
         return {name: partial(_rate, tokens, call) for name, call in calls.items()}
 
 
@@ -123,7 +132,9 @@ def _rate(tokens: int, call: Callable[[], Any]) -> float:
 
 def _hugging_face(folder: Path, dtype: torch.dtype, device: str) -> Any:
     model = (
-        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=dtype, attn_implementation="sdpa")
+        AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=False, dtype=dtype, attn_implementation="sdpa"
+        )
         .eval()
         .to(device)
     )
@@ -149,14 +160,23 @@ def measure(sides: Sides, temperature: float) -> dict[str, Any]:
 
 
 def budgets(sides: Sides) -> dict[str, Any]:
-    """What an autoregressive step and a whole round must read and compute, and the shares reached of plain reading and of a plain product.
+    """What an autoregressive step and a whole round must read and compute, and the shares reached
+    of plain reading and of a plain product.
 
-    Greedy, medians over the prompts. Of small models that lie in the cache neither budget binds: then the calls of single operations do.
+    Greedy, medians over the prompts. Of small models that lie in the cache neither budget binds:
+    then the calls of single operations do.
     """
     chosen, dtype = sides.chosen, dtype_of(sides.dtype)
     assert isinstance(sides.ours, NativeTarget), "the native backend is what is measured here"
-    settings = Settings(max_new_tokens=chosen.max_new_tokens, num_draft_tokens=chosen.num_draft_tokens, ignore_eos=True)
-    context = statistics.median_low([len(prompt) for prompt in sides.prompts]) + chosen.max_new_tokens // 2
+    settings = Settings(
+        max_new_tokens=chosen.max_new_tokens,
+        num_draft_tokens=chosen.num_draft_tokens,
+        ignore_eos=True,
+    )
+    context = (
+        statistics.median_low([len(prompt) for prompt in sides.prompts])
+        + chosen.max_new_tokens // 2
+    )
     step = forward_budget(sides.ours.config, dtype, 1, context)
     plain = readers(step.weight_bytes, dtype, chosen.device)
     reading = max(size * fastest(action, chosen.device, 20) for action, size in plain.values())
@@ -171,7 +191,10 @@ def budgets(sides: Sides) -> dict[str, Any]:
     if sides.drafter is not None:
         assert isinstance(sides.drafter.model, NativeTarget)
         draft = sides.drafter.model.config
-        shapes["round"] = round_budget(sides.ours.config, draft, dtype, chosen.num_draft_tokens, context), sides.drafter
+        shapes["round"] = (
+            round_budget(sides.ours.config, draft, dtype, chosen.num_draft_tokens, context),
+            sides.drafter,
+        )
     for name, (budget, drafter) in shapes.items():
         made = [decode(sides.ours, drafter, [prompt], settings)[0] for prompt in sides.prompts]
         rate = statistics.median(one.rounds / one.decode_seconds for one in made)
@@ -187,10 +210,15 @@ def budgets(sides: Sides) -> dict[str, Any]:
 
 
 def overhead(sides: Sides, temperature: float) -> float:
-    """1 - (draft steps x t_draft + t_target(gamma + 1)) / round, the parts timed back to back with the rounds."""
+    """1 - (draft steps x t_draft + t_target(gamma + 1)) / round, the parts timed back to back with
+    the rounds.
+    """
     gamma = sides.chosen.num_draft_tokens
     settings = Settings(
-        max_new_tokens=sides.chosen.max_new_tokens, temperature=temperature, num_draft_tokens=gamma, ignore_eos=True
+        max_new_tokens=sides.chosen.max_new_tokens,
+        temperature=temperature,
+        num_draft_tokens=gamma,
+        ignore_eos=True,
     )
     shares = []
     for prompt in sides.prompts:

@@ -1,15 +1,20 @@
-"""Shallow and wide against deep and narrow, at equal bytes read a step and equal distillation: the claim of "Decoding Speculative Decoding".
+"""Shallow and wide against deep and narrow, at equal bytes read a step and equal distillation: the
+claim of "Decoding Speculative Decoding".
 
-    python scripts/bench/depth_width.py target=$SHALLOW_DRAFT_DATA/models/chat24m chats=[CHATS.json] held_out_prompts=A.jsonl prompts=B.jsonl \\
+    python scripts/bench/depth_width.py target=$SHALLOW_DRAFT_DATA/models/chat24m chats=[CHATS.json]
+    held_out_prompts=A.jsonl prompts=B.jsonl \\
       "shapes=['2:384:6:6:1024','4:288:4:4:832','6:224:4:4:704','12:192:3:3:384']"
 
-Every shape is pruned from the target by importance and distilled on the same rows for as many steps, once a seed; then all are decoded with in
-one interleaved run for each backend and execution. Bytes are those of the layers and the head; the most and the fewest may differ by 3 %.
-Speedups are those over prompts whose greedy text does not loop, as in every verdict (`headline_speedup`); those over all prompts stand beside.
-Compiled is inductor's code on a CPU too, where it needs a C++ compiler.
+Every shape is pruned from the target by importance and distilled on the same rows for as many
+steps, once a seed; then all are decoded with in one interleaved run for each backend and execution.
+Bytes are those of the layers and the head; the most and the fewest may differ by 3 %. Speedups are
+those over prompts whose greedy text does not loop, as in every verdict (`headline_speedup`); those
+over all prompts stand beside. Compiled is inductor's code on a CPU too, where it needs a C++
+compiler.
 
-Pieces such as `seeds=[0]` or `executions=["hf eager"]` (none with `executions=[]`: students alone) may be run one by one: with the same settings
-and `work`, the figures are of all that was run so far.
+Pieces such as `seeds=[0]` or `executions=["hf eager"]` (none with `executions=[]`: students alone)
+may be run one by one: with the same settings and `work`, the figures are of all that was run so
+far.
 """
 
 import hashlib
@@ -47,6 +52,7 @@ from training.paths import resolve
 from training.shapes import bytes_a_step, parameter_counts
 
 TOLERANCE = 0.03  # of bytes a step
+# options that students do not hang on
 DECODING = (
     "prompts",
     "max_prompts",
@@ -54,7 +60,7 @@ DECODING = (
     "temperatures",
     "sweep",
     "repeats",
-)  # options that students do not hang on
+)
 EXECUTIONS = ("native eager", "native compiled", "hf eager", "hf compiled")
 COMPARED = ("headline_speedup", "speedup", "tau", "t_draft_ms")
 
@@ -62,17 +68,19 @@ COMPARED = ("headline_speedup", "speedup", "tau", "t_draft_ms")
 @dataclass
 class Options:
     target: str = "embedded:target"  # model folder
-    chats: list[str] = field(default_factory=lambda: ["embedded:chats"])  # to distil on, and to score by
-    held_out_chats: list[str] = field(default_factory=lambda: ["embedded:held_out_chats"])  # for the choice of layers
+    # to distil on, and to score by
+    chats: list[str] = field(default_factory=lambda: ["embedded:chats"])
+    # for the choice of layers
+    held_out_chats: list[str] = field(default_factory=lambda: ["embedded:held_out_chats"])
     held_out_prompts: str = "embedded:held_out_chats"  # for acceptance while distilling
     prompts: str = "embedded:prompts"  # that are decoded
     max_prompts: int = 30  # of them
     max_new_tokens: int = 64  # of each
-    # LAYERS:HIDDEN:HEADS:KV_HEADS:INTERMEDIATE of each student; the first one is what the others are compared with.
+    # LAYERS:HIDDEN:HEADS:KV_HEADS:INTERMEDIATE of each student; the first one is what the others
+    # are compared with.
     shapes: list[str] = field(default_factory=lambda: ["1:192:3:1:512", "2:128:2:1:448"])
-    executions: list[str] = field(
-        default_factory=lambda: [*EXECUTIONS]
-    )  # backends and executions of target and drafters
+    # backends and executions of target and drafters
+    executions: list[str] = field(default_factory=lambda: [*EXECUTIONS])
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # 0 is greedy
     sweep: list[int] = field(default_factory=lambda: [1, 2, 3, 4])  # draft lengths
     repeats: int = 1  # times that every generation is run; the fastest counts
@@ -84,7 +92,8 @@ class Options:
     lr: float = 3e-3  # peak learning rate
     dtype: str = "float32"  # of training
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # a run of every shape each
-    work: str = "runs/bench"  # folder of students, evaluations and finished parts: the same settings go on from it
+    # folder of students, evaluations and finished parts: the same settings go on from it
+    work: str = "runs/bench"
     cache_mb: int = 2000  # memory for the target's states on the training text
     threads: int = 2  # CPU threads
     device: str = "cpu"  # cpu | cuda
@@ -95,7 +104,10 @@ def shape_of(text: str) -> StudentConfig:
     """A shape as an option names it. Raises UserError for another form."""
     parts = text.split(":")
     if len(parts) != 5 or not all(part.isdigit() for part in parts):
-        raise UserError(f"shape '{text}' is not LAYERS:HIDDEN:HEADS:KV_HEADS:INTERMEDIATE, such as 2:384:6:6:1024")
+        raise UserError(
+            f"shape '{text}' is not LAYERS:HIDDEN:HEADS:KV_HEADS:INTERMEDIATE, such as "
+            f"2:384:6:6:1024"
+        )
     layers, hidden, heads, groups, inner = map(int, parts)
     return StudentConfig(
         name=f"{layers}x{hidden}",
@@ -113,13 +125,15 @@ def equal_bytes(chosen: Options) -> dict[str, int]:
     names = [shape_of(text).name for text in chosen.shapes]
     if len({*names}) < len(names):
         raise UserError(
-            f"shapes are told apart by layers and hidden size, found {', '.join(names)}: give each pair once"
+            f"shapes are told apart by layers and hidden size, found {', '.join(names)}: give each "
+            f"pair once"
         )
     found = {text: bytes_a_step(student_config(shape_of(text), target)) for text in chosen.shapes}
     most, least = max(found, key=lambda text: found[text]), min(found, key=lambda text: found[text])
     if found[most] > (1 + TOLERANCE) * found[least]:
         raise UserError(
-            f"shape {most} reads {found[most] / 1e6:.2f} MB a step, {least} reads {found[least] / 1e6:.2f} MB: they may differ by {TOLERANCE:.0%}"
+            f"shape {most} reads {found[most] / 1e6:.2f} MB a step, {least} reads "
+            f"{found[least] / 1e6:.2f} MB: they may differ by {TOLERANCE:.0%}"
         )
     return found
 
@@ -139,20 +153,32 @@ class Answers:
                 seed=seed,
                 target=TargetConfig(path=chosen.target, device=chosen.device),
                 data=DataConfig(max_length=chosen.max_length),
-                held_out=HeldOutConfig(prompts=chosen.held_out_prompts, max_new_tokens=min(96, chosen.max_length // 2)),
+                held_out=HeldOutConfig(
+                    prompts=chosen.held_out_prompts, max_new_tokens=min(96, chosen.max_length // 2)
+                ),
             )
             self._samples, self._seed = target_answers(folder, load_tokenizer(folder), asked), seed
         return self._samples
 
 
 def distilled(
-    chosen: Options, students: Students, answers: Answers, shape: StudentConfig, seed: int, folder: Path, work: Path
+    chosen: Options,
+    students: Students,
+    answers: Answers,
+    shape: StudentConfig,
+    seed: int,
+    folder: Path,
+    work: Path,
 ) -> dict[str, Any]:
-    """Prune to one shape, distil, write the drafter to `folder`; its acceptance on held-out text and on the target's own answers."""
+    """Prune to one shape, distil, write the drafter to `folder`; its acceptance on held-out text
+    and on the target's own answers.
+    """
     bench = students.bench(configured(chosen, shape, seed, work))
     student, notes = students.cut(bench)
     on_text = students.distil(f"{shape.name} {seed}", bench, student)
-    on_answers = HeldOutAcceptance(student, bench.teacher, answers.of(seed), chosen.max_length, 1.0)()
+    on_answers = HeldOutAcceptance(
+        student, bench.teacher, answers.of(seed), chosen.max_length, 1.0
+    )()
     write_model(student, resolve(chosen.target), folder, torch.float32)
     return {
         "layers": notes["layers"],
@@ -167,7 +193,9 @@ def decoding(chosen: Options) -> dict[str, Any]:
     return {key: value for key, value in plain(chosen).items() if key in DECODING}
 
 
-def measured(chosen: Options, drafters: dict[str, Path], execution: str, seed: int, work: Path) -> dict[str, Any]:
+def measured(
+    chosen: Options, drafters: dict[str, Path], execution: str, seed: int, work: Path
+) -> dict[str, Any]:
     """Rows of all drafters in one interleaved run on one backend and execution."""
     backend, how = execution.split()
     how_decoded = hashlib.sha256(json.dumps(decoding(chosen)).encode()).hexdigest()[:8]
@@ -181,7 +209,10 @@ def measured(chosen: Options, drafters: dict[str, Path], execution: str, seed: i
             threads=chosen.threads,
             target=target,
             benchmark=BenchmarkConfig(path=chosen.prompts, too_long="skip"),
-            drafters=[{"use": str(path), "name": name, "stopping": "fixed"} for name, path in drafters.items()],
+            drafters=[
+                {"use": str(path), "name": name, "stopping": "fixed"}
+                for name, path in drafters.items()
+            ],
             temperatures=chosen.temperatures,
             sweep=chosen.sweep,
             max_prompts=chosen.max_prompts,
@@ -212,7 +243,11 @@ def measured(chosen: Options, drafters: dict[str, Path], execution: str, seed: i
         "t_target_ms",
     )
     compared = (*drafters, CONTROL)
-    rows = [row for row in read_rows(folder / "results.jsonl") if row.part == "main" and row.drafter in compared]
+    rows = [
+        row
+        for row in read_rows(folder / "results.jsonl")
+        if row.part == "main" and row.drafter in compared
+    ]
     return {"rows": [{key: getattr(row, key) for key in keys} for row in rows]}
 
 
@@ -243,7 +278,9 @@ def main() -> None:
 
 
 def figures(chosen: Options, sizes: dict[str, int], kept: Kept) -> dict[str, Any]:
-    """Acceptance by shape and seed, every shape over the first (paired over seeds), and all measured speeds."""
+    """Acceptance by shape and seed, every shape over the first (paired over seeds), and all
+    measured speeds.
+    """
     target = target_config(TargetConfig(path=chosen.target))
     shapes = {shape_of(text).name: shape_of(text) for text in chosen.shapes}
     acceptance: dict[str, dict[str, float]] = {name: {} for name in shapes}
@@ -256,7 +293,10 @@ def figures(chosen: Options, sizes: dict[str, int], kept: Kept) -> dict[str, Any
     first, *others = shapes
     return {
         "bytes_a_step": sizes,
-        "parameters": {name: parameter_counts(student_config(shape, target))["all"] for name, shape in shapes.items()},
+        "parameters": {
+            name: parameter_counts(student_config(shape, target))["all"]
+            for name, shape in shapes.items()
+        },
         "acceptance": acceptance,
         "over_first": {
             "acceptance": {name: paired(acceptance[name], acceptance[first]) for name in others},
@@ -275,7 +315,9 @@ def figures(chosen: Options, sizes: dict[str, int], kept: Kept) -> dict[str, Any
     }
 
 
-def over_first(figure: str, first: str, name: str, by_seed: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def over_first(
+    figure: str, first: str, name: str, by_seed: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
     """A shape's measured figure less the first one's, paired over seeds, by temperature."""
 
     def found(drafter: str, temperature: float) -> dict[str, float]:
@@ -283,7 +325,8 @@ def over_first(figure: str, first: str, name: str, by_seed: dict[str, list[dict[
             seed: row[figure]
             for seed, rows in by_seed.items()
             for row in rows
-            if (row["drafter"], row["temperature"]) == (drafter, temperature) and row[figure] is not None
+            if (row["drafter"], row["temperature"]) == (drafter, temperature)
+            and row[figure] is not None
         }
 
     temperatures = sorted({row["temperature"] for rows in by_seed.values() for row in rows})
@@ -291,12 +334,19 @@ def over_first(figure: str, first: str, name: str, by_seed: dict[str, list[dict[
 
 
 def means(by_seed: list[list[dict[str, Any]]]) -> dict[str, dict[str, float | None]]:
-    """Means over seeds of what was measured of each drafter, by temperature; None of what no seed has."""
+    """Means over seeds of what was measured of each drafter, by temperature; None of what no seed
+    has.
+    """
     every = [row for rows in by_seed for row in rows]
     found: dict[str, dict[str, float | None]] = {}
     for drafter, temperature in sorted({(row["drafter"], row["temperature"]) for row in every}):
-        mine = [row for row in every if (row["drafter"], row["temperature"]) == (drafter, temperature)]
-        known = {name: [row[name] for row in mine if row[name] is not None] for name in (*COMPARED, "cost_ratio")}
+        mine = [
+            row for row in every if (row["drafter"], row["temperature"]) == (drafter, temperature)
+        ]
+        known = {
+            name: [row[name] for row in mine if row[name] is not None]
+            for name in (*COMPARED, "cost_ratio")
+        }
         found[f"{drafter}, T={temperature:g}"] = {
             name: statistics.mean(values) if values else None for name, values in known.items()
         }

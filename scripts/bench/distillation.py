@@ -1,9 +1,12 @@
-"""Distillation, ours against a `transformers.Trainer` loop: useful (non-padding) tokens a second, same models, data, loss and dtype.
+"""Distillation, ours against a `transformers.Trainer` loop: useful (non-padding) tokens a second,
+same models, data, loss and dtype.
 
-    python scripts/bench/distillation.py target=$SHALLOW_DRAFT_DATA/models/chat24m chats=$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json
+    python scripts/bench/distillation.py target=$SHALLOW_DRAFT_DATA/models/chat24m
+    chats=$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json
 
-The Trainer side pads every batch to its longest row and takes the same forward KL on the same supervised tokens; both sides see the
-same number of chats a step on average, use the same malloc settings and threads, and take turns in one process.
+The Trainer side pads every batch to its longest row and takes the same forward KL on the same
+supervised tokens; both sides see the same number of chats a step on average, use the same malloc
+settings and threads, and take turns in one process.
 """
 
 import copy
@@ -41,7 +44,8 @@ class Options:
     layers: int = 1  # layers of the student
     dtype: str = "bfloat16"  # of both sides
     max_length: int = 1024  # chats are cut here on both sides
-    tokens_per_step: int = 8192  # ours; the Trainer takes as many chats as hold that many tokens on average
+    # ours; the Trainer takes as many chats as hold that many tokens on average
+    tokens_per_step: int = 8192
     steps: int = 6  # optimizer steps a round
     rounds: int = 3  # rounds that count
     threads: int = 2  # CPU threads
@@ -59,7 +63,9 @@ def trainer_side(chosen: Options, samples: list[Sample], per_step: int, folder: 
     ).to(chosen.device)
     student = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype)
     student.set_attn_implementation("sdpa")
-    return lambda: trainer_rate(student, teacher, samples, per_step, chosen.steps, folder, chosen.device)
+    return lambda: trainer_rate(
+        student, teacher, samples, per_step, chosen.steps, folder, chosen.device
+    )
 
 
 def our_side(chosen: Options, samples: list[Sample], folder: Path) -> Any:
@@ -102,7 +108,9 @@ def our_side(chosen: Options, samples: list[Sample], folder: Path) -> Any:
 
 
 def losses(chosen: Options, samples: list[Sample]) -> dict[str, float]:
-    """Both sides' loss on the same chats and weights. Ends the benchmark where they differ: it would compare two things."""
+    """Both sides' loss on the same chats and weights. Ends the benchmark where they differ: it
+    would compare two things.
+    """
     dtype = dtype_of(chosen.dtype)
     teacher = freeze(load_causal_lm(resolve(chosen.target), dtype)).to(chosen.device)
     student: Any = build_student(StudentConfig(num_hidden_layers=chosen.layers), teacher, dtype)
@@ -110,7 +118,8 @@ def losses(chosen: Options, samples: list[Sample]) -> dict[str, float]:
     found = both_losses(student, teacher, samples[:8], chosen.max_length)
     if not agree(found):
         sys.exit(
-            f"error: the two sides' losses on the same chats are {found['ours']:.4f} and {found['trainer']:.4f}: they do not compute the same"
+            f"error: the two sides' losses on the same chats are {found['ours']:.4f} and "
+            f"{found['trainer']:.4f}: they do not compute the same"
         )
     return found
 

@@ -1,11 +1,13 @@
-"""What wants a GPU, in parts planned for under eight minutes: `exact` (are the tokens right there?), `decode` (how fast, against what the card
-can read), `train` (distillation beside Hugging Face's Trainer) and `recurrent` (a recurrent head of a 7B target: its training and its rounds).
+"""What wants a GPU, in parts planned for under eight minutes: `exact` (are the tokens right
+there?), `decode` (how fast, against what the card can read), `train` (distillation beside Hugging
+Face's Trainer) and `recurrent` (a recurrent head of a 7B target: its training and its rounds).
 
-    python scripts/bench/gpu.py part=decode device=cuda
-    python scripts/bench/gpu.py part=exact device=cpu toy=true     # every line but those that it lists, in seconds
+    python scripts/bench/gpu.py part=decode device=cuda python scripts/bench/gpu.py part=exact
+    device=cpu toy=true     # every line but those that it lists, in seconds
 
-Imports torch, transformers, accelerate, safetensors and numpy alone, downloads nothing and needs nothing outside the repository. A figure is
-written the moment it is there, so a part that is cut short loses none. `scripts/bench/gpu.sh` calls it.
+Imports torch, transformers, accelerate, safetensors and numpy alone, downloads nothing and needs
+nothing outside the repository. A figure is written the moment it is there, so a part that is cut
+short loses none. `scripts/bench/gpu.sh` calls it.
 """
 
 import ast
@@ -27,7 +29,9 @@ from decoding.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("exact", "decode", "train", "recurrent")
-LAST_START_S = 400.0  # no further figure is begun after that: a part ends within eight minutes if its last figure takes no more than 80 s
+# no further figure is begun after that: a part ends within eight minutes if its last figure takes
+# no more than 80 s
+LAST_START_S = 400.0
 
 
 @dataclass
@@ -86,9 +90,11 @@ class Figures:
 
 
 def untested_lines() -> list[str]:
-    """`file:line` of what a CPU cannot run: in decoding/cuda.py, what a test for the device keeps from it, whole statements or half of an expression.
+    """`file:line` of what a CPU cannot run: in decoding/cuda.py, what a test for the device keeps
+    from it, whole statements or half of an expression.
 
-    Beside them a CPU takes gloo where cards take nccl (decoding/links.py, training/parallel.py), and names no second card (decoding/parallel.py).
+    Beside them a CPU takes gloo where cards take nccl (decoding/links.py, training/parallel.py),
+    and names no second card (decoding/parallel.py).
     """
     path = ROOT / "decoding" / "cuda.py"
     lines: set[int] = set()
@@ -111,14 +117,22 @@ def untested_lines() -> list[str]:
 def _tests_for(statement: ast.If, comparison: type[ast.cmpop]) -> bool:
     """Whether it is `if device.type == "cuda"`, or `!=`."""
     test = statement.test
-    return isinstance(test, ast.Compare) and isinstance(test.ops[0], comparison) and "'cuda'" in ast.unparse(test)
+    return (
+        isinstance(test, ast.Compare)
+        and isinstance(test.ops[0], comparison)
+        and "'cuda'" in ast.unparse(test)
+    )
 
 
 def usage() -> str:
     """What the script is, and its options with their defaults and comments, as they stand above."""
     docs = dict(re.findall(r"(\w+): .+  # (.+)", inspect.getsource(Options)))
-    lines = [f"  {f'{name}={value}':<32}  {docs[name]}" for name, value in asdict(Options()).items()]
-    return "\n".join([(__doc__ or "").strip(), "", "Options, as KEY=VALUE, with their defaults:", *lines])
+    lines = [
+        f"  {f'{name}={value}':<32}  {docs[name]}" for name, value in asdict(Options()).items()
+    ]
+    return "\n".join(
+        [(__doc__ or "").strip(), "", "Options, as KEY=VALUE, with their defaults:", *lines]
+    )
 
 
 def parse(words: list[str]) -> Options:
@@ -128,7 +142,9 @@ def parse(words: list[str]) -> Options:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in kinds:
-            sys.exit(f"error: '{word}' is no option; expected {', '.join(f'{name}=' for name in kinds)}")
+            sys.exit(
+                f"error: '{word}' is no option; expected {', '.join(f'{name}=' for name in kinds)}"
+            )
         given[key] = value.lower() == "true" if kinds[key] is bool else value
     options = Options(**given)
     if options.part not in PARTS:
@@ -147,7 +163,9 @@ def main(words: list[str]) -> int:
         return 0
     from scripts.bench import gpu_decode, gpu_exact, gpu_recurrent, gpu_train
 
-    parts = dict(zip(PARTS, (gpu_exact.run, gpu_decode.run, gpu_train.run, gpu_recurrent.run), strict=True))
+    parts = dict(
+        zip(PARTS, (gpu_exact.run, gpu_decode.run, gpu_train.run, gpu_recurrent.run), strict=True)
+    )
     options = parse(words)
     untested = untested_lines()
     print(f"{len(untested)} lines that only a GPU runs: {' '.join(untested)}", flush=True)

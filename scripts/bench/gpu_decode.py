@@ -1,8 +1,10 @@
-"""Part `decode`: tokens a second against what the card can read, drafters of one to twelve layers, whole rounds, and V(n) at long contexts.
+"""Part `decode`: tokens a second against what the card can read, drafters of one to twelve layers,
+whole rounds, and V(n) at long contexts.
 
-Weights are random: the clock does not see what they are. Nothing of a drafter's acceptance follows from that (it is about zero, and said
-so); what follows is what each shape costs, eager, as recorded graphs and with compiled layers. The limit is the card's own copy of device
-memory, bytes read and written both counted; a plain sum, which only reads, stands beside it.
+Weights are random: the clock does not see what they are. Nothing of a drafter's acceptance follows
+from that (it is about zero, and said so); what follows is what each shape costs, eager, as recorded
+graphs and with compiled layers. The limit is the card's own copy of device memory, bytes read and
+written both counted; a plain sum, which only reads, stands beside it.
 
 Shapes: V vocabulary.
 """
@@ -50,7 +52,9 @@ class Sizes:
 
 REAL = Sizes(
     target=Shape(32, 4096, 32, 11008),  # LLaMA-7B
-    drafters={  # the released shallow, wide drafters of Decoding Speculative Decoding (arXiv 2402.01528), and its deeper one
+    # the released shallow, wide drafters of Decoding Speculative Decoding (arXiv 2402.01528), and
+    # its deeper one
+    drafters={
         "1 layer": Shape(1, 2560, 32, 11008),
         "3 layers": Shape(3, 2560, 32, 11008),
         "5 layers": Shape(5, 2560, 32, 11008),
@@ -95,7 +99,9 @@ def seconds(action: Callable[[], Any], device: torch.device, times: int, rounds:
 
 
 def limits(sizes: Sizes, device: torch.device) -> dict[str, float]:
-    """Bytes a second of a copy inside the device's memory and of a sum over it, and operations a second of a product of square matrices."""
+    """Bytes a second of a copy inside the device's memory and of a sum over it, and operations a
+    second of a product of square matrices.
+    """
     source = torch.ones(sizes.copy_bytes // 4, device=device)
     other = torch.empty_like(source)
     side = sizes.product_side
@@ -107,7 +113,9 @@ def limits(sizes: Sizes, device: torch.device) -> dict[str, float]:
 
 
 def step_seconds(model: NativeTarget, width: int, context: int, repeats: int) -> float:
-    """Of a forward over `width` tokens a row after `context` committed ones, queued as in a draft."""
+    """Of a forward over `width` tokens a row after `context` committed ones, queued as
+    in a draft.
+    """
     tokens_BN = torch.ones(1, width, dtype=torch.long, device=model.device)
     model.slots.lengths_B = [context]  # what the cache holds does not matter to the clock
     model.forward(tokens_BN)
@@ -115,7 +123,9 @@ def step_seconds(model: NativeTarget, width: int, context: int, repeats: int) ->
 
 
 def autoregressive(model: NativeTarget, sizes: Sizes, limit: dict[str, float]) -> dict[str, float]:
-    """Tokens a second of the decode loop and of queued forwards, and the shares of the two limits that each reaches."""
+    """Tokens a second of the decode loop and of queued forwards, and the shares of the two limits
+    that each reaches.
+    """
     settings = Settings(max_new_tokens=sizes.tokens, ignore_eos=True)
     prompts = [[3] * sizes.prompt]
     decode(model, None, prompts, settings)  # warms up, and records every bucket
@@ -135,14 +145,23 @@ def autoregressive(model: NativeTarget, sizes: Sizes, limit: dict[str, float]) -
     }
 
 
-def rounds(target: NativeTarget, draft_model: NativeTarget, sizes: Sizes, limit: dict[str, float]) -> dict[str, Any]:
-    """Whole rounds of a chain: their milliseconds, the parts' on their own, and the share that no part accounts for."""
+def rounds(
+    target: NativeTarget, draft_model: NativeTarget, sizes: Sizes, limit: dict[str, float]
+) -> dict[str, Any]:
+    """Whole rounds of a chain: their milliseconds, the parts' on their own, and the share that no
+    part accounts for.
+    """
     gamma, context = sizes.gamma, sizes.prompt + sizes.tokens // 2
     runs, parts = [], []
-    for turn in range(4):  # rounds and parts in turn, so that a drift hits both; the first turn warms up and records
+    # rounds and parts in turn, so that a drift hits both; the first turn warms up and records
+    for turn in range(4):
         run = full_rounds(target, ChainDrafter(model=draft_model), sizes)
         t_draft = step_seconds(draft_model, 1, context, gamma)
-        part = (t_draft, step_seconds(target, gamma + 1, context, 5), step_seconds(target, 1, context, 5))
+        part = (
+            t_draft,
+            step_seconds(target, gamma + 1, context, 5),
+            step_seconds(target, 1, context, 5),
+        )
         if turn:
             runs.append(run)
             parts.append(part)
@@ -163,7 +182,8 @@ def rounds(target: NativeTarget, draft_model: NativeTarget, sizes: Sizes, limit:
         "overhead": 1 - (steps * draft_s + verify_s) / round_s,
         "tau": median(len(run.tokens) / run.rounds for run in runs),
         "acceptance": "that of random weights: it says nothing about a trained drafter",
-        "tau_that_pays": round_s / one_s,  # the block efficiency from which a round beats autoregressive decoding
+        # the block efficiency from which a round beats autoregressive decoding
+        "tau_that_pays": round_s / one_s,
     }
 
 
@@ -178,9 +198,15 @@ def full_rounds(target: NativeTarget, drafter: ChainDrafter, sizes: Sizes) -> Ge
     return row.generation
 
 
-def widths(target: NativeTarget, sizes: Sizes, context: int, limit: dict[str, float]) -> dict[str, Any]:
-    """t_target(n) and V(n) after `context` tokens, and the share of its time that the longer of the two budgets takes at the limits."""
-    budgets = {n: forward_budget(target.config, target.weights.dtype, n, context) for n in sizes.widths}
+def widths(
+    target: NativeTarget, sizes: Sizes, context: int, limit: dict[str, float]
+) -> dict[str, Any]:
+    """t_target(n) and V(n) after `context` tokens, and the share of its time that the longer of the
+    two budgets takes at the limits.
+    """
+    budgets = {
+        n: forward_budget(target.config, target.weights.dtype, n, context) for n in sizes.widths
+    }
     least = {n: budget.seconds(limit["copy"], limit["operations"]) for n, budget in budgets.items()}
     taken = {n: step_seconds(target, n, context, sizes.repeats) for n in sizes.widths}
     return {
@@ -195,23 +221,36 @@ def judged(found: float, goal: float) -> dict[str, Any]:
     return {"goal": abs(goal), "met": found >= goal}
 
 
-def one_execution(weights: Weights, execution: str, sizes: Sizes, limit: dict[str, float], figures: Any) -> None:
+def one_execution(
+    weights: Weights, execution: str, sizes: Sizes, limit: dict[str, float], figures: Any
+) -> None:
     """The target and each drafter alone, and rounds of both."""
     device, capacity = str(weights.device), sizes.prompt + sizes.tokens + 2 * sizes.gamma + 2
     target = NativeTarget(weights, "target", None, None, execution)
     target.open(1, capacity)  # every later call fits into this cache, so layers are compiled once
     found = autoregressive(target, sizes, limit)
-    figures.add(f"autoregressive, target, {execution}", {**found, **judged(found["share_of_limit"], GOALS["target"])})
+    figures.add(
+        f"autoregressive, target, {execution}",
+        {**found, **judged(found["share_of_limit"], GOALS["target"])},
+    )
     for name, shape in sizes.drafters.items():
         if not figures.in_time(f"{name}, {execution}"):
             continue
-        model = NativeTarget(random_weights(shape, sizes.dtype, device, 2048), name, None, None, execution)
+        model = NativeTarget(
+            random_weights(shape, sizes.dtype, device, 2048), name, None, None, execution
+        )
         model.open(1, capacity)
         found = autoregressive(model, sizes, limit)
-        found |= {**judged(found["share_of_limit"], GOALS["drafter"]), "parameters": model.num_parameters}
+        found |= {
+            **judged(found["share_of_limit"], GOALS["drafter"]),
+            "parameters": model.num_parameters,
+        }
         figures.add(f"autoregressive, {name}, {execution}", found)
         whole = rounds(target, model, sizes, limit)
-        figures.add(f"rounds, {name}, {execution}", {**whole, **judged(-whole["overhead"], -GOALS["overhead"])})
+        figures.add(
+            f"rounds, {name}, {execution}",
+            {**whole, **judged(-whole["overhead"], -GOALS["overhead"])},
+        )
         del model
         cuda.release(weights.device)
 

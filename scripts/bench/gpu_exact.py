@@ -1,8 +1,10 @@
-"""Part `exact`: on this device, drafted text is autoregressive text, the noise is the CPU's, and a round waits for nothing but its `read`.
+"""Part `exact`: on this device, drafted text is autoregressive text, the noise is the CPU's, and a
+round waits for nothing but its `read`.
 
-Every way to draft (scripts/bench/gpu_rows.py) is tried in float64, where no token may differ. Then a chain, a tree and beams at the law's own
-size, and below float64, where rounding decides now and then: there differences are counted, with the gap between the target's two best
-tokens where the first one stands.
+Every way to draft (scripts/bench/gpu_rows.py) is tried in float64, where no token may differ. Then
+a chain, a tree and beams at the law's own size, and below float64, where rounding decides now and
+then: there differences are counted, with the gap between the target's two best tokens where the
+first one stands.
 """
 
 from collections.abc import Sequence
@@ -30,26 +32,39 @@ WAYS = {way: SAMPLED[way] for way in ("greedy", "coupled")} | {
 }
 REPRODUCED = ("greedy", "coupled")  # rules under which drafting changes no token
 AT_SIZE = ("chain", "multi_candidate", "recurrent_chain", "recurrent")  # for the law's own size
-EAGER = (*AT_SIZE, "recurrent_drawn")  # tried operation by operation too, which is not how a card is used
+# tried operation by operation too, which is not how a card is used
+EAGER = (*AT_SIZE, "recurrent_drawn")
 
 
 def gap(target: NativeTarget, ids: Sequence[int], settings: Settings, request: int) -> float:
-    """The best score minus the second best where the target chooses a token after `ids`, its noise included."""
+    """The best score minus the second best where the target chooses a token after `ids`, its noise
+    included.
+    """
     target.open(1, len(ids) + 1)
-    logits_V = target.lm_head(target.features(cuda.tensor([list(ids)], target.device))[:, -1])[0].double()
+    logits_V = target.lm_head(target.features(cuda.tensor([list(ids)], target.device))[:, -1])[
+        0
+    ].double()
     processors = make_processors(settings.repetition_penalty, settings.allowed)
     if processors is not None:
         logits_V = processors(logits_V[None, None], [ids])[0, 0]
     if settings.temperature > 0:
-        key = cuda.tensor(noise.signed(noise.extend(noise.key(settings.seed, request), len(ids))), target.device)
-        race_V = noise.exponentials(key, noise.scaled_ids(torch.arange(len(logits_V), device=target.device)))
+        key = cuda.tensor(
+            noise.signed(noise.extend(noise.key(settings.seed, request), len(ids))), target.device
+        )
+        race_V = noise.exponentials(
+            key, noise.scaled_ids(torch.arange(len(logits_V), device=target.device))
+        )
         logits_V = settings.warper.probs(logits_V).log() - race_V.double().log()
     best, second = logits_V.topk(2).values.tolist()
     return best - second
 
 
 def texts(
-    target: NativeTarget, drafter: Drafter | None, prompts_B: list[list[int]], settings: Settings, batch: int
+    target: NativeTarget,
+    drafter: Drafter | None,
+    prompts_B: list[list[int]],
+    settings: Settings,
+    batch: int,
 ) -> tuple[list[list[int]], float]:
     """The tokens of every prompt, and the block efficiency."""
     made = [
@@ -63,11 +78,17 @@ def texts(
             request_ids=range(first, min(first + batch, len(prompts_B))),
         )
     ]
-    return [row.tokens for row in made], sum(len(row.tokens) for row in made) / sum(row.rounds for row in made)
+    return [row.tokens for row in made], sum(len(row.tokens) for row in made) / sum(
+        row.rounds for row in made
+    )
 
 
 def equality(
-    target: NativeTarget, drafter: Drafter, prompts_B: list[list[int]], settings: Settings, batch: int
+    target: NativeTarget,
+    drafter: Drafter,
+    prompts_B: list[list[int]],
+    settings: Settings,
+    batch: int,
 ) -> dict[str, Any]:
     """Drafted text against autoregressive text."""
     plain, _ = texts(target, None, prompts_B, settings, batch)
@@ -86,14 +107,19 @@ def equality(
     }
 
 
-def waiting(target: NativeTarget, drafter: Drafter, prompts_B: list[list[int]], settings: Settings) -> str:
-    """Rounds in CUDA's sync debug mode: 'none', or what waited. The same was decoded before, so that every shape is recorded."""
+def waiting(
+    target: NativeTarget, drafter: Drafter, prompts_B: list[list[int]], settings: Settings
+) -> str:
+    """Rounds in CUDA's sync debug mode: 'none', or what waited. The same was decoded before, so
+    that every shape is recorded.
+    """
     running = start(target, drafter, prompts_B, settings)
     try:
         with cuda.no_waiting(target.device):
             while running.rows:
                 running.round()
-    except RuntimeError as error:  # what the debug mode raises; the other rows are still worth knowing
+    # what the debug mode raises; the other rows are still worth knowing
+    except RuntimeError as error:
         return str(error)
     finally:
         running.close()
@@ -101,9 +127,17 @@ def waiting(target: NativeTarget, drafter: Drafter, prompts_B: list[list[int]], 
 
 
 def tried(
-    use: Use, rules: Sequence[str], drafter: Drafter, kit: Kit, asked: list[list[int]], tokens: int, batch: int
+    use: Use,
+    rules: Sequence[str],
+    drafter: Drafter,
+    kit: Kit,
+    asked: list[list[int]],
+    tokens: int,
+    batch: int,
 ) -> dict[str, Any]:
-    """A way to draft under these rules: text where it is the target's own, and what its rounds wait for."""
+    """A way to draft under these rules: text where it is the target's own, and what its rounds wait
+    for.
+    """
     found: dict[str, Any] = {}
     rows = 1 if use.alone else batch
     assert isinstance(kit.target, NativeTarget)
@@ -113,7 +147,9 @@ def tried(
         if rule in REPRODUCED:
             found[rule] = equality(kit.target, drafter, asked, settings, rows)
         else:
-            found[rule] = {"tau": round(texts(kit.target, drafter, asked[:rows], settings, rows)[1], 3)}
+            found[rule] = {
+                "tau": round(texts(kit.target, drafter, asked[:rows], settings, rows)[1], 3)
+            }
         if use.waits_once:
             found[rule]["waits"] = waiting(kit.target, drafter, asked[:rows], settings)
     return found
@@ -121,7 +157,10 @@ def tried(
 
 def holds(found: dict[str, Any]) -> bool:
     """Whether no text differs and no round waits."""
-    return all(each.get("texts_that_differ", 0) == 0 and each.get("waits", "none") == "none" for each in found.values())
+    return all(
+        each.get("texts_that_differ", 0) == 0 and each.get("waits", "none") == "none"
+        for each in found.values()
+    )
 
 
 def all_uses(execution: str, device: str, toy: bool, figures: Any) -> None:
@@ -146,9 +185,16 @@ def all_uses(execution: str, device: str, toy: bool, figures: Any) -> None:
 
 
 def at_size(dtype: str, execution: str, device: str, toy: bool, figures: Any) -> None:
-    """A chain, a tree and beams, with every way of choosing: in float64 at the law's own size, below it enough to see how often rounding decides."""
-    count, tokens, batch = (2, 4, 2) if toy else (64, 128, 32) if dtype == "float64" else (32, 64, 16)
-    kits = {False: embedded_kit(dtype, device, execution, toy), True: random_kit(dtype, device, execution)}
+    """A chain, a tree and beams, with every way of choosing: in float64 at the law's own size,
+    below it enough to see how often rounding decides.
+    """
+    count, tokens, batch = (
+        (2, 4, 2) if toy else (64, 128, 32) if dtype == "float64" else (32, 64, 16)
+    )
+    kits = {
+        False: embedded_kit(dtype, device, execution, toy),
+        True: random_kit(dtype, device, execution),
+    }
     known = uses(Path(), device)
     for name in AT_SIZE:
         figure, head = f"equality, {name}, {dtype}, {execution}", known[name].head
@@ -158,7 +204,8 @@ def at_size(dtype: str, execution: str, device: str, toy: bool, figures: Any) ->
         assert isinstance(kit.target, NativeTarget)
         drafter = known[name].make(kit)
         found = {
-            way: equality(kit.target, drafter, asked, _settings(tokens, named), batch) for way, named in WAYS.items()
+            way: equality(kit.target, drafter, asked, _settings(tokens, named), batch)
+            for way, named in WAYS.items()
         }
         figures.add(figure, found)
         figures.expect(figure, holds(found) or dtype != "float64")
@@ -182,8 +229,12 @@ def same_noise(device: str) -> dict[str, Any]:
     """The hash's integers and the exponentials made from them, here and on the CPU."""
     keys = torch.tensor([[noise.signed(noise.key(3, position))] for position in range(64)])
     ids = torch.arange(32000)
-    bits = [noise.mix_tensor(noise.scaled_ids(ids.to(d)) + keys.to(d)).cpu() for d in ("cpu", device)]
-    drawn = [noise.exponentials(keys.to(d), noise.scaled_ids(ids.to(d))).cpu() for d in ("cpu", device)]
+    bits = [
+        noise.mix_tensor(noise.scaled_ids(ids.to(d)) + keys.to(d)).cpu() for d in ("cpu", device)
+    ]
+    drawn = [
+        noise.exponentials(keys.to(d), noise.scaled_ids(ids.to(d))).cpu() for d in ("cpu", device)
+    ]
     return {
         "numbers": bits[0].numel(),
         "equal_hashes": bool(torch.equal(*bits)),

@@ -1,9 +1,11 @@
-"""Part `recurrent`: a recurrent head of a 7B target: tokens a second of its training, milliseconds of a round by its beams, and a batch of eight.
+"""Part `recurrent`: a recurrent head of a 7B target: tokens a second of its training, milliseconds
+of a round by its beams, and a batch of eight.
 
-Weights are random, in the published shapes: LLaMA-7B, and a head of two residual blocks with recurrence. The clock does not see what they are;
-acceptance does (it is about zero), so what the published tokens of a round would make of our rounds is a projection, and called one. A beam's
-length counts drafted tokens here; the published beam_length counts the token before them too, so that 4 here are 5 there. The training is in
-scripts/bench/gpu_recurrent_training.py.
+Weights are random, in the published shapes: LLaMA-7B, and a head of two residual blocks with
+recurrence. The clock does not see what they are; acceptance does (it is about zero), so what the
+published tokens of a round would make of our rounds is a projection, and called one. A beam's
+length counts drafted tokens here; the published beam_length counts the token before them too, so
+that 4 here are 5 there. The training is in scripts/bench/gpu_recurrent_training.py.
 
 Published figures: arXiv 2403.09919v5, Vicuna-7B on an H100.
 
@@ -55,7 +57,9 @@ class Sizes:
     @property
     def capacity(self) -> int:
         """Slots that a row needs at most."""
-        return self.prompt + self.tokens + max(*self.widths, self.batch_width) * max(self.lengths) + 1
+        return (
+            self.prompt + self.tokens + max(*self.widths, self.batch_width) * max(self.lengths) + 1
+        )
 
 
 REAL = Sizes(
@@ -88,21 +92,33 @@ TOY = Sizes(
 
 def prompts(sizes: Sizes, rows: int) -> list[list[int]]:
     """Different ones, equally long."""
-    return [[(7 * row + place) % sizes.target.vocab_size for place in range(sizes.prompt)] for row in range(rows)]
+    return [
+        [(7 * row + place) % sizes.target.vocab_size for place in range(sizes.prompt)]
+        for row in range(rows)
+    ]
 
 
 def autoregressive(target: NativeTarget, sizes: Sizes, rows: int) -> float:
     """Milliseconds of a token without a drafter, of all rows at once."""
     settings = Settings(max_new_tokens=sizes.tokens, ignore_eos=True)
-    runs = [decode(target, None, prompts(sizes, rows), settings)[0] for _ in range(sizes.repeats + 1)][1:]
+    runs = [
+        decode(target, None, prompts(sizes, rows), settings)[0] for _ in range(sizes.repeats + 1)
+    ][1:]
     return 1e3 * median(run.decode_seconds / run.rounds for run in runs)
 
 
 def parts(running: Batch, length: int) -> tuple[float, float]:
-    """Milliseconds of the draft and of the target's forward where a batch stands, each on its own; nothing of it stays."""
+    """Milliseconds of the draft and of the target's forward where a batch stands, each on its own;
+    nothing of it stays.
+    """
     rows, target, drafter = running.rows, running.target, running.drafter
     assert drafter is not None
-    given = ([row.sequence for row in rows], [length] * len(rows), [row.stopping for row in rows], running.chooser)
+    given = (
+        [row.sequence for row in rows],
+        [length] * len(rows),
+        [row.stopping for row in rows],
+        running.chooser,
+    )
     proposal = drafter.propose(*given)
     tips_B1 = cuda.tensor([row.sequence[-1:] for row in rows], target.device)
     tokens_BN, parents_BN = torch.cat((tips_B1, proposal.tokens_BN), 1), None
@@ -114,10 +130,19 @@ def parts(running: Batch, length: int) -> tuple[float, float]:
 
 
 def rounds(
-    target: NativeTarget, drafter: RecurrentDrafter, length: int, sizes: Sizes, rows: int = 1, **ways: Any
+    target: NativeTarget,
+    drafter: RecurrentDrafter,
+    length: int,
+    sizes: Sizes,
+    rows: int = 1,
+    **ways: Any,
 ) -> dict[str, Any]:
-    """Rounds of the whole length alone: their milliseconds, the parts', and what neither part accounts for."""
-    settings = Settings(max_new_tokens=sizes.tokens, num_draft_tokens=length, ignore_eos=True, **ways)
+    """Rounds of the whole length alone: their milliseconds, the parts', and what neither part
+    accounts for.
+    """
+    settings = Settings(
+        max_new_tokens=sizes.tokens, num_draft_tokens=length, ignore_eos=True, **ways
+    )
     round_ms: list[float] = []
     part_ms: list[tuple[float, float]] = []
     for turn in range(sizes.repeats + 1):  # the first run records every shape
@@ -145,7 +170,9 @@ def rounds(
     }
 
 
-def one_row(target: NativeTarget, head: RecurrentHead, length: int, sizes: Sizes, figures: Any) -> None:
+def one_row(
+    target: NativeTarget, head: RecurrentHead, length: int, sizes: Sizes, figures: Any
+) -> None:
     """Rounds of one row by beam width."""
     plain_ms = autoregressive(target, sizes, 1)
     figures.add(f"autoregressive, one row, {target.execution}", {"token_ms": plain_ms})
@@ -157,21 +184,34 @@ def one_row(target: NativeTarget, head: RecurrentHead, length: int, sizes: Sizes
         found = rounds(target, drafter, length, sizes)
         found["tau_that_pays"] = found["round_ms"] / plain_ms
         if width == max(sizes.widths) and length == sizes.lengths[0]:
-            found |= {"published_round_ms": PUBLISHED_ROUND_MS, **judged(-found["round_ms"], -GOAL_ROUND_MS)}
+            found |= {
+                "published_round_ms": PUBLISHED_ROUND_MS,
+                **judged(-found["round_ms"], -GOAL_ROUND_MS),
+            }
         figures.add(name, found)
 
 
 def one_batch(target: NativeTarget, head: RecurrentHead, sizes: Sizes, figures: Any) -> None:
     """The published command's setting, greedy and as it is by default, at temperature 1."""
     plain_ms, length = autoregressive(target, sizes, sizes.batch), sizes.lengths[0]
-    plain = {"tokens_per_second_of_a_row": 1e3 / plain_ms, "tokens_per_second": sizes.batch * 1e3 / plain_ms}
+    plain = {
+        "tokens_per_second_of_a_row": 1e3 / plain_ms,
+        "tokens_per_second": sizes.batch * 1e3 / plain_ms,
+    }
     figures.add(f"autoregressive, {sizes.batch} rows, {target.execution}", plain)
-    ways: dict[str, dict[str, Any]] = {"greedy": {}, "temperature 1": {"temperature": 1.0, "verify": "token"}}
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "temperature 1": {"temperature": 1.0, "verify": "token"},
+    }
     for way, named in ways.items():
-        name = f"{sizes.batch} rows, {sizes.batch_width} beams of {length}, {way}, {target.execution}"
+        name = (
+            f"{sizes.batch} rows, {sizes.batch_width} beams of {length}, {way}, {target.execution}"
+        )
         if not figures.in_time(name):
             continue
-        drafter = RecurrentDrafter(head=head, beam_width=sizes.batch_width, execution=target.execution)
+        drafter = RecurrentDrafter(
+            head=head, beam_width=sizes.batch_width, execution=target.execution
+        )
         found = rounds(target, drafter, length, sizes, sizes.batch, **named)
         per_second = 1e3 / found["round_ms"]
         projected = per_second * PUBLISHED_TOKENS_A_ROUND
@@ -181,7 +221,8 @@ def one_batch(target: NativeTarget, head: RecurrentHead, sizes: Sizes, figures: 
             "tokens_per_second": sizes.batch * per_second * found["tau"],
             "projected_tokens_per_second_of_a_row": projected,
             "projected_tokens_per_second": sizes.batch * projected,
-            "projected": f"at the published {PUBLISHED_TOKENS_A_ROUND} tokens a round, of 64 beams; not measured here",
+            "projected": f"at the published {PUBLISHED_TOKENS_A_ROUND} tokens a round, of 64 "
+            f"beams; not measured here",
             "published_tokens_per_second": PUBLISHED_BATCH,
         }
         figures.add(name, found)

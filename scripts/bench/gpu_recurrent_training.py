@@ -1,8 +1,9 @@
-"""Training of part `recurrent`: our step on a head of a 7B target, in tokens a second and in hours of ShareGPT on one card.
+"""Training of part `recurrent`: our step on a head of a 7B target, in tokens a second and in hours
+of ShareGPT on one card.
 
-As recurrent_drafting.train takes it in one process: packed rows, the target's hidden states made in every step, one chunked loss over the
-predictions of five heads, a bfloat16 head with float32 masters, torch's AdamW. Published: apple/ml-recurrent-drafter's README, 1.5 hours on
-8 H100.
+As recurrent_drafting.train takes it in one process: packed rows, the target's hidden states made in
+every step, one chunked loss over the predictions of five heads, a bfloat16 head with float32
+masters, torch's AdamW. Published: apple/ml-recurrent-drafter's README, 1.5 hours on 8 H100.
 """
 
 from typing import Any
@@ -45,7 +46,9 @@ TOY = Sizes(
 
 @torch.inference_mode(False)
 def training(sizes: Sizes, device: str) -> dict[str, Any]:
-    """Tokens a second of our training: hidden states made in every step, the head's float32 masters and the optimizer's states on the card."""
+    """Tokens a second of our training: hidden states made in every step, the head's float32 masters
+    and the optimizer's states on the card.
+    """
     cuda.peak_bytes(torch.device(device))
     head = random_head(sizes.target, BLOCKS, sizes.dtype, device)
     loss_config = HeadLossConfig(predict_n_tokens=HEADS)

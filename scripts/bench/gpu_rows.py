@@ -1,7 +1,9 @@
-"""What part `exact` tries: every drafter of the law table (tests/decoding/rows.py), which needs no pytest, and ways to use them beside it.
+"""What part `exact` tries: every drafter of the law table (tests/decoding/rows.py), which needs no
+pytest, and ways to use them beside it.
 
-Nothing is trained for it. Drafters without a head draft for the embedded target, and its own first layers are their model. A recurrent
-head, which would have to be trained, is random, and so is its target, whose few tokens let some drafts pass.
+Nothing is trained for it. Drafters without a head draft for the embedded target, and its own first
+layers are their model. A recurrent head, which would have to be trained, is random, and so is its
+target, whose few tokens let some drafts pass.
 """
 
 import json
@@ -44,7 +46,8 @@ class Use:
     rules: tuple[str, ...] = TREE_RULES
     settings: Mapping[str, Any] = field(default_factory=dict)  # beside the usual ones
     head: bool = False  # whether it drafts with a random head, for the random target
-    # Whether a round may wait for the device once alone: not where a function of the text is asked on the host for every drafted token.
+    # Whether a round may wait for the device once alone: not where a function of the text is asked
+    # on the host for every drafted token.
     waits_once: bool = True
 
     @property
@@ -72,7 +75,12 @@ def even_or_odd(text: Sequence[int]) -> Sequence[int]:
 def uses(folder: Path, device: str) -> dict[str, Use]:
     """All of them by name. folder: where a worker finds the draft model."""
     found = {
-        row.name: Use(row.make, row.rules, {"num_draft_tokens": row.gamma or 3}, row.name.startswith("recurrent"))
+        row.name: Use(
+            row.make,
+            row.rules,
+            {"num_draft_tokens": row.gamma or 3},
+            row.name.startswith("recurrent"),
+        )
         for row in ROWS
         if not row.name.startswith("oracle")  # the test oracles are no product
     }
@@ -90,20 +98,33 @@ def uses(folder: Path, device: str) -> dict[str, Use]:
     return found
 
 
-def embedded_kit(dtype: str, device: str, execution: str, toy: bool = False, folder: Path | None = None) -> Kit:
-    """The embedded target and its first layers, which are written to `folder` too; toy: fewer of both."""
+def embedded_kit(
+    dtype: str, device: str, execution: str, toy: bool = False, folder: Path | None = None
+) -> Kit:
+    """The embedded target and its first layers, which are written to `folder` too; toy: fewer of
+    both.
+    """
     config, state = read_config(TARGET), load_state(TARGET)
     layers = TOY_LAYERS if toy else (config["num_hidden_layers"], DRAFT_LAYERS)
 
     def of(count: int) -> NativeTarget:
-        shape, place = NativeConfig.from_dict({**config, "num_hidden_layers": count}), torch.device(device)
+        shape, place = (
+            NativeConfig.from_dict({**config, "num_hidden_layers": count}),
+            torch.device(device),
+        )
         weights = Weights(shape, state, DTYPES[dtype], place, packed=False)
         return NativeTarget(weights, f"{count} layers", execution=execution)
 
     if folder is not None:
         (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers[1]}))
-        above = tuple(f"model.layers.{index}." for index in range(layers[1], config["num_hidden_layers"]))
-        kept = {name: tensor.contiguous() for name, tensor in state.items() if not name.startswith(above)}
+        above = tuple(
+            f"model.layers.{index}." for index in range(layers[1], config["num_hidden_layers"])
+        )
+        kept = {
+            name: tensor.contiguous()
+            for name, tensor in state.items()
+            if not name.startswith(above)
+        }
         save_file(kept, folder / "model.safetensors", {"format": "pt"})
     target = of(layers[0])
     return Kit(target, target, of(layers[1]), ())

@@ -1,8 +1,10 @@
-"""Part `train`: distillation of a shallow drafter from a 7B target, our step beside a `transformers.Trainer` loop, in tokens a second.
+"""Part `train`: distillation of a shallow drafter from a 7B target, our step beside a
+`transformers.Trainer` loop, in tokens a second.
 
-As distill.train takes it in one process: packed rows, the target's hidden states made in every step, one chunked forward KL, a bfloat16
-drafter with float32 masters, torch's AdamW. The other side pads its batches and takes whole logits (scripts/bench/padded.py); both have the
-same models, chats and dtype, and their losses on the same chats must agree. Weights are random, in published shapes.
+As distill.train takes it in one process: packed rows, the target's hidden states made in every
+step, one chunked forward KL, a bfloat16 drafter with float32 masters, torch's AdamW. The other side
+pads its batches and takes whole logits (scripts/bench/padded.py); both have the same models, chats
+and dtype, and their losses on the same chats must agree. Weights are random, in published shapes.
 """
 
 import copy
@@ -59,7 +61,9 @@ TOY = Sizes(
 )
 
 
-def our_side(drafter: Any, target: Any, samples: list[Sample], sizes: Sizes, device: str) -> dict[str, Any]:
+def our_side(
+    drafter: Any, target: Any, samples: list[Sample], sizes: Sizes, device: str
+) -> dict[str, Any]:
     """Our steps of a copy of the drafter."""
     for each in (drafter, target):
         each.set_attn_implementation(PACKED)
@@ -68,8 +72,12 @@ def our_side(drafter: Any, target: Any, samples: list[Sample], sizes: Sizes, dev
     return ours(objective, objective.student, samples, sizes, device)
 
 
-def trainer_side(drafter: Any, target: Any, samples: list[Sample], sizes: Sizes, device: str) -> dict[str, Any]:
-    """The Trainer's steps of a copy of the drafter, of as many chats as hold the tokens of our step."""
+def trainer_side(
+    drafter: Any, target: Any, samples: list[Sample], sizes: Sizes, device: str
+) -> dict[str, Any]:
+    """The Trainer's steps of a copy of the drafter, of as many chats as hold the tokens of our
+    step.
+    """
     for each in (drafter, target):
         each.set_attn_implementation("sdpa")
     cuda.peak_bytes(torch.device(device))
@@ -90,7 +98,11 @@ def run(device: str, toy: bool, figures: Any) -> None:
     """All of it."""
     sizes = TOY if toy else REAL
     cuda.use(torch.device(device))
-    target, drafter, samples = frozen_target(sizes, device), model(sizes.drafter, sizes, device), chats(sizes)
+    target, drafter, samples = (
+        frozen_target(sizes, device),
+        model(sizes.drafter, sizes, device),
+        chats(sizes),
+    )
     losses = both_losses(drafter, target, samples[:8], sizes.row)
     figures.add("loss on the same chats", losses)
     figures.expect("both sides compute the same loss", agree(losses))
@@ -100,7 +112,10 @@ def run(device: str, toy: bool, figures: Any) -> None:
             if figures.in_time(f"{name}, round {number}"):
                 found = side(drafter, target, samples, sizes, device)
                 figures.add(f"{name}, round {number}", found)
-                figures.expect(f"a finite loss, round {number}", all(map(math.isfinite, found.get("losses", []))))
+                figures.expect(
+                    f"a finite loss, round {number}",
+                    all(map(math.isfinite, found.get("losses", []))),
+                )
                 rates[name].append(found["tokens_per_second"])
                 cuda.release(torch.device(device))
     if all(rates.values()):

@@ -1,7 +1,9 @@
-"""What the training parts of the GPU benchmark share: random chats, a frozen target, and our optimizer step by the clock.
+"""What the training parts of the GPU benchmark share: random chats, a frozen target, and our
+optimizer step by the clock.
 
-The step is that of training/loop.py in one process, without its checkpoints, held-out prompts and records. Chats are random tokens of
-ShareGPT's mean length and share of answers; the clock does not see what they say.
+The step is that of training/loop.py in one process, without its checkpoints, held-out prompts and
+records. Chats are random tokens of ShareGPT's mean length and share of answers; the clock does not
+see what they say.
 """
 
 import time
@@ -34,17 +36,23 @@ class Sizes:
     forward_rows: int  # rows of a forward
     step_rows: int  # rows of an optimizer step
     steps: int  # timed ones
-    chats: tuple[int, int]  # tokens of the shortest chat, and one more than of the longest; all between as often
+    # tokens of the shortest chat, and one more than of the longest; all between as often
+    chats: tuple[int, int]
     turn: int  # tokens of a request and its answer
 
 
 def chats(sizes: Sizes) -> list[Sample]:
-    """Random tokens in requests and answers, for the rows of all steps; as large a share of them is supervised as of ShareGPT's."""
+    """Random tokens in requests and answers, for the rows of all steps; as large a share of them is
+    supervised as of ShareGPT's.
+    """
     random = np.random.default_rng(0)
     made, tokens, turn = [], 0, sizes.turn
     while tokens < sizes.row * sizes.step_rows * (sizes.steps + 1):
-        ids = random.integers(0, sizes.target.vocab_size, int(random.integers(*sizes.chats))).astype(np.int32)
-        places = np.arange(len(ids)) + int(random.integers(turn))  # a chat begins anywhere in a turn
+        ids = random.integers(
+            0, sizes.target.vocab_size, int(random.integers(*sizes.chats))
+        ).astype(np.int32)
+        # a chat begins anywhere in a turn
+        places = np.arange(len(ids)) + int(random.integers(turn))
         answered = places % turn >= round((1 - SUPERVISED) * turn)
         answered[0] = False
         made.append(Sample(ids, answered))
@@ -68,9 +76,15 @@ def frozen_target(sizes: Sizes, device: str) -> Any:
 
 
 def step(
-    objective: Constant, optimizer: MasterAdamW, data: PackedData, rows: Sequence[Sequence[int]], sizes: Sizes
+    objective: Constant,
+    optimizer: MasterAdamW,
+    data: PackedData,
+    rows: Sequence[Sequence[int]],
+    sizes: Sizes,
 ) -> tuple[float, float]:
-    """One optimizer step on these rows, as training/loop.py takes it. Returns its loss in nats a supervised token and the gradient's norm."""
+    """One optimizer step on these rows, as training/loop.py takes it. Returns its loss in nats a
+    supervised token and the gradient's norm.
+    """
     device, count = optimizer.parameters[0].device, data.supervised_in(rows)
     total = torch.zeros((), device=device)
     for part in micro_batches(rows, 0, 1, sizes.forward_rows):

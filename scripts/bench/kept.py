@@ -1,6 +1,8 @@
-"""What a long benchmark has measured already: a run that is cut loses the part it was at, and the same settings go on behind it.
+"""What a long benchmark has measured already: a run that is cut loses the part it was at, and the
+same settings go on behind it.
 
-A part is one student, or one evaluation; which parts a call runs is no setting, so that pieces of a comparison may be run one by one.
+A part is one student, or one evaluation; which parts a call runs is no setting, so that pieces of a
+comparison may be run one by one.
 """
 
 import hashlib
@@ -20,15 +22,20 @@ from training.checkpoint import write_text
 from training.config import plain
 from training.run_folder import git_revision
 
-_NO_SETTINGS = ("work", "name", "cache_mb")  # where results lie and how much is remembered changes none of them
+# where results lie and how much is remembered changes none of them
+_NO_SETTINGS = ("work", "name", "cache_mb")
 
 
 class Kept:
-    """Figures of finished parts in `folder`/parts.jsonl; the folder is one of the settings' own under `work`."""
+    """Figures of finished parts in `folder`/parts.jsonl; the folder is one of the settings' own
+    under `work`.
+    """
 
     def __init__(self, work: str, chosen: Any, parts: Collection[str]) -> None:
         """parts: names of the options that say which parts are run."""
-        settings = {key: value for key, value in plain(chosen).items() if key not in (*parts, *_NO_SETTINGS)}
+        settings = {
+            key: value for key, value in plain(chosen).items() if key not in (*parts, *_NO_SETTINGS)
+        }
         text = json.dumps(settings, sort_keys=True)
         self.folder = Path(work) / hashlib.sha256(text.encode()).hexdigest()[:12]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +43,10 @@ class Kept:
         self._path = self.folder / "parts.jsonl"
         known = len(self.all())
         if known:
-            print(f"{known} parts were measured before: {self._path} (delete it to measure anew)", file=sys.stderr)
+            print(
+                f"{known} parts were measured before: {self._path} (delete it to measure anew)",
+                file=sys.stderr,
+            )
         others = [revision for revision in self.revisions() if revision != git_revision()]
         if others:
             print(f"note: some of them on other code: {', '.join(others)}", file=sys.stderr)
@@ -52,7 +62,11 @@ class Kept:
         return sorted({str(record["git_revision"]) for record in records})
 
     def figures(
-        self, part: Mapping[str, Any], measure: Callable[..., dict[str, Any]], *given: Any, **named: Any
+        self,
+        part: Mapping[str, Any],
+        measure: Callable[..., dict[str, Any]],
+        *given: Any,
+        **named: Any,
     ) -> dict[str, Any]:
         """The figures of a part: as they were kept, else of `measure(*given, **named)`, kept."""
         for known, figures in self.all():
@@ -68,12 +82,16 @@ class Kept:
 
 
 def paired(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float | int | None]:
-    """Mean difference over the seeds that both have, with Student's 95 % interval of the paired differences; of one seed none is given."""
+    """Mean difference over the seeds that both have, with Student's 95 % interval of the paired
+    differences; of one seed none is given.
+    """
     differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     if not differences:
         return {"difference": None, "low": None, "high": None, "seeds": 0}
     mean, seeds = statistics.mean(differences), len(differences)
     if seeds < 2:
         return {"difference": mean, "low": None, "high": None, "seeds": seeds}
-    reach = float(student_t.ppf(0.975, seeds - 1)) * statistics.stdev(differences) / math.sqrt(seeds)
+    reach = (
+        float(student_t.ppf(0.975, seeds - 1)) * statistics.stdev(differences) / math.sqrt(seeds)
+    )
     return {"difference": mean, "low": mean - reach, "high": mean + reach, "seeds": seeds}

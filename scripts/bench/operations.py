@@ -1,4 +1,6 @@
-"""Counts the eager operations of a piece of code that launch a kernel on a GPU, those inside models left out."""
+"""Counts the eager operations of a piece of code that launch a kernel on a GPU, those inside models
+left out.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,11 +10,20 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # They make no kernel: other names for the same memory, and host numbers.
-FREE = ("aten.detach", "aten.alias", "aten.lift_fresh", "aten._unsafe_view", "aten._local_scalar_dense", "aten.empty")
+FREE = (
+    "aten.detach",
+    "aten.alias",
+    "aten.lift_fresh",
+    "aten._unsafe_view",
+    "aten._local_scalar_dense",
+    "aten.empty",
+)
 
 
 class Operations(TorchDispatchMode):
-    """Every operation but views, by name; `inside` leaves out what a model does. Composite operations count as their parts."""
+    """Every operation but views, by name; `inside` leaves out what a model does. Composite
+    operations count as their parts.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,8 @@
-"""The other side of the distillation benchmarks: a `transformers.Trainer` loop that pads every batch to its longest row and takes whole logits.
+"""The other side of the distillation benchmarks: a `transformers.Trainer` loop that pads every
+batch to its longest row and takes whole logits.
 
-Same models, chats, supervised tokens, forward KL and dtype as ours. Imports nothing that a bare machine with a GPU lacks.
+Same models, chats, supervised tokens, forward KL and dtype as ours. Imports nothing that a bare
+machine with a GPU lacks.
 """
 
 import time
@@ -14,7 +16,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from training.objectives import Distillation
 from training.packing import PackedData, Sample, collate
 
-SAME_LOSS = 0.02  # share by which the sides' losses may differ: their bfloat16 products are summed in another order
+# share by which the sides' losses may differ: their bfloat16 products are summed in another order
+SAME_LOSS = 0.02
 
 
 class _Clock(TrainerCallback):
@@ -39,11 +42,17 @@ class PaddedDistillation(Trainer):
     def training_step(self, model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
         self.counts.append(int(inputs["attention_mask"].sum()))
         loss = super().training_step(model, inputs, *given, **named)
-        loss.item()  # as a loop that records its loss does: without the wait a step on a GPU ends before its work
+        # as a loop that records its loss does: without the wait a step on a GPU ends before its
+        # work
+        loss.item()
         return loss
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         return padded_loss(model, self.teacher, inputs)
 
@@ -57,21 +66,34 @@ def padded_loss(student: Any, teacher: Any, inputs: dict[str, Any]) -> torch.Ten
     keep = inputs["supervised"][:, 1:]
     log_q_NV = torch.log_softmax(student_BTV[keep].float(), dim=-1)
     log_p_NV = torch.log_softmax(teacher_BTV[keep].float(), dim=-1)
-    return torch.nn.functional.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True) / keep.sum()
+    return (
+        torch.nn.functional.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True)
+        / keep.sum()
+    )
 
 
 def padded(rows: list[Sample]) -> dict[str, torch.Tensor]:
     """A batch padded to its longest row."""
     ids = pad_sequence([torch.from_numpy(row.ids).long() for row in rows], batch_first=True)
-    attention = pad_sequence([torch.ones(len(row.ids), dtype=torch.long) for row in rows], batch_first=True)
+    attention = pad_sequence(
+        [torch.ones(len(row.ids), dtype=torch.long) for row in rows], batch_first=True
+    )
     supervised = pad_sequence([torch.from_numpy(row.mask) for row in rows], batch_first=True)
     return {"input_ids": ids, "attention_mask": attention, "supervised": supervised}
 
 
 def trainer_rate(
-    student: Any, teacher: Any, samples: list[Sample], per_step: int, steps: int, folder: Path, device: str
+    student: Any,
+    teacher: Any,
+    samples: list[Sample],
+    per_step: int,
+    steps: int,
+    folder: Path,
+    device: str,
 ) -> float:
-    """Useful tokens a second of `steps` Trainer steps of `per_step` chats, after one that warms up. Both models take attention `sdpa`."""
+    """Useful tokens a second of `steps` Trainer steps of `per_step` chats, after one that warms up.
+    Both models take attention `sdpa`.
+    """
     settings = TrainingArguments(
         str(folder),
         max_steps=steps + 1,
@@ -85,15 +107,21 @@ def trainer_rate(
         logging_strategy="no",
     )
     clock = _Clock()
-    trainer = PaddedDistillation(student, settings, data_collator=padded, train_dataset=samples, callbacks=[clock])
+    trainer = PaddedDistillation(
+        student, settings, data_collator=padded, train_dataset=samples, callbacks=[clock]
+    )
     trainer.teacher, trainer.counts = teacher, []
     trainer.train()
     return sum(trainer.counts[1:]) / sum(clock.seconds[1:])
 
 
 @torch.no_grad()
-def both_losses(student: Any, teacher: Any, samples: list[Sample], longest: int) -> dict[str, float]:
-    """Both sides' loss on the same chats and weights. The models come with packed attention, and leave with `sdpa`."""
+def both_losses(
+    student: Any, teacher: Any, samples: list[Sample], longest: int
+) -> dict[str, float]:
+    """Both sides' loss on the same chats and weights. The models come with packed attention, and
+    leave with `sdpa`.
+    """
     data = PackedData(samples, longest, 1, 0)
     batch = collate(data.samples, data.rows, longest, teacher.device)
     ours = float(Distillation(student, teacher)(batch)[0]) / data.supervised

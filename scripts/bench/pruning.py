@@ -1,12 +1,17 @@
-"""Ways to prune, side by side: held-out acceptance and block efficiency after equal distillation, and what each way costs.
+"""Ways to prune, side by side: held-out acceptance and block efficiency after equal distillation,
+and what each way costs.
 
-    python scripts/bench/pruning.py target=$SHALLOW_DRAFT_DATA/models/chat24m chats=[CHATS.json] prompts=PROMPTS.jsonl
+    python scripts/bench/pruning.py target=$SHALLOW_DRAFT_DATA/models/chat24m chats=[CHATS.json]
+    prompts=PROMPTS.jsonl
 
-Sides: `importance` (the layers that a probe finds), `l0` (learned masks), `even` (first, last and evenly spaced layers), `random` (the same
-shape from scratch). All are distilled on the same rows for as many steps; what a side spends before that is told beside it, as run and at the
-published settings (LLaMA-7B to 5 layers, width 2560: 0.419 B tokens of mask training; 1,024 sequences of 4,096 tokens and all probes).
+Sides: `importance` (the layers that a probe finds), `l0` (learned masks), `even` (first, last and
+evenly spaced layers), `random` (the same shape from scratch). All are distilled on the same rows
+for as many steps; what a side spends before that is told beside it, as run and at the published
+settings (LLaMA-7B to 5 layers, width 2560: 0.419 B tokens of mask training; 1,024 sequences of
+4,096 tokens and all probes).
 
-Pieces such as `seeds=[0] layers=[4]` may be run one by one: with the same settings and `work`, the figures are of all that was run so far.
+Pieces such as `seeds=[0] layers=[4]` may be run one by one: with the same settings and `work`, the
+figures are of all that was run so far.
 """
 
 import dataclasses
@@ -38,12 +43,13 @@ from training.models import target_config
 from training.paths import resolve
 from training.shapes import forward_flops, parameter_counts
 
+# side -> mode of distill.prune
 SIDES = {
     "importance": "importance",
     "l0": "l0",
     "even": "importance",
     "random": "random",
-}  # side -> mode of distill.prune
+}
 _LLAMA = {
     "model_type": "llama",
     "vocab_size": 32000,
@@ -60,10 +66,10 @@ _BATCH = 16  # prompts decoded together
 @dataclass
 class Options:
     target: str = "embedded:target"  # model folder
-    chats: list[str] = field(default_factory=lambda: ["embedded:chats"])  # to distil on, and to score by
-    held_out_chats: list[str] = field(
-        default_factory=lambda: ["embedded:held_out_chats"]
-    )  # for acceptance; never trained on
+    # to distil on, and to score by
+    chats: list[str] = field(default_factory=lambda: ["embedded:chats"])
+    # for acceptance; never trained on
+    held_out_chats: list[str] = field(default_factory=lambda: ["embedded:held_out_chats"])
     prompts: str = "embedded:prompts"  # evaluation prompts, for block efficiency
     max_prompts: int = 24  # of them
     max_new_tokens: int = 64  # of each
@@ -83,17 +89,24 @@ class Options:
     threads: int = 2  # CPU threads
     device: str = "cpu"  # cpu | cuda
     cache_mb: int = 2000  # memory for the target's states on the training text
-    work: str = "runs/bench"  # folder of finished parts, scores and layer orders: the same settings go on from it
+    # folder of finished parts, scores and layer orders: the same settings go on from it
+    work: str = "runs/bench"
     name: str = "pruning"  # of the results file
 
 
-def run(chosen: Options, students: Students, side: str, layers: int, seed: int, work: Path) -> dict[str, Any]:
-    """Prune, distil, and look: acceptance on held-out text, block efficiency by real decoding, and what the pruning took."""
+def run(
+    chosen: Options, students: Students, side: str, layers: int, seed: int, work: Path
+) -> dict[str, Any]:
+    """Prune, distil, and look: acceptance on held-out text, block efficiency by real decoding, and
+    what the pruning took.
+    """
     config = configured(chosen, StudentConfig(num_hidden_layers=layers), seed, work)
     config.mode = SIDES[side]
     config.importance.choice = "even" if side == "even" else "probe"
     config.loop = dataclasses.replace(
-        config.loop, max_steps=chosen.mask_steps, optimizer=OptimizerConfig(lr=chosen.mask_weights_lr)
+        config.loop,
+        max_steps=chosen.mask_steps,
+        optimizer=OptimizerConfig(lr=chosen.mask_weights_lr),
     )
     bench = students.bench(config)
     student, notes = students.cut(bench)
@@ -105,7 +118,8 @@ def run(chosen: Options, students: Students, side: str, layers: int, seed: int, 
         taus = block_efficiency(chosen, Path(place), seed)
     return {
         "layers": notes["layers"],
-        "masks": notes.get("masks"),  # of l0: how far each kind ended from its sparsity, and how clear its choice is
+        # of l0: how far each kind ended from its sparsity, and how clear its choice is
+        "masks": notes.get("masks"),
         "acceptance_before": before,
         "acceptance": after["acceptance"],
         "greedy_acceptance": after["greedy_acceptance"],
@@ -147,9 +161,11 @@ def block_efficiency(chosen: Options, drafter: Path, seed: int) -> dict[float, f
 
 
 def published() -> dict[str, float]:
-    """Operations of both modes at the published settings, LLaMA-7B to 796 M: importance in one cut, and as the recipe does it in two.
+    """Operations of both modes at the published settings, LLaMA-7B to 796 M: importance in one cut,
+    and as the recipe does it in two.
 
-    The recipe's short distillation between its cuts is told apart: it trains the student, and is no part of choosing it.
+    The recipe's short distillation between its cuts is told apart: it trains the student, and is no
+    part of choosing it.
     """
     llama = target_config(TargetConfig(path="nowhere/llama_7b", config=_LLAMA))
     between = LoopConfig(max_steps=300, tokens_per_step=16384)
@@ -163,9 +179,12 @@ def published() -> dict[str, float]:
     once = importance_flops(config, llama, llama, student_config(_WIDE, llama))
     shapes = stage_shapes(config, llama)
     staged = sum(
-        importance_flops(config, source, llama, shape) for source, shape in zip([llama, *shapes], shapes, strict=False)
+        importance_flops(config, source, llama, shape)
+        for source, shape in zip([llama, *shapes], shapes, strict=False)
     )
-    a_token = sum(6.0 * parameter_counts(shape)["all"] + forward_flops(llama) for shape in shapes[:-1])
+    a_token = sum(
+        6.0 * parameter_counts(shape)["all"] + forward_flops(llama) for shape in shapes[:-1]
+    )
     return {
         "l0": masks,
         "importance": once,
@@ -189,8 +208,9 @@ def main() -> None:
                 part = {"side": side, "layers": layers, "seed": seed}
                 found = kept.figures(part, run, chosen, students, **part, work=kept.folder)
                 print(
-                    f"  {layers} layers, {side}, seed {seed}: acceptance {found['acceptance']:.4f} (before {found['acceptance_before']:.4f}), "
-                    f"tau {found['tau_greedy']:.3f} greedy {found['tau_sampled']:.3f} sampled, "
+                    f"  {layers} layers, {side}, seed {seed}: acceptance {found['acceptance']:.4f} "
+                    f"(before {found['acceptance_before']:.4f}), tau {found['tau_greedy']:.3f} "
+                    f"greedy {found['tau_sampled']:.3f} sampled, "
                     f"{sum(found['pruning']['seconds'].values()):.0f} s to prune",
                     file=sys.stderr,
                 )
@@ -199,14 +219,23 @@ def main() -> None:
 
 
 def figures(kept: Kept) -> dict[str, Any]:
-    """Importance over every other side (paired over seeds), what choosing cost, the costs at published settings, and the runs."""
+    """Importance over every other side (paired over seeds), what choosing cost, the costs at
+    published settings, and the runs.
+    """
     runs: dict[str, dict[str, dict[str, Any]]] = {}  # layers -> side -> seed -> what was found
     for part, found in kept.all():
-        runs.setdefault(str(part["layers"]), {}).setdefault(part["side"], {})[str(part["seed"])] = found
+        runs.setdefault(str(part["layers"]), {}).setdefault(part["side"], {})[str(part["seed"])] = (
+            found
+        )
     over = {
         layers: {
             side: {
-                key: paired(*({seed: one[key] for seed, one in of.items()} for of in (by_side["importance"], theirs)))
+                key: paired(
+                    *(
+                        {seed: one[key] for seed, one in of.items()}
+                        for of in (by_side["importance"], theirs)
+                    )
+                )
                 for key in ("acceptance", "tau_greedy", "tau_sampled")
             }
             for side, theirs in by_side.items()
@@ -233,7 +262,8 @@ def by_work(accounts: dict[str, float]) -> dict[str, float]:
 
 
 def costs(kept: Kept) -> dict[str, dict[str, dict[str, float]]]:
-    """side -> work -> its least seconds and operations of the runs that did it: scores and the layers' order serve all cuts of a seed.
+    """side -> work -> its least seconds and operations of the runs that did it: scores and the
+    layers' order serve all cuts of a seed.
 
     The least, as a run beside other work takes longer, and none takes less than it must.
     """
@@ -241,10 +271,14 @@ def costs(kept: Kept) -> dict[str, dict[str, dict[str, float]]]:
     for part, found in kept.all():
         for what, of_works in found["pruning"].items():
             for work, value in of_works.items():
-                lists = spent.setdefault(part["side"], {}).setdefault(f"{work}, to {part['layers']} layers", {})
+                lists = spent.setdefault(part["side"], {}).setdefault(
+                    f"{work}, to {part['layers']} layers", {}
+                )
                 lists.setdefault(what, []).append(value)
     return {
-        side: {work: {what: min(values) for what, values in of.items()} for work, of in works.items()}
+        side: {
+            work: {what: min(values) for what, values in of.items()} for work, of in works.items()
+        }
         for side, works in spent.items()
     }
 

@@ -1,4 +1,6 @@
-"""LLaMAs and recurrent heads whose weights nobody trained: speed hangs on shapes, not on what the numbers are."""
+"""LLaMAs and recurrent heads whose weights nobody trained: speed hangs on shapes, not on what the
+numbers are.
+"""
 
 from dataclasses import dataclass
 
@@ -41,11 +43,19 @@ class Shape:
     @property
     def parameters(self) -> int:
         """Of all matrices, the embedding and the head among them."""
-        C, queries, keys = self.hidden_size, self.heads * self.head_dim, (self.kv_heads or self.heads) * self.head_dim
-        return 2 * self.vocab_size * C + self.layers * (2 * C * (queries + keys) + 3 * C * self.intermediate_size)
+        C, queries, keys = (
+            self.hidden_size,
+            self.heads * self.head_dim,
+            (self.kv_heads or self.heads) * self.head_dim,
+        )
+        return 2 * self.vocab_size * C + self.layers * (
+            2 * C * (queries + keys) + 3 * C * self.intermediate_size
+        )
 
 
-def random_state(shape: Shape, dtype: torch.dtype, device: str, spread: float = SPREAD) -> dict[str, Tensor]:
+def random_state(
+    shape: Shape, dtype: torch.dtype, device: str, spread: float = SPREAD
+) -> dict[str, Tensor]:
     """A Hugging Face state dict of this shape; equal for equal shapes and spreads."""
     C, F = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.heads * shape.head_dim, (shape.kv_heads or shape.heads) * shape.head_dim
@@ -57,32 +67,53 @@ def random_state(shape: Shape, dtype: torch.dtype, device: str, spread: float = 
     for layer in range(shape.layers):
         before = f"model.layers.{layer}."
         sizes |= {f"{before}input_layernorm": (C,), f"{before}post_attention_layernorm": (C,)}
-        sizes |= {f"{before}self_attn.q_proj": (queries, C), f"{before}self_attn.o_proj": (C, queries)}
+        sizes |= {
+            f"{before}self_attn.q_proj": (queries, C),
+            f"{before}self_attn.o_proj": (C, queries),
+        }
         sizes |= {f"{before}self_attn.{name}_proj": (keys, C) for name in "kv"}
-        sizes |= {f"{before}mlp.gate_proj": (F, C), f"{before}mlp.up_proj": (F, C), f"{before}mlp.down_proj": (C, F)}
+        sizes |= {
+            f"{before}mlp.gate_proj": (F, C),
+            f"{before}mlp.up_proj": (F, C),
+            f"{before}mlp.down_proj": (C, F),
+        }
     generator = torch.Generator(device).manual_seed(0)
     return {
-        f"{name}.weight": torch.empty(size, dtype=dtype, device=device).normal_(0, spread, generator=generator)
+        f"{name}.weight": torch.empty(size, dtype=dtype, device=device).normal_(
+            0, spread, generator=generator
+        )
         if len(size) == 2
         else torch.ones(size, dtype=dtype, device=device)
         for name, size in sizes.items()
     }
 
 
-def random_weights(shape: Shape, dtype: torch.dtype, device: str, max_length: int, spread: float = SPREAD) -> Weights:
+def random_weights(
+    shape: Shape, dtype: torch.dtype, device: str, max_length: int, spread: float = SPREAD
+) -> Weights:
     """Plain (unpacked) weights of this shape, for targets of every execution to share."""
     config = NativeConfig.from_dict(shape.config(max_length))
-    return Weights(config, random_state(shape, dtype, device, spread), dtype, torch.device(device), packed=False)
+    return Weights(
+        config,
+        random_state(shape, dtype, device, spread),
+        dtype,
+        torch.device(device),
+        packed=False,
+    )
 
 
 def random_target(shape: Shape, dtype: torch.dtype, device: str, max_length: int) -> NativeTarget:
     """A target of this shape."""
     state = random_state(shape, dtype, device)
-    return NativeTarget.from_state(shape.config(max_length), state, dtype=dtype, device=device, name="random-weights")
+    return NativeTarget.from_state(
+        shape.config(max_length), state, dtype=dtype, device=device, name="random-weights"
+    )
 
 
 def random_head(target: Shape, blocks: int, dtype: torch.dtype, device: str) -> RecurrentHead:
-    """A recurrent head of the published form for a target of this shape, `blocks` residual blocks deep; equal for equal shapes."""
+    """A recurrent head of the published form for a target of this shape, `blocks` residual blocks
+    deep; equal for equal shapes.
+    """
     torch.manual_seed(0)
     C = target.hidden_size
     with torch.device(device):

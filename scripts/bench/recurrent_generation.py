@@ -1,7 +1,10 @@
-"""Part `generation` of scripts/bench/recurrent.py: what a recurrent head gains over our own autoregressive decoding, and whether it says the same.
+"""Part `generation` of scripts/bench/recurrent.py: what a recurrent head gains over our own
+autoregressive decoding, and whether it says the same.
 
-Only held-out prompts count whose greedy answer does not loop: they are chosen by plain decoding, before anything is measured. Every drafter drafts as
-long as is best for it on `sweep_prompts` of them, and is judged on the others, interleaved by eval.run; prompt lookup, the control, stands beside.
+Only held-out prompts count whose greedy answer does not loop: they are chosen by plain decoding,
+before anything is measured. Every drafter drafts as long as is best for it on `sweep_prompts` of
+them, and is judged on the others, interleaved by eval.run; prompt lookup, the control, stands
+beside.
 """
 
 import json
@@ -55,14 +58,23 @@ ROW_KEYS = (
 
 
 def generation(chosen: Any) -> dict[str, Any]:
-    """Speedups of heads of several beam widths, greedy and sampled, against the goals, and whether greedy output is the target's own."""
+    """Speedups of heads of several beam widths, greedy and sampled, against the goals, and whether
+    greedy output is the target's own.
+    """
     if not chosen.head:
         raise UserError("head is empty: part=generation needs the folder of a recurrent head")
     engine = load(resolve(chosen.target), device=chosen.device, dtype=chosen.decode_dtype)
     wanted = chosen.max_prompts + chosen.sweep_prompts
-    asked, chosen_prompts = unlooping(engine, read_prompts(resolve(chosen.prompts)), wanted, chosen.max_new_tokens)
-    print(f"prompts: {len(chosen_prompts)} of the first {asked} do not loop when greedy", file=sys.stderr)
-    same = same_output(chosen, engine, [ids for _, ids, _ in chosen_prompts][: chosen.exact_prompts])
+    asked, chosen_prompts = unlooping(
+        engine, read_prompts(resolve(chosen.prompts)), wanted, chosen.max_new_tokens
+    )
+    print(
+        f"prompts: {len(chosen_prompts)} of the first {asked} do not loop when greedy",
+        file=sys.stderr,
+    )
+    same = same_output(
+        chosen, engine, [ids for _, ids, _ in chosen_prompts][: chosen.exact_prompts]
+    )
     del engine
     found: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -82,17 +94,27 @@ def generation(chosen: Any) -> dict[str, Any]:
 def unlooping(
     engine: Engine, prompts: Sequence[Prompt], wanted: int, max_new_tokens: int
 ) -> tuple[int, list[tuple[Prompt, list[int], list[int]]]]:
-    """The first prompts whose plain greedy answer does not loop (distinct-4 of 0.5 or more): (prompts asked, [(prompt, its ids, the answer)])."""
+    """The first prompts whose plain greedy answer does not loop (distinct-4 of 0.5 or more):
+    (prompts asked, [(prompt, its ids, the answer)]).
+    """
     settings = Settings(max_new_tokens, stop_token_ids=engine.stop_token_ids)
     found: list[tuple[Prompt, list[int], list[int]]] = []
     for start_at in range(0, len(prompts), ASKED_TOGETHER):
         batch = prompts[start_at : start_at + ASKED_TOGETHER]
-        asked = [(one, encode(engine, [{"role": "user", "content": one.turns[0]}])) for one in batch]
-        fitting = [(one, ids) for one, ids in asked if len(ids) + max_new_tokens < engine.target.max_length]
+        asked = [
+            (one, encode(engine, [{"role": "user", "content": one.turns[0]}])) for one in batch
+        ]
+        fitting = [
+            (one, ids) for one, ids in asked if len(ids) + max_new_tokens < engine.target.max_length
+        ]
         if fitting:
             answers = decode(engine.target, None, [ids for _, ids in fitting], settings)
             pairs = zip(fitting, answers, strict=True)
-            found += [(*pair, one.tokens) for pair, one in pairs if distinct_n(one.tokens) >= LOOPING_BELOW]
+            found += [
+                (*pair, one.tokens)
+                for pair, one in pairs
+                if distinct_n(one.tokens) >= LOOPING_BELOW
+            ]
         if len(found) >= wanted:
             break
     return start_at + len(batch), found[:wanted]
@@ -100,21 +122,32 @@ def unlooping(
 
 def write_prompts(file: Path, prompts: Sequence[Prompt]) -> Path:
     """The first turns of prompts as an evaluation file."""
-    lines = [json.dumps({"id": one.id, "category": one.category, "turns": one.turns[:1]}) for one in prompts]
+    lines = [
+        json.dumps({"id": one.id, "category": one.category, "turns": one.turns[:1]})
+        for one in prompts
+    ]
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, "\n".join(lines) + "\n")
     return file
 
 
-def same_output(chosen: Any, engine: Engine, prompts: Sequence[list[int]]) -> dict[str, dict[str, int]]:
-    """By beam width, how many greedy outputs are plain decoding's: equal, equal up to a tie (float32 rounds), or different."""
+def same_output(
+    chosen: Any, engine: Engine, prompts: Sequence[list[int]]
+) -> dict[str, dict[str, int]]:
+    """By beam width, how many greedy outputs are plain decoding's: equal, equal up to a tie
+    (float32 rounds), or different.
+    """
     settings = Settings(
-        chosen.max_new_tokens, num_draft_tokens=chosen.beam_length, stop_token_ids=engine.stop_token_ids
+        chosen.max_new_tokens,
+        num_draft_tokens=chosen.beam_length,
+        stop_token_ids=engine.stop_token_ids,
     )
     plain = [decode(engine.target, None, [ids], settings)[0].tokens for ids in prompts]
     found = {}
     for width in chosen.exact_widths:
-        head = RecurrentDrafter(resolve(chosen.head), beam_width=width, dtype=head_dtype(chosen), device=chosen.device)
+        head = RecurrentDrafter(
+            resolve(chosen.head), beam_width=width, dtype=head_dtype(chosen), device=chosen.device
+        )
         counts = found[str(width)] = {"equal": 0, "tie": 0, "different": 0}
         for ids, tokens in zip(prompts, plain, strict=True):
             at = first_difference(decode(engine.target, head, [ids], settings)[0].tokens, tokens)
@@ -134,13 +167,29 @@ def head_dtype(chosen: Any) -> str:
 
 
 def arms(chosen: Any, temperature: float) -> list[dict[str, Any]]:
-    """Heads of every width, and one whose width and length follow the costs; greedy decoding always picks, so that it needs no drawn ones."""
+    """Heads of every width, and one whose width and length follow the costs; greedy decoding always
+    picks, so that it needs no drawn ones.
+    """
     found = []
     for draws in ("picked", "drawn") if temperature else ("picked",):
-        shared = {"use": "recurrent", "folder": chosen.head, "draws": draws, "dtype": chosen.head_dtype}
+        shared = {
+            "use": "recurrent",
+            "folder": chosen.head,
+            "draws": draws,
+            "dtype": chosen.head_dtype,
+        }
         fixed = {**shared, "by_cost": False}
-        found += [{**fixed, "beam_width": width, "name": f"{draws} {width}"} for width in chosen.widths]
-        found.append({**shared, "beam_width": max(chosen.widths), "by_cost": True, "name": f"{draws} {BY_COST}"})
+        found += [
+            {**fixed, "beam_width": width, "name": f"{draws} {width}"} for width in chosen.widths
+        ]
+        found.append(
+            {
+                **shared,
+                "beam_width": max(chosen.widths),
+                "by_cost": True,
+                "name": f"{draws} {BY_COST}",
+            }
+        )
     return found
 
 
@@ -161,7 +210,9 @@ class Race:
         lengths: Sequence[int] = (),
         control: bool = True,
     ) -> list[Row]:
-        """The rows that are judged. lengths: of drafts; none: each drafter's best of chosen.lengths, on prompts apart. control: prompt lookup too."""
+        """The rows that are judged. lengths: of drafts; none: each drafter's best of
+        chosen.lengths, on prompts apart. control: prompt lookup too.
+        """
         chosen = self.chosen
         eval.run.run(
             EvalConfig(
@@ -169,7 +220,9 @@ class Race:
                 output_dir=str(folder),
                 seed=self.seed,
                 threads=chosen.threads,
-                target=TargetConfig(path=chosen.target, dtype=chosen.decode_dtype, device=chosen.device),
+                target=TargetConfig(
+                    path=chosen.target, dtype=chosen.decode_dtype, device=chosen.device
+                ),
                 benchmark=BenchmarkConfig(path=str(self.prompts), too_long="skip"),
                 drafters=drafters,
                 prompt_lookup_control=control,
@@ -185,9 +238,13 @@ class Race:
 
 
 def goals(rows: Sequence[Row], same: dict[str, dict[str, int]]) -> dict[str, dict[str, Any]]:
-    """Each goal with what was found: on prompts that do not loop, as the speedups of a headline are counted."""
+    """Each goal with what was found: on prompts that do not loop, as the speedups of a headline are
+    counted.
+    """
     speedups = {
-        (row.temperature, row.drafter): row.headline_speedup for row in rows if row.headline_speedup is not None
+        (row.temperature, row.drafter): row.headline_speedup
+        for row in rows
+        if row.headline_speedup is not None
     }
     greedy = {name: value for (temperature, name), value in speedups.items() if temperature == 0}
     sampled = {name: value for (temperature, name), value in speedups.items() if temperature == 1}
@@ -195,15 +252,24 @@ def goals(rows: Sequence[Row], same: dict[str, dict[str, int]]) -> dict[str, dic
     sampled.pop(CONTROL, None)
     weighed = {name: value for name, value in sampled.items() if name.endswith(BY_COST)}
     found: dict[str, dict[str, Any]] = {
-        "greedy output equal": {"found": same, "met": not any(one["different"] for one in same.values())}
+        "greedy output equal": {
+            "found": same,
+            "met": not any(one["different"] for one in same.values()),
+        }
     }
     if greedy:
         best = max(greedy.values())
         found["greedy above 1.5"] = {"found": best, "met": best > 1.5}
-        found["greedy above prompt lookup"] = {"found": [best, lookup], "met": lookup is not None and best > lookup}
+        found["greedy above prompt lookup"] = {
+            "found": [best, lookup],
+            "met": lookup is not None and best > lookup,
+        }
     if weighed:
         best, worst = max(weighed.values()), min(weighed.values())
-        found["T=1 above 1.2, better of picked and drawn by cost"] = {"found": best, "met": best > 1.2}
+        found["T=1 above 1.2, better of picked and drawn by cost"] = {
+            "found": best,
+            "met": best > 1.2,
+        }
         found["T=1 by cost never below 0.97"] = {"found": worst, "met": worst >= 0.97}
     return found
 
@@ -212,10 +278,16 @@ def report(found: dict[str, Any]) -> str:
     """What `generation` found, as tables."""
     keys = ("drafter", "temperature", "num_draft_tokens", "alpha", "tau", "cost_ratio", "overhead")
     rows = [
-        [*(row[key] for key in keys), interval(row["speedup"], row["speedup_low"], row["speedup_high"])]
+        [
+            *(row[key] for key in keys),
+            interval(row["speedup"], row["speedup_low"], row["speedup_high"]),
+        ]
         for row in found["rows"]
     ]
-    met = [[name, _said(one["found"]), "yes" if one["met"] else "NO"] for name, one in found["goals"].items()]
+    met = [
+        [name, _said(one["found"]), "yes" if one["met"] else "NO"]
+        for name, one in found["goals"].items()
+    ]
     return f"{table([*keys, 'speedup'], rows)}\n\n{table(['goal', 'found', 'met'], met)}"
 
 
@@ -223,7 +295,8 @@ def _said(found: Any) -> str:
     """What was found for a goal, in words: speedups, or outputs by width."""
     if isinstance(found, dict):
         return "; ".join(
-            f"width {width}: {', '.join(f'{n} {kind}' for kind, n in of.items() if n)}" for width, of in found.items()
+            f"width {width}: {', '.join(f'{n} {kind}' for kind, n in of.items() if n)}"
+            for width, of in found.items()
         )
     speedups = found if isinstance(found, list) else [found]
     return ", ".join("none" if one is None else f"{one:.2f}x" for one in speedups)

@@ -1,7 +1,9 @@
-"""Part `drafting` of scripts/bench/recurrent.py: what a round with a recurrent head costs outside the two models.
+"""Part `drafting` of scripts/bench/recurrent.py: what a round with a recurrent head costs outside
+the two models.
 
-The share of a round that is neither the target's forward nor the head's, and operations outside both that would launch a kernel: counted as they
-are here, and with the verification of trees that a GPU takes (decoding/verify_tree.py), as kernels are launched there alone.
+The share of a round that is neither the target's forward nor the head's, and operations outside
+both that would launch a kernel: counted as they are here, and with the verification of trees that a
+GPU takes (decoding/verify_tree.py), as kernels are launched there alone.
 """
 
 import statistics
@@ -52,11 +54,17 @@ class Clock:
 
 
 def drafting(chosen: Any) -> dict[str, Any]:
-    """For each way of drafting: milliseconds of a round, the parts' shares, and operations outside both models."""
+    """For each way of drafting: milliseconds of a round, the parts' shares, and operations outside
+    both models.
+    """
     if not chosen.head:
         raise UserError("head is empty: part=drafting needs the folder of a recurrent head")
     found = {}
-    for name, draws, temperature in (("greedy", "picked", 0.0), ("picked", "picked", 1.0), ("drawn", "drawn", 1.0)):
+    for name, draws, temperature in (
+        ("greedy", "picked", 0.0),
+        ("picked", "picked", 1.0),
+        ("drawn", "drawn", 1.0),
+    ):
         engine = load(resolve(chosen.target), device=chosen.device, dtype=chosen.decode_dtype)
         drafter = RecurrentDrafter(
             resolve(chosen.head),
@@ -84,7 +92,9 @@ def drafting(chosen: Any) -> dict[str, Any]:
 
 
 def goals(found: dict[str, Any], width: int, length: int) -> dict[str, dict[str, Any]]:
-    """Each goal with what was found by way of drafting; of other beams than those that it was set for, without a verdict."""
+    """Each goal with what was found by way of drafting; of other beams than those that it was set
+    for, without a verdict.
+    """
     shares = {way: one["share_outside"] for way, one in found.items()}
     operations = {way: one["operations_outside_as_on_a_gpu"] for way, one in found.items()}
     told = {
@@ -100,12 +110,17 @@ def goals(found: dict[str, Any], width: int, length: int) -> dict[str, dict[str,
 
 
 def _prompts(chosen: Any, engine: Engine, room: int) -> list[list[int]]:
-    asked = ([{"role": "user", "content": prompt.turns[0]}] for prompt in read_prompts(resolve(chosen.prompts)))
+    asked = (
+        [{"role": "user", "content": prompt.turns[0]}]
+        for prompt in read_prompts(resolve(chosen.prompts))
+    )
     fitting = [ids for ids in (encode(engine, messages) for messages in asked) if len(ids) < room]
     return fitting[: chosen.max_prompts]
 
 
-def _operations(engine: Engine, drafter: RecurrentDrafter, prompt: list[int], settings: Settings) -> int:
+def _operations(
+    engine: Engine, drafter: RecurrentDrafter, prompt: list[int], settings: Settings
+) -> int:
     """The most of any round."""
     counter = Operations()
     counter.inside(engine.target, *TARGET_CALLS)
@@ -122,14 +137,22 @@ def _operations(engine: Engine, drafter: RecurrentDrafter, prompt: list[int], se
                 batch.round()
             most = max(most, counter.total if number else 0)
     batch.close()
-    for owner, names in ((engine.target, TARGET_CALLS), (drafter.head, HEAD_CALLS), (drafter, DRAFTER_CALLS)):
+    for owner, names in (
+        (engine.target, TARGET_CALLS),
+        (drafter.head, HEAD_CALLS),
+        (drafter, DRAFTER_CALLS),
+    ):
         for name in names:
             delattr(owner, name)  # the class's own method shows again
     return most
 
 
 def _shares(
-    engine: Engine, drafter: RecurrentDrafter, prompts: list[list[int]], settings: Settings, rounds: int
+    engine: Engine,
+    drafter: RecurrentDrafter,
+    prompts: list[list[int]],
+    settings: Settings,
+    rounds: int,
 ) -> dict[str, float]:
     """Medians over rounds of all prompts, the first a warm-up."""
     of_target, of_head = Clock(), Clock()
@@ -156,9 +179,16 @@ def _shares(
 
 
 def _one(
-    engine: Engine, drafter: RecurrentDrafter, prompt: list[int], settings: Settings, of_target: Clock, of_head: Clock
+    engine: Engine,
+    drafter: RecurrentDrafter,
+    prompt: list[int],
+    settings: Settings,
+    of_target: Clock,
+    of_head: Clock,
 ) -> tuple[float, float, float, int, int]:
-    """(seconds of all rounds, of them the target's and the head's, rounds, tokens) of one prompt, its prefill left out."""
+    """(seconds of all rounds, of them the target's and the head's, rounds, tokens) of one prompt,
+    its prefill left out.
+    """
     batch = start(engine.target, drafter, [prompt], settings)
     (row,) = batch.rows
     before = of_target.seconds, of_head.seconds

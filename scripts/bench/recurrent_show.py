@@ -1,14 +1,19 @@
-"""What makes a recurrent head good, in one command: every comparison over the same seeds, prompts and seconds of training, with paired intervals.
+"""What makes a recurrent head good, in one command: every comparison over the same seeds, prompts
+and seconds of training, with paired intervals.
 
-    python scripts/bench/recurrent_show.py target=$SHALLOW_DRAFT_DATA/models/chat24m prompts=$SHALLOW_DRAFT_DATA/data/eval/alpaca_eval.jsonl \\
+    python scripts/bench/recurrent_show.py target=$SHALLOW_DRAFT_DATA/models/chat24m
+    prompts=$SHALLOW_DRAFT_DATA/data/eval/alpaca_eval.jsonl \\
         "chats=[$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json,$SHALLOW_DRAFT_DATA/data/chat/gpteacher_roleplay.json]"
 
-Parts: `recurrence` (with and without), `losses` (hard labels, the paper's distillation on what the target goes on with behind every position,
-distillation on its own answers, forward KL, LK, training-time test), `data` (chats as found and answered by the target, under both losses), `starts`
-(warm start and zero-initialised blocks, on and off), `shape` (beam width x length with the heads of the side `raced`), `pruned` (the same heads
-against the target cut to a few layers and distilled as long). The first four compare block efficiency, the last two speed as well.
+Parts: `recurrence` (with and without), `losses` (hard labels, the paper's distillation on what the
+target goes on with behind every position, distillation on its own answers, forward KL, LK,
+training-time test), `data` (chats as found and answered by the target, under both losses), `starts`
+(warm start and zero-initialised blocks, on and off), `shape` (beam width x length with the heads of
+the side `raced`), `pruned` (the same heads against the target cut to a few layers and distilled as
+long). The first four compare block efficiency, the last two speed as well.
 
-Pieces such as `parts=[losses] seeds=[0]` may be run one by one: with the same settings and `work`, the tables are of all that was run so far.
+Pieces such as `parts=[losses] seeds=[0]` may be run one by one: with the same settings and `work`,
+the tables are of all that was run so far.
 """
 
 import json
@@ -41,7 +46,9 @@ from training.paths import resolve
 
 TRAINED = {  # part -> side -> the side that it is held against
     "recurrence": {"without recurrence": BASE},
-    "losses": dict.fromkeys(("continuations", "distillation", "forward KL", "LK", "training-time test"), BASE),
+    "losses": dict.fromkeys(
+        ("continuations", "distillation", "forward KL", "LK", "training-time test"), BASE
+    ),
     "data": {"distillation": BASE, "forward KL, answered": "forward KL"},
     "starts": dict.fromkeys(("warm start alone", "zero blocks alone", "as published"), BASE),
 }
@@ -54,7 +61,8 @@ _FROM = {"system": "system", "user": "human", "assistant": "gpt"}
 class Options:
     target: str = "embedded:target"  # model folder
     chats: list[str] = field(default_factory=lambda: ["embedded:chats"])  # ShareGPT files
-    prompts: str = "embedded:prompts"  # held-out evaluation prompts; those whose greedy answer loops are passed over
+    # held-out evaluation prompts; those whose greedy answer loops are passed over
+    prompts: str = "embedded:prompts"
     parts: list[str] = field(default_factory=lambda: [*PARTS])  # what is compared
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # a run of every side each
     seconds: float = 20.0  # of training, for every run
@@ -74,11 +82,14 @@ class Options:
     lengths: list[int] = field(default_factory=lambda: [2, 3, 5])  # shape: drafted tokens of a beam
     shape_temperatures: list[float] = field(default_factory=lambda: [0.0])  # shape
     raced: str = "forward KL"  # shape, pruned: the side whose heads are decoded with
-    race_prompts: int = 8  # shape, pruned: of the held-out prompts, decoded one by one against the clock
+    # shape, pruned: of the held-out prompts, decoded one by one against the clock
+    race_prompts: int = 8
     race_width: int = 10  # pruned: beams of the heads, the most; width and length follow the costs
     race_length: int = 4  # pruned: most drafted tokens, of heads and pruned drafters alike
-    pruned_layers: list[int] = field(default_factory=lambda: [1, 2])  # pruned: layers left; the faster one is compared
-    pruned_choice: str = "even"  # pruned: how its layers are chosen, as importance.choice of distill.prune
+    # pruned: layers left; the faster one is compared
+    pruned_layers: list[int] = field(default_factory=lambda: [1, 2])
+    # pruned: how its layers are chosen, as importance.choice of distill.prune
+    pruned_choice: str = "even"
     pruned_probe_steps: int = 10  # pruned: of a candidate's distillation, where pruned_choice=probe
     pruned_sequences: int = 128  # pruned: rows that are scored
     pruned_lr: float = 3e-3  # pruned: peak learning rate
@@ -101,7 +112,9 @@ def drawn_chats(chosen: Options, work: Path) -> dict[str, Path]:
 
 
 def _sharegpt(chat: Chat) -> dict[str, Any]:
-    turns = [{"from": _FROM[message["role"]], "value": message["content"]} for message in chat.messages]
+    turns = [
+        {"from": _FROM[message["role"]], "value": message["content"]} for message in chat.messages
+    ]
     return {"id": chat.id, "conversations": turns}
 
 
@@ -112,7 +125,9 @@ def answered(chosen: Options, found: Path, work: Path) -> Path:
             job="distill.regenerate",
             output_dir=str(work / "answered"),
             threads=chosen.threads,
-            target=TargetConfig(path=chosen.target, dtype=chosen.decode_dtype, device=chosen.device),
+            target=TargetConfig(
+                path=chosen.target, dtype=chosen.decode_dtype, device=chosen.device
+            ),
             data=DataConfig(chats=[str(found)], max_length=chosen.max_length, max_bad=1.0),
             temperature=chosen.answer_temperature,
             max_new_tokens=chosen.answer_tokens,
@@ -127,9 +142,13 @@ class Show:
         self.chosen = chosen
         self.kept = Kept(chosen.work, chosen, ("parts", "seeds"))
         self.work = self.kept.folder
-        pairs = [pair for part, of in TRAINED.items() if part in chosen.parts for pair in of.items()]
+        pairs = [
+            pair for part, of in TRAINED.items() if part in chosen.parts for pair in of.items()
+        ]
         asked = [BASE] * bool(pairs) + [chosen.raced] * bool({"shape", "pruned"} & {*chosen.parts})
-        self.sides = list(dict.fromkeys([*asked, *(side for pair in pairs for side in reversed(pair))]))
+        self.sides = list(
+            dict.fromkeys([*asked, *(side for pair in pairs for side in reversed(pair))])
+        )
         files = drawn_chats(chosen, self.work)
         if any(SIDES[side].answered for side in self.sides):
             files["answered"] = answered(chosen, files["found"], self.work)
@@ -148,7 +167,9 @@ class Show:
                     self._figures(part, seed, race)
         return self.save()
 
-    def _figures(self, name: str, seed: int, make: Callable[..., dict[str, Any]], *given: Any) -> None:
+    def _figures(
+        self, name: str, seed: int, make: Callable[..., dict[str, Any]], *given: Any
+    ) -> None:
         self.kept.figures({"of": name, "seed": seed}, make, *given, seed)
         self.save()
 
@@ -158,28 +179,42 @@ class Show:
 
     def save(self) -> dict[str, Any]:
         """Write what was found so far, and return it."""
-        figures = {f"{part['of']}/{part['seed']}": found for part, found in self.kept.all() if "of" in part}
+        figures = {
+            f"{part['of']}/{part['seed']}": found for part, found in self.kept.all() if "of" in part
+        }
         found = {"figures": figures, "tables": tables.report(self.chosen, figures, TRAINED)}
         save(self.chosen.name, self.chosen, found, show=False)
         return found
 
     def head(self, name: str, seed: int) -> dict[str, Any]:
-        """Train a side's head, look what it is worth, and keep it where it is decoded with later."""
+        """Train a side's head, look what it is worth, and keep it where it is decoded
+        with later.
+        """
         bench, side, lr = self.bench, SIDES[name], self.chosen.lr
         data = bench.data(side.answered, seed)
-        pace = self.pace(name, lambda: bench.pace(lambda: bench.head_objective(side, seed), data, lr))
+        pace = self.pace(
+            name, lambda: bench.pace(lambda: bench.head_objective(side, seed), data, lr)
+        )
         steps = max(1, round(self.chosen.seconds / pace))
         objective, head = made = bench.head_objective(side, seed)
         seconds = bench.train(made, data, steps, lr)
         if name == self.chosen.raced:
             save_head(head, self.raced(seed))
-        return {"steps": steps, "seconds": seconds, "epochs": steps / data.steps_per_epoch, **bench.worth(head, seed)}
+        return {
+            "steps": steps,
+            "seconds": seconds,
+            "epochs": steps / data.steps_per_epoch,
+            **bench.worth(head, seed),
+        }
 
     def student(self, layers: int, seed: int) -> dict[str, Any]:
         """Distil into the cut target for as many seconds, and write it for decoding."""
         bench, lr = self.bench, self.chosen.pruned_lr
         data, cut_seconds = bench.data(False, seed), bench.students[layers][1]
-        pace = self.pace(f"pruned {layers}", lambda: bench.pace(lambda: bench.student_objective(layers), data, lr))
+        pace = self.pace(
+            f"pruned {layers}",
+            lambda: bench.pace(lambda: bench.student_objective(layers), data, lr),
+        )
         steps = max(1, round(self.chosen.seconds / pace))
         made = bench.student_objective(layers)
         torch.manual_seed(seed)
@@ -209,10 +244,16 @@ class Show:
             for width in self.chosen.widths
         ]
         temperatures, lengths = self.chosen.shape_temperatures, self.chosen.lengths
-        return {"generations": self._race(f"shape_{seed}", heads, temperatures, lengths, seed, control=False)}
+        return {
+            "generations": self._race(
+                f"shape_{seed}", heads, temperatures, lengths, seed, control=False
+            )
+        }
 
     def pruned(self, seed: int) -> dict[str, Any]:
-        """A seed's head, sized by cost, against its pruned drafters, which draft as long as pays. Greedy decoding always picks."""
+        """A seed's head, sized by cost, against its pruned drafters, which draft as long as pays.
+        Greedy decoding always picks.
+        """
         shared = {
             "use": "recurrent",
             "folder": str(self.raced(seed)),
@@ -225,7 +266,10 @@ class Show:
         ]
         found = []
         for temperature, ways in ((0.0, ["picked"]), (1.0, ["picked", "drawn"])):
-            heads = [{**shared, "by_cost": True, "draws": draws, "name": f"head, {draws}"} for draws in ways]
+            heads = [
+                {**shared, "by_cost": True, "draws": draws, "name": f"head, {draws}"}
+                for draws in ways
+            ]
             name, length = f"pruned_{seed}_T{temperature:g}", [self.chosen.race_length]
             found += self._race(name, [*heads, *students], [temperature], length, seed)
         return {"generations": found}
@@ -243,7 +287,9 @@ class Show:
         prompts = [prompt for prompt, _, _ in self.bench.held_out][: self.chosen.race_prompts]
         file = write_prompts(self.work / "race_prompts.jsonl", prompts)
         folder = self.work / "races" / name
-        Race(self.chosen, file, len(prompts), seed)(folder, drafters, temperatures, lengths, control)
+        Race(self.chosen, file, len(prompts), seed)(
+            folder, drafters, temperatures, lengths, control
+        )
         return tables.generations(folder)
 
 

@@ -1,10 +1,13 @@
-"""The sides of scripts/bench/recurrent_show.py: what is trained, for how long, and what the heads are worth on the target's own answers.
+"""The sides of scripts/bench/recurrent_show.py: what is trained, for how long, and what the heads
+are worth on the target's own answers.
 
-Every side differs from `base` in one thing, or in what its name says. All are trained for equal seconds: a side's step is timed first, and its steps
-fill the seconds, with the learning rate's schedule over them. Steps make the target's states anew, as no cache is warm in so short a run.
+Every side differs from `base` in one thing, or in what its name says. All are trained for equal
+seconds: a side's step is timed first, and its steps fill the seconds, with the learning rate's
+schedule over them. Steps make the target's states anew, as no cache is warm in so short a run.
 
-Worth is block efficiency by prompt: greedy, of a chain on the target's own answers, which is that of real decoding
-(recurrent_drafting/evaluation.py); and sampled, of real decoding with drawn chains, tested by p / q.
+Worth is block efficiency by prompt: greedy, of a chain on the target's own answers, which is that
+of real decoding (recurrent_drafting/evaluation.py); and sampled, of real decoding with drawn
+chains, tested by p / q.
 """
 
 import copy
@@ -54,7 +57,8 @@ class Side:
     zero_blocks: bool = True
     loss: str = "cross_entropy"
     own_tokens: float = 0.0
-    answered: bool = False  # trained on the target's answers to the chats' requests, instead of those that were found
+    # trained on the target's answers to the chats' requests, instead of those that were found
+    answered: bool = False
 
 
 BASE = "base"
@@ -76,10 +80,14 @@ Objective = tuple[Any, Any]  # what is called on a batch, and the module of it t
 
 
 class Bench:
-    """What all runs share: the target twice (to train on and to decode with), the chats, and the held-out answers."""
+    """What all runs share: the target twice (to train on and to decode with), the chats, and the
+    held-out answers.
+    """
 
     def __init__(self, chosen: Any, files: dict[str, Path]) -> None:
-        """files: the chats as found, those answered by the target, and held-out ones for the cut: `found`, `answered`, `held_out`."""
+        """files: the chats as found, those answered by the target, and held-out ones for the cut:
+        `found`, `answered`, `held_out`.
+        """
         self.chosen, self.files = chosen, files
         self.folder, self.dtype = resolve(chosen.target), dtype_of(chosen.dtype)
         self.parallel = Parallel(ParallelConfig(), chosen.device)
@@ -111,23 +119,34 @@ class Bench:
             mask = np.arange(len(ids) + len(answer)) >= len(ids)
             answers.append(Sample(np.asarray([*ids, *answer], dtype=np.int32), mask))
         longest = max(len(one.ids) for one in answers)
-        head, chosen = RecurrentHead(head_config(HeadShapeConfig(), self.target.config)), self.chosen
+        head, chosen = (
+            RecurrentHead(head_config(HeadShapeConfig(), self.target.config)),
+            self.chosen,
+        )
         capacity, device = max(longest, chosen.max_length), torch.device(chosen.device)
-        return GreedyChain(head, self.states, answers, chosen.heads, chosen.max_new_tokens, capacity, device)
+        return GreedyChain(
+            head, self.states, answers, chosen.heads, chosen.max_new_tokens, capacity, device
+        )
 
     def data(self, answered: bool, seed: int) -> PackedData:
         """The chats in packed rows."""
         rows = max(1, self.chosen.tokens_per_step // self.chosen.max_length)
-        return PackedData(self._samples["answered" if answered else "found"], self.chosen.max_length, rows, seed)
+        return PackedData(
+            self._samples["answered" if answered else "found"], self.chosen.max_length, rows, seed
+        )
 
     @cached_property
     def _samples(self) -> dict[str, list[Sample]]:
         given = {
-            name: DataConfig(chats=[str(self.files[name])], max_length=self.chosen.max_length, max_bad=1.0)
+            name: DataConfig(
+                chats=[str(self.files[name])], max_length=self.chosen.max_length, max_bad=1.0
+            )
             for name in ("found", "answered")
             if name in self.files
         }
-        return {name: read_samples(self.engine.tokenizer, data, "train") for name, data in given.items()}
+        return {
+            name: read_samples(self.engine.tokenizer, data, "train") for name, data in given.items()
+        }
 
     def head(self, side: Side, seed: int) -> RecurrentHead:
         """An untrained one."""
@@ -145,15 +164,22 @@ class Bench:
     def head_objective(self, side: Side, seed: int) -> Objective:
         """A side's head and its loss."""
         head = self.head(side, seed)
-        loss = HeadLossConfig(side.loss, predict_n_tokens=self.chosen.heads, own_tokens=side.own_tokens)
+        loss = HeadLossConfig(
+            side.loss, predict_n_tokens=self.chosen.heads, own_tokens=side.own_tokens
+        )
         return HeadTraining(head, self.states, loss), head
 
     @cached_property
     def students(self) -> dict[int, tuple[Any, float]]:
-        """By layers: the target cut by importance, and the seconds that took. Every seed is distilled from the same cut."""
+        """By layers: the target cut by importance, and the seconds that took. Every seed is
+        distilled from the same cut.
+        """
         chosen, students, found = self.chosen, Students(), {}
         wanted: Any = SimpleNamespace(
-            **{key: getattr(chosen, key) for key in ("target", "max_length", "tokens_per_step", "dtype", "device")},
+            **{
+                key: getattr(chosen, key)
+                for key in ("target", "max_length", "tokens_per_step", "dtype", "device")
+            },
             chats=[str(self.files["found"])],
             held_out_chats=[str(self.files["held_out"])],
             steps=chosen.pruned_probe_steps,
@@ -187,7 +213,9 @@ class Bench:
         self._fit(made, data, steps, lr, recorded)
         return sum(recorded.seconds)
 
-    def _fit(self, made: Objective, data: PackedData, steps: int, lr: float, recorded: "_Steps") -> None:
+    def _fit(
+        self, made: Objective, data: PackedData, steps: int, lr: float, recorded: "_Steps"
+    ) -> None:
         chosen = self.chosen
         loop = LoopConfig(
             max_steps=steps,
@@ -199,14 +227,25 @@ class Bench:
             optimizer=OptimizerConfig(lr=lr, warmup_steps=max(1, steps // 10), final_lr=0.0),
         )
         with tempfile.TemporaryDirectory() as place:
-            fit("train", *made, data, loop, self.parallel, Path(place), recorded, lambda: {"score": 0.0})
+            fit(
+                "train",
+                *made,
+                data,
+                loop,
+                self.parallel,
+                Path(place),
+                recorded,
+                lambda: {"score": 0.0},
+            )
 
     @torch.no_grad()
     def worth(self, head: RecurrentHead, seed: int) -> dict[str, list[tuple[int, int]]]:
         """(tokens, rounds) of every held-out prompt: `greedy` and `sampled`."""
         self.chain.head = head.eval()
         greedy = [(emitted, rounds) for rounds, emitted, _, _ in self.chain.counts()]
-        drafter = RecurrentDrafter(head=copy.deepcopy(head).float().requires_grad_(False), beam_width=1, draws="drawn")
+        drafter = RecurrentDrafter(
+            head=copy.deepcopy(head).float().requires_grad_(False), beam_width=1, draws="drawn"
+        )
         settings = Settings(
             self.chosen.max_new_tokens,
             temperature=1.0,

@@ -1,7 +1,8 @@
 """Tables of scripts/bench/recurrent_show.py, in Markdown, from its figures.
 
-Two intervals of a comparison, both paired, both of 95 %: over prompts, all seeds' counts of a prompt together (eval.metrics), and over seeds, by
-Student's t (scripts/bench/kept.py), which with three seeds is wide.
+Two intervals of a comparison, both paired, both of 95 %: over prompts, all seeds' counts of a
+prompt together (eval.metrics), and over seeds, by Student's t (scripts/bench/kept.py), which with
+three seeds is wide.
 """
 
 from collections import defaultdict
@@ -20,13 +21,20 @@ Columns = tuple[list[float], list[float]]  # by prompt: tokens, and rounds or se
 
 def of_seeds(figures: Figures, name: str) -> dict[str, Any]:
     """A name's figures by seed, of those that are there."""
-    found = {key.removeprefix(f"{name}/"): value for key, value in figures.items() if key.startswith(f"{name}/")}
+    found = {
+        key.removeprefix(f"{name}/"): value
+        for key, value in figures.items()
+        if key.startswith(f"{name}/")
+    }
     return dict(sorted(found.items()))
 
 
 def pooled(runs: Sequence[Sequence[Sequence[float]]]) -> Columns:
     """(tokens, rounds) of every prompt, added up over seeds."""
-    tokens, rounds = ([sum(pair[part] for pair in prompt) for prompt in zip(*runs, strict=True)] for part in (0, 1))
+    tokens, rounds = (
+        [sum(pair[part] for pair in prompt) for prompt in zip(*runs, strict=True)]
+        for part in (0, 1)
+    )
     return tokens, rounds
 
 
@@ -41,7 +49,9 @@ def over(runs: Sequence[Any], base: Sequence[Any]) -> Interval:
 
 
 def trained(figures: Figures, pairs: Mapping[str, str]) -> str:
-    """Sides that were trained for equal seconds, each held against another: side -> that one. Seeds that both have."""
+    """Sides that were trained for equal seconds, each held against another: side -> that one. Seeds
+    that both have.
+    """
     rows = [_row(figures, side, None) for side in dict.fromkeys(pairs.values())]
     rows += [_row(figures, side, against) for side, against in pairs.items()]
     titles = ["side", "held against"]
@@ -56,7 +66,9 @@ def _row(figures: Figures, side: str, against: str | None) -> list[Any]:
     row: list[Any] = [side, against]
     for way in ("greedy", "sampled") if found else ():
         mine, theirs = ({seed: of[seed][way] for seed in found} for of in (found, base))
-        taus, base_taus = ({seed: tau(pairs) for seed, pairs in of.items()} for of in (mine, theirs))
+        taus, base_taus = (
+            {seed: tau(pairs) for seed, pairs in of.items()} for of in (mine, theirs)
+        )
         row.append(" ".join(f"{value:.3f}" for value in taus.values()))
         ratio, by_seed = over([*mine.values()], [*theirs.values()]), paired(taus, base_taus)
         both = [
@@ -71,12 +83,16 @@ def _row(figures: Figures, side: str, against: str | None) -> list[Any]:
     return [*row, seconds, one["steps"], f"{one['epochs']:.2f}"]
 
 
-# ------------------------------------------------------------------------------------------------------------ races
+# -------------------------------------------------------------------------------------------- races
 def generations(folder: Path) -> list[dict[str, Any]]:
     """What a race's records say of every generation."""
     keys = ("drafter", "temperature", "num_draft_tokens", "prompt_id", "rounds")
     return [
-        {**{key: getattr(one, key) for key in keys}, "tokens": len(one.tokens), "seconds": one.decode_seconds}
+        {
+            **{key: getattr(one, key) for key in keys},
+            "tokens": len(one.tokens),
+            "seconds": one.decode_seconds,
+        }
         for one in read_records(folder / "records.jsonl")
     ]
 
@@ -86,14 +102,19 @@ Arm = tuple[float, str, int]  # temperature, drafter, draft length
 
 def by_arm(races: Sequence[Sequence[dict[str, Any]]]) -> dict[Arm, dict[str, list[float]]]:
     """Tokens, rounds and seconds of every prompt, in one order, added up over seeds."""
-    found: dict[Arm, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0, 0.0]))
+    found: dict[Arm, dict[str, list[float]]] = defaultdict(
+        lambda: defaultdict(lambda: [0.0, 0.0, 0.0])
+    )
     for one in (one for race in races for one in race):
         sums = found[one["temperature"], one["drafter"], one["num_draft_tokens"]][one["prompt_id"]]
         for place, key in enumerate(("tokens", "rounds", "seconds")):
             sums[place] += one[key]
     ids = sorted({prompt for of in found.values() for prompt in of})
     return {
-        arm: {key: [of[prompt][place] for prompt in ids] for place, key in enumerate(("tokens", "rounds", "seconds"))}
+        arm: {
+            key: [of[prompt][place] for prompt in ids]
+            for place, key in enumerate(("tokens", "rounds", "seconds"))
+        }
         for arm, of in found.items()
     }
 
@@ -107,7 +128,15 @@ def raced(races: Sequence[Sequence[dict[str, Any]]]) -> str:
             continue
         speedup = paired_bootstrap(*_speed(mine), *_speed(arms[temperature, AUTOREGRESSIVE, 0]))
         efficiency = sum(mine["tokens"]) / sum(mine["rounds"])
-        rows.append([temperature, name, length, efficiency, interval(speedup.value, speedup.low, speedup.high)])
+        rows.append(
+            [
+                temperature,
+                name,
+                length,
+                efficiency,
+                interval(speedup.value, speedup.low, speedup.high),
+            ]
+        )
     return table(["T", "drafter", "length", "tau", "speedup"], rows)
 
 
@@ -121,14 +150,20 @@ def head_over_pruned(races: Sequence[Sequence[dict[str, Any]]]) -> str:
     rows = []
     for temperature in sorted({arm[0] for arm in arms}):
         plain = arms[temperature, AUTOREGRESSIVE, 0]
-        rate = {arm: sum(of["tokens"]) / sum(of["seconds"]) for arm, of in arms.items() if arm[0] == temperature}
+        rate = {
+            arm: sum(of["tokens"]) / sum(of["seconds"])
+            for arm, of in arms.items()
+            if arm[0] == temperature
+        }
         best = [
             max((arm for arm in rate if arm[1].startswith(kind)), key=lambda arm: rate[arm])
             for kind in ("head", "pruned")
         ]
         sides = [(*_speed(arms[arm]), *_speed(plain)) for arm in best]
         ratio = paired_speedups(*sides)
-        rows.append([temperature, best[0][1], best[1][1], interval(ratio.value, ratio.low, ratio.high)])
+        rows.append(
+            [temperature, best[0][1], best[1][1], interval(ratio.value, ratio.low, ratio.high)]
+        )
     return table(["T", "head", "against", "speed over it"], rows)
 
 
@@ -143,9 +178,13 @@ def report(chosen: Any, figures: Figures, parts: Mapping[str, Mapping[str, str]]
         if races:
             found.append(f"### {part}\n\n{raced(races)}")
             if part == "pruned":
-                cuts = {layers: of_seeds(figures, f"pruned {layers}") for layers in chosen.pruned_layers}
+                cuts = {
+                    layers: of_seeds(figures, f"pruned {layers}") for layers in chosen.pruned_layers
+                }
                 spent = [
-                    f"{n} layers {one['cut_seconds']:.0f} s" for n, of in cuts.items() for one in [*of.values()][:1]
+                    f"{n} layers {one['cut_seconds']:.0f} s"
+                    for n, of in cuts.items()
+                    for one in [*of.values()][:1]
                 ]
                 found += [
                     head_over_pruned(races),

@@ -1,10 +1,14 @@
-"""Part `training` of scripts/bench/recurrent.py: the published recipe, written out, against our job's step.
+"""Part `training` of scripts/bench/recurrent.py: the published recipe, written out, against our
+job's step.
 
-The published recipe (apple/ml-recurrent-drafter, train/ and cmd/train.py at bd8586b), as it computes and not as it is written: every
-chat padded; embeddings rolled left once a head; all heads' logits of all positions as a list, stacked, and copied to float32 (accelerate widens a
-model's outputs); the sum over heads of the mean cross-entropy on shifted contiguous copies; per head and k = 1 .. 5 a top-k of its own over the
-whole vocabulary; every figure fetched from the device at once; float32 weights under bfloat16 autocast, torch's AdamW, the norm clipped at 1.
-Its other costs (Trainer, data loader, gradient exchange of an unused lm_head) are left out, so that it is faster here than it was.
+The published recipe (apple/ml-recurrent-drafter, train/ and cmd/train.py at bd8586b), as it
+computes and not as it is written: every chat padded; embeddings rolled left once a head; all heads'
+logits of all positions as a list, stacked, and copied to float32 (accelerate widens a model's
+outputs); the sum over heads of the mean cross-entropy on shifted contiguous copies; per head and k
+= 1 .. 5 a top-k of its own over the whole vocabulary; every figure fetched from the device at once;
+float32 weights under bfloat16 autocast, torch's AdamW, the norm clipped at 1. Its other costs
+(Trainer, data loader, gradient exchange of an unused lm_head) are left out, so that it is faster
+here than it was.
 """
 
 import copy
@@ -41,11 +45,14 @@ from training.samples import chat_samples
 IGNORED = -100
 TOP_K = 5
 GOAL_OVER_PUBLISHED, GOAL_OVER_LONGEST, GOAL_PEAK = 4.0, 2.0, 1 / 3
-SAME_LOSS = 0.02  # share by which the sides' losses may differ: their bfloat16 products are summed in another order
+# share by which the sides' losses may differ: their bfloat16 products are summed in another order
+SAME_LOSS = 0.02
 
 
 class Published(nn.Module):
-    """The published model around a head's own modules: forward over padded ids gives all logits [heads, B, T, V] in float32."""
+    """The published model around a head's own modules: forward over padded ids gives all logits
+    [heads, B, T, V] in float32.
+    """
 
     def __init__(self, target: Any, head: RecurrentHead, heads: int, autocast: bool) -> None:
         super().__init__()
@@ -57,7 +64,9 @@ class Published(nn.Module):
         target = self.targets[0]
         with torch.autocast(ids_BT.device.type, torch.bfloat16, enabled=self.autocast):
             with torch.inference_mode():
-                hidden_BTH = target.base_model(input_ids=ids_BT, attention_mask=attention_BT, use_cache=False)[0]
+                hidden_BTH = target.base_model(
+                    input_ids=ids_BT, attention_mask=attention_BT, use_cache=False
+                )[0]
                 embedded_BTH = target.get_input_embeddings()(ids_BT)
             hidden_BTH, embedded_BTH = hidden_BTH.clone(), embedded_BTH.clone()
             state_BTH = torch.zeros_like(hidden_BTH)
@@ -70,7 +79,9 @@ class Published(nn.Module):
 
 
 def published_loss(logits_KBTV: Tensor, labels_BT: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """(sum of the heads' mean cross-entropies, every head's loss and top-k accuracies, fetched one by one)."""
+    """(sum of the heads' mean cross-entropies, every head's loss and top-k accuracies, fetched one
+    by one).
+    """
     total = torch.zeros((), device=labels_BT.device)
     log: dict[str, float] = {}
     for i in range(len(logits_KBTV)):
@@ -95,7 +106,9 @@ def padded(rows: Sequence[Sample], length: int, device: str) -> dict[str, Tensor
         return F.pad(together, (0, max(0, length - together.shape[1])), value=fill).to(device)
 
     ids = [torch.from_numpy(row.ids).long() for row in rows]
-    labels = [part.where(torch.from_numpy(row.mask), IGNORED) for part, row in zip(ids, rows, strict=True)]
+    labels = [
+        part.where(torch.from_numpy(row.mask), IGNORED) for part, row in zip(ids, rows, strict=True)
+    ]
     return {
         "ids": stacked(ids, 0),
         "attention": stacked([torch.ones_like(part) for part in ids], 0),
@@ -106,9 +119,13 @@ def padded(rows: Sequence[Sample], length: int, device: str) -> dict[str, Tensor
 class PublishedSide:
     """Optimizer steps of the published recipe over the chats in turn."""
 
-    def __init__(self, chosen: Any, target: Any, head: RecurrentHead, samples: Sequence[Sample], length: int) -> None:
+    def __init__(
+        self, chosen: Any, target: Any, head: RecurrentHead, samples: Sequence[Sample], length: int
+    ) -> None:
         self.chosen, self.samples, self.length, self.place = chosen, samples, length, 0
-        self.model = Published(target, copy.deepcopy(head), chosen.heads, chosen.dtype == "bfloat16").to(chosen.device)
+        self.model = Published(
+            target, copy.deepcopy(head), chosen.heads, chosen.dtype == "bfloat16"
+        ).to(chosen.device)
         self.optimizer = torch.optim.AdamW(self.model.head.parameters(), lr=1e-3, weight_decay=0.0)
 
     def __call__(self) -> float:
@@ -144,14 +161,20 @@ class PublishedSide:
 
 
 class OurSide:
-    """Steps of our loop on packed rows; hard labels, states made in every step, so that both sides run the target alike."""
+    """Steps of our loop on packed rows; hard labels, states made in every step, so that both sides
+    run the target alike.
+    """
 
-    def __init__(self, chosen: Any, target: Any, head: RecurrentHead, data: PackedData, folder: Path) -> None:
+    def __init__(
+        self, chosen: Any, target: Any, head: RecurrentHead, data: PackedData, folder: Path
+    ) -> None:
         self.chosen, self.data, self.folder = chosen, data, folder
         dtype = dtype_of(chosen.dtype)
         states = TargetStates(target)
         self.objective = HeadTraining(
-            copy.deepcopy(head).to(chosen.device, dtype), states, HeadLossConfig(predict_n_tokens=chosen.heads)
+            copy.deepcopy(head).to(chosen.device, dtype),
+            states,
+            HeadLossConfig(predict_n_tokens=chosen.heads),
         )
 
     def __call__(self) -> float:
@@ -168,9 +191,21 @@ class OurSide:
             optimizer=OptimizerConfig(lr=1e-3),
         )
         parallel = Parallel(ParallelConfig(), chosen.device)
-        module = HeadTraining(copy.deepcopy(self.objective.head), self.objective.states, self.objective.loss)
+        module = HeadTraining(
+            copy.deepcopy(self.objective.head), self.objective.states, self.objective.loss
+        )
         with tempfile.TemporaryDirectory(dir=self.folder) as run:
-            fit("ours", module, module.head, self.data, config, parallel, Path(run), records, lambda: {"score": 0.0})
+            fit(
+                "ours",
+                module,
+                module.head,
+                self.data,
+                config,
+                parallel,
+                Path(run),
+                records,
+                lambda: {"score": 0.0},
+            )
         return records.supervised_a_second()
 
 
@@ -189,55 +224,83 @@ class _Records:
 
     def supervised_a_second(self) -> float:
         pairs = list(zip(self.steps, self.steps[1:], strict=False))
-        seconds = sum((now["tokens"] - before["tokens"]) / now["tokens_per_second"] for before, now in pairs)
+        seconds = sum(
+            (now["tokens"] - before["tokens"]) / now["tokens_per_second"] for before, now in pairs
+        )
         return (self.steps[-1]["supervised_tokens"] - self.steps[0]["supervised_tokens"]) / seconds
 
 
 @torch.no_grad()
-def losses(ours: OurSide, theirs: PublishedSide, samples: Sequence[Sample], capacity: int) -> dict[str, float]:
-    """Both sides' loss on the same chats and weights. Ends the benchmark where they differ: it would compare two things."""
+def losses(
+    ours: OurSide, theirs: PublishedSide, samples: Sequence[Sample], capacity: int
+) -> dict[str, float]:
+    """Both sides' loss on the same chats and weights. Ends the benchmark where they differ: it
+    would compare two things.
+    """
     chosen = ours.chosen
     batch = collate(samples, [[i] for i in range(len(samples))], capacity, chosen.device)
     mine = float(ours.objective(batch)[0]) / batch.supervised
     given = padded(samples, 0, chosen.device)
-    published = float(published_loss(theirs.model(given["ids"], given["attention"]), given["labels"])[0])
+    published = float(
+        published_loss(theirs.model(given["ids"], given["attention"]), given["labels"])[0]
+    )
     if abs(mine / published - 1) > SAME_LOSS:
         sys.exit(
-            f"error: the two sides' losses on the same chats are {mine:.4f} and {published:.4f}: they do not compute the same"
+            f"error: the two sides' losses on the same chats are {mine:.4f} and {published:.4f}: "
+            f"they do not compute the same"
         )
     return {"ours": mine, "published": published}
 
 
 def run(chosen: Any) -> dict[str, Any]:
-    """Rates in turns, their ratios, peaks of a forward and backward pass, and how full the sides' batches are."""
+    """Rates in turns, their ratios, peaks of a forward and backward pass, and how full the sides'
+    batches are.
+    """
     folder, dtype = resolve(chosen.target), dtype_of(chosen.dtype)
     eager = freeze(
-        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=dtype, attn_implementation="sdpa")
+        AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=False, dtype=dtype, attn_implementation="sdpa"
+        )
     ).to(chosen.device)
     packed = freeze(load_causal_lm(folder, dtype)).to(chosen.device)
     context = chosen.context or min(chosen.max_length, packed.config.max_position_embeddings)
     chats, _ = read_chats([resolve(path) for path in chosen.chats])
     samples, account = chat_samples(load_tokenizer(folder), chats, "auto", context, "answers")
     print(account.line("chats"), file=sys.stderr)
-    samples = [samples[int(i)] for i in torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))]
+    samples = [
+        samples[int(i)]
+        for i in torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))
+    ]
     torch.manual_seed(0)
     width = packed.config.hidden_size
-    head = RecurrentHead(HeadConfig(packed.config.vocab_size, width, 2 * width, chosen.num_draft_layers))
+    head = RecurrentHead(
+        HeadConfig(packed.config.vocab_size, width, 2 * width, chosen.num_draft_layers)
+    )
     tokens = account.tokens / len(samples) * chosen.rows * chosen.forwards
     data = PackedData(samples, context, max(1, round(tokens / context)), 0)
     with tempfile.TemporaryDirectory() as place:
         ours = OurSide(chosen, packed, head, data, Path(place))
-        fixed, longest = (PublishedSide(chosen, eager, head, samples, length) for length in (chosen.max_length, 0))
+        fixed, longest = (
+            PublishedSide(chosen, eager, head, samples, length) for length in (chosen.max_length, 0)
+        )
         same = losses(ours, fixed, samples[:4], context)
         peaks = peak_memory(ours, fixed, longest)
-        sides: dict[str, Callable[[], float]] = {"ours": ours, "published": fixed, "published_to_longest": longest}
+        sides: dict[str, Callable[[], float]] = {
+            "ours": ours,
+            "published": fixed,
+            "published_to_longest": longest,
+        }
         figures = take_turns(sides, chosen.rounds)
     slots = account.tokens / (len(samples) * chosen.max_length)
     over = {name: ratio(figures, "ours", name) for name in ("published", "published_to_longest")}
     smaller = peaks["ours"] / peaks["published"]
     return {
-        "goals": goals(over["published"]["median"], over["published_to_longest"]["median"], smaller),
-        "supervised_tokens_per_second": {name: statistics.median(values) for name, values in figures.items()},
+        "goals": goals(
+            over["published"]["median"], over["published_to_longest"]["median"], smaller
+        ),
+        "supervised_tokens_per_second": {
+            name: statistics.median(values) for name, values in figures.items()
+        },
         "ours_over_published": over["published"],
         "ours_over_published_to_longest": over["published_to_longest"],
         "peak_bytes": peaks,
@@ -265,7 +328,9 @@ def goals(over_published: float, over_longest: float, peak: float) -> dict[str, 
 
 
 def peak_memory(ours: OurSide, fixed: PublishedSide, longest: PublishedSide) -> dict[str, int]:
-    """Peak bytes of one forward and backward pass over as many positions: `rows` padded chats, and packed rows of no less tokens."""
+    """Peak bytes of one forward and backward pass over as many positions: `rows` padded chats, and
+    packed rows of no less tokens.
+    """
     chosen, data = ours.chosen, ours.data
     rows = max(1, chosen.rows * chosen.max_length // data.capacity)
     batch = collate(data.samples, [data.row(i) for i in range(rows)], data.capacity, chosen.device)

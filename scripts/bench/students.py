@@ -1,7 +1,10 @@
-"""Students of one target, cut and distilled one after another: the target, the text and what the target says of it are read once for all.
+"""Students of one target, cut and distilled one after another: the target, the text and what the
+target says of it are read once for all.
 
-Most of a small student's step is the frozen target's forward. All students of a benchmark see the same rows, so its states at a row are
-remembered by the first that meets it (training.objectives.TeacherStates); seconds of distillation are therefore no measure of anything here.
+Most of a small student's step is the frozen target's forward. All students of a benchmark see the
+same rows, so its states at a row are remembered by the first that meets it
+(training.objectives.TeacherStates); seconds of distillation are therefore no measure of anything
+here.
 """
 
 import dataclasses
@@ -40,7 +43,9 @@ class Wanted(Protocol):
 
 
 def configured(chosen: Wanted, shape: StudentConfig, seed: int, cache: Path) -> PruneConfig:
-    """The configuration of distill.prune for one student; `between` is its distillation afterwards."""
+    """The configuration of distill.prune for one student; `between` is its distillation
+    afterwards.
+    """
     loop = LoopConfig(
         max_steps=chosen.steps,
         tokens_per_step=chosen.tokens_per_step,
@@ -58,10 +63,15 @@ def configured(chosen: Wanted, shape: StudentConfig, seed: int, cache: Path) -> 
         drafter=shape,
         cache_mb=chosen.cache_mb,
         data=DataConfig(
-            chats=chosen.chats, held_out_chats=chosen.held_out_chats, max_length=chosen.max_length, max_bad=0.1
+            chats=chosen.chats,
+            held_out_chats=chosen.held_out_chats,
+            max_length=chosen.max_length,
+            max_bad=0.1,
         ),
         importance=ImportanceConfig(
-            sequences=chosen.sequences, cache_dir=str(cache / "scores"), probe_steps=chosen.probe_steps
+            sequences=chosen.sequences,
+            cache_dir=str(cache / "scores"),
+            probe_steps=chosen.probe_steps,
         ),
         loop=loop,
         between=loop,
@@ -77,17 +87,23 @@ class Students:
         self._states: TeacherStates | None = None
 
     def bench(self, config: PruneConfig) -> Workbench:
-        """The workbench of one student: target, text and held-out rows are those of the others of its seed, the accounts its own."""
+        """The workbench of one student: target, text and held-out rows are those of the others of
+        its seed, the accounts its own.
+        """
         if self._bench is None or self._seed != config.seed:
             self._bench, self._seed = workbench(config, resolve(config.target.path)), config.seed
             teacher = self._bench.teacher
-            self._bench.scorer = HeldOutAcceptance(teacher, teacher, self._bench.held_out, config.data.max_length, 1.0)
+            self._bench.scorer = HeldOutAcceptance(
+                teacher, teacher, self._bench.held_out, config.data.max_length, 1.0
+            )
         return dataclasses.replace(self._bench, config=config, seconds={}, flops={})
 
     def cut(self, bench: Workbench) -> tuple[Any, dict[str, Any]]:
-        """(the student before its distillation, how it was made). What the choice costs stands in the bench's accounts.
+        """(the student before its distillation, how it was made). What the choice costs stands in
+        the bench's accounts.
 
-        A choice remembers the target's states for itself alone, so that its cost is that of a run by itself.
+        A choice remembers the target's states for itself alone, so that its cost is that of a run
+        by itself.
         """
         config = bench.config
         torch.manual_seed(config.seed)

@@ -3,8 +3,10 @@
     python scripts/data/make_chats.py
 
 - chats.json: functions of the training split in ShareGPT form, a sample of at most 1.4 MB.
-- prompts.jsonl: held-out functions with docstrings as evaluation prompts, the real body as reference.
-- held_out_chats.json: other held-out functions in ShareGPT form, for held-out loss and acceptance while training.
+- prompts.jsonl: held-out functions with docstrings as evaluation prompts, the real body as
+  reference.
+- held_out_chats.json: other held-out functions in ShareGPT form, for held-out loss and acceptance
+  while training.
 
 Samples are drawn by a hash of the record's name: the same Python writes the same files.
 """
@@ -30,20 +32,35 @@ def main() -> None:
     """Write the three files and print their sizes."""
     prompts = choose_prompts()
     taken = {function.request for function in prompts}
-    held_out = [chat for chat in corpus.chats("held_out") if all(turn["content"] not in taken for turn in chat)]
-    write_lines("prompts.jsonl", [json.dumps(prompt(function), ensure_ascii=False) for function in prompts])
+    held_out = [
+        chat
+        for chat in corpus.chats("held_out")
+        if all(turn["content"] not in taken for turn in chat)
+    ]
+    write_lines(
+        "prompts.jsonl", [json.dumps(prompt(function), ensure_ascii=False) for function in prompts]
+    )
     write_array("chats.json", sample(corpus.chats("train"), MAX_CHATS_BYTES))
     write_array("held_out_chats.json", sample(held_out, MAX_HELD_OUT_BYTES))
 
 
 def choose_prompts() -> list[corpus.Function]:
-    """Return held-out functions with a docstring and a body of some lines, a few of each module, no request twice."""
+    """Return held-out functions with a docstring and a body of some lines, a few of each module, no
+    request twice.
+    """
     chosen: dict[str, corpus.Function] = {}
     of_module: Counter[str] = Counter()
-    candidates = sorted(corpus.functions("held_out"), key=lambda function: rank(f"{function.module}.{function.name}"))
+    candidates = sorted(
+        corpus.functions("held_out"),
+        key=lambda function: rank(f"{function.module}.{function.name}"),
+    )
     for function in candidates:
         lines = function.body.count("\n") + 1
-        if not function.docstring or not MIN_PROMPT_LINES <= lines <= MAX_LINES or function.request in chosen:
+        if (
+            not function.docstring
+            or not MIN_PROMPT_LINES <= lines <= MAX_LINES
+            or function.request in chosen
+        ):
             continue
         if of_module[function.module] < PROMPTS_PER_MODULE and len(chosen) < PROMPTS:
             of_module[function.module] += 1
@@ -62,10 +79,14 @@ def prompt(function: corpus.Function) -> dict[str, object]:
 
 
 def sample(chats: list[corpus.Messages], max_bytes: int) -> list[str]:
-    """Return ShareGPT records as JSON, in hashed order, until `max_bytes` are reached; overlong answers are left out."""
+    """Return ShareGPT records as JSON, in hashed order, until `max_bytes` are reached; overlong
+    answers are left out.
+    """
     records: dict[str, str] = {}
     for chat in chats:
-        if any(turn["content"].count("\n") >= MAX_LINES for turn in chat if turn["role"] == "assistant"):
+        if any(
+            turn["content"].count("\n") >= MAX_LINES for turn in chat if turn["role"] == "assistant"
+        ):
             continue
         turns = [{"from": ROLE_NAMES[turn["role"]], "value": turn["content"]} for turn in chat]
         name = hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:12]

@@ -2,10 +2,11 @@
 
     python scripts/data/make_tokenizer.py
 
-SentencePiece BPE over the training split of the standard library. Text round-trips exactly: no normalisation, no dummy
-prefix, runs of spaces are tokens, unknown characters fall back to bytes. `tokenizer.json` holds the same pieces and
-merges in the form that `transformers` loads; tests compare the ids of both. Run it only before the target is trained:
-a model is worth nothing with another tokenizer, so the script refuses where weights already lie in the folder.
+SentencePiece BPE over the training split of the standard library. Text round-trips exactly: no
+normalisation, no dummy prefix, runs of spaces are tokens, unknown characters fall back to bytes.
+`tokenizer.json` holds the same pieces and merges in the form that `transformers` loads; tests
+compare the ids of both. Run it only before the target is trained: a model is worth nothing with
+another tokenizer, so the script refuses where weights already lie in the folder.
 """
 
 import json
@@ -23,15 +24,15 @@ CONTEXT_TOKENS = 1024
 SPACE = "\u2581"  # SentencePiece writes a space as this character
 SPECIAL = ("<unk>", "<s>", "</s>")
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-# One token a role and none around it: on small models every token of framing costs as much as a token of text.
+# One token a role and none around it: on small models every token of framing costs as much as a
+# token of text.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'system' %}{{ '<|system|>' + message['content'] }}"
-    "{% elif message['role'] == 'user' %}{{ '<|user|>' + message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' }}"
-    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ raise_exception('role ' + message['role'] + ' is unknown to this template') }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ "
+    "'<|system|>' + message['content'] }}{% elif message['role'] == 'user' %}{{ '<|user|>' + "
+    "message['content'] }}{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' }}{% "
+    "generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ "
+    "raise_exception('role ' + message['role'] + ' is unknown to this template') }}{% endif %}{% "
+    "endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 
@@ -39,7 +40,8 @@ def main() -> None:
     """Train, convert and write; print the bytes per token on held-out modules."""
     if (FOLDER / "model.safetensors").exists():
         sys.exit(
-            f"{FOLDER}: holds a trained model; another tokenizer would make it useless. Move the weights away first."
+            f"{FOLDER}: holds a trained model; another tokenizer would make it useless. Move the "
+            f"weights away first."
         )
     FOLDER.mkdir(parents=True, exist_ok=True)
     train(FOLDER / "tokenizer.model")
@@ -61,12 +63,18 @@ def main() -> None:
     }
     (FOLDER / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     text = corpus.held_out_text()
-    print(f"{len(text.encode()) / len(pieces.encode(text)):.3f} bytes per token on held-out modules")
+    print(
+        f"{len(text.encode()) / len(pieces.encode(text)):.3f} bytes per token on held-out modules"
+    )
 
 
 def train(path: Path) -> None:
-    """Train the SentencePiece model on modules and chats of the training split and write it to `path`."""
-    texts = corpus.documents("train") + [turn["content"] for chat in corpus.chats("train") for turn in chat]
+    """Train the SentencePiece model on modules and chats of the training split and write it to
+    `path`.
+    """
+    texts = corpus.documents("train") + [
+        turn["content"] for chat in corpus.chats("train") for turn in chat
+    ]
     with path.open("wb") as writer:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts),
@@ -82,30 +90,48 @@ def train(path: Path) -> None:
             split_digits=True,
             user_defined_symbols=list(ROLES),
             pad_id=-1,
-            max_sentence_length=1 << 20,  # a document is one sentence here: longer ones are skipped silently
+            # a document is one sentence here: longer ones are skipped silently
+            max_sentence_length=1 << 20,
             minloglevel=2,
         )
 
 
 def convert(pieces: sentencepiece.SentencePieceProcessor) -> Tokenizer:
-    """Return the `tokenizers` twin: the merges are every split of a piece into two pieces, in the pieces' order."""
+    """Return the `tokenizers` twin: the merges are every split of a piece into two pieces, in the
+    pieces' order.
+    """
     ids = {pieces.id_to_piece(i): i for i in range(pieces.get_piece_size())}
     merges: list[tuple[int, int, int, str, str]] = []
     for piece in ids:
         if piece in SPECIAL or piece in ROLES or pieces.is_byte(ids[piece]):
             continue
-        splits = [(piece[:k], piece[k:]) for k in range(1, len(piece)) if piece[:k] in ids and piece[k:] in ids]
+        splits = [
+            (piece[:k], piece[k:])
+            for k in range(1, len(piece))
+            if piece[:k] in ids and piece[k:] in ids
+        ]
         merges.extend((ids[piece], ids[left], ids[right], left, right) for left, right in splits)
-    # Learned pieces come in the order in which they were merged; single characters come last and have no splits.
+    # Learned pieces come in the order in which they were merged; single characters come last and
+    # have no splits.
     merges.sort()
     model = models.BPE(
-        ids, [(left, right) for *_, left, right in merges], unk_token="<unk>", fuse_unk=True, byte_fallback=True
+        ids,
+        [(left, right) for *_, left, right in merges],
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
     )
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", ids["<s>"])])
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *ROLES)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", ids["<s>"])]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *ROLES)]
+    )
     return tokenizer
 
 

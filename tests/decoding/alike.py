@@ -1,8 +1,11 @@
-"""Many requests under a schedule that runs one prompt at a time, at the cost of a batch: those that went alike so far run as its rows.
+"""Many requests under a schedule that runs one prompt at a time, at the cost of a batch: those that
+went alike so far run as its rows.
 
-Such a schedule keeps what it decides by for the whole batch (a fresh chunk, what was learned of acceptance), so rows of one batch must agree in
-it. All requests begin alike; after every round they are parted by what happened to them, and each part goes on as a batch of its own.
-A request's random numbers hang on its id alone, so it decodes what it would decode alone (tests/decoding/test_law_of_overlap.py).
+Such a schedule keeps what it decides by for the whole batch (a fresh chunk, what was learned of
+acceptance), so rows of one batch must agree in it. All requests begin alike; after every round they
+are parted by what happened to them, and each part goes on as a batch of its own. A request's random
+numbers hang on its id alone, so it decodes what it would decode alone
+(tests/decoding/test_law_of_overlap.py).
 """
 
 from collections.abc import Sequence
@@ -33,7 +36,10 @@ class ManyPlus(PearlPlus):
         """Each part learns what its own rows met, when they are parted."""
 
 
-MANY: dict[str, type[Pearl]] = {"pearl_virtual_wo_pre": ManyWithoutPre, "pearl_plus_virtual": ManyPlus}
+MANY: dict[str, type[Pearl]] = {
+    "pearl_virtual_wo_pre": ManyWithoutPre,
+    "pearl_plus_virtual": ManyPlus,
+}
 
 
 @torch.inference_mode()

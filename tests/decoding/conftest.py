@@ -24,7 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = hf_model("llama", layers=2)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+        parameter.add_(
+            0.03 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        )
     path = tmp_path_factory.mktemp("draft")
     model.save_pretrained(path)
     return path

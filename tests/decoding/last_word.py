@@ -1,8 +1,9 @@
-"""A native target whose next token hangs on the last one alone, by a table that is written down; and models and heads that know this table, or
-say the opposite of it. On such a target every way of drafting can be made perfect, and made never right.
+"""A native target whose next token hangs on the last one alone, by a table that is written down;
+and models and heads that know this table, or say the opposite of it. On such a target every way of
+drafting can be made perfect, and made never right.
 
-Its two layers have sub-layers of both kinds: attention and the first MLP add nothing, the second MLP alone turns the table the right way
-round. Without it the model says the opposite.
+Its two layers have sub-layers of both kinds: attention and the first MLP add nothing, the second
+MLP alone turns the table the right way round. Without it the model says the opposite.
 
 Shapes: V words of the vocabulary, C = 2 V hidden size.
 """
@@ -40,22 +41,31 @@ def unsure_table(seed: int = 0) -> Tensor:
 
 
 def model_of(table_VV: Tensor) -> NativeTarget:
-    """The target of a table; that of `-table_VV` is the model that puts last what this one puts first.
+    """The target of a table; that of `-table_VV` is the model that puts last what this one puts
+    first.
 
-    A token's embedding is a 1 in the first half of the residual stream. The second MLP writes a 4 into its place in the second half. The head
-    reads the table's negative from the first half, and more of the table than that from the second.
+    A token's embedding is a 1 in the first half of the residual stream. The second MLP writes a 4
+    into its place in the second half. The head reads the table's negative from the first half, and
+    more of the table than that from the second.
     """
     C, eye_VV = 2 * WORDS, torch.eye(WORDS, dtype=torch.float64)
-    first_VC, second_VC = (torch.cat(halves, 1) for halves in ((eye_VV, 0 * eye_VV), (0 * eye_VV, eye_VV)))
+    first_VC, second_VC = (
+        torch.cat(halves, 1) for halves in ((eye_VV, 0 * eye_VV), (0 * eye_VV, eye_VV))
+    )
     scale = C**0.5  # of a normed embedding, whose other entries are 0
-    state = {"model.embed_tokens.weight": first_VC, "model.norm.weight": torch.ones(C, dtype=torch.float64)}
+    state = {
+        "model.embed_tokens.weight": first_VC,
+        "model.norm.weight": torch.ones(C, dtype=torch.float64),
+    }
     for layer in range(2):
         at = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             state[f"{at}{norm}.weight"] = torch.ones(C, dtype=torch.float64)
         generator = torch.Generator().manual_seed(layer)
         for part in "qkv":
-            state[f"{at}self_attn.{part}_proj.weight"] = torch.randn(C, C, generator=generator, dtype=torch.float64)
+            state[f"{at}self_attn.{part}_proj.weight"] = torch.randn(
+                C, C, generator=generator, dtype=torch.float64
+            )
         state[f"{at}self_attn.o_proj.weight"] = torch.zeros(C, C, dtype=torch.float64)
         state[f"{at}mlp.gate_proj.weight"] = state[f"{at}mlp.up_proj.weight"] = first_VC
         written = 4 / (torch.nn.functional.silu(torch.tensor(scale, dtype=torch.float64)) * scale)
@@ -78,9 +88,15 @@ def model_of(table_VV: Tensor) -> NativeTarget:
 
 
 def head_of(table_VV: Tensor) -> RecurrentHead:
-    """The recurrent head that knows the table: its state is the last token, and nothing of the target's hidden state is read."""
+    """The recurrent head that knows the table: its state is the last token, and nothing of the
+    target's hidden state is read.
+    """
     C = 2 * WORDS
-    head = RecurrentHead(HeadConfig(WORDS, C, 2 * C, num_draft_layers=0)).double().requires_grad_(False)
+    head = (
+        RecurrentHead(HeadConfig(WORDS, C, 2 * C, num_draft_layers=0))
+        .double()
+        .requires_grad_(False)
+    )
     for parameter in head.parameters():
         parameter.zero_()
     head.rnn_w.weight.copy_(torch.eye(C) * SHARP)
@@ -90,7 +106,9 @@ def head_of(table_VV: Tensor) -> RecurrentHead:
 
 
 def telling_prompts(count: int) -> list[list[int]]:
-    """Prompts that hold the cycle one and a half times, each from another token on: what follows has stood there before."""
+    """Prompts that hold the cycle one and a half times, each from another token on: what follows
+    has stood there before.
+    """
     prompts = []
     for start in range(count):
         prompt = [start]
@@ -101,7 +119,8 @@ def telling_prompts(count: int) -> list[list[int]]:
 
 
 def misleading_prompts(count: int) -> list[list[int]]:
-    """Prompts in which every two tokens that will follow each other stand before a wrong third one, and nothing longer that will be said.
+    """Prompts in which every two tokens that will follow each other stand before a wrong third one,
+    and nothing longer that will be said.
 
     Good for WORDS tokens; from then on the text has its own beginning to copy from.
     """

@@ -1,4 +1,5 @@
-"""Law 3's measure: the first three tokens of many requests, counted, against the joint distribution that they should have.
+"""Law 3's measure: the first three tokens of many requests, counted, against the joint distribution
+that they should have.
 
 A 5-symbol target whose next token hangs on the last two lets the exact law be written down.
 """
@@ -23,8 +24,8 @@ from .rows import COSTS, PICKED, ROWS
 from .tiny import TableTarget, hf_model, native_of
 
 P_LIMIT = 1e-6
-# scripts/test.sh sets it by tier: 5,000 in the short suite, 20,000 with --all, a million with --exhaustive.
-# Controls get the same number, so that each tier shows that its own test can fail.
+# scripts/test.sh sets it by tier: 5,000 in the short suite, 20,000 with --all, a million with
+# --exhaustive. Controls get the same number, so that each tier shows that its own test can fail.
 DRAWS = int(os.environ.get("SHALLOW_DRAFT_DRAWS", "5000"))
 PROMPT = [3, 1, 4, 2, 4]
 WARPERS = {
@@ -44,7 +45,14 @@ def target_table() -> TableTarget:
 def five_words() -> NativeTarget:
     """A target of real layers over the five symbols, for drafters that run some of its layers."""
     return native_of(
-        hf_model("llama", layers=2, vocab_size=5, hidden_size=16, intermediate_size=24, num_attention_heads=2)
+        hf_model(
+            "llama",
+            layers=2,
+            vocab_size=5,
+            hidden_size=16,
+            intermediate_size=24,
+            num_attention_heads=2,
+        )
     )
 
 
@@ -61,12 +69,18 @@ def drafter_of(name: str) -> Drafter | None:
 
 
 def exact_row(
-    logits: Sequence[float], temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    logits: Sequence[float],
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> list[float]:
     """The warped distribution of one row, written as its definition reads."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     kept = order[:top_k] if top_k else order
-    weights = {i: torch.tensor(logits[i] / temperature, dtype=torch.float64).exp().item() for i in kept}
+    weights = {
+        i: torch.tensor(logits[i] / temperature, dtype=torch.float64).exp().item() for i in kept
+    }
     total = sum(weights.values())
     probs = {i: w / total for i, w in weights.items()}
     nucleus, reached = {}, 0.0
@@ -80,7 +94,9 @@ def exact_row(
     return [final.get(i, 0.0) / sum(final.values()) for i in range(len(logits))]
 
 
-def joint(next_row: Callable[[list[int]], Sequence[float]], prompt: Sequence[int]) -> dict[Triple, float]:
+def joint(
+    next_row: Callable[[list[int]], Sequence[float]], prompt: Sequence[int]
+) -> dict[Triple, float]:
     """The law of the first three tokens. next_row: a text's next-token probabilities."""
     law: dict[Triple, float] = {(): 1.0}
     for _ in range(3):
@@ -94,7 +110,9 @@ def joint(next_row: Callable[[list[int]], Sequence[float]], prompt: Sequence[int
 
 
 def exact_joint(target: Target, warper: Mapping[str, float]) -> dict[Triple, float]:
-    """The law of the target's first three tokens after PROMPT, from a forward over each of their beginnings."""
+    """The law of the target's first three tokens after PROMPT, from a forward over each of their
+    beginnings.
+    """
 
     def next_row(text: list[int]) -> list[float]:
         target.open(1, 16)
@@ -104,7 +122,9 @@ def exact_joint(target: Target, warper: Mapping[str, float]) -> dict[Triple, flo
 
 
 def p_value(counts: Counter[Triple], law: Mapping[Triple, float]) -> float:
-    """Chi-square test; cells with fewer than 5 expected draws are pooled. An impossible outcome gives 0."""
+    """Chi-square test; cells with fewer than 5 expected draws are pooled. An impossible outcome
+    gives 0.
+    """
     draws = counts.total()
     if any(cell not in law for cell in counts):
         return 0.0
@@ -120,7 +140,11 @@ def p_value(counts: Counter[Triple], law: Mapping[Triple, float]) -> float:
 
 @without_collector()
 def count_triples(
-    target: Target, drafter: Drafter | None, prompt: Sequence[int], settings: Settings, draws: int = DRAWS
+    target: Target,
+    drafter: Drafter | None,
+    prompt: Sequence[int],
+    settings: Settings,
+    draws: int = DRAWS,
 ) -> Counter[Triple]:
     """How often each triple began the output, over the requests 0, 1, 2 ... of one prompt."""
     counts: Counter[Triple] = Counter()
@@ -135,7 +159,9 @@ def count_triples(
     return counts
 
 
-def law_holds(drafter: Drafter | None, rule: str, warper: str, seed: int = 0, **more: object) -> float:
+def law_holds(
+    drafter: Drafter | None, rule: str, warper: str, seed: int = 0, **more: object
+) -> float:
     """Return the p-value of the tier's independent requests under this drafter and rule."""
     target = target_of(drafter)
     fields = {

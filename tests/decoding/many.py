@@ -1,8 +1,10 @@
-"""Many requests of one prompt as rows of one batch, at what the product's own code costs and little more: law 3 wants a million of them.
+"""Many requests of one prompt as rows of one batch, at what the product's own code costs and little
+more: law 3 wants a million of them.
 
-Three things make a draw cheap, and none changes what a request decodes (the tests below compare). A row leaves the batch once it has the tokens
-that are counted. The uniforms of all rows are made at a time, by numpy's integers, which wrap as `noise` wants. And Python's collector of
-circles, of which rows make none, is off: its walks over many small objects took half of a draw's time.
+Three things make a draw cheap, and none changes what a request decodes (the tests below compare). A
+row leaves the batch once it has the tokens that are counted. The uniforms of all rows are made at a
+time, by numpy's integers, which wrap as `noise` wants. And Python's collector of circles, of which
+rows make none, is off: its walks over many small objects took half of a draw's time.
 """
 
 import gc
@@ -44,13 +46,19 @@ class ManyChooser(Chooser):
     """A chooser whose uniforms are made for all rows when the first row asks."""
 
     def begin(
-        self, request_keys_B: Sequence[int], rounds_B: Sequence[int], positions_B: Sequence[int], depths: int
+        self,
+        request_keys_B: Sequence[int],
+        rounds_B: Sequence[int],
+        positions_B: Sequence[int],
+        depths: int,
     ) -> None:
         if self.rule not in FRESH:
             super().begin(request_keys_B, rounds_B, positions_B, depths)
             return
         self.begun = (request_keys_B, rounds_B, positions_B, depths)
-        self._states_B = extended(np.array(request_keys_B, np.uint64), np.array(rounds_B, np.uint64))
+        self._states_B = extended(
+            np.array(request_keys_B, np.uint64), np.array(rounds_B, np.uint64)
+        )
         self._places_B = np.array(positions_B, np.uint64)
         self._uniforms: dict[Key, list[float]] = {}
         self._draft_keys: dict[int, list[int]] = {}
@@ -62,8 +70,12 @@ class ManyChooser(Chooser):
         made_B = self._uniforms.get((depth, purpose, node))
         if made_B is None:
             states_B = self._at(depth, purpose)
-            bits_B = mixed((states_B if node is None else extended(states_B, node)) + np.uint64(noise.GOLDEN))
-            made_B = ((bits_B >> np.uint64(12)).astype(np.float64) * 2.0**-52 + noise.HALF_STEP).tolist()
+            bits_B = mixed(
+                (states_B if node is None else extended(states_B, node)) + np.uint64(noise.GOLDEN)
+            )
+            made_B = (
+                (bits_B >> np.uint64(12)).astype(np.float64) * 2.0**-52 + noise.HALF_STEP
+            ).tolist()
             self._uniforms[depth, purpose, node] = made_B
         return made_B[row]
 
@@ -73,12 +85,18 @@ class ManyChooser(Chooser):
         return self._draft_keys[depth][row]
 
     def node_keys(self, depth: int, nodes: Sequence[int]) -> list[list[int]]:
-        return extended(self._at(depth, noise.DRAFT)[:, None], np.array(nodes, np.uint64)).view(np.int64).tolist()
+        return (
+            extended(self._at(depth, noise.DRAFT)[:, None], np.array(nodes, np.uint64))
+            .view(np.int64)
+            .tolist()
+        )
 
 
 @contextmanager
 def cheap_numbers() -> Iterator[None]:
-    """Batches that are made inside draw by `ManyChooser`, unless a control has broken the product's own numbers: then by these."""
+    """Batches that are made inside draw by `ManyChooser`, unless a control has broken the product's
+    own numbers: then by these.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if (Chooser.begin, Chooser.uniform, Chooser.draft_key, Chooser.node_keys) == PRODUCT:
             patch.setattr(batches, "Chooser", ManyChooser)
@@ -96,11 +114,17 @@ def without_collector() -> Iterator[None]:
 
 
 def opened(
-    target: Target, drafter: Drafter | None, prompt: Sequence[int], settings: Settings, request_ids: Sequence[int]
+    target: Target,
+    drafter: Drafter | None,
+    prompt: Sequence[int],
+    settings: Settings,
+    request_ids: Sequence[int],
 ) -> Batch:
     """A batch of one prompt's requests after its prefill."""
     with cheap_numbers():
-        return start(target, drafter, [prompt] * len(request_ids), settings, request_ids=request_ids)
+        return start(
+            target, drafter, [prompt] * len(request_ids), settings, request_ids=request_ids
+        )
 
 
 def keep(batch: Batch, places: list[int]) -> None:
@@ -124,7 +148,9 @@ def first_tokens(
     generations = [row.generation for row in batch.rows]
     while batch.rows:
         batch.round()
-        going = [place for place, row in enumerate(batch.rows) if len(row.generation.tokens) < wanted]
+        going = [
+            place for place, row in enumerate(batch.rows) if len(row.generation.tokens) < wanted
+        ]
         if len(going) < len(batch.rows):
             keep(batch, going)
     return [generation.tokens[:wanted] for generation in generations]

@@ -1,4 +1,6 @@
-"""Drafters that know the answer: perfect, adversarial, a tree that hides the answer among wrong branches, and a pool of wrong phrases."""
+"""Drafters that know the answer: perfect, adversarial, a tree that hides the answer among wrong
+branches, and a pool of wrong phrases.
+"""
 
 from collections.abc import Sequence
 
@@ -13,18 +15,26 @@ from decoding.target import Target
 
 
 class Oracle:
-    """Proposes the known continuation of each prompt, or with `wrong` a token that is never right."""
+    """Proposes the known continuation of each prompt, or with `wrong` a token that is
+    never right.
+    """
 
     caps = Caps(shape="chain", steps="round")
     name, num_layers, num_parameters = "oracle", 0, 0
 
-    def __init__(self, answers: Sequence[Sequence[int]], vocab_size: int, wrong: bool = False) -> None:
+    def __init__(
+        self, answers: Sequence[Sequence[int]], vocab_size: int, wrong: bool = False
+    ) -> None:
         self.answers, self.vocab_size, self.wrong = answers, vocab_size, wrong
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None: ...
 
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
-        self.truths = [[*prompt, *answer] for prompt, answer in zip(prompts_B, self.answers, strict=True)]
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        self.truths = [
+            [*prompt, *answer] for prompt, answer in zip(prompts_B, self.answers, strict=True)
+        ]
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
         raise NotImplementedError("an oracle knows one turn")
@@ -43,7 +53,10 @@ class Oracle:
         chooser: Chooser,
     ) -> Proposal:
         width = max(budgets_B)
-        drafted = [self.draft(truth, len(s), width) for truth, s in zip(self.truths, sequences_B, strict=True)]
+        drafted = [
+            self.draft(truth, len(s), width)
+            for truth, s in zip(self.truths, sequences_B, strict=True)
+        ]
         return Proposal(torch.tensor(drafted), list(budgets_B))
 
     def width(self, gamma: int) -> int:
@@ -60,7 +73,9 @@ class Oracle:
 
 
 class OracleTree(Oracle):
-    """At each depth a wrong branch first, then the right one, whose children follow; with `wrong` both are wrong."""
+    """At each depth a wrong branch first, then the right one, whose children follow; with `wrong`
+    both are wrong.
+    """
 
     caps = Caps(shape="tree", steps="round")
 
@@ -77,14 +92,18 @@ class OracleTree(Oracle):
             right = self.draft(truth, len(sequence), width)
             tokens.append([token for r in right for token in ((r + 2) % self.vocab_size, r)])
             parents.append([node for depth in range(width) for node in [2 * depth - 1] * 2])
-        return Proposal(torch.tensor(tokens), [2 * budget for budget in budgets_B], torch.tensor(parents))
+        return Proposal(
+            torch.tensor(tokens), [2 * budget for budget in budgets_B], torch.tensor(parents)
+        )
 
     def width(self, gamma: int) -> int:
         return 2 * gamma
 
 
 class WrongPool(PhrasePool):
-    """Whatever is filed, its one phrase is wrong at every token: the truth's next tokens, each off by one."""
+    """Whatever is filed, its one phrase is wrong at every token: the truth's next tokens, each off
+    by one.
+    """
 
     def __init__(self, truth: Sequence[int], vocab_size: int, length: int) -> None:
         super().__init__(per_key=1)
@@ -94,17 +113,26 @@ class WrongPool(PhrasePool):
         self.at = len(sequence)
 
     def newest(self, first: int, count: int) -> list[Phrase]:
-        return [tuple((token + 1) % self.vocab_size for token in self.truth[self.at : self.at + self.length])]
+        return [
+            tuple(
+                (token + 1) % self.vocab_size
+                for token in self.truth[self.at : self.at + self.length]
+            )
+        ]
 
 
 class WrongLookahead(Lookahead):
-    """Lookahead with wrong pools: a real one learns from the target too soon to be wrong for long."""
+    """Lookahead with wrong pools: a real one learns from the target too soon to be
+    wrong for long.
+    """
 
     def __init__(self, answers: Sequence[Sequence[int]], vocab_size: int) -> None:
         super().__init__()
         self.answers, self.vocab_size = answers, vocab_size
 
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int) -> None:
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
         super().open(prompts_B, prefill_hidden_BNC, capacity)
         self.pools = [
             WrongPool([*prompt, *answer], self.vocab_size, self.ngram - 1)

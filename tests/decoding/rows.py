@@ -1,13 +1,16 @@
 """The table of rows that every law runs over. A new drafter or rule joins by adding one line.
 
-A row is a drafter and the rules that verify it. `make` builds the drafter from a `Kit`; `table` builds one for the
-5-symbol target of law 3, or is None where the row draws nothing at random and has nothing to add there.
+A row is a drafter and the rules that verify it. `make` builds the drafter from a `Kit`; `table`
+builds one for the 5-symbol target of law 3, or is None where the row draws nothing at random and
+has nothing to add there.
 
-Law 4 wants the same drafters perfect and never right (test_law_of_gain.py). Where what a row needs can be made so, by a kit whose models and
-head know the text or say its opposite, `make` is enough. `adversarial` is for the others; `perfect` draws from q = p where p is unsure. Rows
-without it have no closed form there: a tree by cost tests as many nodes as its model is sure of; Lookahead, Ouroboros and lookups propose what
-was seen, likely or not; picked beams are point masses, and of several the likeliest lead away from the likeliest next token. Drawn ones, and
-layers that add nothing, have tests of their own.
+Law 4 wants the same drafters perfect and never right (test_law_of_gain.py). Where what a row needs
+can be made so, by a kit whose models and head know the text or say its opposite, `make` is enough.
+`adversarial` is for the others; `perfect` draws from q = p where p is unsure. Rows without it have
+no closed form there: a tree by cost tests as many nodes as its model is sure of; Lookahead,
+Ouroboros and lookups propose what was seen, likely or not; picked beams are point masses, and of
+several the likeliest lead away from the likeliest next token. Drawn ones, and layers that add
+nothing, have tests of their own.
 
 Machines without pytest read the table too (scripts/bench/gpu_rows.py).
 """
@@ -55,12 +58,14 @@ class DrafterRow:
     make: Callable[[Kit], Drafter]
     rules: tuple[str, ...]
     perfect: Callable[[Kit], Drafter] | None = None  # q = p, or the truth itself
-    perfect_rules: tuple[str, ...] | None = None  # under which it is never rejected; None: all of `rules`
-    adversarial: Callable[[Kit], Drafter] | None = None  # never right; None: what `make` makes of a kit that never is
+    # under which it is never rejected; None: all of `rules`
+    perfect_rules: tuple[str, ...] | None = None
+    # never right; None: what `make` makes of a kit that never is
+    adversarial: Callable[[Kit], Drafter] | None = None
     table: Callable[[], Drafter] | None = None
-    gamma: int | None = (
-        None  # the draft length from which on all parts of the drafter work, where that of the tests is too short
-    )
+    # the draft length from which on all parts of the drafter work, where that of the tests is too
+    # short
+    gamma: int | None = None
     slow: bool = False  # laws whose tests take more than a moment run over it in the long suite
 
 
@@ -70,7 +75,9 @@ def draft_table() -> TableTarget:
 
 
 def random_head(target: Target, scale: float = 1.0, seed: int = 3, **fields: int) -> RecurrentHead:
-    """A head of a target's sizes with random weights, in float64; scale: of its output layer, so that its tokens differ in probability."""
+    """A head of a target's sizes with random weights, in float64; scale: of its output layer, so
+    that its tokens differ in probability.
+    """
     sizes = {"exit_dim": 2 * target.hidden_size, "num_draft_layers": 1} | fields
     config = HeadConfig(target.vocab_size, target.hidden_size, **sizes)
     generator = torch.Generator().manual_seed(seed)
@@ -82,7 +89,9 @@ def random_head(target: Target, scale: float = 1.0, seed: int = 3, **fields: int
 
 
 class AllBeams(RecurrentDrafter):
-    """By cost, and all beams are searched whatever forwards cost: the costs of a table would leave a chain of drawn ones."""
+    """By cost, and all beams are searched whatever forwards cost: the costs of a table would leave
+    a chain of drawn ones.
+    """
 
     def searched(self, drawn: bool) -> int:
         return self.beam_width
@@ -96,12 +105,16 @@ def recurrent(
     dtype: torch.dtype = torch.float64,
     **options: object,
 ) -> RecurrentDrafter:
-    """A recurrent drafter whose head knows nothing: what of its beams passes, passes by chance. fields: of the head's shape."""
+    """A recurrent drafter whose head knows nothing: what of its beams passes, passes by chance.
+    fields: of the head's shape.
+    """
     head = random_head(target, scale, **(fields or {})).to(dtype)
     return AllBeams(head=head, beam_width=beam_width, **{"draws": "picked", **options})  # type: ignore[arg-type]
 
 
-def recurrent_of(kit: Kit, beam_width: int, dtype: torch.dtype | None = None, **options: object) -> RecurrentDrafter:
+def recurrent_of(
+    kit: Kit, beam_width: int, dtype: torch.dtype | None = None, **options: object
+) -> RecurrentDrafter:
     """A recurrent drafter with the kit's head; dtype: another than it has."""
     head = kit.head or random_head(kit.target, 3.0)
     if dtype is not None:
@@ -110,20 +123,25 @@ def recurrent_of(kit: Kit, beam_width: int, dtype: torch.dtype | None = None, **
 
 
 def before(row: DrafterRow, slow: bool = True) -> DrafterRow:
-    """The row with suffix lookup before its drafter. Of a text that lookup knows, it is perfect by copying."""
+    """The row with suffix lookup before its drafter. Of a text that lookup knows, it is perfect by
+    copying.
+    """
     adversarial, table = row.adversarial, row.table
     return DrafterRow(
         f"{row.name}_with_lookup",
         make=lambda kit: LookupFirst(row.make(kit), min_match=2),
         rules=row.rules,
-        adversarial=None if adversarial is None else lambda kit: LookupFirst(adversarial(kit), min_match=2),
+        adversarial=None
+        if adversarial is None
+        else lambda kit: LookupFirst(adversarial(kit), min_match=2),
         table=None if table is None else lambda: LookupFirst(table(), min_match=2),
         gamma=row.gamma,
         slow=slow,
     )
 
 
-# For the rows that weigh costs. A step from one beam costs as much as a token of a chain, further beams as much as they may gain.
+# For the rows that weigh costs. A step from one beam costs as much as a token of a chain, further
+# beams as much as they may gain.
 COSTS = RoundCosts(0.2, (1.0, 1.05, 1.1, 1.15, 1.2), t_draft_by_beams_ms=((1, 0.2), (6, 0.45)))
 
 ROWS = [
@@ -165,7 +183,9 @@ ROWS = [
         "graph",
         make=lambda kit: GraphDrafter(model=kit.draft_model, frontier=3),
         rules=("greedy", "token", "coupled"),
-        perfect=lambda kit: GraphDrafter(model=kit.twin, frontier=1, match=1000, leaf_threshold=0.0),
+        perfect=lambda kit: GraphDrafter(
+            model=kit.twin, frontier=1, match=1000, leaf_threshold=0.0
+        ),
         table=lambda: GraphDrafter(model=draft_table(), frontier=3, match=0),
     ),
     DrafterRow(
@@ -179,7 +199,8 @@ ROWS = [
         "ouroboros",
         make=lambda kit: Ouroboros(model=kit.draft_model),
         rules=("greedy", "token", "coupled"),
-        gamma=6,  # an attached phrase has 3 tokens, so the model drafts 3, the last two by its own lookahead
+        # an attached phrase has 3 tokens, so the model drafts 3, the last two by its own lookahead
+        gamma=6,
         table=lambda: Ouroboros(model=draft_table(), ngram=3, columns=3),
     ),
     DrafterRow(
@@ -226,7 +247,8 @@ ROWS = [
         rules=("greedy", "token", "coupled"),
         table=lambda: recurrent(draft_table(), 3, 0.8, draws="drawn"),
     ),
-    # Of fewer bits than the target: what is drawn is tested by the very q that it was drawn from, rounded as that is.
+    # Of fewer bits than the target: what is drawn is tested by the very q that it was drawn from,
+    # rounded as that is.
     DrafterRow(
         "recurrent_bfloat16",
         make=lambda kit: recurrent_of(kit, 6, torch.bfloat16, draws="drawn"),
@@ -261,7 +283,8 @@ ROWS = [
     ),
 ]
 
-# Trees whose children are picked where tokens are sampled too. Under the other rules they are the rows above.
+# Trees whose children are picked where tokens are sampled too. Under the other rules they are the
+# rows above.
 PICKED = [
     DrafterRow(
         "static_tree_picked",
@@ -271,13 +294,17 @@ PICKED = [
     ),
     DrafterRow(
         "ranked_tree_picked",
-        make=lambda kit: RankedTree(model=kit.draft_model, frontier=3, max_nodes=10, draws="picked"),
+        make=lambda kit: RankedTree(
+            model=kit.draft_model, frontier=3, max_nodes=10, draws="picked"
+        ),
         rules=("token",),
         table=lambda: RankedTree(model=draft_table(), frontier=3, max_nodes=10, draws="picked"),
     ),
     DrafterRow(
         "budget_tree_picked",
-        make=lambda kit: RankedTree(model=kit.draft_model, frontier=3, by_cost=True, draws="picked"),
+        make=lambda kit: RankedTree(
+            model=kit.draft_model, frontier=3, by_cost=True, draws="picked"
+        ),
         rules=("token",),
         table=lambda: RankedTree(model=draft_table(), frontier=3, by_cost=True, draws="picked"),
     ),
@@ -291,7 +318,15 @@ PICKED = [
 
 BY_NAME = {row.name: row for row in ROWS}
 # Lookup before every kind of model drafter; before a chain it is a row of its own.
-KINDS = ("multi_candidate", "static_tree", "ranked_tree", "graph", "ouroboros", "self_speculation", "recurrent")
+KINDS = (
+    "multi_candidate",
+    "static_tree",
+    "ranked_tree",
+    "graph",
+    "ouroboros",
+    "self_speculation",
+    "recurrent",
+)
 KINDS += ("recurrent_chain", "recurrent_drawn", "recurrent_drawn_by_cost")
 ADDED = [before(BY_NAME[name], slow=name != "ranked_tree") for name in KINDS]
 ROWS += ADDED

@@ -1,4 +1,6 @@
-"""Settings, prompts and places that nothing can be decoded by: each is a UserError in words, none a crash, a hang or another text than asked for."""
+"""Settings, prompts and places that nothing can be decoded by: each is a UserError in words, none a
+crash, a hang or another text than asked for.
+"""
 
 import json
 import math
@@ -32,7 +34,10 @@ SURROGATE = "cut in two: \ud83d"
 def engine() -> Engine:
     tokenizer = load_tokenizer(ASSETS)
     model = hf_model(vocab_size=len(tokenizer), dtype=torch.float32)
-    target, drafter = native_of(model, max_length=CONTEXT), ChainDrafter(model=native_of(model, noise=0.05))
+    target, drafter = (
+        native_of(model, max_length=CONTEXT),
+        ChainDrafter(model=native_of(model, noise=0.05)),
+    )
     return Engine(target, drafter, tokenizer, (2,))
 
 
@@ -96,7 +101,13 @@ def test_a_setting_that_nothing_can_be_decoded_by(engine: Engine, name: str, val
 def test_the_table_has_every_setting() -> None:
     assert set(vars(Settings())) | {"stream"} == set(BAD_SETTINGS)
     assert len(BAD_SETTING_CASES) + len(BAD_PROMPTS) + len(BAD_PLACES) >= 150
-    assert set(RULES) - {"device", "max_length", "processes", "batch_size", "trust_remote_code"} <= set(BAD_SETTINGS)
+    assert set(RULES) - {
+        "device",
+        "max_length",
+        "processes",
+        "batch_size",
+        "trust_remote_code",
+    } <= set(BAD_SETTINGS)
 
 
 @pytest.mark.parametrize("settings", GOOD_SETTINGS, ids=", ".join)
@@ -173,7 +184,9 @@ def test_a_prompt_that_nothing_can_follow(engine: Engine, prompt: Any, stream: b
 def test_token_ids_are_a_prompt(engine: Engine, prompt: Any) -> None:
     settings = {"max_new_tokens": 6, "stopping": "fixed"}
     assert encode(engine, prompt) == [4, 5, 6]
-    plain = decode(engine.target, None, [[4, 5, 6]], Settings(max_new_tokens=6, stop_token_ids=(2,)))[0].tokens
+    plain = decode(
+        engine.target, None, [[4, 5, 6]], Settings(max_new_tokens=6, stop_token_ids=(2,))
+    )[0].tokens
     assert generate(engine, prompt, **settings).tokens == plain
 
 
@@ -184,13 +197,18 @@ def test_odd_contents_are_fine(engine: Engine, content: str) -> None:
 
 
 def test_a_message_names_its_place(engine: Engine) -> None:
-    with pytest.raises(UserError, match="the role of message 2 of the chat is 'wizard', expected one of system, user"):
+    with pytest.raises(
+        UserError,
+        match="the role of message 2 of the chat is 'wizard', expected one of system, user",
+    ):
         generate(engine, [message(), message(role="wizard")])
 
 
 @pytest.mark.parametrize("token", [-1, 10**6, True, 1.0, "4", None, HUGE], ids=name_of)
 def test_decode_and_sessions_refuse_the_same_ids(engine: Engine, token: Any) -> None:
-    with pytest.raises(UserError, match=r"prompt 1 holds .*expected token ids: whole numbers from 0 to \d+"):
+    with pytest.raises(
+        UserError, match=r"prompt 1 holds .*expected token ids: whole numbers from 0 to \d+"
+    ):
         decode(engine.target, engine.drafter, [[4], [5, token]], Settings())
     with pytest.raises(UserError, match="prompt 0 holds .*expected token ids"):
         Session(engine.target, engine.drafter, Settings()).start([5, token])
@@ -199,7 +217,19 @@ def test_decode_and_sessions_refuse_the_same_ids(engine: Engine, token: Any) -> 
 BAD_PLACES: list[tuple[str, Any]] = [
     *(
         ("device", value)
-        for value in ("foo", "", "cuda:", "cuda:-1", "cuda:x", "CPU", "cuda:99", 0, None, True, ["cpu"])
+        for value in (
+            "foo",
+            "",
+            "cuda:",
+            "cuda:-1",
+            "cuda:x",
+            "CPU",
+            "cuda:99",
+            0,
+            None,
+            True,
+            ["cpu"],
+        )
     ),
     *(("dtype", value) for value in ("int8", "", 32, None, True, torch.float32, ["float32"])),
     *(("backend", value) for value in ("onnx", "", 1, None, True, ["hf"])),
@@ -208,9 +238,21 @@ BAD_PLACES: list[tuple[str, Any]] = [
     *(("processes", value) for value in (-1, 2, True, "2", 1.5, None, HUGE)),
     *(
         ("target", value)
-        for value in (3, None, b"x", "/nowhere", "n" * 5000, "a\0b", str(ASSETS / "config.json"), "\ud83d")
+        for value in (
+            3,
+            None,
+            b"x",
+            "/nowhere",
+            "n" * 5000,
+            "a\0b",
+            str(ASSETS / "config.json"),
+            "\ud83d",
+        )
     ),
-    *(("drafter", value) for value in (3, b"x", "/nowhere", "n" * 5000, "a\0b", True, str(ASSETS / "config.json"))),
+    *(
+        ("drafter", value)
+        for value in (3, b"x", "/nowhere", "n" * 5000, "a\0b", True, str(ASSETS / "config.json"))
+    ),
 ]
 
 
@@ -218,13 +260,20 @@ BAD_PLACES: list[tuple[str, Any]] = [
 def test_a_place_where_nothing_can_be_loaded(name: str, value: Any) -> None:
     named = {"target": ASSETS, name: value}
     with pytest.raises(
-        UserError, match=r"expected|looked in|no CUDA card|no such model folder|more than the model's|processes is"
+        UserError,
+        match=r"expected|looked in|no CUDA card|no such model folder|more than the "
+        r"model's|processes is",
     ):
         load(**named)
 
 
 def test_a_targets_loader_checks_what_the_front_door_does_not_pass_on() -> None:
-    for name, value in (("batch_size", 0), ("batch_size", True), ("trust_remote_code", "no"), ("execution", 3)):
+    for name, value in (
+        ("batch_size", 0),
+        ("batch_size", True),
+        ("trust_remote_code", "no"),
+        ("execution", 3),
+    ):
         with pytest.raises(UserError, match=f"{name}.* expected"):
             load_target(ASSETS, **{name: value})  # type: ignore[arg-type]
 
@@ -232,7 +281,10 @@ def test_a_targets_loader_checks_what_the_front_door_does_not_pass_on() -> None:
 @pytest.mark.parametrize("value", ["two", [2, "three"], True, -1, 2.0, {"id": 2}], ids=str)
 def test_end_tokens_that_are_none_name_their_file(tmp_path: Path, value: Any) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id is .*, expected a tuple of token ids"):
+    with pytest.raises(
+        UserError,
+        match=r"generation_config.json: eos_token_id is .*, expected a tuple of token ids",
+    ):
         stop_tokens(tmp_path, load_tokenizer(ASSETS))
 
 

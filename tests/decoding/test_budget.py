@@ -20,7 +20,9 @@ def test_weights_are_the_matrices_and_the_rows_that_are_looked_up() -> None:
 
 def test_the_cache_grows_with_context_and_batch_and_the_weights_do_not() -> None:
     config = native_of(hf_model("llama", layers=2)).config
-    one, long, batch = (forward_budget(config, torch.float32, 1, *more) for more in ((10,), (30,), (10, 4)))
+    one, long, batch = (
+        forward_budget(config, torch.float32, 1, *more) for more in ((10,), (30,), (10, 4))
+    )
     assert long.cache_bytes == 3 * one.cache_bytes
     assert batch.cache_bytes == 4 * one.cache_bytes
     # keys and values of both layers, two heads of eight, in float32
@@ -59,5 +61,9 @@ def test_a_round_is_its_draft_steps_and_one_wide_forward() -> None:
     ]
     for name in ("weight_bytes", "cache_bytes", "operations"):
         assert getattr(whole, name) == sum(getattr(part, name) for part in parts)
-    assert round_budget(target, None, torch.float32, 0, 20) == forward_budget(target, torch.float32, 1, 20)
-    assert round_budget(target, None, torch.float32, 3, 20) == forward_budget(target, torch.float32, 4, 20)
+    assert round_budget(target, None, torch.float32, 0, 20) == forward_budget(
+        target, torch.float32, 1, 20
+    )
+    assert round_budget(target, None, torch.float32, 3, 20) == forward_budget(
+        target, torch.float32, 4, 20
+    )

@@ -1,4 +1,6 @@
-"""Several conversations in one batch of turns: each says what fresh decodes over its whole text say, and keeps its own caches."""
+"""Several conversations in one batch of turns: each says what fresh decodes over its whole text
+say, and keeps its own caches.
+"""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -34,11 +36,14 @@ def conversations(target: Target, settings: Settings, turns: Turns) -> list[Said
     spoken = iter(random_prompts(15, seed=8))
     found = []
     for turn in range(3):
-        names = [name for name in texts if name >= turn][:: 1 if turn % 2 else -1]  # in another order every time
+        # in another order every time
+        names = [name for name in texts if name >= turn][:: 1 if turn % 2 else -1]
         more = [next(spoken) for _ in names]
         prompts = [[*texts[name], *new] for name, new in zip(names, more, strict=True)]
         ids = [10 * name + turn for name in names]
-        answers = turns.decode(names, prompts, [name == turn for name in names], settings, request_ids=ids)
+        answers = turns.decode(
+            names, prompts, [name == turn for name in names], settings, request_ids=ids
+        )
         for name, prompt, answer in zip(names, prompts, answers, strict=True):
             texts[name] = [*prompt, *answer.tokens]
         found += [Said(*one) for one in zip(prompts, answers, ids, map(len, more), strict=True)]
@@ -47,16 +52,28 @@ def conversations(target: Target, settings: Settings, turns: Turns) -> list[Said
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize(
-    "row", [None, *(row for row in ROWS if row.name in BATCHED)], ids=lambda row: row.name if row else "none"
+    "row",
+    [None, *(row for row in ROWS if row.name in BATCHED)],
+    ids=lambda row: row.name if row else "none",
 )
-def test_conversations_in_batches_say_what_fresh_decodes_say(row: DrafterRow | None, rule: str) -> None:
-    settings, kit, other = replace(settings_of(rule), stop_token_ids=(3, 5, 9, 20)), kit_of(), kit_of()
+def test_conversations_in_batches_say_what_fresh_decodes_say(
+    row: DrafterRow | None, rule: str
+) -> None:
+    settings, kit, other = (
+        replace(settings_of(rule), stop_token_ids=(3, 5, 9, 20)),
+        kit_of(),
+        kit_of(),
+    )
     drafter = row.make(kit) if row else None
     found = conversations(kit.target, settings, Turns(kit.target, drafter))
     for one in found:
         drafter = row.make(other) if row else None
         (fresh,) = decode(other.target, drafter, [one.prompt], settings, request_ids=[one.request])
-        assert (one.answer.tokens, one.answer.rounds, one.answer.trace) == (fresh.tokens, fresh.rounds, fresh.trace)
+        assert (one.answer.tokens, one.answer.rounds, one.answer.trace) == (
+            fresh.tokens,
+            fresh.rounds,
+            fresh.trace,
+        )
     assert {one.answer.finish for one in found} == {"stop", "length"}, "rows end at different times"
     for number, one in enumerate(found):
         if number < 5:
@@ -79,7 +96,9 @@ def test_a_drafter_that_wants_all_hidden_states_has_whole_prompts_read() -> None
 
 def test_overlapped_schedules_are_refused() -> None:
     kit = kit_of()
-    with pytest.raises(UserError, match="a conversation runs schedule=serial, found 'pearl_virtual'"):
+    with pytest.raises(
+        UserError, match="a conversation runs schedule=serial, found 'pearl_virtual'"
+    ):
         Turns(kit.target, None).decode(
             ["one"], [[5, 6]], [True], replace(settings_of("greedy"), schedule="pearl_virtual")
         )
@@ -107,13 +126,19 @@ def test_conversations_on_the_hf_backend_and_batches_that_begin_from_nothing() -
 def test_control_conversations_that_take_each_others_caches_are_found_out() -> None:
     class Mixed(Turns):
         def _open(self, batch: Batch, names: Sequence[Hashable]) -> None:
-            places = [place for place, _ in self._held.values()]  # everyone's text with the next one's keys and values
+            # everyone's text with the next one's keys and values
+            places = [place for place, _ in self._held.values()]
             shortest = min((len(text) for _, text in self._held.values()), default=0)
             texts = [text[:shortest] for _, text in self._held.values()]
-            self._held = dict(zip(self._held, zip([*places[1:], *places[:1]], texts, strict=True), strict=True))
+            self._held = dict(
+                zip(self._held, zip([*places[1:], *places[:1]], texts, strict=True), strict=True)
+            )
             super()._open(batch, names)
 
     settings, kit, other = settings_of("greedy"), kit_of(), kit_of()
     found = conversations(kit.target, settings, Mixed(kit.target, None))
-    same = [one.answer.tokens == decode(other.target, None, [one.prompt], settings)[0].tokens for one in found]
+    same = [
+        one.answer.tokens == decode(other.target, None, [one.prompt], settings)[0].tokens
+        for one in found
+    ]
     assert all(same[:5]) and not all(same[5:])

@@ -1,4 +1,6 @@
-"""What is measured before a policy decides: costs that rise with the width, and the rest of a round."""
+"""What is measured before a policy decides: costs that rise with the width, and the rest of a
+round.
+"""
 
 import itertools
 import json
@@ -30,7 +32,9 @@ def test_rising_is_the_nearest_rising_sequence() -> None:
         assert all(a <= b for a, b in itertools.pairwise(found))
         error = sum((a - b) ** 2 for a, b in zip(found, values))
         grid = itertools.combinations_with_replacement([n / 4 for n in range(17)], 4)
-        assert error <= min(sum((a - b) ** 2 for a, b in zip(other, values)) for other in grid) + 1e-12
+        assert (
+            error <= min(sum((a - b) ** 2 for a, b in zip(other, values)) for other in grid) + 1e-12
+        )
     assert rising([1.0, 1.2, 1.5]) == (1.0, 1.2, 1.5)
     assert rising([]) == ()
 
@@ -44,7 +48,9 @@ def test_costs_hold_noise_back() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_rest_of_a_round_is_what_neither_model_takes(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rest_of_a_round_is_what_neither_model_takes(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rule that sleeps is found in the rest, and in nothing else."""
     from decoding import batch
 
@@ -82,18 +88,29 @@ def test_windows_end_with_the_time_but_for_three(
     target, _, draft_model = models()
     with torch.inference_mode():
         measure_costs(
-            target, ChainDrafter(model=draft_model), [4, 5, 6], Settings(), windows=5, tokens=4, seconds=seconds
+            target,
+            ChainDrafter(model=draft_model),
+            [4, 5, 6],
+            Settings(),
+            windows=5,
+            tokens=4,
+            seconds=seconds,
         )
     assert len(windows) == expected
 
 
 def test_what_is_done_for_each_step_is_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws that sleep make a step dearer, a rule that sleeps over drafts a round that drafts, and neither a round that does not."""
+    """Draws that sleep make a step dearer, a rule that sleeps over drafts a round that drafts, and
+    neither a round that does not.
+    """
     from decoding import batch
     from decoding.chooser import Chooser
 
     target, _, draft_model = models()
-    drafter, settings = ChainDrafter(model=draft_model), Settings(temperature=1.0, num_draft_tokens=4)
+    drafter, settings = (
+        ChainDrafter(model=draft_model),
+        Settings(temperature=1.0, num_draft_tokens=4),
+    )
     before = measure_costs(target, drafter, [4, 5, 6], settings)
     draft, rule = Chooser.draft, batch.RULES["token"]
 
@@ -114,7 +131,9 @@ def test_what_is_done_for_each_step_is_the_steps(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_tree_by_cost_knows_what_its_growing_takes(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_by_cost_knows_what_its_growing_takes(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Costs that are made up while costs are measured have it draft."""
     from decoding.trees import RankedTree
 
@@ -144,16 +163,24 @@ def test_a_round_without_a_draft_costs_no_rest_of_one_with() -> None:
 
 def test_a_step_of_beams_costs_what_its_width_does() -> None:
     """The first one starts from the tip, others from as many as they do."""
-    costs = RoundCosts(0.9, (1.0, 1.1, 1.2), 0.4, t_draft_by_beams_ms=((1, 0.2), (2, 0.3), (8, 0.9)))
-    assert [costs.step_ms(beams) for beams in (1, 1.5, 2, 5, 8)] == pytest.approx([0.2, 0.25, 0.3, 0.6, 0.9])
+    costs = RoundCosts(
+        0.9, (1.0, 1.1, 1.2), 0.4, t_draft_by_beams_ms=((1, 0.2), (2, 0.3), (8, 0.9))
+    )
+    assert [costs.step_ms(beams) for beams in (1, 1.5, 2, 5, 8)] == pytest.approx(
+        [0.2, 0.25, 0.3, 0.6, 0.9]
+    )
     assert costs.steps_ms(1) == costs.steps_ms(1, 8) == pytest.approx(0.2)
     assert costs.steps_ms(3, 2) == pytest.approx(0.2 + 2 * 0.3)
     assert costs.round_ms(3, 2) == pytest.approx(0.2 + 2 * 0.9 + 1.2 + 0.4)
     dearer = costs.dearer(0.1)
-    assert dearer.t_draft_ms == dearer.step_ms(8) == pytest.approx(1.0) and dearer.step_ms(1) == pytest.approx(0.3)
+    assert dearer.t_draft_ms == dearer.step_ms(8) == pytest.approx(1.0) and dearer.step_ms(
+        1
+    ) == pytest.approx(0.3)
     assert RoundCosts.read(json.loads(json.dumps(asdict(costs)))) == costs
     bare = RoundCosts(0.9, (1.0,))
-    assert bare.step_ms(1) == bare.step_ms(8) == 0.9, "control: of other drafters all steps are alike"
+    assert bare.step_ms(1) == bare.step_ms(8) == 0.9, (
+        "control: of other drafters all steps are alike"
+    )
 
 
 def test_every_width_is_timed_and_held_against_noise() -> None:
@@ -172,13 +199,25 @@ def test_every_width_is_timed_and_held_against_noise() -> None:
         asked.clear()
         drafter = Watched(head=knowing_head(target), beam_width=6, draws=draws, by_cost=True)
         parts = time_parts(target, drafter, [1, 2, 3], repeats=2, warmup=1)
-        assert asked[::3] == [1, 2, 4, 6, 2, 4, 6, 1, 4, 6, 1, 2], "none of them is always behind the same forward"
-        assert set(parts.t_draft_by_beams_ms) == {1, 2, 4, 6} and parts.t_draft_ms == parts.t_draft_by_beams_ms[6]
-    assert Watched(head=knowing_head(target), beam_width=6).caps.beams == (1, 6), "fixed beams know two widths"
+        assert asked[::3] == [1, 2, 4, 6, 2, 4, 6, 1, 4, 6, 1, 2], (
+            "none of them is always behind the same forward"
+        )
+        assert (
+            set(parts.t_draft_by_beams_ms) == {1, 2, 4, 6}
+            and parts.t_draft_ms == parts.t_draft_by_beams_ms[6]
+        )
+    assert Watched(head=knowing_head(target), beam_width=6).caps.beams == (1, 6), (
+        "fixed beams know two widths"
+    )
     noisy = Parts(0.4, {1: 1.0}, 10, 1, {1: 0.2, 2: 0.5, 4: 0.3, 6: 0.4}).costs
     assert noisy.t_draft_by_beams_ms == ((1, 0.2), *((n, pytest.approx(0.4)) for n in (2, 4, 6)))
-    one, other = (replace(noisy, t_draft_by_beams_ms=((1, low), (6, 2 * low))) for low in (0.1, 0.3))
-    assert settled([one, one, other]).t_draft_by_beams_ms == ((1, pytest.approx(0.1)), (6, pytest.approx(0.2)))
+    one, other = (
+        replace(noisy, t_draft_by_beams_ms=((1, low), (6, 2 * low))) for low in (0.1, 0.3)
+    )
+    assert settled([one, one, other]).t_draft_by_beams_ms == (
+        (1, pytest.approx(0.1)),
+        (6, pytest.approx(0.2)),
+    )
     assert settled([one, one, other]).t_draft_ms == pytest.approx(0.2)
 
 
@@ -189,9 +228,13 @@ def test_a_bad_window_decides_nothing() -> None:
     bad = RoundCosts(3.0, (1.5, 9.0, 1.0), -2.0)
     costs = settled([good, bad, slow, slow, good])
     assert costs.t_target_ms == pytest.approx((1.5, 1.65, 1.8))
-    assert (costs.t_draft_ms, costs.overhead_ms, costs.plain_overhead_ms) == pytest.approx((0.45, 0.15, 0.15))
+    assert (costs.t_draft_ms, costs.overhead_ms, costs.plain_overhead_ms) == pytest.approx(
+        (0.45, 0.15, 0.15)
+    )
     assert settled([bad]).t_target_ms == pytest.approx((1.5, 5.0, 5.0)), "costs rise with the width"
-    assert settled([bad]).overhead_ms == pytest.approx(-SPARED * 1.5), "some less than its parts, and no more"
+    assert settled([bad]).overhead_ms == pytest.approx(-SPARED * 1.5), (
+        "some less than its parts, and no more"
+    )
 
 
 def test_whole_rounds_come_out_right_where_parts_were_timed_too_dear() -> None:
@@ -206,12 +249,16 @@ def test_whole_rounds_come_out_right_where_parts_were_timed_too_dear() -> None:
         return done
 
     rounds = {0: 4.0, 1: 4.9, 2: 5.8}
-    found = settled([with_rest(parts, drafter, *(took(steps, rounds[steps]) for steps in (2, 1, 0)))])
+    found = settled(
+        [with_rest(parts, drafter, *(took(steps, rounds[steps]) for steps in (2, 1, 0)))]
+    )
     assert [found.round_ms(steps, steps) for steps in rounds] == pytest.approx([*rounds.values()])
 
 
 def test_noise_of_a_steps_rest_goes_both_ways() -> None:
-    """Clipping each window at nothing would make steps dear that are not: a window's share may be negative, and half a step's time at least stays."""
+    """Clipping each window at nothing would make steps dear that are not: a window's share may be
+    negative, and half a step's time at least stays.
+    """
     costs = RoundCosts(1.0, (4.0, 4.0, 4.0, 4.0, 4.0), t_draft_by_beams_ms=((1, 1.0),))
     drafter = ChainDrafter(model=models()[2])
 

@@ -1,4 +1,5 @@
-"""Trees whose children are drawn: which choices among children break law 3, what drawing gains, and that budgets are kept.
+"""Trees whose children are drawn: which choices among children break law 3, what drawing gains, and
+that budgets are kept.
 
 The rows themselves are under all laws in the files of these.
 
@@ -51,7 +52,9 @@ def by_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a larger tree the likeliest two nodes are tested, as a ranked tree of picked ones is cut."""
+    """Of a larger tree the likeliest two nodes are tested, as a ranked tree of picked
+    ones is cut.
+    """
     level, proposal, reached = DrawnTree._level, DrawnTree.proposal, list[Tensor]()
 
     def noting(self: DrawnTree, *given: Tensor) -> tuple[int, Tensor]:
@@ -94,7 +97,9 @@ def sampling(rows: int, vocab_size: int) -> Chooser:
 
 
 def test_children_are_drawn_without_replacement_in_their_order() -> None:
-    """First children are distributed as q, second ones as q without the first; what was not drawn repeats a sibling and has no probability."""
+    """First children are distributed as q, second ones as q without the first; what was not drawn
+    repeats a sibling and has no probability.
+    """
     rows, q_V = 20_000, torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], dtype=torch.float64)
     draws = Draws(sampling(rows, 5), q_V.log().expand(rows, 5), 2)
     tokens_BPK, probs_BPK = draws.children(draws.q(draws.tips()), 5, 1, 2)
@@ -124,9 +129,15 @@ FEW: dict[str, Callable[[], Drafter]] = {
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("name", ["ranked", *(pytest.param(n, marks=pytest.mark.long) for n in FEW if n != "ranked")])
-def test_children_that_were_not_drawn_are_not_tested(name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law 3 where as few draws as children leave many places empty; it breaks where an empty place is tested as another token."""
+@pytest.mark.parametrize(
+    "name", ["ranked", *(pytest.param(n, marks=pytest.mark.long) for n in FEW if n != "ranked")]
+)
+def test_children_that_were_not_drawn_are_not_tested(
+    name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law 3 where as few draws as children leave many places empty; it breaks where an empty place
+    is tested as another token.
+    """
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
     monkeypatch.setattr(chooser, "TRIES", 1)
     assert law_holds(FEW[name](), "token", "plain") > P_LIMIT
@@ -142,7 +153,9 @@ def test_children_that_were_not_drawn_are_not_tested(name: str, ahead: bool, mon
 
 
 def test_what_a_child_is_worth() -> None:
-    """Each child's chance, siblings before it failing; the first one's before it is drawn by the mean, then by its own probability."""
+    """Each child's chance, siblings before it failing; the first one's before it is drawn by the
+    mean, then by its own probability.
+    """
     q_BPV = torch.tensor([[[0.5, 0.3, 0.2, 0.0]]], dtype=torch.float64)
     worth_BPK, reached_BPK = worths(q_BPV, q_BPV)
     mean = 0.55 + 0.4 * 0.38
@@ -161,7 +174,9 @@ TREES: dict[str, Callable[[str], Drafter]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["ranked", *(pytest.param(n, marks=pytest.mark.long) for n in ("static", "graph"))])
+@pytest.mark.parametrize(
+    "name", ["ranked", *(pytest.param(n, marks=pytest.mark.long) for n in ("static", "graph"))]
+)
 def test_drawn_children_pass_more_often_than_picked_ones(name: str) -> None:
     settings, tau = Settings(max_new_tokens=24, num_draft_tokens=4, temperature=1.0), {}
     for draws in ("picked", "drawn"):
@@ -208,14 +223,20 @@ def test_hosts_that_run_ahead_draw_the_same_tree(monkeypatch: pytest.MonkeyPatch
         drafter = GraphDrafter(model=draft_model, frontier=3, match=0)
         drafter.prepare(target, None)
         drafter.open(prompts, None, 64)
-        proposal = drafter.propose(prompts, [4, 4, 4, 3, 1, 0], [Fixed()] * 6, sampling(6, target.vocab_size))
+        proposal = drafter.propose(
+            prompts, [4, 4, 4, 3, 1, 0], [Fixed()] * 6, sampling(6, target.vocab_size)
+        )
         found.append([paths_of(proposal, row) for row in range(6)])
     assert found[0] == found[1]
     assert [len(paths) for paths in found[0]] == [16, 16, 16, 16, 3, 0]
 
 
-def test_merged_nodes_draw_for_themselves_from_what_was_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of a graph have children from one row of candidates, by numbers of their own; the model saw one of the two."""
+def test_merged_nodes_draw_for_themselves_from_what_was_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two nodes of a graph have children from one row of candidates, by numbers of their own; the
+    model saw one of the two.
+    """
     trees: list[DrawnGraph] = []
     original = DrawnGraph.grow
 
@@ -244,7 +265,9 @@ def test_merged_nodes_draw_for_themselves_from_what_was_said_once(monkeypatch: p
 
 
 def test_budgets_by_size_learn_where_nodes_pass() -> None:
-    """Sure levels make it deep and narrow, even ones wide; what a node cannot have is not asked for."""
+    """Sure levels make it deep and narrow, even ones wide; what a node cannot have is not asked
+    for.
+    """
     budgets = {}
     for name, chances in (("sure", [0.95, 0.0, 0.0]), ("even", [0.4, 0.3, 0.2])):
         budget = DrawnBySize(1, 6, 3)

@@ -60,15 +60,24 @@ def into_a_run(folder: Path) -> None:
 
 BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ("missing", shutil.rmtree, "there is no such model folder"),
-    ("empty", lambda f: [p.unlink() for p in f.iterdir()], "has no config.json .found nothing., expected"),
+    (
+        "empty",
+        lambda f: [p.unlink() for p in f.iterdir()],
+        "has no config.json .found nothing., expected",
+    ),
     ("a run's folder", into_a_run, "is no model folder, but holds .*/drafter: give that"),
     ("no weights", lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
     (
         "cut weights",
         cut,
-        r"model.safetensors: has \d+ bytes, but its header promises \d+. It is damaged: copy it again",
+        r"model.safetensors: has \d+ bytes, but its header promises \d+. It is damaged: copy it "
+        r"again",
     ),
-    ("empty weights", lambda f: (f / "model.safetensors").write_bytes(b""), "is cut short at 0 bytes"),
+    (
+        "empty weights",
+        lambda f: (f / "model.safetensors").write_bytes(b""),
+        "is cut short at 0 bytes",
+    ),
     (
         "damaged header",
         lambda f: (f / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"nonsense"),
@@ -82,10 +91,22 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
         lambda f: (f / "config.json").write_text('{\n"model_type": '),
         "config.json, line 2: is not valid JSON",
     ),
-    ("list config", lambda f: (f / "config.json").write_text("[]"), "holds a list, expected a JSON object"),
+    (
+        "list config",
+        lambda f: (f / "config.json").write_text("[]"),
+        "holds a list, expected a JSON object",
+    ),
     ("no type", lambda f: (f / "config.json").write_text("{}"), "has no model_type"),
-    ("family", lambda f: edit(f, model_type="falcon"), "'falcon' is not one of the native backend's .*backend=hf"),
-    ("window", lambda f: edit(f, sliding_window=4096), "llama has a sliding attention window of 4096"),
+    (
+        "family",
+        lambda f: edit(f, model_type="falcon"),
+        "'falcon' is not one of the native backend's .*backend=hf",
+    ),
+    (
+        "window",
+        lambda f: edit(f, sliding_window=4096),
+        "llama has a sliding attention window of 4096",
+    ),
     (
         "hybrid",
         lambda f: edit(f, layer_types=["full_attention", "linear_attention"]),
@@ -101,7 +122,9 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "message"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+@pytest.mark.parametrize(
+    ("spoil", "message"), [case[1:] for case in BAD], ids=[case[0] for case in BAD]
+)
 def test_bad_folders_are_named(folder: Path, spoil: Callable[[Path], object], message: str) -> None:
     spoil(folder)
     with pytest.raises(UserError, match=message) as caught:
@@ -110,9 +133,12 @@ def test_bad_folders_are_named(folder: Path, spoil: Callable[[Path], object], me
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"), [case[1:] for case in BAD if case[0] in ("cut weights", "pickle", "window", "seq2seq")]
+    ("spoil", "message"),
+    [case[1:] for case in BAD if case[0] in ("cut weights", "pickle", "window", "seq2seq")],
 )
-def test_the_hf_backend_makes_the_same_checks(folder: Path, spoil: Callable[[Path], object], message: str) -> None:
+def test_the_hf_backend_makes_the_same_checks(
+    folder: Path, spoil: Callable[[Path], object], message: str
+) -> None:
     spoil(folder)
     with pytest.raises(UserError, match=message):
         load_target(folder, backend="hf")
@@ -146,7 +172,9 @@ def test_bad_prompts_are_named() -> None:
     target = native_of(hf_model(), max_length=8)
     with pytest.raises(UserError, match="prompt 1 is empty"):
         decode(target, None, [[4], []], Settings())
-    with pytest.raises(UserError, match="prompt 0 has 8 tokens, but 'in-memory' holds 8 with its output"):
+    with pytest.raises(
+        UserError, match="prompt 0 has 8 tokens, but 'in-memory' holds 8 with its output"
+    ):
         decode(target, None, [[4] * 8], Settings())
     with pytest.raises(UserError, match="max_new_tokens is 0"):
         Settings(max_new_tokens=0)
@@ -161,15 +189,24 @@ def test_every_id_of_two_tokenizers_is_compared(folder: Path, tmp_path: Path) ->
 
     def write(where: Path, words: list[str]) -> Path:
         shutil.copytree(folder, where)
-        core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-        PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>").save_pretrained(where)
+        core = Tokenizer(
+            models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+        )
+        PreTrainedTokenizerFast(
+            tokenizer_object=core, unk_token="<unk>", eos_token="</s>"
+        ).save_pretrained(where)
         return where
 
     target = write(tmp_path / "target", ["<unk>", "</s>", "red", "green"])
     check_same_tokenizer(target, write(tmp_path / "same", ["<unk>", "</s>", "red", "green"]))
-    swapped = write(tmp_path / "swapped", ["<unk>", "</s>", "green", "red"])  # the same words, the same count
-    with pytest.raises(UserError, match=r"2 of 4 ids: id 2 is 'red' in the target and 'green' in the drafter; id 3"):
+    # the same words, the same count
+    swapped = write(tmp_path / "swapped", ["<unk>", "</s>", "green", "red"])
+    with pytest.raises(
+        UserError, match=r"2 of 4 ids: id 2 is 'red' in the target and 'green' in the drafter; id 3"
+    ):
         check_same_tokenizer(target, swapped)
     longer = write(tmp_path / "longer", ["<unk>", "</s>", "red", "green", "blue"])
-    with pytest.raises(UserError, match="1 of 5 ids: id 4 is None in the target and 'blue' in the drafter"):
+    with pytest.raises(
+        UserError, match="1 of 5 ids: id 4 is None in the target and 'blue' in the drafter"
+    ):
         check_same_tokenizer(target, longer)

@@ -1,4 +1,6 @@
-"""Negative controls: each law's own test, run on a decoder that is broken on purpose, must fail. Law 3 has its controls beside it."""
+"""Negative controls: each law's own test, run on a decoder that is broken on purpose, must fail.
+Law 3 has its controls beside it.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,12 +26,16 @@ Breaker = Callable[[pytest.MonkeyPatch], None]
 
 
 def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafted token passes when it is among the target's two best, under the shared noise where there is any."""
+    """A drafted token passes when it is among the target's two best, under the shared noise where
+    there is any.
+    """
 
     def lenient(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
         scores_BNV = logits_BNV
         if chooser.rule == "coupled":
-            scores_BNV = chooser.race_scores(logits_BNV, torch.arange(logits_BNV.shape[1]).expand(len(logits_BNV), -1))
+            scores_BNV = chooser.race_scores(
+                logits_BNV, torch.arange(logits_BNV.shape[1]).expand(len(logits_BNV), -1)
+            )
         choices_BN = scores_BNV.argmax(-1)
         if proposal is not None:
             best_BN2, drafted_BN = scores_BNV[:, :-1].topk(2).indices, proposal.tokens_BN
@@ -66,7 +72,9 @@ def draw_from_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
 def keep_the_first_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's cache keeps the first nodes of a tree, not those of the accepted path."""
     original = NativeTarget.commit
-    monkeypatch.setattr(NativeTarget, "commit", lambda self, paths_BL, kept_B: original(self, None, kept_B))
+    monkeypatch.setattr(
+        NativeTarget, "commit", lambda self, paths_BL, kept_B: original(self, None, kept_B)
+    )
 
 
 def keep_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +92,11 @@ def key_noise_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Chooser.begin
 
     def begin(
-        self: Chooser, keys_B: Sequence[int], rounds_B: Sequence[int], positions_B: Sequence[int], n: int
+        self: Chooser,
+        keys_B: Sequence[int],
+        rounds_B: Sequence[int],
+        positions_B: Sequence[int],
+        n: int,
     ) -> None:
         original(self, keys_B, rounds_B, [0] * len(positions_B), n)
 
@@ -96,14 +108,22 @@ def key_noise_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Chooser.begin
 
     def begin(
-        self: Chooser, keys_B: Sequence[int], rounds_B: Sequence[int], positions_B: Sequence[int], n: int
+        self: Chooser,
+        keys_B: Sequence[int],
+        rounds_B: Sequence[int],
+        positions_B: Sequence[int],
+        n: int,
     ) -> None:
-        original(self, [noise.key(5, place) for place in range(len(keys_B))], rounds_B, positions_B, n)
+        original(
+            self, [noise.key(5, place) for place in range(len(keys_B))], rounds_B, positions_B, n
+        )
 
     monkeypatch.setattr(Chooser, "begin", begin)
 
 
-@pytest.mark.parametrize(("broken", "row"), [(accept_the_second_best, CHAIN), (keep_the_first_branch, TREE)])
+@pytest.mark.parametrize(
+    ("broken", "row"), [(accept_the_second_best, CHAIN), (keep_the_first_branch, TREE)]
+)
 def test_law_1_rejects(broken: Breaker, row: DrafterRow, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
     with pytest.raises(AssertionError):
@@ -111,7 +131,8 @@ def test_law_1_rejects(broken: Breaker, row: DrafterRow, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("broken", "row"), [(accept_the_second_best, CHAIN), (key_noise_by_depth, CHAIN), (keep_the_first_branch, TREE)]
+    ("broken", "row"),
+    [(accept_the_second_best, CHAIN), (key_noise_by_depth, CHAIN), (keep_the_first_branch, TREE)],
 )
 def test_law_2_rejects(broken: Breaker, row: DrafterRow, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
@@ -142,7 +163,9 @@ def test_law_4_rejects_a_drafter_that_knows_half_of_the_text(rule: str) -> None:
 
 
 @pytest.mark.parametrize("form", [lambda gamma: gamma, lambda gamma: gamma + 2])
-def test_law_4_rejects_another_closed_form(form: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_4_rejects_another_closed_form(
+    form: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(gains.FORMS, "chain", form)
     with pytest.raises(AssertionError):
         gains.test_a_drafter_that_knows_the_text_gains_its_closed_form(CHAIN, "greedy")
@@ -156,10 +179,14 @@ def test_law_4_rejects_a_blind_rule(row: str, rule: str, monkeypatch: pytest.Mon
         gains.test_a_drafter_that_is_never_right_changes_nothing(BY_NAME[row], rule)
 
 
-def test_law_4_rejects_a_sample_that_a_failed_draft_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_4_rejects_a_sample_that_a_failed_draft_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     draw_from_the_next_node(monkeypatch)
     with pytest.raises(AssertionError):
-        gains.test_a_drafter_that_is_never_right_leaves_a_sample_as_it_is(CHAIN, "token", monkeypatch)
+        gains.test_a_drafter_that_is_never_right_leaves_a_sample_as_it_is(
+            CHAIN, "token", monkeypatch
+        )
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])

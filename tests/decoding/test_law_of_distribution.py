@@ -1,7 +1,9 @@
-"""Law 3: the joint distribution of the first three sampled tokens is the target's own, warpers included.
+"""Law 3: the joint distribution of the first three sampled tokens is the target's own, warpers
+included.
 
-The same test rejects well-known ways of getting it wrong, so its silence means something. Overlapped schedules have a file of their own,
-test_law_of_overlap.py, and so have logits that change with the text, test_law_of_processors.py.
+The same test rejects well-known ways of getting it wrong, so its silence means something.
+Overlapped schedules have a file of their own, test_law_of_overlap.py, and so have logits that
+change with the text, test_law_of_processors.py.
 
 Shapes: V = 5 symbols.
 """
@@ -26,7 +28,9 @@ from .many import ManyChooser, first_tokens, opened, without_collector
 from .rows import COSTS, PICKED, ROWS, draft_table
 from .tiny import TableTarget
 
-SAMPLED = [(row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"]
+SAMPLED = [
+    (row, rule) for row in ROWS if row.table is not None for rule in row.rules if rule != "greedy"
+]
 # Every warper where a rule is at stake, one where a row only brings other drafts to it.
 RULE_ROWS = ("chain", "prompt_lookup")
 CASES = [
@@ -73,16 +77,27 @@ def test_law_3_holds_for_a_drafter_with_fewer_or_more_words_than_the_target(
     assert law_holds(kind(model=TableTarget(table)), rule, "hot_top_p") > P_LIMIT
 
 
-# Where the host runs ahead of the device, trees are grown, sized and verified in ways of their own: here is one row of each.
+# Where the host runs ahead of the device, trees are grown, sized and verified in ways of their own:
+# here is one row of each.
 BRIEFLY = ("multi_candidate", "budget_tree", "graph", "recurrent_drawn_by_cost")
-AHEAD = (*BRIEFLY, "multi_candidate_with_lookup", "ranked_tree", "recurrent", "recurrent_drawn", "recurrent_by_cost")
+AHEAD = (
+    *BRIEFLY,
+    "multi_candidate_with_lookup",
+    "ranked_tree",
+    "recurrent",
+    "recurrent_drawn",
+    "recurrent_by_cost",
+)
 AHEAD += ("static_tree", "budget_tree_picked", "graph_picked")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in BRIEFLY else pytest.param(name, marks=pytest.mark.long) for name in AHEAD]
+    "name",
+    [name if name in BRIEFLY else pytest.param(name, marks=pytest.mark.long) for name in AHEAD],
 )
-def test_law_3_of_trees_where_the_host_runs_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_3_of_trees_where_the_host_runs_ahead(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
     assert law_holds(drafter_of(name), "token", "hot_top_p", seed=2) > P_LIMIT
 
@@ -90,7 +105,10 @@ def test_law_3_of_trees_where_the_host_runs_ahead(name: str, monkeypatch: pytest
 @pytest.mark.parametrize("name", ["chain", "budget_tree", "recurrent_drawn_by_cost"])
 def test_law_3_where_rows_of_a_batch_settle_a_draft_before_the_round(name: str) -> None:
     more = {"stopping": "cost_ratio"} if name == "chain" else {}
-    assert law_holds(drafter_of(name), "token", "plain", costs=replace(COSTS, rows=4), **more) > P_LIMIT
+    assert (
+        law_holds(drafter_of(name), "token", "plain", costs=replace(COSTS, rows=4), **more)
+        > P_LIMIT
+    )
 
 
 def reuse_uniform(monkeypatch: pytest.MonkeyPatch) -> Drafter:
@@ -122,7 +140,9 @@ def drop_unlikely(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
     """After a failed test the next token is drawn from p, not from what q left of it."""
     monkeypatch.setattr(
-        verify, "_final_weights", lambda probs_BNV, _, accepted_B: verify.at_nodes(probs_BNV, accepted_B)
+        verify,
+        "_final_weights",
+        lambda probs_BNV, _, accepted_B: verify.at_nodes(probs_BNV, accepted_B),
     )
     return ChainDrafter(model=draft_table())
 
@@ -130,7 +150,9 @@ def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 def share_purposes(monkeypatch: pytest.MonkeyPatch) -> Drafter:
     """Every number of a position is one and the same uniform: draft, test and residual."""
     original = Chooser.uniform
-    monkeypatch.setattr(Chooser, "uniform", lambda self, row, depth, purpose: original(self, row, depth, 0))
+    monkeypatch.setattr(
+        Chooser, "uniform", lambda self, row, depth, purpose: original(self, row, depth, 0)
+    )
     return ChainDrafter(model=draft_table())
 
 
@@ -138,7 +160,9 @@ CONTROLS = [reuse_uniform, drop_unlikely, keep_residual, share_purposes]
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
-def test_law_3_rejects(control: Callable[[pytest.MonkeyPatch], Drafter], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_3_rejects(
+    control: Callable[[pytest.MonkeyPatch], Drafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert law_holds(control(monkeypatch), "token", "plain") < P_LIMIT
 
 
@@ -147,13 +171,17 @@ def test_law_3_rejects_a_lookup_without_residual(monkeypatch: pytest.MonkeyPatch
     assert law_holds(drafter_of("prompt_lookup"), "token", "plain") < P_LIMIT
 
 
-@pytest.mark.parametrize(("rule", "exact"), [("block", False), pytest.param("token", True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("rule", "exact"), [("block", False), pytest.param("token", True, marks=pytest.mark.long)]
+)
 def test_block_verification_needs_fresh_noise_every_round(
     rule: str, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Noise keyed by position alone: a position that is drafted again meets the number that its first draft was judged by.
+    """Noise keyed by position alone: a position that is drafted again meets the number that its
+    first draft was judged by.
 
-    A drafter that knows the target and is too sure of itself is rejected late in a block, which shows the error in few draws.
+    A drafter that knows the target and is too sure of itself is rejected late in a block, which
+    shows the error in few draws.
     """
     original = Chooser.begin
 
@@ -170,14 +198,20 @@ def test_block_verification_accepts_more_than_token_verification() -> None:
     rates = {}
     for rule in ("token", "block"):
         with without_collector():
-            done = decode(target_table(), drafter_of("chain"), [PROMPT] * 500, replace(settings, verify=rule))
+            done = decode(
+                target_table(), drafter_of("chain"), [PROMPT] * 500, replace(settings, verify=rule)
+            )
         rates[rule] = sum(len(g.tokens) for g in done) / sum(g.rounds for g in done)
     assert rates["block"] > rates["token"] * 1.02
 
 
 @pytest.mark.parametrize("row", ["multi_candidate", "static_tree_picked", "ranked_tree"])
-def test_law_3_rejects_siblings_without_residual_update(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn siblings and point masses alike: each is tested against p itself, as if none before it had failed."""
+def test_law_3_rejects_siblings_without_residual_update(
+    row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn siblings and point masses alike: each is tested against p itself, as if none before it
+    had failed.
+    """
     monkeypatch.setattr(verify, "_after_failure", lambda p_V, q_V, token: (p_V, q_V))
     assert law_holds(drafter_of(row), "token", "plain") < P_LIMIT
 
@@ -197,12 +231,19 @@ def test_a_request_among_many_decodes_what_it_does_alone(name: str, rule: str) -
     drafter, ids = drafter_of(name), range(100, 140)
     settings = Settings(max_new_tokens=8, verify=rule, costs=COSTS, **WARPERS["hot_top_p"])  # type: ignore[arg-type]
     together = first_tokens(target_table(), drafter, PROMPT, settings, ids, 6)
-    alone = [decode(target_table(), drafter, [PROMPT], settings, request_ids=[i])[0].tokens[:6] for i in ids]
+    alone = [
+        decode(target_table(), drafter, [PROMPT], settings, request_ids=[i])[0].tokens[:6]
+        for i in ids
+    ]
     assert together == alone
     assert isinstance(opened(target_table(), drafter, PROMPT, settings, ids).chooser, ManyChooser)
 
 
-def test_numbers_that_a_control_broke_are_the_ones_that_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_a_control_broke_are_the_ones_that_are_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     share_purposes(monkeypatch)
     settings = Settings(temperature=1.0)
-    assert type(opened(target_table(), drafter_of("chain"), PROMPT, settings, [0]).chooser) is Chooser
+    assert (
+        type(opened(target_table(), drafter_of("chain"), PROMPT, settings, [0]).chooser) is Chooser
+    )

@@ -1,8 +1,11 @@
-"""Law 4: a perfect drafter gains its row's own closed form, and one that is never right costs no token and changes none.
+"""Law 4: a perfect drafter gains its row's own closed form, and one that is never right costs no
+token and changes none.
 
-Drafters are perfect in two ways. On random models, where the text is unsure, q = p for every row that can draft with the target's twin. And on
-a target whose text is sure (last_word.py) all rows are perfect as they are, given models and a head that know it, and a prompt to copy from;
-there the closed forms stand. With models and a head that say the opposite, and a prompt that misleads, all of them are never right.
+Drafters are perfect in two ways. On random models, where the text is unsure, q = p for every row
+that can draft with the target's twin. And on a target whose text is sure (last_word.py) all rows
+are perfect as they are, given models and a head that know it, and a prompt to copy from; there the
+closed forms stand. With models and a head that say the opposite, and a prompt that misleads, all of
+them are never right.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,17 +23,24 @@ from .test_laws import Settings, models, name, with_rule
 from .tiny import random_prompts
 
 PAIRS = [(row, rule) for row in ROWS for rule in row.rules]
-PERFECT = [(row, rule) for row, rule in PAIRS if row.perfect is not None and rule in (row.perfect_rules or row.rules)]
+PERFECT = [
+    (row, rule)
+    for row, rule in PAIRS
+    if row.perfect is not None and rule in (row.perfect_rules or row.rules)
+]
 GAMMA = 6
-# Tokens a round of draft length gamma. A chain, a tree of that depth, and a copy gain the whole draft and the target's own token. Costs do not
-# shorten it: with `rows.COSTS` n sure tokens promise (1 + n) / (0.2 n + 1 + 0.05 n), which rises with n up to 6, so the trees and the beams that
-# weigh costs take them all.
+# Tokens a round of draft length gamma. A chain, a tree of that depth, and a copy gain the whole
+# draft and the target's own token. Costs do not shorten it: with `rows.COSTS` n sure tokens promise
+# (1 + n) / (0.2 n + 1 + 0.05 n), which rises with n up to 6, so the trees and the beams that weigh
+# costs take them all.
 FORMS: dict[str, Callable[[int], int]] = {
     "static_tree": lambda gamma: min(gamma, 4) + 1,  # the deepest path of its fixed shape
-    "lookahead": lambda gamma: min(gamma, 3) + 1,  # the words of a pooled phrase behind its first one: ngram - 1
+    # the words of a pooled phrase behind its first one: ngram - 1
+    "lookahead": lambda gamma: min(gamma, 3) + 1,
 }
 UNSURE_PROMPTS = [[3], [4, 5], [9, 9, 1], [30]]
-UNSURE = {"temperature": 1.0, "top_k": 12}  # of 32 words: the first twelve of one model are none of its opposite's
+# of 32 words: the first twelve of one model are none of its opposite's
+UNSURE = {"temperature": 1.0, "top_k": 12}
 
 
 def whole(gamma: int) -> int:
@@ -44,17 +54,29 @@ def model(sure: bool, sign: int, copy: int) -> NativeTarget:
 
 
 def kit_of(sure: bool, knowing: bool, answers: Sequence[Sequence[int]] = ()) -> Kit:
-    """A target that says what its table says; models and a head that know it, or say the opposite."""
+    """A target that says what its table says; models and a head that know it, or say
+    the opposite.
+    """
     sign = 1 if knowing else -1
     table_VV = last_word.sure_table() if sure else last_word.unsure_table()
-    return Kit(model(sure, 1, 0), model(sure, 1, 1), model(sure, sign, 2), answers, last_word.head_of(sign * table_VV))
+    return Kit(
+        model(sure, 1, 0),
+        model(sure, 1, 1),
+        model(sure, sign, 2),
+        answers,
+        last_word.head_of(sign * table_VV),
+    )
 
 
 @lru_cache
-def sure_texts(misleading: bool, rule: str, new_tokens: int) -> tuple[list[list[int]], list[Generation]]:
+def sure_texts(
+    misleading: bool, rule: str, new_tokens: int
+) -> tuple[list[list[int]], list[Generation]]:
     """(prompts, what the sure target says after them)."""
     prompts = last_word.misleading_prompts(4) if misleading else last_word.telling_prompts(4)
-    return prompts, decode(model(True, 1, 0), None, prompts, with_rule(rule, max_new_tokens=new_tokens))
+    return prompts, decode(
+        model(True, 1, 0), None, prompts, with_rule(rule, max_new_tokens=new_tokens)
+    )
 
 
 @pytest.mark.parametrize(("row", "rule"), PERFECT, ids=name)
@@ -65,7 +87,9 @@ def test_a_perfect_drafter_gains_its_closed_form(row: DrafterRow, rule: str) -> 
     target, twin, draft_model = models()
     prompts = random_prompts(16)
     answers = [g.tokens for g in decode(target, None, prompts, settings)]
-    drafted = decode(target, row.perfect(Kit(target, twin, draft_model, answers)), prompts, settings)
+    drafted = decode(
+        target, row.perfect(Kit(target, twin, draft_model, answers)), prompts, settings
+    )
     assert [g.block_efficiency for g in drafted] == [gamma + 1] * len(prompts)
     assert [g.accepted_by_depth for g in drafted] == [[rounds] * gamma] * len(prompts)
 
@@ -84,8 +108,12 @@ def test_a_drafter_that_knows_the_text_gains_its_closed_form(row: DrafterRow, ru
 
 @pytest.mark.parametrize("rule", ["greedy", "token"])
 @pytest.mark.parametrize("row", [row for row in ADDED if row.gamma is None], ids=name)
-def test_without_a_match_the_drafter_behind_a_lookup_gains_its_own_form(row: DrafterRow, rule: str) -> None:
-    """Nothing comes twice in so short a text. (Ouroboros, which has a `gamma`, wants phrases to attach, and has none there.)"""
+def test_without_a_match_the_drafter_behind_a_lookup_gains_its_own_form(
+    row: DrafterRow, rule: str
+) -> None:
+    """Nothing comes twice in so short a text. (Ouroboros, which has a `gamma`, wants phrases to
+    attach, and has none there.)
+    """
     tau, rounds = FORMS.get(row.name.removesuffix("_with_lookup"), whole)(GAMMA), 3
     settings = with_rule(rule, num_draft_tokens=GAMMA, max_new_tokens=tau * rounds)
     kit = kit_of(True, True)
@@ -104,7 +132,9 @@ def test_a_drafter_that_is_never_right_changes_nothing(row: DrafterRow, rule: st
     assert all(g.block_efficiency == 1 and g.accepted == 0 for g in drafted)
     assert all(0 < g.tested <= 23 for g in drafted), "nothing was put forward"
     if not drafter.caps.needs_costs:  # what weighs costs gives up, but for a try now and then
-        assert all(g.tested == 23 for g in drafted), "a token was put forward in every round but the last"
+        assert all(g.tested == 23 for g in drafted), (
+            "a token was put forward in every round but the last"
+        )
 
 
 # On an unsure text, what copies or learns from the target is right now and then.
@@ -115,7 +145,9 @@ QUICK = ("chain", "multi_candidate", "recurrent_drawn")
 @pytest.mark.parametrize(
     ("row", "rule"),
     [
-        pytest.param(row, rule, id=f"{row.name}-{rule}", marks=[pytest.mark.long] * (row.name not in QUICK))
+        pytest.param(
+            row, rule, id=f"{row.name}-{rule}", marks=[pytest.mark.long] * (row.name not in QUICK)
+        )
         for row in MODELS_AND_HEADS
         for rule in row.rules
     ],
@@ -123,8 +155,10 @@ QUICK = ("chain", "multi_candidate", "recurrent_drawn")
 def test_a_drafter_that_is_never_right_leaves_a_sample_as_it_is(
     row: DrafterRow, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unsure text, sampled: what a failed draft leaves of p is p. `token` and `block` draw it by a number of its own, which is given to the
-    rounds without a draft too, so that the texts can be compared."""
+    """An unsure text, sampled: what a failed draft leaves of p is p. `token` and `block` draw it by
+    a number of its own, which is given to the rounds without a draft too, so that the texts can be
+    compared.
+    """
     monkeypatch.setattr(noise, "BONUS", noise.RESIDUAL)
     fields = {} if rule == "greedy" else {**UNSURE, "verify": rule}
     settings = Settings(max_new_tokens=24, num_draft_tokens=3, seed=5, **fields)
@@ -138,7 +172,9 @@ def test_a_drafter_that_is_never_right_leaves_a_sample_as_it_is(
 
 @pytest.mark.parametrize("rule", BY_NAME["self_speculation"].rules)
 def test_layers_that_add_nothing_may_be_skipped(rule: str) -> None:
-    """q = p on an unsure text for the row that has no twin to draft with. (tests/recurrent_drafting has such heads, by number of beams.)"""
+    """q = p on an unsure text for the row that has no twin to draft with. (tests/recurrent_drafting
+    has such heads, by number of beams.)
+    """
     gamma, rounds = 4, 6
     kit = kit_of(False, True)
     settings = with_rule(rule, num_draft_tokens=gamma, max_new_tokens=(gamma + 1) * rounds)
@@ -150,10 +186,14 @@ def test_layers_that_add_nothing_may_be_skipped(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("row", ["budget_tree", "ouroboros", "recurrent_by_cost"])
 def test_a_perfect_model_is_right_at_least_once_a_round(row: str, rule: str) -> None:
-    """What these gain on an unsure text has no closed form: how sure the model is decides how many nodes a tree by cost gets, and what Ouroboros
-    attaches to its chain comes from a pool of guesses. But the likeliest next token is always among what they propose."""
+    """What these gain on an unsure text has no closed form: how sure the model is decides how many
+    nodes a tree by cost gets, and what Ouroboros attaches to its chain comes from a pool of
+    guesses. But the likeliest next token is always among what they propose.
+    """
     kit = kit_of(False, True)
     settings = with_rule(rule, num_draft_tokens=4, max_new_tokens=40)
     for done in decode(kit.target, BY_NAME[row].make(kit), UNSURE_PROMPTS, settings):
-        assert done.accepted_by_depth[0] >= done.rounds - 1, "in the last round there may be room for no draft"
+        assert done.accepted_by_depth[0] >= done.rounds - 1, (
+            "in the last round there may be room for no draft"
+        )
         assert 2 <= done.block_efficiency <= 5

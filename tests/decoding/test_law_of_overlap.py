@@ -1,6 +1,7 @@
 """Law 3 under the overlapped schedules, and the ways of breaking it that only they have.
 
-The schedules of two workers decode what these do, token for token under token verification (test_pearl_wall.py), so the law holds there too.
+The schedules of two workers decode what these do, token for token under token verification
+(test_pearl_wall.py), so the law holds there too.
 """
 
 import pytest
@@ -24,14 +25,22 @@ SCHEDULES: dict[str, dict] = {
     "pearl": {"schedule": "pearl_virtual"},
     "without_post": {"schedule": "pearl_virtual_wo_post"},
     "without_pre": {"schedule": "pearl_virtual_wo_pre"},
-} | {f"plus_{name}": {"schedule": "pearl_plus_virtual", "costs": costs} for name, costs in REGIMES.items()}
-# Every length and warper where the schedule is PEARL's own, two of them where it only orders PEARL's rounds otherwise.
+} | {
+    f"plus_{name}": {"schedule": "pearl_plus_virtual", "costs": costs}
+    for name, costs in REGIMES.items()
+}
+# Every length and warper where the schedule is PEARL's own, two of them where it only orders
+# PEARL's rounds otherwise.
 CASES = [
     (name, gamma, warper)
     for name in ("pearl", "without_post", "without_pre")
     for gamma, warper in ((2, "plain"), (4, "plain"), (3, "hot_top_p"), (3, "cold_top_k"))
 ]
-CASES += [(f"plus_{name}", gamma, warper) for name in REGIMES for gamma, warper in ((4, "plain"), (3, "hot_top_p"))]
+CASES += [
+    (f"plus_{name}", gamma, warper)
+    for name in REGIMES
+    for gamma, warper in ((4, "plain"), (3, "hot_top_p"))
+]
 
 
 def law_of(name: str, warper: str = "plain", gamma: int = 4, seed: int = 0) -> float:
@@ -42,19 +51,27 @@ def law_of(name: str, warper: str = "plain", gamma: int = 4, seed: int = 0) -> f
 
 @pytest.mark.parametrize(("name", "gamma", "warper"), CASES)
 def test_law_3(name: str, gamma: int, warper: str) -> None:
-    """PEARL+'s choice hangs on what was verified, never on what is being drafted, so the distribution stays there too."""
+    """PEARL+'s choice hangs on what was verified, never on what is being drafted, so the
+    distribution stays there too.
+    """
     assert law_of(name, warper=warper, gamma=gamma) > P_LIMIT
 
 
 @pytest.mark.parametrize("warper", [{"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.85}])
-@pytest.mark.parametrize("name", [name for name, fields in SCHEDULES.items() if fields["schedule"] in MANY])
-def test_a_request_among_those_that_went_alike_decodes_what_it_does_alone(name: str, warper: dict) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, fields in SCHEDULES.items() if fields["schedule"] in MANY]
+)
+def test_a_request_among_those_that_went_alike_decodes_what_it_does_alone(
+    name: str, warper: dict
+) -> None:
     """What law 3 is tested on here (alike.py) is the product's own output."""
     settings = Settings(max_new_tokens=12, num_draft_tokens=3, **warper, **SCHEDULES[name])
     target, drafter, ids = target_table(), drafter_of("chain"), range(100, 160)
     assert isinstance(drafter, ChainDrafter)
     together = decode_alike(target, drafter, PROMPT, settings, ids, 9)
-    alone = [decode(target, drafter, [PROMPT], settings, request_ids=[i])[0].tokens[:9] for i in ids]
+    alone = [
+        decode(target, drafter, [PROMPT], settings, request_ids=[i])[0].tokens[:9] for i in ids
+    ]
     assert together == alone
 
 
@@ -69,7 +86,9 @@ def test_law_3_rejects_the_uniform_that_the_published_code_uses_twice(
         if purpose != noise.ACCEPT or depth:
             return original(self, row, depth, purpose, node)
         request, position = self.begun[0][row], self.begun[2][row]
-        last[request, position] = last.get((request, position - 1)) or original(self, row, depth, purpose, node)
+        last[request, position] = last.get((request, position - 1)) or original(
+            self, row, depth, purpose, node
+        )
         return last[request, position]
 
     monkeypatch.setattr(Chooser, "uniform", reused)
@@ -77,7 +96,8 @@ def test_law_3_rejects_the_uniform_that_the_published_code_uses_twice(
 
 
 def accept_fresh_chunks_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh chunk's first token goes untested, as in the published code's ablation without pre-verify (`para_sd_wo_1`).
+    """A fresh chunk's first token goes untested, as in the published code's ablation without
+    pre-verify (`para_sd_wo_1`).
 
     The target's row for it is made to say that very token.
     """
@@ -107,17 +127,25 @@ def test_law_3_rejects_an_untested_first_token(name: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("schedule", VIRTUAL)
-def test_law_1_rejects_an_untested_first_token(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_1_rejects_an_untested_first_token(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accept_fresh_chunks_first_token(monkeypatch)
     target, _, draft_model = models()
     settings = Settings(max_new_tokens=40, num_draft_tokens=3, schedule=schedule, costs=COSTS)
-    (plain,), (done,) = (decode(target, d, [[4, 5]], settings) for d in (None, ChainDrafter(model=draft_model)))
+    (plain,), (done,) = (
+        decode(target, d, [[4, 5]], settings) for d in (None, ChainDrafter(model=draft_model))
+    )
     assert done.tokens != plain.tokens
 
 
 @pytest.mark.parametrize("name", ["plus_eager"])
-def test_law_3_rejects_a_choice_that_drops_what_was_drafted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk whose first token is the symbol 0 goes untested: the drafter saw it, so it must not be dropped."""
+def test_law_3_rejects_a_choice_that_drops_what_was_drafted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk whose first token is the symbol 0 goes untested: the drafter saw it, so it must not
+    be dropped.
+    """
     propose = ChainDrafter.propose
 
     def choosy(self: ChainDrafter, *asked: object) -> Proposal:
@@ -127,7 +155,9 @@ def test_law_3_rejects_a_choice_that_drops_what_was_drafted(name: str, monkeypat
             chunk.counts_B = [count * kept for count, kept in zip(chunk.counts_B, kept_B)]
             lengths_B = self.model.lengths_B
             before_B = [len(sequence) - 1 for sequence in asked[0]]  # type: ignore[attr-defined]
-            self.model.truncate([now if kept else old for now, old, kept in zip(lengths_B, before_B, kept_B)])
+            self.model.truncate(
+                [now if kept else old for now, old, kept in zip(lengths_B, before_B, kept_B)]
+            )
         return chunk
 
     monkeypatch.setattr(ChainDrafter, "propose", choosy)

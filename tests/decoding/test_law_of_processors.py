@@ -1,6 +1,8 @@
-"""Law 3 with logits that change as the text grows: a repetition penalty, allowed tokens and min-p together, for trees and overlapped schedules too.
+"""Law 3 with logits that change as the text grows: a repetition penalty, allowed tokens and min-p
+together, for trees and overlapped schedules too.
 
-Both changes hang on all of the text, so a drafted position that is judged by another text than its own shows in the distribution.
+Both changes hang on all of the text, so a drafted position that is judged by another text than its
+own shows in the distribution.
 """
 
 from collections.abc import Sequence
@@ -42,12 +44,18 @@ def some_of_many(text: Sequence[int]) -> list[int]:
 
 def changed(logits: Sequence[float], text: Sequence[int], allowed: Sequence[int]) -> list[float]:
     """A row after both changes, as their definitions read."""
-    penalised = [(x / PENALTY if x > 0 else x * PENALTY) if i in text else x for i, x in enumerate(logits)]
+    penalised = [
+        (x / PENALTY if x > 0 else x * PENALTY) if i in text else x for i, x in enumerate(logits)
+    ]
     return [x if i in allowed else float("-inf") for i, x in enumerate(penalised)]
 
 
-def law_of(target: Target, drafter: Drafter | None, prompt: list[int], rule: str = "token", **more: object) -> float:
-    """The p-value of the first three tokens, the exact law from a forward over each of their beginnings."""
+def law_of(
+    target: Target, drafter: Drafter | None, prompt: list[int], rule: str = "token", **more: object
+) -> float:
+    """The p-value of the first three tokens, the exact law from a forward over each of their
+    beginnings.
+    """
     allowed = four_of_five if target.vocab_size == 5 else some_of_many
 
     def next_row(text: list[int]) -> list[float]:
@@ -56,7 +64,14 @@ def law_of(target: Target, drafter: Drafter | None, prompt: list[int], rule: str
         return exact_row(changed(logits_V.tolist(), text, allowed(text)), **WARPER)
 
     law = joint(next_row, prompt)
-    fields = {"max_new_tokens": 5, "num_draft_tokens": 4, "verify": rule, "costs": COSTS, **WARPER, **more}
+    fields = {
+        "max_new_tokens": 5,
+        "num_draft_tokens": 4,
+        "verify": rule,
+        "costs": COSTS,
+        **WARPER,
+        **more,
+    }
     settings = Settings(repetition_penalty=PENALTY, allowed=allowed, **fields)  # type: ignore[arg-type]
     return p_value(count_triples(target, drafter, prompt, settings), law)
 
@@ -73,15 +88,22 @@ def test_law_3_under_overlapped_schedules(name: str) -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_law_3_of_a_target_that_drafts_for_itself(rule: str) -> None:
-    target, drafter = native_of(hf_model("llama", layers=2)), SelfSpeculation(attention=(1,), mlp=(0,))
+    target, drafter = (
+        native_of(hf_model("llama", layers=2)),
+        SelfSpeculation(attention=(1,), mlp=(0,)),
+    )
     assert law_of(target, drafter, [7, 9, 5], rule, num_draft_tokens=3, max_new_tokens=4) > P_LIMIT
 
 
 @pytest.mark.parametrize("row", ["chain", "static_tree", "lookahead"])
-def test_law_3_rejects_changes_that_leave_the_drafted_tokens_out(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_3_rejects_changes_that_leave_the_drafted_tokens_out(
+    row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = Processors.__call__
     monkeypatch.setattr(
-        Processors, "__call__", lambda self, logits, sequences, *path: original(self, logits, sequences)
+        Processors,
+        "__call__",
+        lambda self, logits, sequences, *path: original(self, logits, sequences),
     )
     assert law_of(target_table(), drafter_of(row), PROMPT) < P_LIMIT
 
@@ -89,6 +111,8 @@ def test_law_3_rejects_changes_that_leave_the_drafted_tokens_out(row: str, monke
 def test_law_3_rejects_an_assumed_span_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Processors.__call__
     monkeypatch.setattr(
-        Processors, "__call__", lambda self, logits, sequences, *path: original(self, logits, sequences)
+        Processors,
+        "__call__",
+        lambda self, logits, sequences, *path: original(self, logits, sequences),
     )
     assert law_of(target_table(), drafter_of("chain"), PROMPT, **SCHEDULES["pearl"]) < P_LIMIT

@@ -1,7 +1,8 @@
 """The laws that every row of `rows.ROWS` keeps: greedy equality, coupled equality, edges.
 
-The law of the sampled distribution (law 3) has a file of its own, test_law_of_distribution.py, and so has the law of what drafters gain (law 4),
-test_law_of_gain.py. Rows marked as slow keep laws 1 and 2 in the long suite; here law 5 sees them under every rule.
+The law of the sampled distribution (law 3) has a file of its own, test_law_of_distribution.py, and
+so has the law of what drafters gain (law 4), test_law_of_gain.py. Rows marked as slow keep laws 1
+and 2 in the long suite; here law 5 sees them under every rule.
 """
 
 from collections.abc import Sequence
@@ -54,8 +55,12 @@ def models() -> tuple[NativeTarget, NativeTarget, NativeTarget]:
 
 
 @lru_cache
-def said(prompts: tuple[tuple[int, ...], ...], settings: AnySettings, product: tuple[object, ...]) -> list[Generation]:
-    """What the target says by itself, once for all rows. product: what a control may have broken, and then it is another text."""
+def said(
+    prompts: tuple[tuple[int, ...], ...], settings: AnySettings, product: tuple[object, ...]
+) -> list[Generation]:
+    """What the target says by itself, once for all rows. product: what a control may have broken,
+    and then it is another text.
+    """
     return decode(models()[0], None, prompts, settings)
 
 
@@ -77,20 +82,28 @@ def run(
 
 @by_row
 def test_law_1_greedy_output_is_the_targets_own(row: DrafterRow) -> None:
-    plain, drafted = run(row, random_prompts(64), Settings(max_new_tokens=128, num_draft_tokens=row.gamma or 4))
+    plain, drafted = run(
+        row, random_prompts(64), Settings(max_new_tokens=128, num_draft_tokens=row.gamma or 4)
+    )
     assert all(len(g.tokens) == 128 for g in plain)
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     assert all(len(g.trace) == 128 and g.trace.count("1") == g.accepted for g in drafted)
     assert all(g.trace.count("0") == g.tested - g.accepted for g in drafted)
-    assert len({token for g in plain for token in g.tokens}) > 10, "a target that loops proves nothing"
-    assert sum(g.rounds for g in drafted) < sum(g.rounds for g in plain), "no draft was ever accepted"
+    assert len({token for g in plain for token in g.tokens}) > 10, (
+        "a target that loops proves nothing"
+    )
+    assert sum(g.rounds for g in drafted) < sum(g.rounds for g in plain), (
+        "no draft was ever accepted"
+    )
 
 
 @pytest.mark.parametrize("warper", WARPERS)
 @by_row
 def test_law_2_coupled_output_is_the_targets_own_sample(row: DrafterRow, warper: str) -> None:
     gamma = row.gamma or 4
-    settings = Settings(max_new_tokens=48, num_draft_tokens=gamma, verify="coupled", seed=11, **WARPERS[warper])
+    settings = Settings(
+        max_new_tokens=48, num_draft_tokens=gamma, verify="coupled", seed=11, **WARPERS[warper]
+    )
     plain, drafted = run(row, random_prompts(24), settings)
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     other = plain_of(random_prompts(24), replace(settings, seed=12))
@@ -99,17 +112,31 @@ def test_law_2_coupled_output_is_the_targets_own_sample(row: DrafterRow, warper:
 
 @pytest.mark.parametrize(("row", "rule"), PAIRS, ids=name)
 def test_law_5_ragged_batches_equal_single_rows(row: DrafterRow, rule: str) -> None:
-    settings = with_rule(rule, max_new_tokens=20, num_draft_tokens=row.gamma or 3, stop_token_ids=(3, 4))
+    settings = with_rule(
+        rule, max_new_tokens=20, num_draft_tokens=row.gamma or 3, stop_token_ids=(3, 4)
+    )
     target, twin, draft_model = models()
     prompts = random_prompts(10, seed=3)
     ids = [40 + i for i in range(len(prompts))]
     answers = [g.tokens for g in decode(target, None, prompts, settings, request_ids=ids)]
-    together = decode(target, row.make(Kit(target, twin, draft_model, answers)), prompts, settings, request_ids=ids)
+    together = decode(
+        target,
+        row.make(Kit(target, twin, draft_model, answers)),
+        prompts,
+        settings,
+        request_ids=ids,
+    )
     for prompt, request, answer, expected in zip(prompts, ids, answers, together):
         drafter = row.make(Kit(target, twin, draft_model, [answer]))
         (alone,) = decode(target, drafter, [prompt], settings, request_ids=[request])
         assert alone.tokens == expected.tokens
-        assert (alone.rounds, alone.drafted, alone.tested_by_depth, alone.accepted_by_depth, alone.finish) == (
+        assert (
+            alone.rounds,
+            alone.drafted,
+            alone.tested_by_depth,
+            alone.accepted_by_depth,
+            alone.finish,
+        ) == (
             expected.rounds,
             expected.drafted,
             expected.tested_by_depth,
@@ -126,7 +153,9 @@ def test_law_5_a_stop_token_inside_the_accepted_span_ends_the_row(rule: str) -> 
     prompts = random_prompts(12)
     free = [g.tokens for g in decode(target, None, prompts, with_rule(rule, max_new_tokens=30))]
     row_0 = free[0]
-    stop_token = next(token for i, token in enumerate(row_0) if 5 <= i < 9 and token not in row_0[:i])
+    stop_token = next(
+        token for i, token in enumerate(row_0) if 5 <= i < 9 and token not in row_0[:i]
+    )
     settings = with_rule(rule, max_new_tokens=30, num_draft_tokens=4, stop_token_ids=(stop_token,))
     drafted = decode(target, row.make(Kit(target, twin, draft_model, free)), prompts, settings)
     for tokens, generation in zip(free, drafted):
@@ -148,7 +177,9 @@ def test_law_5_one_token_prompts_and_one_token_outputs(row: DrafterRow) -> None:
 
 
 @by_row
-def test_law_5_cache_lengths_after_every_round(row: DrafterRow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_5_cache_lengths_after_every_round(
+    row: DrafterRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = models_seen = 0
     original = Batch._commit
 
@@ -156,21 +187,35 @@ def test_law_5_cache_lengths_after_every_round(row: DrafterRow, monkeypatch: pyt
         nonlocal seen, models_seen
         original(self, *args)  # type: ignore[arg-type]
         for running, length in zip(self.rows, self.target.lengths_B):
-            # The tip is in no cache; a row cut at a stop token is dropped and may hold what lay behind it.
+            # The tip is in no cache; a row cut at a stop token is dropped and may hold what lay
+            # behind it.
             assert length >= len(running.sequence) - 1
             if running.generation.finish != "stop":
                 assert length == len(running.sequence) - 1
         drafter = self.drafter.drafter if isinstance(self.drafter, LookupFirst) else self.drafter
         if isinstance(drafter, ChainDrafter):
-            assert all(cached <= kept for cached, kept in zip(drafter.model.lengths_B, self.target.lengths_B))
+            assert all(
+                cached <= kept
+                for cached, kept in zip(drafter.model.lengths_B, self.target.lengths_B)
+            )
             models_seen += 1
         seen += 1
 
     monkeypatch.setattr(Batch, "_commit", checked)
-    plain, drafted = run(row, random_prompts(8), Settings(max_new_tokens=24, stop_token_ids=(5, 6, 7)))
+    plain, drafted = run(
+        row, random_prompts(8), Settings(max_new_tokens=24, stop_token_ids=(5, 6, 7))
+    )
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     assert seen > 0
-    with_models = ("chain", "ranked", "static_tree", "budget_tree", "multi_candidate", "graph", "ouroboros")
+    with_models = (
+        "chain",
+        "ranked",
+        "static_tree",
+        "budget_tree",
+        "multi_candidate",
+        "graph",
+        "ouroboros",
+    )
     assert models_seen or not row.name.startswith(with_models), "no cache of a model was looked at"
 
 
@@ -181,7 +226,9 @@ def test_counts_add_up(rule: str) -> None:
         assert len(generation.tokens) == 40 == generation.accepted + generation.rounds
         assert all(a <= t for a, t in zip(generation.accepted_by_depth, generation.tested_by_depth))
         deeper = zip(generation.accepted_by_depth, generation.tested_by_depth[1:])
-        assert all(tested <= accepted for accepted, tested in deeper), "depth k+1 is tested only where k was accepted"
+        assert all(tested <= accepted for accepted, tested in deeper), (
+            "depth k+1 is tested only where k was accepted"
+        )
         assert generation.tested <= generation.drafted
         assert generation.decode_seconds >= generation.draft_seconds > 0
         assert generation.first_token_seconds >= generation.prefill_seconds > 0
@@ -192,7 +239,11 @@ def test_tokens_stream_as_they_appear() -> None:
     streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
     prompts = random_prompts(3)
     done = decode(
-        target, None, prompts, Settings(max_new_tokens=9), on_tokens=lambda row, new: streamed[row].extend(new)
+        target,
+        None,
+        prompts,
+        Settings(max_new_tokens=9),
+        on_tokens=lambda row, new: streamed[row].extend(new),
     )
     assert [streamed[i] for i in range(3)] == [g.tokens for g in done]
 
@@ -209,12 +260,21 @@ def test_the_draft_budget_ends_at_the_context() -> None:
     assert drafted[1].drafted == 0, "a drafter beyond its own context has nothing to say"
 
 
-MODELLED = ("chain", "multi_candidate", "static_tree", "ranked_tree", "ouroboros", "chain_with_lookup")
+MODELLED = (
+    "chain",
+    "multi_candidate",
+    "static_tree",
+    "ranked_tree",
+    "ouroboros",
+    "chain_with_lookup",
+)
 
 
 @pytest.mark.parametrize("larger", ["target", "drafter"])
 def test_vocabularies_of_different_size(larger: str) -> None:
-    """Models of one tokenizer may pad their output rows differently, and either may have an added token that the other lacks."""
+    """Models of one tokenizer may pad their output rows differently, and either may have an added
+    token that the other lacks.
+    """
     model = hf_model("llama", layers=1)
     state = dict(model.state_dict())
     wide = dict(state)
@@ -222,15 +282,23 @@ def test_vocabularies_of_different_size(larger: str) -> None:
         wide[name] = torch.cat((state[name], torch.randn(5, 32, dtype=torch.float64)))
     config = model.config.to_dict()
     small = NativeTarget.from_state(config, state, dtype=torch.float64)
-    large = NativeTarget.from_state({**config, "vocab_size": VOCABULARY + 5}, wide, dtype=torch.float64)
+    large = NativeTarget.from_state(
+        {**config, "vocab_size": VOCABULARY + 5}, wide, dtype=torch.float64
+    )
     target, draft_model = (large, small) if larger == "target" else (small, large)
-    prompts = [*random_prompts(4), [7, target.vocab_size - 1, 9]]  # one with a token that the smaller may lack
+    # one with a token that the smaller may lack
+    prompts = [*random_prompts(4), [7, target.vocab_size - 1, 9]]
     kit = Kit(target, target, draft_model, [])
     for rule in ("greedy", "coupled"):
         settings = with_rule(rule, max_new_tokens=12)
         plain = [row.tokens for row in decode(target, None, prompts, settings)]
         for row in ROWS:
             if row.name in MODELLED:
-                assert [done.tokens for done in decode(target, row.make(kit), prompts, settings)] == plain
+                assert [
+                    done.tokens for done in decode(target, row.make(kit), prompts, settings)
+                ] == plain
         overlapped = replace(settings, schedule="pearl_virtual")
-        assert [done.tokens for done in decode(target, ChainDrafter(model=draft_model), prompts, overlapped)] == plain
+        assert [
+            done.tokens
+            for done in decode(target, ChainDrafter(model=draft_model), prompts, overlapped)
+        ] == plain

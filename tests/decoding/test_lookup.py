@@ -14,7 +14,10 @@ def longest_match(sequence: Sequence[int]) -> int:
     """Length of the longest ending that also ends earlier."""
     size = len(sequence)
     for length in range(size - 1, 0, -1):
-        if any(list(sequence[end - length : end]) == list(sequence[size - length :]) for end in range(length, size)):
+        if any(
+            list(sequence[end - length : end]) == list(sequence[size - length :])
+            for end in range(length, size)
+        ):
             return length
     return 0
 

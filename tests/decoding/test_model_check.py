@@ -1,4 +1,6 @@
-"""A config.json that contradicts the weights beside it: the first contradiction is named before any weight is read, whoever loads the folder."""
+"""A config.json that contradicts the weights beside it: the first contradiction is named before any
+weight is read, whoever loads the folder.
+"""
 
 import json
 import math
@@ -32,7 +34,9 @@ NAN, INF = math.nan, math.inf
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama of 3 layers: 48 tokens, width 32, 4 query heads and 2 key/value heads of 8, MLP 40."""
+    """A llama of 3 layers: 48 tokens, width 32, 4 query heads and 2 key/value heads of
+    8, MLP 40.
+    """
     folder = tmp_path_factory.mktemp("made")
     hf_model("llama", layers=3, dtype=torch.float32).save_pretrained(folder)
     return folder
@@ -58,35 +62,71 @@ def change(folder: Path, changed: Callable[[dict[str, torch.Tensor]], object]) -
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.2.mlp.up_proj.weight"
 FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"num_hidden_layers": 2}, "num_hidden_layers is 2, but the weights hold 3 layers, expected the same number"),
+    (
+        {"num_hidden_layers": 2},
+        "num_hidden_layers is 2, but the weights hold 3 layers, expected the same number",
+    ),
     ({"num_hidden_layers": 4}, "num_hidden_layers is 4, but the weights hold 3 layers"),
-    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but the weights hold 3 layers"),
+    (
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers is 1000000000, but the weights hold 3 layers",
+    ),
     ({"num_hidden_layers": 10**30}, r"num_hidden_layers is 10+, expected a whole number from 1"),
-    ({"vocab_size": 47}, r"embed_tokens.weight' has shape \[48, 32\], expected \[47, 32\] .*vocab_size"),
+    (
+        {"vocab_size": 47},
+        r"embed_tokens.weight' has shape \[48, 32\], expected \[47, 32\] .*vocab_size",
+    ),
     ({"vocab_size": 49}, r"has shape \[48, 32\], expected \[49, 32\]"),
     ({"hidden_size": 0}, "hidden_size is 0, expected a whole number from 1"),
     ({"hidden_size": 64}, r"has shape \[48, 32\], expected \[48, 64\]"),
-    ({"num_attention_heads": 8}, r"q_proj.weight' has shape \[32, 32\], expected \[64, 32\] .*num_attention_heads"),
+    (
+        {"num_attention_heads": 8},
+        r"q_proj.weight' has shape \[32, 32\], expected \[64, 32\] .*num_attention_heads",
+    ),
     (
         {"num_attention_heads": 3, "num_key_value_heads": 2},
         "num_attention_heads 3 is no multiple of num_key_value_heads 2",
     ),
-    ({"num_key_value_heads": 4}, r"k_proj.weight' has shape \[16, 32\], expected \[32, 32\] .*num_key_value_heads"),
+    (
+        {"num_key_value_heads": 4},
+        r"k_proj.weight' has shape \[16, 32\], expected \[32, 32\] .*num_key_value_heads",
+    ),
     ({"num_key_value_heads": 1}, r"k_proj.weight' has shape \[16, 32\], expected \[8, 32\]"),
-    ({"num_key_value_heads": "absent"}, r"k_proj.weight' has shape \[16, 32\], expected \[32, 32\]"),
+    (
+        {"num_key_value_heads": "absent"},
+        r"k_proj.weight' has shape \[16, 32\], expected \[32, 32\]",
+    ),
     ({"head_dim": 16}, r"q_proj.weight' has shape \[32, 32\], expected \[64, 32\]"),
     ({"head_dim": 7}, "head_dim is 7, expected an even number"),
-    ({"head_dim": "absent", "num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size 32 is no multiple"),
-    ({"intermediate_size": 41}, r"gate_proj.weight' has shape \[40, 32\], expected \[41, 32\] .*intermediate_size"),
-    ({"attention_bias": True}, r"no tensor 'model.layers.0.self_attn.q_proj.bias', expected one of shape \[32\]"),
+    (
+        {"head_dim": "absent", "num_attention_heads": 5, "num_key_value_heads": 5},
+        "hidden_size 32 is no multiple",
+    ),
+    (
+        {"intermediate_size": 41},
+        r"gate_proj.weight' has shape \[40, 32\], expected \[41, 32\] .*intermediate_size",
+    ),
+    (
+        {"attention_bias": True},
+        r"no tensor 'model.layers.0.self_attn.q_proj.bias', expected one of shape \[32\]",
+    ),
     ({"mlp_bias": True}, "no tensor 'model.layers.0.mlp.gate_proj.bias'"),
     ({"rms_norm_eps": NAN}, "rms_norm_eps is nan, expected a finite number"),
     ({"rms_norm_eps": INF}, "rms_norm_eps is inf, expected"),
     ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, expected"),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0, expected"),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": NAN}}, "rope_parameters.rope_theta is nan, expected"),
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_parameters.factor is None, expected"),
-    ({"quantization_config": {"quant_method": "magic"}}, "quantization_config is .*magic.*, expected none"),
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": NAN}},
+        "rope_parameters.rope_theta is nan, expected",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+        "rope_parameters.factor is None, expected",
+    ),
+    (
+        {"quantization_config": {"quant_method": "magic"}},
+        "quantization_config is .*magic.*, expected none",
+    ),
     ({"quantization_config": 4}, "quantization_config is 4, expected none"),
     ({"model_type": "qwen2"}, "no tensor 'model.layers.0.self_attn.q_proj.bias'"),
     ({"model_type": "qwen3"}, "no tensor 'model.layers.0.self_attn.q_norm.weight'"),
@@ -129,8 +169,12 @@ FIELDS += [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), FIELDS, ids=[str(fields)[:50] for fields, _ in FIELDS])
-def test_a_configuration_that_is_of_another_model(folder: Path, fields: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "message"), FIELDS, ids=[str(fields)[:50] for fields, _ in FIELDS]
+)
+def test_a_configuration_that_is_of_another_model(
+    folder: Path, fields: dict[str, Any], message: str
+) -> None:
     edit(folder, **fields)
     with pytest.raises(UserError, match=message) as caught:
         check_model(folder)
@@ -143,8 +187,14 @@ def grow(state: dict[str, torch.Tensor]) -> None:
 
 
 STATES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
-    "a tensor is missing": (lambda state: state.pop(UP), f"the weights have no tensor '{UP}', expected one of shape"),
-    "a tensor is left over": (grow, "tensor 'model.layers.1.mlp.extra.weight' has no place .*this one tensor"),
+    "a tensor is missing": (
+        lambda state: state.pop(UP),
+        f"the weights have no tensor '{UP}', expected one of shape",
+    ),
+    "a tensor is left over": (
+        grow,
+        "tensor 'model.layers.1.mlp.extra.weight' has no place .*this one tensor",
+    ),
     "a bias nobody reads": (
         lambda state: state.update({Q.replace("weight", "bias"): torch.zeros(32)}),
         "q_proj.bias' has no place in the llama model",
@@ -153,12 +203,18 @@ STATES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
         lambda state: state.update({UP: torch.zeros(32, 40)}),
         r"up_proj.weight' has shape \[32, 40\], expected \[40, 32\]",
     ),
-    "another rank": (lambda state: state.update({UP: torch.zeros(1280)}), r"has shape \[1280\], expected \[40, 32\]"),
+    "another rank": (
+        lambda state: state.update({UP: torch.zeros(1280)}),
+        r"has shape \[1280\], expected \[40, 32\]",
+    ),
     "integers": (
         lambda state: state.update({UP: torch.zeros(40, 32, dtype=torch.int8)}),
         "is stored as I8, expected one of F64",
     ),
-    "no head": (lambda state: state.pop("lm_head.weight"), "no tensor 'lm_head.weight'.*tie_word_embeddings is false"),
+    "no head": (
+        lambda state: state.pop("lm_head.weight"),
+        "no tensor 'lm_head.weight'.*tie_word_embeddings is false",
+    ),
     "no layers": (
         lambda state: [state.pop(name) for name in list(state) if "layers" in name],
         "num_hidden_layers is 3, but the weights hold 0 layers",
@@ -174,7 +230,12 @@ def test_weights_that_are_of_another_model(folder: Path, changed: Callable, mess
 
 
 def test_what_is_harmless_is_left_alone(folder: Path) -> None:
-    change(folder, lambda state: state.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    change(
+        folder,
+        lambda state: state.update(
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+        ),
+    )
     check_model(folder)
     # A tied head may be stored as well, and is of the embedding's shape and values then.
     edit(folder, tie_word_embeddings=True)
@@ -183,7 +244,9 @@ def test_what_is_harmless_is_left_alone(folder: Path) -> None:
     for name in ("native", "hf", "training"):
         LOADERS[name](folder)
     change(folder, lambda state: state.update({"lm_head.weight": torch.zeros(47, 32)}))
-    with pytest.raises(UserError, match=r"'lm_head.weight' has shape \[47, 32\], expected \[48, 32\]"):
+    with pytest.raises(
+        UserError, match=r"'lm_head.weight' has shape \[47, 32\], expected \[48, 32\]"
+    ):
         check_model(folder)
 
 
@@ -227,31 +290,61 @@ def test_every_loader_refuses_before_weights_are_read(
 
 
 @pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
-def test_every_loader_refuses_a_tied_head_of_other_values(folder: Path, load: Callable[[Path], object]) -> None:
+def test_every_loader_refuses_a_tied_head_of_other_values(
+    folder: Path, load: Callable[[Path], object]
+) -> None:
     edit(folder, tie_word_embeddings=True)
-    with pytest.raises(UserError, match="'lm_head.weight' differs from .*tie_word_embeddings true, expected equal"):
+    with pytest.raises(
+        UserError, match="'lm_head.weight' differs from .*tie_word_embeddings true, expected equal"
+    ):
         load(folder)
 
 
 ROPES: list[tuple[dict[str, Any], str]] = [
     (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": LLAMA3_ROPE},
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "rope_scaling": LLAMA3_ROPE,
+        },
         "rope_scaling is .*, which contradicts rope_parameters",
     ),
     (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": {"rope_theta": 5e4}},
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "rope_scaling": {"rope_theta": 5e4},
+        },
         "rope_scaling is .*, which contradicts rope_parameters",
     ),
-    ({"rope_parameters": LLAMA3_ROPE, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type 'linear'"),
-    ({"rope_parameters": {"rope_type": "default", "type": "yarn", "factor": 2.0}}, "rope_parameters.type 'yarn'"),
-    ({"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type 'linear'"),
-    ({"rope_parameters": {"rope_type": "magic"}}, "rope_parameters.rope_type is 'magic', expected one of default"),
-    ({"rope_parameters": LLAMA3_ROPE, "rope_scaling": {"type": ["x"]}}, r"rope_scaling.type is \['x'\], expected"),
-    ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is None, expected a number more than 0"),
+    (
+        {"rope_parameters": LLAMA3_ROPE, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_scaling.type 'linear'",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default", "type": "yarn", "factor": 2.0}},
+        "rope_parameters.type 'yarn'",
+    ),
+    (
+        {"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_scaling.type 'linear'",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "magic"}},
+        "rope_parameters.rope_type is 'magic', expected one of default",
+    ),
+    (
+        {"rope_parameters": LLAMA3_ROPE, "rope_scaling": {"type": ["x"]}},
+        r"rope_scaling.type is \['x'\], expected",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "linear"}},
+        "rope_scaling.factor is None, expected a number more than 0",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), ROPES, ids=[str(fields)[:80] for fields, _ in ROPES])
+@pytest.mark.parametrize(
+    ("fields", "message"), ROPES, ids=[str(fields)[:80] for fields, _ in ROPES]
+)
 def test_native_refuses_rotary_positions_that_it_would_not_follow(
     folder: Path, fields: dict[str, Any], message: str
 ) -> None:
@@ -264,7 +357,11 @@ def test_native_refuses_rotary_positions_that_it_would_not_follow(
 def test_two_fields_of_the_same_rotary_positions_are_one(folder: Path) -> None:
     edit(folder, rope_parameters=LLAMA3_ROPE, rope_scaling={**LLAMA3_ROPE, "type": "llama3"})
     load_target(folder)
-    edit(folder, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, rope_scaling="absent")
+    edit(
+        folder,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        rope_scaling="absent",
+    )
     load_target(folder, backend="hf")  # which transformers knows
 
 
@@ -273,7 +370,9 @@ def spoken(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The llama with a tokenizer, which is loaded before the model."""
     folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("spoken") / "model"))
     core = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "red": 2}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", eos_token="</s>"
+    ).save_pretrained(folder)
     return folder
 
 
@@ -290,15 +389,23 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "x"}, "dtype is 'x', expected"),
     ({"vocab_size": None}, "vocab_size is None, expected"),
     ({"max_position_embeddings": "2048"}, "max_position_embeddings is '2048', expected"),
-    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters.factor is None, expected"),
-    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope.*[Ee]xpected the values"),
+    (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+        "rope_parameters.factor is None, expected",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        "longrope.*[Ee]xpected the values",
+    ),
     ({"model_type": "gpt2", "quantization_config": "x"}, "quantization_config is 'x', expected"),
     ({"model_type": "gpt2", "n_head": "x"}, "n_head.*[Ee]xpected the values"),
     ({"model_type": "gpt2", "dtype": "x"}, "'x'.*[Ee]xpected the values"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), UNREAD, ids=[str(fields)[:60] for fields, _ in UNREAD])
+@pytest.mark.parametrize(
+    ("fields", "message"), UNREAD, ids=[str(fields)[:60] for fields, _ in UNREAD]
+)
 def test_a_configuration_is_checked_before_the_tokenizer_is_loaded(
     spoken: Path, tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
@@ -318,7 +425,9 @@ def test_a_configuration_is_checked_before_the_tokenizer_is_loaded(
         ("tokenizer.json", '{"model": {"type": "Magic"}}', "cannot be read as a tokenizer"),
     ],
 )
-def test_a_damaged_tokenizer_file_is_named(spoken: Path, tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_a_damaged_tokenizer_file_is_named(
+    spoken: Path, tmp_path: Path, name: str, text: str, message: str
+) -> None:
     folder = Path(shutil.copytree(spoken, tmp_path / "model"))
     (folder / name).write_text(text)
     with pytest.raises(UserError, match=f"{name}: {message}") as caught:
@@ -331,7 +440,9 @@ def shard(folder: Path, weight_map: Callable[[list[str]], dict[str, Any]]) -> No
     state = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     for part in (0, 1):
-        save_file(dict(list(state.items())[part::2]), folder / f"part{part}.safetensors", {"format": "pt"})
+        save_file(
+            dict(list(state.items())[part::2]), folder / f"part{part}.safetensors", {"format": "pt"}
+        )
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map(list(state))}))
 
 
@@ -342,7 +453,10 @@ def right(names: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("first", "message"),
     [
-        ("/etc/passwd", "weight_map puts '.*' into '/etc/passwd', expected the name of a file in the folder"),
+        (
+            "/etc/passwd",
+            "weight_map puts '.*' into '/etc/passwd', expected the name of a file in the folder",
+        ),
         ("../other/model.safetensors", "expected the name of a file in the folder"),
         ("inner/../../model.safetensors", "expected the name of a file in the folder"),
         ("..\\model.safetensors", "expected the name of a file in the folder"),
@@ -352,11 +466,16 @@ def right(names: list[str]) -> dict[str, Any]:
         (3, "into 3, expected the name of a file in the folder"),
         (None, "into None, expected the name of a file in the folder"),
         (["part0.safetensors"], "expected the name of a file in the folder"),
-        ("part1.safetensors", "weight_map puts '.*' into part1.safetensors, which does not hold it"),
+        (
+            "part1.safetensors",
+            "weight_map puts '.*' into part1.safetensors, which does not hold it",
+        ),
         ("part2.safetensors", "part2.safetensors is missing"),
     ],
 )
-def test_an_index_that_leaves_the_folder_or_is_wrong(folder: Path, first: Any, message: str) -> None:
+def test_an_index_that_leaves_the_folder_or_is_wrong(
+    folder: Path, first: Any, message: str
+) -> None:
     (folder.parent / "model.safetensors").write_bytes((folder / WEIGHTS).read_bytes())
     shard(folder, lambda names: {**right(names), names[0]: first})
     for load in (check_model, load_target):
@@ -373,7 +492,9 @@ def test_shards_are_checked_like_one_file(folder: Path) -> None:
     check_model(folder)
     edit(folder, intermediate_size=48)
     with pytest.raises(
-        UserError, match=r"part\d.safetensors: tensor 'model.layers.0.mlp.gate_proj.weight' has shape \[40, 32\]"
+        UserError,
+        match=r"part\d.safetensors: tensor 'model.layers.0.mlp.gate_proj.weight' has shape \[40, "
+        r"32\]",
     ):
         check_model(folder)
 
@@ -384,14 +505,18 @@ def test_a_tensor_that_is_in_two_files(folder: Path) -> None:
     save_file(state, folder / "part1.safetensors", {"format": "pt"})
     other = load_file(folder / "part0.safetensors") | {Q: torch.ones(32, 32)}
     save_file(other, folder / "part0.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=f"tensor '{Q}' is in part0.safetensors too, expected it once"):
+    with pytest.raises(
+        UserError, match=f"tensor '{Q}' is in part0.safetensors too, expected it once"
+    ):
         check_model(folder)
 
 
 def gpt2(folder: Path) -> Path:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=2, n_positions=64)).save_pretrained(folder)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -413,7 +538,9 @@ def gpt2(folder: Path) -> Path:
     ],
     ids=str,
 )
-def test_of_other_families_what_holds_for_all(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_of_other_families_what_holds_for_all(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
     folder = gpt2(tmp_path)
     edit(folder, **fields)
     if not message:

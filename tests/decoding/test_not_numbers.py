@@ -1,4 +1,6 @@
-"""Weights that are NaN or infinite: the target is named at the first round, the drafter when it is loaded or draws, and no token is said."""
+"""Weights that are NaN or infinite: the target is named at the first round, the drafter when it is
+loaded or draws, and no token is said.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,10 @@ def spoiled(value: float, tensor: str = "model.norm.weight") -> NativeTarget:
 def test_a_target_without_numbers_is_named(schedule: str | None, rule: str, value: float) -> None:
     drafter = None if schedule is None else ChainDrafter(model=native_of(hf_model()))
     said: list[int] = []
-    with pytest.raises(UserError, match="the target 'spoiled' computes non-finite logits .found .*, expected finite"):
+    with pytest.raises(
+        UserError,
+        match="the target 'spoiled' computes non-finite logits .found .*, expected finite",
+    ):
         decode(
             spoiled(value),
             drafter,
@@ -73,13 +78,21 @@ def test_minus_infinity_rules_a_token_out_and_is_fine() -> None:
 
 @pytest.mark.parametrize("kind", [ChainDrafter, MultiCandidate])
 @pytest.mark.parametrize("verify", ["token", "coupled"])
-def test_a_drafter_whose_probabilities_are_no_numbers(kind: type[ChainDrafter], verify: str) -> None:
-    """Where they are tested they would decide; where they are not (coupled), the text is the target's all the same."""
-    target, settings = native_of(hf_model()), Settings(max_new_tokens=8, temperature=1.0, verify=verify)
+def test_a_drafter_whose_probabilities_are_no_numbers(
+    kind: type[ChainDrafter], verify: str
+) -> None:
+    """Where they are tested they would decide; where they are not (coupled), the text is the
+    target's all the same.
+    """
+    target, settings = (
+        native_of(hf_model()),
+        Settings(max_new_tokens=8, temperature=1.0, verify=verify),
+    )
     drafter = kind(model=spoiled(float("nan")))
     if verify == "coupled":
         assert (
-            decode(target, drafter, [[4, 5]], settings)[0].tokens == decode(target, None, [[4, 5]], settings)[0].tokens
+            decode(target, drafter, [[4, 5]], settings)[0].tokens
+            == decode(target, None, [[4, 5]], settings)[0].tokens
         )
         return
     with pytest.raises(UserError, match="the drafter 'spoiled' computes non-finite probabilities"):
@@ -88,26 +101,36 @@ def test_a_drafter_whose_probabilities_are_no_numbers(kind: type[ChainDrafter], 
 
 @pytest.mark.parametrize("backend", ["native", "hf"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_a_drafters_weights_are_read_when_it_is_loaded(tmp_path: Path, backend: str, value: float) -> None:
+def test_a_drafters_weights_are_read_when_it_is_loaded(
+    tmp_path: Path, backend: str, value: float
+) -> None:
     hf_model(dtype=torch.float32).save_pretrained(tmp_path)
     ChainDrafter(tmp_path, backend=backend)
     state = load_file(tmp_path / "model.safetensors")
     state["model.layers.1.mlp.up_proj.weight"][3, 2] = value
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"tensor 'model.layers.1.mlp.up_proj.weight' holds non-finite weights"):
+    with pytest.raises(
+        UserError, match=r"tensor 'model.layers.1.mlp.up_proj.weight' holds non-finite weights"
+    ):
         ChainDrafter(tmp_path, backend=backend)
     with pytest.raises(UserError, match="computes non-finite logits"):
         decode(load_target(tmp_path, backend=backend), None, [[4, 5]], Settings())
 
 
-def test_where_the_host_runs_ahead_the_numbers_come_with_the_rules_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No wait more in a round: nothing is read when the watch is made, and the rule's own reading brings it."""
+def test_where_the_host_runs_ahead_the_numbers_come_with_the_rules_reading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No wait more in a round: nothing is read when the watch is made, and the rule's own reading
+    brings it.
+    """
     from decoding import cuda, verify
 
     reads = []
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
     monkeypatch.setattr(
-        cuda, "read", lambda *tensors: reads.append(len(tensors)) or [each.tolist() for each in tensors]
+        cuda,
+        "read",
+        lambda *tensors: reads.append(len(tensors)) or [each.tolist() for each in tensors],
     )
     logits = torch.randn(1, 2, 8)
     along = torch.tensor([3])

@@ -1,4 +1,5 @@
-"""A target in several parts: the logits of the one in a single process, what a rank reads, and what is refused.
+"""A target in several parts: the logits of the one in a single process, what a rank reads, and what
+is refused.
 
 A thread a rank, over the same sockets; with real processes: test_parallel_processes.py.
 
@@ -47,7 +48,9 @@ def exercise(target: Target) -> Script:
         seen.append(prefill(target, [[5, 6, 7], [9], [], [4, 4, 3, 8, 11]], keep_hidden=True))  # type: ignore[arg-type]
         seen += target.forward(ids(4, 3))  # a chain behind rows of own lengths
         target.commit(None, [3, 0, 1, 2])
-        seen += target.forward(ids(4, 6, seed=1), torch.tensor([[-1, 0, 0, 1, 1, 4], [-1, 0, 1, 0, 3, 3]] * 2))
+        seen += target.forward(
+            ids(4, 6, seed=1), torch.tensor([[-1, 0, 0, 1, 1, 4], [-1, 0, 1, 0, 3, 3]] * 2)
+        )
         target.commit([[0, 1, 4, 5], [0, 3], [0, 2], [0, 1]], [4, 2, 2, 1])
         seen += target.forward(ids(4, 1, seed=2))
         target.truncate([6, 9, 1, 5])
@@ -99,7 +102,11 @@ class Threads:
 
         def make(rank: int) -> None:
             setup = Setup(str(folder), Shard(kind, rank, size), torch.float64, "cpu", None, 1, "")
-            link: Link = Collectives("gloo", rank, size, str(folder / "meeting")) if gloo else Sockets(rank, mesh[rank])
+            link: Link = (
+                Collectives("gloo", rank, size, str(folder / "meeting"))
+                if gloo
+                else Sockets(rank, mesh[rank])
+            )
             self.ranks[rank] = join(load_part(setup)[0], setup, "threads", link)
 
         self._all(make)
@@ -172,7 +179,9 @@ def test_sockets_and_gloo_carry_the_same(kind: str, folders: Callable[[str], Pat
 
 
 @pytest.mark.parametrize("family", ["grouped_heads", "output_bias"])
-def test_controls_that_must_fail(family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controls_that_must_fail(
+    family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sum that is left out, and a bias that every rank adds, are seen by the comparison."""
     expected = exercise(native_of(hf_model(layers=LAYERS, **FAMILIES[family])))  # type: ignore[arg-type]
     if family == "grouped_heads":
@@ -192,7 +201,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# ---------------------------------------------------------------------------------------------- what is read, and refused
+# ------------------------------------------------------------------------ what is read, and refused
 def test_a_rank_reads_its_part_and_no_other(folders: Callable[[str], Path]) -> None:
     folder = folders("grouped_heads")
     whole = native_of(hf_model(layers=LAYERS))
@@ -233,11 +242,16 @@ def test_layers_are_shared_by_their_weight() -> None:
             {"parallel": "tp", "processes": 4},
             "2 key/value heads cannot be split .* take 2 processes, or parallel=layers",
         ),
-        ({"parallel": "tp", "processes": 3}, "4 attention heads cannot be split evenly over 3 processes"),
+        (
+            {"parallel": "tp", "processes": 3},
+            "4 attention heads cannot be split evenly over 3 processes",
+        ),
         ({"parallel": "layers", "processes": 3}, "has 2 layers, too few for 3 processes"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], message: str, folder: Path) -> None:
+def test_settings_that_do_not_fit_are_refused(
+    settings: dict[str, object], message: str, folder: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         load_target(folder, **settings)  # type: ignore[arg-type]
 
@@ -253,11 +267,15 @@ def test_cards_are_counted_from_the_targets_on(monkeypatch: pytest.MonkeyPatch) 
     assert processes_of("tp", 0, "native", "cuda") == 4
     assert processes_of("tp", 0, "native", "cuda:1") == 3
     assert processes_of("layers", 2, "native", "cuda:2") == 2
-    with pytest.raises(UserError, match="over 3 processes needs as many GPUs from cuda:2 on; found 2"):
+    with pytest.raises(
+        UserError, match="over 3 processes needs as many GPUs from cuda:2 on; found 2"
+    ):
         processes_of("tp", 3, "native", "cuda:2")
 
 
-def test_a_drafter_gets_a_free_card_as_long_as_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_gets_a_free_card_as_long_as_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cuda, "cards", lambda: 3)
     split = ParallelTarget.__new__(ParallelTarget)
     for devices, expected in (
@@ -279,9 +297,14 @@ def test_packed_products_and_small_dtypes_travel_too(dtype: torch.dtype, folder:
     results = []
     for size in (1, 2):
         mesh = socket_mesh(size)
-        ranks = [Setup(str(folder), Shard("tp", rank, size), dtype, "cpu", None, 1, "") for rank in range(size)]
+        ranks = [
+            Setup(str(folder), Shard("tp", rank, size), dtype, "cpu", None, 1, "")
+            for rank in range(size)
+        ]
         results.append(_logits(ranks, mesh))
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-3 if dtype == torch.float32 else 0.5)
+    torch.testing.assert_close(
+        results[1], results[0], rtol=0, atol=1e-3 if dtype == torch.float32 else 0.5
+    )
 
 
 def _logits(setups: list[Setup], mesh: list) -> Tensor:
@@ -289,7 +312,9 @@ def _logits(setups: list[Setup], mesh: list) -> Tensor:
 
     def run(rank: int) -> None:
         with torch.inference_mode():
-            target = join(load_part(setups[rank])[0], setups[rank], "rank", Sockets(rank, mesh[rank]))
+            target = join(
+                load_part(setups[rank])[0], setups[rank], "rank", Sockets(rank, mesh[rank])
+            )
             target.open(1, 8)
             answers[rank] = target.forward(ids(1, 4))[0]
 

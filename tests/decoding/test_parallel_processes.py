@@ -1,4 +1,6 @@
-"""A target in processes of its own: its logits and laws, and what happens when a rank fails. Shapes and families: test_parallel.py."""
+"""A target in processes of its own: its logits and laws, and what happens when a rank fails. Shapes
+and families: test_parallel.py.
+"""
 
 import os
 import signal
@@ -62,16 +64,28 @@ by_kind = pytest.mark.parametrize("kind", ["tp", pytest.param("layers", marks=py
 
 
 @by_kind
-def test_two_processes_give_the_logits_of_one(kind: str, targets: Callable[[str], ParallelTarget]) -> None:
+def test_two_processes_give_the_logits_of_one(
+    kind: str, targets: Callable[[str], ParallelTarget]
+) -> None:
     whole, target = models()[0], targets(kind)
     close(exercise(target), exercise(whole))
-    for name in ("vocab_size", "hidden_size", "num_layers", "num_parameters", "max_length", "dtype", "device"):
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "num_layers",
+        "num_parameters",
+        "max_length",
+        "dtype",
+        "device",
+    ):
         assert getattr(target, name) == getattr(whole, name), name
     assert target.backend == f"native ({kind} over 2 processes)"
 
 
 @by_kind
-def test_laws_1_and_2_on_a_parallel_target(kind: str, targets: Callable[[str], ParallelTarget]) -> None:
+def test_laws_1_and_2_on_a_parallel_target(
+    kind: str, targets: Callable[[str], ParallelTarget]
+) -> None:
     whole, _, draft_model = models()
     for rule in ("greedy", "coupled"):
         settings = with_rule(rule, max_new_tokens=32, stop_token_ids=(3,))
@@ -83,7 +97,9 @@ def test_laws_1_and_2_on_a_parallel_target(kind: str, targets: Callable[[str], P
 
 
 @pytest.mark.long
-def test_pearl_drafts_in_a_worker_beside_the_ranks(targets: Callable[[str], ParallelTarget], folder: Path) -> None:
+def test_pearl_drafts_in_a_worker_beside_the_ranks(
+    targets: Callable[[str], ParallelTarget], folder: Path
+) -> None:
     target, settings = targets("tp"), with_rule("greedy", max_new_tokens=24, schedule="pearl_wall")
     drafter = RemoteChain(folder, dtype="float64", draft_cores=0)
     found = decode(target, drafter, random_prompts(3), settings)
@@ -94,7 +110,9 @@ def test_pearl_drafts_in_a_worker_beside_the_ranks(targets: Callable[[str], Para
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processor cores")
-def test_ranks_share_the_cores_that_the_drafters_worker_leaves(targets: Callable[[str], ParallelTarget]) -> None:
+def test_ranks_share_the_cores_that_the_drafters_worker_leaves(
+    targets: Callable[[str], ParallelTarget],
+) -> None:
     target, before = targets("tp"), os.sched_getaffinity(0)
     cores = sorted(before)[:2]
     (process,) = target.ranks.processes
@@ -105,13 +123,23 @@ def test_ranks_share_the_cores_that_the_drafters_worker_leaves(targets: Callable
     target.open(1, 4)
     assert os.sched_getaffinity(0) == os.sched_getaffinity(process.pid) == before
     too_few = lanes(SimpleNamespace(own_cores=cores[:1]), target)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="2 processes, but the drafter's worker leaves them 1 .*draft_cores=0"), too_few:
+    with (
+        pytest.raises(
+            UserError, match="2 processes, but the drafter's worker leaves them 1 .*draft_cores=0"
+        ),
+        too_few,
+    ):
         pass
     assert os.sched_getaffinity(0) == before
 
 
-def test_what_needs_the_targets_own_layers_is_refused(targets: Callable[[str], ParallelTarget]) -> None:
-    with pytest.raises(UserError, match=r"native \(tp over 2 processes\) backend does not offer.*target.parallel=none"):
+def test_what_needs_the_targets_own_layers_is_refused(
+    targets: Callable[[str], ParallelTarget],
+) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"native \(tp over 2 processes\) backend does not offer.*target.parallel=none",
+    ):
         decode(targets("tp"), SelfSpeculation(attention=[1]), [[1, 2]], Settings())
 
 
@@ -140,7 +168,9 @@ def test_a_killed_rank_is_named_at_once(link: str, folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_interrupt_within_a_forward_ends_the_ranks_for_good(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_within_a_forward_ends_the_ranks_for_good(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They would be out of step: the next forward would meet the sums of this one."""
     target = start(folder)
     target.open(1, 8)
@@ -151,7 +181,8 @@ def test_an_interrupt_within_a_forward_ends_the_ranks_for_good(folder: Path, mon
     monkeypatch.setattr(target._target, "features", interrupted)
     before = os.sched_getaffinity(0)
     bound = lanes(SimpleNamespace(own_cores=sorted(before)[:2] if len(before) > 1 else []), target)  # type: ignore[arg-type]
-    with pytest.raises(KeyboardInterrupt), bound:  # not replaced by what the ranks that are gone would have to say
+    # not replaced by what the ranks that are gone would have to say
+    with pytest.raises(KeyboardInterrupt), bound:
         target.forward(ids(1, 2))
     assert os.sched_getaffinity(0) == before
     assert all(process.poll() is not None for process in target.ranks.processes)
@@ -168,7 +199,9 @@ def test_no_rank_outlives_its_parent(folder: Path) -> None:
         "print(target.ranks.processes[0].pid, flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script]
-    parents = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    parents = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)
+    ]
     for kill, parent in zip((False, True), parents):
         assert parent.stdout is not None and parent.stdin is not None
         rank = int(parent.stdout.readline())

@@ -1,4 +1,5 @@
-"""PEARL's schedule under the laws: the same output as serial decoding, and the closed forms; its clock; and what it does not run.
+"""PEARL's schedule under the laws: the same output as serial decoding, and the closed forms; its
+clock; and what it does not run.
 
 Law 3 has a file of its own, test_law_of_overlap.py, and so has law 5, test_pearl_edges.py.
 """
@@ -28,23 +29,32 @@ BATCHED = ["pearl_virtual", "pearl_virtual_wo_post"]
 PUBLISHED = [name for name in VIRTUAL if "plus" not in name]
 
 
-def run(prompts: Sequence[Sequence[int]], settings: Settings) -> tuple[list[Generation], list[Generation]]:
-    """(autoregressive, under the schedule of `settings`), one prompt at a time where the schedule wants that."""
+def run(
+    prompts: Sequence[Sequence[int]], settings: Settings
+) -> tuple[list[Generation], list[Generation]]:
+    """(autoregressive, under the schedule of `settings`), one prompt at a time where the schedule
+    wants that.
+    """
     target, _, draft_model = models()
     plain = decode(target, None, prompts, settings)
     drafter = ChainDrafter(model=draft_model)
     if settings.schedule in BATCHED:
         return plain, decode(target, drafter, prompts, settings)
-    return plain, [decode(target, drafter, [p], settings, request_ids=[i])[0] for i, p in enumerate(prompts)]
+    return plain, [
+        decode(target, drafter, [p], settings, request_ids=[i])[0] for i, p in enumerate(prompts)
+    ]
 
 
-@pytest.mark.parametrize("gamma", [2, *(pytest.param(gamma, marks=pytest.mark.long) for gamma in (1, 5))])
+@pytest.mark.parametrize(
+    "gamma", [2, *(pytest.param(gamma, marks=pytest.mark.long) for gamma in (1, 5))]
+)
 @pytest.mark.parametrize("schedule", PUBLISHED)
 def test_law_1_greedy_output_is_the_targets_own(schedule: str, gamma: int) -> None:
     # One prompt at a time takes ten times as long: all of them in the long suite, at other lengths.
     few = schedule not in BATCHED and gamma == 2
     plain, drafted = run(
-        random_prompts(12 if few else 64), Settings(max_new_tokens=128, num_draft_tokens=gamma, schedule=schedule)
+        random_prompts(12 if few else 64),
+        Settings(max_new_tokens=128, num_draft_tokens=gamma, schedule=schedule),
     )
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     assert sum(g.accepted for g in drafted) > 0
@@ -54,7 +64,12 @@ def test_law_1_greedy_output_is_the_targets_own(schedule: str, gamma: int) -> No
 @pytest.mark.parametrize("schedule", PUBLISHED)
 def test_law_2_coupled_output_is_the_targets_own_sample(schedule: str, warper: str) -> None:
     settings = Settings(
-        max_new_tokens=48, num_draft_tokens=3, verify="coupled", seed=11, schedule=schedule, **WARPERS[warper]
+        max_new_tokens=48,
+        num_draft_tokens=3,
+        verify="coupled",
+        seed=11,
+        schedule=schedule,
+        **WARPERS[warper],
     )
     plain, drafted = run(random_prompts(24), settings)
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
@@ -64,7 +79,9 @@ def test_law_2_coupled_output_is_the_targets_own_sample(schedule: str, warper: s
 def test_law_4_a_perfect_drafter_gains_its_closed_form(rule: str) -> None:
     """1 token in the pre-verify round, and gamma in every post-verify round after it."""
     gamma, rounds = 4, 6
-    settings = with_rule(rule, num_draft_tokens=gamma, max_new_tokens=1 + gamma * rounds, schedule="pearl_virtual")
+    settings = with_rule(
+        rule, num_draft_tokens=gamma, max_new_tokens=1 + gamma * rounds, schedule="pearl_virtual"
+    )
     target, twin, _ = models()
     for generation in decode(target, ChainDrafter(model=twin), random_prompts(16), settings):
         assert generation.rounds == 1 + rounds
@@ -98,7 +115,9 @@ def test_law_4_an_adversarial_drafter_changes_nothing(schedule: str, rule: str) 
     for number, prompt in enumerate(random_prompts(6)):
         (plain,) = decode(target, None, [prompt], settings, request_ids=[number])
         drafter = Adversary([plain.tokens], VOCABULARY, wrong=True)
-        (done,) = decode(target, drafter, [prompt], replace(settings, schedule=schedule), request_ids=[number])
+        (done,) = decode(
+            target, drafter, [prompt], replace(settings, schedule=schedule), request_ids=[number]
+        )
         assert (done.tokens, done.accepted, done.block_efficiency) == (plain.tokens, 0, 1)
         assert done.tested > 0
 
@@ -134,9 +153,16 @@ def test_the_virtual_clock_hides_the_shorter_lane(
 def test_a_policy_that_would_learn_from_the_wrong_chunk_is_refused(stopping: str) -> None:
     target, twin, _ = models()
     settings = Settings(schedule="pearl_virtual", stopping=stopping, costs=COSTS)
-    with pytest.raises(UserError, match=f"stopping '{stopping}' cannot learn from; take fixed or confidence"):
+    with pytest.raises(
+        UserError, match=f"stopping '{stopping}' cannot learn from; take fixed or confidence"
+    ):
         decode(target, ChainDrafter(model=twin), [[4]], settings)
-    decode(target, ChainDrafter(model=twin), [[4]], replace(settings, stopping="confidence", max_new_tokens=4))
+    decode(
+        target,
+        ChainDrafter(model=twin),
+        [[4]],
+        replace(settings, stopping="confidence", max_new_tokens=4),
+    )
 
 
 def test_the_rest_of_a_round_is_charged_on_top_of_the_longer_lane() -> None:
@@ -157,13 +183,19 @@ def test_the_rest_of_a_round_is_charged_on_top_of_the_longer_lane() -> None:
             ChainDrafter,
             "schedule 'parallel' is unknown, expected one of serial, pearl_virtual",
         ),
-        ({"verify": "block", "temperature": 1.0}, ChainDrafter, "take verify=token or coupled, not block"),
+        (
+            {"verify": "block", "temperature": 1.0},
+            ChainDrafter,
+            "take verify=token or coupled, not block",
+        ),
         ({}, ChainWithLookup, "needs a drafter that can overlap"),
         ({"schedule": "pearl_wall"}, ChainDrafter, "needs a drafter in a process of its own"),
         ({"schedule": "pearl_virtual_wo_pre"}, ChainDrafter, "runs one prompt at a time, found 2"),
     ],
 )
-def test_what_cannot_be_scheduled_is_named(fields: dict, drafter: type[ChainDrafter], words: str) -> None:
+def test_what_cannot_be_scheduled_is_named(
+    fields: dict, drafter: type[ChainDrafter], words: str
+) -> None:
     target, twin, _ = models()
     settings = Settings(**{"schedule": "pearl_virtual", **fields})
     with pytest.raises(UserError, match=words):

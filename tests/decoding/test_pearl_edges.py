@@ -1,4 +1,6 @@
-"""Law 5 under PEARL's schedules: ragged batches, stop tokens, ends of contexts, short prompts and outputs, and cache lengths."""
+"""Law 5 under PEARL's schedules: ragged batches, stop tokens, ends of contexts, short prompts and
+outputs, and cache lengths.
+"""
 
 from dataclasses import replace
 
@@ -25,8 +27,16 @@ def test_law_5_ragged_batches_equal_single_rows(schedule: str, rule: str) -> Non
     ids = [40 + i for i in range(len(prompts))]
     together = decode(target, ChainDrafter(model=draft_model), prompts, settings, request_ids=ids)
     for prompt, request, expected in zip(prompts, ids, together):
-        (alone,) = decode(target, ChainDrafter(model=draft_model), [prompt], settings, request_ids=[request])
-        assert (alone.tokens, alone.rounds, alone.drafted, alone.accepted_by_depth, alone.finish) == (
+        (alone,) = decode(
+            target, ChainDrafter(model=draft_model), [prompt], settings, request_ids=[request]
+        )
+        assert (
+            alone.tokens,
+            alone.rounds,
+            alone.drafted,
+            alone.accepted_by_depth,
+            alone.finish,
+        ) == (
             expected.tokens,
             expected.rounds,
             expected.drafted,
@@ -46,14 +56,23 @@ def test_law_5_rejects_noise_of_the_place(rule: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
 @pytest.mark.parametrize("schedule", [name for name, kind in VIRTUAL.items() if kind.one_row])
 def test_law_5_the_same_whatever_was_decoded_before(schedule: str, rule: str) -> None:
-    """Schedules that take no batches: what a request left behind in target and drafter is nothing."""
-    settings = with_rule(rule, max_new_tokens=20, stop_token_ids=(3, 4), schedule=schedule, costs=COSTS)
+    """Schedules that take no batches: what a request left behind in target and drafter
+    is nothing.
+    """
+    settings = with_rule(
+        rule, max_new_tokens=20, stop_token_ids=(3, 4), schedule=schedule, costs=COSTS
+    )
     target, _, draft_model = models()
     drafter, found = ChainDrafter(model=draft_model), []
     requests = list(enumerate(random_prompts(10, seed=3)))
     for order in (requests, requests[::-1]):
-        done = {i: decode(target, drafter, [prompt], settings, request_ids=[i])[0] for i, prompt in order}
-        found.append([(g.tokens, g.rounds, g.drafted, g.accepted_by_depth) for _, g in sorted(done.items())])
+        done = {
+            i: decode(target, drafter, [prompt], settings, request_ids=[i])[0]
+            for i, prompt in order
+        }
+        found.append(
+            [(g.tokens, g.rounds, g.drafted, g.accepted_by_depth) for _, g in sorted(done.items())]
+        )
         assert {g.finish for g in done.values()} == {"stop", "length"}
     assert found[0] == found[1]
 
@@ -65,8 +84,12 @@ def test_law_5_a_stop_token_inside_the_assumed_span_ends_the_row(schedule: str, 
     free = with_rule(rule, max_new_tokens=30, costs=COSTS)
     for number, prompt in enumerate(random_prompts(6)):
         (plain,) = decode(target, None, [prompt], free, request_ids=[number])
-        stop = next(i for i, token in enumerate(plain.tokens) if i >= 6 and token not in plain.tokens[:i])
-        settings = replace(free, num_draft_tokens=4, stop_token_ids=(plain.tokens[stop],), schedule=schedule)
+        stop = next(
+            i for i, token in enumerate(plain.tokens) if i >= 6 and token not in plain.tokens[:i]
+        )
+        settings = replace(
+            free, num_draft_tokens=4, stop_token_ids=(plain.tokens[stop],), schedule=schedule
+        )
         (done,) = decode(target, ChainDrafter(model=twin), [prompt], settings, request_ids=[number])
         assert (done.tokens, done.finish) == (plain.tokens[: stop + 1], "stop")
         assert done.accepted <= stop + 1, "tokens behind the stop were counted"
@@ -87,7 +110,9 @@ def test_law_5_rejects_tokens_behind_a_stop(rule: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("schedule", VIRTUAL)
-def test_law_5_a_drafter_at_the_end_of_its_context_leaves_the_rest_to_the_target(schedule: str) -> None:
+def test_law_5_a_drafter_at_the_end_of_its_context_leaves_the_rest_to_the_target(
+    schedule: str,
+) -> None:
     model = hf_model("llama", layers=2)
     target, short = native_of(model), native_of(model, noise=0.03, max_length=14)
     settings = Settings(max_new_tokens=24, num_draft_tokens=3, schedule=schedule, costs=COSTS)
@@ -111,7 +136,9 @@ def test_law_5_one_token_prompts_and_one_token_outputs(schedule: str, rule: str)
 
 
 @pytest.mark.parametrize("schedule", VIRTUAL)
-def test_law_5_cache_lengths_after_every_round(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_5_cache_lengths_after_every_round(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = 0
     original = Pearl.round
 
@@ -119,14 +146,19 @@ def test_law_5_cache_lengths_after_every_round(schedule: str, monkeypatch: pytes
         nonlocal seen
         original(self)
         assert isinstance(self.drafter, ChainDrafter)
-        for row, lane, held, drafted in zip(self.rows, self.lanes, self.target.lengths_B, self.drafter.model.lengths_B):
+        for row, lane, held, drafted in zip(
+            self.rows, self.lanes, self.target.lengths_B, self.drafter.model.lengths_B
+        ):
             # The tip is in no cache, and what is assumed only in the drafter's.
             assert held == len(row.sequence) - 1
             assert drafted < len(row.sequence) + len(lane.tokens) <= row.limit
             seen += 1
 
     monkeypatch.setattr(Pearl, "round", checked)
-    run(random_prompts(8), Settings(max_new_tokens=40, num_draft_tokens=3, schedule=schedule, costs=COSTS))
+    run(
+        random_prompts(8),
+        Settings(max_new_tokens=40, num_draft_tokens=3, schedule=schedule, costs=COSTS),
+    )
     assert seen > 100
 
 

@@ -1,4 +1,6 @@
-"""PEARL+ under the laws (law 3 is in test_law_of_overlap.py), its closed forms against a simulation of the state machine, and what it chooses."""
+"""PEARL+ under the laws (law 3 is in test_law_of_overlap.py), its closed forms against a simulation
+of the state machine, and what it chooses.
+"""
 
 import random
 from collections.abc import Sequence
@@ -8,7 +10,15 @@ import pytest
 from decoding.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.loop import Settings, decode, start
-from decoding.pearl_plus import Acceptance, Choice, PearlPlus, choose, eager_rate, pearl_rate, serial_rate
+from decoding.pearl_plus import (
+    Acceptance,
+    Choice,
+    PearlPlus,
+    choose,
+    eager_rate,
+    pearl_rate,
+    serial_rate,
+)
 from decoding.stopping import RoundCosts
 
 from .test_laws import models, with_rule
@@ -40,11 +50,16 @@ def run(
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize(
-    ("regime", "count"), [*((regime, 12) for regime in REGIMES), pytest.param("eager", 64, marks=pytest.mark.long)]
+    ("regime", "count"),
+    [*((regime, 12) for regime in REGIMES), pytest.param("eager", 64, marks=pytest.mark.long)],
 )
 def test_laws_1_and_2(regime: str, count: int, rule: str) -> None:
     settings = with_rule(
-        rule, max_new_tokens=128, num_draft_tokens=5, costs=REGIMES[regime], schedule="pearl_plus_virtual"
+        rule,
+        max_new_tokens=128,
+        num_draft_tokens=5,
+        costs=REGIMES[regime],
+        schedule="pearl_plus_virtual",
     )
     target, _, draft_model = models()
     prompts = random_prompts(count)
@@ -61,7 +76,11 @@ def test_law_4_a_perfect_drafter_is_never_rejected(rule: str, regime: str) -> No
     target, twin, _ = models()
     for prompt in random_prompts(4):
         settings = with_rule(
-            rule, max_new_tokens=64, num_draft_tokens=5, costs=REGIMES[regime], schedule="pearl_plus_virtual"
+            rule,
+            max_new_tokens=64,
+            num_draft_tokens=5,
+            costs=REGIMES[regime],
+            schedule="pearl_plus_virtual",
         )
         (done,) = decode(target, ChainDrafter(model=twin), [prompt], settings)
         assert done.accepted == done.tested > 0
@@ -72,12 +91,18 @@ def test_law_4_a_perfect_drafter_is_never_rejected(rule: str, regime: str) -> No
 def test_law_5_the_same_whatever_was_decoded_before(regime: str) -> None:
     """What a request taught dies with it."""
     target, _, draft_model = models()
-    settings = with_rule("token", max_new_tokens=40, costs=REGIMES[regime], schedule="pearl_plus_virtual")
+    settings = with_rule(
+        "token", max_new_tokens=40, costs=REGIMES[regime], schedule="pearl_plus_virtual"
+    )
     drafter, (first, second) = ChainDrafter(model=draft_model), random_prompts(2)
     alone = decode(target, ChainDrafter(model=draft_model), [second], settings, request_ids=[7])[0]
     decode(target, drafter, [first], settings, request_ids=[3])
     after = decode(target, drafter, [second], settings, request_ids=[7])[0]
-    assert (after.tokens, after.rounds, after.drafted) == (alone.tokens, alone.rounds, alone.drafted)
+    assert (after.tokens, after.rounds, after.drafted) == (
+        alone.tokens,
+        alone.rounds,
+        alone.drafted,
+    )
 
 
 def simulate(
@@ -112,7 +137,10 @@ def simulate(
             spent += gamma * costs.t_draft_ms
             if mode == "serial":
                 accepted = passing(gamma, chance.first)
-                gained, spent = gained + accepted + 1, spent + costs.target_ms(gamma + 1) + costs.overhead_ms
+                gained, spent = (
+                    gained + accepted + 1,
+                    spent + costs.target_ms(gamma + 1) + costs.overhead_ms,
+                )
             else:
                 assumed = gamma
             continue
@@ -123,26 +151,39 @@ def simulate(
     return gained / spent
 
 
-@pytest.mark.parametrize(("first", "next_"), [(0.3, 0.3), (0.7, 0.7), (0.95, 0.95), (0.4, 0.8), (0.8, 0.5)])
-@pytest.mark.parametrize("gamma", [1, *(pytest.param(gamma, marks=pytest.mark.long) for gamma in (2, 4))])
-def test_the_closed_forms_are_those_of_the_state_machine(gamma: int, first: float, next_: float) -> None:
+@pytest.mark.parametrize(
+    ("first", "next_"), [(0.3, 0.3), (0.7, 0.7), (0.95, 0.95), (0.4, 0.8), (0.8, 0.5)]
+)
+@pytest.mark.parametrize(
+    "gamma", [1, *(pytest.param(gamma, marks=pytest.mark.long) for gamma in (2, 4))]
+)
+def test_the_closed_forms_are_those_of_the_state_machine(
+    gamma: int, first: float, next_: float
+) -> None:
     costs, chance = RoundCosts(0.25, FLAT, 0.1), Acceptance(first, next_)
-    assert serial_rate(chance, gamma, costs) == pytest.approx(simulate("serial", chance, gamma, costs, 0.0), rel=0.01)
+    assert serial_rate(chance, gamma, costs) == pytest.approx(
+        simulate("serial", chance, gamma, costs, 0.0), rel=0.01
+    )
     for overlap, rest_ms in ((0.0, 0.1), (0.8, 0.1), (1.0, 0.1), (0.9, 0.3)):
         for mode, rate in (("pearl", pearl_rate), ("eager", eager_rate)):
             expected = simulate(mode, chance, gamma, costs, overlap, rest_ms)
-            assert rate(chance, gamma, costs, overlap, rest_ms) == pytest.approx(expected, rel=0.02), (mode, overlap)
+            assert rate(chance, gamma, costs, overlap, rest_ms) == pytest.approx(
+                expected, rel=0.02
+            ), (mode, overlap)
 
 
 def best(alpha: float, next_: float, longest: int, costs: RoundCosts, overlap: float) -> Choice:
     return max(
-        choose(alpha, next_, longest, costs, overlap, costs.overhead_ms).values(), key=lambda choice: choice.rate
+        choose(alpha, next_, longest, costs, overlap, costs.overhead_ms).values(),
+        key=lambda choice: choice.rate,
     )
 
 
 def test_what_is_chosen_follows_the_costs() -> None:
     flat = RoundCosts(0.2, FLAT)
-    assert best(0.5, 0.5, 6, RoundCosts(0.01, FLAT), 0.0).mode == "serial", "without overlap PEARL never pays"
+    assert best(0.5, 0.5, 6, RoundCosts(0.01, FLAT), 0.0).mode == "serial", (
+        "without overlap PEARL never pays"
+    )
     assert best(0.9, 0.9, 6, flat, 1.0).mode != "serial", "an accurate drafter is worth running on"
     assert best(0.5, 0.95, 8, flat, 1.0).gamma >= best(0.5, 0.5, 8, flat, 1.0).gamma
     for alpha in (0.2, 0.5, 0.8, 0.99):
@@ -152,10 +193,14 @@ def test_what_is_chosen_follows_the_costs() -> None:
 
 
 def test_the_rest_of_two_lanes_decides_by_itself() -> None:
-    """A serial round may take longer beside its parts than one whose lanes hide the message: then overlapping pays where it else would not."""
+    """A serial round may take longer beside its parts than one whose lanes hide the message: then
+    overlapping pays where it else would not.
+    """
     costs = RoundCosts(0.15, FLAT, 0.6)
     modes = {
-        rest_ms: max(choose(0.6, 0.6, 6, costs, 0.9, rest_ms).values(), key=lambda one: one.rate).mode
+        rest_ms: max(
+            choose(0.6, 0.6, 6, costs, 0.9, rest_ms).values(), key=lambda one: one.rate
+        ).mode
         for rest_ms in (0.6, 0.1)
     }
     assert modes[0.6] == "serial" and modes[0.1] != "serial"
@@ -164,7 +209,9 @@ def test_the_rest_of_two_lanes_decides_by_itself() -> None:
 def test_what_is_known_of_acceptance_is_the_requests_own() -> None:
     """The choice is the request's own: a perfect drafter's and a poor one's differ."""
     target, twin, draft_model = models()
-    settings = Settings(max_new_tokens=64, num_draft_tokens=5, costs=REGIMES["eager"], schedule="pearl_plus_virtual")
+    settings = Settings(
+        max_new_tokens=64, num_draft_tokens=5, costs=REGIMES["eager"], schedule="pearl_plus_virtual"
+    )
     seen, gammas = [], []
     for model in (twin, draft_model):
         batch = start(target, ChainDrafter(model=model), [[4, 5]], settings)

@@ -1,4 +1,6 @@
-"""PEARL with the drafter in a worker process: the same tokens as on the virtual clock, and real lanes."""
+"""PEARL with the drafter in a worker process: the same tokens as on the virtual clock, and real
+lanes.
+"""
 
 import time
 from collections.abc import Sequence
@@ -35,11 +37,17 @@ def test_the_wall_decodes_what_the_virtual_clock_decodes(
     groups = [several] if schedule == "pearl_wall" else [[prompt] for prompt in several[:4]]
     accepted = 0
     for prompts in groups:
-        virtual = decode(target, local, prompts, replace(settings, schedule=schedule.replace("wall", "virtual")))
+        virtual = decode(
+            target, local, prompts, replace(settings, schedule=schedule.replace("wall", "virtual"))
+        )
         wall = decode(target, remote, prompts, replace(settings, schedule=schedule))
-        counts = [(g.tokens, g.rounds, g.drafted, g.tested_by_depth, g.accepted_by_depth, g.finish) for g in wall]
+        counts = [
+            (g.tokens, g.rounds, g.drafted, g.tested_by_depth, g.accepted_by_depth, g.finish)
+            for g in wall
+        ]
         assert counts == [
-            (g.tokens, g.rounds, g.drafted, g.tested_by_depth, g.accepted_by_depth, g.finish) for g in virtual
+            (g.tokens, g.rounds, g.drafted, g.tested_by_depth, g.accepted_by_depth, g.finish)
+            for g in virtual
         ]
         accepted += sum(g.accepted for g in wall)
     assert accepted > 0
@@ -48,17 +56,25 @@ def test_the_wall_decodes_what_the_virtual_clock_decodes(
 def test_what_the_caller_allows_stays_with_the_caller(remote: RemoteChain) -> None:
     target, _, _ = models()
     settings = Settings(
-        max_new_tokens=24, allowed=lambda text: range(text[-1] % 2, VOCABULARY, 2), schedule="pearl_wall"
+        max_new_tokens=24,
+        allowed=lambda text: range(text[-1] % 2, VOCABULARY, 2),
+        schedule="pearl_wall",
     )
     plain = decode(target, None, random_prompts(4), settings)
-    assert [g.tokens for g in decode(target, remote, random_prompts(4), settings)] == [g.tokens for g in plain]
+    assert [g.tokens for g in decode(target, remote, random_prompts(4), settings)] == [
+        g.tokens for g in plain
+    ]
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("schedule", WALL)
-def test_a_stop_string_ends_a_row_on_the_wall_too(schedule: str, rule: str, remote: RemoteChain) -> None:
+def test_a_stop_string_ends_a_row_on_the_wall_too(
+    schedule: str, rule: str, remote: RemoteChain
+) -> None:
     target, _, _ = models()
-    free = with_rule(rule, max_new_tokens=40, num_draft_tokens=4, costs=RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3)))
+    free = with_rule(
+        rule, max_new_tokens=40, num_draft_tokens=4, costs=RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3))
+    )
     for number, prompt in enumerate(random_prompts(2)):
         (plain,) = decode(target, None, [prompt], free, request_ids=[number])
         text = letters(plain.tokens)
@@ -70,8 +86,15 @@ def test_a_stop_string_ends_a_row_on_the_wall_too(schedule: str, rule: str, remo
 
 def test_the_clock_is_the_walls(remote: RemoteChain) -> None:
     target, _, _ = models()
-    (done,) = decode(target, remote, random_prompts(1), Settings(max_new_tokens=40, schedule="pearl_wall"))
-    assert done.decode_seconds >= done.lanes_seconds >= max(done.target_seconds, 0.9 * done.draft_seconds) > 0
+    (done,) = decode(
+        target, remote, random_prompts(1), Settings(max_new_tokens=40, schedule="pearl_wall")
+    )
+    assert (
+        done.decode_seconds
+        >= done.lanes_seconds
+        >= max(done.target_seconds, 0.9 * done.draft_seconds)
+        > 0
+    )
 
 
 def test_a_round_that_fails_leaves_the_worker_as_it_was(remote: RemoteChain) -> None:
@@ -94,12 +117,16 @@ def test_a_round_that_fails_leaves_the_worker_as_it_was(remote: RemoteChain) -> 
 def test_pearl_plus_decodes_on_the_wall_what_it_decodes_on_the_virtual_clock(
     regime: tuple[float, float], remote: RemoteChain, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under token verification, with the same overlap and rest for both: so law 3, which holds there, holds here."""
+    """Under token verification, with the same overlap and rest for both: so law 3, which holds
+    there, holds here.
+    """
     monkeypatch.setattr(PearlPlusWall, "_measured_overlap", lambda self: 1.0)
     monkeypatch.setattr(PearlPlusWall, "_rest_ms", PearlPlus._rest_ms)
     target, _, _ = models()
     costs = RoundCosts(regime[0], (1.0, 1.02, 1.04, 1.06), regime[1])
-    settings = with_rule("token", max_new_tokens=40, stop_token_ids=(3,), num_draft_tokens=4, costs=costs)
+    settings = with_rule(
+        "token", max_new_tokens=40, stop_token_ids=(3,), num_draft_tokens=4, costs=costs
+    )
     for number, prompt in enumerate(random_prompts(4)):
         counts = [
             (g.tokens, g.rounds, g.drafted, g.accepted_by_depth)
@@ -107,7 +134,13 @@ def test_pearl_plus_decodes_on_the_wall_what_it_decodes_on_the_virtual_clock(
                 ("pearl_plus_virtual", ChainDrafter(folder, dtype="float64")),
                 ("pearl_plus_wall", remote),
             )
-            for g in decode(target, drafter, [prompt], replace(settings, schedule=schedule), request_ids=[number])
+            for g in decode(
+                target,
+                drafter,
+                [prompt],
+                replace(settings, schedule=schedule),
+                request_ids=[number],
+            )
         ]
         assert counts[0] == counts[1]
 
@@ -116,11 +149,18 @@ def test_pearl_plus_decodes_on_the_wall_what_it_decodes_on_the_virtual_clock(
 def test_the_drafter_goes_on_until_the_target_is_done(
     rule: str, remote: RemoteChain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a target that takes its time chunks grow past the length that was chosen, and the text stays its own."""
+    """With a target that takes its time chunks grow past the length that was chosen, and the text
+    stays its own.
+    """
     target, _, _ = models()
-    settings = with_rule(rule, max_new_tokens=40, num_draft_tokens=12, costs=RoundCosts(0.9, (1.0, 1.1, 1.2, 1.3)))
+    settings = with_rule(
+        rule, max_new_tokens=40, num_draft_tokens=12, costs=RoundCosts(0.9, (1.0, 1.1, 1.2, 1.3))
+    )
     settings = replace(settings, schedule="pearl_plus_wall")
-    plain = [decode(target, None, [p], settings, request_ids=[i])[0].tokens for i, p in enumerate(random_prompts(3))]
+    plain = [
+        decode(target, None, [p], settings, request_ids=[i])[0].tokens
+        for i, p in enumerate(random_prompts(3))
+    ]
     forward, lengths = target.forward, {}
     for name, pause in (("quick", 0.0), ("slow", 0.03)):
 
@@ -129,7 +169,10 @@ def test_the_drafter_goes_on_until_the_target_is_done(
             return forward(*given)
 
         monkeypatch.setattr(target, "forward", act)
-        done = [decode(target, remote, [p], settings, request_ids=[i])[0] for i, p in enumerate(random_prompts(3))]
+        done = [
+            decode(target, remote, [p], settings, request_ids=[i])[0]
+            for i, p in enumerate(random_prompts(3))
+        ]
         assert [generation.tokens for generation in done] == plain
         lengths[name] = sum(g.drafted for g in done) / sum(g.rounds for g in done)
     assert lengths["slow"] > lengths["quick"] + 2
@@ -144,7 +187,11 @@ def test_pearl_plus_with_a_worker_keeps_the_targets_own_output(remote: RemoteCha
         for number, prompt in enumerate(random_prompts(4)):
             (plain,) = decode(target, None, [prompt], settings, request_ids=[number])
             (drafted,) = decode(
-                target, remote, [prompt], replace(settings, schedule="pearl_plus_wall"), request_ids=[number]
+                target,
+                remote,
+                [prompt],
+                replace(settings, schedule="pearl_plus_wall"),
+                request_ids=[number],
             )
             assert drafted.tokens == plain.tokens
 
@@ -155,8 +202,11 @@ def test_what_two_lanes_leave_beside_them_is_learned_from_the_round(
     """A rule that takes its time is the rest of a round; a target that does is its lane."""
     target, _, _ = models()
     costs = RoundCosts(0.9, (1.0, 1.02, 1.04, 1.06), 0.0)  # two lanes pay
-    settings = Settings(max_new_tokens=24, num_draft_tokens=4, costs=costs, schedule="pearl_plus_wall")
-    monkeypatch.setattr(PearlPlusWall, "_measured_overlap", lambda self: 1.0)  # what is learned sways no choice
+    settings = Settings(
+        max_new_tokens=24, num_draft_tokens=4, costs=costs, schedule="pearl_plus_wall"
+    )
+    # what is learned sways no choice
+    monkeypatch.setattr(PearlPlusWall, "_measured_overlap", lambda self: 1.0)
     monkeypatch.setattr(PearlPlusWall, "_rest_ms", PearlPlus._rest_ms)
 
     def learned() -> float:
@@ -174,5 +224,7 @@ def test_what_two_lanes_leave_beside_them_is_learned_from_the_round(
         slow_lane.setattr(target, "forward", lambda *given: (time.sleep(0.02), forward(*given))[1])
         assert learned() < plain + 10
     rule = batch_module.RULES["greedy"]
-    monkeypatch.setitem(batch_module.RULES, "greedy", lambda *given: (time.sleep(0.02), rule(*given))[1])
+    monkeypatch.setitem(
+        batch_module.RULES, "greedy", lambda *given: (time.sleep(0.02), rule(*given))[1]
+    )
     assert learned() > plain + 15

@@ -1,4 +1,6 @@
-"""What phrase pools hold, and what Ouroboros files there of the target's words, short drafts included."""
+"""What phrase pools hold, and what Ouroboros files there of the target's words, short drafts
+included.
+"""
 
 import random
 from itertools import pairwise
@@ -23,7 +25,9 @@ def test_a_pool_keeps_the_newest_phrases_and_none_that_begins_another() -> None:
         known = pool.newest(7, 9)
         pool.add(7, phrase)
         held = pool.newest(7, 9)
-        assert held[0][: len(phrase)] == phrase, "the newest is what was filed, or the longer one that it begins"
+        assert held[0][: len(phrase)] == phrase, (
+            "the newest is what was filed, or the longer one that it begins"
+        )
         assert len(held) <= 4
         assert not any(a != b and b[: len(a)] == a for a in held for b in held)
         shortened += held[0] in known and held[0] != phrase
@@ -41,12 +45,17 @@ class Filed(Ouroboros):
         before, outcome = self._drafted, observation.outcome
         super().observe(observation)
         (said_BN,) = observation.answers or ([],)
-        for drafted, said, accepted, pool in zip(before, said_BN, outcome.accepted_B, self.inner.pools):
+        for drafted, said, accepted, pool in zip(
+            before, said_BN, outcome.accepted_B, self.inner.pools
+        ):
             if drafted is None:
                 continue
             accepted = min(accepted, len(drafted.chain))  # the others are a phrase's
             rejected = [node + 1 for node in drafted.chain[accepted:]]
-            after = [said[0 if accepted == 0 else drafted.chain[accepted - 1] + 1], *(said[node] for node in rejected)]
+            after = [
+                said[0 if accepted == 0 else drafted.chain[accepted - 1] + 1],
+                *(said[node] for node in rejected),
+            ]
             for word, following in pairwise(after):
                 assert any(phrase[0] == following for phrase in pool.newest(word, 99))
                 self.continued += 1

@@ -1,4 +1,5 @@
-"""Repetition penalty, allowed tokens, min-p and stop strings, under laws 1, 2 and 5: each drafted position is judged by its own text.
+"""Repetition penalty, allowed tokens, min-p and stop strings, under laws 1, 2 and 5: each drafted
+position is judged by its own text.
 
 Law 3 with logits that change with the text has a file of its own, test_law_of_processors.py.
 """
@@ -21,14 +22,19 @@ from .rows import COSTS, ROWS, DrafterRow, Kit, of_rows
 from .test_laws import models, with_rule
 from .tiny import VOCABULARY, hf_model, native_of, random_prompts
 
-# Under every change on its own: a row of each way to draft and to test. All rows run under all changes together.
+# Under every change on its own: a row of each way to draft and to test. All rows run under all
+# changes together.
 CHOSEN = ("chain", "ranked_tree", "multi_candidate", "lookahead", "ouroboros", "oracle")
 
 
 def other_thirds(text: Sequence[int]) -> list[int]:
     """Tokens that leave another rest by three than the last one, and than the one two before it."""
     taken = {token % 3 for token in text[-1:]}
-    return [token for token in range(VOCABULARY) if token % 3 not in taken and token != text[len(text) // 2]]
+    return [
+        token
+        for token in range(VOCABULARY)
+        if token % 3 not in taken and token != text[len(text) // 2]
+    ]
 
 
 CHANGES = {
@@ -47,7 +53,9 @@ by_case = pytest.mark.parametrize(("row", "change"), CASES)
 
 
 def settings_of(change: str, rule: str) -> Settings:
-    return with_rule(rule, max_new_tokens=40, num_draft_tokens=4, costs=COSTS, **CHANGES.get(change, {}))
+    return with_rule(
+        rule, max_new_tokens=40, num_draft_tokens=4, costs=COSTS, **CHANGES.get(change, {})
+    )
 
 
 def settings_for(row: DrafterRow, change: str, rule: str) -> Settings:
@@ -57,10 +65,14 @@ def settings_for(row: DrafterRow, change: str, rule: str) -> Settings:
 @lru_cache
 def plain_of(change: str, rule: str) -> list[list[int]]:
     """What autoregressive decoding says."""
-    return [g.tokens for g in decode(models()[0], None, random_prompts(16), settings_of(change, rule))]
+    return [
+        g.tokens for g in decode(models()[0], None, random_prompts(16), settings_of(change, rule))
+    ]
 
 
-def drafted_by(row: DrafterRow, settings: Settings, answers: list[list[int]]) -> tuple[list[list[int]], int]:
+def drafted_by(
+    row: DrafterRow, settings: Settings, answers: list[list[int]]
+) -> tuple[list[list[int]], int]:
     """(the row's output, accepted tokens)."""
     drafted = decode(models()[0], row.make(Kit(*models(), answers)), random_prompts(16), settings)
     return [g.tokens for g in drafted], sum(g.accepted for g in drafted)
@@ -68,7 +80,9 @@ def drafted_by(row: DrafterRow, settings: Settings, answers: list[list[int]]) ->
 
 @pytest.mark.parametrize("change", ["penalty", "reward", "all"])
 def test_every_node_is_changed_by_its_own_text(change: str) -> None:
-    """As the definitions read, bit for bit: trees, chains, tips alone, and chains that are drafted token by token. A text may name pad rows."""
+    """As the definitions read, bit for bit: trees, chains, tips alone, and chains that are drafted
+    token by token. A text may name pad rows.
+    """
     generator = torch.Generator().manual_seed(0)
     named = {key: value for key, value in CHANGES[change].items() if key != "min_p"}
     changes = Processors(**{"allowed": None, **named})
@@ -97,7 +111,9 @@ def test_every_node_is_changed_by_its_own_text(change: str) -> None:
                 path, above = [above, *path], parents[above]
             for row, way in enumerate(ways):
                 way += tokens_BN[row, path].tolist()
-            wanted_BV = torch.stack([defined(*pair) for pair in zip(logits_BNV[:, node], ways, strict=True)])
+            wanted_BV = torch.stack(
+                [defined(*pair) for pair in zip(logits_BNV[:, node], ways, strict=True)]
+            )
             assert torch.equal(changed_BNV[:, node], wanted_BV)
             if chain:
                 assert torch.equal(drafting(logits_BNV[:, node]), wanted_BV)
@@ -111,7 +127,9 @@ def test_laws_1_and_2(row: DrafterRow, change: str, rule: str) -> None:
     plain = plain_of(change, rule)
     drafted, accepted = drafted_by(row, settings_for(row, change, rule), plain)
     assert drafted == plain
-    assert accepted > 0 or row.name == "suffix_lookup", "two tokens of this text hardly ever come again"
+    assert accepted > 0 or row.name == "suffix_lookup", (
+        "two tokens of this text hardly ever come again"
+    )
     assert plain_of("none", rule) != plain, "nothing was changed"
     if "allowed" in CHANGES[change]:
         for prompt, tokens in zip(random_prompts(16), plain):
@@ -137,7 +155,9 @@ def test_law_1_rejects_changes_that_leave_the_drafted_tokens_out(
 ) -> None:
     original, plain = Processors.__call__, plain_of(change, "greedy")
     monkeypatch.setattr(
-        Processors, "__call__", lambda self, logits, sequences, *path: original(self, logits, sequences)
+        Processors,
+        "__call__",
+        lambda self, logits, sequences, *path: original(self, logits, sequences),
     )
     assert drafted_by(row, settings_of(change, "greedy"), plain)[0] != plain
 
@@ -150,9 +170,13 @@ def nothing_behind_the_end(text: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("schedule", ["serial", *VIRTUAL])
 def test_a_draft_may_run_on_behind_the_end_of_a_grammar(schedule: str, rule: str) -> None:
-    """Autoregressive decoding stops at the stop token and never asks what may follow it; drafters go on drafting."""
+    """Autoregressive decoding stops at the stop token and never asks what may follow it; drafters
+    go on drafting.
+    """
     target, twin, _ = models()
-    settings = replace(settings_of("none", rule), allowed=nothing_behind_the_end, stop_token_ids=(5,))
+    settings = replace(
+        settings_of("none", rule), allowed=nothing_behind_the_end, stop_token_ids=(5,)
+    )
     finished = set()
     for number, prompt in enumerate(random_prompts(16, seed=2)):
         (plain,) = decode(target, None, [[*prompt, 4]], settings, request_ids=[number])
@@ -186,7 +210,9 @@ def test_a_drafter_that_knows_none_of_the_allowed_tokens_drafts_in_vain(rule: st
 def test_the_penalty_is_that_of_transformers() -> None:
     model = hf_model("llama")
     prompt = random_prompts(1)[0]
-    ours = decode(native_of(model), None, [prompt], Settings(max_new_tokens=30, repetition_penalty=1.3))[0].tokens
+    ours = decode(
+        native_of(model), None, [prompt], Settings(max_new_tokens=30, repetition_penalty=1.3)
+    )[0].tokens
     theirs = model.generate(
         torch.tensor([prompt]),
         max_new_tokens=30,
@@ -225,10 +251,14 @@ def test_a_stop_string_inside_an_assumed_span_ends_the_row(schedule: str, rule: 
     for number, prompt in enumerate(random_prompts(4)):
         (plain,) = decode(target, None, [prompt], free, request_ids=[number])
         text = letters(plain.tokens)
-        settings = replace(free, stop_strings=("zz", text[16:19]), text_of=letters, schedule=schedule)
+        settings = replace(
+            free, stop_strings=("zz", text[16:19]), text_of=letters, schedule=schedule
+        )
         end = text.index(text[16:19]) + 3
         for model in (twin, draft_model):
-            (done,) = decode(target, ChainDrafter(model=model), [prompt], settings, request_ids=[number])
+            (done,) = decode(
+                target, ChainDrafter(model=model), [prompt], settings, request_ids=[number]
+            )
             assert (done.tokens, done.finish) == (plain.tokens[:end], "stop")
             assert done.accepted <= end, "tokens behind the stop were counted"
 
@@ -237,9 +267,13 @@ def test_a_stop_string_inside_an_assumed_span_ends_the_row(schedule: str, rule: 
 def test_stop_strings_that_are_looked_for_between_rounds_are_rejected(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control: a stop string that is complete inside the accepted span lets the rest of the span through."""
+    """Control: a stop string that is complete inside the accepted span lets the rest of the span
+    through.
+    """
 
-    def at_the_end(self: Batch, before: list[int], new: list[int], otherwise: int | None) -> int | None:
+    def at_the_end(
+        self: Batch, before: list[int], new: list[int], otherwise: int | None
+    ) -> int | None:
         assert self.text_of is not None
         text = self.text_of([*before, *new])
         return len(new) - 1 if any(stop in text for stop in self.stop_strings) else otherwise
@@ -247,7 +281,9 @@ def test_stop_strings_that_are_looked_for_between_rounds_are_rejected(
     monkeypatch.setattr(Batch, "_stop_string", at_the_end)
     law = partial(test_a_stop_string_inside_an_assumed_span_ends_the_row, schedule, "greedy")
     with pytest.raises(AssertionError):
-        law() if schedule != "serial" else test_a_stop_string_ends_the_row_where_it_is_complete(ROWS[0])
+        law() if schedule != "serial" else test_a_stop_string_ends_the_row_where_it_is_complete(
+            ROWS[0]
+        )
 
 
 def test_bad_values_are_named() -> None:

@@ -1,7 +1,8 @@
 """The laws on real trained models in float32, and the front door: load, generate, stream.
 
-In float32 a forward over five tokens rounds differently from five forwards over one. A divergence is allowed only where
-the target's two best tokens are closer than 1e-4, noise included, and on fewer than 1 in 10,000 tokens.
+In float32 a forward over five tokens rounds differently from five forwards over one. A divergence
+is allowed only where the target's two best tokens are closer than 1e-4, noise included, and on
+fewer than 1 in 10,000 tokens.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,9 @@ def chats(engine_tokenizer: object, count: int) -> list[list[int]]:
 def first_layers(folder: Path, count: int) -> ChainDrafter:
     """A weak drafter: the first layers of the model, with its own norm and head."""
     config = {**read_config(folder), "num_hidden_layers": count}
-    return ChainDrafter(model=NativeTarget.from_state(config, load_state(folder), name=f"first-{count}"))
+    return ChainDrafter(
+        model=NativeTarget.from_state(config, load_state(folder), name=f"first-{count}")
+    )
 
 
 def gap(target: Target, sequence: Sequence[int], settings: Settings, request: int) -> float:
@@ -85,7 +88,9 @@ def check_law(
 def test_stories_keep_the_law(stories260k: Path, rule: str) -> None:
     target = load_target(stories260k)
     prompts = [[1, 10 + 7 * i] for i in range(64)]
-    settings = Settings(max_new_tokens=128, temperature=0.0 if rule == "greedy" else 1.0, verify="coupled")
+    settings = Settings(
+        max_new_tokens=128, temperature=0.0 if rule == "greedy" else 1.0, verify="coupled"
+    )
     plain, drafted = check_law(target, first_layers(stories260k, 3), prompts, settings)
     assert sum(g.rounds for g in drafted) < 0.95 * sum(g.rounds for g in plain)
     check_law(target, PromptLookup(), prompts, settings)
@@ -103,7 +108,9 @@ def test_the_chat_model_keeps_the_law(chat24m: Path, backend: str) -> None:
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 def test_the_chat_model_keeps_the_law_on_64_prompts(chat24m: Path, rule: str) -> None:
     target = load_target(chat24m)
-    settings = Settings(max_new_tokens=128, temperature=0.0 if rule == "greedy" else 1.0, verify="coupled")
+    settings = Settings(
+        max_new_tokens=128, temperature=0.0 if rule == "greedy" else 1.0, verify="coupled"
+    )
     prompts = chats(load(chat24m).tokenizer, 64)
     check_law(target, first_layers(chat24m, 2), prompts, settings)
     check_law(target, PromptLookup(), prompts, settings)
@@ -116,7 +123,11 @@ def test_generate_and_stream(stories260k: Path) -> None:
         reply = generate(engine, "Once upon a time", max_new_tokens=40, stopping="fixed")
         assert reply.text == plain.text
         assert (
-            "".join(generate(engine, "Once upon a time", stream=True, max_new_tokens=40, stopping="fixed"))
+            "".join(
+                generate(
+                    engine, "Once upon a time", stream=True, max_new_tokens=40, stopping="fixed"
+                )
+            )
             == reply.text
         )
     assert reply.stats.block_efficiency == 5, "a model that drafts for itself is always right"
@@ -124,7 +135,9 @@ def test_generate_and_stream(stories260k: Path) -> None:
     assert not engine.costs, "nothing was weighed so far"
     weighed = generate(engine, "Once upon a time", max_new_tokens=40)
     assert weighed.text == plain.text
-    assert weighed.stats.draft_steps < reply.stats.draft_steps, "a drafter as dear as its target hardly pays"
+    assert weighed.stats.draft_steps < reply.stats.draft_steps, (
+        "a drafter as dear as its target hardly pays"
+    )
 
 
 def test_chats_need_a_template(stories260k: Path) -> None:
@@ -134,7 +147,11 @@ def test_chats_need_a_template(stories260k: Path) -> None:
 
 def test_chats_are_rendered(chat24m: Path) -> None:
     engine = load(chat24m, "prompt_lookup")
-    reply = generate(engine, [{"role": "user", "content": "Write a short poem about the sea."}], max_new_tokens=12)
+    reply = generate(
+        engine,
+        [{"role": "user", "content": "Write a short poem about the sea."}],
+        max_new_tokens=12,
+    )
     assert reply.text
     assert len(reply.tokens) <= 12
 

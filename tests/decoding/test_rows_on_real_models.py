@@ -1,7 +1,10 @@
-"""Law 1 of every row, and law 2 of a few, on real trained models in float32, as test_real_models.py has it for chains and prompt lookup.
+"""Law 1 of every row, and law 2 of a few, on real trained models in float32, as test_real_models.py
+has it for chains and prompt lookup.
 
-All rows run on the smallest real model, a few on the chat model, whose forwards cost a hundred times as much. What drafts is made of the
-target: its first layers, its own with some skipped, and a recurrent head fitted to what it says by least squares.
+All rows run on the smallest real model, a few on the chat model, whose forwards cost a hundred
+times as much. What drafts is made of the
+target: its first layers, its own with some skipped, and a recurrent head fitted to what it says by
+least squares.
 
 Shapes: N tokens, H hidden size, E = 2 H.
 """
@@ -22,14 +25,17 @@ from .rows import BY_NAME, COSTS, ROWS, DrafterRow, Kit, random_head
 from .test_real_models import chats, check_law, first_layers
 
 pytestmark = pytest.mark.long
-PROMPTS = 80  # of 128 tokens: enough for one divergence at a near tie to be fewer than 1 in 10,000 tokens
+# of 128 tokens: enough for one divergence at a near tie to be fewer than 1 in 10,000 tokens
+PROMPTS = 80
 DRAFTING = [row for row in ROWS if not row.name.startswith("oracle")]
 SETTINGS = Settings(max_new_tokens=128, stopping="fixed", costs=COSTS)
 SAMPLED = replace(SETTINGS, temperature=1.0, verify="coupled")
 
 
 @lru_cache
-def spoken(folder: Path, sampled: bool) -> tuple[Target, list[list[int]], Settings, list[Generation]]:
+def spoken(
+    folder: Path, sampled: bool
+) -> tuple[Target, list[list[int]], Settings, list[Generation]]:
     """A target, prompts, settings, and what it says by itself."""
     target, settings = load_target(folder), SAMPLED if sampled else SETTINGS
     if folder.name.startswith("chat"):
@@ -42,7 +48,9 @@ def spoken(folder: Path, sampled: bool) -> tuple[Target, list[list[int]], Settin
 @lru_cache
 @torch.inference_mode()
 def fitted_head(folder: Path, sampled: bool) -> RecurrentHead:
-    """A head without blocks whose output is the target's next hidden state, guessed from [h; s_1], through the target's own output layer."""
+    """A head without blocks whose output is the target's next hidden state, guessed from [h; s_1],
+    through the target's own output layer.
+    """
     target, prompts, _, plain = spoken(folder, sampled)
     head = random_head(target, num_draft_layers=0)
     known, next_ = [], []
@@ -61,7 +69,13 @@ def fitted_head(folder: Path, sampled: bool) -> RecurrentHead:
 def check_row(row: DrafterRow, folder: Path, layers: int, sampled: bool = False) -> None:
     """The law, with a drafter of so many of the target's layers; and that drafts pass."""
     target, prompts, settings, plain = spoken(folder, sampled)
-    kit = Kit(target, load_target(folder), first_layers(folder, layers).model, [], fitted_head(folder, sampled))
+    kit = Kit(
+        target,
+        load_target(folder),
+        first_layers(folder, layers).model,
+        [],
+        fitted_head(folder, sampled),
+    )
     _, drafted = check_law(target, row.make(kit), prompts, settings, plain)
     assert sum(g.rounds for g in drafted) < 0.97 * sum(g.rounds for g in plain)
 
@@ -71,7 +85,9 @@ def test_stories_keep_law_1(stories260k: Path, row: DrafterRow) -> None:
     check_row(row, stories260k, 3)
 
 
-@pytest.mark.parametrize("name", ["static_tree", "ouroboros", "self_speculation", "recurrent_with_lookup"])
+@pytest.mark.parametrize(
+    "name", ["static_tree", "ouroboros", "self_speculation", "recurrent_with_lookup"]
+)
 def test_stories_keep_law_2(stories260k: Path, name: str) -> None:
     check_row(BY_NAME[name], stories260k, 3, sampled=True)
 

@@ -1,4 +1,5 @@
-"""Where the host runs ahead of the device other code decides: it says what its twin says, and rows of a batch stay apart.
+"""Where the host runs ahead of the device other code decides: it says what its twin says, and rows
+of a batch stay apart.
 
 Shapes: B rows, N drafted tokens, V vocabulary.
 """
@@ -41,7 +42,9 @@ ALONE = (
     + [("budget_tree_picked", "token"), ("graph_picked", "token")],
 )
 def test_what_is_drafted_ahead_hangs_on_no_neighbour(name: str, rule: str) -> None:
-    """Sizes and room come from the row's own rounds; how many nodes were drafted is told without the padding."""
+    """Sizes and room come from the row's own rounds; how many nodes were drafted is told without
+    the padding.
+    """
     row = next(row for row in [*ROWS, *PICKED] if row.name == name)
     target, draft_model = models()
     drafter = row.make(Kit(target, target, draft_model, ()))
@@ -49,7 +52,13 @@ def test_what_is_drafted_ahead_hangs_on_no_neighbour(name: str, rule: str) -> No
     together = decode(target, drafter, prompts, settings)
     for request, (prompt, expected) in enumerate(zip(prompts, together, strict=True)):
         (alone,) = decode(target, drafter, [prompt], settings, request_ids=[request])
-        assert (alone.tokens, alone.rounds, alone.drafted, alone.tested_by_depth, alone.accepted_by_depth) == (
+        assert (
+            alone.tokens,
+            alone.rounds,
+            alone.drafted,
+            alone.tested_by_depth,
+            alone.accepted_by_depth,
+        ) == (
             expected.tokens,
             expected.rounds,
             expected.drafted,
@@ -65,7 +74,9 @@ def test_a_graph_on_the_device_is_its_twin(monkeypatch: pytest.MonkeyPatch, matc
     prompts, found, merged = random_prompts(12), [], 0
     for ahead in (False, True):
         monkeypatch.setattr(cuda, "runs_ahead", lambda device, ahead=ahead: ahead)
-        drafter = GraphDrafter(model=draft_model, frontier=3, max_nodes=40, match=match, leaf_threshold=0.0)
+        drafter = GraphDrafter(
+            model=draft_model, frontier=3, max_nodes=40, match=match, leaf_threshold=0.0
+        )
         drafter.prepare(target, None)
         drafter.open(prompts, None, 64)
         chooser = Chooser(Warper(0.0), "greedy", 0, target.vocab_size, target.device)
@@ -82,15 +93,17 @@ def paths_of(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
     """The paths of the nodes that a row counts, padding left out."""
     assert proposal.parents_BN is not None
     paths: list[tuple[int, ...]] = []
-    for token, parent in list(zip(proposal.tokens_BN[row].tolist(), proposal.parents_BN[row].tolist()))[
-        : proposal.counts_B[row]
-    ]:
+    for token, parent in list(
+        zip(proposal.tokens_BN[row].tolist(), proposal.parents_BN[row].tolist())
+    )[: proposal.counts_B[row]]:
         paths.append((*(paths[parent] if parent >= 0 else ()), token) if parent != NO_NODE else ())
     return set(paths) - {()}
 
 
 @pytest.mark.parametrize("way", WAYS[:-1], ids=lambda way: str(way.get("verify", "greedy")))
-def test_running_ahead_changes_no_token(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]) -> None:
+def test_running_ahead_changes_no_token(
+    monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
+) -> None:
     settings = Settings(max_new_tokens=32, num_draft_tokens=3, **{"temperature": 1.0, **way})
     texts = []
     for ahead in (False, True):
@@ -103,15 +116,21 @@ def test_running_ahead_changes_no_token(monkeypatch: pytest.MonkeyPatch, way: di
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("kind", ["q", "point mass", "equal"])
-def test_rules_on_the_device_equal_their_twins(rule: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same outcome for random rows of every draft count, and for p = q, where no residual is left."""
+def test_rules_on_the_device_equal_their_twins(
+    rule: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same outcome for random rows of every draft count, and for p = q, where no
+    residual is left.
+    """
     generator = torch.Generator().manual_seed(1)
     chooser = Chooser(Warper(1.0), rule, 5, 7, torch.device("cpu"))
     function, outcomes = getattr(verify, rule), []
     for trial in range(60):
         counts_B = [trial % 5, 4, (trial * 7) % 5]
         logits_BNV = torch.randn(3, 5, 7, generator=generator)
-        q_BNV = (logits_BNV[:, :4] if kind == "equal" else torch.randn(3, 4, 7, generator=generator)).softmax(-1)
+        q_BNV = (
+            logits_BNV[:, :4] if kind == "equal" else torch.randn(3, 4, 7, generator=generator)
+        ).softmax(-1)
         tokens_BN = q_BNV.flatten(0, 1).multinomial(1, generator=generator).view(3, 4)
         proposal = Proposal(tokens_BN, counts_B, None, None if kind == "point mass" else q_BNV)
         chooser.begin([noise.key(trial, b) for b in range(3)], [trial] * 3, [9, 4, 7], 5)
@@ -124,7 +143,9 @@ def test_rules_on_the_device_equal_their_twins(rule: str, kind: str, monkeypatch
 
 
 def test_cost_ratio_by_the_round() -> None:
-    """Without looking at tokens it takes the length with the most expected tokens a millisecond, and learns acceptance from rounds."""
+    """Without looking at tokens it takes the length with the most expected tokens a millisecond,
+    and learns acceptance from rounds.
+    """
     policy = CostRatioByRound(RoundCosts(0.1, (1.0, 1.01, 1.02, 1.03, 1.04)))
     assert policy.reads == "nothing" and policy.more(1, None)
     for _ in range(300):
@@ -133,7 +154,8 @@ def test_cost_ratio_by_the_round() -> None:
     for _ in range(900):  # rounds of one test each, which old rounds of four outweigh for long
         policy.update(4, 0)
     assert policy.passed.share < 0.05 and policy.limit(4) == 0
-    for _ in range(600):  # half of the tested tokens pass: 1 + 0.5 over 1.11 ms, 1.75 over 1.22, 1.875 over 1.33 ...
+    # half of the tested tokens pass: 1 + 0.5 over 1.11 ms, 1.75 over 1.22, 1.875 over 1.33 ...
+    for _ in range(600):
         policy.update(4, 1)
     assert policy.passed.share == pytest.approx(0.5, abs=0.02)
     assert policy.limit(4) == 2
@@ -142,7 +164,9 @@ def test_cost_ratio_by_the_round() -> None:
 def test_reading_packs_whatever_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
     assert cuda.read(
-        torch.tensor([[1, 2], [3, 31999]]), torch.tensor([0.1], dtype=torch.float64), torch.zeros(2, 0)
+        torch.tensor([[1, 2], [3, 31999]]),
+        torch.tensor([0.1], dtype=torch.float64),
+        torch.zeros(2, 0),
     ) == [
         [[1, 2], [3, 31999]],
         [0.1],

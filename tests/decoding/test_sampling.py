@@ -36,13 +36,17 @@ def test_warpers_follow_their_definition(fields: dict) -> None:
     logits_RV = torch.randn(40, 11, generator=generator, dtype=torch.float64) * 2
     logits_RV[::3] = logits_RV[::3].round()  # many ties
     probs_RV = Warper(**fields).probs(logits_RV)
-    expected = torch.tensor([exact_row(row, **fields) for row in logits_RV.tolist()], dtype=torch.float64)
+    expected = torch.tensor(
+        [exact_row(row, **fields) for row in logits_RV.tolist()], dtype=torch.float64
+    )
     torch.testing.assert_close(probs_RV, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.9}], ids=str)
 def test_ties_go_to_the_lower_token_id(fields: dict) -> None:
-    """Over a vocabulary for which a partial sort is tried first, and would leave the order of equals open."""
+    """Over a vocabulary for which a partial sort is tried first, and would leave the order of
+    equals open.
+    """
     logits = torch.full((2, 2 * GUESSES[-1]), -30.0)
     logits[0, [7, 40, 90, 200]] = 2.0
     logits[1, [3, 5]] = torch.tensor([1.0, 2.0])
@@ -56,7 +60,9 @@ def test_ties_go_to_the_lower_token_id(fields: dict) -> None:
 )
 def test_partial_and_full_sorts_agree(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The partial sort is the fast path, the full stable sort its twin."""
-    logits_RV = torch.randn(30, 500, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 4
+    logits_RV = (
+        torch.randn(30, 500, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 4
+    )
     fast_RV = Warper(1.0, **fields).probs(logits_RV)
     monkeypatch.setattr("decoding.sampling.GUESSES", ())
     torch.testing.assert_close(fast_RV, Warper(1.0, **fields).probs(logits_RV), rtol=1e-12, atol=0)
@@ -86,13 +92,18 @@ def test_draw_never_takes_a_token_of_weight_zero() -> None:
 def test_scalar_and_tensor_noise_are_the_same_function() -> None:
     keys = [noise.key(5, request, position) for request in range(3) for position in range(4)]
     ids = torch.arange(20)
-    rows = noise.exponentials(torch.tensor([noise.signed(k) for k in keys])[:, None], noise.scaled_ids(ids))
+    rows = noise.exponentials(
+        torch.tensor([noise.signed(k) for k in keys])[:, None], noise.scaled_ids(ids)
+    )
     for row, k in zip(rows, keys):
         for i in range(20):
-            # The tensor leaves out the last xorshift of the scalar: y = z ^ (z >> 31), so z = y ^ (y >> 31) ^ (y >> 62).
+            # The tensor leaves out the last xorshift of the scalar: y = z ^ (z >> 31), so z = y ^
+            # (y >> 31) ^ (y >> 62).
             mixed = noise.mix((k + (i + 1) * noise.GOLDEN) & noise.MASK)
             bits = noise.signed(mixed ^ (mixed >> 31) ^ (mixed >> 62))
-            assert row[i].item() == pytest.approx(-math.log(bits * noise.SIGNED_STEP + 0.5), rel=1e-6)
+            assert row[i].item() == pytest.approx(
+                -math.log(bits * noise.SIGNED_STEP + 0.5), rel=1e-6
+            )
 
 
 def test_uniforms_stay_inside_the_open_interval() -> None:
@@ -101,7 +112,9 @@ def test_uniforms_stay_inside_the_open_interval() -> None:
 
 
 def test_mixing_matches_splitmix64() -> None:
-    """The first outputs of SplitMix64 from seed 1234567 (the reference values of its authors' test vectors)."""
+    """The first outputs of SplitMix64 from seed 1234567 (the reference values of its authors' test
+    vectors).
+    """
     state, outputs = 1234567, []
     for _ in range(3):
         state = (state + noise.GOLDEN) & noise.MASK
@@ -111,18 +124,25 @@ def test_mixing_matches_splitmix64() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_noise_is_equal_on_cuda() -> None:
-    ids, keys = torch.arange(4096), torch.tensor([noise.signed(noise.key(1, 2, p)) for p in range(3)])[:, None]
+    ids, keys = (
+        torch.arange(4096),
+        torch.tensor([noise.signed(noise.key(1, 2, p)) for p in range(3)])[:, None],
+    )
     cpu = noise.mix_tensor(noise.scaled_ids(ids) + keys)
     assert torch.equal(cpu, noise.mix_tensor(noise.scaled_ids(ids.cuda()) + keys.cuda()).cpu())
 
 
 def test_exponentials_are_standard_exponentials() -> None:
-    keys = torch.tensor([noise.signed(noise.key(0, 0, position)) for position in range(50)])[:, None]
+    keys = torch.tensor([noise.signed(noise.key(0, 0, position)) for position in range(50)])[
+        :, None
+    ]
     values = noise.exponentials(keys, noise.scaled_ids(torch.arange(2000)))
     assert values.min() > 0
     assert abs(values.mean().item() - 1) < 0.02
     assert abs(values.var().item() - 1) < 0.05
-    adjacent = torch.corrcoef(torch.stack((values[:, :-1].flatten(), values[:, 1:].flatten())))[0, 1]
+    adjacent = torch.corrcoef(torch.stack((values[:, :-1].flatten(), values[:, 1:].flatten())))[
+        0, 1
+    ]
     between = torch.corrcoef(values[:2])[0, 1]
     assert max(abs(adjacent.item()), abs(between.item())) < 0.05
 
@@ -130,7 +150,12 @@ def test_exponentials_are_standard_exponentials() -> None:
 def test_uniforms_differ_by_every_part_of_their_key() -> None:
     chooser = Chooser(Warper(1.0), "token", 0, 5, CPU)
     chooser.begin([noise.key(0, 0), noise.key(0, 1), noise.key(1, 0)], [0, 0, 0], [9, 9, 9], 4)
-    values = {chooser.uniform(row, depth, purpose) for row in range(3) for depth in range(4) for purpose in range(4)}
+    values = {
+        chooser.uniform(row, depth, purpose)
+        for row in range(3)
+        for depth in range(4)
+        for purpose in range(4)
+    }
     chooser.begin([noise.key(0, 0)], [1], [9], 4)
     values |= {chooser.uniform(0, depth, purpose) for depth in range(4) for purpose in range(4)}
     assert len(values) == 64
@@ -139,7 +164,9 @@ def test_uniforms_differ_by_every_part_of_their_key() -> None:
 
 @pytest.mark.parametrize("depths", [None, torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3]])])
 def test_noise_for_survivors_alone_picks_the_same_tokens(depths: torch.Tensor | None) -> None:
-    """Noise for the survivors is the fast path of warped rows; noise for the whole vocabulary is its twin."""
+    """Noise for the survivors is the fast path of warped rows; noise for the whole vocabulary is
+    its twin.
+    """
     logits_BNV = torch.randn(2, 4, 300, generator=torch.Generator().manual_seed(1))
     warper = Warper(1.0, top_k=7)
     picks = []
@@ -151,7 +178,10 @@ def test_noise_for_survivors_alone_picks_the_same_tokens(depths: torch.Tensor | 
 
 
 def test_unknown_rules_are_refused() -> None:
-    with pytest.raises(UserError, match="verify 'lenient' is unknown, expected one of greedy, token, block, coupled"):
+    with pytest.raises(
+        UserError,
+        match="verify 'lenient' is unknown, expected one of greedy, token, block, coupled",
+    ):
         Chooser(Warper(1.0), "lenient", 0, 5, CPU)
     with pytest.raises(UserError, match=r"verify 'greedy' needs temperature 0, found 0\.5"):
         Chooser(Warper(0.5), "greedy", 0, 5, CPU)
@@ -159,7 +189,9 @@ def test_unknown_rules_are_refused() -> None:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_in_half_precision_are_warped_in_float32(dtype: torch.dtype, temperature: float) -> None:
+def test_logits_in_half_precision_are_warped_in_float32(
+    dtype: torch.dtype, temperature: float
+) -> None:
     logits_RV = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).mul(9).to(dtype)
     probs_RV = Warper(temperature).probs(logits_RV)
     assert torch.equal(probs_RV, (logits_RV.float() / temperature).softmax(-1))

@@ -1,4 +1,6 @@
-"""A row that goes on: later turns say what a fresh decode over the whole text says, and read only what is new. Several: test_conversations.py."""
+"""A row that goes on: later turns say what a fresh decode over the whole text says, and read only
+what is new. Several: test_conversations.py.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +30,9 @@ PAIRS = [
 
 def settings_of(rule: str) -> Settings:
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
-    return Settings(num_draft_tokens=3, max_new_tokens=20, costs=COSTS, stopping="fixed", seed=3, **sampled)  # type: ignore[arg-type]
+    return Settings(
+        num_draft_tokens=3, max_new_tokens=20, costs=COSTS, stopping="fixed", seed=3, **sampled
+    )  # type: ignore[arg-type]
 
 
 def drained(batch: Batch) -> Generation:
@@ -47,7 +51,11 @@ def kit_of(seed: int = 0) -> Kit:
 
 @pytest.mark.parametrize(("row", "rule"), PAIRS)
 def test_every_turn_is_a_fresh_decode_over_the_whole_text(row: DrafterRow, rule: str) -> None:
-    settings, kit, other = replace(settings_of(rule), num_draft_tokens=row.gamma or 3), kit_of(), kit_of()
+    settings, kit, other = (
+        replace(settings_of(rule), num_draft_tokens=row.gamma or 3),
+        kit_of(),
+        kit_of(),
+    )
     session = Session(kit.target, row.make(kit), settings)
     text: list[int] = random_prompts(1, seed=4)[0]
     for turn, said in enumerate(random_prompts(4, seed=5)):
@@ -56,7 +64,9 @@ def test_every_turn_is_a_fresh_decode_over_the_whole_text(row: DrafterRow, rule:
         found = drained(session.start(text, request_id=turn))
         (fresh,) = decode(other.target, row.make(other), [text], settings, request_ids=[turn])
         assert found.tokens == fresh.tokens
-        assert (found.rounds, found.trace) == (fresh.rounds, fresh.trace), "the drafter knows what it would know"
+        assert (found.rounds, found.trace) == (fresh.rounds, fresh.trace), (
+            "the drafter knows what it would know"
+        )
         if turn:  # the answer's last token was in no cache, and maybe the one before it
             assert len(said) - 1 <= found.prefilled <= len(said) < before
         text += found.tokens
@@ -66,7 +76,9 @@ def test_the_drafter_reads_only_what_is_new() -> None:
     class Counting(NativeTarget):
         read = 0
 
-        def features(self, tokens_BN: torch.Tensor, parents_BN: torch.Tensor | None = None) -> torch.Tensor:
+        def features(
+            self, tokens_BN: torch.Tensor, parents_BN: torch.Tensor | None = None
+        ) -> torch.Tensor:
             self.read += tokens_BN.shape[1]
             return super().features(tokens_BN, parents_BN)
 
@@ -81,7 +93,9 @@ def test_the_drafter_reads_only_what_is_new() -> None:
     read = model.read
     assert read >= 39
     second = drained(session.start([*[5] * 40, *first.tokens, 7, 8, 9]))
-    assert model.read - read < 39 + second.rounds * 4 - 20, "the first 40 tokens were not read again"
+    assert model.read - read < 39 + second.rounds * 4 - 20, (
+        "the first 40 tokens were not read again"
+    )
 
 
 def test_a_history_that_was_edited_is_rolled_back_to_what_is_left_of_it() -> None:
@@ -103,14 +117,21 @@ def test_control_a_cache_that_keeps_too_much_is_found_out() -> None:
     class Careless(Session):
         def _kept(self, prompt: Sequence[int], drafter: object) -> int:
             right = super()._kept(prompt, drafter)  # type: ignore[arg-type]
-            return min(self.target.lengths_B[0], len(prompt) - 1) if self.target.lengths_B[0] else right
+            return (
+                min(self.target.lengths_B[0], len(prompt) - 1)
+                if self.target.lengths_B[0]
+                else right
+            )
 
     settings, kit, other = settings_of("greedy"), kit_of(), kit_of()
     session = Careless(kit.target, None, settings)
     prompt = list(range(3, 15))
     drained(session.start(prompt))
     edited = [40, 41, 42, *prompt[3:], 9]
-    assert drained(session.start(edited)).tokens != decode(other.target, None, [edited], settings)[0].tokens
+    assert (
+        drained(session.start(edited)).tokens
+        != decode(other.target, None, [edited], settings)[0].tokens
+    )
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "token"])
@@ -128,20 +149,31 @@ def test_plain_decoding_in_between_and_a_turn_that_is_left_change_nothing(rule: 
         left.round()
     text += [*left.rows[0].generation.tokens, 11]  # and the rest is never asked for
     found = drained(session.start(text, request_id=2))
-    (fresh,) = decode(other.target, ChainDrafter(model=other.draft_model), [text], settings, request_ids=[2])
+    (fresh,) = decode(
+        other.target, ChainDrafter(model=other.draft_model), [text], settings, request_ids=[2]
+    )
     assert found.tokens == fresh.tokens and found.trace == fresh.trace
     assert found.prefilled <= 2
 
 
 class LastState(ChainDrafter):
-    """A chain drafter that checks the hidden state it is given: the one before the tip, of the target's own."""
+    """A chain drafter that checks the hidden state it is given: the one before the tip, of the
+    target's own.
+    """
 
     caps = replace(ChainDrafter.caps, needs_hidden=True)
     state: torch.Tensor
 
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: torch.Tensor | None, capacity: int) -> None:
+    def open(
+        self,
+        prompts_B: Sequence[Sequence[int]],
+        prefill_hidden_BNC: torch.Tensor | None,
+        capacity: int,
+    ) -> None:
         super().open(prompts_B, prefill_hidden_BNC, capacity)
-        assert prefill_hidden_BNC is not None and prefill_hidden_BNC.shape[1] == len(prompts_B[0]) - 1
+        assert (
+            prefill_hidden_BNC is not None and prefill_hidden_BNC.shape[1] == len(prompts_B[0]) - 1
+        )
         self.state = prefill_hidden_BNC[0, -1]
 
     def resume(self, prompt: Sequence[int], kept: int, hidden_NC: torch.Tensor | None) -> None:
@@ -196,7 +228,9 @@ def test_the_hf_backend_goes_on_too() -> None:
     from decoding.hf import HFTarget
 
     settings = settings_of("greedy")
-    session = Session(HFTarget(hf_model("llama"), "hf"), ChainDrafter(model=kit_of().draft_model), settings)
+    session = Session(
+        HFTarget(hf_model("llama"), "hf"), ChainDrafter(model=kit_of().draft_model), settings
+    )
     other: Target = HFTarget(hf_model("llama"), "hf")
     text = [5, 6, 7]
     for said in ([8, 9], [10, 11, 12]):

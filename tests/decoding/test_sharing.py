@@ -1,4 +1,6 @@
-"""One engine in several hands: threads queue, a stream that was overtaken says so, and no text is ever another call's."""
+"""One engine in several hands: threads queue, a stream that was overtaken says so, and no text is
+ever another call's.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +30,11 @@ OVERTAKEN = "this call cannot continue: another one has used the target"
 @pytest.fixture(params=["chain", "lookup"])
 def engine(request: pytest.FixtureRequest) -> Engine:
     model = hf_model()
-    drafter = PromptLookup() if request.param == "lookup" else ChainDrafter(model=native_of(model, noise=0.05))
+    drafter = (
+        PromptLookup()
+        if request.param == "lookup"
+        else ChainDrafter(model=native_of(model, noise=0.05))
+    )
     return Engine(native_of(model), drafter, load_tokenizer(TOKENIZER), ())
 
 
@@ -48,12 +54,16 @@ def test_eight_threads_get_the_text_of_one(engine: Engine) -> None:
         return [generate(engine, prompt, **FIXED).tokens for prompt in mine]
 
     with ThreadPoolExecutor(8) as pool:
-        found = [tokens for part in pool.map(ask, [prompts[i::8] for i in range(8)]) for tokens in part]
+        found = [
+            tokens for part in pool.map(ask, [prompts[i::8] for i in range(8)]) for tokens in part
+        ]
     assert found == plain([prompt for i in range(8) for prompt in prompts[i::8]])
 
 
 def test_streams_in_threads_are_whole_or_refused(engine: Engine) -> None:
-    """A stream's text is the one of its prompt as far as it comes, and an error ends it where another call took the caches."""
+    """A stream's text is the one of its prompt as far as it comes, and an error ends it where
+    another call took the caches.
+    """
     prompts = random_prompts(16)
     whole = [engine.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in plain(prompts)]
     gate, errors = threading.Barrier(8), []
@@ -75,7 +85,9 @@ def test_streams_in_threads_are_whole_or_refused(engine: Engine) -> None:
     with ThreadPoolExecutor(8) as pool:
         parts = list(pool.map(read, range(8)))
     assert all(OVERTAKEN in error for error in errors)
-    assert any(finished for part in parts for _, finished in part), "nothing overtakes the stream that began last"
+    assert any(finished for part in parts for _, finished in part), (
+        "nothing overtakes the stream that began last"
+    )
     for number, part in enumerate(parts):
         for (text, finished), expected in zip(part, whole[number::8], strict=True):
             assert text == expected if finished else expected.startswith(text.rstrip("\ufffd"))
@@ -83,10 +95,15 @@ def test_streams_in_threads_are_whole_or_refused(engine: Engine) -> None:
 
 def test_costs_are_measured_once_by_threads() -> None:
     model = hf_model()
-    engine = Engine(native_of(model), ChainDrafter(model=native_of(model)), load_tokenizer(TOKENIZER), ())
+    engine = Engine(
+        native_of(model), ChainDrafter(model=native_of(model)), load_tokenizer(TOKENIZER), ()
+    )
     with ThreadPoolExecutor(4) as pool:
         found = list(
-            pool.map(lambda _: generate(engine, [4, 5], max_new_tokens=2, num_draft_tokens=1).tokens, range(4))
+            pool.map(
+                lambda _: generate(engine, [4, 5], max_new_tokens=2, num_draft_tokens=1).tokens,
+                range(4),
+            )
         )
     assert found == plain([[4, 5]] * 4, max_new_tokens=2)
     assert len(engine.costs) == 1
@@ -174,7 +191,9 @@ def test_a_sessions_earlier_turn_cannot_continue(engine: Engine) -> None:
 
 
 def test_two_sets_of_turns_keep_their_own_texts(engine: Engine) -> None:
-    """What a target keeps for a conversation goes by row: two sets on one target would read each other's."""
+    """What a target keeps for a conversation goes by row: two sets on one target would read each
+    other's.
+    """
     settings = Settings(max_new_tokens=5, num_draft_tokens=3)
     sets = [Turns(engine.target, engine.drafter) for _ in range(2)]
     texts = [[5, 6, 7], [9, 8, 10, 11]]

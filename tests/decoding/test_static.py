@@ -1,4 +1,5 @@
-"""The static forward against its eager twin, in float64 and uncaptured: chains, trees, ragged rows, commits, buckets; and the laws on it.
+"""The static forward against its eager twin, in float64 and uncaptured: chains, trees, ragged rows,
+commits, buckets; and the laws on it.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -105,7 +106,9 @@ def test_one_step_is_made_for_each_shape_and_bucket() -> None:
             target.forward(ids(1, 3))
             target.commit(None, [3])
     assert target._static is not None
-    assert sorted(key[:3] for key in target._static._steps) == [(1, 3, slots) for slots in (16, 20, 24, 28, 32)]
+    assert sorted(key[:3] for key in target._static._steps) == [
+        (1, 3, slots) for slots in (16, 20, 24, 28, 32)
+    ]
     assert target._cache_L2BHTD is not None and target._cache_L2BHTD.shape[4] == 64
 
 
@@ -141,7 +144,9 @@ def test_taps_partial_views_and_full_caches() -> None:
         for target in targets:
             target.commit(None, [6])
         both([target.partial(Skips(attention=(1,), mlp=(0,))) for target in targets], ids(1, 3))
-        with pytest.raises(ValueError, match="13 slots are needed, but the cache was opened for 12"):
+        with pytest.raises(
+            ValueError, match="13 slots are needed, but the cache was opened for 12"
+        ):
             targets[0].forward(ids(1, 7))
 
 
@@ -154,9 +159,13 @@ def test_laws_1_and_2_on_static_steps(kind: str, temperature: float) -> None:
     target, plain = native_of(model, execution="graph"), native_of(model)
     draft_model = native_of(model, noise=0.05, execution="graph")
     drafter = (
-        ChainDrafter(model=draft_model) if kind == "chain" else MultiCandidate(model=draft_model, branching=(3, 2))
+        ChainDrafter(model=draft_model)
+        if kind == "chain"
+        else MultiCandidate(model=draft_model, branching=(3, 2))
     )
-    settings = Settings(max_new_tokens=48, temperature=temperature, verify="coupled", num_draft_tokens=3, seed=3)
+    settings = Settings(
+        max_new_tokens=48, temperature=temperature, verify="coupled", num_draft_tokens=3, seed=3
+    )
     prompts = random_prompts(6)
     texts = [
         [made.tokens for made in decode(t, d, prompts, settings)]
@@ -167,11 +176,15 @@ def test_laws_1_and_2_on_static_steps(kind: str, temperature: float) -> None:
 
 def test_the_backends_word_and_unknown_executions() -> None:
     model = hf_model()
-    assert [native_of(model, execution=e).backend for e in (None, "eager", "graph", "compiled")] == [
+    assert [
+        native_of(model, execution=e).backend for e in (None, "eager", "graph", "compiled")
+    ] == [
         "native",
         "native",
         "native graph",
         "native compiled",
     ]
-    with pytest.raises(ValueError, match="execution 'fast' is unknown, expected one of eager, graph, compiled"):
+    with pytest.raises(
+        ValueError, match="execution 'fast' is unknown, expected one of eager, graph, compiled"
+    ):
         native_of(model, execution="fast")

@@ -12,7 +12,15 @@ from decoding.chain import ChainDrafter
 from decoding.drafter import Drafter
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.policies import NAMES, Assisted, Confidence, CostRatio, Entropy, Thompson, make_stopping
+from decoding.policies import (
+    NAMES,
+    Assisted,
+    Confidence,
+    CostRatio,
+    Entropy,
+    Thompson,
+    make_stopping,
+)
 from decoding.prompt_lookup import PromptLookup
 from decoding.schedules import usual_stopping
 from decoding.stopping import RoundCosts, Sign
@@ -30,7 +38,9 @@ FAIR = RoundCosts(0.15, (1.0, 1.05))
 @pytest.mark.parametrize("stopping", NAMES)
 def test_no_policy_changes_the_output(stopping: str, verify: str) -> None:
     target, _, draft_model = models()
-    settings = Settings(max_new_tokens=48, num_draft_tokens=6, stopping=stopping, costs=FAIR, seed=3)
+    settings = Settings(
+        max_new_tokens=48, num_draft_tokens=6, stopping=stopping, costs=FAIR, seed=3
+    )
     if verify == "coupled":
         settings = replace(settings, temperature=1.0, verify="coupled")
     prompts = random_prompts(16)
@@ -54,10 +64,18 @@ def test_a_rows_draft_lengths_do_not_hang_on_its_neighbours(stopping: str) -> No
         stop_token_ids=(3,),
     )
     prompts = random_prompts(6)
-    together = decode(target, ChainDrafter(model=draft_model), prompts, settings, request_ids=range(6))
+    together = decode(
+        target, ChainDrafter(model=draft_model), prompts, settings, request_ids=range(6)
+    )
     for request, (prompt, expected) in enumerate(zip(prompts, together)):
-        (alone,) = decode(target, ChainDrafter(model=draft_model), [prompt], settings, request_ids=[request])
-        assert (alone.tokens, alone.rounds, alone.drafted) == (expected.tokens, expected.rounds, expected.drafted)
+        (alone,) = decode(
+            target, ChainDrafter(model=draft_model), [prompt], settings, request_ids=[request]
+        )
+        assert (alone.tokens, alone.rounds, alone.drafted) == (
+            expected.tokens,
+            expected.rounds,
+            expected.drafted,
+        )
 
 
 def test_policies_draft_less_where_the_drafter_is_unsure() -> None:
@@ -66,7 +84,10 @@ def test_policies_draft_less_where_the_drafter_is_unsure() -> None:
     drafted, accepted = {}, {}
     for stopping in ("fixed", "confidence", "entropy", "adaptive_confidence", "cost_ratio"):
         done = decode(
-            target, ChainDrafter(model=draft_model), prompts, replace(settings, stopping=stopping, costs=FAIR)
+            target,
+            ChainDrafter(model=draft_model),
+            prompts,
+            replace(settings, stopping=stopping, costs=FAIR),
         )
         drafted[stopping] = sum(g.drafted for g in done)
         accepted[stopping] = sum(g.accepted for g in done) / drafted[stopping]
@@ -108,10 +129,16 @@ def test_cost_ratio_weighs_survival_against_cost() -> None:
     assert CostRatio(DEAR).limit(8) == 0, "a draft step of five target steps never pays"
     cheap = CostRatio(CHEAP)
     assert cheap.limit(8) == 8
-    assert all(cheap.more(depth, Sign(0.95)) for depth in range(1, 8)), "steps that cost nothing are worth little hope"
+    assert all(cheap.more(depth, Sign(0.95)) for depth in range(1, 8)), (
+        "steps that cost nothing are worth little hope"
+    )
     fair = CostRatio(FAIR)
     fair.limit(8)
-    lengths = [next(d for d in range(1, 20) if not fair.more(d, Sign(c))) for c in (0.05, 0.95) if fair.limit(20)]
+    lengths = [
+        next(d for d in range(1, 20) if not fair.more(d, Sign(c)))
+        for c in (0.05, 0.95)
+        if fair.limit(20)
+    ]
     assert lengths[0] < lengths[1]
 
 
@@ -131,7 +158,9 @@ def test_cost_ratio_learns_that_a_drafter_is_useless_and_tries_again_later() -> 
 
 
 def test_measured_costs_make_cost_ratio_the_usual_policy() -> None:
-    """Of tokens drawn one by one, on the serial schedule; without costs, and for what comes whole, drafts have fixed length."""
+    """Of tokens drawn one by one, on the serial schedule; without costs, and for what comes whole,
+    drafts have fixed length.
+    """
     target, _, draft_model = models()
     prompts, settings = random_prompts(8), Settings(max_new_tokens=48, num_draft_tokens=8)
 
@@ -152,11 +181,15 @@ def test_measured_costs_make_cost_ratio_the_usual_policy() -> None:
 
 def test_costs_beyond_the_timed_widths_lie_on_the_last_line() -> None:
     assert RoundCosts(0.1, (1.0, 1.5)).target_ms(4) == pytest.approx(2.5)
-    assert RoundCosts(0.1, (1.0, 0.9)).target_ms(4) == pytest.approx(0.9), "noise does not make wide forwards cheap"
+    assert RoundCosts(0.1, (1.0, 0.9)).target_ms(4) == pytest.approx(0.9), (
+        "noise does not make wide forwards cheap"
+    )
 
 
 def test_bad_policies_are_named() -> None:
-    with pytest.raises(UserError, match="stopping 'mood' is unknown, expected one of fixed, confidence"):
+    with pytest.raises(
+        UserError, match="stopping 'mood' is unknown, expected one of fixed, confidence"
+    ):
         make_stopping("mood", [1], None, None)
     with pytest.raises(UserError, match=r"'cost_ratio' needs measured costs"):
         make_stopping("cost_ratio", [1], None, None)

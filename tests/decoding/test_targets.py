@@ -1,4 +1,5 @@
-"""Both backends against plain `transformers`, and the cache: rows of own lengths, trees, commits, roll-back, selection.
+"""Both backends against plain `transformers`, and the cache: rows of own lengths, trees, commits,
+roll-back, selection.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -25,7 +26,9 @@ BACKENDS = ("native", "hf")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 
 
-def make(backend: str, shape: str = "llama", dtype: torch.dtype = torch.float64) -> tuple[Target, torch.nn.Module]:
+def make(
+    backend: str, shape: str = "llama", dtype: torch.dtype = torch.float64
+) -> tuple[Target, torch.nn.Module]:
     model = hf_model(shape, dtype=dtype)
     return (native_of(model) if backend == "native" else HFTarget(model, "tiny")), model
 
@@ -43,14 +46,18 @@ def plain(model: torch.nn.Module, tokens: list[int]) -> Tensor:
 def close(left: Tensor, right: Tensor, tolerance: float | None = None) -> None:
     """``tolerance`` (default: the dtype's) is relative to the largest of ``right``, or to 1."""
     tolerance = TOLERANCE[right.dtype] if tolerance is None else tolerance
-    torch.testing.assert_close(left, right, rtol=0, atol=tolerance * max(1.0, right.abs().max().item()))
+    torch.testing.assert_close(
+        left, right, rtol=0, atol=tolerance * max(1.0, right.abs().max().item())
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_equal_plain_transformers(backend: str, shape: str, dtype: torch.dtype) -> None:
-    """Prefill, a chain of several tokens, single tokens: the same logits as one pass without a cache."""
+    """Prefill, a chain of several tokens, single tokens: the same logits as one pass without a
+    cache.
+    """
     target, model = make(backend, shape, dtype)
     tokens = ids(1, 70)  # past the 32 positions from which the Llama 3.1 scaling shows
     with torch.inference_mode():
@@ -183,7 +190,8 @@ def test_a_partial_view_runs_chosen_layers_on_the_targets_own_cache() -> None:
         target.forward(tokens[:, :5])
         target.commit(None, [5])
         view = target.partial(Skips(attention=(1,), mlp=(1,)))
-        drafted_BNV, _ = view.forward(tokens[:, 5:8])  # sees the five tokens that the whole target committed
+        # sees the five tokens that the whole target committed
+        drafted_BNV, _ = view.forward(tokens[:, 5:8])
         expected_BNV, _ = first_layer.forward(tokens)
         close(drafted_BNV, expected_BNV[:, 5:])
         logits_BNV, _ = target.forward(tokens[:, 5:8])
@@ -202,7 +210,9 @@ def test_packed_products_equal_plain_ones(dtype: torch.dtype) -> None:
         x = torch.randn(2, rows, 32, dtype=dtype)
         for b in (bias, None):
             left, right = PackedLinear(weight, b)(x), PlainLinear(weight, b)(x)
-            torch.testing.assert_close(left, right, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+            torch.testing.assert_close(
+                left, right, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize(
@@ -263,7 +273,9 @@ def test_a_foreign_architecture_runs_on_hf() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3
+    )
     model = GPT2LMHeadModel(config).double().eval()
     target = HFTarget(model, "gpt2")
     with torch.inference_mode():
@@ -278,15 +290,20 @@ def test_a_foreign_architecture_runs_on_hf() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.long
 def test_a_compiled_model_equals_the_eager_one() -> None:
-    """Ragged rows, chains, trees, moved paths, a bigger cache: one traced form for single tokens and one for more, a batch and a row alike."""
+    """Ragged rows, chains, trees, moved paths, a bigger cache: one traced form for single tokens
+    and one for more, a batch and a row alike.
+    """
     parents_BN = torch.tensor([[-1, 0, 0, 1, 1], [-1, 0, 1, 0, 3]])
     model = hf_model("llama")
     targets = [HFTarget(model, "tiny", execution=execution) for execution in ("eager", "compiled")]
 
     def both(tokens_BN: Tensor, parents_BN: Tensor | None = None) -> None:
-        for left, right in zip(*(target.forward(tokens_BN, parents_BN) for target in targets), strict=True):
-            # Hugging Face's LLaMA has its norms, rotation and softmax in float32 whatever the dtype, and compiled code rounds them otherwise on
-            # some processors: one unit in the last place of the rotation moves these logits by 3e-6.
+        for left, right in zip(
+            *(target.forward(tokens_BN, parents_BN) for target in targets), strict=True
+        ):
+            # Hugging Face's LLaMA has its norms, rotation and softmax in float32 whatever the
+            # dtype, and compiled code rounds them otherwise on some processors: one unit in the
+            # last place of the rotation moves these logits by 3e-6.
             close(left, right, tolerance=1e-5)
             if tokens_BN.shape[1] > 1:  # the control: one position off is far outside
                 assert (left - right.roll(1, dims=1)).abs().max() > 1e-2
@@ -314,13 +331,19 @@ def test_a_compiled_model_equals_the_eager_one() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.long
 def test_a_compiled_foreign_architecture_decodes_as_it_does_eagerly() -> None:
-    """GPT-2 as target and a LLaMA as drafter, greedy and compiled: the tokens of plain eager decoding."""
+    """GPT-2 as target and a LLaMA as drafter, greedy and compiled: the tokens of plain eager
+    decoding.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3
+    )
     model = GPT2LMHeadModel(config).double().eval()
-    eager, compiled = (HFTarget(model, "gpt2", execution=execution) for execution in ("eager", "compiled"))
+    eager, compiled = (
+        HFTarget(model, "gpt2", execution=execution) for execution in ("eager", "compiled")
+    )
     drafter = ChainDrafter(model=HFTarget(hf_model("llama"), "drafter", execution="compiled"))
     prompts, settings = [[5, 6, 7], [8]], Settings(max_new_tokens=20, temperature=0.0)
 
@@ -339,9 +362,13 @@ def fresh_compiler() -> None:
 
 
 def test_an_execution_that_a_backend_does_not_have(stories260k: Path) -> None:
-    with pytest.raises(UserError, match="execution 'graph': expected one of eager, compiled with backend=hf"):
+    with pytest.raises(
+        UserError, match="execution 'graph': expected one of eager, compiled with backend=hf"
+    ):
         load_target(stories260k, backend="hf", execution="graph")
-    with pytest.raises(UserError, match="execution 'graph' is unknown, expected one of eager, compiled"):
+    with pytest.raises(
+        UserError, match="execution 'graph' is unknown, expected one of eager, compiled"
+    ):
         HFTarget(hf_model("llama"), "tiny", execution="graph")
 
 

@@ -1,4 +1,6 @@
-"""Chat templates are programs of whoever made the model: they run with limits, in every thread, and a quick one costs next to nothing."""
+"""Chat templates are programs of whoever made the model: they run with limits, in every thread, and
+a quick one costs next to nothing.
+"""
 
 import threading
 import time
@@ -24,8 +26,12 @@ LOOPS = "{{% for i in range(100000) %}}{{% for j in range(100000) %}}{}{{% endfo
 GROWS = "{% set n = namespace(s='') %}" + LOOPS.format("{% set n.s = n.s + 'xx' %}")
 MACRO = "{% macro f() %}" + LOOPS.format("x" * 100) + "{% endmacro %}{{ f() }}"
 BAD = {
-    "output without end": (LOOPS.format("x" * 100), "wrote more than 100,000 characters for one chat"),
-    "output of a macro": (MACRO, "computed for more than 0.3 seconds"),  # it is put together at the end
+    "output without end": (
+        LOOPS.format("x" * 100),
+        "wrote more than 100,000 characters for one chat",
+    ),
+    # it is put together at the end
+    "output of a macro": (MACRO, "computed for more than 0.3 seconds"),
     "loops without output": (LOOPS.format(""), "computed for more than 0.3 seconds on one chat"),
     "a text that grows": (GROWS, "computed for more than 0.3 seconds"),
     "a macro that calls itself": (
@@ -34,7 +40,10 @@ BAD = {
     ),
     "division by zero": ("{{ 1 / 0 }}", "fails on this chat .ZeroDivisionError"),
     "a sum of text and number": ("{{ messages[0].content + 1 }}", "fails on this chat .TypeError"),
-    "a range beyond the sandbox": ("{% for i in range(10000000) %}{% endfor %}", "fails on this chat .OverflowError"),
+    "a range beyond the sandbox": (
+        "{% for i in range(10000000) %}{% endfor %}",
+        "fails on this chat .OverflowError",
+    ),
 }
 
 
@@ -42,12 +51,12 @@ TEXT, NUMBER = "a text or list of more than 16,000,000 ", "a whole number of mor
 LONG = "'x' | center(9000000)"
 LARGE = {
     "{{ 9**(9**9) }}": NUMBER,
-    "{% set n = namespace(v=3) %}{% for i in range(40) %}{% set n.v = n.v * n.v %}{% endfor %}": NUMBER,
+    "{% set n = namespace(v=3) %}{%for i in range(40)%}{%set n.v = n.v * n.v%}{%endfor%}": NUMBER,
     "{{ 'x' * 10**9 }}": TEXT,
     "{{ [0] * 10**9 }}": TEXT,
     "{{ 10**9 * (messages[0].content,) }}": TEXT,
-    "{% set n = namespace(v='xx') %}{% for i in range(60) %}{% set n.v = n.v + n.v %}{% endfor %}": TEXT,
-    "{% set n = namespace(v='xx') %}{% for i in range(60) %}{% set n.v = n.v ~ n.v %}{% endfor %}": TEXT,
+    "{% set n = namespace(v='xx') %}{%for i in range(60)%}{%set n.v = n.v + n.v%}{%endfor%}": TEXT,
+    "{% set n = namespace(v='xx') %}{%for i in range(60)%}{%set n.v = n.v ~ n.v%}{%endfor%}": TEXT,
     "{{ '%1000000000d' % 1 }}": TEXT,
     "{{ '%.*f' % (1000000000, 1) }}": TEXT,
     "{{ '%(a)1000000000s' % {'a': 1} }}": TEXT,
@@ -114,7 +123,9 @@ def _tight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_tight")
 @pytest.mark.parametrize(("source", "message"), BAD.values(), ids=BAD)
-def test_a_template_without_end_is_stopped(tokenizer: PreTrainedTokenizerBase, source: str, message: str) -> None:
+def test_a_template_without_end_is_stopped(
+    tokenizer: PreTrainedTokenizerBase, source: str, message: str
+) -> None:
     with pytest.raises(UserError, match=message) as caught:
         render(tokenizer, CHAT, source)
     assert str(ASSETS) in str(caught.value)
@@ -123,15 +134,21 @@ def test_a_template_without_end_is_stopped(tokenizer: PreTrainedTokenizerBase, s
 
 
 @pytest.mark.parametrize("source", LARGE)
-def test_an_operation_with_a_huge_result_is_refused_before_it(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    with pytest.raises(UserError, match=f"{LARGE[source]}.* expected .*Mend the template") as caught:
+def test_an_operation_with_a_huge_result_is_refused_before_it(
+    tokenizer: PreTrainedTokenizerBase, source: str
+) -> None:
+    with pytest.raises(
+        UserError, match=f"{LARGE[source]}.* expected .*Mend the template"
+    ) as caught:
         render(tokenizer, CHAT, source)
     assert str(ASSETS) in str(caught.value)
     assert "loop" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("source", "text"), ORDINARY.items(), ids=ORDINARY)
-def test_ordinary_operations_are_jinjas(tokenizer: PreTrainedTokenizerBase, source: str, text: str) -> None:
+def test_ordinary_operations_are_jinjas(
+    tokenizer: PreTrainedTokenizerBase, source: str, text: str
+) -> None:
     assert render(tokenizer, CHAT, source) == text
     # What `transformers` makes of it, without limits.
     assert tokenizer.apply_chat_template(CHAT, chat_template=source, tokenize=False) == text
@@ -156,7 +173,9 @@ def test_every_way_to_a_chats_tokens_has_the_limits(way: str) -> None:
 def test_threads_are_stopped_each_for_itself(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bad chats in three threads, good ones in three more at the same time: no thread gets another's error."""
+    """Bad chats in three threads, good ones in three more at the same time: no thread gets
+    another's error.
+    """
     found: dict[int, str] = {}
     until = time.monotonic() + 1.0
 
@@ -197,5 +216,7 @@ def test_a_template_that_refuses_a_chat_says_so() -> None:
     with pytest.raises(TemplateError, match="no chats today"):
         render(tokenizer, CHAT)
     engine = Engine(native_of(hf_model(dtype=torch.float32), name="tiny"), None, tokenizer, ())
-    with pytest.raises(UserError, match="the chat template of 'tiny' refuses the messages: no chats today"):
+    with pytest.raises(
+        UserError, match="the chat template of 'tiny' refuses the messages: no chats today"
+    ):
         encode(engine, CHAT)

@@ -40,7 +40,9 @@ def test_control_tokens_decoded_one_by_one_break_characters(embedded_target: Pat
 
 def test_a_special_token_costs_its_neighbour_no_blank(embedded_target: Path) -> None:
     tokenizer = load_tokenizer(embedded_target)
-    one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("one", "one two"))
+    one, two = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("one", "one two")
+    )
     ids = [*one, tokenizer.eos_token_id, *two[len(one) :]]
     assert "".join(streamed(tokenizer, ids)) == "one two"
 

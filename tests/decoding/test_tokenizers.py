@@ -1,4 +1,6 @@
-"""Tokenizers with a tokenizer.model give SentencePiece's ids, wherever they are loaded and exported, or are refused by name."""
+"""Tokenizers with a tokenizer.model give SentencePiece's ids, wherever they are loaded and
+exported, or are refused by name.
+"""
 
 import io
 import json
@@ -28,9 +30,22 @@ Build = Callable[..., Path]
 
 # What folders of LLaMA's tokenizer hold, as published and as older recipes leave them.
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-VICUNA = {"tokenizer_class": "LlamaTokenizer", **SPECIAL, "sp_model_kwargs": {}, "clean_up_tokenization_spaces": False}
-FAST = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL, "clean_up_tokenization_spaces": False}
-FILES = {"model": ["tokenizer.model"], "json": ["tokenizer.json"], "both": ["tokenizer.model", "tokenizer.json"]}
+VICUNA = {
+    "tokenizer_class": "LlamaTokenizer",
+    **SPECIAL,
+    "sp_model_kwargs": {},
+    "clean_up_tokenization_spaces": False,
+}
+FAST = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    **SPECIAL,
+    "clean_up_tokenization_spaces": False,
+}
+FILES = {
+    "model": ["tokenizer.model"],
+    "json": ["tokenizer.json"],
+    "both": ["tokenizer.model", "tokenizer.json"],
+}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "vicuna_1.3": ("model", VICUNA),
     "vicuna_1.5": ("model", {**VICUNA, "add_bos_token": True, "legacy": False}),
@@ -44,7 +59,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LESS = ("fast_class", "class_and_json_1.5", "json_alone")  # nothing in them is new
 PADDED = {**VICUNA, "pad_token": "[PAD]"}
-VICUNA_TURNS = ("A chat. USER: Write code. ASSISTANT: def f():\n    pass", "USER: Again ASSISTANT:  ok ", " USER: Bye")
+VICUNA_TURNS = (
+    "A chat. USER: Write code. ASSISTANT: def f():\n    pass",
+    "USER: Again ASSISTANT:  ok ",
+    " USER: Bye",
+)
 
 
 @pytest.fixture
@@ -76,7 +95,11 @@ def pieces(llama_tokenizer: Path) -> sentencepiece.SentencePieceProcessor:
 def real_texts(shared_data: Path) -> list[str]:
     """Code, encyclopedias in two languages, and chats."""
     texts = []
-    for name, count in (("github/sample_github1", 12), ("wiki/sample_wiki1", 2), ("arxiv/sample_arxiv1", 1)):
+    for name, count in (
+        ("github/sample_github1", 12),
+        ("wiki/sample_wiki1", 2),
+        ("arxiv/sample_arxiv1", 1),
+    ):
         with (shared_data / "text" / "redpajama_sample" / f"{name}.jsonl").open() as lines:
             texts += [json.loads(next(lines))["text"][:6000] for _ in range(count)]
     chats = json.loads((shared_data / "chat" / "sgd_dialogues.json").read_text())[:5]
@@ -84,13 +107,21 @@ def real_texts(shared_data: Path) -> list[str]:
 
 
 def bare(pieces: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
-    """Ids of a text without the blank that SentencePiece writes before it: behind a byte that merges with nothing."""
+    """Ids of a text without the blank that SentencePiece writes before it: behind a byte that
+    merges with nothing.
+    """
     return list(pieces.encode("\x01" + text)[2:])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LESS)) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LESS)) for name in LAYOUTS]
+)
 def test_ids_are_sentencepieces_and_come_back_as_the_text(
-    name: str, build: Build, pieces: sentencepiece.SentencePieceProcessor, real_texts: list[str], tmp_path: Path
+    name: str,
+    build: Build,
+    pieces: sentencepiece.SentencePieceProcessor,
+    real_texts: list[str],
+    tmp_path: Path,
 ) -> None:
     files, settings = LAYOUTS[name]
     tokenizer = load_tokenizer(build(name, files, settings), of_model=False)
@@ -107,13 +138,21 @@ def test_ids_are_sentencepieces_and_come_back_as_the_text(
     expected = [1, *parts[0], 2, *parts[1], 2, *parts[2]]
     assert tokenizer(turns)["input_ids"] == exported(turns)["input_ids"] == expected
     # Masks are made of the characters that a token has.
-    places = tokenizer(turns, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    places = tokenizer(turns, add_special_tokens=False, return_offsets_mapping=True)[
+        "offset_mapping"
+    ]
     for place, text in zip(places, tokenizer.convert_ids_to_tokens(expected[1:]), strict=True):
-        assert turns[slice(*place)].strip() == text.replace("▁", " ").replace("<0x0A>", "\n").strip()
+        assert (
+            turns[slice(*place)].strip() == text.replace("▁", " ").replace("<0x0A>", "\n").strip()
+        )
 
 
 def test_other_tokenizers_of_this_house_are_left_as_they_are(
-    chat24m: Path, stories260k: Path, embedded_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    chat24m: Path,
+    stories260k: Path,
+    embedded_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     for folder in (chat24m, stories260k, embedded_target):
         copy_tokenizer(folder, tmp_path)
@@ -123,13 +162,17 @@ def test_other_tokenizers_of_this_house_are_left_as_they_are(
     assert not capsys.readouterr().err
 
 
-def test_a_repair_is_said_once_and_text_streams_after_it(build: Build, capsys: pytest.CaptureFixture) -> None:
+def test_a_repair_is_said_once_and_text_streams_after_it(
+    build: Build, capsys: pytest.CaptureFixture
+) -> None:
     folder = build("new", "model", {**VICUNA, "model_max_length": 1234})
     tokenizer = load_tokenizer(folder, of_model=False)
     load_tokenizer(folder, of_model=False)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert f"note: {folder}: transformers loads this tokenizer wrongly (the ids of 'def f(x)" in said
+    assert (
+        f"note: {folder}: transformers loads this tokenizer wrongly (the ids of 'def f(x)" in said
+    )
     assert "are [268, 2457, 921], expected [1678, 736, 921] by tokenizer.model): repaired" in said
     assert (tokenizer.name_or_path, tokenizer.model_max_length) == (str(folder), 1234)
     for text in PROBES:
@@ -141,7 +184,9 @@ def test_a_repair_is_said_once_and_text_streams_after_it(build: Build, capsys: p
 def test_a_repair_without_room_is_refused(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = build("roomless", "both", VICUNA)
     monkeypatch.setattr("tempfile.tempdir", str(folder / "nowhere"))
-    with pytest.raises(UserError, match="roomless: its repaired tokenizer cannot be written .* set TMPDIR"):
+    with pytest.raises(
+        UserError, match="roomless: its repaired tokenizer cannot be written .* set TMPDIR"
+    ):
         load_tokenizer(folder, of_model=False)
 
 
@@ -159,7 +204,9 @@ def test_what_cannot_be_repaired_is_refused_by_name(
     assert "different vocabularies (512 and 32000 tokens; id 2" in refusal(other)
 
     damaged = build("damaged", "json", FAST)
-    (damaged / "tokenizer.model").write_bytes((llama_tokenizer / "tokenizer.model").read_bytes()[:-100])
+    (damaged / "tokenizer.model").write_bytes(
+        (llama_tokenizer / "tokenizer.model").read_bytes()[:-100]
+    )
     assert "tokenizer.model: is no SentencePiece model" in refusal(damaged)
 
     empty = build("empty", "model", {**VICUNA, "bos_token": "", "eos_token": "", "unk_token": ""})
@@ -168,7 +215,11 @@ def test_what_cannot_be_repaired_is_refused_by_name(
     unigram = build("unigram", "model", VICUNA)
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(PROBES), model_writer=model, vocab_size=120, hard_vocab_limit=False, minloglevel=2
+        sentence_iterator=iter(PROBES),
+        model_writer=model,
+        vocab_size=120,
+        hard_vocab_limit=False,
+        minloglevel=2,
     )
     (unigram / "tokenizer.model").write_bytes(model.getvalue())
     assert "in a tokenizer with that model's scores, the ids of" in refusal(unigram)
@@ -193,7 +244,8 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(build: Build) -> None
     folder = build("large", "json", {**FAST, "pad_token": "[PAD]"})
     (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 32000}')
     with pytest.raises(
-        UserError, match=r"large: its tokenizer has ids up to 32000 \('\[PAD\]'\), but vocab_size in con"
+        UserError,
+        match=r"large: its tokenizer has ids up to 32000 \('\[PAD\]'\), but vocab_size in con",
     ):
         load(folder)
     (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 32001}')
@@ -203,12 +255,22 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(build: Build) -> None
 @pytest.fixture
 def pair(build: Build, tmp_path: Path) -> tuple[Path, Path]:
     """Model folders of random weights, the second with a [PAD] as its last token."""
-    shape = StudentConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    shape = StudentConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
     folders = []
     for name, settings, words in (("plain", FAST, 32_000), ("padded", PADDED, 32_001)):
         torch.manual_seed(words)
-        model = build_llama(shape, torch.float32, vocab_size=words, max_position_embeddings=64, initializer_range=0.5)
-        files = build(f"{name}_files", "json" if settings is FAST else "model", settings, pad=words > 32_000)
+        model = build_llama(
+            shape,
+            torch.float32,
+            vocab_size=words,
+            max_position_embeddings=64,
+            initializer_range=0.5,
+        )
+        files = build(
+            f"{name}_files", "json" if settings is FAST else "model", settings, pad=words > 32_000
+        )
         write_model(model, files, tmp_path / name, torch.float32)
         folders.append(tmp_path / name)
     return folders[0], folders[1]
@@ -216,25 +278,43 @@ def pair(build: Build, tmp_path: Path) -> tuple[Path, Path]:
 
 def test_a_trailing_pad_is_accepted_either_way_round(pair: tuple[Path, Path]) -> None:
     for target, drafter in (pair, pair[::-1]):
-        assert AutoTokenizer.from_pretrained(target)("a  b</s>c")["input_ids"] == [1, 263, 29871, 289, 2, 274]
+        assert AutoTokenizer.from_pretrained(target)("a  b</s>c")["input_ids"] == [
+            1,
+            263,
+            29871,
+            289,
+            2,
+            274,
+        ]
         drafted = load(target, drafter)
         plain = replace(drafted, drafter=None)
         for settings in ({}, {"temperature": 1.0, "verify": "coupled", "seed": 3}):
             fixed = {"max_new_tokens": 8, "stopping": "fixed", **settings}
             for prompt in ("def f(x):\n    return x", "a [PAD]"):
-                assert generate(drafted, prompt, **fixed).tokens == generate(plain, prompt, **fixed).tokens
-        assert generate(drafted, "x", max_new_tokens=8, stopping="fixed", temperature=1.0, verify="token").stats.drafted
+                assert (
+                    generate(drafted, prompt, **fixed).tokens
+                    == generate(plain, prompt, **fixed).tokens
+                )
+        assert generate(
+            drafted, "x", max_new_tokens=8, stopping="fixed", temperature=1.0, verify="token"
+        ).stats.drafted
 
 
 def test_without_sentencepiece_a_line_names_what_was_not_compared(
-    chat24m: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    chat24m: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A machine that only runs models may lack the package."""
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
         shutil.copyfile(chat24m / name, tmp_path / name)
-    (tmp_path / "tokenizer_config.json").write_text((tmp_path / "tokenizer_config.json").read_text() + " ")
+    (tmp_path / "tokenizer_config.json").write_text(
+        (tmp_path / "tokenizer_config.json").read_text() + " "
+    )
     monkeypatch.delitem(sys.modules, "decoding.sentence_pieces", raising=False)
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)  # importing it raises ModuleNotFoundError
+    # importing it raises ModuleNotFoundError
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
     tokenizer = load_tokenizer(tmp_path, of_model=False)
     assert "not compared with tokenizer.model" in capsys.readouterr().err
     assert tokenizer("hi").input_ids == load_tokenizer(chat24m)("hi").input_ids

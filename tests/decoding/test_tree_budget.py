@@ -1,6 +1,8 @@
-"""How many nodes picked trees get, and that a budget lasts as long as the batch that it learns from.
+"""How many nodes picked trees get, and that a budget lasts as long as the batch that it learns
+from.
 
-Those of drawn trees are in test_drawn_trees.py, what the rounds before say in test_tree_size.py, what a growing tree says in test_worth.py.
+Those of drawn trees are in test_drawn_trees.py, what the rounds before say in test_tree_size.py,
+what a growing tree says in test_worth.py.
 """
 
 import pytest
@@ -11,7 +13,13 @@ from decoding.chooser import Chooser
 from decoding.sampling import Warper
 from decoding.seen import NONE, Seen
 from decoding.stopping import Fixed, RoundCosts
-from decoding.tree_budget import DrawnBudget, PickedBudget, PickedByNumber, PickedBySize, PickedByWorth
+from decoding.tree_budget import (
+    DrawnBudget,
+    PickedBudget,
+    PickedByNumber,
+    PickedBySize,
+    PickedByWorth,
+)
 from decoding.trees import RankedTree
 
 from .rows import draft_table
@@ -26,7 +34,9 @@ def scores(*chances_BM: list[float]) -> tuple[Tensor, Tensor]:
 
 
 def test_a_number_of_nodes_is_counted_or_left_open() -> None:
-    """Hosts that run ahead do not look: they have as many places as there may be nodes, and none where a row does not draft."""
+    """Hosts that run ahead do not look: they have as many places as there may be nodes, and none
+    where a row does not draft.
+    """
     grown = scores([0.5, 0.4, 0.3, 0.2], [0.5, 0.0, 0.0, 0.0], [0.0] * 4)
     for ahead, expected in ((False, [3, 1, 0]), (True, [3, 3, 0])):
         budget = PickedByNumber(3, ahead)
@@ -37,7 +47,9 @@ def test_a_number_of_nodes_is_counted_or_left_open() -> None:
 
 
 def test_sizes_of_picked_trees_come_from_the_rounds_before() -> None:
-    """Where one token always passes the tree is deep and narrow; where nothing does none is drafted."""
+    """Where one token always passes the tree is deep and narrow; where nothing does none is
+    drafted.
+    """
     for chance, accepted, expected in ((1.0, 5, [1] * 5), (0.0, 0, [])):
         budget = PickedBySize(1, 6, COSTS)
         for _ in range(40):
@@ -75,7 +87,9 @@ def test_a_picked_tree_ends_where_another_level_costs_more_than_it_gains() -> No
 
 
 def test_a_budget_lasts_as_long_as_its_batch() -> None:
-    """It is made anew where prompts are opened, where a row goes on with another text, and where another kind of tree is wanted."""
+    """It is made anew where prompts are opened, where a row goes on with another text, and where
+    another kind of tree is wanted.
+    """
     drafter, prompt, made = RankedTree(model=draft_table()), [1, 2], []
     drafter.open([prompt], None, 32)
     for rule, kind in (("token", DrawnBudget), ("token", DrawnBudget), ("greedy", PickedBudget)):

@@ -1,4 +1,6 @@
-"""Sizes chosen from past rounds: rows whose nodes pass draft deep, rows whose nodes fail stop and try again, wide trees where that is what pays."""
+"""Sizes chosen from past rounds: rows whose nodes pass draft deep, rows whose nodes fail stop and
+try again, wide trees where that is what pays.
+"""
 
 import pytest
 
@@ -13,7 +15,9 @@ WIDTH, DEPTH, MOST = 4, 3, 8
 def after(
     costs: RoundCosts, chances_LW: list[list[float]], accepted: list[int], rounds: int = 60
 ) -> tuple[TreeSize, list[list[int]]]:
-    """A row whose every tree looks the same; accepted: tokens by levels drafted. Its sizes round by round."""
+    """A row whose every tree looks the same; accepted: tokens by levels drafted. Its sizes round by
+    round.
+    """
     size, sizes = TreeSize(costs, WIDTH), []
     for _ in range(rounds):
         sizes.append(size.choose(DEPTH, MOST))
@@ -53,7 +57,9 @@ def test_a_size_keeps_to_its_limits() -> None:
 
 @pytest.mark.parametrize(("most_ms", "expected"), [(0.051, 4), (2.0, 1)])
 def test_steps_start_from_as_many_beams_as_paid(most_ms: float, expected: int) -> None:
-    """Four even nodes a level, each with one sure child: every beam that goes on is a node more on all levels below."""
+    """Four even nodes a level, each with one sure child: every beam that goes on is a node more on
+    all levels below.
+    """
     costs = RoundCosts(most_ms, (1.0, 1.0, 1.0), t_draft_by_beams_ms=((1, 0.05), (4, most_ms)))
     size, beams = TreeSize(costs, WIDTH, beams=(1, 2, 4)), []
     for _ in range(60):
@@ -65,7 +71,9 @@ def test_steps_start_from_as_many_beams_as_paid(most_ms: float, expected: int) -
 
 
 def test_a_number_of_beams_is_judged_by_the_rounds_that_had_it() -> None:
-    """The first level is the same whatever goes on from it; what was not tried is thought of as of the best paths through so many."""
+    """The first level is the same whatever goes on from it; what was not tried is thought of as of
+    the best paths through so many.
+    """
     size = TreeSize(CHEAP, WIDTH, beams=(1, 4))
     first, one = size._chances(2, 1)
     assert size._chances(2, 4)[0] == first
@@ -80,7 +88,9 @@ def test_a_number_of_beams_is_judged_by_the_rounds_that_had_it() -> None:
 
 
 def test_unseen_levels_follow_the_seen_ones() -> None:
-    """At first and later on: the likeliest paths, if every token's chances are those of the first level; and no node is likelier than its parent."""
+    """At first and later on: the likeliest paths, if every token's chances are those of the first
+    level; and no node is likelier than its parent.
+    """
     size, a = TreeSize(CHEAP, 6), TreeSize.FIRST
     first, second, third = size._chances(3)
     assert first == pytest.approx([a * (1 - a) ** rank for rank in range(6)])

@@ -1,4 +1,6 @@
-"""`token` on trees read at once decides as its eager twin does, node for node, and goes on by the same law."""
+"""`token` on trees read at once decides as its eager twin does, node for node, and goes on by the
+same law.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +21,9 @@ WARPERS = {"plain": Warper(1.0), "cold": Warper(0.6, top_k=6), "nucleus": Warper
 
 
 def random_tree(seed: int) -> tuple[torch.Tensor, Proposal, Chooser]:
-    """Logits and a tree of two levels for each row, whose siblings differ; the last rows count fewer nodes."""
+    """Logits and a tree of two levels for each row, whose siblings differ; the last rows count
+    fewer nodes.
+    """
     generator = torch.Generator().manual_seed(seed)
     warper = list(WARPERS.values())[seed % len(WARPERS)]
     parents_N = torch.tensor([-1, -1, -1, 0, 0, 2, 2, 2])
@@ -27,7 +31,9 @@ def random_tree(seed: int) -> tuple[torch.Tensor, Proposal, Chooser]:
     N = len(parents_N)
     tokens_BN = torch.empty(ROWS, N, dtype=torch.long)
     for nodes in siblings:
-        order = torch.stack([torch.randperm(V, generator=generator)[: len(nodes)] for _ in range(ROWS)])
+        order = torch.stack(
+            [torch.randperm(V, generator=generator)[: len(nodes)] for _ in range(ROWS)]
+        )
         tokens_BN[:, nodes] = order
     logits_BNV = 2 * torch.randn(ROWS, N + 1, V, generator=generator, dtype=torch.float64)
     counts_B = [N] * (ROWS - 6) + [0, 1, 3, 4, 5, 7]
@@ -40,12 +46,18 @@ def with_q(proposal: Proposal, seed: int) -> Proposal:
     """The same tree, drawn from six candidates a node with the siblings' tokens among them."""
     generator = torch.Generator().manual_seed(seed)
     ids_BPK = torch.stack(
-        [torch.stack([torch.randperm(V, generator=generator) for _ in range(4)]) for _ in range(ROWS)]
+        [
+            torch.stack([torch.randperm(V, generator=generator) for _ in range(4)])
+            for _ in range(ROWS)
+        ]
     )
     order_BPK = torch.rand(ROWS, 4, V, generator=generator)
     assert proposal.parents_BN is not None
     for node in range(proposal.tokens_BN.shape[1]):
-        at_BK = ids_BPK[torch.arange(ROWS), proposal.parents_BN[:, node] + 1] == proposal.tokens_BN[:, node, None]
+        at_BK = (
+            ids_BPK[torch.arange(ROWS), proposal.parents_BN[:, node] + 1]
+            == proposal.tokens_BN[:, node, None]
+        )
         order_BPK[torch.arange(ROWS), proposal.parents_BN[:, node] + 1] += at_BK
     scores_BPK = torch.randn(ROWS, 4, 6, generator=generator, dtype=torch.float64)
     q_top = TopRows(ids_BPK.gather(2, order_BPK.topk(6, dim=-1).indices), scores_BPK.softmax(-1))
@@ -53,7 +65,9 @@ def with_q(proposal: Proposal, seed: int) -> Proposal:
 
 
 def with_tail(proposal: Proposal, seed: int) -> Proposal:
-    """The same tree, drawn from five candidates a node and a tail; the token that was drawn from the tail is that of a child here and there."""
+    """The same tree, drawn from five candidates a node and a tail; the token that was drawn from
+    the tail is that of a child here and there.
+    """
     generator = torch.Generator().manual_seed(seed + 100)
     few = with_q(proposal, seed)
     rows = few.q_top
@@ -69,7 +83,9 @@ def dense(proposal: Proposal) -> Proposal:
     """The same tree, its candidates' probabilities spread over the vocabulary."""
     rows = proposal.q_top
     assert rows is not None and rows.tail_BPV is None and proposal.parents_BN is not None
-    q_BPV = torch.zeros(*rows.ids_BPK.shape[:2], V, dtype=torch.float64).scatter_(2, rows.ids_BPK, rows.probs_BPK)
+    q_BPV = torch.zeros(*rows.ids_BPK.shape[:2], V, dtype=torch.float64).scatter_(
+        2, rows.ids_BPK, rows.probs_BPK
+    )
     q_BNV = q_BPV.gather(1, (proposal.parents_BN + 1)[:, :, None].expand(-1, -1, V))
     return Proposal(proposal.tokens_BN, proposal.counts_B, proposal.parents_BN, q_BNV, siblings=3)
 
@@ -80,8 +96,12 @@ def padded(proposal: Proposal) -> Proposal:
     N, counts_B1 = proposal.tokens_BN.shape[1], torch.tensor(proposal.counts_B)[:, None]
     parents_BN = proposal.parents_BN.masked_fill(torch.arange(N) >= counts_B1, NO_NODE)
     room = (torch.zeros(ROWS, 2, dtype=torch.long), torch.full((ROWS, 2), NO_NODE))
-    tokens_BN, parents_BN = (torch.cat(pair, 1) for pair in zip((proposal.tokens_BN, parents_BN), room, strict=True))
-    q_BNV = None if proposal.q_BNV is None else torch.cat((proposal.q_BNV, torch.zeros(ROWS, 2, V)), 1)
+    tokens_BN, parents_BN = (
+        torch.cat(pair, 1) for pair in zip((proposal.tokens_BN, parents_BN), room, strict=True)
+    )
+    q_BNV = (
+        None if proposal.q_BNV is None else torch.cat((proposal.q_BNV, torch.zeros(ROWS, 2, V)), 1)
+    )
     return Proposal(tokens_BN, [N + 2] * ROWS, parents_BN, q_BNV, 0, proposal.q_top, siblings=3)
 
 
@@ -108,7 +128,9 @@ def test_twins_walk_alike(kind: str) -> None:
         eager = verify._recursive(logits_BNV, proposal, chooser)
         at_once = verify_tree.token(logits_BNV, proposal, chooser)
         assert paths(at_once) == paths(eager)
-        assert [tokens[:-1] for tokens in at_once.tokens_B] == [tokens[:-1] for tokens in eager.tokens_B]
+        assert [tokens[:-1] for tokens in at_once.tokens_B] == [
+            tokens[:-1] for tokens in eager.tokens_B
+        ]
         assert at_once.drafted_B == proposal.counts_B
         accepted |= set(eager.accepted_B)
     assert accepted == {0, 1, 2}
@@ -119,8 +141,14 @@ def test_twins_go_on_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one and the same uniform for the token behind the path it is one and the same token."""
     original = Chooser.uniform
 
-    def uniform(self: Chooser, row: int, depth: int, purpose: int, node: int | None = None) -> float:
-        return original(self, row, *((depth, purpose, node) if purpose == noise.ACCEPT else (0, noise.BONUS, None)))
+    def uniform(
+        self: Chooser, row: int, depth: int, purpose: int, node: int | None = None
+    ) -> float:
+        return original(
+            self,
+            row,
+            *((depth, purpose, node) if purpose == noise.ACCEPT else (0, noise.BONUS, None)),
+        )
 
     monkeypatch.setattr(Chooser, "uniform", uniform)
     for seed in range(12):
@@ -149,7 +177,11 @@ def test_padding_changes_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "stand"),
-    [("point masses", "Mass"), ("few candidates", "Candidates"), ("candidates and a tail", "Candidates")],
+    [
+        ("point masses", "Mass"),
+        ("few candidates", "Candidates"),
+        ("candidates and a tail", "Candidates"),
+    ],
 )
 def test_a_walk_that_forgets_its_failures_goes_elsewhere(
     kind: str, stand: str, monkeypatch: pytest.MonkeyPatch
@@ -163,8 +195,10 @@ def test_a_walk_that_forgets_its_failures_goes_elsewhere(
 
 @pytest.mark.parametrize("kind", ["point masses", "few candidates", "whole vocabulary"])
 def test_the_token_behind_the_path_has_the_law_of_what_is_left(kind: str) -> None:
-    """One tree of which nothing passes, many times: p without the failed children's shares, worked out by the twin's own rule. (A tail, where a
-    child may pass in part, is under law 3 in tests/recurrent_drafting.)"""
+    """One tree of which nothing passes, many times: p without the failed children's shares, worked
+    out by the twin's own rule. (A tail, where a child may pass in part, is under law 3 in
+    tests/recurrent_drafting.)
+    """
     logits_BNV, proposal, chooser = random_tree(0)
     draws, row, drawn = 6_000, 0, with_q(proposal, 0)
     rows, q_BNV = drawn.q_top, dense(drawn).q_BNV
@@ -202,7 +236,8 @@ ENDS = (2.0**-53, 0.3, NEARLY_ONE)  # uniforms that the token behind the path is
 
 
 def nearly_equal(kind: str, seed: int) -> tuple[torch.Tensor, Proposal, torch.Tensor, list[int]]:
-    """Float32 logits of nodes that allow two to four tokens; one to all of these as children; p; and how many tokens are allowed, by row.
+    """Float32 logits of nodes that allow two to four tokens; one to all of these as children; p;
+    and how many tokens are allowed, by row.
 
     q is p but for its last digits, so what p has over q is rounding and nothing else.
     """
@@ -210,15 +245,23 @@ def nearly_equal(kind: str, seed: int) -> tuple[torch.Tensor, Proposal, torch.Te
     allowed_BV = torch.rand(ROWS, V, generator=generator).argsort(-1)
     sizes_B = torch.randint(2, 5, (ROWS,), generator=generator)
     ranks_V = torch.arange(V)
-    forbidden_BV = torch.ones(ROWS, V, dtype=torch.bool).scatter(1, allowed_BV, ranks_V >= sizes_B[:, None])
-    logits_BV = (4 * torch.randn(ROWS, V, generator=generator)).masked_fill(forbidden_BV, float("-inf"))
+    forbidden_BV = torch.ones(ROWS, V, dtype=torch.bool).scatter(
+        1, allowed_BV, ranks_V >= sizes_B[:, None]
+    )
+    logits_BV = (4 * torch.randn(ROWS, V, generator=generator)).masked_fill(
+        forbidden_BV, float("-inf")
+    )
     p_BV = Warper(1.0).probs(logits_BV)
     bent_BV = torch.where(torch.rand(ROWS, V, generator=generator) < 0.5, 0.0, 1.0)
     q_BV = torch.nextafter(p_BV, bent_BV).masked_fill(forbidden_BV, 0.0)
     children_B = torch.minimum(torch.randint(1, 5, (ROWS,), generator=generator), sizes_B)
-    proposal = Proposal(allowed_BV[:, :4], children_B.tolist(), torch.full((ROWS, 4), -1), siblings=4)
+    proposal = Proposal(
+        allowed_BV[:, :4], children_B.tolist(), torch.full((ROWS, 4), -1), siblings=4
+    )
     if kind == "few candidates":
-        proposal.q_top = TopRows(allowed_BV[:, None, :4], q_BV.gather(1, allowed_BV[:, :4])[:, None])
+        proposal.q_top = TopRows(
+            allowed_BV[:, None, :4], q_BV.gather(1, allowed_BV[:, :4])[:, None]
+        )
     elif kind == "candidates and a tail":
         tail_BV = q_BV.scatter(1, allowed_BV[:, :3], 0.0)
         probs_BK = torch.cat((q_BV.gather(1, allowed_BV[:, :3]), tail_BV.sum(1, keepdim=True)), 1)
@@ -229,16 +272,24 @@ def nearly_equal(kind: str, seed: int) -> tuple[torch.Tensor, Proposal, torch.Te
 
 
 @by_kind
-def test_rounding_lets_no_impossible_token_through(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, where p and q differ by rounding alone and every child that can fail does: what follows has a share in p.
+def test_rounding_lets_no_impossible_token_through(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, where p and q differ by rounding alone and every child that can fail does: what
+    follows has a share in p.
 
-    Of point masses that are all that p has one passes. Neither law bends by more than the rounding: it takes that to come here.
+    Of point masses that are all that p has one passes. Neither law bends by more than the rounding:
+    it takes that to come here.
     """
     failed = 0
     for seed in range(60):
         logits_BNV, proposal, p_BV, sizes_B = nearly_equal(kind, seed)
         numbers = {noise.ACCEPT: NEARLY_ONE}
-        monkeypatch.setattr(Chooser, "uniform", lambda *given, end=ENDS[seed % 3], own=numbers: own.get(given[3], end))
+        monkeypatch.setattr(
+            Chooser,
+            "uniform",
+            lambda *given, end=ENDS[seed % 3], own=numbers: own.get(given[3], end),
+        )
         chooser = Chooser(Warper(1.0), "token", seed, V, torch.device("cpu"))
         for rule in (verify._recursive, verify_tree.token):
             outcome = rule(logits_BNV, proposal, chooser)
@@ -252,19 +303,27 @@ def test_rounding_lets_no_impossible_token_through(kind: str, monkeypatch: pytes
 
 def leave_a_residue(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of p is off by a rounding everywhere."""
-    monkeypatch.setattr(verify_tree, "draw_at", lambda weights, uniforms: draw_at(weights + 1e-7, uniforms))
+    monkeypatch.setattr(
+        verify_tree, "draw_at", lambda weights, uniforms: draw_at(weights + 1e-7, uniforms)
+    )
 
 
 def draw_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rounding goes past the candidates another token is taken, whether or not there is one."""
+    """Where rounding goes past the candidates another token is taken, whether or not
+    there is one.
+    """
     monkeypatch.setattr(verify_tree.Candidates, "following", lambda self, uniform: self.other)
 
 
 def take_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of point masses is one less those that have failed, and p adds up to one but for a rounding."""
+    """What is left of point masses is one less those that have failed, and p adds up to one but for
+    a rounding.
+    """
     chance = verify_tree.Mass.chance
     monkeypatch.setattr(
-        verify_tree.Mass, "chance", lambda self, child: chance(replace(self, rest=self.rest + 1e-7), child)
+        verify_tree.Mass,
+        "chance",
+        lambda self, child: chance(replace(self, rest=self.rest + 1e-7), child),
     )
 
 

@@ -1,5 +1,6 @@
-"""How often a round waits for the device. On a CPU the host is made to believe that it runs ahead, and every way of reading a tensor is counted;
-on a GPU, CUDA's sync debug mode is the judge. What decides on the device is tested against its twins in test_running_ahead.py.
+"""How often a round waits for the device. On a CPU the host is made to believe that it runs ahead,
+and every way of reading a tensor is counted; on a GPU, CUDA's sync debug mode is the judge. What
+decides on the device is tested against its twins in test_running_ahead.py.
 
 Shapes: B rows.
 """
@@ -30,16 +31,25 @@ from .waits import NAMED, PENALISED, PENALTY, REAL, WAYS, Waits, models, setting
 
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize(
-    "way", WAYS, ids=lambda way: " ".join(str(v) for v in way.values() if isinstance(v, (str, float)))
+    "way",
+    WAYS,
+    ids=lambda way: " ".join(str(v) for v in way.values() if isinstance(v, (str, float))),
 )
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("drafts", [True, False])
-def test_a_round_waits_once(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], batch: int, drafts: bool) -> None:
+def test_a_round_waits_once(
+    monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], batch: int, drafts: bool
+) -> None:
     target, draft_model = models()
     assert target.backend == "native graph"
     settings = Settings(max_new_tokens=24, num_draft_tokens=3, **{"temperature": 1.0, **way})
     with torch.inference_mode():
-        running = start(target, ChainDrafter(model=draft_model) if drafts else None, random_prompts(batch), settings)
+        running = start(
+            target,
+            ChainDrafter(model=draft_model) if drafts else None,
+            random_prompts(batch),
+            settings,
+        )
         rounds, waits = 0, Waits()
         with waits.counting(monkeypatch):
             while running.rows:
@@ -50,7 +60,9 @@ def test_a_round_waits_once(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
 
 
 def waits_of(name: str, rounds: int, draft_steps: int) -> int:
-    """The law: a round waits once, for what was accepted. Ouroboros looks phrases up on the host, so each forward of its model waits too."""
+    """The law: a round waits once, for what was accepted. Ouroboros looks phrases up on the host,
+    so each forward of its model waits too.
+    """
     return rounds + (draft_steps if name.startswith("ouroboros") else 0)
 
 
@@ -76,7 +88,9 @@ def test_every_row_waits_for_what_was_accepted_alone(
     target, draft_model = models()
     drafter = row.make(Kit(target, target, draft_model, ()))
     with torch.inference_mode():
-        running = start(target, drafter, random_prompts(3), settings_of(rule, repetition_penalty=penalty))
+        running = start(
+            target, drafter, random_prompts(3), settings_of(rule, repetition_penalty=penalty)
+        )
         done = [one.generation for one in running.rows]
         rounds, waits = 0, Waits()
         with waits.counting(monkeypatch):
@@ -89,7 +103,9 @@ def test_every_row_waits_for_what_was_accepted_alone(
 
 
 def test_a_round_that_asks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a graph that is merged and counted as for a host that waits anyway, and what an index may cost."""
+    """The control: a graph that is merged and counted as for a host that waits anyway, and what an
+    index may cost.
+    """
     target, draft_model = models()
     drafter, waits = GraphDrafter(model=draft_model), Waits()
     with torch.inference_mode():
@@ -130,8 +146,12 @@ def other_half(text: Sequence[int]) -> range:
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("rule", ["greedy", "token"])
 @pytest.mark.parametrize("tree", [False, True])
-def test_a_function_of_the_text_waits_for_the_text(monkeypatch: pytest.MonkeyPatch, tree: bool, rule: str) -> None:
-    """`allowed` is asked on the host: once more a round for the whole draft, and by a chain drafter for every token that it goes on from."""
+def test_a_function_of_the_text_waits_for_the_text(
+    monkeypatch: pytest.MonkeyPatch, tree: bool, rule: str
+) -> None:
+    """`allowed` is asked on the host: once more a round for the whole draft, and by a chain drafter
+    for every token that it goes on from.
+    """
     target, draft_model = models()
     drafter = RankedTree(model=draft_model, frontier=3) if tree else ChainDrafter(model=draft_model)
     waits, rounds, drafts = Waits(), 0, 0
@@ -158,12 +178,16 @@ class Lanes(ChainDrafter):
 
 
 @pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize(("rule", "penalty"), [("greedy", PENALTY), ("token", 1.0), ("coupled", 1.0)])
+@pytest.mark.parametrize(
+    ("rule", "penalty"), [("greedy", PENALTY), ("token", 1.0), ("coupled", 1.0)]
+)
 @pytest.mark.parametrize("schedule", VIRTUAL)
 def test_an_overlapped_round_waits_once_and_for_its_clock(
     monkeypatch: pytest.MonkeyPatch, schedule: str, rule: str, penalty: float
 ) -> None:
-    """The new chunk comes to the host with what was accepted; the virtual clock is read at the end of each lane."""
+    """The new chunk comes to the host with what was accepted; the virtual clock is read at the end
+    of each lane.
+    """
     expected = plain(rule, penalty)[0] if rule != "token" else None
     target, draft_model = models()
     drafter, waits = Lanes(model=draft_model), Waits()
@@ -184,14 +208,24 @@ def test_an_overlapped_round_waits_once_and_for_its_clock(
 
 @pytest.mark.usefixtures("ahead")
 def test_a_part_of_the_target_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch after batch on the same cache it replays; more rows take a new cache, on which all is recorded anew. A new view records again."""
+    """Batch after batch on the same cache it replays; more rows take a new cache, on which all is
+    recorded anew. A new view records again.
+    """
     recorded: list[object] = []
     monkeypatch.setattr(cuda, "capture", lambda body, device, memory: recorded.append(body) or body)
     target, _ = models()
     kept = SelfSpeculation(attention=(1,), mlp=(0,))
     settings, counts = settings_of("greedy"), []
-    for drafter, rows in ((kept, 1), (kept, 1), (kept, 3), (kept, 3), (SelfSpeculation(attention=(1,), mlp=(0,)), 3)):
-        texts = [done.tokens for done in decode(target, drafter, random_prompts(3)[:rows], settings)]
+    for drafter, rows in (
+        (kept, 1),
+        (kept, 1),
+        (kept, 3),
+        (kept, 3),
+        (SelfSpeculation(attention=(1,), mlp=(0,)), 3),
+    ):
+        texts = [
+            done.tokens for done in decode(target, drafter, random_prompts(3)[:rows], settings)
+        ]
         assert texts == plain("greedy")[:rows]
         counts.append(len(recorded))
     assert counts[0] == counts[1] < counts[2] == counts[3] < counts[4]
@@ -227,7 +261,9 @@ def test_sync_debug_mode_finds_no_other_wait(way: dict[str, Any], drafts: bool) 
     + [(NAMED[name], rule, PENALTY) for name, rule in PENALISED],
     ids=lambda value: value.name if isinstance(value, DrafterRow) else str(value),
 )
-def test_sync_debug_mode_finds_no_other_wait_in_any_row(row: DrafterRow, rule: str, penalty: float) -> None:
+def test_sync_debug_mode_finds_no_other_wait_in_any_row(
+    row: DrafterRow, rule: str, penalty: float
+) -> None:
     target, draft_model = models("cuda")
     drafter = row.make(Kit(target, target, draft_model, ()))
     prompts, settings = random_prompts(2), settings_of(rule, repetition_penalty=penalty)
@@ -237,7 +273,9 @@ def test_sync_debug_mode_finds_no_other_wait_in_any_row(row: DrafterRow, rule: s
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 @pytest.mark.parametrize("rule", ["greedy", "token", "coupled"])
 @pytest.mark.parametrize("schedule", VIRTUAL)
-def test_sync_debug_mode_finds_no_other_wait_under_an_overlapped_schedule(schedule: str, rule: str) -> None:
+def test_sync_debug_mode_finds_no_other_wait_under_an_overlapped_schedule(
+    schedule: str, rule: str
+) -> None:
     """The clock's own waits are asked for by name, which this mode lets through."""
     target, draft_model = models("cuda")
     drafter, prompts, settings = (

@@ -1,4 +1,6 @@
-"""A chain drafter in a process of its own: what travels to it and back, what it costs, and how it fails. Schedules: test_pearl_wall.py."""
+"""A chain drafter in a process of its own: what travels to it and back, what it costs, and how it
+fails. Schedules: test_pearl_wall.py.
+"""
 
 import os
 import signal
@@ -24,20 +26,31 @@ from .tiny import random_prompts
 
 
 @pytest.mark.parametrize("rule", ["greedy", "token", "block", "coupled"])
-def test_a_worker_serves_the_serial_schedule_too(rule: str, remote: RemoteChain, folder: Path) -> None:
+def test_a_worker_serves_the_serial_schedule_too(
+    rule: str, remote: RemoteChain, folder: Path
+) -> None:
     target, _, _ = models()
     settings = with_rule(rule, max_new_tokens=30)
     here = decode(target, ChainDrafter(folder, dtype="float64"), random_prompts(4), settings)
     there = decode(target, remote, random_prompts(4), settings)
-    assert [(g.tokens, g.accepted_by_depth) for g in there] == [(g.tokens, g.accepted_by_depth) for g in here]
+    assert [(g.tokens, g.accepted_by_depth) for g in there] == [
+        (g.tokens, g.accepted_by_depth) for g in here
+    ]
 
 
 @pytest.mark.parametrize("stopping", ["assisted", "entropy", "thompson", "cost_ratio"])
-def test_policies_travel_to_the_worker_and_come_back_wiser(stopping: str, remote: RemoteChain, folder: Path) -> None:
-    """Drafts end where they end in one process, round for round: so what a policy learned there is known here."""
+def test_policies_travel_to_the_worker_and_come_back_wiser(
+    stopping: str, remote: RemoteChain, folder: Path
+) -> None:
+    """Drafts end where they end in one process, round for round: so what a policy learned there is
+    known here.
+    """
     target, _, _ = models()
     settings = Settings(
-        max_new_tokens=40, num_draft_tokens=8, stopping=stopping, costs=RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3))
+        max_new_tokens=40,
+        num_draft_tokens=8,
+        stopping=stopping,
+        costs=RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3)),
     )
     here = decode(target, ChainDrafter(folder, dtype="float64"), random_prompts(4), settings)
     there = decode(target, remote, random_prompts(4), settings)
@@ -54,7 +67,9 @@ def test_a_repetition_penalty_travels_to_the_worker(remote: RemoteChain, folder:
     settings = Settings(max_new_tokens=40, num_draft_tokens=4, repetition_penalty=1.4)
     here = decode(target, ChainDrafter(folder, dtype="float64"), random_prompts(6), settings)
     there = decode(target, remote, random_prompts(6), settings)
-    assert [(g.tokens, g.accepted_by_depth) for g in there] == [(g.tokens, g.accepted_by_depth) for g in here]
+    assert [(g.tokens, g.accepted_by_depth) for g in there] == [
+        (g.tokens, g.accepted_by_depth) for g in here
+    ]
     without = decode(target, remote, random_prompts(6), replace(settings, repetition_penalty=1.0))
     assert [g.tokens for g in without] != [g.tokens for g in there]
 
@@ -89,7 +104,9 @@ def test_errors_of_the_worker_reach_the_caller(folder: Path, tmp_path: Path) -> 
 
 
 def test_a_chain_ends_when_it_is_told_to(remote: RemoteChain) -> None:
-    """At once where enough was said before, at its budget where nothing is said; what comes too late harms nothing."""
+    """At once where enough was said before, at its budget where nothing is said; what comes too
+    late harms nothing.
+    """
     chooser = Chooser(Warper(), "greedy", 0, models()[0].vocab_size, torch.device("cpu"))
     remote.open([[4, 5, 6]], None, 64)
     for least, early, expected in ((2, True, 2), (5, True, 5), (2, False, 8)):
@@ -118,8 +135,12 @@ def slowed(remote: RemoteChain, monkeypatch: pytest.MonkeyPatch, seconds: float)
     monkeypatch.setattr(remote, "_send", late)
 
 
-def test_a_message_is_no_part_of_a_workers_draft_step(remote: RemoteChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow it is, it costs a round once: it stands in the rest of a serial round. What a step takes is the worker's own time."""
+def test_a_message_is_no_part_of_a_workers_draft_step(
+    remote: RemoteChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow it is, it costs a round once: it stands in the rest of a serial round. What a
+    step takes is the worker's own time.
+    """
     target, _, _ = models()
     settings = Settings(schedule="pearl_plus_wall", num_draft_tokens=4)
     plain = measure_costs(target, remote, [4, 5, 6], settings, tokens=12)

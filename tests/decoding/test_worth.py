@@ -1,4 +1,6 @@
-"""What a draft is worth, decided while it grows: trees that do not pay are drafted now and then at most, whatever the rule."""
+"""What a draft is worth, decided while it grows: trees that do not pay are drafted now and then at
+most, whatever the rule.
+"""
 
 from dataclasses import replace
 
@@ -21,22 +23,37 @@ ALIKE = replace(DEAR, plain_overhead_ms=None)  # as dear without a draft
 
 
 def drafted(kind: type[RankedTree], temperature: float, costs: RoundCosts) -> tuple[float, float]:
-    """The share of rounds that drafted, and what the rounds cost over the same tokens without drafts."""
-    settings = Settings(max_new_tokens=150, num_draft_tokens=1, temperature=temperature, costs=costs, ignore_eos=True)
+    """The share of rounds that drafted, and what the rounds cost over the same tokens without
+    drafts.
+    """
+    settings = Settings(
+        max_new_tokens=150,
+        num_draft_tokens=1,
+        temperature=temperature,
+        costs=costs,
+        ignore_eos=True,
+    )
     drafter = kind(model=draft_table(), by_cost=True, frontier=2)
     results = decode(target_table(), drafter, [[1, 2], [3, 4], [0, 3], [2, 2]], settings)
-    rounds, drafts = sum(g.rounds for g in results), sum(sum(g.tested_by_depth[:1]) for g in results)
+    rounds, drafts = (
+        sum(g.rounds for g in results),
+        sum(sum(g.tested_by_depth[:1]) for g in results),
+    )
     spent = rounds * costs.plain_ms + drafts * (costs.round_ms(1, 1) - costs.plain_ms)
     return drafts / rounds, spent / (sum(len(g.tokens) for g in results) * costs.plain_ms)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", [RankedTree, GraphDrafter])
-def test_a_tree_that_does_not_pay_is_rarely_drafted(kind: type[RankedTree], temperature: float) -> None:
+def test_a_tree_that_does_not_pay_is_rarely_drafted(
+    kind: type[RankedTree], temperature: float
+) -> None:
     share, spent = drafted(kind, temperature, DEAR)
     assert 0 < share < 0.15 and spent < 1.3
     assert drafted(kind, temperature, CHEAP)[0] > 0.9, "control: at no cost it is"
-    assert drafted(kind, temperature, ALIKE)[0] > 0.9, "control: where all rounds have that rest it is"
+    assert drafted(kind, temperature, ALIKE)[0] > 0.9, (
+        "control: where all rounds have that rest it is"
+    )
 
 
 def test_rows_of_a_batch_try_again_together() -> None:
@@ -60,21 +77,33 @@ def test_a_policy_of_a_batch_settles_the_length_before_the_round() -> None:
 
 @pytest.mark.parametrize("kind", [RankedTree, GraphDrafter])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_trees_of_a_batch_are_sized_by_the_rounds_before(kind: type[RankedTree], temperature: float) -> None:
+def test_trees_of_a_batch_are_sized_by_the_rounds_before(
+    kind: type[RankedTree], temperature: float
+) -> None:
     """Its rows have the target's text, their own lengths, and drafts."""
-    settings = Settings(max_new_tokens=40, num_draft_tokens=3, temperature=temperature, verify="coupled", seed=4)
+    settings = Settings(
+        max_new_tokens=40, num_draft_tokens=3, temperature=temperature, verify="coupled", seed=4
+    )
     prompts = [[1, 2], [3, 4], [0, 3], [2, 2]]
     plain = decode(target_table(), None, prompts, settings)
     costs = replace(CHEAP, rows=4)
-    done = decode(target_table(), kind(model=draft_table(), by_cost=True), prompts, replace(settings, costs=costs))
+    done = decode(
+        target_table(),
+        kind(model=draft_table(), by_cost=True),
+        prompts,
+        replace(settings, costs=costs),
+    )
     assert [g.tokens for g in done] == [g.tokens for g in plain]
     assert sum(g.accepted for g in done) > 40
 
 
 def test_a_step_goes_on_from_the_nodes_that_are_worth_it() -> None:
-    """As many as gain more tokens than their share of a step costs; the first step starts from the tip and is charged so."""
+    """As many as gain more tokens than their share of a step costs; the first step starts from the
+    tip and is charged so.
+    """
     flat, steep = (
-        replace(CHEAP, t_draft_by_beams_ms=((1, 0.01), (4, most)), plain_overhead_ms=0.0) for most in (0.011, 3.0)
+        replace(CHEAP, t_draft_by_beams_ms=((1, 0.01), (4, most)), plain_overhead_ms=0.0)
+        for most in (0.011, 3.0)
     )
     for costs, expected in ((flat, 4), (steep, 1)):
         worth = Worth(costs)
@@ -103,7 +132,9 @@ def test_the_likeliest_nodes_are_verified_within_their_number() -> None:
 
 
 def test_patience_is_how_long_hope_outlives_failures() -> None:
-    """A row whose hope stands for one round gives up behind a failure or two; with more of it a few later."""
+    """A row whose hope stands for one round gives up behind a failure or two; with more of it a few
+    later.
+    """
     costs = RoundCosts(0.1, (1.0, 1.2), overhead_ms=0.2, plain_overhead_ms=0.0)
     drafted: dict[float, list[int]] = {}
     for patience in (1.0, 4.0):

@@ -1,4 +1,5 @@
-"""Small models for the tests of decoding: random LMs of every native family, and a target that is a table.
+"""Small models for the tests of decoding: random LMs of every native family, and a target that is a
+table.
 
 Shapes: B rows, N nodes, V vocabulary, T history.
 """
@@ -34,16 +35,27 @@ SHAPES: dict[str, dict] = {
         "mlp_bias": True,
         "head_dim": 16,
     },
-    "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None, "head_dim": 12},
+    "mistral": {
+        "model_type": "mistral",
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+        "head_dim": 12,
+    },
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
 }
 
 
 def hf_model(
-    shape: str = "llama", layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object
+    shape: str = "llama",
+    layers: int = 2,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    **changes: object,
 ) -> PreTrainedModel:
-    """A random `transformers` model; large enough weights that its next tokens differ from each other."""
+    """A random `transformers` model; large enough weights that its next tokens differ from each
+    other.
+    """
     fields: dict = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -61,7 +73,8 @@ def hf_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:  # these start at 0 and 1, where forgetting them would not show
+        # these start at 0 and 1, where forgetting them would not show
+        if name.endswith("bias") or "norm" in name:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -70,15 +83,23 @@ def hf_model(
 
 
 def _exact_norm(norm: Any, x: Tensor) -> Tensor:
-    """`transformers` computes norms in float32 whatever the dtype; comparisons in float64 need them exact."""
+    """`transformers` computes norms in float32 whatever the dtype; comparisons in float64 need them
+    exact.
+    """
     return torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-def native_of(model: PreTrainedModel, noise: float = 0.0, seed: int = 0, **options: object) -> NativeTarget:
-    """The native target of a `transformers` model; with `noise` its weights are disturbed, which makes a fair drafter."""
+def native_of(
+    model: PreTrainedModel, noise: float = 0.0, seed: int = 0, **options: object
+) -> NativeTarget:
+    """The native target of a `transformers` model; with `noise` its weights are disturbed, which
+    makes a fair drafter.
+    """
     generator = torch.Generator().manual_seed(seed)
     state = {
-        name: tensor + noise * torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+        name: tensor
+        + noise
+        * torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
         for name, tensor in model.state_dict().items()
     }
     options.setdefault("dtype", model.dtype)
@@ -93,7 +114,9 @@ def random_prompts(count: int, longest: int = 12, seed: int = 0) -> list[list[in
 
 
 class TableTarget:
-    """A target whose next-token logits are a table indexed by the last two tokens, (V, V, V). Implements `Target`."""
+    """A target whose next-token logits are a table indexed by the last two tokens, (V, V, V).
+    Implements `Target`.
+    """
 
     backend, dtype, name = "table", "float64", "table"
     num_layers = num_parameters = hidden_size = 1
@@ -131,10 +154,14 @@ class TableTarget:
             if paths_BL is None:
                 kept_BL = tokens_BN[:, :width]
             else:
-                kept_BL = tokens_BN.gather(1, torch.tensor([(list(p) + [0] * width)[:width] for p in paths_BL]))
+                kept_BL = tokens_BN.gather(
+                    1, torch.tensor([(list(p) + [0] * width)[:width] for p in paths_BL])
+                )
             slots_BL = torch.tensor(self.lengths_B)[:, None] + torch.arange(width)
             self._history_BT.scatter_(1, slots_BL, kept_BL)
-        self.lengths_B = [length + count for length, count in zip(self.lengths_B, counts_B, strict=True)]
+        self.lengths_B = [
+            length + count for length, count in zip(self.lengths_B, counts_B, strict=True)
+        ]
 
     def truncate(self, lengths_B: Sequence[int]) -> None:
         self.lengths_B = [min(old, new) for old, new in zip(self.lengths_B, lengths_B, strict=True)]

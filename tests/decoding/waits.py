@@ -1,4 +1,6 @@
-"""What the tests of waiting share: a counter of waits, and the settings and rows that they are counted under."""
+"""What the tests of waiting share: a counter of waits, and the settings and rows that they are
+counted under.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +21,25 @@ from decoding.with_lookup import LookupFirst
 from .rows import COSTS, PICKED, ROWS, DrafterRow
 from .tiny import hf_model, native_of
 
-READERS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
+READERS = (
+    "tolist",
+    "item",
+    "cpu",
+    "numpy",
+    "nonzero",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__array__",
+)
 INDEXERS = ("__getitem__", "__setitem__")  # which wait where a list or a mask is the index
 
 
 class Waits:
-    """Waits counted inside `counting`: those that are meant, those for the end of what is timed, and stray ones, by name."""
+    """Waits counted inside `counting`: those that are meant, those for the end of what is timed,
+    and stray ones, by name.
+    """
 
     def __init__(self) -> None:
         self.meant = self.timed = 0
@@ -39,7 +54,9 @@ class Waits:
             for name in INDEXERS:
                 context.setattr(Tensor, name, self._looked_at(name, getattr(Tensor, name)))
             context.setattr(torch, "tensor", self._counted("torch.tensor", torch.tensor))
-            context.setattr(torch, "from_numpy", self._counted("torch.from_numpy", torch.from_numpy))
+            context.setattr(
+                torch, "from_numpy", self._counted("torch.from_numpy", torch.from_numpy)
+            )
             for name in ("tensor", "fill", "sent", "sent_together"):
                 context.setattr(cuda, name, self._free(getattr(cuda, name)))
             context.setattr(cuda, "read", self._read)
@@ -58,7 +75,9 @@ class Waits:
     def _looked_at(self, name: str, real: Any) -> Any:
         def indexer(tensor: Tensor, index: Any, *given: Any) -> Any:
             for part in index if isinstance(index, tuple) else (index,):
-                if isinstance(part, list) or (isinstance(part, Tensor) and part.dtype == torch.bool):
+                if isinstance(part, list) or (
+                    isinstance(part, Tensor) and part.dtype == torch.bool
+                ):
                     self.stray.append(name)
             return real(tensor, index, *given)
 
@@ -110,7 +129,9 @@ REAL += [
     ),
     DrafterRow(
         "budget_tree_with_early_lookup",
-        make=lambda kit: LookupFirst(RankedTree(model=kit.draft_model, frontier=3, by_cost=True), min_match=1),
+        make=lambda kit: LookupFirst(
+            RankedTree(model=kit.draft_model, frontier=3, by_cost=True), min_match=1
+        ),
         rules=TREE_RULES,
     ),
 ]
@@ -119,12 +140,29 @@ REAL += [
 def settings_of(rule: str, **fields: Any) -> Settings:
     sampled: dict[str, Any] = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
     return Settings(
-        **{"max_new_tokens": 16, "num_draft_tokens": 3, "stopping": "fixed", "costs": COSTS, **sampled, **fields}
+        **{
+            "max_new_tokens": 16,
+            "num_draft_tokens": 3,
+            "stopping": "fixed",
+            "costs": COSTS,
+            **sampled,
+            **fields,
+        }
     )
 
 
 PENALTY = 1.3
-# Each way to draft and to test, with a penalty: on the device a node's text is the row's and the way to the node.
-PENALISED = [("static_tree", "greedy"), ("ranked_tree", "token"), ("graph", "coupled"), ("multi_candidate", "token")]
-PENALISED += [("recurrent", "greedy"), ("self_speculation", "token"), ("chain_with_lookup", "coupled")]
+# Each way to draft and to test, with a penalty: on the device a node's text is the row's and the
+# way to the node.
+PENALISED = [
+    ("static_tree", "greedy"),
+    ("ranked_tree", "token"),
+    ("graph", "coupled"),
+    ("multi_candidate", "token"),
+]
+PENALISED += [
+    ("recurrent", "greedy"),
+    ("self_speculation", "token"),
+    ("chain_with_lookup", "coupled"),
+]
 NAMED = {row.name: row for row in REAL}

@@ -31,11 +31,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def family(name: str, **changed: Any) -> Any:
-    """A target with packed attention in float32; norms and biases are random too, so that none can be forgotten."""
+    """A target with packed attention in float32; norms and biases are random too, so that none can
+    be forgotten.
+    """
     torch.manual_seed(3)
     fields = {**SIZES, **FAMILIES[name], **changed}
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=PACKED, dtype=torch.float32
+    )
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key or key.endswith("bias"):

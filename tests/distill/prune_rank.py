@@ -1,6 +1,8 @@
-"""Scores, order of layers and a cut of a small target as one rank, or alone: `python -m tests.distill.prune_rank SPEC` (JSON).
+"""Scores, order of layers and a cut of a small target as one rank, or alone:
+`python -m tests.distill.prune_rank SPEC` (JSON).
 
-Each rank writes FOLDER/rank<N>.json with the bytes of the target that it holds, and FOLDER/rank<N>.safetensors with what it found.
+Each rank writes FOLDER/rank<N>.json with the bytes of the target that it holds, and
+FOLDER/rank<N>.safetensors with what it found.
 """
 
 import json
@@ -23,7 +25,9 @@ from tests.training.rank_job import ROOT, local_bytes
 from training.config import DataConfig, ParallelConfig, StudentConfig, TargetConfig
 from training.launch import _free_port
 
-SHAPE = StudentConfig(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
+SHAPE = StudentConfig(
+    num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=1
+)
 
 
 def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, Any]:
@@ -33,20 +37,31 @@ def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, A
         job="distill.prune",
         target=TargetConfig(path=target, device="cpu"),
         data=DataConfig(
-            chats=["embedded:chats"], held_out_chats=["embedded:held_out_chats"], max_length=128, max_samples=60
+            chats=["embedded:chats"],
+            held_out_chats=["embedded:held_out_chats"],
+            max_length=128,
+            max_samples=60,
         ),
         importance=ImportanceConfig(
-            sequences=sequences, greedy_sequences=3, probe_sequences=2, cache_dir=str(place / "cache")
+            sequences=sequences,
+            greedy_sequences=3,
+            probe_sequences=2,
+            cache_dir=str(place / "cache"),
         ),
         parallel=ParallelConfig(kind=kind),
     )
     bench = workbench(config, Path(target))
     source = Source(bench.teacher, Path(target))
-    order = _removal(bench, source)  # first, as where scores were cached: its first forward is the model's
+    # first, as where scores were cached: its first forward is the model's
+    order = _removal(bench, source)
     scores = _scores(bench, source)
     shape = student_config(SHAPE, source.model.config)
-    student = cut_model(source.model, importance.strongest(scores, order[-2:], shape, source.model.config), shape)
-    found = scores.tensors() | {f"student.{name}": tensor for name, tensor in student.state_dict().items()}
+    student = cut_model(
+        source.model, importance.strongest(scores, order[-2:], shape, source.model.config), shape
+    )
+    found = scores.tensors() | {
+        f"student.{name}": tensor for name, tensor in student.state_dict().items()
+    }
     told = {
         "order": order,
         "bytes": sum(local_bytes(parameter) for parameter in source.model.parameters()),
@@ -54,7 +69,8 @@ def run(target: str, folder: str, kind: str, sequences: int = 17) -> dict[str, A
     }
     place.mkdir(parents=True, exist_ok=True)
     save_file(
-        {name: tensor.contiguous() for name, tensor in found.items()}, place / f"rank{bench.parallel.rank}.safetensors"
+        {name: tensor.contiguous() for name, tensor in found.items()},
+        place / f"rank{bench.parallel.rank}.safetensors",
     )
     (place / f"rank{bench.parallel.rank}.json").write_text(json.dumps(told))
     bench.parallel.close()
@@ -65,9 +81,17 @@ def run_ranks(target: Path, folder: Path, kind: str, ranks: int = 2) -> list[dic
     """The same in `ranks` processes; what each saw."""
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.distill.prune_rank", json.dumps([str(target), str(folder), kind])]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.distill.prune_rank",
+        json.dumps([str(target), str(folder), kind]),
+    ]
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    started = [subprocess.Popen(command, env={**os.environ, **common, **place}, cwd=ROOT) for place in places]
+    started = [
+        subprocess.Popen(command, env={**os.environ, **common, **place}, cwd=ROOT)
+        for place in places
+    ]
     assert [process.wait(timeout=180) for process in started] == [0] * ranks
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 

@@ -1,4 +1,6 @@
-"""Chats of every form, a target whose answers end by themselves, and runs of distill.regenerate on them."""
+"""Chats of every form, a target whose answers end by themselves, and runs of distill.regenerate on
+them.
+"""
 
 import json
 import shutil
@@ -16,16 +18,40 @@ CHATS = [
     {"id": "one", "conversations": [("human", "def add(a, b):"), ("gpt", "return a + b")]},
     {
         "id": "two",
-        "conversations": [("system", "Be brief."), ("human", "x"), ("gpt", "y"), ("human", "z"), ("gpt", "w")],
+        "conversations": [
+            ("system", "Be brief."),
+            ("human", "x"),
+            ("gpt", "y"),
+            ("human", "z"),
+            ("gpt", "w"),
+        ],
     },
-    {"id": "begun", "conversations": [("gpt", "Hello!"), ("human", "def f(x):"), ("gpt", "pass"), ("human", "and g?")]},
+    {
+        "id": "begun",
+        "conversations": [
+            ("gpt", "Hello!"),
+            ("human", "def f(x):"),
+            ("gpt", "pass"),
+            ("human", "and g?"),
+        ],
+    },
     {"id": "open", "conversations": [("human", "a request that nobody answered")]},
-    {"id": "twice", "conversations": [("human", "first"), ("human", "second"), ("gpt", "one"), ("gpt", "more")]},
-    {"id": "long", "conversations": [("human", f"part {n}") if n % 2 == 0 else ("gpt", "ok") for n in range(7)]},
+    {
+        "id": "twice",
+        "conversations": [("human", "first"), ("human", "second"), ("gpt", "one"), ("gpt", "more")],
+    },
+    {
+        "id": "long",
+        "conversations": [
+            ("human", f"part {n}") if n % 2 == 0 else ("gpt", "ok") for n in range(7)
+        ],
+    },
 ]
 
 
-def write_chats(path: Path, chats: list[dict[str, Any]] | None = None, lines: tuple[str, ...] = ()) -> Path:
+def write_chats(
+    path: Path, chats: list[dict[str, Any]] | None = None, lines: tuple[str, ...] = ()
+) -> Path:
     """A ShareGPT file, one record a line; lines: raw ones at its end."""
     records = []
     for chat in CHATS if chats is None else chats:
@@ -69,7 +95,9 @@ def arguments(target: Path, chats: Path, folder: Path, *overrides: str) -> list[
 
 def regenerated(target: Path, chats: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """The records of a run."""
-    found: list[dict[str, Any]] = json.loads(run(configured(target, chats, folder, *overrides)).read_text())
+    found: list[dict[str, Any]] = json.loads(
+        run(configured(target, chats, folder, *overrides)).read_text()
+    )
     return found
 
 

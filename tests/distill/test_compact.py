@@ -1,4 +1,6 @@
-"""Zero-padded checkpoints: they decode as they are, and compacted they give the same logits; what is not padded is refused."""
+"""Zero-padded checkpoints: they decode as they are, and compacted they give the same logits; what
+is not padded is refused.
+"""
 
 import json
 import math
@@ -30,8 +32,16 @@ def configured(model: Path, folder: Path, *overrides: str) -> CompactConfig:
         return typed(compose("distill_compact", given), CompactConfig)
 
 
-def padded(folder: Path, kv_heads: int, tied: bool, channels: int = TRUE, dtype: torch.dtype = torch.float32) -> Path:
-    """A model of `channels` live channels scattered over 32; what no channel is written to is read with random weights all the same."""
+def padded(
+    folder: Path,
+    kv_heads: int,
+    tied: bool,
+    channels: int = TRUE,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """A model of `channels` live channels scattered over 32; what no channel is written to is read
+    with random weights all the same.
+    """
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=97,
@@ -79,7 +89,11 @@ def test_a_compacted_model_gives_equal_logits(
     before, after = logits(stored), logits(compact)
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
     config = json.loads((compact / "config.json").read_text())
-    assert (config["hidden_size"], config["head_dim"], config["num_key_value_heads"]) == (TRUE, 8, kv_heads)
+    assert (config["hidden_size"], config["head_dim"], config["num_key_value_heads"]) == (
+        TRUE,
+        8,
+        kv_heads,
+    )
     assert config["rms_norm_eps"] == pytest.approx(1e-2 * STORED / TRUE)
     weights = load_file(compact / "model.safetensors")
     assert weights["model.layers.0.self_attn.o_proj.weight"].shape == (TRUE, 32)
@@ -92,13 +106,18 @@ def test_a_compacted_model_gives_equal_logits(
 
 @pytest.mark.parametrize("backend", ["native", "hf"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_stored_and_the_compact_form_decode_the_same(tmp_path: Path, backend: str, kv_heads: int):
+def test_the_stored_and_the_compact_form_decode_the_same(
+    tmp_path: Path, backend: str, kv_heads: int
+):
     stored = padded(tmp_path / "stored", kv_heads, tied=False)
     compact = run(configured(stored, tmp_path / "run"))
     settings = Settings(max_new_tokens=24, temperature=0.0, seed=0, stop_token_ids=())
     prompts = [[1, 5, 9], [1, 40, 41, 42, 43]]
     texts = [
-        [row.tokens for row in decode(load_target(folder, backend=backend), None, prompts, settings)]
+        [
+            row.tokens
+            for row in decode(load_target(folder, backend=backend), None, prompts, settings)
+        ]
         for folder in (stored, compact)
     ]
     assert texts[0] == texts[1]
@@ -123,18 +142,24 @@ def test_without_the_norms_factor_or_the_epsilon_the_logits_differ(tmp_path: Pat
 
 def test_a_form_that_is_not_equal_is_refused_and_nothing_is_written(tmp_path: Path):
     stored = padded(tmp_path / "stored", 2, tied=False)
-    with pytest.raises(UserError, match=r"compacted to 20 channels .* logits differ by .* nothing was written"):
+    with pytest.raises(
+        UserError, match=r"compacted to 20 channels .* logits differ by .* nothing was written"
+    ):
         run(configured(stored, tmp_path / "run", "tolerance=1e-12"))
     assert not (tmp_path / "run" / "model").exists()
 
 
 def test_rounded_norms_are_refused_with_the_remedy_and_the_remedy_works(tmp_path: Path):
     stored = padded(tmp_path / "stored", 2, tied=False, dtype=torch.bfloat16)
-    with pytest.raises(UserError, match="norms' new weights were rounded: store them with dtype=float32"):
+    with pytest.raises(
+        UserError, match="norms' new weights were rounded: store them with dtype=float32"
+    ):
         run(configured(stored, tmp_path / "run"))
     compact = run(configured(stored, tmp_path / "run", "dtype=float32"))
     before = logits(stored)
-    torch.testing.assert_close(logits(compact), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+    torch.testing.assert_close(
+        logits(compact), before, rtol=1e-4, atol=1e-4 * float(before.abs().max())
+    )
 
 
 def test_widths_stay_a_multiple_of_the_heads(tmp_path: Path):
@@ -142,14 +167,19 @@ def test_widths_stay_a_multiple_of_the_heads(tmp_path: Path):
     compact = run(configured(stored, tmp_path / "run"))
     assert json.loads((compact / "config.json").read_text())["hidden_size"] == 24
     before = logits(stored)
-    torch.testing.assert_close(logits(compact), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+    torch.testing.assert_close(
+        logits(compact), before, rtol=1e-4, atol=1e-4 * float(before.abs().max())
+    )
 
 
 def test_what_is_not_padded_is_refused(tmp_path: Path, tiny_target: Path):
     with pytest.raises(UserError, match="is not padded: 0 of its 32 residual channels are zero"):
         run(configured(tiny_target, tmp_path / "run"))
     almost = padded(tmp_path / "almost", 2, tied=False, channels=30)
-    with pytest.raises(UserError, match="2 of its 32 residual channels .* too few to stay a multiple of its 4 heads"):
+    with pytest.raises(
+        UserError,
+        match="2 of its 32 residual channels .* too few to stay a multiple of its 4 heads",
+    ):
         run(configured(almost, tmp_path / "run"))
     written_late = padded(tmp_path / "late", 2, tied=False)
     weights = load_file(written_late / "model.safetensors")
@@ -169,17 +199,24 @@ def test_other_bad_folders_are_named(tmp_path: Path):
     convert(pickled)
     assert run(configured(pickled, tmp_path / "run")).is_dir()
     zeros = shutil.copytree(stored, tmp_path / "zeros")
-    weights = {name: torch.zeros_like(tensor) for name, tensor in load_file(zeros / "model.safetensors").items()}
+    weights = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in load_file(zeros / "model.safetensors").items()
+    }
     save_file(weights, zeros / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="every weight is zero"):
         run(configured(zeros, tmp_path / "zeros_run"))
     other = shutil.copytree(stored, tmp_path / "other")
-    (other / "config.json").write_text((other / "config.json").read_text().replace('"llama"', '"qwen3"'))
+    (other / "config.json").write_text(
+        (other / "config.json").read_text().replace('"llama"', '"qwen3"')
+    )
     with pytest.raises(UserError, match="model_type is 'qwen3', expected llama"):
         run(configured(other, tmp_path / "other_run"))
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    compact = run(configured(padded(tmp_path / "stored", 2, tied=False), tmp_path / "run", "dry_run=true"))
+    compact = run(
+        configured(padded(tmp_path / "stored", 2, tied=False), tmp_path / "run", "dry_run=true")
+    )
     assert "would look for zero channels" in capsys.readouterr().out
     assert not compact.exists()

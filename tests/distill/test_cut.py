@@ -1,4 +1,6 @@
-"""Cuts: a student is the target with the rest masked, in every family; what is kept is checked, saved and read back."""
+"""Cuts: a student is the target with the rest masked, in every family; what is kept is checked,
+saved and read back.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +21,11 @@ from training.shapes import parameter_counts
 from .families import FAMILIES, family
 
 SHAPE = StudentConfig(
-    num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=2, intermediate_size=24
+    num_hidden_layers=2,
+    hidden_size=16,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    intermediate_size=24,
 )
 IDS = torch.tensor([[5, 9, 17, 4, 33, 8, 60, 2]])
 
@@ -35,7 +41,10 @@ def some_masks(model, shape, seed: int = 0) -> tuple[dict[str, torch.Tensor], Cu
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     layers, groups = config.num_hidden_layers, config.num_key_value_heads
-    a_group, kept_a_group = config.num_attention_heads // groups, shape.num_attention_heads // shape.num_key_value_heads
+    a_group, kept_a_group = (
+        config.num_attention_heads // groups,
+        shape.num_attention_heads // shape.num_key_value_heads,
+    )
 
     def rows(count: int, units: int, keep: int) -> torch.Tensor:
         scores = torch.rand(count, units, generator=generator)
@@ -52,12 +61,21 @@ def some_masks(model, shape, seed: int = 0) -> tuple[dict[str, torch.Tensor], Cu
     groups_LK = torch.stack([z["groups"][layer].nonzero().flatten() for layer in kept])
     queries = z["queries"].view(layers, groups, a_group)
     queries_LKG = torch.stack(
-        [torch.stack([queries[layer, g].nonzero().flatten() for g in groups_LK[i]]) for i, layer in enumerate(kept)]
+        [
+            torch.stack([queries[layer, g].nonzero().flatten() for g in groups_LK[i]])
+            for i, layer in enumerate(kept)
+        ]
     )
     units_LK = torch.stack([z["units"][layer].nonzero().flatten() for layer in kept])
     hidden = z["hidden"][0].nonzero().flatten()
     return z, Cut(
-        tuple(kept.tolist()), hidden, groups_LK, queries_LKG, units_LK, torch.ones(2 * len(kept) + 1), a_group
+        tuple(kept.tolist()),
+        hidden,
+        groups_LK,
+        queries_LKG,
+        units_LK,
+        torch.ones(2 * len(kept) + 1),
+        a_group,
     )
 
 
@@ -74,7 +92,9 @@ def test_a_student_computes_what_the_masked_target_computes(name: str):
 
 
 def test_control_other_masks_give_other_logits():
-    """The test above has teeth: a student that differs by one head, channel, unit or layer is told apart."""
+    """The test above has teeth: a student that differs by one head, channel, unit or layer is told
+    apart.
+    """
     target = family("llama")
     shape = student_config(SHAPE, target.config)
     z, cut = some_masks(target, shape)
@@ -98,14 +118,18 @@ def test_the_native_backend_runs_what_was_cut(tmp_path: Path):
         native.open(1, 16)
         prefill(native, [IDS[0, :-1].tolist()])
         found, _ = native.forward(IDS[:, -1:])
-        torch.testing.assert_close(found[0, -1], logits(student)[0, -1], rtol=1e-4, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            found[0, -1], logits(student)[0, -1], rtol=1e-4, atol=1e-4, msg=name
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_whole_cut_is_the_target(name: str):
     target = family(name)
     shape = student_config(StudentConfig(num_hidden_layers=4), target.config)
-    torch.testing.assert_close(logits(cut_model(target, whole(target.config), shape).eval()), logits(target))
+    torch.testing.assert_close(
+        logits(cut_model(target, whole(target.config), shape).eval()), logits(target)
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -119,7 +143,11 @@ def test_counts_by_shape_are_those_of_the_weights(name: str):
 
 def test_a_students_weights_are_copies():
     target = family("llama")
-    student = cut_model(target, whole(target.config), student_config(StudentConfig(num_hidden_layers=4), target.config))
+    student = cut_model(
+        target,
+        whole(target.config),
+        student_config(StudentConfig(num_hidden_layers=4), target.config),
+    )
     theirs = {parameter.data_ptr() for parameter in target.parameters()}
     assert not theirs & {parameter.data_ptr() for parameter in student.parameters()}
 
@@ -130,24 +158,37 @@ def test_a_students_weights_are_copies():
         ({"num_hidden_layers": 5}, "num_hidden_layers is 5, the target has 4.*never larger"),
         ({"hidden_size": 30}, "hidden_size is 30, the target has 24"),
         ({"intermediate_size": 64}, "intermediate_size is 64"),
-        ({"num_key_value_heads": 6, "num_attention_heads": 6}, "num_key_value_heads is 6, the target has 3"),
+        (
+            {"num_key_value_heads": 6, "num_attention_heads": 6},
+            "num_key_value_heads is 6, the target has 3",
+        ),
         ({"num_attention_heads": 6, "num_key_value_heads": 1}, "6, the target has 2 query heads"),
         ({"head_dim": 4}, "rope turns each channel"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple of num_key_value_heads"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 2},
+            "no multiple of num_key_value_heads",
+        ),
         ({"num_attention_heads": 7}, "num_attention_heads is 7, the target has"),
-        ({"num_attention_heads": 6, "hidden_size": 20}, "hidden_size .20. is no multiple of its 6 query heads"),
+        (
+            {"num_attention_heads": 6, "hidden_size": 20},
+            "hidden_size .20. is no multiple of its 6 query heads",
+        ),
     ],
 )
 def test_shapes_that_cannot_be_cut_are_refused(changed: dict[str, int], words: str):
     target = family("llama").config
     with pytest.raises(UserError, match=words):
-        refuse_wider(student_config(StudentConfig(**{"num_hidden_layers": 2, **changed}), target), target)
+        refuse_wider(
+            student_config(StudentConfig(**{"num_hidden_layers": 2, **changed}), target), target
+        )
 
 
 def test_a_family_that_is_not_built_is_named():
     from transformers import AutoConfig
 
-    with pytest.raises(UserError, match="family 'gpt2', students are cut from llama, mistral, qwen2, qwen3"):
+    with pytest.raises(
+        UserError, match="family 'gpt2', students are cut from llama, mistral, qwen2, qwen3"
+    ):
         student_config(StudentConfig(), AutoConfig.for_model("gpt2"))
 
 
@@ -165,22 +206,35 @@ def test_a_family_that_is_not_built_is_named():
 def test_a_name_that_tells_another_size_is_noted(name: str, noted: bool):
     from transformers import LlamaConfig
 
-    shape = LlamaConfig(vocab_size=32000, hidden_size=256, num_hidden_layers=1, intermediate_size=512)
+    shape = LlamaConfig(
+        vocab_size=32000, hidden_size=256, num_hidden_layers=1, intermediate_size=512
+    )
     note = other_size(name, shape)  # 17.0 M
     assert bool(note) == noted
     if noted:
-        assert f"drafter.name is {name}, and with this target's vocabulary of 32,000 the shape has 17.0 M" in note
+        assert (
+            f"drafter.name is {name}, and with this target's vocabulary of 32,000 the shape has "
+            f"17.0 M" in note
+        )
         assert note.endswith(f"{name.rsplit('_')[0]}_17m would say so")
 
 
-@pytest.mark.parametrize(("size", "heads", "below"), [(200, 3, 192), (190, 4, 128), (100, 3, 99), (300, 5, 300)])
-def test_a_width_that_heads_do_not_divide_hears_one_that_products_like(size: int, heads: int, below: int):
+@pytest.mark.parametrize(
+    ("size", "heads", "below"), [(200, 3, 192), (190, 4, 128), (100, 3, 99), (300, 5, 300)]
+)
+def test_a_width_that_heads_do_not_divide_hears_one_that_products_like(
+    size: int, heads: int, below: int
+):
     assert narrower(size, heads) == below
 
 
 def test_odd_widths_are_warned_of():
-    shape = student_config(StudentConfig(hidden_size=384, intermediate_size=100), family("llama").config)
-    assert odd_widths(shape) == ["drafter.intermediate_size is 100, no multiple of 64: 128 is often as fast"]
+    shape = student_config(
+        StudentConfig(hidden_size=384, intermediate_size=100), family("llama").config
+    )
+    assert odd_widths(shape) == [
+        "drafter.intermediate_size is 100, no multiple of 64: 128 is often as fast"
+    ]
 
 
 def test_a_cut_is_read_back_and_another_targets_is_refused(tmp_path: Path):
@@ -198,7 +252,9 @@ def test_a_cut_is_read_back_and_another_targets_is_refused(tmp_path: Path):
         load_cut(tmp_path / "none", "a" * 64)
     refuse_other_shape(cut, shape, "here")
     other = student_config(dataclasses.replace(SHAPE, intermediate_size=16), target.config)
-    with pytest.raises(UserError, match="keeps 24 of intermediate_size, drafter.intermediate_size is 16"):
+    with pytest.raises(
+        UserError, match="keeps 24 of intermediate_size, drafter.intermediate_size is 16"
+    ):
         refuse_other_shape(cut, other, "here")
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(UserError, match="no whole safetensors file"):

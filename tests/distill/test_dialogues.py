@@ -1,4 +1,6 @@
-"""What distill.regenerate asks, what it feeds on, and what an answer does to its chat; nothing is decoded."""
+"""What distill.regenerate asks, what it feeds on, and what an answer does to its chat; nothing is
+decoded.
+"""
 
 from collections.abc import Sequence
 
@@ -16,7 +18,9 @@ def chat(*turns: str) -> Chat:
     return Chat("an id", [{"role": roles[turn[0]], "content": turn} for turn in turns], "file:1")
 
 
-def answer(turn: int, text: str = "fine", tokens: list[int] | None = None, finish: str = "stop") -> Answer:
+def answer(
+    turn: int, text: str = "fine", tokens: list[int] | None = None, finish: str = "stop"
+) -> Answer:
     tokens = [5, 6, 7, 2] if tokens is None else tokens
     return Answer(0, 0, turn, 10, 9, tokens, finish, text, rounds=len(tokens), seconds=0.1)
 
@@ -44,7 +48,13 @@ def test_a_request_sees_the_targets_own_answers_and_none_that_were_found():
     assert [message["content"] for message in dialogue.history] == ["s", "u1", "mine", "u2"]
     dialogue.take(answer(1, "mine too"), Rules())
     assert dialogue.ended == "complete"
-    assert [turn["value"] for turn in dialogue.record(1)["conversations"]] == ["s", "u1", "mine", "u2", "mine too"]
+    assert [turn["value"] for turn in dialogue.record(1)["conversations"]] == [
+        "s",
+        "u1",
+        "mine",
+        "u2",
+        "mine too",
+    ]
 
 
 LOOPING = [1, 2] * 20
@@ -68,12 +78,20 @@ def test_what_an_answer_does_to_its_chat(new: Answer, rules: Rules, kept: int, e
     dialogue.take(new, rules)
     assert (dialogue.kept, dialogue.ended) == (kept, ended)
     record = dialogue.record(1)
-    assert [turn.get("finish") for turn in record["conversations"]][1::2] == ["stop", new.finish][:kept]
+    assert [turn.get("finish") for turn in record["conversations"]][1::2] == ["stop", new.finish][
+        :kept
+    ]
     assert record["conversations"][-1]["from"] == "gpt"
 
 
 def test_a_series_goes_on_while_half_of_its_chats_do_and_begins_anew_behind_what_is_known():
-    turns = [["u", "a", "u", "a", "u"], ["u", "a", "u"], ["u", "a", "u", "a", "u"], ["u"], ["u", "a", "u"]]
+    turns = [
+        ["u", "a", "u", "a", "u"],
+        ["u", "a", "u"],
+        ["u", "a", "u", "a", "u"],
+        ["u"],
+        ["u", "a", "u"],
+    ]
     calls: list[tuple[list[tuple[int, int, int]], bool]] = []
 
     def answering(requests: Sequence[Request], goes_on: bool) -> list[Answer]:
@@ -98,13 +116,17 @@ def test_a_series_goes_on_while_half_of_its_chats_do_and_begins_anew_behind_what
     assert run_all(known) == [5, 4] and not calls, "what is known is not asked again"
     del known[(2, 0, 1)]
     assert run_all(known) == [5, 4]
-    assert calls == [(first, False), (second, True)], "the same batches once more, so that the caches are the same"
+    assert calls == [(first, False), (second, True)], (
+        "the same batches once more, so that the caches are the same"
+    )
 
 
 def test_an_account_that_does_not_balance_is_an_error():
     account = Account(input=2)
     account.add(Dialogue(0, 0, chat("a0")))
-    with pytest.raises(RuntimeError, match=r"0 answered \+ 1 skipped \+ 0 failed, expected 2 in all"):
+    with pytest.raises(
+        RuntimeError, match=r"0 answered \+ 1 skipped \+ 0 failed, expected 2 in all"
+    ):
         account.check()
     account.add(Dialogue(1, 0, chat("a1")))
     account.check()

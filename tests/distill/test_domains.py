@@ -1,4 +1,6 @@
-"""Mixtures in the jobs: every domain is measured by what it is, shares move and are recorded, bad domains are named."""
+"""Mixtures in the jobs: every domain is measured by what it is, shares move and are recorded, bad
+domains are named.
+"""
 
 import json
 import os
@@ -24,10 +26,17 @@ from training.packing import Sample
 
 ROOT = CONF.parent
 DOMAINS = {
-    "functions": "{chats: ['embedded:chats'], held_out_chats: ['embedded:held_out_chats'], share: 3%s}",
+    "functions": "{chats: ['embedded:chats'], held_out_chats: ['embedded:held_out_chats'], share: "
+    "3%s}",
     "words": "{texts: [train/words.txt], held_out_texts: [held_out/words.txt], share: 1%s}",
 }
-TOY = ["+experiment=smoke", "data=domains", "data.max_samples=40", "data.max_length=256", "data.held_out_tokens=600"]
+TOY = [
+    "+experiment=smoke",
+    "data=domains",
+    "data.max_samples=40",
+    "data.max_length=256",
+    "data.held_out_tokens=600",
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +52,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def domains(texts: Path, functions: str = "", words: str = "") -> list[str]:
     more = {"functions": functions, "words": words}
-    return [f"data.root={texts}", *(f"+data.domains.{name}={DOMAINS[name] % more[name]}" for name in DOMAINS)]
+    return [
+        f"data.root={texts}",
+        *(f"+data.domains.{name}={DOMAINS[name] % more[name]}" for name in DOMAINS),
+    ]
 
 
 def training(target: Path, folder: Path, *overrides: str) -> TrainConfig:
@@ -55,25 +67,38 @@ def training(target: Path, folder: Path, *overrides: str) -> TrainConfig:
 
 def pretraining(folder: Path, *overrides: str) -> PretrainConfig:
     register("distill.pretrain", PretrainConfig)
-    shape = "model.num_hidden_layers=1 model.hidden_size=32 model.num_attention_heads=4 model.intermediate_size=48"
-    loop = "loop.max_steps=4 loop.tokens_per_step=1024 loop.micro_batch_tokens=512 loop.eval_every=2"
+    shape = (
+        "model.num_hidden_layers=1 model.hidden_size=32 model.num_attention_heads=4 "
+        "model.intermediate_size=48"
+    )
+    loop = (
+        "loop.max_steps=4 loop.tokens_per_step=1024 loop.micro_batch_tokens=512 loop.eval_every=2"
+    )
     with initialize_config_dir(str(CONF), version_base="1.3"):
         given = [*TOY[1:], *shape.split(), *loop.split(), f"output_dir={folder}", *overrides]
         return typed(compose("distill_pretrain", given), PretrainConfig)
 
 
 def records(folder: Path, key: str) -> list[float]:
-    return [found[key] for found in map(json.loads, (folder / "metrics.jsonl").open()) if key in found]
+    return [
+        found[key] for found in map(json.loads, (folder / "metrics.jsonl").open()) if key in found
+    ]
 
 
-def test_distilling_from_domains_measures_each_and_moves_the_shares(tiny_target: Path, texts: Path, tmp_path: Path):
+def test_distilling_from_domains_measures_each_and_moves_the_shares(
+    tiny_target: Path, texts: Path, tmp_path: Path
+):
     folder = distill.train.run(training(tiny_target, tmp_path, *domains(texts)))
     alpha = {name: records(tmp_path, f"held_out_acceptance/{name}") for name in DOMAINS}
     assert len(alpha["words"]) == 2, "evaluations after steps 3 and 6"
-    assert records(tmp_path, "held_out_worst_domain_acceptance") == [min(pair) for pair in zip(*alpha.values())]
+    assert records(tmp_path, "held_out_worst_domain_acceptance") == [
+        min(pair) for pair in zip(*alpha.values())
+    ]
     shares = records(tmp_path, "share/words")
     worst = "words" if alpha["words"][0] < alpha["functions"][0] else "functions"
-    assert (shares[0] > 0.25) == (worst == "words"), "share goes to the domain that is drafted worst"
+    assert (shares[0] > 0.25) == (worst == "words"), (
+        "share goes to the domain that is drafted worst"
+    )
     assert shares[0] + records(tmp_path, "share/functions")[0] == pytest.approx(1)
     rows = [records(tmp_path, f"rows/{name}")[-1] for name in DOMAINS]
     assert sum(rows) == 6 * 4, "every row of every step is of one domain"
@@ -87,21 +112,32 @@ def test_distilling_from_domains_measures_each_and_moves_the_shares(tiny_target:
 def test_pretraining_from_domains_follows_the_reference_losses(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    references = {"functions": ", reference: 7.0", "words": ", reference: 2.0"}  # a fresh model is at log 2048 = 7.6
+    # a fresh model is at log 2048 = 7.6
+    references = {"functions": ", reference: 7.0", "words": ", reference: 2.0"}
     distill.pretrain.run(pretraining(tmp_path, *domains(texts, **references), "data.mixing=loss"))
     losses = {name: records(tmp_path, f"held_out_loss/{name}") for name in DOMAINS}
     grown = 0.25 * np.exp(losses["words"][0] - 2.0)
     stayed = 0.75 * np.exp(max(0.0, losses["functions"][0] - 7.0))
     after = (1 - 1e-4) * grown / (grown + stayed) + 1e-4 / 2
-    assert records(tmp_path, "share/words")[0] == pytest.approx(min(after, 0.99), rel=1e-6)  # 0.99: the other's floor
-    assert min(min(losses.values())) <= records(tmp_path, "held_out_loss")[0] <= max(max(losses.values()))
+    # 0.99: the other's floor
+    assert records(tmp_path, "share/words")[0] == pytest.approx(min(after, 0.99), rel=1e-6)
+    assert (
+        min(min(losses.values()))
+        <= records(tmp_path, "held_out_loss")[0]
+        <= max(max(losses.values()))
+    )
     assert "mixture (loss): functions 75.0% of" in capsys.readouterr().out
 
 
 def test_a_domain_that_runs_out_ends_the_job_with_its_artefact(
     tiny_target: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    more = ["loop.max_steps=500", "loop.tokens_per_step=512", "data.mixing=fixed", "data.when_exhausted=stop"]
+    more = [
+        "loop.max_steps=500",
+        "loop.tokens_per_step=512",
+        "data.mixing=fixed",
+        "data.when_exhausted=stop",
+    ]
     folder = distill.train.run(training(tiny_target, tmp_path, *domains(texts), *more))
     assert "of 500: domain '" in capsys.readouterr().err
     assert (folder / "model.safetensors").is_file()
@@ -112,7 +148,9 @@ def test_fixed_shares_need_no_held_out_text_and_say_what_is_not_measured(
     tiny_target: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     given = domains(texts, words=", held_out_texts: []")
-    distill.train.run(training(tiny_target, tmp_path, *given, "data.mixing=fixed", "loop.max_steps=2"))
+    distill.train.run(
+        training(tiny_target, tmp_path, *given, "data.mixing=fixed", "loop.max_steps=2")
+    )
     assert "domain words has no held-out text: it is not measured" in capsys.readouterr().out
     assert records(tmp_path, "held_out_acceptance/functions")
     assert not records(tmp_path, "held_out_acceptance/words")
@@ -126,32 +164,54 @@ def test_fixed_shares_need_no_held_out_text_and_say_what_is_not_measured(
         ("", ", texts: []", "seed=0", "data.domains.words is empty"),
         ("", ", share: -1", "seed=0", "shares of data.domains"),
         ("", "", "data.mixing=loss", "data.domains.functions.reference is 0"),
-        ("", ", held_out_texts: []", "data.mixing=acceptance", "data.domains.words has no held-out text"),
+        (
+            "",
+            ", held_out_texts: []",
+            "data.mixing=acceptance",
+            "data.domains.words has no held-out text",
+        ),
         ("", "", "data.chats=['embedded:chats']", "data.domains stands beside data.chats"),
     ],
 )
 def test_bad_domains_are_named(
-    tiny_target: Path, texts: Path, tmp_path: Path, functions: str, words: str, override: str, said: str
+    tiny_target: Path,
+    texts: Path,
+    tmp_path: Path,
+    functions: str,
+    words: str,
+    override: str,
+    said: str,
 ):
     with pytest.raises(UserError, match=said):
-        distill.train.run(training(tiny_target, tmp_path, *domains(texts, functions, words), override))
+        distill.train.run(
+            training(tiny_target, tmp_path, *domains(texts, functions, words), override)
+        )
 
 
 def test_pretraining_has_no_target_to_be_accepted_by(texts: Path, tmp_path: Path):
     with pytest.raises(
-        UserError, match="data.mixing is acceptance, which this job does not measure; expected fixed or loss"
+        UserError,
+        match="data.mixing is acceptance, which this job does not measure; expected fixed or loss",
     ):
         distill.pretrain.run(pretraining(tmp_path, *domains(texts), "data.mixing=acceptance"))
 
 
 def test_the_figures_of_a_domain_are_the_overlap_and_the_loss_on_its_own_text():
     """Against whole logits, document by document, without packing."""
-    shape = StudentConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
+    shape = StudentConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
+    )
     models = []
     for seed in range(2):
         torch.manual_seed(seed)
         models.append(
-            build_llama(shape, torch.float32, vocab_size=61, max_position_embeddings=64, initializer_range=0.2)
+            build_llama(
+                shape,
+                torch.float32,
+                vocab_size=61,
+                max_position_embeddings=64,
+                initializer_range=0.2,
+            )
         )
     student, teacher = models
     random = np.random.default_rng(0)
@@ -167,22 +227,33 @@ def test_the_figures_of_a_domain_are_the_overlap_and_the_loss_on_its_own_text():
             found[name].append(Sample(ids, mask))
             row = torch.from_numpy(ids).long()[None]
             bias = torch.full((len(ids), len(ids)), float("-inf")).triu(1)[None, None]
-            q, p = (torch.log_softmax(model(row, attention_bias=bias).logits[0, :-1].detach(), -1) for model in models)
+            q, p = (
+                torch.log_softmax(model(row, attention_bias=bias).logits[0, :-1].detach(), -1)
+                for model in models
+            )
             keep = torch.from_numpy(mask[1:])
             overlap += float(torch.minimum(p.exp(), q.exp()).sum(-1)[keep].sum())
             loss -= float(q.gather(1, row[0, 1:, None])[keep].sum())
             tokens += float(keep.sum())
         expected |= {f"acceptance/{name}": overlap / tokens, f"loss/{name}": loss / tokens}
-    scored = {name: HeldOutAcceptance(student, teacher, samples, 64, 1.0) for name, samples in found.items()}
+    scored = {
+        name: HeldOutAcceptance(student, teacher, samples, 64, 1.0)
+        for name, samples in found.items()
+    }
     figures = HeldOutMixture(scored["a"], scored)()
     for key, value in expected.items():
         assert figures[key] == pytest.approx(value, rel=1e-5)
-    assert figures["worst_domain_acceptance"] == min(figures["acceptance/a"], figures["acceptance/b"])
+    assert figures["worst_domain_acceptance"] == min(
+        figures["acceptance/a"], figures["acceptance/b"]
+    )
     assert figures["score"] == figures["acceptance"] == figures["acceptance/a"]
 
 
 def test_held_out_text_is_drawn_evenly_from_all_of_it():
-    ten = [Sample(np.full(10, number, dtype=np.int32), np.ones(10, dtype=bool)) for number in range(100)]
+    ten = [
+        Sample(np.full(10, number, dtype=np.int32), np.ones(10, dtype=bool))
+        for number in range(100)
+    ]
     assert len(drawn_evenly(ten, 0)) == len(drawn_evenly(ten, 10**6)) == 100
     assert [int(sample.ids[0]) for sample in drawn_evenly(ten, 200)] == list(range(0, 100, 5))
 
@@ -193,9 +264,18 @@ def test_two_worker_processes_draw_the_same_rows_and_move_the_same_shares(
 ):
     distill.train.run(training(tiny_target, tmp_path / "one", *domains(texts)))
     given = [*TOY, f"target.path={tiny_target}", f"output_dir={tmp_path / 'two'}", *domains(texts)]
-    command = [sys.executable, "-m", "distill.train", *given, "parallel=ddp", "parallel.processes=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "distill.train",
+        *given,
+        "parallel=ddp",
+        "parallel.processes=2",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     for key in ("loss", "share/words", "rows/words", "held_out_acceptance/words"):
         one, two = (records(tmp_path / name, key) for name in ("one", "two"))

@@ -20,24 +20,44 @@ from training.shapes import forward_flops, parameter_counts
 
 from .test_prune import configured
 
-SEVEN = ("target=llama_7b", "target.path=/nowhere/llama", "target.dtype=bfloat16", "data.max_length=4096")
+SEVEN = (
+    "target=llama_7b",
+    "target.path=/nowhere/llama",
+    "target.dtype=bfloat16",
+    "data.max_length=4096",
+)
 TARGET, STUDENT = 6_738_415_616, 796_290_560
 
 
-def said(tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+def said(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str
+) -> str:
     """What a dry run at LLaMA-7B's shape prints."""
-    given = [*SEVEN, "drafter=llama_796m", "drafter.num_hidden_layers=5", *overrides, "dry_run=true"]
+    given = [
+        *SEVEN,
+        "drafter=llama_796m",
+        "drafter.num_hidden_layers=5",
+        *overrides,
+        "dry_run=true",
+    ]
     config = configured(tiny_target, tmp_path / "run", *given)
     run(config)
     return capsys.readouterr().out
 
 
-def test_importance_says_parameters_operations_tokens_hours_memory_and_disk(tiny_target, tmp_path, capsys):
-    words = said(tiny_target, tmp_path, capsys, "importance.choice=even", "importance.sequences=1024")
+def test_importance_says_parameters_operations_tokens_hours_memory_and_disk(
+    tiny_target, tmp_path, capsys
+):
+    words = said(
+        tiny_target, tmp_path, capsys, "importance.choice=even", "importance.sequences=1024"
+    )
     assert "target: 6738.4 M parameters, 32 layers" in words
     assert "student: 796.3 M parameters" in words
-    flops = 2 * (TARGET - 32000 * 4096 - 4096) * 1024 * 4096  # the embedding is read, not multiplied with
-    found = re.search(r"scores from 4,194,304 tokens, ([\d.]+ PFLOP), ([\d.]+) hours at 100 TFLOP/s", words)
+    # the embedding is read, not multiplied with
+    flops = 2 * (TARGET - 32000 * 4096 - 4096) * 1024 * 4096
+    found = re.search(
+        r"scores from 4,194,304 tokens, ([\d.]+ PFLOP), ([\d.]+) hours at 100 TFLOP/s", words
+    )
     assert found is not None, words
     assert found[1] == operations(flops)
     assert float(found[2]) == pytest.approx(flops / 1e14 / 3600, abs=0.006)
@@ -51,8 +71,17 @@ def test_importance_says_parameters_operations_tokens_hours_memory_and_disk(tiny
 def test_probes_are_told_as_many_as_there_can_be(tiny_target, tmp_path, capsys):
     """All candidates are looked at, some are distilled; none where nothing is left to choose."""
     words = said(tiny_target, tmp_path, capsys, "importance.probe_steps=50")
-    assert "up to 6 candidates compared on held-out text and 4 of them distilled on 12,800 tokens each" in words
-    words = said(tiny_target, tmp_path / "all", capsys, "importance.probe_steps=50", "importance.probe_candidates=9")
+    assert (
+        "up to 6 candidates compared on held-out text and 4 of them distilled on 12,800 tokens each"
+        in words
+    )
+    words = said(
+        tiny_target,
+        tmp_path / "all",
+        capsys,
+        "importance.probe_steps=50",
+        "importance.probe_candidates=9",
+    )
     assert "up to 6 candidates compared on held-out text and 6 of them distilled" in words
     words = said(tiny_target, tmp_path / "as_cut", capsys)
     assert "up to 6 candidates compared on held-out text," in words
@@ -63,34 +92,53 @@ def test_probes_are_told_as_many_as_there_can_be(tiny_target, tmp_path, capsys):
 def test_operations_of_importance_are_those_of_all_its_parts():
     """Counted out for a shape whose probes are all distilled, and for one where four of six are."""
     target, shape = (AutoConfig.for_model("llama", num_hidden_layers=layers) for layers in (32, 5))
-    config = PruneConfig(job="distill.prune", data=DataConfig(max_length=64), between=LoopConfig(tokens_per_step=128))
+    config = PruneConfig(
+        job="distill.prune", data=DataConfig(max_length=64), between=LoopConfig(tokens_per_step=128)
+    )
     settings = config.importance
     student = forward_flops(shape) * 64 * settings.probe_sequences
     a_token = 6 * parameter_counts(shape)["all"] + forward_flops(target)
 
     def flops(**changed: Any) -> float:
         importance = dataclasses.replace(settings, **changed)
-        return importance_flops(dataclasses.replace(config, importance=importance), target, target, shape)
+        return importance_flops(
+            dataclasses.replace(config, importance=importance), target, target, shape
+        )
 
     alone = flops(choice="greedy")
     target_reads = forward_flops(target) * 64 * settings.probe_sequences
     assert flops(probe_steps=0) == pytest.approx(alone + target_reads + 6 * student)
     for tried in (4, 6):
         distilled = tried * (settings.probe_steps * 128 * a_token + student)
-        assert flops(probe_candidates=tried) == pytest.approx(alone + target_reads + 6 * student + distilled)
+        assert flops(probe_candidates=tried) == pytest.approx(
+            alone + target_reads + 6 * student + distilled
+        )
 
 
 def test_a_target_in_shares_takes_a_share_of_the_memory(tiny_target, tmp_path, capsys):
-    words = said(tiny_target, tmp_path, capsys, "importance.choice=even", "parallel=fsdp", "parallel.processes=8")
+    words = said(
+        tiny_target,
+        tmp_path,
+        capsys,
+        "importance.choice=even",
+        "parallel=fsdp",
+        "parallel.processes=8",
+    )
     head = 2 * 32000 * 4096
     assert f"memory of each of 8 ranks (fsdp): {size(2 * TARGET / 8 + head * 7 / 8)}" in words
-    words = said(tiny_target, tmp_path / "unsaid", capsys, "importance.choice=even", "parallel=fsdp")
+    words = said(
+        tiny_target, tmp_path / "unsaid", capsys, "importance.choice=even", "parallel=fsdp"
+    )
     if not torch.cuda.is_available():
-        assert "memory of each of 8 ranks (fsdp; give parallel.processes for another number)" in words
+        assert (
+            "memory of each of 8 ranks (fsdp; give parallel.processes for another number)" in words
+        )
 
 
 def test_a_later_stage_holds_the_student_before_it_too(tiny_target, tmp_path, capsys):
-    """It is cut and scored while the target, which acceptance is measured against, stays where it is."""
+    """It is cut and scored while the target, which acceptance is measured against, stays where it
+    is.
+    """
     words = said(tiny_target, tmp_path, capsys, "importance.choice=even", "depths=[12]")
     first, second = re.findall(r"memory of one process: [\d,.]+ GB \((.*)\)", words)[::2]
     assert "stage before" not in first
@@ -101,14 +149,25 @@ def test_a_later_stage_holds_the_student_before_it_too(tiny_target, tmp_path, ca
 
 @pytest.mark.long
 def test_masks_say_what_their_training_takes(tiny_target, tmp_path, capsys):
-    """The published schedule: 0.419 B tokens at 6 operations a weight; the target is read by evaluations alone."""
-    schedule = ("mode=l0", "loop.max_steps=3200", "loop.tokens_per_step=131072", "loop.dtype=bfloat16")
+    """The published schedule: 0.419 B tokens at 6 operations a weight; the target is read by
+    evaluations alone.
+    """
+    schedule = (
+        "mode=l0",
+        "loop.max_steps=3200",
+        "loop.tokens_per_step=131072",
+        "loop.dtype=bfloat16",
+    )
     words = said(tiny_target, tmp_path, capsys, *schedule)
-    found = re.search(r"l0: weights and masks trained on 419,430,400 tokens in 3,200 steps, ([\d.]+ EFLOP)", words)
+    found = re.search(
+        r"l0: weights and masks trained on 419,430,400 tokens in 3,200 steps, ([\d.]+ EFLOP)", words
+    )
     assert found is not None, words
     assert found[1] == operations(6 * TARGET * 419_430_400) == "17.0 EFLOP"
     memory = re.search(
-        r"memory of one process: ([\d,.]+) GB \(target 13\.5 GB, weights 13\.5 GB, gradients ([\d.]+)", words
+        r"memory of one process: ([\d,.]+) GB \(target 13\.5 GB, weights 13\.5 GB, gradients "
+        r"([\d.]+)",
+        words,
     )
     assert memory is not None, words
     assert float(memory[1]) > 13.5 + 16 * TARGET / 1e9
@@ -119,7 +178,9 @@ def test_masks_say_what_their_training_takes(tiny_target, tmp_path, capsys):
 
 def test_a_dry_run_leaves_a_folder_that_loads(tiny_target: Path, tmp_path: Path):
     """With a target that is there the tokenizer is too; every weight is zero."""
-    config = configured(tiny_target, tmp_path / "run", "drafter.hidden_size=16", "data.texts=[]", "dry_run=true")
+    config = configured(
+        tiny_target, tmp_path / "run", "drafter.hidden_size=16", "data.texts=[]", "dry_run=true"
+    )
     folder = run(config)
     student = AutoModelForCausalLM.from_pretrained(folder)
     assert (student.config.hidden_size, student.config.num_hidden_layers) == (16, 2)
@@ -130,8 +191,12 @@ def test_a_dry_run_leaves_a_folder_that_loads(tiny_target: Path, tmp_path: Path)
     assert student.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
 
 
-def test_a_dry_run_reads_no_weights(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Not to hash them either, which takes minutes where they are hundreds of gigabytes: the card and the manifest say so."""
+def test_a_dry_run_reads_no_weights(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not to hash them either, which takes minutes where they are hundreds of gigabytes: the card
+    and the manifest say so.
+    """
 
     def read(path: Path) -> str:
         raise AssertionError(f"{path} was read")
@@ -165,5 +230,8 @@ def test_sizes_are_read_at_a_glance():
 
 def test_a_large_target_in_twice_its_room_is_told(tiny_target, tmp_path, capsys):
     words = said(tiny_target, tmp_path, capsys, "target.dtype=float32")
-    assert f"stored in float16 and read in float32, {size(4 * TARGET)}: target.dtype=bfloat16 takes half" in words
+    assert (
+        f"stored in float16 and read in float32, {size(4 * TARGET)}: target.dtype=bfloat16 takes "
+        f"half" in words
+    )
     assert "takes half" not in said(tiny_target, tmp_path / "half", capsys), "control"

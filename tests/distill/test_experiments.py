@@ -13,7 +13,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from decoding.errors import UserError
-from distill.config import PretrainConfig, PruneConfig, RegenerateConfig, SkipSearchConfig, TrainConfig
+from distill.config import (
+    PretrainConfig,
+    PruneConfig,
+    RegenerateConfig,
+    SkipSearchConfig,
+    TrainConfig,
+)
 from eval.config import CompareConfig, EvalConfig
 from recurrent_drafting.config import HeadTrainConfig
 from training.config import typed
@@ -76,10 +82,15 @@ def test_one_override_chooses_how_a_recipe_prunes(given: list[str], passed: list
 
 @pytest.mark.parametrize("experiment", ["llama_796m", "depth_sweep"])
 def test_every_stage_is_of_the_target_that_was_chosen(experiment: str):
-    """By its published configuration too, so that a dry run without its folder tells of one target in all stages."""
+    """By its published configuration too, so that a dry run without its folder tells of one target
+    in all stages.
+    """
     register("distill.train", TrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = typed(compose("distill_train", [f"+experiment={experiment}", "target=llama3_1_70b"]), TrainConfig)
+        config = typed(
+            compose("distill_train", [f"+experiment={experiment}", "target=llama3_1_70b"]),
+            TrainConfig,
+        )
         assert config.target.config["num_hidden_layers"] == 80
         for stage, overrides in config.stage_overrides.items():
             job = stage.partition(":")[0]
@@ -88,50 +99,84 @@ def test_every_stage_is_of_the_target_that_was_chosen(experiment: str):
                 continue
             register(job, SCHEMAS[job])
             target = OmegaConf.to_container(compose(job.replace(".", "_"), mine).target)
-            assert (target["path"], target["config"]) == (config.target.path, config.target.config), stage
+            assert (target["path"], target["config"]) == (
+                config.target.path,
+                config.target.config,
+            ), stage
 
 
 def test_a_ladder_from_scratch_or_by_masks_takes_one_override():
     register("distill.train", TrainConfig)
     register("distill.prune", PruneConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        for given, mode in ([], "importance"), (["prune_mode=random"], "random"), (["prune_mode=l0"], "l0"):
-            ladder = typed(compose("distill_train", ["+experiment=depth_sweep", *given]), TrainConfig)
+        for given, mode in (
+            ([], "importance"),
+            (["prune_mode=random"], "random"),
+            (["prune_mode=l0"], "l0"),
+        ):
+            ladder = typed(
+                compose("distill_train", ["+experiment=depth_sweep", *given]), TrainConfig
+            )
             (first, *overrides) = ladder.stage_overrides["distill.prune"]
-            overrides = [_hydras(text.replace("{output_dir}", "/run").replace("=1,2,4,7", "=7")) for text in overrides]
+            overrides = [
+                _hydras(text.replace("{output_dir}", "/run").replace("=1,2,4,7", "=7"))
+                for text in overrides
+            ]
             pruning = typed(compose("distill_prune", overrides), PruneConfig)
             assert (first, pruning.mode, pruning.drafter.num_hidden_layers) == ("-m", mode, 7)
             masks, distilled = pruning.loop, ladder.loop
-            assert masks.max_steps * masks.tokens_per_step == distilled.max_steps * distilled.tokens_per_step
+            assert (
+                masks.max_steps * masks.tokens_per_step
+                == distilled.max_steps * distilled.tokens_per_step
+            )
             assert masks.dtype == distilled.dtype and masks.optimizer.warmup_steps < masks.max_steps
 
 
 def test_a_recipe_hands_shape_and_domains_to_its_pruning():
-    """What is given by hand too: what the pruning stage composes has the same drafter and the same mixture, which it does not move."""
+    """What is given by hand too: what the pruning stage composes has the same drafter and the same
+    mixture, which it does not move.
+    """
     config = recipe(
-        "data=redpajama", "data.root=/texts", "drafter.num_hidden_layers=3", "drafter.intermediate_size=9472"
+        "data=redpajama",
+        "data.root=/texts",
+        "drafter.num_hidden_layers=3",
+        "drafter.intermediate_size=9472",
     )
-    overrides = [_hydras(text.replace("{output_dir}", "/run")) for text in config.stage_overrides["distill.prune"]]
+    overrides = [
+        _hydras(text.replace("{output_dir}", "/run"))
+        for text in config.stage_overrides["distill.prune"]
+    ]
     register("distill.prune", PruneConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         pruning = typed(compose("distill_prune", overrides), PruneConfig)
     assert pruning.drafter == config.drafter
     assert pruning.data.domains == config.data.domains and len(pruning.data.domains) == 7
-    assert (pruning.data.root, pruning.data.mixing, config.data.mixing) == ("/texts", "fixed", "loss")
-    assert _hydras("drafter={use: graph, lookup: 6}") == "drafter={use: graph, lookup: 6}", "Hydra's own form stays"
+    assert (pruning.data.root, pruning.data.mixing, config.data.mixing) == (
+        "/texts",
+        "fixed",
+        "loss",
+    )
+    assert _hydras("drafter={use: graph, lookup: 6}") == "drafter={use: graph, lookup: 6}", (
+        "Hydra's own form stays"
+    )
 
 
 @pytest.mark.parametrize("experiment", ["llama_796m", "depth_sweep"])
 def test_what_is_said_of_chats_and_memory_reaches_every_stage_that_trains(experiment: str):
-    """Pruning would score by another template than the student is distilled with, and not fit the card that it fits."""
+    """Pruning would score by another template than the student is distilled with, and not fit the
+    card that it fits.
+    """
     said = ["data.template=vicuna", "data.train_on=all", "data.max_samples=70", "data.max_bad=0.2"]
     small = ["loop.micro_batch_tokens=2048", "loop.activation_checkpointing=true"]
     register("distill.train", TrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = typed(compose("distill_train", [f"+experiment={experiment}", *said, *small]), TrainConfig)
+        config = typed(
+            compose("distill_train", [f"+experiment={experiment}", *said, *small]), TrainConfig
+        )
         for stage, overrides in config.stage_overrides.items():
             job = stage.partition(":")[0]
-            if job == "distill.prune" or "-m" in overrides:  # the others are this job itself, or train nothing
+            # the others are this job itself, or train nothing
+            if job == "distill.prune" or "-m" in overrides:
                 assert {*said, *small} <= {text.lower() for text in overrides}, stage
                 between = [text.replace("loop.", "between.") for text in small]
                 assert job != "distill.prune" or {*between} <= {text.lower() for text in overrides}
@@ -157,14 +202,18 @@ def test_control_a_wrong_key_of_a_stage_is_found(tmp_path: Path):
 
 
 RECIPES = {
-    **dict.fromkeys(("llama_1b3", "llama_796m", "llama_543m", "llama_290m", "depth_sweep"), "distill.train"),
+    **dict.fromkeys(
+        ("llama_1b3", "llama_796m", "llama_543m", "llama_290m", "depth_sweep"), "distill.train"
+    ),
     **dict.fromkeys(("redrafter_vicuna_7b", "redrafter_chat24m"), "recurrent_drafting.train"),
 }
 
 
 @pytest.mark.parametrize(("experiment", "job"), RECIPES.items())
 def test_a_recipe_ends_in_a_comparison_of_what_it_measured(experiment: str, job: str):
-    """All its stages are tracked in one group, and its prompts rendered by the template of its chats."""
+    """All its stages are tracked in one group, and its prompts rendered by the template of its
+    chats.
+    """
     register(job, SCHEMAS[job])
     given = [f"+experiment={experiment}", "tracker=wandb_offline", "data.template=vicuna"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -174,7 +223,11 @@ def test_a_recipe_ends_in_a_comparison_of_what_it_measured(experiment: str, job:
         for stage, overrides in config.stage_overrides.items():
             called = stage.partition(":")[0]
             written = [
-                _hydras(text.replace("{output_dir}", "/run").replace("@{", "${").replace("=1,2,4,7", "=7"))
+                _hydras(
+                    text.replace("{output_dir}", "/run")
+                    .replace("@{", "${")
+                    .replace("=1,2,4,7", "=7")
+                )
                 for text in overrides
                 if text != "-m"
             ]
@@ -186,14 +239,21 @@ def test_a_recipe_ends_in_a_comparison_of_what_it_measured(experiment: str, job:
                     assert composed.runs == ["/run/eval.run"]
                 if called == "eval.run":
                     assert composed.output_dir == "/run/eval.run"
-                    assert (composed.benchmark.render, composed.benchmark.chat_template) == ("auto", "vicuna")
-    assert {(one.wandb, one.name, one.group) for one in tracked.values()} == {("offline", experiment, experiment)}
+                    assert (composed.benchmark.render, composed.benchmark.chat_template) == (
+                        "auto",
+                        "vicuna",
+                    )
+    assert {(one.wandb, one.name, one.group) for one in tracked.values()} == {
+        ("offline", experiment, experiment)
+    }
     assert set(tracked) == {*config.stages} - {job, "distill.train:distilled"}
     assert (config.tracker.name, config.tracker.group) == (experiment, experiment)
 
 
 @pytest.mark.long
-def test_the_whole_recipe_runs_on_a_base_model(base_target: Path, shared_data: Path, tmp_path: Path):
+def test_the_whole_recipe_runs_on_a_base_model(
+    base_target: Path, shared_data: Path, tmp_path: Path
+):
     """Prune, distil, evaluate, compare: LLaMA's tokenizer, no chat template, smaller sizes."""
     folder, texts = tmp_path / "run", shared_data / "text"
     register("distill.train", TrainConfig)
@@ -222,7 +282,13 @@ def test_the_whole_recipe_runs_on_a_base_model(base_target: Path, shared_data: P
             "between.max_steps=1",
             "between.tokens_per_step=256",
         ],
-        "eval.run": ["max_prompts=6", "sweep_prompts=2", "sweep=[1,2]", "max_new_tokens=8", "timing_repeats=1"],
+        "eval.run": [
+            "max_prompts=6",
+            "sweep_prompts=2",
+            "sweep=[1,2]",
+            "max_new_tokens=8",
+            "timing_repeats=1",
+        ],
     }
     with initialize_config_dir(str(CONF), version_base="1.3"):
         documented = [
@@ -233,18 +299,29 @@ def test_the_whole_recipe_runs_on_a_base_model(base_target: Path, shared_data: P
             f"held_out.prompts={shared_data / 'eval' / 'hellaswag_contexts.jsonl'}",
             f"benchmark_prompts={shared_data / 'eval' / 'raw' / 'HumanEval.jsonl'}",
         ]
-        given = [*documented, *sizes, "target.device=cpu", "data.max_samples=40", f"output_dir={folder}"]
+        given = [
+            *documented,
+            *sizes,
+            "target.device=cpu",
+            "data.max_samples=40",
+            f"output_dir={folder}",
+        ]
         composed = compose("distill_train", given)
     for stage, overrides in small.items():
         composed.stage_overrides[stage] += overrides
     (tmp_path / "toy.yaml").write_text(OmegaConf.to_yaml(composed))
     said = ran("--config-file", str(tmp_path / "toy.yaml"))
     assert "so prompts are shown as plain text" in said
-    assert (folder / "distill.prune" / "stages" / "1_3_layers").is_dir(), "a cut of at most five eighths at once"
+    assert (folder / "distill.prune" / "stages" / "1_3_layers").is_dir(), (
+        "a cut of at most five eighths at once"
+    )
     card = json.loads((folder / "distill.train" / "drafter" / "drafter_card.json").read_text())
     assert (card["shape"]["num_hidden_layers"], card["shape"]["hidden_size"]) == (2, 16)
     assert card["pruning"]["stages"][-1]["layers"] and card["acceptance"]["acceptance"] > 0
-    rows = [json.loads(line) for line in (folder / "eval.compare" / "comparison.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "eval.compare" / "comparison.jsonl").read_text().splitlines()
+    ]
     assert {(row["drafter"], row["temperature"]) for row in rows} == {
         (name, temperature) for name in ("drafter", "prompt_lookup") for temperature in (0.0, 1.0)
     }
@@ -254,8 +331,15 @@ def test_the_whole_recipe_runs_on_a_base_model(base_target: Path, shared_data: P
 
 @pytest.mark.long
 def test_a_stage_with_an_experiment_of_its_own_is_that(tmp_path: Path):
-    """Two stages of one job: the second is composed by itself, and goes on from the first's folder."""
-    said = ran("+experiment=quickstart_target", "dry_run=true", f"output_dir={tmp_path}", job="distill.pretrain")
+    """Two stages of one job: the second is composed by itself, and goes on from the
+    first's folder.
+    """
+    said = ran(
+        "+experiment=quickstart_target",
+        "dry_run=true",
+        f"output_dir={tmp_path}",
+        job="distill.pretrain",
+    )
     assert said.count("model: 6.6 M parameters") == 2
     assert "plan: 3 epochs" in said and "plan: 2 epochs" in said
 
@@ -279,18 +363,26 @@ def test_a_ladder_of_depths_ends_in_one_comparison(tiny_target: Path, tmp_path: 
     depths = {}
     for layers in (1, 3):
         card = json.loads(
-            (folder / f"distilled/drafter.num_hidden_layers={layers}/drafter/drafter_card.json").read_text()
+            (
+                folder / f"distilled/drafter.num_hidden_layers={layers}/drafter/drafter_card.json"
+            ).read_text()
         )
         depths[card["name"]] = card["shape"]["num_hidden_layers"]
     assert depths == {"depth_1": 1, "depth_3": 3}
-    rows = [json.loads(line) for line in (folder / "eval.compare" / "comparison.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "eval.compare" / "comparison.jsonl").read_text().splitlines()
+    ]
     assert {row["name"] for row in rows} >= {"depth_1", "depth_3"}
     assert (folder / "eval.compare" / "comparison.html").is_file()
 
 
 def hours_in(text: str) -> list[float]:
     """Every figure of hours at an assumed pace."""
-    return [float(found.replace(",", "")) for found in re.findall(r"([\d.,]+) hours(?: \([\d.,]+ s\))? at ", text)]
+    return [
+        float(found.replace(",", ""))
+        for found in re.findall(r"([\d.,]+) hours(?: \([\d.,]+ s\))? at ", text)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -322,5 +414,7 @@ def test_a_recipe_says_what_it_takes_without_weights_or_data(
     *parts, total = hours_in(said)
     assert "all stages together" in said.splitlines()[-1]
     assert len(parts) >= 1 and total == pytest.approx(sum(parts), abs=0.01 * len(parts))
-    config = json.loads((tmp_path / "run" / "distill.train" / "drafter" / "config.json").read_text())
+    config = json.loads(
+        (tmp_path / "run" / "distill.train" / "drafter" / "config.json").read_text()
+    )
     assert config["head_dim"] == 128

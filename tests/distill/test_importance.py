@@ -9,7 +9,16 @@ import torch
 
 import distill.importance
 from distill.cut import cut_model
-from distill.importance import Scores, collect, dealt, read_order, read_scores, strongest, write_order, write_scores
+from distill.importance import (
+    Scores,
+    collect,
+    dealt,
+    read_order,
+    read_scores,
+    strongest,
+    write_order,
+    write_scores,
+)
 from distill.layer_choice import CRITERIA, candidates, most_candidates, removal_order
 from distill.shapes import student_config
 from training.config import StudentConfig
@@ -37,9 +46,15 @@ def test_scores_are_what_their_formulas_say():
     units, heads, groups, square = torch.zeros(40), torch.zeros(6), torch.zeros(3), torch.zeros(24)
     seen: dict[str, torch.Tensor] = {}
     layer = target.model.layers[1]
-    layer.mlp.down_proj.register_forward_hook(lambda _, given, out: seen.__setitem__("units", given[0]))
-    layer.self_attn.o_proj.register_forward_hook(lambda _, given, out: seen.__setitem__("heads", given[0]))
-    layer.input_layernorm.register_forward_hook(lambda _, given, out: seen.__setitem__("norm", given[0]))
+    layer.mlp.down_proj.register_forward_hook(
+        lambda _, given, out: seen.__setitem__("units", given[0])
+    )
+    layer.self_attn.o_proj.register_forward_hook(
+        lambda _, given, out: seen.__setitem__("heads", given[0])
+    )
+    layer.input_layernorm.register_forward_hook(
+        lambda _, given, out: seen.__setitem__("norm", given[0])
+    )
     with torch.no_grad():
         for batch in batches():
             hidden_states(target, batch)
@@ -70,16 +85,21 @@ def test_the_scores_of_ranks_add_up():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_does_nothing_goes_first(name: str):
-    """Units, heads and channels whose weights are zero are the ones that a cut leaves out, and then nothing is lost."""
+    """Units, heads and channels whose weights are zero are the ones that a cut leaves out, and then
+    nothing is lost.
+    """
     target = family(name)
     config = target.config
     a_group = config.num_attention_heads // config.num_key_value_heads
     kept_groups = config.num_key_value_heads // 3 * 2
     with torch.no_grad():
         for number, layer in enumerate(target.model.layers):
-            layer.mlp.down_proj.weight[:, number % 2 :: 2] = 0  # half of the units write nothing ...
+            # half of the units write nothing ...
+            layer.mlp.down_proj.weight[:, number % 2 :: 2] = 0
             layer.mlp.up_proj.weight[number % 2 :: 2] = 0  # ... and hold nothing
-            dead = torch.tensor([g for g in range(config.num_key_value_heads) if (g + number) % 3 == 0])
+            dead = torch.tensor(
+                [g for g in range(config.num_key_value_heads) if (g + number) % 3 == 0]
+            )
             for group in dead.tolist():
                 layer.self_attn.v_proj.weight[group * 6 : group * 6 + 6] = 0
                 if layer.self_attn.v_proj.bias is not None:
@@ -110,7 +130,9 @@ def test_query_heads_are_kept_equally_in_every_group():
 
 
 def test_a_cut_norm_keeps_the_scale_of_its_output():
-    """What is left of a norm's output has the size that it had in the whole model; without the factor it has not."""
+    """What is left of a norm's output has the size that it had in the whole model; without the
+    factor it has not.
+    """
     target = family("llama")
     with torch.no_grad():  # a few loud channels, as real models have
         target.model.embed_tokens.weight[:, :4] *= 8
@@ -153,7 +175,9 @@ def test_an_interrupted_order_goes_on():
 
 
 def test_a_removal_is_the_one_that_moves_the_target_least():
-    """The first step against a plain search: KL of the next token with each layer left out, in models built without it."""
+    """The first step against a plain search: KL of the next token with each layer left out, in
+    models built without it.
+    """
     from distill.student import keep_layers
 
     target, rows = family("llama"), batches(rows=2)
@@ -166,7 +190,9 @@ def test_a_removal_is_the_one_that_moves_the_target_least():
         with torch.no_grad():
             for batch in rows:
                 p, q = (
-                    torch.log_softmax(model.lm_head(batch.at_supervised(hidden_states(model, batch))).double(), -1)
+                    torch.log_softmax(
+                        model.lm_head(batch.at_supervised(hidden_states(model, batch))).double(), -1
+                    )
                     for model in (target, student)
                 )
                 total += float((p.exp() * (p - q)).sum())
@@ -186,15 +212,23 @@ def test_candidates_are_the_sets_that_their_names_say():
         "early_exit": [0, 1, 2],
     }
     found = candidates(3, 6, influence, [1, 3, 5, 2, 4])
-    assert "influence" not in found and "greedy" not in found, "both propose what even_without_last proposes"
+    assert "influence" not in found and "greedy" not in found, (
+        "both propose what even_without_last proposes"
+    )
     every = candidates(3, 6, influence, [1, 3, 5, 2, 4], distinct=False)
     assert every["influence"] == every["greedy"] == every["even_without_last"] == [0, 2, 4]
-    assert candidates(1, 6, influence, [1, 3, 5, 2, 0]) == {"even": [0], "greedy": [4], "contiguous": [5]}
+    assert candidates(1, 6, influence, [1, 3, 5, 2, 0]) == {
+        "even": [0],
+        "greedy": [4],
+        "contiguous": [5],
+    }
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 7, 12, 32])
 def test_candidates_are_distinct_sorted_and_of_the_size(layers: int):
-    """At every cut, one layer and all of them included; some cut leaves the last layer out, and never more sets than are told."""
+    """At every cut, one layer and all of them included; some cut leaves the last layer out, and
+    never more sets than are told.
+    """
     generator = torch.Generator().manual_seed(layers)
     for count in range(1, layers + 1):
         influence = torch.rand(layers, generator=generator)
@@ -202,9 +236,15 @@ def test_candidates_are_distinct_sorted_and_of_the_size(layers: int):
         every = candidates(count, layers, influence, removal, distinct=False)
         assert tuple(every) == CRITERIA
         for chosen in every.values():
-            assert chosen == sorted(set(chosen)) and len(chosen) == count and {*chosen} <= {*range(layers)}
+            assert (
+                chosen == sorted(set(chosen))
+                and len(chosen) == count
+                and {*chosen} <= {*range(layers)}
+            )
         found = candidates(count, layers, influence, removal)
-        assert sorted(found.values()) == sorted(map(list, {tuple(chosen) for chosen in every.values()}))
+        assert sorted(found.values()) == sorted(
+            map(list, {tuple(chosen) for chosen in every.values()})
+        )
         assert len(found) <= most_candidates(count, layers) <= len(CRITERIA)
         assert (count == layers) == all(layers - 1 in chosen for chosen in found.values())
     assert most_candidates(layers, layers) == 1
@@ -231,7 +271,9 @@ def test_scores_and_orders_are_kept_and_damaged_ones_made_again(tmp_path: Path):
     write_scores(path, scores, {"target": "here"})
     found = read_scores(path)
     assert found is not None
-    assert all(torch.equal(tensor, found.tensors()[name]) for name, tensor in scores.tensors().items())
+    assert all(
+        torch.equal(tensor, found.tensors()[name]) for name, tensor in scores.tensors().items()
+    )
     path.write_bytes(path.read_bytes()[:-40])
     assert read_scores(path) is None
     order = tmp_path / "deep" / "removal.json"
@@ -245,8 +287,13 @@ def test_scores_and_orders_are_kept_and_damaged_ones_made_again(tmp_path: Path):
         assert read_order(order, 4) == []
 
 
-def test_two_members_of_a_sweep_may_keep_the_same_scores_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    scores, path = collect(family("llama"), batches(), show=False).finished(), tmp_path / "scores.safetensors"
+def test_two_members_of_a_sweep_may_keep_the_same_scores_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    scores, path = (
+        collect(family("llama"), batches(), show=False).finished(),
+        tmp_path / "scores.safetensors",
+    )
     save = distill.importance.save_tensors
 
     def while_another_writes(*given: Any) -> None:

@@ -1,4 +1,6 @@
-"""A training that is killed a hundred times, at random moments, leaves the drafter of a straight run."""
+"""A training that is killed a hundred times, at random moments, leaves the drafter of a straight
+run.
+"""
 
 import random
 import subprocess
@@ -16,7 +18,9 @@ KILLS = 100
 def start(target: Path, folder: Path) -> "subprocess.Popen[bytes]":
     words = [sys.executable, "-m", "distill.train", "+experiment=smoke", "threads=1"]
     words += [f"target.path={target}", f"output_dir={folder}"]
-    return subprocess.Popen(words, cwd=CONF.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        words, cwd=CONF.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def drafter_bytes(folder: Path) -> bytes:

@@ -1,4 +1,6 @@
-"""Mode l0: the masks' distribution, their constraint, what they cannot reach, and the objective that trains them."""
+"""Mode l0: the masks' distribution, their constraint, what they cannot reach, and the objective
+that trains them.
+"""
 
 import math
 
@@ -34,12 +36,16 @@ def test_the_share_of_zeros_is_the_formulas(beta: float, logit: float):
     with torch.no_grad():
         masks.logit_WU.fill_(logit)
         z = masks.sample(torch.rand(1, 200_000, generator=torch.Generator().manual_seed(0)))
-    assert float((z == 0).double().mean()) == pytest.approx(float(masks.sparsity_W()[0].detach()), abs=5e-3)
+    assert float((z == 0).double().mean()) == pytest.approx(
+        float(masks.sparsity_W()[0].detach()), abs=5e-3
+    )
     assert float(z.min()) >= 0 and float(z.max()) <= 1
 
 
 def test_the_most_that_can_go_is_what_the_bound_allows():
-    """At the lowest logit P(z > 0) is 0.0471 with the code's beta (95.29 % sparsity) and 0.068 with the paper's."""
+    """At the lowest logit P(z > 0) is 0.0471 with the code's beta (95.29 % sparsity) and 0.068 with
+    the paper's.
+    """
     for beta, most in ((2 / 3, 0.9529), (0.83, 0.932)):
         masks = HardConcrete(1, 8, 1, beta)
         with torch.no_grad():
@@ -54,7 +60,8 @@ def test_the_most_that_can_go_is_what_the_bound_allows():
     with pytest.raises(UserError, match=r"93.8% of the layers.*93.2% at most"):
         refuse_unreachable("layers", 1 - 5 / 80, 80, BETA["paper"])
     with pytest.raises(
-        UserError, match=r"96.0% of the units.*95.0% at most.*take a wider shape, or take mode=importance"
+        UserError,
+        match=r"96.0% of the units.*95.0% at most.*take a wider shape, or take mode=importance",
     ):
         refuse_unreachable("units", 0.96, 32, BETA["code"])
 
@@ -65,8 +72,12 @@ def test_masks_start_open_and_logits_stay_in_their_bound():
     assert float(masks.logit_WU.detach().abs().max()) <= BOUND + 1e-6
 
 
-def trained(masks: Masks, weight_of: dict[str, torch.Tensor], steps: int, train: bool = True) -> None:
-    """Minimize -sum(importance x mask) under the constraint, with Sheared-LLaMA's optimizer constants."""
+def trained(
+    masks: Masks, weight_of: dict[str, torch.Tensor], steps: int, train: bool = True
+) -> None:
+    """Minimize -sum(importance x mask) under the constraint, with Sheared-LLaMA's optimizer
+    constants.
+    """
     lr = 1e-4
     rates = MaskedModel(torch.nn.Linear(1, 1), masks, 0.2, 1.0, lr, False).rates
     holder = torch.nn.ModuleDict({"masks": masks})
@@ -86,32 +97,45 @@ def test_the_constraint_reaches_its_shape_and_keeps_what_matters():
     shape = student_config(StudentConfig(num_hidden_layers=3, intermediate_size=20), target)
     masks = Masks(shape, target, BETA["code"], 0)
     generator = torch.Generator().manual_seed(1)
-    importance = {kind: torch.randn(masks.shape[kind], generator=generator).exp() for kind in ("layers", "units")}
+    importance = {
+        kind: torch.randn(masks.shape[kind], generator=generator).exp()
+        for kind in ("layers", "units")
+    }
     trained(masks, importance, 1200)
-    assert {*dict(masks.each())} == {"layers", "units"}, "kinds that nothing is taken of have no masks"
+    assert {*dict(masks.each())} == {"layers", "units"}, (
+        "kinds that nothing is taken of have no masks"
+    )
     for kind, mask in masks.each():
         assert float((mask.sparsity_W() - mask.target_sparsity).detach().abs().max()) < 0.05, kind
     best = torch.zeros(masks.shape["units"]).scatter_(1, importance["units"].topk(20).indices, 1.0)
-    assert float((masks.binary()["units"] * best).sum() / best.sum()) > 0.7, "half of them would be chance"
+    assert float((masks.binary()["units"] * best).sum() / best.sum()) > 0.7, (
+        "half of them would be chance"
+    )
     assert masks.figures()["margin/layers"] > 0
 
 
 def test_masks_that_are_not_to_be_trusted_are_said():
     good = {"sparsity_gap/layers": 0.001, "margin/layers": 0.4, "acceptance": 0.3}
     told = (
-        "masks, expected sparsity against its target and margin of the logits at the cut: layers 0.10% off, margin 0.4"
+        "masks, expected sparsity against its target and margin of the logits at the cut: "
+        "layers 0.10% off, margin 0.4"
     )
     assert in_words(good) == [told]
     words = in_words(good | {"sparsity_gap/units": 0.3, "margin/units": 0.0})
     assert "units 30.00% off, margin 0" in words[0]
     assert "warning: masks of units are more than 2% off their sparsity" in words[1]
-    assert "warning: of units the last that stays and the first that goes have equal logits" in words[2]
+    assert (
+        "warning: of units the last that stays and the first that goes have equal logits"
+        in words[2]
+    )
     assert in_words({}) == [], "where nothing is taken away"
 
 
 def test_control_without_the_constraint_nothing_goes():
     target = family("llama", num_hidden_layers=8).config
-    masks = Masks(student_config(StudentConfig(num_hidden_layers=3), target), target, BETA["code"], 0)
+    masks = Masks(
+        student_config(StudentConfig(num_hidden_layers=3), target), target, BETA["code"], 0
+    )
     trained(masks, {"layers": torch.rand(1, 8)}, 300, train=False)
     assert float(dict(masks.each())["layers"].sparsity_W().detach().max()) < 0.05
 
@@ -126,13 +150,17 @@ def test_the_cut_of_the_masks_computes_what_the_masked_model_does(name: str):
             mask.logit_WU.uniform_(-BOUND, BOUND)
     with masked(target, masks.binary()):
         expected = logits(target)
-    torch.testing.assert_close(logits(cut_model(target, masks.cut(), shape).eval()), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits(cut_model(target, masks.cut(), shape).eval()), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_mask_hangs_on_its_place_alone():
     target = family("llama").config
     masks = Masks(student_config(SHAPE, target), target, BETA["code"], 7)
-    first, again, other, later = (masks.sample(*place) for place in ((3, 0, 1), (3, 0, 1), (3, 1, 1), (4, 0, 1)))
+    first, again, other, later = (
+        masks.sample(*place) for place in ((3, 0, 1), (3, 0, 1), (3, 1, 1), (4, 0, 1))
+    )
     assert all(torch.equal(first[kind], again[kind]) for kind in first)
     assert not torch.equal(first["units"], other["units"]), "other rows, another mask"
     assert not torch.equal(first["units"], later["units"]), "a fresh one every step"
@@ -143,7 +171,8 @@ def test_the_penalty_is_counted_once_however_a_step_is_cut():
     target = family("llama")
     shape = student_config(SHAPE, target.config)
     samples = [
-        Sample(torch.randint(3, 60, (9,)).numpy().astype("int32"), torch.ones(9).bool().numpy()) for _ in range(2)
+        Sample(torch.randint(3, 60, (9,)).numpy().astype("int32"), torch.ones(9).bool().numpy())
+        for _ in range(2)
     ]
     gradients = []
     for rows in ([[0], [1]], [[0, 1]]):
@@ -163,21 +192,33 @@ def test_the_penalty_is_counted_once_however_a_step_is_cut():
 def test_frozen_weights_get_no_gradient_and_masks_do():
     target = family("llama")
     masks = Masks(student_config(SHAPE, target.config), target.config, BETA["code"], 0)
-    batch = collate([Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())], [[0]], 12)
+    batch = collate(
+        [Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())],
+        [[0]],
+        12,
+    )
     objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, train_weights=False)
     objective.begin(0, at(0, 10))
     objective(batch)[0].backward()
     assert all(parameter.grad is None for parameter in target.parameters())
     assert any(bool(mask.logit_WU.grad.abs().sum() > 0) for _, mask in masks.each())
     plain = hidden_states(family("llama"), batch)
-    assert not torch.equal(hidden_states(target, batch), plain), "the masks stay on for the backward pass"
+    assert not torch.equal(hidden_states(target, batch), plain), (
+        "the masks stay on for the backward pass"
+    )
     objective.unmask()
     assert torch.equal(hidden_states(target, batch), plain)
 
 
 def test_layers_that_run_again_see_the_same_masks():
-    """Activation checkpointing runs the layers' forward once more in the backward pass: gradients are those without it."""
-    batch = collate([Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())], [[0]], 12)
+    """Activation checkpointing runs the layers' forward once more in the backward pass: gradients
+    are those without it.
+    """
+    batch = collate(
+        [Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())],
+        [[0]],
+        12,
+    )
     found = []
     for again in (False, True):
         target = family("llama").train()
@@ -191,17 +232,25 @@ def test_layers_that_run_again_see_the_same_masks():
         objective.begin(50, at(50, 100))
         objective(batch)[0].backward()
         found.append({name: parameter.grad for name, parameter in objective.named_parameters()})
-    assert any(bool(gradient.abs().sum() > 0) for name, gradient in found[0].items() if "logit_WU" in name)
+    assert any(
+        bool(gradient.abs().sum() > 0) for name, gradient in found[0].items() if "logit_WU" in name
+    )
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, msg=name)
 
 
 def test_the_target_grows_from_nothing_over_the_warm_up():
-    """t(step) = t min(1, step / warm-up), and the Lagrangian at that target, written out (Sheared-LLaMA's equations)."""
+    """t(step) = t min(1, step / warm-up), and the Lagrangian at that target, written out
+    (Sheared-LLaMA's equations).
+    """
     target = family("llama")
     masks = Masks(student_config(SHAPE, target.config), target.config, BETA["code"], 0)
     objective = MaskedModel(target, masks, 0.2, 1.0, 1e-4, train_weights=False)
-    batch = collate([Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())], [[0]], 12)
+    batch = collate(
+        [Sample(torch.arange(3, 13).numpy().astype("int32"), torch.ones(10).bool().numpy())],
+        [[0]],
+        12,
+    )
     with torch.no_grad():
         for _, mask in masks.each():
             mask.logit_WU.uniform_(-2, 2)
@@ -220,4 +269,6 @@ def test_the_target_grows_from_nothing_over_the_warm_up():
             sparsity_W = 1 - torch.sigmoid(mask.logit_WU.detach() - edge).mean(1)
             gap_W = sparsity_W - share * (1 - mask.keep / mask.logit_WU.shape[1])
             expected += float((0.7 * gap_W + 30.0 * gap_W**2).mean())
-        assert (differences[place] + differences[place + 4]) / supervised == pytest.approx(expected, rel=1e-3)
+        assert (differences[place] + differences[place + 4]) / supervised == pytest.approx(
+            expected, rel=1e-3
+        )

@@ -1,4 +1,6 @@
-"""`distill.prune` end to end on a random target: every mode, the cache, stages, resume, workers, bad input."""
+"""`distill.prune` end to end on a random target: every mode, the cache, stages, resume, workers,
+bad input.
+"""
 
 import dataclasses
 import json
@@ -25,7 +27,11 @@ from training.config import typed
 from training.job import CONF, register
 from training.loop import Interrupted
 
-NARROW = ("drafter.hidden_size=16", "drafter.num_attention_heads=2", "drafter.num_key_value_heads=1")
+NARROW = (
+    "drafter.hidden_size=16",
+    "drafter.num_attention_heads=2",
+    "drafter.num_key_value_heads=1",
+)
 BRIEF = (
     "mode=l0",
     "loop.max_steps=6",
@@ -72,11 +78,15 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 @pytest.mark.parametrize("mode", [("mode=importance",), BRIEF, ("mode=random",)])
-def test_every_mode_leaves_a_student_of_the_shape(tiny_target: Path, tmp_path: Path, mode: tuple[str, ...]):
+def test_every_mode_leaves_a_student_of_the_shape(
+    tiny_target: Path, tmp_path: Path, mode: tuple[str, ...]
+):
     folder = tmp_path / "run"
     run(configured(tiny_target, folder, *NARROW, "drafter.intermediate_size=32", *mode))
     student = AutoModelForCausalLM.from_pretrained(folder / "student")
@@ -94,7 +104,9 @@ def test_every_mode_leaves_a_student_of_the_shape(tiny_target: Path, tmp_path: P
         assert manifest["metrics"]["flops"] and manifest["metrics"]["seconds"]
 
 
-def test_every_shape_after_the_first_is_free(tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_every_shape_after_the_first_is_free(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run(configured(tiny_target, tmp_path / "first"))
     assert "collected before" not in capsys.readouterr().out
     run(configured(tiny_target, tmp_path / "second", *NARROW, "drafter.num_hidden_layers=3"))
@@ -105,7 +117,14 @@ def test_every_shape_after_the_first_is_free(tiny_target: Path, tmp_path: Path, 
 
 def test_the_probe_takes_the_candidate_that_is_accepted_most(tiny_target: Path, tmp_path: Path):
     """Of the two that are accepted most as they were cut."""
-    run(configured(tiny_target, tmp_path / "run", "importance.probe_steps=2", "importance.probe_candidates=2"))
+    run(
+        configured(
+            tiny_target,
+            tmp_path / "run",
+            "importance.probe_steps=2",
+            "importance.probe_candidates=2",
+        )
+    )
     (notes,) = json.loads((tmp_path / "run" / "manifest.json").read_text())["metrics"]["stages"]
     as_cut, found = notes["acceptance_as_cut"], notes["probe_acceptance"]
     assert notes["candidates"].keys() == as_cut.keys() and len(as_cut) > 2
@@ -114,11 +133,15 @@ def test_the_probe_takes_the_candidate_that_is_accepted_most(tiny_target: Path, 
     assert notes["proposed_by"] == max(found, key=lambda name: found[name])
 
 
-@pytest.mark.parametrize(("working", "proposed_by"), [((0, 2), "even_without_last"), ((0, 3), "even")])
+@pytest.mark.parametrize(
+    ("working", "proposed_by"), [((0, 2), "even_without_last"), ((0, 3), "even")]
+)
 def test_the_last_layer_stays_only_where_it_is_of_use(
     working: tuple[int, int], proposed_by: str, tiny_target: Path, tmp_path: Path
 ):
-    """Of four layers two do nothing: once the last is one of them, and once, the control, it works."""
+    """Of four layers two do nothing: once the last is one of them, and once, the
+    control, it works.
+    """
     target = tmp_path / "target"
     shutil.copytree(tiny_target, target)
     state = load_file(target / "model.safetensors")
@@ -137,16 +160,22 @@ def test_the_last_layer_stays_only_where_it_is_of_use(
 
 
 def test_a_remembered_target_is_read_once_for_all_candidates(tiny_target: Path, tmp_path: Path):
-    """And what the candidates come to is the same, but for the rows that a forward of the target has at once."""
+    """And what the candidates come to is the same, but for the rows that a forward of the target
+    has at once.
+    """
     told = []
     for memory in (0, 50):
         folder = tmp_path / f"cache_{memory}"
         run(configured(tiny_target, folder, "importance.probe_steps=2", f"cache_mb={memory}"))
         metrics = json.loads((folder / "manifest.json").read_text())["metrics"]
         probes = [value for name, value in metrics["flops"].items() if name.startswith("probe ")]
-        told.append((probes, metrics["stages"][0]["probe_acceptance"], metrics["stages"][0]["layers"]))
+        told.append(
+            (probes, metrics["stages"][0]["probe_acceptance"], metrics["stages"][0]["layers"])
+        )
     (fresh, found, layers), (kept, again, same_layers) = told
-    assert kept[0] == fresh[0] and all(later < first for later, first in zip(kept[1:], fresh[1:], strict=True))
+    assert kept[0] == fresh[0] and all(
+        later < first for later, first in zip(kept[1:], fresh[1:], strict=True)
+    )
     assert len(kept) > 1 and again == pytest.approx(found, rel=1e-4) and same_layers == layers
 
 
@@ -154,12 +183,17 @@ def test_a_remembered_target_is_read_once_for_all_candidates(tiny_target: Path, 
     ("given", "signal_at"),
     [
         (("importance.probe_steps=3", "drafter.num_hidden_layers=3"), 5),  # in the second candidate
-        (("drafter.num_hidden_layers=1", "depths=[3]", "between.max_steps=4"), 2),  # between two cuts
+        # between two cuts
+        (("drafter.num_hidden_layers=1", "depths=[3]", "between.max_steps=4"), 2),
     ],
     ids=["probe", "between"],
 )
 def test_an_interrupted_distillation_resumes_exactly(
-    given: tuple[str, ...], signal_at: int, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: tuple[str, ...],
+    signal_at: int,
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Whatever was finished is not distilled again, and every step is done once."""
     steps = {"straight": 0, "resumed": 0}
@@ -192,7 +226,9 @@ def test_layers_can_be_named_or_left_to_one_criterion(tiny_target: Path, tmp_pat
     run(configured(tiny_target, tmp_path / "named", "drafter.layers=[1,2]"))
     run(configured(tiny_target, tmp_path / "even", "importance.choice=even"))
     layers = [
-        json.loads((tmp_path / name / "manifest.json").read_text())["metrics"]["stages"][0]["layers"]
+        json.loads((tmp_path / name / "manifest.json").read_text())["metrics"]["stages"][0][
+            "layers"
+        ]
         for name in ("named", "even")
     ]
     assert layers == [[1, 2], [0, 3]]
@@ -200,18 +236,32 @@ def test_layers_can_be_named_or_left_to_one_criterion(tiny_target: Path, tmp_pat
 
 def test_severe_cuts_go_in_stages_with_distillation_between(tiny_target: Path, tmp_path: Path):
     folder = tmp_path / "run"
-    run(configured(tiny_target, folder, "drafter.num_hidden_layers=1", "depths=[3,2]", "drafter.intermediate_size=32"))
+    run(
+        configured(
+            tiny_target,
+            folder,
+            "drafter.num_hidden_layers=1",
+            "depths=[3,2]",
+            "drafter.intermediate_size=32",
+        )
+    )
     stages = json.loads((folder / "manifest.json").read_text())["metrics"]["stages"]
     assert [len(notes["layers"]) for notes in stages] == [3, 2, 1]
-    assert "acceptance" in stages[0] and "acceptance" not in stages[2], "the last one is distilled by distill.train"
+    assert "acceptance" in stages[0] and "acceptance" not in stages[2], (
+        "the last one is distilled by distill.train"
+    )
     first = AutoModelForCausalLM.from_pretrained(folder / "stages" / "1_3_layers").config
-    assert (first.num_hidden_layers, first.intermediate_size) == (3, 32), "widths go in the first stage"
+    assert (first.num_hidden_layers, first.intermediate_size) == (3, 32), (
+        "widths go in the first stage"
+    )
 
 
 def test_a_tracker_gets_every_stage_under_the_experiments_name(
     tiny_target: Path, tmp_path: Path, wandb_runs: list[dict[str, Any]]
 ):
-    """The distillation between two cuts is a run of its own in the same group; what they left is recorded at the end."""
+    """The distillation between two cuts is a run of its own in the same group; what they left is
+    recorded at the end.
+    """
     tracked = ("tracker=wandb", "tracker.name=llama_796m", "tracker.group=sweep")
     folder = tmp_path / "run"
     student = run(configured(tiny_target, folder, *NARROW, "depths=[3]", *tracked))
@@ -245,7 +295,9 @@ def test_without_a_name_a_run_is_called_after_its_experiment(
     ]
 
 
-def test_saved_masks_make_the_same_student_and_fit_no_other_target(tiny_target: Path, tmp_path: Path):
+def test_saved_masks_make_the_same_student_and_fit_no_other_target(
+    tiny_target: Path, tmp_path: Path
+):
     run(configured(tiny_target, tmp_path / "first", *NARROW))
     masks = f"masks={tmp_path}/first/masks.safetensors"
     run(configured(tiny_target, tmp_path / "again", *NARROW, masks))
@@ -257,17 +309,22 @@ def test_saved_masks_make_the_same_student_and_fit_no_other_target(tiny_target: 
     model.save_pretrained(other)
     with pytest.raises(UserError, match=rf"was made for another target \({tiny_target}, hash "):
         run(configured(other, tmp_path / "refused", *NARROW, masks))
-    run(configured(other, tmp_path / "refused", *NARROW))  # a start that failed does not hold its folder
+    # a start that failed does not hold its folder
+    run(configured(other, tmp_path / "refused", *NARROW))
 
 
 def test_a_real_run_keeps_no_published_configuration(tiny_target: Path, tmp_path: Path):
-    """It is what a dry run takes where the target is not there; nothing reads it beside a folder."""
+    """It is what a dry run takes where the target is not there; nothing reads it beside
+    a folder.
+    """
     given = (*NARROW, "mode=random", "+target.config={model_type: llama, hidden_size: 4096}")
     run(configured(tiny_target, tmp_path / "run", *given))
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").target.config == {}
 
 
-def test_interrupted_mask_training_resumes_exactly(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_interrupted_mask_training_resumes_exactly(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     given = (*BRIEF, *NARROW, "drafter.intermediate_size=32")
     run(configured(tiny_target, tmp_path / "straight", *given))
     sample = distill.masks.Masks.sample
@@ -284,7 +341,9 @@ def test_interrupted_mask_training_resumes_exactly(tiny_target: Path, tmp_path: 
     run(configured(tiny_target, tmp_path / "resumed", *given))
     assert same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
     run(configured(tiny_target, tmp_path / "seed", *given, "seed=1"))
-    assert not same(weights(tmp_path / "straight"), weights(tmp_path / "seed")), "control: the seed matters"
+    assert not same(weights(tmp_path / "straight"), weights(tmp_path / "seed")), (
+        "control: the seed matters"
+    )
 
 
 def test_an_interrupted_stage_is_done_again_and_finished_ones_are_not(
@@ -310,7 +369,10 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
     assert between_depths(32, 1, 1.0) == between_depths(32, 12, 0.625) == []
     for share in (0.3, 0.5, 0.9):
         depths = [80, *between_depths(80, 2, share), 2]
-        assert all(before > after >= min(before - 1, before * (1 - share)) for before, after in pairwise(depths))
+        assert all(
+            before > after >= min(before - 1, before * (1 - share))
+            for before, after in pairwise(depths)
+        )
 
 
 @pytest.mark.parametrize(
@@ -320,21 +382,34 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
         (["drafter.hidden_size=64"], "hidden_size is 64, the target has 32"),
         (["drafter.hidden_size=-16"], "hidden_size is -16, expected 0 .the target's. or more"),
         (["mode=random", "drafter.head_dim=5"], "head_dim is 5, expected an even number"),
-        (["drafter.num_attention_heads=4", "drafter.num_key_value_heads=1"], "has 2 query heads to a key/value head"),
+        (
+            ["drafter.num_attention_heads=4", "drafter.num_key_value_heads=1"],
+            "has 2 query heads to a key/value head",
+        ),
         (
             ["drafter.num_attention_heads=3", "drafter.num_key_value_heads=2"],
             r"num_attention_heads \(3\) is no multiple of num_key_value_heads \(2\)",
         ),
-        (["drafter.hidden_size=18"], r"hidden_size \(18\) is no multiple of its 4 query heads.*16 is the nearest"),
+        (
+            ["drafter.hidden_size=18"],
+            r"hidden_size \(18\) is no multiple of its 4 query heads.*16 is the nearest",
+        ),
         (["mode=magic"], "mode is 'magic'; expected one of importance, l0, random"),
         (["importance.choice=best"], "importance.choice is 'best'"),
         (["importance.probe_candidates=0"], "importance.probe_candidates is 0, expected 1 or more"),
         (["l0.beta=half", "mode=l0"], "l0.beta is 'half'; expected one of code, paper"),
-        (["mode=l0", "loop.max_steps=200"], "warmup_steps is 320, expected less than loop.max_steps=200"),
-        (["mode=l0", "drafter.intermediate_size=2"], "95.8% of the units.*95.0% at most.*take a wider shape"),
+        (
+            ["mode=l0", "loop.max_steps=200"],
+            "warmup_steps is 320, expected less than loop.max_steps=200",
+        ),
+        (
+            ["mode=l0", "drafter.intermediate_size=2"],
+            "95.8% of the units.*95.0% at most.*take a wider shape",
+        ),
         (
             ["depths=[2]"],
-            r"depths is \[2\]: expected falling numbers of layers between the target's 4 and the student's 2",
+            r"depths is \[2\]: expected falling numbers of layers between the target's 4 and the "
+            r"student's 2",
         ),
         (["data.max_samples=2", "data.max_length=512"], "too little calibration text"),
         (
@@ -342,11 +417,17 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
             r"data\.max_length is 99999, the context of .* is \d+ tokens: lower data\.max_length",
         ),
         (["data=text"], r"the train split is empty: give data\.chats=\[CHATS"),
-        (["data.max_samples=2", "data.max_length=512", "mode=l0", "loop.max_steps=400"], "too little calibration text"),
+        (
+            ["data.max_samples=2", "data.max_length=512", "mode=l0", "loop.max_steps=400"],
+            "too little calibration text",
+        ),
         (["data.mixing=loss"], "data.mixing is loss, but data.domains is empty"),
         (["masks=/nowhere/masks.safetensors"], "/nowhere/masks.safetensors does not exist"),
         (["masks=/nowhere", "depths=[3]"], "a file holds one cut"),
-        (["cache_mb=5", "parallel=fsdp", "parallel.processes=2"], "cache_mb is 5, expected 0 .*with zero3 and fsdp"),
+        (
+            ["cache_mb=5", "parallel=fsdp", "parallel.processes=2"],
+            "cache_mb is 5, expected 0 .*with zero3 and fsdp",
+        ),
         (["drafter.layers=[0,9]"], "from 0 to 3"),
     ],
 )
@@ -359,22 +440,39 @@ def test_targets_that_are_not_cut_are_named(tiny_target: Path, tmp_path: Path):
     """Another family, and attention that no student has."""
     for kind, more, words in (
         ("gpt2", "", "family 'gpt2', students are cut from llama, mistral, qwen2, qwen3"),
-        ("mistral", ", sliding_window: 4096", "the target: mistral has a sliding attention window of 4096 tokens"),
+        (
+            "mistral",
+            ", sliding_window: 4096",
+            "the target: mistral has a sliding attention window of 4096 tokens",
+        ),
     ):
-        given = ("target.path=/nowhere", f"+target.config={{model_type: {kind}{more}}}", "dry_run=true")
+        given = (
+            "target.path=/nowhere",
+            f"+target.config={{model_type: {kind}{more}}}",
+            "dry_run=true",
+        )
         with pytest.raises(UserError, match=words):
             run(configured(tiny_target, tmp_path / "run", *given))
 
 
-def test_odd_sizes_are_warned_of(tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_odd_sizes_are_warned_of(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run(configured(tiny_target, tmp_path / "run", "mode=random", "drafter.intermediate_size=40"))
     said = capsys.readouterr().out
-    assert "warning: drafter.intermediate_size is 40, no multiple of 64: 64 is often as fast" in said
+    assert (
+        "warning: drafter.intermediate_size is 40, no multiple of 64: 64 is often as fast" in said
+    )
 
 
 def test_domains_are_drawn_by_their_shares(tiny_target: Path, tmp_path: Path):
-    """The scores of one domain are those of two where the other has no share; mixing by what pruning does not measure is refused."""
-    texts = {"prose": CONF.parent / "LOG.md", "licence": CONF.parent / "assets" / "LICENSE-PYTHON.txt"}
+    """The scores of one domain are those of two where the other has no share; mixing by what
+    pruning does not measure is refused.
+    """
+    texts = {
+        "prose": CONF.parent / "LOG.md",
+        "licence": CONF.parent / "assets" / "LICENSE-PYTHON.txt",
+    }
 
     def scores(name: str, *shares: float) -> dict[str, torch.Tensor]:
         given = [
@@ -384,7 +482,10 @@ def test_domains_are_drawn_by_their_shares(tiny_target: Path, tmp_path: Path):
             f"importance.cache_dir={tmp_path}/{name}",
         ]
         for (label, path), share in zip(texts.items(), shares):
-            given.append(f"+data.domains.{label}={{texts: [{path}], held_out_texts: [{path}], share: {share}}}")
+            given.append(
+                f"+data.domains.{label}={{texts: [{path}], held_out_texts: [{path}], share: "
+                f"{share}}}"
+            )
         run(configured(tiny_target, tmp_path / f"{name}_run", *given))
         (found,) = (tmp_path / name).glob("*/scores.safetensors")
         return load_file(found)
@@ -393,7 +494,10 @@ def test_domains_are_drawn_by_their_shares(tiny_target: Path, tmp_path: Path):
     assert same(one, scores("both", 1.0, 0.0))
     assert not same(one, scores("half", 0.5, 0.5)), "the control: shares matter"
     domain = f"+data.domains.a={{texts: [{texts['prose']}], held_out_texts: [{texts['prose']}]}}"
-    with pytest.raises(UserError, match="data.mixing is acceptance, which this job does not measure; expected fixed"):
+    with pytest.raises(
+        UserError,
+        match="data.mixing is acceptance, which this job does not measure; expected fixed",
+    ):
         run(configured(tiny_target, tmp_path / "moving", "data=domains", domain))
 
 
@@ -403,11 +507,14 @@ def test_the_short_distillation_is_in_its_own_dtype(tiny_target: Path, tmp_path:
     run(configured(tiny_target, tmp_path / "wide", *given))
     run(configured(tiny_target, tmp_path / "narrow", *given, "between.dtype=bfloat16"))
     wide, narrow = (
-        load_file(tmp_path / name / "stages" / "1_3_layers" / "model.safetensors") for name in ("wide", "narrow")
+        load_file(tmp_path / name / "stages" / "1_3_layers" / "model.safetensors")
+        for name in ("wide", "narrow")
     )
     assert all(tensor.dtype == torch.float32 for tensor in narrow.values())
     assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in narrow.values())
-    assert not all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in wide.values()), "the control"
+    assert not all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in wide.values()), (
+        "the control"
+    )
 
 
 def test_a_pruned_student_is_distilled_from_its_folder(tiny_target: Path, tmp_path: Path):
@@ -417,8 +524,15 @@ def test_a_pruned_student_is_distilled_from_its_folder(tiny_target: Path, tmp_pa
     run(configured(tiny_target, tmp_path / "pruned", *NARROW))
     register("distill.train", TrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        given = ["+experiment=smoke", f"target.path={tiny_target}", f"output_dir={tmp_path}/trained"]
-        composed = compose("distill_train", [*given, "drafter.init=folder", f"drafter.path={tmp_path}/pruned/student"])
+        given = [
+            "+experiment=smoke",
+            f"target.path={tiny_target}",
+            f"output_dir={tmp_path}/trained",
+        ]
+        composed = compose(
+            "distill_train",
+            [*given, "drafter.init=folder", f"drafter.path={tmp_path}/pruned/student"],
+        )
     distill.train.run(typed(composed, TrainConfig))
     drafter = tmp_path / "trained" / "drafter"
     pruning = json.loads((drafter / "drafter_card.json").read_text())["pruning"]

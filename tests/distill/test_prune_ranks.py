@@ -1,4 +1,6 @@
-"""`distill.prune` in ranks: a target in shares gives the scores, the order of layers and the cut of a whole one; every kind learns the same masks."""
+"""`distill.prune` in ranks: a target in shares gives the scores, the order of layers and the cut of
+a whole one; every kind learns the same masks.
+"""
 
 import json
 import os
@@ -59,8 +61,11 @@ def test_a_target_in_shares_is_scored_as_a_whole_one(kind: str, tiny_target: Pat
             torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
     head = 2048 * 32 * 4  # the lm_head, which stays whole
     share = sum(told["bytes"] - head for told in ranks) / (alone["bytes"] - head)
-    assert share == pytest.approx(2.0 if kind == "ddp" else 1.0, rel=0.01), "each holds its share alone"
-    fewer = prune_rank.run(str(tiny_target), str(tmp_path / "fewer"), "single", 16)  # the control: a row is seen
+    assert share == pytest.approx(2.0 if kind == "ddp" else 1.0, rel=0.01), (
+        "each holds its share alone"
+    )
+    # the control: a row is seen
+    fewer = prune_rank.run(str(tiny_target), str(tmp_path / "fewer"), "single", 16)
     assert fewer["order"] == alone["order"]
     scores = load_file(tmp_path / "fewer" / "rank0.safetensors")["units_LF"]
     assert not torch.allclose(scores, expected["units_LF"], rtol=1e-5)
@@ -81,8 +86,12 @@ def records(folder: Path, key: str) -> list[float]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-def test_two_processes_learn_the_masks_of_one(kind: str, alone: Path, tiny_target: Path, tmp_path: Path):
-    """The same mask for the same rows, whichever rank runs them; the gradients of the masks, whole on every rank, are added up."""
+def test_two_processes_learn_the_masks_of_one(
+    kind: str, alone: Path, tiny_target: Path, tmp_path: Path
+):
+    """The same mask for the same rows, whichever rank runs them; the gradients of the masks, whole
+    on every rank, are added up.
+    """
     folder = tmp_path / "run"
     prune(tiny_target, folder, *MASKS, f"parallel={kind}", "parallel.processes=2")
     for key in ("loss", "gradient_norm", "held_out_sparsity_gap/layers", "held_out_margin/units"):
@@ -96,14 +105,27 @@ def test_two_processes_learn_the_masks_of_one(kind: str, alone: Path, tiny_targe
 
 
 @pytest.mark.long
-def test_masks_learned_in_shares_go_on_in_one_process(alone: Path, tiny_target: Path, tmp_path: Path):
+def test_masks_learned_in_shares_go_on_in_one_process(
+    alone: Path, tiny_target: Path, tmp_path: Path
+):
     """Half of the steps under FSDP, stopped by a signal, the rest alone."""
     folder = tmp_path / "run"
-    given = arguments(tiny_target, folder, *MASKS, "loop.checkpoint_every=1", f"importance.cache_dir={folder}_cache")
+    given = arguments(
+        tiny_target,
+        folder,
+        *MASKS,
+        "loop.checkpoint_every=1",
+        f"importance.cache_dir={folder}_cache",
+    )
     shared = [*given, "parallel=fsdp", "parallel.processes=2"]
-    process = subprocess.Popen([sys.executable, "-m", "distill.prune", *shared], cwd=CONF.parent, env=ENVIRONMENT)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "distill.prune", *shared], cwd=CONF.parent, env=ENVIRONMENT
+    )
     deadline = time.monotonic() + 120
-    while not list((folder / "work" / "1" / "checkpoints").glob("step_*")) and time.monotonic() < deadline:
+    while (
+        not list((folder / "work" / "1" / "checkpoints").glob("step_*"))
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     process.terminate()
     assert process.wait(timeout=60) == 130
@@ -115,8 +137,12 @@ def test_masks_learned_in_shares_go_on_in_one_process(alone: Path, tiny_target: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["zero1", "fsdp"], indirect=True)
-def test_probes_and_stages_run_with_a_target_in_shares(kind: str, tiny_target: Path, tmp_path: Path):
-    """Several trainings follow each other in the same ranks: the probes, a distillation between the stages, the probes of the last cut."""
+def test_probes_and_stages_run_with_a_target_in_shares(
+    kind: str, tiny_target: Path, tmp_path: Path
+):
+    """Several trainings follow each other in the same ranks: the probes, a distillation between the
+    stages, the probes of the last cut.
+    """
     given = (
         *NARROW,
         "drafter.num_hidden_layers=1",
@@ -126,8 +152,13 @@ def test_probes_and_stages_run_with_a_target_in_shares(kind: str, tiny_target: P
     )
     prune(tiny_target, tmp_path / "one", *given)
     prune(tiny_target, tmp_path / "two", *given, f"parallel={kind}", "parallel.processes=2")
-    told = [json.loads((tmp_path / name / "manifest.json").read_text())["metrics"] for name in ("one", "two")]
-    assert [stage["layers"] for stage in told[1]["stages"]] == [stage["layers"] for stage in told[0]["stages"]]
+    told = [
+        json.loads((tmp_path / name / "manifest.json").read_text())["metrics"]
+        for name in ("one", "two")
+    ]
+    assert [stage["layers"] for stage in told[1]["stages"]] == [
+        stage["layers"] for stage in told[0]["stages"]
+    ]
     assert told[1]["acceptance"] == pytest.approx(told[0]["acceptance"], rel=1e-4)
     for name, tensor in weights(tmp_path / "one").items():
         torch.testing.assert_close(weights(tmp_path / "two")[name], tensor, rtol=1e-3, atol=1e-4)
@@ -136,7 +167,12 @@ def test_probes_and_stages_run_with_a_target_in_shares(kind: str, tiny_target: P
 @pytest.mark.long
 def test_a_dead_rank_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Path):
     given = arguments(
-        tiny_target, tmp_path / "run", *MASKS, "loop.max_steps=4000", "parallel=fsdp", "parallel.processes=2"
+        tiny_target,
+        tmp_path / "run",
+        *MASKS,
+        "loop.max_steps=4000",
+        "parallel=fsdp",
+        "parallel.processes=2",
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "distill.prune", *given],
@@ -146,9 +182,17 @@ def test_a_dead_rank_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Pat
         text=True,
     )
     checkpoints, deadline = tmp_path / "run" / "work" / "1" / "checkpoints", time.monotonic() + 120
-    while not list(checkpoints.glob("step_*")) and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not list(checkpoints.glob("step_*"))
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
-    second = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1"]
+    second = [
+        child
+        for child in psutil.Process(process.pid).children()
+        if child.environ().get("RANK") == "1"
+    ]
     second[0].kill()
     _, words = process.communicate(timeout=60)
     assert process.returncode == 2
@@ -159,5 +203,7 @@ def test_a_dead_rank_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Pat
 def test_frozen_weights_have_nothing_to_share(tiny_target: Path, tmp_path: Path):
     given = ("mode=l0", "l0.train_weights=false", "parallel.processes=2")
     check(configured(tiny_target, tmp_path, *given, "parallel=ddp"))
-    with pytest.raises(UserError, match="l0.train_weights is False, expected true with zero kinds and fsdp"):
+    with pytest.raises(
+        UserError, match="l0.train_weights is False, expected true with zero kinds and fsdp"
+    ):
         check(configured(tiny_target, tmp_path, *given, "parallel=fsdp"))

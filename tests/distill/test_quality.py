@@ -1,4 +1,6 @@
-"""The figures of the embedded target: windows score every token once, and only finished Python counts as parsed."""
+"""The figures of the embedded target: windows score every token once, and only finished Python
+counts as parsed.
+"""
 
 import json
 import lzma
@@ -36,11 +38,16 @@ def test_parses() -> None:
 
 def test_xz_is_the_command_line_tools_preset_nine() -> None:
     text = "the same line again\n" * 1000
-    assert xz_bits_per_byte(text) == 8 * len(lzma.compress(text.encode(), format=lzma.FORMAT_XZ, preset=9)) / len(text)
+    assert xz_bits_per_byte(text) == 8 * len(
+        lzma.compress(text.encode(), format=lzma.FORMAT_XZ, preset=9)
+    ) / len(text)
 
 
 def test_a_dry_run_measures_nothing_and_a_finished_run_is_shown_again(
-    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = {"job": "distill.quality", "model": str(tiny_target), "output_dir": str(tmp_path)}
     path = run(QualityConfig(**config, dry_run=True))

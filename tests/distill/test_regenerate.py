@@ -1,4 +1,6 @@
-"""distill.regenerate: the account of the input, what training makes of the artefact, dry runs, bad input."""
+"""distill.regenerate: the account of the input, what training makes of the artefact, dry runs, bad
+input.
+"""
 
 import json
 import os
@@ -32,21 +34,29 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
     return folder
 
 
-# --------------------------------------------------------------------------------------------------- the artefact
-def test_the_artefact_keeps_order_ids_and_requests_and_tells_of_every_answer(home: Path, tmp_path: Path):
+# ------------------------------------------------------------------------------------- the artefact
+def test_the_artefact_keeps_order_ids_and_requests_and_tells_of_every_answer(
+    home: Path, tmp_path: Path
+):
     records = regenerated(home / "target", home / "chats.jsonl", tmp_path)
     assert [record["id"] for record in records] == [chat["id"] for chat in CHATS]
     for record, found in zip(records, CHATS, strict=True):
         asked = [text for role, text in found["conversations"] if role != "gpt"]
         assert [turn["value"] for turn in record["conversations"] if turn["from"] != "gpt"] == asked
         answers = [turn for turn in record["conversations"] if turn["from"] == "gpt"]
-        assert all(0 < turn["tokens"] <= 16 and turn["finish"] in ("stop", "length") for turn in answers)
-        assert not {turn["value"] for turn in answers} & {text for _, text in found["conversations"]}
+        assert all(
+            0 < turn["tokens"] <= 16 and turn["finish"] in ("stop", "length") for turn in answers
+        )
+        assert not {turn["value"] for turn in answers} & {
+            text for _, text in found["conversations"]
+        }
     chats, counts = read_chats(tmp_path / "chats.json")
     assert (counts.read, counts.used) == (len(CHATS), len(CHATS))
     assert [chat.id for chat in chats] == [record["id"] for record in records]
     figures = metrics(tmp_path)
-    every = [turn for record in records for turn in record["conversations"] if turn["from"] == "gpt"]
+    every = [
+        turn for record in records for turn in record["conversations"] if turn["from"] == "gpt"
+    ]
     assert figures["answers"] == len(every)
     assert figures["answer_tokens"] == sum(turn["tokens"] for turn in every)
     assert figures["finish"]["length"] == sum(turn["finish"] == "length" for turn in every)
@@ -68,27 +78,42 @@ def test_training_supervises_the_answers_of_the_artefact(home: Path, tmp_path: P
 
 def test_answers_that_training_reads_as_they_were_drawn_are_counted(embedded_target: Path):
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
-    messages = [{"role": "user", "content": "def f(x):"}, {"role": "assistant", "content": "return x + 1"}]
+    messages = [
+        {"role": "user", "content": "def f(x):"},
+        {"role": "assistant", "content": "return x + 1"},
+    ]
     rendered = render_chat(tokenizer, messages)
     drawn = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
     assert same_tokens(rendered, [answer(0, "return x + 1", drawn)]) == 1
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "return"]
-    assert same_tokens(rendered, [answer(0, "return x + 1", letters)]) == 0, "the same text in other tokens"
+    assert same_tokens(rendered, [answer(0, "return x + 1", letters)]) == 0, (
+        "the same text in other tokens"
+    )
     assert same_tokens(rendered, []) == 0
 
 
-def test_the_books_balance_over_input_of_every_kind(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_books_balance_over_input_of_every_kind(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     more = [
         {"id": "deaf", "conversations": [("gpt", "nobody asked")]},
         {"id": "huge", "conversations": [("human", "word " * 400), ("gpt", "x")]},
         {**CHATS[0], "id": "again"},
         {"id": "over", "conversations": [("human", "beyond the limit")]},
     ]
-    file = write_chats(tmp_path / "chats.jsonl", CHATS + more, lines=("{broken", '{"id": "none", "conversations": []}'))
+    file = write_chats(
+        tmp_path / "chats.jsonl",
+        CHATS + more,
+        lines=("{broken", '{"id": "none", "conversations": []}'),
+    )
     overrides = ("data.max_bad=0.5", "data.max_samples=9", "drop_duplicates=true", "samples=2")
     records = regenerated(home / "target", file, tmp_path / "run", *overrides)
     found = metrics(tmp_path / "run")
-    assert found["input"] == 2 * 12 == found["success"] + sum(found["skipped"].values()) + sum(found["failed"].values())
+    assert (
+        found["input"]
+        == 2 * 12
+        == found["success"] + sum(found["skipped"].values()) + sum(found["failed"].values())
+    )
     assert found["success"] == len(records) == 2 * len(CHATS)
     assert found["skipped"] == {
         "broken record, no JSON": 2,
@@ -106,7 +131,9 @@ def test_the_books_balance_over_input_of_every_kind(home: Path, tmp_path: Path, 
 
 
 def test_a_chat_that_outgrows_the_context_ends_there(home: Path, tmp_path: Path):
-    records = regenerated(home / "target", home / "chats.jsonl", tmp_path, "data.max_length=48", "temperature=0")
+    records = regenerated(
+        home / "target", home / "chats.jsonl", tmp_path, "data.max_length=48", "temperature=0"
+    )
     (long,) = [record for record in records if record["id"] == "long"]
     assert long["ended"] == "no room in the context"
     assert 1 <= sum(turn["from"] == "gpt" for turn in long["conversations"]) < 4
@@ -114,8 +141,12 @@ def test_a_chat_that_outgrows_the_context_ends_there(home: Path, tmp_path: Path)
     assert metrics(tmp_path)["ended_early"]["no room in the context"] >= 1
 
 
-def test_answers_that_loop_are_told_or_left_out(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A target that says one token without end: its layers add nothing, all tokens are embedded alike, and one row of its head fits."""
+def test_answers_that_loop_are_told_or_left_out(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A target that says one token without end: its layers add nothing, all tokens are embedded
+    alike, and one row of its head fits.
+    """
     target = tmp_path / "target"
     shutil.copytree(home / "target", target)
     weights = load_file(target / "model.safetensors")
@@ -129,30 +160,51 @@ def test_answers_that_loop_are_told_or_left_out(home: Path, tmp_path: Path, caps
     assert metrics(tmp_path / "told")["loop_share"] == 1.0
     assert "note: so many loops" in capsys.readouterr().out
     with pytest.raises(
-        UserError, match=r"no chat is left, expected one or more.\nchats: 6 in, 0 answered, 0 skipped, 6 failed"
+        UserError,
+        match=r"no chat is left, expected one or more.\nchats: 6 in, 0 answered, 0 skipped, 6 "
+        r"failed",
     ):
-        run(configured(target, home / "chats.jsonl", tmp_path / "run", "temperature=0", "drop_loops=true"))
+        run(
+            configured(
+                target, home / "chats.jsonl", tmp_path / "run", "temperature=0", "drop_loops=true"
+            )
+        )
     assert not (tmp_path / "run" / "chats.json").exists()
 
 
-# ------------------------------------------------------------------------------------------------------ dry runs
-def test_a_dry_run_counts_and_writes_nothing(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+# ----------------------------------------------------------------------------------------- dry runs
+def test_a_dry_run_counts_and_writes_nothing(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     folder = tmp_path / "run"
-    run(configured(home / "target", home / "chats.jsonl", folder, "dry_run=true", "assumed_tokens_per_second=100"))
+    run(
+        configured(
+            home / "target",
+            home / "chats.jsonl",
+            folder,
+            "dry_run=true",
+            "assumed_tokens_per_second=100",
+        )
+    )
     said = capsys.readouterr().out
     assert "would ask 11 requests of 6 chats (of 6, samples counted)" in said
     assert f"at most {11 * 16:,} out" in said
-    assert f"at 100 tokens/s (as assumed): at most {hours(11 * 16 / 100)}" in said and " (1.8 s), into" in said
+    assert (
+        f"at 100 tokens/s (as assumed): at most {hours(11 * 16 / 100)}" in said
+        and " (1.8 s), into" in said
+    )
     run(configured(home / "target", home / "chats.jsonl", folder, "dry_run=true"))
     assert "tokens/s (timed on a batch)" in capsys.readouterr().out
-    away = configured(home / "target", home / "chats.jsonl", folder, "dry_run=true", "target=llama2_7b")
+    away = configured(
+        home / "target", home / "chats.jsonl", folder, "dry_run=true", "target=llama2_7b"
+    )
     away.target.path = "models/nowhere"
     run(away)
     assert "would ask 11 requests" in capsys.readouterr().out
     assert not folder.exists()
 
 
-# ------------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------- bad input
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -161,20 +213,29 @@ def test_a_dry_run_counts_and_writes_nothing(home: Path, tmp_path: Path, capsys:
         (["data.texts=[x.txt]"], r"data.texts is .*x.txt.*a text makes no request"),
         (["target.path=nowhere"], r"nowhere does not exist"),
         (["data.max_length=1024"], r"data.max_length is 1024, the context of .* is 512 tokens"),
-        (["max_new_tokens=256"], r"max_new_tokens is 256, expected less than data.max_length \(256\)"),
+        (
+            ["max_new_tokens=256"],
+            r"max_new_tokens is 256, expected less than data.max_length \(256\)",
+        ),
         (["max_new_tokens=0"], r"max_new_tokens is 0, expected a whole number from 1"),
         (["batch_size=0"], r"batch_size is 0, expected 1 or more"),
         (["samples=2", "temperature=0"], r"samples is 2, expected 1 where temperature is 0"),
         (["on_length=stop"], r"on_length is stop, expected end, drop, go_on"),
         (["temperature=-1"], r"temperature is -1"),
         (["top_p=0"], r"top_p is 0"),
-        (["parallel=zero2", "parallel.processes=2"], r"parallel.kind is zero2, expected single or ddp"),
+        (
+            ["parallel=zero2", "parallel.processes=2"],
+            r"parallel.kind is zero2, expected single or ddp",
+        ),
         (
             ["drafters=[prompt_lookup,lookahead]"],
             r"drafters names 2 \(prompt_lookup, lookahead\), expected one at most",
         ),
         (["drafters=[nothing_such]"], r"neither a folder .* nor one of conf/drafter"),
-        (["drafters=[{use: prompt_lookup, schedule: pearl_virtual}]"], r"schedule=pearl_virtual, expected serial"),
+        (
+            ["drafters=[{use: prompt_lookup, schedule: pearl_virtual}]"],
+            r"schedule=pearl_virtual, expected serial",
+        ),
         (
             ["drafters=[{use: prompt_lookup, verify: token, max_draft_tokens: 9}]"],
             r"has verify=token, max_draft_tokens=9, which eval.run alone follows",
@@ -183,18 +244,23 @@ def test_a_dry_run_counts_and_writes_nothing(home: Path, tmp_path: Path, capsys:
         (["max_new_tokens=255"], r"no chat is left.*no room in the context"),
     ],
 )
-def test_bad_input_is_named_and_takes_no_folder(overrides: list[str], message: str, home: Path, tmp_path: Path):
+def test_bad_input_is_named_and_takes_no_folder(
+    overrides: list[str], message: str, home: Path, tmp_path: Path
+):
     with pytest.raises(UserError, match=f"(?s){message}"):
         run(configured(home / "target", home / "chats.jsonl", tmp_path / "run", *overrides))
     assert not (tmp_path / "run" / "manifest.json").exists()
-    regenerated(
-        home / "target", home / "chats.jsonl", tmp_path / "run", "data.max_samples=1"
-    )  # the mended command runs
+    # the mended command runs
+    regenerated(home / "target", home / "chats.jsonl", tmp_path / "run", "data.max_samples=1")
 
 
 def test_a_drafter_of_another_tokenizer_is_refused(home: Path, tmp_path: Path, chat24m: Path):
     with pytest.raises(UserError, match="their tokenizers differ"):
-        run(configured(home / "target", home / "chats.jsonl", tmp_path / "run", f"drafters=[{chat24m}]"))
+        run(
+            configured(
+                home / "target", home / "chats.jsonl", tmp_path / "run", f"drafters=[{chat24m}]"
+            )
+        )
     assert not (tmp_path / "run" / "manifest.json").exists()
 
 
@@ -204,11 +270,15 @@ def test_a_file_of_broken_records_is_refused_with_their_places(home: Path, tmp_p
         run(configured(home / "target", file, tmp_path / "run"))
 
 
-# -------------------------------------------------------------------------------------------------------- a stage
+# ------------------------------------------------------------------------------------------ a stage
 def ran(*arguments: str) -> str:
     command = [sys.executable, "-m", "distill.train", *arguments]
     end = subprocess.run(
-        command, cwd=CONF.parent, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        command,
+        cwd=CONF.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
     )
     assert end.returncode == 0, end.stdout[-2000:] + end.stderr[-2000:]
     return end.stdout
@@ -235,5 +305,7 @@ def test_an_experiment_trains_on_the_targets_own_answers(home: Path, tmp_path: P
     assert "would ask 11 requests" in said and "chats.json is not there yet" in said
     shutil.rmtree(tmp_path / "run")
     ran("+experiment=quickstart_regenerated", *toy)
-    card = json.loads((tmp_path / "run" / "distill.train" / "drafter" / "drafter_card.json").read_text())
+    card = json.loads(
+        (tmp_path / "run" / "distill.train" / "drafter" / "drafter_card.json").read_text()
+    )
     assert card["data"]["sources"] == [str(tmp_path / "run" / "distill.regenerate" / "chats.json")]

@@ -1,4 +1,6 @@
-"""Every answer is the target's own: what decoding gives for the request alone, whatever drafts, and however requests are batched."""
+"""Every answer is the target's own: what decoding gives for the request alone, whatever drafts, and
+however requests are batched.
+"""
 
 from pathlib import Path
 
@@ -42,9 +44,13 @@ def sampled(home: Path) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["greedy", "sampled"])
-def test_an_answer_is_what_decoding_gives_for_the_request_alone(how: str, home: Path, request: pytest.FixtureRequest):
+def test_an_answer_is_what_decoding_gives_for_the_request_alone(
+    how: str, home: Path, request: pytest.FixtureRequest
+):
     request.getfixturevalue(how)
-    records = regenerated(home / "target", home / "chats.jsonl", home / how, *(GREEDY if how == "greedy" else SAMPLED))
+    records = regenerated(
+        home / "target", home / "chats.jsonl", home / how, *(GREEDY if how == "greedy" else SAMPLED)
+    )
     engine = load(home / "target", dtype="float64", max_length=256)
     warpers = {} if how == "greedy" else {"temperature": 0.9, "top_k": 40, "top_p": 0.95}
     settings = Settings(16, verify="coupled", stop_token_ids=engine.stop_token_ids, **warpers)
@@ -54,10 +60,15 @@ def test_an_answer_is_what_decoding_gives_for_the_request_alone(how: str, home: 
         turn = 0
         for said in record["conversations"]:
             if said["from"] == "gpt":
-                ids, key = render_prompt(engine.tokenizer, history), request_id((number[record["id"]], 0, turn))
+                ids, key = (
+                    render_prompt(engine.tokenizer, history),
+                    request_id((number[record["id"]], 0, turn)),
+                )
                 (alone,) = decode(engine.target, None, [ids], settings, request_ids=[key])
                 stopped = alone.finish == "stop"
-                text = engine.tokenizer.decode(alone.tokens[: -1 if stopped else None], skip_special_tokens=True)
+                text = engine.tokenizer.decode(
+                    alone.tokens[: -1 if stopped else None], skip_special_tokens=True
+                )
                 assert (said["tokens"], said["finish"]) == (len(alone.tokens), alone.finish)
                 assert said["value"] == (text if stopped else text.rstrip("\ufffd"))
                 if how == "greedy":
@@ -85,7 +96,13 @@ def test_neither_batch_nor_drafter_changes_a_word(
     how: str, overrides: tuple[str, ...], home: Path, tmp_path: Path, request: pytest.FixtureRequest
 ):
     given = [text.replace("TARGET", str(home / "target")) for text in overrides]
-    regenerated(home / "target", home / "chats.jsonl", tmp_path, *(GREEDY if how == "greedy" else SAMPLED), *given)
+    regenerated(
+        home / "target",
+        home / "chats.jsonl",
+        tmp_path,
+        *(GREEDY if how == "greedy" else SAMPLED),
+        *given,
+    )
     assert (tmp_path / "chats.json").read_bytes() == request.getfixturevalue(how)
 
 
@@ -102,7 +119,9 @@ def read_by_target(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         read.append(tokens_BN.numel())
         return features(self, tokens_BN, parents_BN)
 
-    def forward(self: NativeTarget, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self: NativeTarget, tokens_BN: Tensor, parents_BN: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         hidden_BNC = features(self, tokens_BN, parents_BN)
         return self.weights.head(hidden_BNC), hidden_BNC
 
@@ -115,34 +134,63 @@ def read_by_target(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_what_was_read_and_said_of_a_chat_is_not_read_again(
     warped: tuple[str, ...], tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Counted: tokens of prompts that are read, and positions of the forwards that read them. Without the caches, the control, all are."""
-    long = [[turn for n in range(4) for turn in (("human", f"part {n} of {name}"), ("gpt", "ok"))] for name in "ab"]
-    chats = [{"id": str(number), "conversations": turns} for number, turns in enumerate([*long, long[0][:2]])]
+    """Counted: tokens of prompts that are read, and positions of the forwards that read them.
+    Without the caches, the control, all are.
+    """
+    long = [
+        [turn for n in range(4) for turn in (("human", f"part {n} of {name}"), ("gpt", "ok"))]
+        for name in "ab"
+    ]
+    chats = [
+        {"id": str(number), "conversations": turns}
+        for number, turns in enumerate([*long, long[0][:2]])
+    ]
     write_chats(tmp_path / "chats.jsonl", chats)
     read = read_by_target(monkeypatch)
     regenerated(tiny_target, tmp_path / "chats.jsonl", tmp_path / "kept", *warped)
     with_caches = sum(read)
     read.clear()
-    monkeypatch.setattr(Local, "__call__", lambda self, requests, _, call=Local.__call__: call(self, requests, False))
+    monkeypatch.setattr(
+        Local,
+        "__call__",
+        lambda self, requests, _, call=Local.__call__: call(self, requests, False),
+    )
     regenerated(tiny_target, tmp_path / "chats.jsonl", tmp_path / "anew", *warped)
-    assert (tmp_path / "kept" / "chats.json").read_bytes() == (tmp_path / "anew" / "chats.json").read_bytes()
-    kept, anew = ({answer.key: answer for answer in answers_of(tmp_path / name)} for name in ("kept", "anew"))
-    assert len(kept) == 9 and all(answer.read_tokens == answer.prompt_tokens - 1 for answer in anew.values())
+    assert (tmp_path / "kept" / "chats.json").read_bytes() == (
+        tmp_path / "anew" / "chats.json"
+    ).read_bytes()
+    kept, anew = (
+        {answer.key: answer for answer in answers_of(tmp_path / name)} for name in ("kept", "anew")
+    )
+    assert len(kept) == 9 and all(
+        answer.read_tokens == answer.prompt_tokens - 1 for answer in anew.values()
+    )
     for (chat, sample, turn), answer in kept.items():
         before = anew[chat, sample, turn - 1].prompt_tokens if turn else 1
-        assert answer.read_tokens <= answer.prompt_tokens - before, "no turn reads an earlier one's prompt"
-    assert sum(answer.read_tokens for answer in kept.values()) < sum(answer.read_tokens for answer in anew.values()) / 2
+        assert answer.read_tokens <= answer.prompt_tokens - before, (
+            "no turn reads an earlier one's prompt"
+        )
+    assert (
+        sum(answer.read_tokens for answer in kept.values())
+        < sum(answer.read_tokens for answer in anew.values()) / 2
+    )
     assert with_caches < sum(read) / 2
 
 
-def test_another_seed_draws_other_answers_and_greedy_ones_stay(home: Path, greedy: bytes, sampled: bytes):
+def test_another_seed_draws_other_answers_and_greedy_ones_stay(
+    home: Path, greedy: bytes, sampled: bytes
+):
     assert run(home, "other_seed", *SAMPLED, "seed=1") != sampled
     assert run(home, "other_seed_greedy", *GREEDY, "seed=1") == greedy
 
 
 def test_samples_differ_and_the_first_is_that_of_one_sample(home: Path, sampled: bytes):
-    records = regenerated(home / "target", home / "chats.jsonl", home / "samples", *SAMPLED, "samples=2")
-    first, second = ({one["id"]: one["conversations"] for one in records if one["sample"] == s} for s in (0, 1))
+    records = regenerated(
+        home / "target", home / "chats.jsonl", home / "samples", *SAMPLED, "samples=2"
+    )
+    first, second = (
+        {one["id"]: one["conversations"] for one in records if one["sample"] == s} for s in (0, 1)
+    )
     alone = regenerated(home / "target", home / "chats.jsonl", home / "sampled", *SAMPLED)
     assert first == {record["id"]: record["conversations"] for record in alone}
     assert len(second) > 2

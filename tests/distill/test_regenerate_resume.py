@@ -1,4 +1,6 @@
-"""A run that was interrupted anywhere, by kill -9 too, ends in the bytes of a straight one; ranks share a run, and a dead one is named."""
+"""A run that was interrupted anywhere, by kill -9 too, ends in the bytes of a straight one; ranks
+share a run, and a dead one is named.
+"""
 
 import json
 import os
@@ -17,7 +19,16 @@ from distill.journal import Journal, read_journal
 from training.job import CONF
 from training.run_files import read_lines
 
-from .regenerating import CHATS, arguments, configured, metrics, regenerated, run, with_stops, write_chats
+from .regenerating import (
+    CHATS,
+    arguments,
+    configured,
+    metrics,
+    regenerated,
+    run,
+    with_stops,
+    write_chats,
+)
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 MANY = [{**chat, "id": f"{chat['id']} {n}"} for n in range(8) for chat in CHATS]
@@ -38,7 +49,9 @@ def straight(home: Path) -> Path:
 
 
 def interrupted(straight: Path, folder: Path, size_bytes: int) -> Path:
-    """A copy of the straight run as a kill left it when its journal had so many bytes. Returns the journal."""
+    """A copy of the straight run as a kill left it when its journal had so many bytes. Returns the
+    journal.
+    """
     shutil.copytree(straight, folder)
     (folder / "chats.json").unlink()
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -65,13 +78,19 @@ def test_a_run_goes_on_from_any_byte_of_its_journal(
 
 
 def test_the_journal_is_what_is_gone_on_from(home: Path, straight: Path, tmp_path: Path):
-    """The control: an answer that was changed in the journal is in the result, and in what was asked after it."""
-    journal = interrupted(straight, tmp_path / "run", (straight / "answers" / "rank_0.jsonl").stat().st_size)
+    """The control: an answer that was changed in the journal is in the result, and in what was
+    asked after it.
+    """
+    journal = interrupted(
+        straight, tmp_path / "run", (straight / "answers" / "rank_0.jsonl").stat().st_size
+    )
     lines = read_journal(journal)
     assert lines[0]["turn"] == 0
     journal.write_text(json.dumps({**lines[0], "text": "something else"}) + "\n")
     run(configured(home / "target", home / "chats.jsonl", tmp_path / "run"))
-    records = {record["id"]: record for record in json.loads((tmp_path / "run" / "chats.json").read_text())}
+    records = {
+        record["id"]: record for record in json.loads((tmp_path / "run" / "chats.json").read_text())
+    }
     changed = records[MANY[lines[0]["chat"]]["id"]]["conversations"]
     assert "something else" in [turn["value"] for turn in changed]
 
@@ -93,8 +112,14 @@ def test_another_configuration_or_input_is_refused(home: Path, straight: Path, t
     chats = tmp_path / "chats.jsonl"
     shutil.copy(home / "chats.jsonl", chats)
     regenerated(home / "target", chats, tmp_path / "run", "data.max_samples=3")
-    with pytest.raises(UserError, match=r"belongs to another configuration; different: temperature"):
-        run(configured(home / "target", chats, tmp_path / "run", "data.max_samples=3", "temperature=0.5"))
+    with pytest.raises(
+        UserError, match=r"belongs to another configuration; different: temperature"
+    ):
+        run(
+            configured(
+                home / "target", chats, tmp_path / "run", "data.max_samples=3", "temperature=0.5"
+            )
+        )
     manifest = tmp_path / "run" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "finished": False}))
     write_chats(chats, MANY[1:])
@@ -102,7 +127,9 @@ def test_another_configuration_or_input_is_refused(home: Path, straight: Path, t
         run(configured(home / "target", chats, tmp_path / "run", "data.max_samples=3"))
 
 
-def test_a_journal_cuts_a_torn_line_and_leaves_a_damaged_one_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_journal_cuts_a_torn_line_and_leaves_a_damaged_one_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     path = tmp_path / "journal.jsonl"
     with Journal(path) as journal:
         journal.append([{"a": 1}, {"a": "\u2028é"}])
@@ -113,10 +140,17 @@ def test_a_journal_cuts_a_torn_line_and_leaves_a_damaged_one_out(tmp_path: Path,
         journal.append([{"a": 4}])
     assert "half written (7 bytes) and is cut off" in capsys.readouterr().out
     assert path.read_bytes().startswith(whole) and read_journal(path)[2:] == [{"a": 4}]
-    for damage in (b"\0\0\0\n" + whole, whole.replace(b'"a": 1', b'"a": 3') + whole, whole + b"\0\0\0\n" + b"[1]\n"):
+    for damage in (
+        b"\0\0\0\n" + whole,
+        whole.replace(b'"a": 1', b'"a": 3') + whole,
+        whole + b"\0\0\0\n" + b"[1]\n",
+    ):
         path.write_bytes(damage)
         left = read_journal(path)
-        assert "journal.jsonl, line " in (words := capsys.readouterr().out) and "left out, and its answer" in words
+        assert (
+            "journal.jsonl, line " in (words := capsys.readouterr().out)
+            and "left out, and its answer" in words
+        )
         assert left[-2:] == [{"a": 1}, {"a": "\u2028é"}] and len(left) == damage.count(
             whole.splitlines()[1]
         ) + damage.count(whole.splitlines()[0])
@@ -146,7 +180,12 @@ def test_lines_of_earlier_versions_are_read(tmp_path: Path):
 
 
 def started(home: Path, folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "distill.regenerate", *arguments(home / "target", home / "chats.jsonl", folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "distill.regenerate",
+        *arguments(home / "target", home / "chats.jsonl", folder),
+    ]
     return subprocess.Popen(
         [*command, *overrides],
         cwd=CONF.parent,
@@ -166,8 +205,12 @@ def wait_for_answers(process: subprocess.Popen[str], journal: Path, count: int) 
     raise AssertionError(f"ended with {process.poll()}: {process.communicate()}")
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_a_kill_in_the_middle_changes_nothing(ending: signal.Signals, home: Path, straight: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    "ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
+def test_a_kill_in_the_middle_changes_nothing(
+    ending: signal.Signals, home: Path, straight: Path, tmp_path: Path
+):
     folder = tmp_path / "run"
     journal = folder / "answers" / "rank_0.jsonl"
     process = started(home, folder)
@@ -177,7 +220,11 @@ def test_a_kill_in_the_middle_changes_nothing(ending: signal.Signals, home: Path
     told = "interrupted: what was finished is kept. Run the same command to go on" in words
     assert told == (ending == signal.SIGTERM), words
     before = journal.read_bytes()
-    assert 5 <= before.count(b"\n") < len((straight / "answers" / "rank_0.jsonl").read_bytes().splitlines())
+    assert (
+        5
+        <= before.count(b"\n")
+        < len((straight / "answers" / "rank_0.jsonl").read_bytes().splitlines())
+    )
     assert not (folder / "chats.json").exists()
     run(configured(home / "target", home / "chats.jsonl", folder))
     assert (folder / "chats.json").read_bytes() == (straight / "chats.json").read_bytes()
@@ -185,14 +232,19 @@ def test_a_kill_in_the_middle_changes_nothing(ending: signal.Signals, home: Path
 
 
 @pytest.mark.long
-def test_two_ranks_share_a_run_and_end_in_the_same_bytes(home: Path, straight: Path, tmp_path: Path):
+def test_two_ranks_share_a_run_and_end_in_the_same_bytes(
+    home: Path, straight: Path, tmp_path: Path
+):
     process = started(home, tmp_path, "parallel=ddp", "parallel.processes=2")
     said, words = process.communicate(timeout=300)
     assert process.returncode == 0, words
     assert (tmp_path / "chats.json").read_bytes() == (straight / "chats.json").read_bytes()
     counts = [len(read_journal(tmp_path / "answers" / f"rank_{rank}.jsonl")) for rank in (0, 1)]
-    assert min(counts) > 0 and sum(counts) == len(read_journal(straight / "answers" / "rank_0.jsonl"))
-    # Ranks batch other chats together, so that other caches are at hand when a chat's next turn comes.
+    assert min(counts) > 0 and sum(counts) == len(
+        read_journal(straight / "answers" / "rank_0.jsonl")
+    )
+    # Ranks batch other chats together, so that other caches are at hand when a chat's next turn
+    # comes.
     found, expected = metrics(tmp_path), metrics(straight)
     assert 0 < found["read_tokens"] < found["prompt_tokens"]
     hang_on_batches = {"tokens_per_second": 0, "read_tokens": 0}
@@ -201,10 +253,16 @@ def test_two_ranks_share_a_run_and_end_in_the_same_bytes(home: Path, straight: P
 
 
 @pytest.mark.long
-def test_a_dead_rank_is_named_and_one_process_ends_its_work(home: Path, straight: Path, tmp_path: Path):
+def test_a_dead_rank_is_named_and_one_process_ends_its_work(
+    home: Path, straight: Path, tmp_path: Path
+):
     process = started(home, tmp_path, "parallel=ddp", "parallel.processes=2")
     wait_for_answers(process, tmp_path / "answers" / "rank_1.jsonl", 3)
-    (second,) = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1"]
+    (second,) = [
+        child
+        for child in psutil.Process(process.pid).children()
+        if child.environ().get("RANK") == "1"
+    ]
     second.kill()
     _, words = process.communicate(timeout=120)
     assert process.returncode == 2

@@ -10,7 +10,8 @@ from training.job import CONF
 from training.models import target_config
 from training.shapes import bytes_a_step, millions, parameter_counts
 
-# Names of "Decoding Speculative Decoding" (arXiv 2402.01528), and Sheared-LLaMA's (arXiv 2310.06694) by their shapes.
+# Names of "Decoding Speculative Decoding" (arXiv 2402.01528), and Sheared-LLaMA's (arXiv
+# 2310.06694) by their shapes.
 PUBLISHED = {
     "llama_1b3": (1_333_721_600, "1333.7 M"),
     "llama_796m": (796_290_560, "796.3 M"),
@@ -41,14 +42,18 @@ def test_counts_are_the_published_ones(name: str):
 def test_published_shapes_are_cut_from_a_target_of_grouped_queries_too(name: str, target: str):
     """With groups of its own: as many as the target has where they share the heads out evenly."""
     theirs = target_config(typed(OmegaConf.load(CONF / "target" / f"{target}.yaml"), TargetConfig))
-    student = student_config(typed(OmegaConf.load(CONF / "drafter" / f"{name}.yaml"), StudentConfig), theirs)
+    student = student_config(
+        typed(OmegaConf.load(CONF / "drafter" / f"{name}.yaml"), StudentConfig), theirs
+    )
     refuse_wider(student, theirs)
     heads, groups = student.num_attention_heads, student.num_key_value_heads
     assert heads % groups == 0 and groups == {32: 8, 20: 5, 16: 8, 8: 8}[heads]
 
 
 def test_bytes_of_a_step_are_those_of_layers_and_head():
-    """The reference figures of an A100's limit: 13.2 GB for LLaMA-7B, 1.43 GB for the 796 M drafter."""
+    """The reference figures of an A100's limit: 13.2 GB for LLaMA-7B, 1.43 GB for the 796 M
+    drafter.
+    """
     assert bytes_a_step(LLAMA_7B) == pytest.approx(13.2e9, rel=0.01)
     shape = typed(OmegaConf.load(CONF / "drafter" / "llama_796m.yaml"), StudentConfig)
     assert bytes_a_step(student_config(shape, LLAMA_7B)) == pytest.approx(1.43e9, rel=0.01)

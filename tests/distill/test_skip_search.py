@@ -1,4 +1,6 @@
-"""The search finds sub-layers that do nothing, its predictions hold in real decoding, and it goes on where it stopped."""
+"""The search finds sub-layers that do nothing, its predictions hold in real decoding, and it goes
+on where it stopped.
+"""
 
 import json
 import random
@@ -40,7 +42,12 @@ def target(tmp_path_factory: pytest.TempPathFactory, embedded_target: Path) -> P
     torch.manual_seed(0)
     ends = {"bos_token_id": 1, "eos_token_id": 2}
     model = build_llama(
-        shape, torch.float32, vocab_size=2048, max_position_embeddings=512, initializer_range=0.3, **ends
+        shape,
+        torch.float32,
+        vocab_size=2048,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        **ends,
     )
     with torch.no_grad():
         for kind, layer in IDLE:
@@ -85,7 +92,15 @@ def test_the_artefact_says_what_it_is_and_is_not_made_twice(
     found: Path, target: Path, capsys: pytest.CaptureFixture[str]
 ):
     artefact = json.loads((found / "skips.json").read_text())
-    assert artefact.keys() == {"attention", "mlp", "target", "acceptance", "speedup", "gamma", "temperature"}
+    assert artefact.keys() == {
+        "attention",
+        "mlp",
+        "target",
+        "acceptance",
+        "speedup",
+        "gamma",
+        "temperature",
+    }
     assert skip_search.run(configured(target, found)) == found / "skips.json"
     assert "finished before" in capsys.readouterr().out
 
@@ -102,12 +117,18 @@ def test_an_interrupted_search_takes_the_same_path(found: Path, target: Path, tm
 
 
 def test_a_parallel_target_is_refused(target: Path, tmp_path: Path):
-    with pytest.raises(UserError, match="target.parallel is layers .*eval.run is the one that splits it"):
-        skip_search.run(configured(target, tmp_path, "target.parallel=layers", "target.processes=2"))
+    with pytest.raises(
+        UserError, match="target.parallel is layers .*eval.run is the one that splits it"
+    ):
+        skip_search.run(
+            configured(target, tmp_path, "target.parallel=layers", "target.processes=2")
+        )
     assert not any(tmp_path.iterdir())
 
 
-def test_a_dry_run_says_what_it_costs(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_dry_run_says_what_it_costs(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     skip_search.run(configured(target, tmp_path, "dry_run=true"))
     assert "8 sub-layers" in (said := capsys.readouterr().out)
     assert "forwards over the target's answers" in said
@@ -127,7 +148,9 @@ def test_bad_skips_are_named(target: Path, tmp_path: Path):
         with pytest.raises(UserError, match=words):
             decode(model, drafter, [[1, 2]], Settings())
     with pytest.raises(UserError, match="take target.backend=native"):
-        decode(load_target(target, backend="hf"), SelfSpeculation(attention=[1]), [[1, 2]], Settings())
+        decode(
+            load_target(target, backend="hf"), SelfSpeculation(attention=[1]), [[1, 2]], Settings()
+        )
 
 
 class Clocked:
@@ -154,9 +177,13 @@ def costs_at(paces: Sequence[float], file: Path, monkeypatch: pytest.MonkeyPatch
     """What is measured on a machine that is so many times slower at each timing."""
     left = iter(paces)
 
-    def timed(target: Clocked, drafter: None, prompt: list[int], *, widths: Iterable[int], **_: int) -> Parts:
+    def timed(
+        target: Clocked, drafter: None, prompt: list[int], *, widths: Iterable[int], **_: int
+    ) -> Parts:
         pace = next(left)
-        return Parts(None, {n: pace * target.step_ms * (1 + 0.05 * (n - 1)) for n in widths}, len(prompt), 1)
+        return Parts(
+            None, {n: pace * target.step_ms * (1 + 0.05 * (n - 1)) for n in widths}, len(prompt), 1
+        )
 
     monkeypatch.setattr(skip_search, "time_parts", timed)
     return measured_costs(Clocked(), [1, 2, 3], file)  # type: ignore[arg-type]
@@ -167,7 +194,9 @@ CUTS = [Skips(EVERY[:a], EVERY[:m]) for a in (0, 3, 11, 12) for m in (0, 5, 10, 
 CONTROL = Skips(attention=EVERY[1:]), Skips(mlp=EVERY[1:])
 
 
-def test_costs_are_those_of_the_machine_whatever_its_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_costs_are_those_of_the_machine_whatever_its_pace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Slow at first, quick later, and disturbed in the middle of a window."""
     paces = [3.0] * 4 + [1.0] * 4 + [1.0, 1.0, 9.0, 1.0] + [1.0] * 4 + [2.0] * 4
     costs = costs_at(paces, tmp_path / "costs.json", monkeypatch)
@@ -177,8 +206,12 @@ def test_costs_are_those_of_the_machine_whatever_its_pace(tmp_path: Path, monkey
     assert measured_costs(Clocked(), [1], tmp_path / "costs.json") == costs, "kept"  # type: ignore[arg-type]
 
 
-def test_no_set_is_promised_more_than_there_is_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A machine whose pace is another at every timing: a draft step takes no less than nothing, and a round no less than its verification."""
+def test_no_set_is_promised_more_than_there_is_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A machine whose pace is another at every timing: a draft step takes no less than nothing, and
+    a round no less than its verification.
+    """
     apart = 0
     for seed in range(30):
         dice = random.Random(seed)
@@ -187,7 +220,10 @@ def test_no_set_is_promised_more_than_there_is_to_save(tmp_path: Path, monkeypat
         for skips in CUTS:
             assert costs.draft_ms(skips) >= costs.bare_ms >= 0
             assert costs.speedup(1.0, skips)[0] <= 9, "eight drafted tokens and the target's own"
-        # Control: what each kind saves by itself, at the paces of the first window, is together more than the whole.
-        whole, *cut = (pace * Clocked(skips).step_ms for pace, skips in zip(paces, (Skips(), *CONTROL)))
+        # Control: what each kind saves by itself, at the paces of the first window, is together
+        # more than the whole.
+        whole, *cut = (
+            pace * Clocked(skips).step_ms for pace, skips in zip(paces, (Skips(), *CONTROL))
+        )
         apart += sum(whole - one for one in cut) > whole
     assert apart > 3

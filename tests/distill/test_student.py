@@ -20,11 +20,16 @@ def target(tiny_target: Path):
 def test_a_student_of_all_layers_is_the_target(target):
     student = build_student(StudentConfig(num_hidden_layers=4), target, torch.float32)
     assert student.state_dict().keys() == target.state_dict().keys()
-    assert all(torch.equal(tensor, target.state_dict()[name]) for name, tensor in student.state_dict().items())
+    assert all(
+        torch.equal(tensor, target.state_dict()[name])
+        for name, tensor in student.state_dict().items()
+    )
 
 
 def test_chosen_layers_are_the_ones_named(target):
-    student = build_student(StudentConfig(num_hidden_layers=2, layers=[1, 3]), target, torch.float32)
+    student = build_student(
+        StudentConfig(num_hidden_layers=2, layers=[1, 3]), target, torch.float32
+    )
     for new, old in enumerate([1, 3]):
         ours = student.model.layers[new].mlp.down_proj.weight
         assert torch.equal(ours, target.model.layers[old].mlp.down_proj.weight)
@@ -55,14 +60,21 @@ def test_random_students_take_any_shape_and_learn_nothing_from_the_target(target
     torch.manual_seed(1)
     student = build_student(shape, target, torch.float32)
     config = student.config
-    assert (config.hidden_size, config.num_attention_heads, config.head_dim, config.intermediate_size) == (
+    assert (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.head_dim,
+        config.intermediate_size,
+    ) == (
         48,
         6,
         16,
         80,
     )
     assert config.vocab_size == target.config.vocab_size
-    assert student(torch.tensor([[1, 2, 3]]), attention_bias=torch.zeros(1, 1, 3, 3)).logits.shape == (1, 3, 2048)
+    assert student(
+        torch.tensor([[1, 2, 3]]), attention_bias=torch.zeros(1, 1, 3, 3)
+    ).logits.shape == (1, 3, 2048)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +86,10 @@ def test_random_students_take_any_shape_and_learn_nothing_from_the_target(target
         (StudentConfig(num_hidden_layers=2, layers=[1]), "expected 2 layers"),
         (StudentConfig(hidden_size=64), "drafter.hidden_size is 64, the target's is 32"),
         (StudentConfig(init="copy"), "expected layers, folder, random"),
-        (StudentConfig(init="random", num_attention_heads=5, num_key_value_heads=2), "no multiple of"),
+        (
+            StudentConfig(init="random", num_attention_heads=5, num_key_value_heads=2),
+            "no multiple of",
+        ),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(target, shape: StudentConfig, words: str):
@@ -98,7 +113,9 @@ def test_a_student_folder_of_another_vocabulary_size_is_fitted_where_its_tokeniz
         student.save_pretrained(tmp_path)
         shape = StudentConfig(init="folder", path=str(tmp_path))
         if more > 0:
-            with pytest.raises(UserError, match="a vocabulary of 2051, the target of 2048: .* has none to compare"):
+            with pytest.raises(
+                UserError, match="a vocabulary of 2051, the target of 2048: .* has none to compare"
+            ):
                 build_student(shape, target, torch.float32, tiny_target)
         copy_tokenizer(tiny_target, tmp_path)
         wanted = target if more > 0 else AutoModelForCausalLM.from_pretrained(tiny_target)

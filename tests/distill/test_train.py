@@ -1,4 +1,6 @@
-"""`distill.train` end to end on a random target: the folder it leaves, resume, stages, workers, bad input."""
+"""`distill.train` end to end on a random target: the folder it leaves, resume, stages, workers, bad
+input.
+"""
 
 import json
 import os
@@ -59,13 +61,18 @@ def test_the_drafter_folder_is_complete_and_loads(finished: Path, tiny_target: P
     model = AutoModelForCausalLM.from_pretrained(drafter)
     assert type(model).__name__ == "LlamaForCausalLM"
     assert model.config.num_hidden_layers == 1
-    assert AutoTokenizer.from_pretrained(drafter).get_vocab() == AutoTokenizer.from_pretrained(tiny_target).get_vocab()
+    assert (
+        AutoTokenizer.from_pretrained(drafter).get_vocab()
+        == AutoTokenizer.from_pretrained(tiny_target).get_vocab()
+    )
     card = json.loads((drafter / "drafter_card.json").read_text())
     assert card["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert 0 < card["acceptance"]["acceptance"] < 1
     assert "--speculative-config" in (drafter / "README.md").read_text()
     read_by = drafter.stat().st_mode & 0o666  # whom the folder lets in
-    assert all(file.stat().st_mode & 0o777 == read_by for file in drafter.iterdir()), "others may serve it"
+    assert all(file.stat().st_mode & 0o777 == read_by for file in drafter.iterdir()), (
+        "others may serve it"
+    )
     assert model.generation_config.assistant_confidence_threshold == 0.0
 
 
@@ -79,7 +86,9 @@ def test_the_run_folder_tells_what_was_done(finished: Path):
     assert any("held_out_acceptance" in record for record in records)
 
 
-def test_a_finished_run_is_passed_over(finished: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_finished_run_is_passed_over(
+    finished: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+):
     before = (finished / "drafter" / "model.safetensors").stat().st_mtime_ns
     run(configured(tiny_target, finished))
     assert "finished before" in capsys.readouterr().out
@@ -102,11 +111,15 @@ def test_a_target_without_a_tokenizer_is_named(tiny_target: Path, tmp_path: Path
         run(configured(target, tmp_path / "run"))
 
 
-def test_the_recorded_command_makes_the_run_again(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_recorded_command_makes_the_run_again(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder = RunFolder(configured(tiny_target, tmp_path))
     monkeypatch.setattr(sys, "argv", ["/somewhere/distill/train.py", "+experiment=smoke", "seed=3"])
     assert folder.command() == "python -m distill.train +experiment=smoke seed=3"
-    monkeypatch.setattr(sys, "argv", ["/somewhere/distill/train.py", "--config-file", "/tmp/gone.yaml"])
+    monkeypatch.setattr(
+        sys, "argv", ["/somewhere/distill/train.py", "--config-file", "/tmp/gone.yaml"]
+    )
     assert folder.command() == f"python -m distill.train --config-file {tmp_path / 'config.yaml'}"
 
 
@@ -132,7 +145,9 @@ def test_distilling_raises_held_out_acceptance(tiny_target: Path, tmp_path: Path
         )
     )
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
-    acceptance = [record["held_out_acceptance"] for record in records if "held_out_acceptance" in record]
+    acceptance = [
+        record["held_out_acceptance"] for record in records if "held_out_acceptance" in record
+    ]
     assert acceptance[-1] > acceptance[0]
 
 
@@ -143,13 +158,20 @@ def test_dry_run_writes_an_untrained_folder_that_loads(
     assert "MFLOP a token" in capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "drafter")
     assert all(not parameter.any() for parameter in model.parameters())
-    trained = {name: tensor.shape for name, tensor in load_file(finished / "drafter" / "model.safetensors").items()}
-    assert {n: t.shape for n, t in load_file(tmp_path / "drafter" / "model.safetensors").items()} == trained
+    trained = {
+        name: tensor.shape
+        for name, tensor in load_file(finished / "drafter" / "model.safetensors").items()
+    }
+    assert {
+        n: t.shape for n, t in load_file(tmp_path / "drafter" / "model.safetensors").items()
+    } == trained
     assert not (tmp_path / "checkpoints").exists()
     assert json.loads((tmp_path / "manifest.json").read_text())["finished"] is False
 
 
-def test_a_dry_run_of_pretraining_says_its_cost_and_reads_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_dry_run_of_pretraining_says_its_cost_and_reads_no_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     register("distill.pretrain", PretrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         given = [
@@ -158,7 +180,9 @@ def test_a_dry_run_of_pretraining_says_its_cost_and_reads_no_data(tmp_path: Path
             "loop.max_steps=100",
             f"output_dir={tmp_path}",
         ]
-        distill.pretrain.run(typed(compose("distill_pretrain", [*given, "dry_run=true"]), PretrainConfig))
+        distill.pretrain.run(
+            typed(compose("distill_pretrain", [*given, "dry_run=true"]), PretrainConfig)
+        )
     said = capsys.readouterr().out
     assert "M parameters" in said
     assert "TFLOP" in said
@@ -167,7 +191,15 @@ def test_a_dry_run_of_pretraining_says_its_cost_and_reads_no_data(tmp_path: Path
 
 
 def test_the_zeros_of_a_dry_run_take_no_room(tiny_target: Path, tmp_path: Path):
-    run(configured(tiny_target, tmp_path, "dry_run=true", "drafter.init=random", "drafter.intermediate_size=100000"))
+    run(
+        configured(
+            tiny_target,
+            tmp_path,
+            "dry_run=true",
+            "drafter.init=random",
+            "drafter.intermediate_size=100000",
+        )
+    )
     stored = (tmp_path / "drafter" / "model.safetensors").stat()
     assert stored.st_size > 10**7
     assert stored.st_blocks * 512 < stored.st_size / 10
@@ -178,27 +210,42 @@ def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(
 ):
     """kill -9 in the middle of training; then the same command again, in a process of its own."""
     process = subprocess.Popen(
-        command(tiny_target, tmp_path, "threads=1"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command(tiny_target, tmp_path, "threads=1"),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     checkpoints = tmp_path / "checkpoints"
     deadline = time.monotonic() + 120
-    while not list(checkpoints.glob("step_*")) and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not list(checkpoints.glob("step_*"))
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
     assert not (tmp_path / "drafter").exists()
     run(configured(tiny_target, tmp_path))
-    ours, straight = (load_file(folder / "drafter" / "model.safetensors") for folder in (tmp_path, finished))
+    ours, straight = (
+        load_file(folder / "drafter" / "model.safetensors") for folder in (tmp_path, finished)
+    )
     assert all(torch.equal(ours[name], straight[name]) for name in straight)
 
 
 @pytest.mark.long
-def test_two_worker_processes_make_the_same_drafter(finished: Path, tiny_target: Path, tmp_path: Path):
+def test_two_worker_processes_make_the_same_drafter(
+    finished: Path, tiny_target: Path, tmp_path: Path
+):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     given = command(tiny_target, tmp_path, "parallel=ddp", "parallel.processes=2")
-    done = subprocess.run(given, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        given, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
-    ours, straight = (load_file(folder / "drafter" / "model.safetensors") for folder in (tmp_path, finished))
+    ours, straight = (
+        load_file(folder / "drafter" / "model.safetensors") for folder in (tmp_path, finished)
+    )
     for name in straight:
         torch.testing.assert_close(ours[name], straight[name], rtol=1e-4, atol=1e-5)
     losses = [
@@ -219,9 +266,16 @@ def until_it_trains(process: "subprocess.Popen[str]", folder: Path, lines: int) 
 
 @pytest.mark.long
 def test_a_dead_worker_ends_the_job_with_its_name(tiny_target: Path, tmp_path: Path):
-    """The second rank is killed in the middle of training: the job ends, names it and makes no drafter."""
+    """The second rank is killed in the middle of training: the job ends, names it and makes no
+    drafter.
+    """
     given = command(
-        tiny_target, tmp_path, "parallel=ddp", "parallel.processes=2", "loop.max_steps=4000", "loop.eval_every=0"
+        tiny_target,
+        tmp_path,
+        "parallel=ddp",
+        "parallel.processes=2",
+        "loop.max_steps=4000",
+        "loop.eval_every=0",
     )
     process = subprocess.Popen(
         given,
@@ -255,7 +309,9 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
         "loop.eval_every=0",
         "threads=1",
     )
-    process = subprocess.Popen(given, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        given, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     until_it_trains(process, tmp_path, lines=3)
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=60)
@@ -273,11 +329,17 @@ def test_ctrl_c_reaches_the_workers_once_and_the_job_resumes(tiny_target: Path, 
         (["target.path=/no/such/model"], "target.path=/no/such/model does not exist"),
         (["loss.name=mse"], "expected forward_kl or cross_entropy"),
         (["data.chats=[]"], "the train split is empty"),
-        (["data.max_length=9", "held_out.max_new_tokens=4"], "the train split is empty|no prompt of .* fits"),
+        (
+            ["data.max_length=9", "held_out.max_new_tokens=4"],
+            "the train split is empty|no prompt of .* fits",
+        ),
         (["parallel.kind=zero9", "parallel.processes=1"], "expected one of single, ddp"),
         (["parallel=ddp"], "without a GPU needs parallel.processes=N"),
         (["parallel.processes=2"], "with parallel=single; use parallel=ddp"),
-        (["data.max_length=100000"], "data.max_length is 100000, the context of .* tokens: lower data.max_length"),
+        (
+            ["data.max_length=100000"],
+            "data.max_length is 100000, the context of .* tokens: lower data.max_length",
+        ),
         (["target.device=cuda:7"], "device 'cuda:7': PyTorch sees no CUDA card here"),
         (["loop.tokens_per_step=100"], "less than one row of data.max_length"),
         (["data.chats=[embedded:nothing]"], "'embedded:nothing' is unknown"),
@@ -291,10 +353,15 @@ def test_bad_input_is_named(tiny_target: Path, tmp_path: Path, overrides: list[s
 @pytest.mark.long
 def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Path):
     """And one that fails does not keep the others from running."""
-    given = command(tiny_target, tmp_path / "sweep", "-m", "drafter.num_hidden_layers=0,1,2", "dry_run=true")
+    given = command(
+        tiny_target, tmp_path / "sweep", "-m", "drafter.num_hidden_layers=0,1,2", "dry_run=true"
+    )
     done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
-    assert "1 of the sweep's members failed: 'drafter.num_hidden_layers=0' with status 2" in done.stderr
+    assert (
+        "1 of the sweep's members failed: 'drafter.num_hidden_layers=0' with status 2"
+        in done.stderr
+    )
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == [
         f"drafter.num_hidden_layers={layers}" for layers in (0, 1, 2)
     ]
@@ -328,8 +395,13 @@ def test_values_are_checked_before_anything_is_loaded(
 
 def test_a_dry_run_does_not_hold_its_folder(tiny_target: Path, tmp_path: Path):
     for layers in (1, 2):
-        run(configured(tiny_target, tmp_path, "dry_run=true", f"drafter.num_hidden_layers={layers}"))
-        assert json.loads((tmp_path / "drafter" / "config.json").read_text())["num_hidden_layers"] == layers
+        run(
+            configured(tiny_target, tmp_path, "dry_run=true", f"drafter.num_hidden_layers={layers}")
+        )
+        assert (
+            json.loads((tmp_path / "drafter" / "config.json").read_text())["num_hidden_layers"]
+            == layers
+        )
     run(configured(tiny_target, tmp_path, "loop.max_steps=2"))
     trained = load_file(tmp_path / "drafter" / "model.safetensors")
     assert all(tensor.any() for tensor in trained.values())

@@ -1,4 +1,6 @@
-"""`distill.train` in ranks: every kind makes the same drafter, under our launcher, torchrun and a simulated Slurm; stages; a dead rank."""
+"""`distill.train` in ranks: every kind makes the same drafter, under our launcher, torchrun and a
+simulated Slurm; stages; a dead rank.
+"""
 
 import json
 import os
@@ -24,12 +26,20 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def job(target: Path, folder: Path, *overrides: str) -> list[str]:
-    given = ["+experiment=smoke", f"target.path={target}", f"output_dir={folder}", "target.device=cpu", "threads=1"]
+    given = [
+        "+experiment=smoke",
+        f"target.path={target}",
+        f"output_dir={folder}",
+        "target.device=cpu",
+        "threads=1",
+    ]
     return ["-m", "distill.train", *given, *overrides]
 
 
 def done(command: list[str], timeout: float = 300) -> None:
-    end = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
+    end = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout
+    )
     assert end.returncode == 0, end.stdout[-2000:] + end.stderr[:3000] + end.stderr[-3000:]
 
 
@@ -41,7 +51,9 @@ def alone(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open() if '"loss"' in line]
+    return [
+        json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open() if '"loss"' in line
+    ]
 
 
 def same_drafter(folder: Path, alone: Path) -> None:
@@ -50,7 +62,9 @@ def same_drafter(folder: Path, alone: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
-    figures = [json.loads((one / "manifest.json").read_text())["metrics"] for one in (folder, alone)]
+    figures = [
+        json.loads((one / "manifest.json").read_text())["metrics"] for one in (folder, alone)
+    ]
     assert figures[0]["acceptance"] == pytest.approx(figures[1]["acceptance"], rel=1e-5)
 
 
@@ -63,23 +77,37 @@ def test_torchrun_needs_no_other_words(alone: Path, tiny_target: Path, tmp_path:
 
 
 @pytest.mark.long
-def test_the_deepspeed_launcher_needs_no_other_words(alone: Path, tiny_target: Path, tmp_path: Path, deepspeed: None):
+def test_the_deepspeed_launcher_needs_no_other_words(
+    alone: Path, tiny_target: Path, tmp_path: Path, deepspeed: None
+):
     """It hands every rank --local_rank=N."""
-    launcher = ["env", "DS_ACCELERATOR=cpu", sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    launcher = [
+        "env",
+        "DS_ACCELERATOR=cpu",
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        "2",
+    ]
     module, *arguments = job(tiny_target, tmp_path, "parallel=ddp")[1:]
     done([*launcher, "--master_port", str(_free_port()), "--module", module, *arguments])
     same_drafter(tmp_path, alone)
 
 
 @pytest.mark.long
-def test_our_launcher_starts_the_ranks_of_zero(alone: Path, tiny_target: Path, tmp_path: Path, deepspeed: None):
+def test_our_launcher_starts_the_ranks_of_zero(
+    alone: Path, tiny_target: Path, tmp_path: Path, deepspeed: None
+):
     done([sys.executable, *job(tiny_target, tmp_path, "parallel=zero3", "parallel.processes=2")])
     same_drafter(tmp_path, alone)
 
 
 @pytest.mark.long
 def test_stages_in_ranks_run_together_or_on_rank_0(alone: Path, tiny_target: Path, tmp_path: Path):
-    """Under torchrun: a stage of two ranks, one of a single process, and a sweep whose members are two ranks each."""
+    """Under torchrun: a stage of two ranks, one of a single process, and a sweep whose members are
+    two ranks each.
+    """
     looked = [
         "drafters=[prompt_lookup]",
         "prompt_lookup_control=false",
@@ -97,7 +125,10 @@ def test_stages_in_ranks_run_together_or_on_rank_0(alone: Path, tiny_target: Pat
     register("distill.train", TrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose("distill_train", job(tiny_target, tmp_path / "run", "parallel=ddp")[2:])
-    composed.stages, composed.stage_overrides = ["distill.train", "eval.run", "distill.train:sweep"], stages
+    composed.stages, composed.stage_overrides = (
+        ["distill.train", "eval.run", "distill.train:sweep"],
+        stages,
+    )
     config = tmp_path / "config.yaml"
     OmegaConf.save(composed, config)
     done([*TORCHRUN, "-m", "distill.train", "--config-file", str(config)], timeout=500)
@@ -111,7 +142,8 @@ def test_stages_in_ranks_run_together_or_on_rank_0(alone: Path, tiny_target: Pat
 
 
 _SIMULATED_SRUN = """#!/usr/bin/env bash
-# Stands in for srun on one machine: two tasks with Slurm's variables, as `srun --ntasks=2` would start them.
+# Stands in for srun on one machine: two tasks with Slurm's variables,
+# as `srun --ntasks=2` would start them.
 while [[ "$1" == --* ]]; do shift; done
 export SLURM_NTASKS=2 SLURM_JOB_ID=$$ SLURM_JOB_NODELIST=localhost SLURM_STEP_TASKS_PER_NODE=2
 SLURM_PROCID=0 SLURM_LOCALID=0 "$@" & first=$!
@@ -125,7 +157,8 @@ exit $status
 
 @pytest.mark.long
 def test_the_sbatch_script_under_a_simulated_srun(alone: Path, tiny_target: Path, tmp_path: Path):
-    """No Slurm is here: a shell script stands in for srun. What is tested is the script's own line and the ranks from Slurm's variables.
+    """No Slurm is here: a shell script stands in for srun. What is tested is the script's own line
+    and the ranks from Slurm's variables.
 
     Nothing is said of parallel=: the ranks share the work all the same.
     """
@@ -134,9 +167,15 @@ def test_the_sbatch_script_under_a_simulated_srun(alone: Path, tiny_target: Path
     srun.write_text(_SIMULATED_SRUN)
     srun.chmod(0o755)
     _, *given = job(tiny_target, tmp_path / "run")
-    environment = {**ENVIRONMENT, "PATH": f"{srun.parent}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    environment = {
+        **ENVIRONMENT,
+        "PATH": f"{srun.parent}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+    }
     script = ["bash", str(ROOT / "scripts" / "slurm" / "train.sbatch"), *given]
-    end = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    end = subprocess.run(
+        script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert end.returncode == 0, end.stderr[-3000:]
     same_drafter(tmp_path / "run", alone)
 
@@ -149,7 +188,12 @@ def test_a_dead_rank_ends_the_job_with_its_name(
     if kind == "zero2":
         request.getfixturevalue("deepspeed")
     given = job(
-        tiny_target, tmp_path, f"parallel={kind}", "parallel.processes=2", "loop.max_steps=4000", "loop.eval_every=0"
+        tiny_target,
+        tmp_path,
+        f"parallel={kind}",
+        "parallel.processes=2",
+        "loop.max_steps=4000",
+        "loop.eval_every=0",
     )
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, *given], cwd=ROOT, env=ENVIRONMENT, **quiet)
@@ -158,7 +202,11 @@ def test_a_dead_rank_ends_the_job_with_its_name(
         if metrics.is_file() and metrics.read_text().count("\n") > 1:
             break
         time.sleep(0.05)
-    second = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1"]
+    second = [
+        child
+        for child in psutil.Process(process.pid).children()
+        if child.environ().get("RANK") == "1"
+    ]
     second[0].kill()
     _, words = process.communicate(timeout=60)
     assert process.returncode == 2
@@ -167,13 +215,26 @@ def test_a_dead_rank_ends_the_job_with_its_name(
 
 
 @pytest.mark.long
-def test_members_of_a_sweep_run_under_the_submitit_launcher(tiny_target: Path, tmp_path: Path, submitit: None):
-    """Hydra's submitit launcher, which hands members to Slurm, here with its local stand-in; a member that fails is an error."""
+def test_members_of_a_sweep_run_under_the_submitit_launcher(
+    tiny_target: Path, tmp_path: Path, submitit: None
+):
+    """Hydra's submitit launcher, which hands members to Slurm, here with its local stand-in; a
+    member that fails is an error.
+    """
     local = ["-m", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5", "dry_run=true"]
-    good = [sys.executable, *job(tiny_target, tmp_path / "sweep", *local, "drafter.num_hidden_layers=1,2")]
+    good = [
+        sys.executable,
+        *job(tiny_target, tmp_path / "sweep", *local, "drafter.num_hidden_layers=1,2"),
+    ]
     done(good)
     for layers in (1, 2):
         folder = tmp_path / "sweep" / f"drafter.num_hidden_layers={layers}" / "drafter"
         assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == layers
-    bad = [sys.executable, *job(tiny_target, tmp_path / "bad", *local, "drafter.num_hidden_layers=0,1")]
-    assert subprocess.run(bad, cwd=ROOT, env=ENVIRONMENT, capture_output=True, timeout=300).returncode != 0
+    bad = [
+        sys.executable,
+        *job(tiny_target, tmp_path / "bad", *local, "drafter.num_hidden_layers=0,1"),
+    ]
+    assert (
+        subprocess.run(bad, cwd=ROOT, env=ENVIRONMENT, capture_output=True, timeout=300).returncode
+        != 0
+    )

@@ -15,12 +15,19 @@ SLOW = {"simulated-6": simulated_runs.drafter(0.72, 6, 14_000_000, 4.2)}
 
 
 def configured(home, name, folders, **changes):
-    values = {"job": "eval.compare", "output_dir": str(home / f"{name}.out"), "bootstrap_resamples": 200}
+    values = {
+        "job": "eval.compare",
+        "output_dir": str(home / f"{name}.out"),
+        "bootstrap_resamples": 200,
+    }
     return CompareConfig(**{**values, "runs": [str(folder) for folder in folders], **changes})
 
 
 def evaluations_of(*folders):
-    return [read_evaluation(folder, label) for folder, label in zip(folders, labels_of(folders), strict=True)]
+    return [
+        read_evaluation(folder, label)
+        for folder, label in zip(folders, labels_of(folders), strict=True)
+    ]
 
 
 def panels(*folders, prompts="headline"):

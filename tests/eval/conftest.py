@@ -1,4 +1,6 @@
-"""A target, a drafter cut from it and prompts, on the disk; SIMULATED runs, records and their rows; one thread for all."""
+"""A target, a drafter cut from it and prompts, on the disk; SIMULATED runs, records and their rows;
+one thread for all.
+"""
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ def runs(tmp_path_factory):
     """SIMULATED: three depths, each evaluated by itself."""
     home = tmp_path_factory.mktemp("simulated")
     for number, (label, drafters) in enumerate({"one": SHALLOW, "four": DEEP, "six": SLOW}.items()):
-        simulated_runs.write(home / label / "eval.run", drafters, seed=number, tokens_seen=(number + 1) * 1_000_000)
+        simulated_runs.write(
+            home / label / "eval.run", drafters, seed=number, tokens_seen=(number + 1) * 1_000_000
+        )
     return home
 
 

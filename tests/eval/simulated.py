@@ -1,6 +1,8 @@
-"""SIMULATED records for tests of tables and reports: no model runs here, and nothing of it may pass for a measurement.
+"""SIMULATED records for tests of tables and reports: no model runs here, and nothing of it may pass
+for a measurement.
 
-A drafter is a coin per token and a price per round, so that the right alpha, tau and speedup are known beforehand.
+A drafter is a coin per token and a price per round, so that the right alpha, tau and speedup are
+known beforehand.
 """
 
 from __future__ import annotations
@@ -58,7 +60,15 @@ def run_facts(**changes: object) -> RunFacts:
 
 def slices(drafters: Drafters = DRAFTERS, *, slower: float = 1.0) -> list[Slice]:
     return [
-        Slice(part, temperature, 1, name, slower * t_draft, {n: slower * ms for n, ms in T_TARGET_MS.items()}, 160)
+        Slice(
+            part,
+            temperature,
+            1,
+            name,
+            slower * t_draft,
+            {n: slower * ms for n, ms in T_TARGET_MS.items()},
+            160,
+        )
         for part in ("sweep", "main")
         for temperature in (0.0, 1.0)
         for name, (_, _, t_draft) in drafters.items()
@@ -144,7 +154,9 @@ def run(
         for unit in range(prompts):
             part = "sweep" if unit < sweep_prompts else "main"
             arms = [(AUTOREGRESSIVE, 0)]
-            arms += [(name, g) for name in drafters for g in (gammas if part == "sweep" else (gamma,))]
+            arms += [
+                (name, g) for name in drafters for g in (gammas if part == "sweep" else (gamma,))
+            ]
             for name, g in arms:
                 records.append(
                     generation(
@@ -162,4 +174,6 @@ def run(
 
 
 def pick(rows, drafter, temperature=0.0, part="main"):
-    return next(r for r in rows if (r.drafter, r.temperature, r.part) == (drafter, temperature, part))
+    return next(
+        r for r in rows if (r.drafter, r.temperature, r.part) == (drafter, temperature, part)
+    )

@@ -1,4 +1,6 @@
-"""SIMULATED run folders of eval.run, for tests of comparisons: what tests/eval/simulated.py makes up, in the files of a finished run."""
+"""SIMULATED run folders of eval.run, for tests of comparisons: what tests/eval/simulated.py makes
+up, in the files of a finished run.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,12 @@ LOOKUP = {"prompt_lookup": simulated.DRAFTERS["prompt_lookup"]}
 WIDTH, VOCABULARY = 64, 1000
 
 
-def drafter(alpha: float, layers: int, parameters: int, t_draft: float) -> tuple[float, DrafterFacts, float]:
-    """One that is right with probability alpha a token and takes t_draft ms a step; its name is put in by `write`."""
+def drafter(
+    alpha: float, layers: int, parameters: int, t_draft: float
+) -> tuple[float, DrafterFacts, float]:
+    """One that is right with probability alpha a token and takes t_draft ms a step; its name is put
+    in by `write`.
+    """
     return alpha, DrafterFacts("", layers, parameters, False), t_draft
 
 
@@ -36,18 +42,28 @@ def write(
     inputs: dict[str, str] | None = None,
     **facts: object,
 ) -> Path:
-    """A finished run of `drafters` and the control, on a machine that is `slower`; a drafter with tokens_seen gets a folder with a card."""
+    """A finished run of `drafters` and the control, on a machine that is `slower`; a drafter with
+    tokens_seen gets a folder with a card.
+    """
     named = {
         name: (alpha, DrafterFacts(name, one.layers, one.parameters, False), t)
         for name, (alpha, one, t) in drafters.items()
     }
     everyone = {**named, **LOOKUP}
     folder.mkdir(parents=True)
-    homes = {name: _home(folder.with_name(f"{folder.name}.drafters") / name, tokens_seen) for name in named}
-    records = simulated.run(prompts=prompts, drafters=everyone, seed=seed, slower=slower, gammas=(2, 4))
+    homes = {
+        name: _home(folder.with_name(f"{folder.name}.drafters") / name, tokens_seen)
+        for name in named
+    }
+    records = simulated.run(
+        prompts=prompts, drafters=everyone, seed=seed, slower=slower, gammas=(2, 4)
+    )
     slices = simulated.slices(everyone, slower=slower)
     rows = build_rows(
-        simulated.run_facts(**facts), {name: fact for name, (_, fact, _) in everyone.items()}, slices, records
+        simulated.run_facts(**facts),
+        {name: fact for name, (_, fact, _) in everyone.items()},
+        slices,
+        records,
     )
     write_rows(folder / "results.jsonl", rows)
     append_records(folder / "records.jsonl", records)
@@ -57,7 +73,10 @@ def write(
         "target": {"path": "simulated"},
         "drafters": [str(home) for home in homes.values()],
     }
-    OmegaConf.save(OmegaConf.create({**settings, "max_prompts": prompts, **(config or {})}), folder / "config.yaml")
+    OmegaConf.save(
+        OmegaConf.create({**settings, "max_prompts": prompts, **(config or {})}),
+        folder / "config.yaml",
+    )
     manifest = {
         "job": "eval.run",
         "experiment": "default",
@@ -74,7 +93,9 @@ def write(
         "started": "2026-01-01T00:00:00",
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    write_origins(folder, {name: origin_of(home, "2" * 64, rows[0].dtype) for name, home in homes.items()})
+    write_origins(
+        folder, {name: origin_of(home, "2" * 64, rows[0].dtype) for name, home in homes.items()}
+    )
     return folder
 
 
@@ -84,6 +105,11 @@ def _home(folder: Path, tokens_seen: int | None) -> Path:
     shape = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(shape))
     if tokens_seen is not None:
-        card = {"name": folder.name, "drafter_hash": "2" * 64, "shape": shape, "data": {"tokens_seen": tokens_seen}}
+        card = {
+            "name": folder.name,
+            "drafter_hash": "2" * 64,
+            "shape": shape,
+            "data": {"tokens_seen": tokens_seen},
+        }
         (folder / "drafter_card.json").write_text(json.dumps(card))
     return folder

@@ -1,4 +1,6 @@
-"""The verdict on overlapped schedules and their replay, on SIMULATED records whose lanes took times that are known."""
+"""The verdict on overlapped schedules and their replay, on SIMULATED records whose lanes took times
+that are known.
+"""
 
 import io
 from dataclasses import replace
@@ -81,7 +83,9 @@ def baseline(number: int) -> Record:
 def rows_of(apart: float, schedules: tuple[str, ...] = PEARL) -> tuple[list[Row], list[Record]]:
     facts = {name: DrafterFacts(name, 1, 3_100_000, False, schedule=name) for name in schedules}
     records = [baseline(number) for number in range(len(TRACES))]
-    records += [decoded(name, name, number, apart) for name in schedules for number in range(len(TRACES))]
+    records += [
+        decoded(name, name, number, apart) for name in schedules for number in range(len(TRACES))
+    ]
     slices = [Slice("main", 0.0, 1, name, T_DRAFT_MS, dict(T_TARGET_MS), 160) for name in schedules]
     return build_rows(run_facts(), facts, slices, records), records
 
@@ -92,7 +96,9 @@ def test_lanes_that_take_their_means_are_replayed_to_the_bit() -> None:
         assert agreement.verdict(row) == "within 5 %"
 
 
-@pytest.mark.parametrize(("apart", "told"), [(1.04, False), (1.06, True), (0.97, False), (0.94, True)])
+@pytest.mark.parametrize(
+    ("apart", "told"), [(1.04, False), (1.06, True), (0.97, False), (0.94, True)]
+)
 def test_a_measurement_that_departs_from_its_replay_is_told_so(apart: float, told: bool) -> None:
     for row in rows_of(apart)[0]:
         assert row.replayed_speedup == pytest.approx(apart * row.speedup)
@@ -115,7 +121,10 @@ def test_terminal_and_page_show_replay_over_measurement(apart: float, told: bool
 
 def test_the_verdict_says_what_it_means_for_the_clock() -> None:
     slow, quick = (
-        {row.schedule: agreement.verdict(row) for row in rows_of(apart, ("pearl_virtual", "pearl_wall"))[0]}
+        {
+            row.schedule: agreement.verdict(row)
+            for row in rows_of(apart, ("pearl_virtual", "pearl_wall"))[0]
+        }
         for apart in (1.06, 0.94)
     )
     assert "the two did not run at the same time" in slow["pearl_wall"]

@@ -14,9 +14,17 @@ from training.data import Prompt
 from . import tiny
 
 
-def load(path: Path, limit: int = 0, max_length: int = 256, max_new_tokens: int = 32, **options: str | int):
+def load(
+    path: Path,
+    limit: int = 0,
+    max_length: int = 256,
+    max_new_tokens: int = 32,
+    **options: str | int,
+):
     cfg = BenchmarkConfig(path=str(path), **options)
-    return load_benchmark(cfg, tiny.tokenizer(), max_length=max_length, max_new_tokens=max_new_tokens, limit=limit)
+    return load_benchmark(
+        cfg, tiny.tokenizer(), max_length=max_length, max_new_tokens=max_new_tokens, limit=limit
+    )
 
 
 def test_every_prompt_is_accounted_for(tmp_path):
@@ -24,8 +32,16 @@ def test_every_prompt_is_accounted_for(tmp_path):
     found = load(path, limit=2, category="odd")
     assert [prompt.id for prompt in found.prompts] == ["p0", "p2"]
     assert found.name == "mine"
-    assert found.counts == {"read": 9, "other_category": 4, "too_long": 0, "over_limit": 3, "kept": 2}
-    left_out = sum(found.counts[key] for key in ("other_category", "too_long", "over_limit", "kept"))
+    assert found.counts == {
+        "read": 9,
+        "other_category": 4,
+        "too_long": 0,
+        "over_limit": 3,
+        "kept": 2,
+    }
+    left_out = sum(
+        found.counts[key] for key in ("other_category", "too_long", "over_limit", "kept")
+    )
     assert left_out == found.counts["read"]
 
 
@@ -50,34 +66,52 @@ def test_plain_text_is_not_wrapped():
     assert tokenizer.decode(render_turns(["Once"], [], tokenizer, "text")) == "Once"
 
 
-def test_a_chat_template_of_ours_renders_both_turns_for_a_tokenizer_without_one(tmp_path, shared_data, llama_tokenizer):
+def test_a_chat_template_of_ours_renders_both_turns_for_a_tokenizer_without_one(
+    tmp_path, shared_data, llama_tokenizer
+):
     """Vicuna's published tokenizer has none."""
     words = AutoTokenizer.from_pretrained(llama_tokenizer)
     options = {"max_length": 2048, "max_new_tokens": 32, "limit": 1}
     path = str(shared_data / "eval" / "mt_bench.jsonl")
-    found = load_benchmark(BenchmarkConfig(path=path, turns="all", chat_template="vicuna"), words, **options)
+    found = load_benchmark(
+        BenchmarkConfig(path=path, turns="all", chat_template="vicuna"), words, **options
+    )
     first, second = found.prompts[0].turns
     ids = render_turns([first, second], ["Aloha."], words, found.render, found.chat_template)
     text = words.decode(ids)
-    assert text.startswith("<s>A chat between a curious user") or text.startswith("<s> A chat between a curious user")
-    assert f"USER: {first} ASSISTANT: Aloha.</s>" in text and text.endswith(f"USER: {second} ASSISTANT:")
-    with pytest.raises(UserError, match=r"benchmark.render=text takes them .*benchmark.chat_template=vicuna\|llama2"):
+    assert text.startswith("<s>A chat between a curious user") or text.startswith(
+        "<s> A chat between a curious user"
+    )
+    assert f"USER: {first} ASSISTANT: Aloha.</s>" in text and text.endswith(
+        f"USER: {second} ASSISTANT:"
+    )
+    with pytest.raises(
+        UserError,
+        match=r"benchmark.render=text takes them .*benchmark.chat_template=vicuna\|llama2",
+    ):
         load_benchmark(BenchmarkConfig(path=path), words, **options)
 
 
 @pytest.mark.parametrize(("render", "shown"), [("auto", "text"), ("text", "text")])
-def test_a_base_model_is_shown_prompts_as_they_stand(tmp_path, llama_tokenizer, capsys, render, shown):
+def test_a_base_model_is_shown_prompts_as_they_stand(
+    tmp_path, llama_tokenizer, capsys, render, shown
+):
     words = AutoTokenizer.from_pretrained(llama_tokenizer)
     cfg = BenchmarkConfig(path=str(tiny.prompts(tmp_path / "mine.jsonl")), render=render)
     found = load_benchmark(cfg, words, max_length=256, max_new_tokens=32, limit=1)
     assert found.render == shown
     assert ("shown as plain text" in capsys.readouterr().out) == (render == "auto")
-    assert load(Path(cfg.path), render="auto").render == "chat", "control: of a tokenizer with a template"
+    assert load(Path(cfg.path), render="auto").render == "chat", (
+        "control: of a tokenizer with a template"
+    )
 
 
 def test_a_prompt_over_the_context_is_an_error_that_says_what_to_do_or_is_counted(tmp_path):
     path = tmp_path / "long.jsonl"
-    lines = [{"id": "short", "category": "", "turns": ["Hi"]}, {"id": "long", "category": "", "turns": ["x" * 300]}]
+    lines = [
+        {"id": "short", "category": "", "turns": ["Hi"]},
+        {"id": "long", "category": "", "turns": ["x" * 300]},
+    ]
     path.write_text("\n".join(map(json.dumps, lines)))
     with pytest.raises(UserError, match=r"'long' has 302 tokens.*too_long=skip"):
         load(path)
@@ -90,7 +124,10 @@ def test_a_prompt_over_the_context_is_an_error_that_says_what_to_do_or_is_counte
 
 def test_a_limit_reached_before_a_long_prompt_never_meets_it(tmp_path):
     path = tmp_path / "long.jsonl"
-    lines = [{"id": "short", "category": "", "turns": ["Hi"]}, {"id": "long", "category": "", "turns": ["x" * 300]}]
+    lines = [
+        {"id": "short", "category": "", "turns": ["Hi"]},
+        {"id": "long", "category": "", "turns": ["x" * 300]},
+    ]
     path.write_text("\n".join(map(json.dumps, lines)))
     assert load(path, limit=1).counts["over_limit"] == 1
 
@@ -108,7 +145,10 @@ def test_unknown_options_name_the_known_ones(tmp_path, key):
 
 def test_a_sharegpt_file_is_a_benchmark_too(tmp_path):
     path = tmp_path / "chats.json"
-    chat = {"id": "c1", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+    chat = {
+        "id": "c1",
+        "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
+    }
     path.write_text(json.dumps([chat]))
     assert [prompt.turns for prompt in load(path).prompts] == [["Hi"]]
 
@@ -144,13 +184,22 @@ def test_ids_pick_prompts_in_their_order(tmp_path):
 
 
 def prompts_of(categories: list[str]) -> list[Prompt]:
-    return [Prompt(str(number), category, [f"Question {number}?"]) for number, category in enumerate(categories)]
+    return [
+        Prompt(str(number), category, [f"Question {number}?"])
+        for number, category in enumerate(categories)
+    ]
 
 
 @pytest.mark.parametrize("order", ["by category", "in turn"])
 def test_the_sweeps_prompts_come_from_all_over_a_file(order):
-    """Whether its categories stand one behind the other, as in MT-bench and MGSM, or take turns; the first few have one of eight at most."""
-    kinds = [kind for kind in "abcdefgh" for _ in range(10)] if order == "by category" else list("abcdefgh") * 10
+    """Whether its categories stand one behind the other, as in MT-bench and MGSM, or take turns;
+    the first few have one of eight at most.
+    """
+    kinds = (
+        [kind for kind in "abcdefgh" for _ in range(10)]
+        if order == "by category"
+        else list("abcdefgh") * 10
+    )
     prompts = prompts_of(kinds)
     chosen, others = spread(prompts, 8)
     assert len(chosen) == 8 and sorted(chosen + others, key=lambda one: int(one.id)) == prompts
@@ -158,9 +207,13 @@ def test_the_sweeps_prompts_come_from_all_over_a_file(order):
     seen = len({prompt.category for prompt in chosen})
     assert seen == 8 if order == "by category" else seen >= 4
     middles = [prompts[5 + 10 * step].category for step in range(8)]
-    assert order == "by category" or len(set(middles)) <= 4, "control: equal steps meet the same few of them"
+    assert order == "by category" or len(set(middles)) <= 4, (
+        "control: equal steps meet the same few of them"
+    )
     if order == "by category":
-        assert len({prompt.category for prompt in prompts[:8]}) == 1, "control: the first ones are all alike"
+        assert len({prompt.category for prompt in prompts[:8]}) == 1, (
+            "control: the first ones are all alike"
+        )
 
 
 @pytest.mark.parametrize(("count", "of"), [(0, 5), (1, 5), (4, 5), (5, 5), (9, 5), (7, 11), (3, 0)])
@@ -172,7 +225,11 @@ def test_spreading_takes_as_many_as_there_are_and_none_twice(count, of):
 
 def test_a_limit_may_take_prompts_from_all_over_a_file(tmp_path):
     """As many as without, of every category, and each of the others is counted."""
-    lines = [{"id": f"{kind}{n}", "category": kind, "turns": [f"{kind} {n}"]} for kind in "abcd" for n in range(5)]
+    lines = [
+        {"id": f"{kind}{n}", "category": kind, "turns": [f"{kind} {n}"]}
+        for kind in "abcd"
+        for n in range(5)
+    ]
     lines[7]["turns"] = ["x" * 300]
     path = tmp_path / "sorted.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
@@ -181,7 +238,9 @@ def test_a_limit_may_take_prompts_from_all_over_a_file(tmp_path):
         assert {prompt.category for prompt in found.prompts} == {*categories}
         counts = found.counts
         assert (counts["kept"], sum(counts.values()) - counts["read"]) == (4, 20)
-    assert len(load(path, too_long="skip", spread=True).prompts) == 19, "without a limit there are all that fit"
+    assert len(load(path, too_long="skip", spread=True).prompts) == 19, (
+        "without a limit there are all that fit"
+    )
 
 
 def test_white_space_around_a_turn_may_go(tmp_path):
@@ -193,8 +252,13 @@ def test_white_space_around_a_turn_may_go(tmp_path):
 
 
 def test_the_sweep_may_have_a_file_of_its_own(tmp_path):
-    """Then everything asked for is measured, and what is measured is none of the sweep's, whatever it is called there."""
-    path, more = tiny.prompts(tmp_path / "mine.jsonl", count=4), tiny.prompts(tmp_path / "more.jsonl", count=9)
+    """Then everything asked for is measured, and what is measured is none of the sweep's, whatever
+    it is called there.
+    """
+    path, more = (
+        tiny.prompts(tmp_path / "mine.jsonl", count=4),
+        tiny.prompts(tmp_path / "more.jsonl", count=9),
+    )
     more.write_text(more.read_text().replace('"id": "p', '"id": "q'))
     framed = {"render": "text", "template": "Q: {turn}"}
     found = load(path, sweep_path=str(more), first=3, **framed)

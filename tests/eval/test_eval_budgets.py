@@ -1,4 +1,6 @@
-"""Both budgets of a row, and the shares reached: conserved, added up from the models' own, and told to be missing where they are."""
+"""Both budgets of a row, and the shares reached: conserved, added up from the models' own, and told
+to be missing where they are.
+"""
 
 import dataclasses
 import io
@@ -30,7 +32,14 @@ from . import simulated
 from .tiny import config
 
 LIMITS = Limits(bytes_a_second=2e9, operations_a_second=50e9)
-ONE_PASS = Unit(rounds=10, batch_rounds=10, seconds=0.02, base_tokens=30, base_batch_rounds=30, base_seconds=0.03)
+ONE_PASS = Unit(
+    rounds=10,
+    batch_rounds=10,
+    seconds=0.02,
+    base_tokens=30,
+    base_batch_rounds=30,
+    base_seconds=0.03,
+)
 
 
 def native(folder):
@@ -54,22 +63,29 @@ def facts(name, **changes):
     return DrafterFacts(name, 1, 1, False, **changes)
 
 
-# ---------------------------------------------------------------------------------------------- what is needed
+# ----------------------------------------------------------------------------------- what is needed
 def test_a_round_needs_its_draft_steps_and_one_forward_over_what_they_drew(home):
     unit = dataclasses.replace(ONE_PASS, verified=30, draft_steps=40)
     found = row_budgets(shapes(home), facts("chain"), [unit], 50)
     target, drafter = native(home / "target"), native(home / "shallow")
-    wide, step = forward_budget(target, torch.float32, 4, 50), forward_budget(drafter, torch.float64, 1, 50)
+    wide, step = (
+        forward_budget(target, torch.float32, 4, 50),
+        forward_budget(drafter, torch.float64, 1, 50),
+    )
     assert found["budget"].megabytes == pytest.approx((wide.bytes_read + 4 * step.bytes_read) / 1e6)
     assert found["budget"].megaflop == pytest.approx((wide.operations + 4 * step.operations) / 1e6)
     one = forward_budget(target, torch.float32, 1, 50)
-    assert found["baseline_budget"] == RoundBudget(one.bytes_read / 1e6, one.operations / 1e6, None, None)
+    assert found["baseline_budget"] == RoundBudget(
+        one.bytes_read / 1e6, one.operations / 1e6, None, None
+    )
     lookup = row_budgets(shapes(home), facts("lookup"), [unit], 50)["budget"]
     assert lookup.megabytes == pytest.approx(wide.bytes_read / 1e6), "nothing is read for a look-up"
 
 
 def test_rows_that_ended_read_no_cache(home):
-    """Of two rows one ends after half of the rounds: three quarters of both caches are read, and the weights once a round."""
+    """Of two rows one ends after half of the rounds: three quarters of both caches are read, and
+    the weights once a round.
+    """
     whole = dataclasses.replace(ONE_PASS, rounds=20)
     ragged = dataclasses.replace(ONE_PASS, rounds=15)
     of = [
@@ -90,26 +106,40 @@ def test_a_layer_without_both_of_its_halves_is_no_layer(home):
     unit = dataclasses.replace(ONE_PASS, draft_steps=10)
     drafted = row_budgets(shapes(home), facts("skipping"), [unit], 40)["budget"].megabytes
     alone = row_budgets(shapes(home), facts("lookup"), [unit], 40)["budget"].megabytes
-    assert drafted - alone == pytest.approx(forward_budget(shallower, torch.float32, 1, 40).bytes_read / 1e6)
+    assert drafted - alone == pytest.approx(
+        forward_budget(shallower, torch.float32, 1, 40).bytes_read / 1e6
+    )
 
 
 def test_a_drafter_alone_needs_its_own_step_and_no_target(home):
     found = row_budgets(shapes(home), facts("chain", schedule="alone"), [ONE_PASS], 50)["budget"]
-    assert found.megabytes == forward_budget(native(home / "shallow"), torch.float64, 1, 50).bytes_read / 1e6
+    assert (
+        found.megabytes
+        == forward_budget(native(home / "shallow"), torch.float64, 1, 50).bytes_read / 1e6
+    )
 
 
-# ---------------------------------------------------------------------------------------------- what is reached
+# ---------------------------------------------------------------------------------- what is reached
 def test_what_was_read_is_the_share_of_the_limit_over_the_time(home):
     unit = dataclasses.replace(ONE_PASS, verified=30, draft_steps=40)
     found = row_budgets(shapes(home, limits=LIMITS), facts("chain"), [unit], 50)
     for budget, seconds in ((found["budget"], 0.02 / 10), (found["baseline_budget"], 0.03 / 30)):
-        assert budget.bandwidth_share * LIMITS.bytes_a_second * seconds == pytest.approx(budget.megabytes * 1e6)
-        assert budget.operations_share * LIMITS.operations_a_second * seconds == pytest.approx(budget.megaflop * 1e6)
-    assert (found["reading_gigabytes_per_second"], found["product_gigaflop_per_second"]) == (2.0, 50.0)
+        assert budget.bandwidth_share * LIMITS.bytes_a_second * seconds == pytest.approx(
+            budget.megabytes * 1e6
+        )
+        assert budget.operations_share * LIMITS.operations_a_second * seconds == pytest.approx(
+            budget.megaflop * 1e6
+        )
+    assert (found["reading_gigabytes_per_second"], found["product_gigaflop_per_second"]) == (
+        2.0,
+        50.0,
+    )
 
 
 def test_a_virtual_clock_reaches_no_share_of_a_machine(home):
-    found = row_budgets(shapes(home, limits=LIMITS), facts("chain", schedule="pearl_virtual"), [ONE_PASS], 50)
+    found = row_budgets(
+        shapes(home, limits=LIMITS), facts("chain", schedule="pearl_virtual"), [ONE_PASS], 50
+    )
     assert found["budget"].bandwidth_share is None
     assert found["baseline_budget"].bandwidth_share is not None
 
@@ -125,7 +155,9 @@ def test_of_a_yardstick_the_best_round_counts(monkeypatch):
 def test_limits_are_the_machines_and_take_no_more_memory_than_allowed(monkeypatch):
     held = []
     honest = yardsticks.readers
-    monkeypatch.setattr(yardsticks, "readers", lambda size, *more: held.append(size) or honest(1 << 16, *more))
+    monkeypatch.setattr(
+        yardsticks, "readers", lambda size, *more: held.append(size) or honest(1 << 16, *more)
+    )
     found = measure_limits(1 << 40, torch.float32, "cpu", seconds=0.01)
     assert held == [yardsticks.MOST_BYTES]
     assert found.bytes_a_second > 1e6 and found.operations_a_second > 1e6
@@ -141,23 +173,34 @@ def test_limits_are_measured_once_a_run_and_not_for_toys(home, tmp_path, monkeyp
     assert with_limits(UNKNOWN, many, path).limits is None
     monkeypatch.setattr(budgets, "LEAST_BYTES", 1)
     assert with_limits(small, budgets.LEAST_TOKENS, path).limits is None, "a trial"
-    assert with_limits(dataclasses.replace(small, whole=False), many, path).limits is None, "several processes"
+    assert with_limits(dataclasses.replace(small, whole=False), many, path).limits is None, (
+        "several processes"
+    )
     assert not calls
     assert with_limits(small, many, path).limits == with_limits(small, many, path).limits == LIMITS
     for wrong in ('{"a": 1.0}', '{"bytes_a_second": "x", "operations_a_second": 1.0}', "{}"):
         path.write_text(wrong)
-        with pytest.raises(UserError, match="is damaged: expected the numbers bytes_a_second and operations_a_second"):
+        with pytest.raises(
+            UserError,
+            match="is damaged: expected the numbers bytes_a_second and operations_a_second",
+        ):
             with_limits(small, many, path)
     assert len(calls) == 1, "a run that is taken up again has those of its folder"
 
 
-# ---------------------------------------------------------------------------------------------- what is said
+# ------------------------------------------------------------------------------------- what is said
 def test_a_run_says_what_its_rounds_need_and_that_toys_reach_no_share(home, capsys):
     shallow = str(home / "shallow")
-    ways = [shallow, {"use": "static_tree", "folder": shallow}, {"use": shallow, "schedule": "alone", "name": "small"}]
+    ways = [
+        shallow,
+        {"use": "static_tree", "folder": shallow},
+        {"use": shallow, "schedule": "alone", "name": "small"},
+    ]
     folder = run(config(home, "budgets", drafters=ways, sweep=[2], temperatures=[0.0]))
     said = capsys.readouterr().out
-    assert "the machine's limits were not measured (a run of at most 5,000 tokens" in " ".join(said.split())
+    assert "the machine's limits were not measured (a run of at most 5,000 tokens" in " ".join(
+        said.split()
+    )
     assert "not measured" in said and "MB read" in said
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "What a round must read and compute" in page and "not measured" in page
@@ -175,7 +218,9 @@ def test_a_run_says_what_its_rounds_need_and_that_toys_reach_no_share(home, caps
     drafted = sum(unit.draft_steps for unit in units) / rounds
     own = forward_budget(native(home / "shallow"), torch.float64, 1, chain.context)
     wide = forward_budget(native(home / "target"), torch.float64, 1 + drafted, chain.context)
-    assert chain.budget.megabytes == pytest.approx((wide.bytes_read + drafted * own.bytes_read) / 1e6, rel=1e-4)
+    assert chain.budget.megabytes == pytest.approx(
+        (wide.bytes_read + drafted * own.bytes_read) / 1e6, rel=1e-4
+    )
 
 
 def simulated_rows(limits):
@@ -184,7 +229,9 @@ def simulated_rows(limits):
     named = dict.fromkeys(simulated.DRAFTERS, lambda *_: step)
     made = {name: fact for name, (_, fact, _) in simulated.DRAFTERS.items()}
     known = Shapes(lambda *_: step, {**named, "simulated-slow": None}, limits=limits)
-    return build_rows(simulated.run_facts(), made, simulated.slices(), simulated.run(prompts=14), known)
+    return build_rows(
+        simulated.run_facts(), made, simulated.slices(), simulated.run(prompts=14), known
+    )
 
 
 def native_llama():
@@ -197,13 +244,19 @@ def test_shares_that_no_limit_allows_are_told_to_be_none():
     print_table(rows, console)
     said = " ".join(console.file.getvalue().split())
     assert "plain reading (1.0 GB/s)" in said and "plain product (1 GFLOP/s)" in said
-    good, slow = (next(row for row in rows if row.drafter == f"simulated-{name}") for name in ("good", "slow"))
+    good, slow = (
+        next(row for row in rows if row.drafter == f"simulated-{name}") for name in ("good", "slow")
+    )
     assert good.budget.bandwidth_share > 1
     assert words.budget_cells(good)["of bandwidth"].endswith("% (yardstick read slowly: not valid)")
     assert slow.budget is None and set(words.budget_cells(slow).values()) >= {"not known"}
-    honest = next(row for row in simulated_rows(Limits(1e12, 1e13)) if row.drafter == "simulated-good")
+    honest = next(
+        row for row in simulated_rows(Limits(1e12, 1e13)) if row.drafter == "simulated-good"
+    )
     assert "not valid" not in "".join(words.budget_cells(honest).values())
-    virtual = dataclasses.replace(honest, schedule="pearl_virtual", budget=RoundBudget(3.0, 4.0, None, None))
+    virtual = dataclasses.replace(
+        honest, schedule="pearl_virtual", budget=RoundBudget(3.0, 4.0, None, None)
+    )
     assert words.budget_cells(virtual)["of bandwidth"] == "virtual clock"
 
 
@@ -211,12 +264,20 @@ def test_rows_with_budgets_and_rows_of_before_survive_their_file(tmp_path):
     rows = simulated_rows(LIMITS)
     write_rows(tmp_path / "results.jsonl", rows)
     assert read_rows(tmp_path / "results.jsonl") == rows
-    new = ("budget", "baseline_budget", "reading_gigabytes_per_second", "product_gigaflop_per_second", "run_verify")
+    new = (
+        "budget",
+        "baseline_budget",
+        "reading_gigabytes_per_second",
+        "product_gigaflop_per_second",
+        "run_verify",
+    )
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     old = [{key: value for key, value in line.items() if key not in new} for line in lines]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
     before = read_rows(tmp_path / "results.jsonl")
     assert [row.speedup for row in before] == [row.speedup for row in rows]
     assert {row.budget for row in before} == {None}
-    assert [words.condition_label(row) for row in before] == [words.condition_label(row) for row in rows]
+    assert [words.condition_label(row) for row in before] == [
+        words.condition_label(row) for row in rows
+    ]
     print_table(before, Console(file=io.StringIO(), width=160))

@@ -1,4 +1,5 @@
-"""The clock of PEARL's schedules on lanes whose times are known to the bit: what the replay says is what the decoder charges, on both clocks.
+"""The clock of PEARL's schedules on lanes whose times are known to the bit: what the replay says is
+what the decoder charges, on both clocks.
 
 All times are sums of eighths, so nothing is rounded.
 """
@@ -25,7 +26,11 @@ GAMMA, LIMIT = 4, 40
 DRAFT, REST = 0.375, 0.125  # seconds of a drafted token; of a round beside its lanes
 V = {n: 1 + 0.125 * (n - 1) for n in range(1, GAMMA + 2)}  # seconds of a forward over n tokens
 COSTS = Costs(DRAFT, V, overhead=REST)
-SCHEDULES = [f"pearl_{clock}{without}" for clock in ("virtual", "wall") for without in ("", "_wo_pre", "_wo_post")]
+SCHEDULES = [
+    f"pearl_{clock}{without}"
+    for clock in ("virtual", "wall")
+    for without in ("", "_wo_pre", "_wo_post")
+]
 
 
 class Clock:
@@ -46,7 +51,9 @@ class Worker(RemoteChain):
         self.name, self.own_cores = "worker", []
         self.num_layers = self.num_parameters = 1
 
-    def open(self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Any, capacity: int) -> None:
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Any, capacity: int
+    ) -> None:
         self._chain.open(prompts_B, None, capacity)
 
     def begin(
@@ -75,7 +82,9 @@ class Worker(RemoteChain):
         self._chain.select(rows)
 
 
-def decoded(schedule: str, monkeypatch: pytest.MonkeyPatch, overlaps: bool = True) -> list[Generation]:
+def decoded(
+    schedule: str, monkeypatch: pytest.MonkeyPatch, overlaps: bool = True
+) -> list[Generation]:
     """Texts under this schedule, by a clock that only the lanes and the rule move."""
     clock = Clock()
     target, _, draft_model = models()
@@ -91,13 +100,19 @@ def decoded(schedule: str, monkeypatch: pytest.MonkeyPatch, overlaps: bool = Tru
 
             return acting
 
-        context.setattr(target, "forward", act(target.forward, lambda given, _: V[given[0].shape[1]]))
+        context.setattr(
+            target, "forward", act(target.forward, lambda given, _: V[given[0].shape[1]])
+        )
         context.setitem(batch.RULES, "greedy", act(batch.RULES["greedy"], lambda *_: REST))
         drafter: Any = Worker(draft_model, clock, overlaps)
         if "wall" not in schedule:
             drafter = ChainDrafter(model=draft_model)
-            context.setattr(drafter, "propose", act(drafter.propose, lambda _, chunk: chunk.steps * DRAFT))
-        settings = Settings(max_new_tokens=LIMIT, num_draft_tokens=GAMMA, stop_token_ids=(3, 17), schedule=schedule)
+            context.setattr(
+                drafter, "propose", act(drafter.propose, lambda _, chunk: chunk.steps * DRAFT)
+            )
+        settings = Settings(
+            max_new_tokens=LIMIT, num_draft_tokens=GAMMA, stop_token_ids=(3, 17), schedule=schedule
+        )
         return [decode(target, drafter, [prompt], settings)[0] for prompt in random_prompts(6)]
 
 
@@ -110,7 +125,9 @@ def traces() -> list[str]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_replay_is_the_schedules_clock(schedule: str, traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_replay_is_the_schedules_clock(
+    schedule: str, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for trace, done in zip(traces, decoded(schedule, monkeypatch), strict=True):
         taken = list(turns(trace, GAMMA, LIMIT, schedule.replace("wall", "virtual")))
         assert done.lanes_seconds == sum(lanes(turn, COSTS) for turn in taken)
@@ -120,8 +137,12 @@ def test_the_replay_is_the_schedules_clock(schedule: str, traces: list[str], mon
         assert done.draft_seconds == sum(turn.drafted * DRAFT for turn in taken)
 
 
-def test_lanes_that_wait_for_each_other_depart(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: with a worker that drafts only once the target is done, the clock is behind its replay."""
+def test_lanes_that_wait_for_each_other_depart(
+    traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: with a worker that drafts only once the target is done, the clock is behind its
+    replay.
+    """
     for trace, done in zip(traces, decoded("pearl_wall", monkeypatch, overlaps=False), strict=True):
         taken = list(turns(trace, GAMMA, LIMIT, "pearl_wall"))
         assert replayed_speedup(taken, COSTS) > 1.05 * len(done.tokens) / done.decode_seconds

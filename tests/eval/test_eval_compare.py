@@ -1,4 +1,6 @@
-"""`eval.compare`: what is put side by side and what is not, on SIMULATED runs whose right answers are known."""
+"""`eval.compare`: what is put side by side and what is not, on SIMULATED runs whose right answers
+are known.
+"""
 
 import dataclasses
 import re
@@ -22,28 +24,44 @@ from . import simulated_runs
 from .comparing import DEEP, SHALLOW, evaluations_of, panels, three
 
 
-# ---------------------------------------------------------------------------------------------- what may be compared
+# ----------------------------------------------------------------------------- what may be compared
 @pytest.mark.parametrize("field", ["dtype", "threads", "hardware", "backend"])
 def test_other_settings_are_kept_apart_and_named(runs, tmp_path, field):
-    other = {"dtype": "bfloat16", "threads": 8, "hardware": "another simulated processor", "backend": "hf"}[field]
+    other = {
+        "dtype": "bfloat16",
+        "threads": 8,
+        "hardware": "another simulated processor",
+        "backend": "hf",
+    }[field]
     folder = simulated_runs.write(tmp_path / "other" / "eval.run", DEEP, **{field: other})
     found = panels(three(runs)[0], folder)
     assert len(found) == 4
     for panel in found:
         assert len({entry.run for entry in panel.entries}) == 1
-        assert all(standing.rival is None or standing.rival.run == standing.entry.run for standing in panel.standings)
+        assert all(
+            standing.rival is None or standing.rival.run == standing.entry.run
+            for standing in panel.standings
+        )
     (sentence,) = kept_apart(found)
     assert f"differ in {field}:" in sentence and str(other) in sentence
-    assert all(sentence.count(f"{entry.run}") == 1 for panel in found for entry in panel.entries), "each run once"
+    assert all(sentence.count(f"{entry.run}") == 1 for panel in found for entry in panel.entries), (
+        "each run once"
+    )
     assert len({panel.label for panel in found}) == 4
     assert kept_apart(panels(*three(runs))) == [], "control: like runs are not kept apart"
     assert len(panels(*three(runs))) == 2
 
 
 def test_other_weights_and_prompts_of_one_name_are_kept_apart_by_their_hashes(runs, tmp_path):
-    weights = simulated_runs.write(tmp_path / "weights", DEEP, inputs={"simulated target": "a" * 64})
-    prompts = simulated_runs.write(tmp_path / "prompts", DEEP, inputs={"simulated prompts": "b" * 64})
-    assert [panel.label for panel in panels(three(runs)[0], weights)][2] == "greedy, target aaaaaaaa"
+    weights = simulated_runs.write(
+        tmp_path / "weights", DEEP, inputs={"simulated target": "a" * 64}
+    )
+    prompts = simulated_runs.write(
+        tmp_path / "prompts", DEEP, inputs={"simulated prompts": "b" * 64}
+    )
+    assert [panel.label for panel in panels(three(runs)[0], weights)][
+        2
+    ] == "greedy, target aaaaaaaa"
     assert "differ in target hash" in kept_apart(panels(three(runs)[0], weights))[0]
     assert "greedy, prompts bbbbbbbb" in [panel.label for panel in panels(three(runs)[0], prompts)]
 
@@ -51,8 +69,15 @@ def test_other_weights_and_prompts_of_one_name_are_kept_apart_by_their_hashes(ru
 def test_headlines_leave_loops_out_and_all_prompts_can_be_asked_for(runs):
     (greedy, _), (everything, _) = panels(three(runs)[0]), panels(three(runs)[0], prompts="all")
     entry, other = greedy.entries[0], everything.entries[0]
-    assert entry.speedup.value == entry.row.headline_speedup < other.speedup.value == other.row.speedup
-    assert len(entry.counted()) == entry.row.headline_prompts < len(other.counted()) == other.row.prompts
+    assert (
+        entry.speedup.value == entry.row.headline_speedup < other.speedup.value == other.row.speedup
+    )
+    assert (
+        len(entry.counted())
+        == entry.row.headline_prompts
+        < len(other.counted())
+        == other.row.prompts
+    )
 
 
 def test_neither_a_virtual_clock_nor_another_text_is_ranked(runs):
@@ -62,8 +87,13 @@ def test_neither_a_virtual_clock_nor_another_text_is_ranked(runs):
         ({"schedule": "alone"}, "another model's text"),
         ({"lossless": "differs"}, "not the target's own text"),
     ):
-        rows = [dataclasses.replace(row, **changes) if row.drafter_parameters else row for row in evaluation.rows]
-        for panel in panels_of(entries_of([dataclasses.replace(evaluation, rows=rows)], "headline"), 50, 0):
+        rows = [
+            dataclasses.replace(row, **changes) if row.drafter_parameters else row
+            for row in evaluation.rows
+        ]
+        for panel in panels_of(
+            entries_of([dataclasses.replace(evaluation, rows=rows)], "headline"), 50, 0
+        ):
             (standing, control) = panel.standings
             assert standing.entry.not_ranked == why and standing.on_front == {}
             assert panel.fastest == [control.entry]
@@ -72,12 +102,16 @@ def test_neither_a_virtual_clock_nor_another_text_is_ranked(runs):
 
 def test_the_control_of_one_run_is_no_rival_of_that_of_another(runs):
     for panel in panels(*three(runs)):
-        rivals = [standing.rival for standing in panel.standings if standing.entry.row.drafter == "prompt_lookup"]
+        rivals = [
+            standing.rival
+            for standing in panel.standings
+            if standing.entry.row.drafter == "prompt_lookup"
+        ]
         assert len(rivals) == 3
         assert all(rival.row.drafter_parameters for rival in rivals)
 
 
-# ---------------------------------------------------------------------------------------------- words
+# -------------------------------------------------------------------------------------------- words
 def test_the_best_is_named_with_what_is_sure_of_it(runs, tmp_path):
     greedy, sampled = panels(*three(runs))
     assert "simulated-1 (1 layer, 3.1 M) is the fastest: " in best_sentence(sampled)
@@ -86,15 +120,25 @@ def test_the_best_is_named_with_what_is_sure_of_it(runs, tmp_path):
     again = simulated_runs.write(tmp_path / "again" / "eval.run", SHALLOW, seed=9)
     assert "no clear difference: " in best_sentence(panels(three(runs)[0], again)[1])
     slow = simulated_runs.write(
-        tmp_path / "slow" / "eval.run", {"simulated-6": simulated_runs.drafter(0.3, 6, 14_000_000, 4.2)}
+        tmp_path / "slow" / "eval.run",
+        {"simulated-6": simulated_runs.drafter(0.3, 6, 14_000_000, 4.2)},
     )
-    entries = [entry for entry in entries_of(evaluations_of(slow), "headline") if entry.row.drafter_parameters]
-    assert "the least slow, and slower than no drafter" in best_sentence(panels_of(entries, 50, 0)[1])
+    entries = [
+        entry
+        for entry in entries_of(evaluations_of(slow), "headline")
+        if entry.row.drafter_parameters
+    ]
+    assert "the least slow, and slower than no drafter" in best_sentence(
+        panels_of(entries, 50, 0)[1]
+    )
 
 
 def test_a_cap_is_told_from_a_length(runs):
     entries = entries_of(evaluations_of(*three(runs)), "headline")
-    capped = [dataclasses.replace(entry, row=dataclasses.replace(entry.row, length_rule="cap")) for entry in entries]
+    capped = [
+        dataclasses.replace(entry, row=dataclasses.replace(entry.row, length_rule="cap"))
+        for entry in entries
+    ]
     for found, told in ((entries, False), (capped, True)):
         panel = panels_of(found, 50, 0)[0]
         assert ("at gamma <= " in best_sentence(panel)) == ("gamma <= " in losses(panel)[0]) == told
@@ -105,12 +149,16 @@ def test_on_what_terms_drafters_meet_is_said(runs, tmp_path):
     for panel in panels(*three(runs)):
         training, cost = terms(panel)
         assert training == (
-            "Not at equal training: 1.0 M tokens (simulated-1); 2.0 M tokens (simulated-4); 3.0 M tokens (simulated-6)."
+            "Not at equal training: 1.0 M tokens (simulated-1); 2.0 M tokens (simulated-4); 3.0 M "
+            "tokens (simulated-6)."
         )
-        assert cost.startswith("Not at equal cost: 12.1 MB a draft step (simulated-1); 36.5 MB a draft step")
+        assert cost.startswith(
+            "Not at equal cost: 12.1 MB a draft step (simulated-1); 36.5 MB a draft step"
+        )
     sizes = {"simulated-a": 9_000_000, "simulated-b": 9_200_000}
     drafters = {
-        name: simulated_runs.drafter(0.6, layers, size, 0.5) for layers, (name, size) in enumerate(sizes.items(), 1)
+        name: simulated_runs.drafter(0.6, layers, size, 0.5)
+        for layers, (name, size) in enumerate(sizes.items(), 1)
     }
     alike = simulated_runs.write(tmp_path / "alike", drafters, tokens_seen=5_000_000)
     assert terms(panels(alike)[0]) == [
@@ -123,12 +171,18 @@ def test_on_what_terms_drafters_meet_is_said(runs, tmp_path):
 
 
 def test_a_machine_that_changed_its_pace_is_named(runs, tmp_path):
-    folders = [three(runs)[0], simulated_runs.write(tmp_path / "slower" / "eval.run", DEEP, slower=1.5)]
+    folders = [
+        three(runs)[0],
+        simulated_runs.write(tmp_path / "slower" / "eval.run", DEEP, slower=1.5),
+    ]
     assert any(
-        "baseline's own tokens/s differ" in text for text in cautions(panels(*folders), evaluations_of(*folders))
+        "baseline's own tokens/s differ" in text
+        for text in cautions(panels(*folders), evaluations_of(*folders))
     )
     like = three(runs)
-    assert not any("baseline's own" in text for text in cautions(panels(*like), evaluations_of(*like)))
+    assert not any(
+        "baseline's own" in text for text in cautions(panels(*like), evaluations_of(*like))
+    )
 
 
 def test_drafters_of_one_name_are_told_apart_by_their_runs(runs, tmp_path):
@@ -139,17 +193,21 @@ def test_drafters_of_one_name_are_told_apart_by_their_runs(runs, tmp_path):
 
 
 def test_labels_are_what_differs_between_paths(tmp_path):
-    made = [tmp_path / "sweep" / name / "eval.run" for name in ("a", "b/c")] + [tmp_path / "sweep" / "eval.run"]
+    made = [tmp_path / "sweep" / name / "eval.run" for name in ("a", "b/c")] + [
+        tmp_path / "sweep" / "eval.run"
+    ]
     assert labels_of(made[:2]) == ["a", "b/c"]
     assert labels_of(made[:1]) == ["eval.run"]
     assert labels_of([tmp_path / "a", tmp_path / "a" / "b"]) == ["a", "a/b"]
     assert len(set(labels_of(made))) == 3
 
 
-# ---------------------------------------------------------------------------------------------- series
+# ------------------------------------------------------------------------------------------- series
 def test_series_are_labels_or_what_cards_share(runs):
     entries = entries_of(evaluations_of(*three(runs)), "headline")
-    by_label = with_series(entries, {"one": "wide", str(three(runs)[1]): "wide", "simulated-6": "deep"}, [])
+    by_label = with_series(
+        entries, {"one": "wide", str(three(runs)[1]): "wide", "simulated-6": "deep"}, []
+    )
     assert {(entry.row.drafter, entry.series) for entry in by_label} == {
         ("simulated-1", "wide"),
         ("simulated-4", "wide"),
@@ -169,11 +227,15 @@ def test_bytes_a_step_are_equal_within_three_per_cent(tmp_path):
     width = simulated_runs.WIDTH * simulated_runs.VOCABULARY
     sizes = {"simulated-a": 9_000_000, "simulated-b": 9_200_000, "simulated-c": 9_500_000}
     folder = simulated_runs.write(
-        tmp_path / "run", {name: simulated_runs.drafter(0.6, 1, size, 0.5) for name, size in sizes.items()}
+        tmp_path / "run",
+        {name: simulated_runs.drafter(0.6, 1, size, 0.5) for name, size in sizes.items()},
     )
     entries = entries_of(evaluations_of(folder), "headline")
     read = {entry.name: entry.bytes_per_step for entry in entries}
-    assert read == {**{name: 4 * (size - width) for name, size in sizes.items()}, "prompt_lookup": 0}
+    assert read == {
+        **{name: 4 * (size - width) for name, size in sizes.items()},
+        "prompt_lookup": 0,
+    }
     series = {entry.name: entry.series for entry in with_series(entries, {}, ["bytes_per_step"])}
     assert series["simulated-a"] == series["simulated-b"] != series["simulated-c"]
 
@@ -185,7 +247,8 @@ def test_bytes_a_step_are_equal_within_three_per_cent(tmp_path):
         (
             {},
             ["shape.depth"],
-            "group_by: 'shape.depth' is known of none of these drafters; expected one of bytes_per_step, training_tokens, .*data.tokens_seen",
+            "group_by: 'shape.depth' is known of none of these drafters; expected one of "
+            "bytes_per_step, training_tokens, .*data.tokens_seen",
         ),
     ],
 )
@@ -209,7 +272,9 @@ def test_what_cards_say_is_kept_with_the_results(tmp_path, monkeypatch):
     (folder / "drafters.json").unlink()
     (evaluation,) = evaluations_of(folder)
     assert evaluation.origins == {} and "has no drafters.json" in evaluation.notes[0]
-    with pytest.raises(UserError, match=r"known of none of these drafters; their folders had no drafter_card\.json"):
+    with pytest.raises(
+        UserError, match=r"known of none of these drafters; their folders had no drafter_card\.json"
+    ):
         with_series(entries_of([evaluation], "headline"), {}, ["training_tokens"])
 
 
@@ -223,12 +288,16 @@ def test_a_card_of_other_weights_is_left_out(tmp_path):
     assert "simulated-1: the card in" in evaluations_of(tmp_path / "run")[0].notes[0]
 
 
-# ---------------------------------------------------------------------------------------------- what drafts nothing
+# ------------------------------------------------------------------------------ what drafts nothing
 def test_a_drafter_that_drafts_nothing_is_said_to(tmp_path, capsys):
-    """Its speed is plain decoding's: it lies on no front, is joined to no point, and the words say so."""
+    """Its speed is plain decoding's: it lies on no front, is joined to no point, and the words say
+    so.
+    """
     folder = simulated_runs.write(tmp_path / "run", {**SHALLOW, **DEEP})
     for panel in panels(folder):
-        assert not any(entry.idle for entry in panel.entries) and not _said(panel, evaluations_of(folder)), "control"
+        assert not any(entry.idle for entry in panel.entries) and not _said(
+            panel, evaluations_of(folder)
+        ), "control"
     rows = [
         dataclasses.replace(row, drafted=0.01) if row.drafter == "simulated-4" else row
         for row in read_rows(folder / "results.jsonl")
@@ -241,7 +310,9 @@ def test_a_drafter_that_drafts_nothing_is_said_to(tmp_path, capsys):
             assert not (idle and one.on_front)
         assert _said(panel, evaluations_of(folder)) == ["simulated-4"]
     print_comparison(panels(folder), evaluations_of(folder))
-    assert capsys.readouterr().out.count("[drafts") == len(panels(folder)), "as words, in a cell or folded"
+    assert capsys.readouterr().out.count("[drafts") == len(panels(folder)), (
+        "as words, in a cell or folded"
+    )
 
 
 def _said(panel, evaluations):

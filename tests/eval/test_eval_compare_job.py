@@ -1,4 +1,6 @@
-"""`eval.compare` as a job: the page, the table, Weights & Biases, errors, and real tiny evaluations."""
+"""`eval.compare` as a job: the page, the table, Weights & Biases, errors, and real tiny
+evaluations.
+"""
 
 import base64
 import dataclasses
@@ -28,7 +30,7 @@ from . import simulated_runs, tiny
 from .comparing import DEEP, SHALLOW, configured, evaluations_of, lines, panels, three
 
 
-# ---------------------------------------------------------------------------------------------- the job
+# ------------------------------------------------------------------------------------------ the job
 class Checker(HTMLParser):
     """Collects addresses and checks that elements nest."""
 
@@ -39,7 +41,11 @@ class Checker(HTMLParser):
     def handle_starttag(self, tag, attributes):
         if tag not in ("meta", "img", "source", "br"):
             self.open.append(tag)
-        self.addresses += [value for name, value in attributes if name in ("src", "srcset", "href", "action", "data")]
+        self.addresses += [
+            value
+            for name, value in attributes
+            if name in ("src", "srcset", "href", "action", "data")
+        ]
         self.texts += [value for name, value in attributes if name == "alt"]
 
     def handle_endtag(self, tag):
@@ -53,7 +59,10 @@ def test_the_page_stands_alone_with_its_plots_inside(compared):
     assert checker.open == []
     files = sorted(path.read_bytes() for path in (compared / "plots").glob("*.png"))
     assert len(files) == 8  # depth, acceptance, two fronts; greedy and sampled
-    inside = [base64.b64decode(address.removeprefix("data:image/png;base64,")) for address in checker.addresses]
+    inside = [
+        base64.b64decode(address.removeprefix("data:image/png;base64,"))
+        for address in checker.addresses
+    ]
     assert sorted(inside[1::2]) == files, "the light ones"
     assert not set(inside[::2]) & set(files) and len(inside) == 16, "and the dark ones"
     assert len(checker.texts) == 8 and all(checker.texts)
@@ -62,9 +71,12 @@ def test_the_page_stands_alone_with_its_plots_inside(compared):
 
 
 def test_the_page_says_what_matters(compared):
-    text = re.sub(r"<[^>]+>", " ", re.sub(r'"data:[^"]*"', "", (compared / "comparison.html").read_text()))
+    text = re.sub(
+        r"<[^>]+>", " ", re.sub(r'"data:[^"]*"', "", (compared / "comparison.html").read_text())
+    )
     best = max(
-        (line for line in lines(compared) if line["temperature"] == 1.0), key=lambda line: line["counted_speedup"]
+        (line for line in lines(compared) if line["temperature"] == 1.0),
+        key=lambda line: line["counted_speedup"],
     )
     for needed in (
         "3 drafters from 3 evaluations",
@@ -97,7 +109,9 @@ def test_one_run_makes_a_report_too(runs):
 
 
 def test_names_from_outside_cannot_break_the_page(tmp_path):
-    folder = simulated_runs.write(tmp_path / "run", SHALLOW, target="<script>x</script>", benchmark="<b>&")
+    folder = simulated_runs.write(
+        tmp_path / "run", SHALLOW, target="<script>x</script>", benchmark="<b>&"
+    )
     html = (run(configured(tmp_path, "evil", [folder])) / "comparison.html").read_text()
     assert "<script" not in html and "<b>&" not in html and "&lt;script&gt;" in html
 
@@ -121,9 +135,14 @@ def test_a_finished_comparison_is_made_again_only_for_other_runs(tmp_path, capsy
 
 
 def test_a_dry_run_says_what_it_would_read_and_writes_nothing(runs, tmp_path, capsys):
-    found = run(configured(tmp_path, "dry", [three(runs)[0], f"{tmp_path}/*/eval.run"], dry_run=True))
+    found = run(
+        configured(tmp_path, "dry", [three(runs)[0], f"{tmp_path}/*/eval.run"], dry_run=True)
+    )
     text = capsys.readouterr().out
-    assert "4 rows; simulated-1, prompt_lookup; simulated prompts, greedy, temperature 1, token verification" in text
+    assert (
+        "4 rows; simulated-1, prompt_lookup; simulated prompts, greedy, temperature 1, token "
+        "verification" in text
+    )
     assert "not there yet: " in text and "would write comparison.jsonl" in text
     assert not found.exists()
 
@@ -139,7 +158,9 @@ def test_the_terminal_table_fits(runs, width):
 
 
 def test_weights_and_biases_holds_the_comparison_offline(runs):
-    """The files of the offline run are read back: the table's rows are those of comparison.jsonl."""
+    """The files of the offline run are read back: the table's rows are those of
+    comparison.jsonl.
+    """
     tracker = TrackerConfig(wandb="offline", group="simulated sweep")
     folder = run(configured(runs, "tracked", three(runs), tracker=tracker))
     (offline,) = folder.glob("wandb/offline-run-*")
@@ -152,7 +173,8 @@ def test_weights_and_biases_holds_the_comparison_offline(runs):
     table = json.loads(file.read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     expected = [
-        {key: value for key, value in line.items() if not isinstance(value, dict | list)} for line in lines(folder)
+        {key: value for key, value in line.items() if not isinstance(value, dict | list)}
+        for line in lines(folder)
     ]
     assert rows == expected and len(rows) == 12
     charts = {
@@ -173,13 +195,20 @@ def test_weights_and_biases_holds_the_comparison_offline(runs):
         drawn = charts[f"{chart}_greedy"]
         at = [drawn["columns"].index(name) for name in ("layers", column)]
         assert {tuple(row[index] for index in at) for row in drawn["data"]} == points
-    assert len(list(offline.glob("files/media/images/plots/*.png"))) == len(list((folder / "plots").glob("*.png"))) == 8
+    assert (
+        len(list(offline.glob("files/media/images/plots/*.png")))
+        == len(list((folder / "plots").glob("*.png")))
+        == 8
+    )
 
 
 def test_a_sweep_has_one_group(tmp_path):
     from eval.compare import group_of
 
-    sweep = [simulated_runs.write(tmp_path / name, SHALLOW, config={"experiment": "simulated_sweep"}) for name in "ab"]
+    sweep = [
+        simulated_runs.write(tmp_path / name, SHALLOW, config={"experiment": "simulated_sweep"})
+        for name in "ab"
+    ]
     alone = simulated_runs.write(tmp_path / "c", SHALLOW)
     cfg = configured(tmp_path, "grouped", sweep, experiment="mine")
     assert group_of(cfg, evaluations_of(*sweep)) == "simulated_sweep"
@@ -188,7 +217,7 @@ def test_a_sweep_has_one_group(tmp_path):
     assert group_of(cfg, evaluations_of(*sweep)) == "given"
 
 
-# ---------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 def test_what_is_no_finished_evaluation_is_refused(runs, tmp_path):
     folder = simulated_runs.write(tmp_path / "run", SHALLOW)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -236,12 +265,12 @@ def test_bad_input_is_named(tmp_path, folders, changes, message):
 
 
 def test_a_run_that_is_named_twice_is_read_once(runs):
-    assert find_runs([str(runs / "one" / "eval.run"), f"{runs}/*/eval.run", f"{runs}/one/../one/eval.run"]) == [
-        runs / label / "eval.run" for label in ("one", "four", "six")
-    ]
+    assert find_runs(
+        [str(runs / "one" / "eval.run"), f"{runs}/*/eval.run", f"{runs}/one/../one/eval.run"]
+    ) == [runs / label / "eval.run" for label in ("one", "four", "six")]
 
 
-# ---------------------------------------------------------------------------------------------- real, tiny
+# --------------------------------------------------------------------------------------- real, tiny
 def test_a_stage_calls_it_by_overrides_alone():
     register("eval.compare", CompareConfig)
     overrides = [
@@ -252,23 +281,38 @@ def test_a_stage_calls_it_by_overrides_alone():
     check_arguments(overrides, "eval.compare", CompareConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = typed(
-            compose("eval_compare", [*overrides, "group_by=[shape.hidden_size]", "tracker.group=ladder"]), CompareConfig
+            compose(
+                "eval_compare", [*overrides, "group_by=[shape.hidden_size]", "tracker.group=ladder"]
+            ),
+            CompareConfig,
         )
     assert cfg.runs == ["ladder/*/eval.run", "other"]
     assert cfg.labels == {"one": "wide", "ladder/a/eval.run": "deep"}
-    assert (cfg.tracker.wandb, cfg.tracker.group, cfg.group_by) == ("offline", "ladder", ["shape.hidden_size"])
+    assert (cfg.tracker.wandb, cfg.tracker.group, cfg.group_by) == (
+        "offline",
+        "ladder",
+        ["shape.hidden_size"],
+    )
     assert cfg.output_dir == "runs/eval.compare/default"
 
 
 def test_real_evaluations_are_compared(home, monkeypatch):
-    """Two drafters cut from a tiny random target, each measured by eval.run; the stage's overrides are all it takes."""
+    """Two drafters cut from a tiny random target, each measured by eval.run; the stage's overrides
+    are all it takes.
+    """
     monkeypatch.chdir(home)
     tiny.save(home / "deeper", layers=2)
     for name in ("shallow", "deeper"):
         eval.run.run(tiny.config(home, f"ladder/{name}/eval.run", drafters=[str(home / name)]))
-    folder = run(CompareConfig(job="eval.compare", output_dir="ladder/eval.compare", runs=["ladder/*/eval.run"]))
+    folder = run(
+        CompareConfig(
+            job="eval.compare", output_dir="ladder/eval.compare", runs=["ladder/*/eval.run"]
+        )
+    )
     found = lines(folder)
-    assert [(line["name"], line["drafter_layers"]) for line in found if line["temperature"] == 0] == [
+    assert [
+        (line["name"], line["drafter_layers"]) for line in found if line["temperature"] == 0
+    ] == [
         ("deeper", 2),
         ("prompt_lookup (deeper)", 0),
         ("shallow", 1),
@@ -279,8 +323,12 @@ def test_real_evaluations_are_compared(home, monkeypatch):
     assert shallow["bytes_per_step"] == 8 * (
         shallow["drafter_parameters"] - config["vocab_size"] * config["hidden_size"]
     )
-    assert shallow["training_tokens"] is None and shallow["pareto_training_tokens"] is None, "it has no card"
-    assert all(line["over_rival"] > 0 and line["over_rival_low"] is None for line in found), "three prompts are too few"
+    assert shallow["training_tokens"] is None and shallow["pareto_training_tokens"] is None, (
+        "it has no card"
+    )
+    assert all(line["over_rival"] > 0 and line["over_rival_low"] is None for line in found), (
+        "three prompts are too few"
+    )
     assert "needs more prompts" in (folder / "comparison.html").read_text()
 
 

@@ -1,4 +1,6 @@
-"""Laws of comparisons: Pareto fronts, iso-speedup curves and paired speedups, on SIMULATED runs whose right answers are known."""
+"""Laws of comparisons: Pareto fronts, iso-speedup curves and paired speedups, on SIMULATED runs
+whose right answers are known.
+"""
 
 import dataclasses
 import json
@@ -23,7 +25,9 @@ def dominates(one, other):
 
 
 def check_front(points, marks):
-    """The law: none on the front is dominated, and whatever is left out is dominated by one on the front."""
+    """The law: none on the front is dominated, and whatever is left out is dominated by one on the
+    front.
+    """
     front = [point for point, marked in zip(points, marks, strict=True) if marked]
     for point, marked in zip(points, marks, strict=True):
         assert marked != any(dominates(other, point) for other in front)
@@ -34,21 +38,29 @@ def test_the_pareto_front_has_no_dominated_point_and_leaves_none_other_out():
     rng = np.random.default_rng(0)
     for _ in range(50):
         points = [
-            (int(cost), float(gain)) for cost, gain in zip(rng.integers(0, 6, 12), rng.integers(0, 6, 12), strict=True)
+            (int(cost), float(gain))
+            for cost, gain in zip(rng.integers(0, 6, 12), rng.integers(0, 6, 12), strict=True)
         ]
         marks = pareto_front(points)
         check_front(points, marks)
-        for index in range(len(points)):  # control: any other marking breaks the law, unless it is of a twin
+        # control: any other marking breaks the law, unless it is of a twin
+        for index in range(len(points)):
             if points.count(points[index]) == 1:
                 with pytest.raises(AssertionError):
-                    check_front(points, [mark != (place == index) for place, mark in enumerate(marks)])
+                    check_front(
+                        points, [mark != (place == index) for place, mark in enumerate(marks)]
+                    )
 
 
-COSTS = Costs(0.3, {n: 1 + 0.05 * (n - 1) for n in range(1, 10)}, overhead=0.08, baseline_overhead=0.03)
+COSTS = Costs(
+    0.3, {n: 1 + 0.05 * (n - 1) for n in range(1, 10)}, overhead=0.08, baseline_overhead=0.03
+)
 
 
 def closed_form(alpha, c):
-    """max over k of E (1 + o_1) / (k c + V(k+1) + o), written out (reference: the throughput model, E = (1 - a^(k+1)) / (1 - a))."""
+    """max over k of E (1 + o_1) / (k c + V(k+1) + o), written out (reference: the throughput model,
+    E = (1 - a^(k+1)) / (1 - a)).
+    """
     best = 0.0
     for k in range(1, 9):
         tokens = (1 - alpha ** (k + 1)) / (1 - alpha)
@@ -66,8 +78,12 @@ def test_an_iso_speedup_curve_goes_through_the_closed_form(speedup):
             continue
         on_plot += 1
         assert closed_form(alpha, c) == pytest.approx(speedup)
-        assert best_gamma([alpha], dataclasses.replace(COSTS, cost_ratio=c))[1] == pytest.approx(speedup)
-        assert closed_form(alpha, 1.2 * c) < speedup < closed_form(alpha, 0.8 * c), "and through no other point"
+        assert best_gamma([alpha], dataclasses.replace(COSTS, cost_ratio=c))[1] == pytest.approx(
+            speedup
+        )
+        assert closed_form(alpha, 1.2 * c) < speedup < closed_form(alpha, 0.8 * c), (
+            "and through no other point"
+        )
     assert on_plot >= 3
 
 
@@ -80,7 +96,9 @@ def test_the_drawn_curves_are_those_of_the_measured_costs(runs):
         inside = [index for index in range(0, len(c_A), 20) if 0 < c_A[index] < 1]
         assert inside
         for index in inside:
-            found = best_gamma([alpha_A[index]], dataclasses.replace(costs, cost_ratio=c_A[index]))[1]
+            found = best_gamma([alpha_A[index]], dataclasses.replace(costs, cost_ratio=c_A[index]))[
+                1
+            ]
             assert found == pytest.approx(level)
     assert expected_tokens_iid(0.5, 1) == 1.5
 
@@ -92,7 +110,10 @@ def test_every_row_of_the_runs_stands_in_the_comparison_once(runs, compared):
         for label in ("one", "four", "six")
         for row in main_rows(read_rows(runs / label / "eval.run" / "results.jsonl"))
     ]
-    found = [(line["run"], *(line[name] for name in key), line["speedup"], line["alpha"]) for line in lines(compared)]
+    found = [
+        (line["run"], *(line[name] for name in key), line["speedup"], line["alpha"])
+        for line in lines(compared)
+    ]
     assert sorted(found) == sorted(read)
     assert len(set(found)) == len(found) == 12
 
@@ -100,9 +121,15 @@ def test_every_row_of_the_runs_stands_in_the_comparison_once(runs, compared):
 def test_fronts_of_a_comparison_obey_the_law(compared):
     for condition in {line["condition"] for line in lines(compared)}:
         here = [line for line in lines(compared) if line["condition"] == condition]
-        for cost, mark in (("drafter_parameters", "pareto_parameters"), ("training_tokens", "pareto_training_tokens")):
+        for cost, mark in (
+            ("drafter_parameters", "pareto_parameters"),
+            ("training_tokens", "pareto_training_tokens"),
+        ):
             assert all(line[mark] is not None for line in here)
-            check_front([(line[cost], line["counted_speedup"]) for line in here], [line[mark] for line in here])
+            check_front(
+                [(line[cost], line["counted_speedup"]) for line in here],
+                [line[mark] for line in here],
+            )
 
 
 def test_one_speedup_over_another_is_paired_over_prompts_and_runs(tmp_path, runs):
@@ -127,7 +154,9 @@ def test_one_speedup_over_another_is_paired_over_prompts_and_runs(tmp_path, runs
 
 
 def test_pairing_takes_out_what_a_prompt_does_to_both_runs():
-    """Prompts differ in how easy they are, alike for both drafters: shuffled prompts give a wider interval."""
+    """Prompts differ in how easy they are, alike for both drafters: shuffled prompts give a wider
+    interval.
+    """
     rng = np.random.default_rng(0)
     easy = rng.uniform(0.5, 2.0, 40)
     base = [np.full(40, 100.0), np.full(40, 10.0)]
@@ -139,7 +168,9 @@ def test_pairing_takes_out_what_a_prompt_does_to_both_runs():
     assert paired.value == pytest.approx(1.2, rel=0.02)
     assert paired.high - paired.low < 0.2 * (unpaired.high - unpaired.low)
     duel = metrics.paired_bootstrap(*one[:2], *other[:2])
-    assert dataclasses.astuple(duel) == pytest.approx(dataclasses.astuple(paired)), "against one baseline it is a duel"
+    assert dataclasses.astuple(duel) == pytest.approx(dataclasses.astuple(paired)), (
+        "against one baseline it is a duel"
+    )
     few = metrics.paired_speedups([column[:4] for column in one], [column[:4] for column in other])
     assert few.low is None and few.high is None
 
@@ -155,8 +186,13 @@ def test_runs_without_a_prompt_in_common_are_not_paired(runs, tmp_path):
         .replace('"unlike-4"', '"simulated-4"')
     )
     # Records without a checksum, as runs of before have them.
-    lines = [{key: value for key, value in json.loads(line).items() if key != "crc32"} for line in records.splitlines()]
-    (tmp_path / "other" / "records.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    lines = [
+        {key: value for key, value in json.loads(line).items() if key != "crc32"}
+        for line in records.splitlines()
+    ]
+    (tmp_path / "other" / "records.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in lines)
+    )
     found = panels(three(runs)[0], tmp_path / "other")
     standing = next(s for s in found[1].standings if s.entry.row.drafter == "simulated-4")
     assert standing.ratio is None and standing.rival.name == "simulated-1"

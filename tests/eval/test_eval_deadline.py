@@ -1,4 +1,6 @@
-"""max_seconds of eval.run: as many prompts as fit, the same for every row, at least a few, and reported."""
+"""max_seconds of eval.run: as many prompts as fit, the same for every row, at least a few, and
+reported.
+"""
 
 import json
 import math
@@ -48,10 +50,17 @@ def clock(monkeypatch):
 
 
 def bounded(home: Path, name: str, **changes: object) -> EvalConfig:
-    """A prompt of the sweep takes 6 batches (two temperatures, three arms), one of the main part 4; 40 s are enough for 7 of these."""
+    """A prompt of the sweep takes 6 batches (two temperatures, three arms), one of the main part 4;
+    40 s are enough for 7 of these.
+    """
     if not (home / "many.jsonl").is_file():
         tiny.prompts(home / "many.jsonl", count=PROMPTS)
-    usual = {"max_new_tokens": 4, "timing_repeats": 1, "max_seconds": 40.0, "prompt_lookup_control": False}
+    usual = {
+        "max_new_tokens": 4,
+        "timing_repeats": 1,
+        "max_seconds": 40.0,
+        "prompt_lookup_control": False,
+    }
     benchmark = BenchmarkConfig(path=str(home / "many.jsonl"))
     return config(home, name, **{"benchmark": benchmark, **usual, **changes})
 
@@ -67,7 +76,9 @@ def measured(home: Path, clock: Clock, name: str, **changes: object) -> list[Rec
 
 
 def prompts_of(records: list[Record], part: str = "main") -> dict[Condition, list[str]]:
-    """Condition -> the prompts of a part, in the order in which they were measured; the same for all of its arms."""
+    """Condition -> the prompts of a part, in the order in which they were measured; the same for
+    all of its arms.
+    """
     found: dict[Condition, dict[Arm, list[str]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         if record.part == part:
@@ -82,13 +93,20 @@ def test_as_many_prompts_as_fit_are_measured_and_reported(home, clock, capsys):
     assert clock.now == 2 * 6 + 7 * 4
     cold, hot = prompts_of(read_records(folder / "records.jsonl")).values()
     assert cold == hot and len(cold) == 7
-    assert cold != sorted(cold, key=lambda one: int(one[1:])), "shuffled: a file may be sorted by kind"
+    assert cold != sorted(cold, key=lambda one: int(one[1:])), (
+        "shuffled: a file may be sorted by kind"
+    )
     rows = read_rows(folder / "results.jsonl")
-    assert {(row.part, row.prompts, row.prompts_asked) for row in rows} == {("sweep", 2, 2), ("main", 7, 12)}
+    assert {(row.part, row.prompts, row.prompts_asked) for row in rows} == {
+        ("sweep", 2, 2),
+        ("main", 7, 12),
+    }
     words = "7 of 12 prompts (those that fit into 40 s)"
     assert words in " ".join(capsys.readouterr().out.split())
     page = (folder / "report.html").read_text()
-    assert words in page and "5 of 12 prompts: max_seconds=40 ended before they were measured" in page
+    assert (
+        words in page and "5 of 12 prompts: max_seconds=40 ended before they were measured" in page
+    )
     run(bounded(home, "some"), clock)
     assert words in " ".join(capsys.readouterr().out.split()), "a finished run reports it again"
 
@@ -114,18 +132,24 @@ def test_a_sweep_leaves_most_of_the_time(home, clock):
 
 
 def test_batches_of_two_sizes_stand_on_the_same_prompts(home, clock):
-    records = measured(home, clock, "batches", batch_sizes=[1, 2], temperatures=[0.0], max_seconds=43.0)
+    records = measured(
+        home, clock, "batches", batch_sizes=[1, 2], temperatures=[0.0], max_seconds=43.0
+    )
     one, two = prompts_of(records).values()
     assert one == two and len(one) == 12 - 2
     assert clock.now == 9 + 5 * 6
 
 
 def test_a_resumed_run_counts_what_was_spent_and_ends_the_prompt_that_it_was_at(home, clock):
-    """Killed between the two temperatures of a prompt, and started again when no time was left for another."""
+    """Killed between the two temperatures of a prompt, and started again when no time was left for
+    another.
+    """
     whole = measured(home, clock, "resumed")
     cut = [record for record in whole if (record.unit, record.temperature) != (8, 1.0)]
     assert len(cut) == len(whole) - 2
-    (home / "resumed" / "records.jsonl").write_text("".join(json.dumps(vars(record)) + "\n" for record in cut))
+    (home / "resumed" / "records.jsonl").write_text(
+        "".join(json.dumps(vars(record)) + "\n" for record in cut)
+    )
     before = clock.now
     assert prompts_of(measured(home, clock, "resumed")) == prompts_of(whole)
     assert clock.now == before + 2
@@ -146,7 +170,9 @@ def test_a_deadline_takes_the_next_block_to_be_as_long_as_the_longest(tmp_path):
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_a_bound_that_bounds_nothing_is_refused(home, value):
-    with pytest.raises(UserError, match=r"max_seconds is .*, expected seconds, or 0 for all prompts"):
+    with pytest.raises(
+        UserError, match=r"max_seconds is .*, expected seconds, or 0 for all prompts"
+    ):
         run(bounded(home, "refused", max_seconds=value))
 
 

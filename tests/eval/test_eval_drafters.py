@@ -1,4 +1,6 @@
-"""Drafters as a user names them, and the ways to use one: schedules, policies, samples, allowed tokens, experiments."""
+"""Drafters as a user names them, and the ways to use one: schedules, policies, samples, allowed
+tokens, experiments.
+"""
 
 import json
 import shutil
@@ -29,7 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_drafters_by_folder_by_name_and_by_mapping(home):
     target = TargetConfig(path=str(home / "target"), dtype="bfloat16", device="cpu")
-    mine = {"_target_": "decoding.chain.ChainDrafter", "folder": str(home / "shallow"), "name": "mine"}
+    mine = {
+        "_target_": "decoding.chain.ChainDrafter",
+        "folder": str(home / "shallow"),
+        "name": "mine",
+    }
     found = describe([str(home / "shallow"), mine], target, control=True)
     assert list(found) == ["shallow", "mine", "prompt_lookup"]
     assert found["shallow"]["dtype"] == "bfloat16"  # a folder runs as the target does
@@ -47,26 +53,39 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
     mappings = describe([str(home / "cut")], target, False)
     with pytest.raises(UserError, match="model.safetensors: has .* bytes, but its header promises"):
         build(mappings, uses(mappings, Use()), home / "target")
-    tree = describe([{"use": "multi_candidate", "folder": str(home / "shallow"), "branching": [2]}], target, False)
+    tree = describe(
+        [{"use": "multi_candidate", "folder": str(home / "shallow"), "branching": [2]}],
+        target,
+        False,
+    )
     assert tree["multi_candidate"]["branching"] == [2]
     assert tree["multi_candidate"]["dtype"] == "bfloat16"
     with pytest.raises(
-        UserError, match=r"multi_candidate.yaml: Missing mandatory value: folder.*use: multi_candidate, folder"
+        UserError,
+        match=r"multi_candidate.yaml: Missing mandatory value: folder.*use: multi_candidate, "
+        r"folder",
     ):
         describe(["multi_candidate"], target, False)
     given = describe([{"use": str(home / "shallow"), "stopping": "confidence"}], target, True)
     assert list(given) == ["shallow+confidence", "prompt_lookup"]
     used = uses(given, Use(schedule="pearl_virtual"))
-    assert used == {"shallow+confidence": Use("confidence", None, "pearl_virtual"), "prompt_lookup": Use()}
+    assert used == {
+        "shallow+confidence": Use("confidence", None, "pearl_virtual"),
+        "prompt_lookup": Use(),
+    }
     with pytest.raises(UserError, match="stopping 'mood' is unknown, expected one of fixed"):
         uses(describe([{"use": str(home / "shallow"), "stopping": "mood"}], target, False), Use())
-    with pytest.raises(UserError, match="schedule 'both' is unknown, expected one of serial, pearl_virtual"):
+    with pytest.raises(
+        UserError, match="schedule 'both' is unknown, expected one of serial, pearl_virtual"
+    ):
         Use(schedule="both")
     with pytest.raises(UserError, match="two entries are called 'shallow'"):
         describe([str(home / "shallow")] * 2, target, control=False)
     with pytest.raises(UserError, match="is empty"):
         describe([], target, control=False)
-    with pytest.raises(UserError, match=r"'lokahead' is neither a folder .*; the nearest is 'lookahead'\.$"):
+    with pytest.raises(
+        UserError, match=r"'lokahead' is neither a folder .*; the nearest is 'lookahead'\.$"
+    ):
         describe(["lokahead"], target, control=False)
 
 
@@ -83,7 +102,9 @@ def test_a_pattern_stands_for_the_folders_that_it_names(home, tmp_path):
         "depth 2": "run2",
     }, "a folder without a model is none"
     folders = [f"{tmp_path}/run{number}/drafter" for number in (1, 2)]
-    assert list(describe(folders, target, control=False)) == ["depth 1", "depth 2"], "both end in `drafter`"
+    assert list(describe(folders, target, control=False)) == ["depth 1", "depth 2"], (
+        "both end in `drafter`"
+    )
     assert list(describe(folders[:1], target, control=False)) == ["drafter"]
     with pytest.raises(UserError, match="names no folder with a config.json"):
         describe([f"{tmp_path}/none*/drafter"], target, control=False)
@@ -95,8 +116,18 @@ def test_a_key_that_a_drafter_does_not_take_is_named_with_the_nearest_one(home):
     shallow = str(home / "shallow")
     for entry, key, kind, near in (
         ({"use": shallow, "stoping": "fixed"}, "stoping", "ChainDrafter", "stopping"),
-        ({"use": "graph", "folder": shallow, "frontiers": 3}, "frontiers", "GraphDrafter", "frontier"),
-        ({"use": "ranked_tree", "folder": shallow, "dtipe": "float32"}, "dtipe", "RankedTree", "dtype"),
+        (
+            {"use": "graph", "folder": shallow, "frontiers": 3},
+            "frontiers",
+            "GraphDrafter",
+            "frontier",
+        ),
+        (
+            {"use": "ranked_tree", "folder": shallow, "dtipe": "float32"},
+            "dtipe",
+            "RankedTree",
+            "dtype",
+        ),
         ({"use": "prompt_lookup", "max_ngrams": 3}, "max_ngrams", "PromptLookup", "max_ngram"),
         (
             {"_target_": "decoding.worker.RemoteChain", "folder": shallow, "cores": 1},
@@ -106,15 +137,26 @@ def test_a_key_that_a_drafter_does_not_take_is_named_with_the_nearest_one(home):
         ),
     ):
         with pytest.raises(
-            UserError, match=f"has the key '{key}', which {kind} does not take; the nearest is '{near}'"
+            UserError,
+            match=f"has the key '{key}', which {kind} does not take; the nearest is '{near}'",
         ):
             describe([entry], target, False)
-    with pytest.raises(UserError, match="chain has the key 'foo', which ChainDrafter does not take"):
-        run(config(home, "unknown_key", drafters=[{"use": "chain", "foo": 1}]))  # though its folder is missing too
+    with pytest.raises(
+        UserError, match="chain has the key 'foo', which ChainDrafter does not take"
+    ):
+        # though its folder is missing too
+        run(config(home, "unknown_key", drafters=[{"use": "chain", "foo": 1}]))
     assert not (home / "unknown_key").exists()
-    remote = {"_target_": "decoding.worker.RemoteChain", "folder": shallow, "draft_cores": 0, "dtype": "float64"}
+    remote = {
+        "_target_": "decoding.worker.RemoteChain",
+        "folder": shallow,
+        "draft_cores": 0,
+        "dtype": "float64",
+    }
     assert describe([remote], target, False)
-    with pytest.raises(UserError, match="wants the class decoding.chain.Chain, which cannot be had"):
+    with pytest.raises(
+        UserError, match="wants the class decoding.chain.Chain, which cannot be had"
+    ):
         describe([{"_target_": "decoding.chain.Chain"}], target, False)
 
 
@@ -134,25 +176,37 @@ def test_lookup_goes_before_any_model_and_no_other(home):
     for entry, words in (
         ({"use": "prompt_lookup"}, "PromptLookup looks up by itself already"),
         ({"use": "lookahead"}, "Lookahead has no model that drafts"),
-        ({"use": "chain_with_lookup", "folder": "nowhere"}, "ChainWithLookup looks up by itself already"),
+        (
+            {"use": "chain_with_lookup", "folder": "nowhere"},
+            "ChainWithLookup looks up by itself already",
+        ),
         (
             {"_target_": "decoding.worker.RemoteChain", "folder": "nowhere"},
             "RemoteChain drafts while .* cannot be taken back: leave lookup= out",
         ),
     ):
-        with pytest.raises(UserError, match=f"lookup= goes before a model that drafts in turn with the .*; {words}"):
+        with pytest.raises(
+            UserError, match=f"lookup= goes before a model that drafts in turn with the .*; {words}"
+        ):
             check_entries([{**entry, "lookup": 3}])
     check_entries([{"use": "graph", "folder": "nowhere", "lookup": 3}])
     for wrong, words in (
         (
             {"lookup": 3, "schedule": "pearl_virtual"},
-            "lookup=3 with schedule 'pearl_virtual': .* cannot be taken back .* take schedule=serial",
+            "lookup=3 with schedule 'pearl_virtual': .* cannot be taken back .* take "
+            "schedule=serial",
         ),
-        ({"schedule": "pearl_virtual", "stopping": "entropy"}, "policy that learns; take fixed or confidence"),
+        (
+            {"schedule": "pearl_virtual", "stopping": "entropy"},
+            "policy that learns; take fixed or confidence",
+        ),
     ):
         with pytest.raises(UserError, match=words):
             uses(describe([{"use": str(home / "shallow"), **wrong}], target, False), Use())
-    rows = read_rows(run(config(home, "looked_up", drafters=entries, temperatures=[0.0], sweep=[3])) / "results.jsonl")
+    rows = read_rows(
+        run(config(home, "looked_up", drafters=entries, temperatures=[0.0], sweep=[3]))
+        / "results.jsonl"
+    )
     assert {row.lossless for row in rows} == {"equal"}
 
 
@@ -170,15 +224,22 @@ def test_a_function_says_which_tokens_may_follow(home):
     tokens = {token for record in read_records(folder / "records.jsonl") for token in record.tokens}
     assert len(tokens) > 3
     assert all(token % 2 == 0 or token == end for token in tokens)
-    assert {(row.allowed, row.lossless) for row in read_rows(folder / "results.jsonl")} == {(name, "equal")}
-    with pytest.raises(UserError, match="allowed=nowhere.at_all cannot be had.*takes the tokenizer"):
+    assert {(row.allowed, row.lossless) for row in read_rows(folder / "results.jsonl")} == {
+        (name, "equal")
+    }
+    with pytest.raises(
+        UserError, match="allowed=nowhere.at_all cannot be had.*takes the tokenizer"
+    ):
         run(config(home, "refused", dry_run=True, allowed="nowhere.at_all"))
 
 
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        (["+experiment=every_way"], "draft_model is empty, but experiment 'every_way' builds on it: give draft_model="),
+        (
+            ["+experiment=every_way"],
+            "draft_model is empty, but experiment 'every_way' builds on it: give draft_model=",
+        ),
         pytest.param(
             ["+experiment=pearl_case_study", "draft_model=runs/x"],
             "benchmark_folder is empty, but experiment 'pearl_case_study' builds",
@@ -208,24 +269,45 @@ def test_an_experiment_says_what_it_asks_for_before_its_first_stage(tmp_path, gi
 
 def test_schedules_and_policies_are_rows_of_one_run(home, tmp_path):
     shallow = str(home / "shallow")
-    ways = [{"use": shallow}, {"use": shallow, "schedule": "pearl_virtual"}, {"use": shallow, "stopping": "fixed"}]
-    folder = run(config(home, "ways", drafters=ways, stopping=None, temperatures=[0.0, 1.0], verify="coupled"))
+    ways = [
+        {"use": shallow},
+        {"use": shallow, "schedule": "pearl_virtual"},
+        {"use": shallow, "stopping": "fixed"},
+    ]
+    folder = run(
+        config(
+            home, "ways", drafters=ways, stopping=None, temperatures=[0.0, 1.0], verify="coupled"
+        )
+    )
     rows = read_rows(folder / "results.jsonl")
     names = {"shallow", "shallow+pearl_virtual", "shallow+fixed", "prompt_lookup"}
     assert {row.drafter for row in rows} == names
-    assert {row.schedule for row in rows if row.drafter == "shallow+pearl_virtual"} == {"pearl_virtual"}
+    assert {row.schedule for row in rows if row.drafter == "shallow+pearl_virtual"} == {
+        "pearl_virtual"
+    }
     assert all(row.lossless in ("equal", "ties") for row in rows)
     assert all(0 <= row.overhead < 1 for row in rows if row.schedule == "pearl_virtual")
     found = {row.drafter: row.length_rule for row in rows}
     assert found == {**dict.fromkeys(names, "predicted"), "shallow+pearl_virtual": "fastest"}
     assert set(json.loads((folder / "costs.json").read_text())) == {"shallow, T=0", "shallow, T=1"}
-    assert {row.drafter: row.stopping for row in rows} == {**dict.fromkeys(names, "fixed"), "shallow": "cost_ratio"}
+    assert {row.drafter: row.stopping for row in rows} == {
+        **dict.fromkeys(names, "fixed"),
+        "shallow": "cost_ratio",
+    }
 
 
 def test_drafters_are_timed_alike_wherever_they_stand_in_the_list(home, tmp_path):
-    """What runs between the steps of one model under two names is the same: else the first one's steps find other caches."""
+    """What runs between the steps of one model under two names is the same: else the first one's
+    steps find other caches.
+    """
     shallow = str(home / "shallow")
-    loaded = load(config(home, tmp_path, drafters=[{"use": shallow, "name": "one"}, {"use": shallow, "name": "two"}]))
+    loaded = load(
+        config(
+            home,
+            tmp_path,
+            drafters=[{"use": shallow, "name": "one"}, {"use": shallow, "name": "two"}],
+        )
+    )
     bench, seen, now = loaded.bench, {"one": [], "two": []}, []
     forward = bench.target.forward
 
@@ -245,7 +327,9 @@ def test_drafters_are_timed_alike_wherever_they_stand_in_the_list(home, tmp_path
         bench.drafters[name].time_step = stepped
     slices = time_slice(bench, Condition(0.0, 1), "main", middle_prompt(bench), (1, 2, 3), 2)
     assert seen["one"][1:] == seen["two"][1:], "the first step of each follows the prefill"
-    assert {*slices[0].t_target_ms} == {1, 2, 3}, "control: the target is timed at every width all the same"
+    assert {*slices[0].t_target_ms} == {1, 2, 3}, (
+        "control: the target is timed at every width all the same"
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,26 +351,58 @@ def test_what_cannot_run_is_refused_before_the_folder_is_taken(home, tmp_path, c
 def test_the_drafter_alone_is_the_other_end_of_the_scale(home):
     """Its text is its own model's, and no row is asked to equal the target's by it."""
     shallow = str(home / "shallow")
-    ways = [{"use": shallow, "stopping": "fixed"}, {"use": shallow, "schedule": "alone", "name": "small"}]
-    folder = run(config(home, "alone", drafters=ways, prompt_lookup_control=False, temperatures=[0.0], show_texts=1))
+    ways = [
+        {"use": shallow, "stopping": "fixed"},
+        {"use": shallow, "schedule": "alone", "name": "small"},
+    ]
+    folder = run(
+        config(
+            home,
+            "alone",
+            drafters=ways,
+            prompt_lookup_control=False,
+            temperatures=[0.0],
+            show_texts=1,
+        )
+    )
     records = read_records(folder / "records.jsonl")
-    model, target = load_target(home / "shallow", dtype="float64"), load_target(home / "target", dtype="float64")
+    model, target = (
+        load_target(home / "shallow", dtype="float64"),
+        load_target(home / "target", dtype="float64"),
+    )
     bench = load_benchmark(
-        BenchmarkConfig(path=str(home / "prompts.jsonl")), tiny.tokenizer(), max_length=200, max_new_tokens=12, limit=0
+        BenchmarkConfig(path=str(home / "prompts.jsonl")),
+        tiny.tokenizer(),
+        max_length=200,
+        max_new_tokens=12,
+        limit=0,
     )
     prompt = next(p for p in bench.prompts if p.id == records[-1].prompt_id)
     ids = render_turns(prompt.turns, [], tiny.tokenizer(), "chat")
     for name, alone in (("small", model), ("autoregressive", target)):
         (own,) = decode(alone, None, [ids], Settings(max_new_tokens=12))
-        assert [r.tokens for r in records if (r.drafter, r.prompt_id) == (name, prompt.id)] == [own.tokens]
+        assert [r.tokens for r in records if (r.drafter, r.prompt_id) == (name, prompt.id)] == [
+            own.tokens
+        ]
     (row,) = [row for row in read_rows(folder / "results.jsonl") if row.drafter == "small"]
-    assert (row.lossless, row.part, row.num_draft_tokens, row.tau) == ("another model", "main", 0, 1.0)
+    assert (row.lossless, row.part, row.num_draft_tokens, row.tau) == (
+        "another model",
+        "main",
+        0,
+        1.0,
+    )
     assert (row.predicted_speedup, row.length_rule) == (None, "none")
     page = (folder / "report.html").read_text()
     assert "Who wrote what" in page
     assert 'class="drafted"' in page
     with pytest.raises(UserError, match="schedule=alone, but a PromptLookup cannot write a text"):
-        run(config(home, "lookup", drafters=[{"use": "prompt_lookup", "schedule": "alone", "name": "x"}]))
+        run(
+            config(
+                home,
+                "lookup",
+                drafters=[{"use": "prompt_lookup", "schedule": "alone", "name": "x"}],
+            )
+        )
 
 
 def test_samples_of_a_prompt_differ_and_count_as_one_prompt(home):

@@ -1,4 +1,6 @@
-"""Laws of eval.metrics: closed forms, monotonicity, conservation, and intervals that cover what they claim to."""
+"""Laws of eval.metrics: closed forms, monotonicity, conservation, and intervals that cover what
+they claim to.
+"""
 
 import math
 
@@ -13,7 +15,7 @@ FLAT = dict.fromkeys(range(1, 14), 1.0)
 STEEP = {n: 1 + 0.3 * (n - 1) for n in range(1, 14)}
 
 
-# ---------------------------------------------------------------------------------------------- acceptance
+# --------------------------------------------------------------------------------------- acceptance
 def test_alpha_overall_is_the_mean_of_alpha_k_weighted_by_tests():
     tested, accepted = [100, 70, 42], [70, 42, 20]
     rates = metrics.alpha_by_depth(tested, accepted)
@@ -38,7 +40,9 @@ def test_depths_add_up_over_lists_of_unequal_length():
 
 
 def test_a_simulated_chain_gives_back_its_alpha_and_its_tau():
-    """Conservation: tokens emitted = accepted + rounds, so tau is 1 + accepted / rounds; and E(gamma) predicts it."""
+    """Conservation: tokens emitted = accepted + rounds, so tau is 1 + accepted / rounds; and
+    E(gamma) predicts it.
+    """
     rng = np.random.default_rng(0)
     truth, gamma, rounds = [0.8, 0.6, 0.7], 3, 20_000
     tested, accepted = [0] * gamma, [0] * gamma
@@ -51,14 +55,16 @@ def test_a_simulated_chain_gives_back_its_alpha_and_its_tau():
     rates = metrics.alpha_by_depth(tested, accepted)
     assert rates == pytest.approx(truth, abs=0.015)
     emitted = rounds + sum(accepted)
-    assert metrics.tau(emitted, rounds) == pytest.approx(prediction.expected_tokens(rates, gamma), rel=1e-12)
+    assert metrics.tau(emitted, rounds) == pytest.approx(
+        prediction.expected_tokens(rates, gamma), rel=1e-12
+    )
 
 
 def test_depths_with_few_tests_do_not_predict():
     assert metrics.usable_alpha([100, 50, 3], [50, 25, 3]) == [0.5, 0.5, None]
 
 
-# ---------------------------------------------------------------------------------------------- prediction
+# --------------------------------------------------------------------------------------- prediction
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.75, 0.999, 1.0])
 @pytest.mark.parametrize("gamma", [1, 4, 9])
 def test_expected_tokens_has_the_closed_form_at_constant_alpha(alpha, gamma):
@@ -82,7 +88,9 @@ def test_depths_beyond_the_measured_take_the_deepest_measured_alpha():
 
 
 def test_known_best_speedups_of_the_literature():
-    """Best speedup and gamma at V = 1 without overhead, from the closed form of Leviathan et al. (section 3.4)."""
+    """Best speedup and gamma at V = 1 without overhead, from the closed form of Leviathan et al.
+    (section 3.4).
+    """
     for alpha, c, speedup, gamma in [
         (0.8, 0.05, 3.09, 8),
         (0.7, 0.1, 1.98, 4),
@@ -95,7 +103,9 @@ def test_known_best_speedups_of_the_literature():
 
 
 def test_some_gamma_helps_exactly_when_alpha_exceeds_c():
-    """With V = 1 and no overhead (1 + alpha) / (1 + c) at gamma = 1 is over 1 iff alpha > c; below, no gamma wins."""
+    """With V = 1 and no overhead (1 + alpha) / (1 + c) at gamma = 1 is over 1 iff alpha > c; below,
+    no gamma wins.
+    """
     for alpha in (0.1, 0.3, 0.6):
         assert prediction.verdict([alpha], Costs(alpha - 0.02, FLAT)).helps
         assert not prediction.verdict([alpha], Costs(alpha + 0.02, FLAT)).helps
@@ -106,11 +116,17 @@ def test_speedup_falls_with_every_cost():
     assert prediction.predicted_speedup([0.7], 4, Costs(0.2, FLAT)) < base
     assert prediction.predicted_speedup([0.7], 4, Costs(0.1, STEEP)) < base
     assert prediction.predicted_speedup([0.7], 4, Costs(0.1, FLAT, overhead=0.1)) < base
-    assert prediction.predicted_speedup([0.7], 4, Costs(0.1, FLAT, 0.1, baseline_overhead=0.1)) > base * 0.98
+    assert (
+        prediction.predicted_speedup([0.7], 4, Costs(0.1, FLAT, 0.1, baseline_overhead=0.1))
+        > base * 0.98
+    )
 
 
 def test_a_steep_verification_moves_the_best_gamma_down():
-    assert prediction.best_gamma([0.8], Costs(0.05, STEEP))[0] < prediction.best_gamma([0.8], Costs(0.05, FLAT))[0]
+    assert (
+        prediction.best_gamma([0.8], Costs(0.05, STEEP))[0]
+        < prediction.best_gamma([0.8], Costs(0.05, FLAT))[0]
+    )
 
 
 def test_a_one_pass_drafter_pays_once_and_a_silent_one_pays_less():
@@ -133,7 +149,10 @@ def test_breakeven_alpha_breaks_even():
 
 
 def test_the_verdict_says_which_way_and_why():
-    good, bad = prediction.verdict([0.8], Costs(0.05, FLAT)), prediction.verdict([0.2], Costs(0.6, STEEP))
+    good, bad = (
+        prediction.verdict([0.8], Costs(0.05, FLAT)),
+        prediction.verdict([0.2], Costs(0.6, STEEP)),
+    )
     hopeless = prediction.verdict([0.9], Costs(3.0, FLAT))
     assert good.helps
     assert good.text.startswith("the formula's best is gamma=8")
@@ -144,7 +163,7 @@ def test_the_verdict_says_which_way_and_why():
     assert "always right would lose" in hopeless.text
 
 
-# ---------------------------------------------------------------------------------------------- costs
+# -------------------------------------------------------------------------------------------- costs
 def test_overhead_is_the_share_that_the_parts_leave_open():
     assert metrics.overhead(10.0, 9.0) == pytest.approx(0.1)
     assert metrics.overhead(10.0, 10.0) == 0.0
@@ -156,9 +175,11 @@ def test_V_is_relative_to_one_token():
         metrics.cost_table({2: 6.0})
 
 
-# ---------------------------------------------------------------------------------------------- speed
+# -------------------------------------------------------------------------------------------- speed
 def _paired_runs(rng: np.random.Generator, prompts: int, ratio: float) -> tuple[np.ndarray, ...]:
-    """Prompts differ by a factor in pace, which both sides share; the ratio of totals is `ratio` in expectation."""
+    """Prompts differ by a factor in pace, which both sides share; the ratio of totals is `ratio` in
+    expectation.
+    """
     pace = rng.lognormal(0, 0.5, prompts)
     base_tokens = rng.integers(40, 128, prompts).astype(float)
     base_seconds = base_tokens * 0.005 * pace
@@ -199,10 +220,14 @@ def test_the_quantile_of_students_t_is_that_of_the_tables(freedom, published):
 
 
 def test_control_an_interval_that_ignores_the_spread_between_prompts_does_not_cover():
-    """The coverage test has teeth: intervals over shards of the same prompts, too narrow by sqrt(10), fail it."""
+    """The coverage test has teeth: intervals over shards of the same prompts, too narrow by
+    sqrt(10), fail it.
+    """
 
     def too_narrow(data, trial):
-        found = metrics.paired_bootstrap(*(np.tile(column, 10) for column in data), resamples=400, seed=trial)
+        found = metrics.paired_bootstrap(
+            *(np.tile(column, 10) for column in data), resamples=400, seed=trial
+        )
         return found.low, found.high
 
     assert _coverage(too_narrow) < 0.6
@@ -213,7 +238,9 @@ def test_pairing_removes_what_prompts_share():
     tokens, seconds, base_tokens, base_seconds = data
     paired = metrics.paired_bootstrap(*data)
     shuffled = np.random.default_rng(3).permutation(60)
-    unpaired = metrics.paired_bootstrap(tokens, seconds, base_tokens[shuffled], base_seconds[shuffled])
+    unpaired = metrics.paired_bootstrap(
+        tokens, seconds, base_tokens[shuffled], base_seconds[shuffled]
+    )
     assert paired.value == pytest.approx(unpaired.value)
     assert paired.high - paired.low < 0.5 * (unpaired.high - unpaired.low)
 
@@ -237,7 +264,7 @@ def test_identical_sides_give_exactly_one():
     assert (found.value, found.low, found.high) == pytest.approx((1.0, 1.0, 1.0))
 
 
-# ---------------------------------------------------------------------------------------------- text
+# --------------------------------------------------------------------------------------------- text
 def test_distinct_4_of_loops_of_random_text_and_of_little_text():
     assert distinct_n(list(range(100))) == 1.0
     assert distinct_n([1, 2, 3] * 40) == pytest.approx(3 / 117)
@@ -259,7 +286,9 @@ def test_pearls_closed_form_is_the_mean_of_its_state_machine(alpha: float, gamma
         passed = int(np.argmin(np.append(draw.random(tests) < alpha, False)))
         tokens += passed + (passed < tests)
         post = passed == tests
-    assert prediction.pearl_round(alpha, gamma, costs) == pytest.approx((tokens / rounds, cost / rounds), rel=0.02)
+    assert prediction.pearl_round(alpha, gamma, costs) == pytest.approx(
+        (tokens / rounds, cost / rounds), rel=0.02
+    )
     assert prediction.pearl_round(1.0, gamma, costs)[0] == pytest.approx(gamma)
 
 
@@ -271,7 +300,9 @@ def test_pearl_without_overlap_and_at_low_acceptance_loses_to_serial() -> None:
 
 
 def test_overlap_is_what_was_hidden_of_each_rounds_shorter_lane():
-    """Two rounds, of which each lane is the longer once: hidden whole, though the lanes' sums are equal."""
+    """Two rounds, of which each lane is the longer once: hidden whole, though the lanes' sums are
+    equal.
+    """
     draft, target = (3.0, 1.0), (1.0, 3.0)
     shorter = sum(map(min, draft, target))
     assert metrics.overlap(sum(draft), sum(target), sum(map(max, draft, target)), shorter) == 1.0

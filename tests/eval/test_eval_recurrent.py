@@ -1,4 +1,6 @@
-"""A recurrent head is a row like every other: named by its folder or by `use: recurrent`, checked against the target, compared."""
+"""A recurrent head is a row like every other: named by its folder or by `use: recurrent`, checked
+against the target, compared.
+"""
 
 import json
 import shutil
@@ -32,7 +34,9 @@ BLOCKS, WIDTH = 2, 3
 def write_head(folder, vocab_size=None, hidden_size=32):
     """An untrained head in the published layout, without tokenizer files."""
     torch.manual_seed(0)
-    head = RecurrentHead(HeadConfig(vocab_size or len(tiny.tokenizer()), hidden_size, 2 * hidden_size, BLOCKS))
+    head = RecurrentHead(
+        HeadConfig(vocab_size or len(tiny.tokenizer()), hidden_size, 2 * hidden_size, BLOCKS)
+    )
     save_head(head, folder)
     return head
 
@@ -48,8 +52,21 @@ def evaluated(home, parameters):
     head = str(home / "head")
     entries = [
         {"use": head, "by_cost": False},
-        {"use": "recurrent", "folder": head, "beam_width": WIDTH, "by_cost": False, "draws": "drawn", "name": "drawn"},
-        {"use": "recurrent", "folder": head, "beam_width": WIDTH, "name": "by_cost", "dtype": "bfloat16"},
+        {
+            "use": "recurrent",
+            "folder": head,
+            "beam_width": WIDTH,
+            "by_cost": False,
+            "draws": "drawn",
+            "name": "drawn",
+        },
+        {
+            "use": "recurrent",
+            "folder": head,
+            "beam_width": WIDTH,
+            "name": "by_cost",
+            "dtype": "bfloat16",
+        },
         str(home / "shallow"),
     ]
     return run(config(home, "recurrent", drafters=entries))
@@ -67,15 +84,22 @@ def test_a_heads_rows_say_what_it_is(evaluated, parameters):
         assert row.t_draft_ms > 0
         assert row.tau >= 1
         assert row.stopping == "fixed"
-        assert (row.drafter_dtype, row.dtype) == ("bfloat16" if row.drafter == "by_cost" else "float64", "float64")
+        assert (row.drafter_dtype, row.dtype) == (
+            "bfloat16" if row.drafter == "by_cost" else "float64",
+            "float64",
+        )
         assert (", bf16)" in drafter_label(row)) == (row.drafter == "by_cost")
 
 
 def test_keys_of_a_head_are_known_by_its_folder(home, parameters, tmp_path):
-    """As the head's own page names them; where a stage has yet to write the folder, those of either kind."""
+    """As the head's own page names them; where a stage has yet to write the folder, those of either
+    kind.
+    """
     for folder in (str(home / "head"), str(tmp_path / "not there yet")):
         check_entries([{"use": folder, "by_cost": True, "beam_width": 2}])
-        with pytest.raises(UserError, match="has the key 'by_costs', which .*; the nearest is 'by_cost'"):
+        with pytest.raises(
+            UserError, match="has the key 'by_costs', which .*; the nearest is 'by_cost'"
+        ):
             check_entries([{"use": folder, "by_costs": True}])
     with pytest.raises(UserError, match="has the key 'by_cost', which ChainDrafter does not take"):
         check_entries([{"use": str(home / "shallow"), "by_cost": True}])
@@ -83,19 +107,28 @@ def test_keys_of_a_head_are_known_by_its_folder(home, parameters, tmp_path):
 
 def test_a_comparison_reads_them(home, evaluated, parameters):
     origin = evaluations_of(evaluated)[0].origins["head"]
-    (row,) = [row for row in read_rows(evaluated / "results.jsonl") if row.drafter == "head" and row.part == "main"][:1]
-    assert origin.bytes_per_step(row) == parameters * 8, "a head has no embedding of its own to leave out"
+    (row,) = [
+        row
+        for row in read_rows(evaluated / "results.jsonl")
+        if row.drafter == "head" and row.part == "main"
+    ][:1]
+    assert origin.bytes_per_step(row) == parameters * 8, (
+        "a head has no embedding of its own to leave out"
+    )
     assert evaluations_of(evaluated)[0].origins["by_cost"].bytes_per_step(row) == parameters * 2
     folder = compare(configured(home, "recurrent_compared", [evaluated]))
     assert {"head", "drawn", "by_cost", "shallow"} <= {
-        json.loads(line)["drafter"] for line in (folder / "comparison.jsonl").read_text().splitlines()
+        json.loads(line)["drafter"]
+        for line in (folder / "comparison.jsonl").read_text().splitlines()
     }
 
 
 def test_a_folder_says_that_it_is_a_head(home, parameters):
     assert head_of(home / "head") == "recurrent"
     assert head_of(home / "shallow") == head_of(home / "prompts.jsonl") == ""
-    target = TargetConfig(path=str(home / "target"), dtype="float64", device="cpu", execution="eager")
+    target = TargetConfig(
+        path=str(home / "target"), dtype="float64", device="cpu", execution="eager"
+    )
     named = describe([str(home / "head")], target, control=False)
     asked = describe([{"use": "recurrent", "folder": str(home / "head")}], target, control=False)
     assert named == {"head": {**asked["recurrent"], "name": "head"}}
@@ -103,17 +136,28 @@ def test_a_folder_says_that_it_is_a_head(home, parameters):
     assert named["head"]["execution"] == "eager"
     assert "backend" not in named["head"], "a head is no language model"
     with pytest.raises(
-        UserError, match="recurrent has the key 'width', which RecurrentDrafter does not take; the nearest"
+        UserError,
+        match="recurrent has the key 'width', which RecurrentDrafter does not take; the nearest",
     ):
-        describe([{"use": "recurrent", "folder": str(home / "head"), "width": 3}], target, control=False)
-    (before,) = made({"use": "recurrent", "folder": str(home / "head"), "beam_width": 3, "lookup": 3}, home).values()
+        describe(
+            [{"use": "recurrent", "folder": str(home / "head"), "width": 3}], target, control=False
+        )
+    (before,) = made(
+        {"use": "recurrent", "folder": str(home / "head"), "beam_width": 3, "lookup": 3}, home
+    ).values()
     assert isinstance(before, LookupFirst) and isinstance(before.drafter, RecurrentDrafter)
-    assert (before.min_match, before.drafter.beam_width, before.num_parameters) == (3, 3, parameters)
+    assert (before.min_match, before.drafter.beam_width, before.num_parameters) == (
+        3,
+        3,
+        parameters,
+    )
 
 
 @pytest.mark.parametrize("native", [True, False])
 def test_a_head_takes_fewer_bits_than_a_target_in_float32(home, parameters, native, monkeypatch):
-    monkeypatch.setattr(linear, "_cpuinfo", lambda: "flags : avx2 avx512_bf16" if native else "flags : avx2")
+    monkeypatch.setattr(
+        linear, "_cpuinfo", lambda: "flags : avx2 avx512_bf16" if native else "flags : avx2"
+    )
     native = native and can_pack(torch.device("cpu"), torch.bfloat16)
 
     def dtype(target_dtype, **given):
@@ -122,14 +166,26 @@ def test_a_head_takes_fewer_bits_than_a_target_in_float32(home, parameters, nati
         return describe([entry], target, control=False)["head"]["dtype"]
 
     assert dtype("float32") == ("bfloat16" if native else "float32")
-    assert [dtype(one) for one in ("bfloat16", "float16", "float64")] == ["bfloat16", "float16", "float64"]
+    assert [dtype(one) for one in ("bfloat16", "float16", "float64")] == [
+        "bfloat16",
+        "float16",
+        "float64",
+    ]
     assert dtype("float32", dtype="float16") == "float16", "what is asked for"
-    plain = describe([str(home / "shallow")], TargetConfig(path=str(home / "target"), device="cpu"), control=False)
-    assert plain["shallow"]["dtype"] == "float32", "a language model differs from its target in size alone"
+    plain = describe(
+        [str(home / "shallow")],
+        TargetConfig(path=str(home / "target"), device="cpu"),
+        control=False,
+    )
+    assert plain["shallow"]["dtype"] == "float32", (
+        "a language model differs from its target in size alone"
+    )
 
 
 def made(entry, home):
-    mappings = describe([entry], TargetConfig(path=str(home / "target"), device="cpu"), control=False)
+    mappings = describe(
+        [entry], TargetConfig(path=str(home / "target"), device="cpu"), control=False
+    )
     return build(mappings, uses(mappings, Use()), home / "target")
 
 
@@ -146,7 +202,9 @@ def test_a_head_of_another_target_is_refused(home, parameters, tmp_path):
     card.write_text(json.dumps({"name": "mine", "target_hash": hash_input(home / "target")}))
     assert made(str(carded), home)["carded"].beam_width == 8
     card.write_text(json.dumps({"name": "mine", "target_hash": hash_input(home / "shallow")}))
-    with pytest.raises(UserError, match="names a target of the hash .* this one's is .* Take the target"):
+    with pytest.raises(
+        UserError, match="names a target of the hash .* this one's is .* Take the target"
+    ):
         made(str(carded), home)
 
 
@@ -157,5 +215,7 @@ def test_a_damaged_head_is_refused(home, parameters, tmp_path):
     (broken / "config.json").write_text(json.dumps({**told, "rnn": False}))
     with pytest.raises(UserError, match="the head is recurrent .*, but config.json says rnn=false"):
         made(str(broken), home)
-    with pytest.raises(UserError, match="model_type is 'llama', expected 'recurrent_drafting_drafter'"):
+    with pytest.raises(
+        UserError, match="model_type is 'llama', expected 'recurrent_drafting_drafter'"
+    ):
         made({"use": "recurrent", "folder": str(home / "shallow")}, home)

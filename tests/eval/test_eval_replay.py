@@ -1,5 +1,6 @@
-"""The replay of PEARL's state machine: greedy acceptance is a property of each position, so a trace logged at one draft length foretells,
-turn by turn, what the decoder really does at every other."""
+"""The replay of PEARL's state machine: greedy acceptance is a property of each position, so a trace
+logged at one draft length foretells, turn by turn, what the decoder really does at every other.
+"""
 
 from dataclasses import replace
 
@@ -24,7 +25,10 @@ def decoded(schedule: str, gamma: int) -> list[Generation]:
     target, _, draft_model = models()
     settings = Settings(max_new_tokens=LIMIT, stop_token_ids=(3, 17), num_draft_tokens=gamma)
     drafter = ChainDrafter(model=draft_model)
-    return [decode(target, drafter, [p], replace(settings, schedule=schedule))[0] for p in random_prompts(12)]
+    return [
+        decode(target, drafter, [p], replace(settings, schedule=schedule))[0]
+        for p in random_prompts(12)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +44,22 @@ def traces() -> list[str]:
 def counts(trace: str, gamma: int, schedule: str) -> tuple[int, int, int]:
     """(target forwards, drafted tokens, emitted tokens) by replay."""
     taken = list(turns(trace, gamma, LIMIT, schedule))
-    return sum(t.width > 0 for t in taken), sum(t.drafted for t in taken), sum(t.gained for t in taken)
+    return (
+        sum(t.width > 0 for t in taken),
+        sum(t.drafted for t in taken),
+        sum(t.gained for t in taken),
+    )
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 5])
 @pytest.mark.parametrize("schedule", REPLAYED)
-def test_a_trace_foretells_every_schedule_at_every_length(schedule: str, gamma: int, traces: list[str]) -> None:
+def test_a_trace_foretells_every_schedule_at_every_length(
+    schedule: str, gamma: int, traces: list[str]
+) -> None:
     real = decoded(schedule, gamma)
-    assert [counts(t, gamma, schedule) for t in traces] == [(g.rounds, g.draft_steps, len(g.tokens)) for g in real]
+    assert [counts(t, gamma, schedule) for t in traces] == [
+        (g.rounds, g.draft_steps, len(g.tokens)) for g in real
+    ]
 
 
 def test_a_trace_that_lies_is_noticed(traces: list[str]) -> None:
@@ -62,25 +74,35 @@ def test_many_coins_give_the_closed_form() -> None:
 
     coin = random.Random(3)
     trace = "".join("1" if coin.random() < 0.7 else "0" for _ in range(200_000))
-    costs = Costs(0.3, {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 5: 1.4}, overhead=0.2, baseline_overhead=0.1)
+    costs = Costs(
+        0.3, {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 5: 1.4}, overhead=0.2, baseline_overhead=0.1
+    )
     tokens, cost = pearl_round(0.7, 4, costs)
     replayed = replayed_speedup(list(turns(trace, 4, len(trace) + 100, "pearl_virtual")), costs)
     assert replayed == pytest.approx(tokens * 1.1 / cost, rel=0.01)
 
 
 def test_bursts_are_what_the_closed_form_misses() -> None:
-    """The same acceptance rate, once evenly and once in long runs: only the replay tells them apart."""
+    """The same acceptance rate, once evenly and once in long runs: only the replay tells them
+    apart.
+    """
     costs = Costs(0.25, {1: 1.0, 5: 1.0})
     even, bursts = "10" * 500, ("1" * 50 + "0" * 50) * 10
-    speeds = [replayed_speedup(list(turns(trace, 4, 2_000, "pearl_virtual")), costs) for trace in (even, bursts)]
+    speeds = [
+        replayed_speedup(list(turns(trace, 4, 2_000, "pearl_virtual")), costs)
+        for trace in (even, bursts)
+    ]
     assert speeds[1] > 1.3 * speeds[0]
 
 
 def test_rounds_are_priced_by_their_longer_lane() -> None:
     costs = Costs(0.5, {1: 1.0, 3: 1.6})
-    # A pre-verify turn (three drafts, one row), a post-verify turn (three drafts, three rows), and the last one.
+    # A pre-verify turn (three drafts, one row), a post-verify turn (three drafts, three rows), and
+    # the last one.
     assert [t.width for t in turns("111111", 3, 100, "pearl_virtual")] == [1, 3, 3]
-    assert mean_lanes(["111111"], 3, 100, "pearl_virtual", costs) == pytest.approx((1.5 + 1.6 + 1.6) / 3)
+    assert mean_lanes(["111111"], 3, 100, "pearl_virtual", costs) == pytest.approx(
+        (1.5 + 1.6 + 1.6) / 3
+    )
 
 
 def test_what_a_trace_does_not_know_is_named() -> None:
@@ -99,5 +121,7 @@ def test_overlapped_rows_are_replayed(home):
     assert all(rows[name].replayed_speedup > 0 for name in names[:3])
     assert [rows[name].length_rule for name in names] == ["fastest"] * 3 + ["own"]
     assert all(rows[name].verdict.startswith("there is no formula") for name in names[1:])
-    assert rows["pearl_plus_virtual"].replayed_speedup is None, "costs decide there, not the trace alone"
+    assert rows["pearl_plus_virtual"].replayed_speedup is None, (
+        "costs decide there, not the trace alone"
+    )
     assert rows["prompt_lookup"].replayed_speedup is None

@@ -1,4 +1,6 @@
-"""Tables and report from SIMULATED records (tests/eval/simulated.py), whose right answers are known."""
+"""Tables and report from SIMULATED records (tests/eval/simulated.py), whose right answers are
+known.
+"""
 
 import dataclasses
 import io
@@ -28,7 +30,7 @@ def test_neither_a_virtual_clock_nor_another_model_makes_a_headline(rows, record
     assert '<div class="big' not in page(alone, records, PROVENANCE)
 
 
-# ---------------------------------------------------------------------------------------------- table
+# -------------------------------------------------------------------------------------------- table
 @pytest.mark.parametrize("width", [90, 160])
 def test_the_terminal_table_fits_and_explains_itself(rows, width):
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
@@ -45,12 +47,16 @@ def test_a_busy_machine_is_named(rows):
     starved = [type(row)(**{**row.__dict__, "cpu_share": 0.4}) for row in rows]
     assert "only 40 % of the time" in words.disturbance(starved)
     waiting = [type(row)(**{**row.__dict__, "schedule": "pearl_wall"}) for row in starved]
-    assert words.disturbance([*rows, *waiting]) == "", "it waits for its drafter's process, and nobody was in its way"
+    assert words.disturbance([*rows, *waiting]) == "", (
+        "it waits for its drafter's process, and nobody was in its way"
+    )
     console = Console(file=io.StringIO())
     print_table(starved, console)
     text = console.file.getvalue()
     assert (
-        text.index("Other processes used this machine") < text.index("none (autoregressive)") < text.index("faster: ")
+        text.index("Other processes used this machine")
+        < text.index("none (autoregressive)")
+        < text.index("faster: ")
     )
 
 
@@ -64,9 +70,13 @@ def test_a_busy_machine_is_named_before_any_number_of_the_page(rows, records, ht
 
 
 def test_the_best_of_several_rows_says_of_how_many(rows, records, html):
-    assert html.count("<p>Best of 2: simulated-good") == 2, "two models under each of two conditions"
+    assert html.count("<p>Best of 2: simulated-good") == 2, (
+        "two models under each of two conditions"
+    )
     alone = [row for row in rows if row.drafter != "simulated-slow"]
-    assert "Best of" not in page(alone, records, PROVENANCE), "control: one row is the best of nothing"
+    assert "Best of" not in page(alone, records, PROVENANCE), (
+        "control: one row is the best of nothing"
+    )
 
 
 def test_a_headline_tells_a_cap_from_a_length(rows, records, html):
@@ -78,7 +88,9 @@ def test_a_headline_tells_a_cap_from_a_length(rows, records, html):
 def test_drafted_tokens_a_round_stand_in_every_table(rows, html):
     good, lookup = pick(rows, "simulated-good"), pick(rows, "prompt_lookup")
     assert good.drafted == good.num_draft_tokens
-    assert 0.3 < lookup.drafted / lookup.num_draft_tokens < 0.5, "it offers tokens in two rounds of five"
+    assert 0.3 < lookup.drafted / lookup.num_draft_tokens < 0.5, (
+        "it offers tokens in two rounds of five"
+    )
     for row in (good, lookup):
         assert words.cells(row)["drafted"] == f"{row.drafted:.1f}"
     assert "<th>drafted</th>" in html
@@ -93,7 +105,7 @@ def test_without_a_terminal_the_table_is_plain_text(rows):
     assert "slower than no drafter" in text
 
 
-# ---------------------------------------------------------------------------------------------- report
+# ------------------------------------------------------------------------------------------- report
 class Checker(HTMLParser):
     """Collects addresses and ids, and checks that elements nest."""
 
@@ -170,9 +182,14 @@ def test_results_are_json_without_nan(rows, tmp_path):
 def test_a_stall_of_the_machine_is_seen_and_a_slow_prompt_is_not(records):
     here = [record for record in records if record.part == "main" and record.temperature == 0]
     units = sorted({record.unit for record in here})
-    before, last = [r for r in here if r.unit in units[:-1]], [r for r in here if r.unit == units[-1]]
+    before, last = (
+        [r for r in here if r.unit in units[:-1]],
+        [r for r in here if r.unit == units[-1]],
+    )
     assert not stalled(last, before)
-    slow = [dataclasses.replace(record, decode_seconds=1.5 * record.decode_seconds) for record in last]
+    slow = [
+        dataclasses.replace(record, decode_seconds=1.5 * record.decode_seconds) for record in last
+    ]
     assert not stalled(slow, before)
     for index in range(len(last)):  # whichever arm it hits, the baseline too
         hit = [

@@ -1,4 +1,6 @@
-"""Rows made from SIMULATED records (tests/eval/simulated.py), whose right answers are known, and the words that rows are put into."""
+"""Rows made from SIMULATED records (tests/eval/simulated.py), whose right answers are known, and
+the words that rows are put into.
+"""
 
 import dataclasses
 
@@ -20,7 +22,8 @@ def test_rows_find_the_truth_of_the_simulation(rows):
     assert good.alpha == pytest.approx(0.72 - 0.05, abs=0.03)
     assert good.cost_ratio == pytest.approx(0.6 / 5.0)
     assert good.V[4] == pytest.approx(1.18)
-    # A round takes 0.2 to 0.3 ms beyond its parts, and prompts are paced 5 % slower than the parts on average.
+    # A round takes 0.2 to 0.3 ms beyond its parts, and prompts are paced 5 % slower than the parts
+    # on average.
     assert 0.03 < good.overhead < 0.12
     assert good.speedup_low < good.speedup < good.speedup_high
 
@@ -35,7 +38,9 @@ def test_a_prediction_that_fails_is_told_so(rows):
     good = pick(rows, "simulated-good")
     assert "does not agree" not in words.verdict_line(good)[2]
     off = dataclasses.replace(good, predicted_speedup=1.3 * good.speedup)
-    assert f"does not agree with what was measured ({good.speedup:.2f}x)" in words.verdict_line(off)[2]
+    assert (
+        f"does not agree with what was measured ({good.speedup:.2f}x)" in words.verdict_line(off)[2]
+    )
 
 
 def test_the_length_that_was_used_stands_apart_from_the_one_that_the_formula_would_take(rows):
@@ -44,16 +49,28 @@ def test_the_length_that_was_used_stands_apart_from_the_one_that_the_formula_wou
     other = dataclasses.replace(good, best_gamma=gamma + 1)
     assert (
         words.foretold(other)
-        == f"Used: gamma={gamma}, chosen in the sweep. Predicted: {said} at gamma={gamma}; {good.verdict}."
+        == f"Used: gamma={gamma}, chosen in the sweep. Predicted: {said} at gamma={gamma}; "
+        f"{good.verdict}."
     )
     same = dataclasses.replace(good, best_gamma=gamma)
-    assert words.foretold(same) == f"Used: gamma={gamma}, chosen in the sweep. Predicted: {good.verdict}."
+    assert (
+        words.foretold(same)
+        == f"Used: gamma={gamma}, chosen in the sweep. Predicted: {good.verdict}."
+    )
     ended = dataclasses.replace(same, drafted=0.4 * gamma)
-    assert f"chosen in the sweep; a mean round drafted {0.4 * gamma:.1f} of them." in words.foretold(ended)
+    assert (
+        f"chosen in the sweep; a mean round drafted {0.4 * gamma:.1f} of them."
+        in words.foretold(ended)
+    )
     given = dataclasses.replace(other, length_rule="given")
     assert words.foretold(given).startswith(f"Used: gamma={gamma}, as given. Predicted: {said}")
-    unforetold = dataclasses.replace(good, length_rule="own", predicted_speedup=None, verdict="there is no formula")
-    assert words.foretold(unforetold) == f"Used: lengths of its own choice, up to gamma={gamma}. There is no formula."
+    unforetold = dataclasses.replace(
+        good, length_rule="own", predicted_speedup=None, verdict="there is no formula"
+    )
+    assert (
+        words.foretold(unforetold)
+        == f"Used: lengths of its own choice, up to gamma={gamma}. There is no formula."
+    )
     alone = dataclasses.replace(unforetold, length_rule="none", num_draft_tokens=0)
     assert words.foretold(alone) == "There is no formula."
 
@@ -61,21 +78,31 @@ def test_the_length_that_was_used_stands_apart_from_the_one_that_the_formula_wou
 def test_a_formula_that_fails_where_the_replay_holds_is_told_apart(rows):
     good = pick(rows, "simulated-good")
     off = dataclasses.replace(good, predicted_speedup=1.3 * good.speedup, schedule="pearl_virtual")
-    explained = words.verdict_line(dataclasses.replace(off, replayed_speedup=1.02 * good.speedup))[2]
+    explained = words.verdict_line(dataclasses.replace(off, replayed_speedup=1.02 * good.speedup))[
+        2
+    ]
     assert "explains what was measured" in explained and "does not agree" not in explained
-    assert "does not agree" in words.verdict_line(dataclasses.replace(off, replayed_speedup=1.4 * good.speedup))[2]
+    assert (
+        "does not agree"
+        in words.verdict_line(dataclasses.replace(off, replayed_speedup=1.4 * good.speedup))[2]
+    )
 
 
 def test_policies_that_wait_for_the_device_are_marked_on_a_gpu(rows):
     good = pick(rows, "simulated-good")
     on_card = dataclasses.replace(good, device="cuda:0", stopping="entropy")
     assert words.drafter_label(on_card).startswith("simulated-good, entropy, eager (")
-    for other in (dataclasses.replace(on_card, device="cpu"), dataclasses.replace(on_card, stopping="cost_ratio")):
+    for other in (
+        dataclasses.replace(on_card, device="cpu"),
+        dataclasses.replace(on_card, stopping="cost_ratio"),
+    ):
         assert "eager" not in words.drafter_label(other)
 
 
 def test_duels_are_paired_by_prompt(rows, records):
-    """The simulation paces prompts alike for all, so a duel is surer than two speedups; the winner's own is the mirror of the second's."""
+    """The simulation paces prompts alike for all, so a duel is surer than two speedups; the
+    winner's own is the mirror of the second's.
+    """
     shown = [row for row in rows if row.part == "main" and row.temperature == 1.0]
     fought = {duel.row.drafter: duel for duel in duels(shown, records)}
     assert fought.keys() == {row.drafter for row in shown}
@@ -85,9 +112,13 @@ def test_duels_are_paired_by_prompt(rows, records):
     assert fought[best].ratio.value == pytest.approx(1 / fought[second].ratio.value)
     for row in shown:
         duel = fought[row.drafter]
-        assert duel.ratio.value == pytest.approx(row.tokens_per_second / duel.rival.tokens_per_second)
+        assert duel.ratio.value == pytest.approx(
+            row.tokens_per_second / duel.rival.tokens_per_second
+        )
         assert duel.ratio.low < duel.ratio.value < duel.ratio.high
-    longer = dataclasses.replace(shown[0], num_draft_tokens=shown[0].num_draft_tokens + 1, tokens_per_second=1.0)
+    longer = dataclasses.replace(
+        shown[0], num_draft_tokens=shown[0].num_draft_tokens + 1, tokens_per_second=1.0
+    )
     assert {d.row.drafter: d.rival.drafter for d in duels([*shown, longer], records)} == {
         name: duel.rival.drafter for name, duel in fought.items()
     }, "a drafter is no rival of itself at another length"
@@ -124,7 +155,9 @@ def test_a_drafter_that_is_often_silent_is_predicted_from_its_offers(rows):
 
 
 def test_steps_of_beams_are_charged_by_their_widths(records):
-    """Drafts of one token start from the tip alone; in longer ones all steps but the first start from eight beams."""
+    """Drafts of one token start from the tip alone; in longer ones all steps but the first start
+    from eight beams.
+    """
     name, tip_ms, wide_ms = "simulated-good", 0.2, 1.4
     per_step = DRAFTERS[name][2]
 
@@ -141,10 +174,19 @@ def test_steps_of_beams_are_charged_by_their_widths(records):
 
     def built(by_beams):
         widest = {"t_draft_ms": wide_ms, "t_draft_by_beams_ms": by_beams}
-        parts = [dataclasses.replace(one, **widest) if one.drafter == name else one for one in simulated.slices()]
+        parts = [
+            dataclasses.replace(one, **widest) if one.drafter == name else one
+            for one in simulated.slices()
+        ]
         facts = {name: facts for name, (_, facts, _) in DRAFTERS.items()}
-        made = build_rows(simulated.run_facts(), facts, parts, [beams(record) for record in records])
-        return {row.num_draft_tokens: row for row in made if row.drafter == name and row.temperature == 1.0}
+        made = build_rows(
+            simulated.run_facts(), facts, parts, [beams(record) for record in records]
+        )
+        return {
+            row.num_draft_tokens: row
+            for row in made
+            if row.drafter == name and row.temperature == 1.0
+        }
 
     rows = built({1: tip_ms, 8: wide_ms})
     assert {1, 4} <= set(rows)
@@ -176,7 +218,9 @@ def test_a_drafter_that_never_offers_a_token_is_no_error(records):
         for record in records
     ]
     facts = {name: facts for name, (_, facts, _) in DRAFTERS.items()}
-    row = pick(build_rows(simulated.run_facts(), facts, simulated.slices(), silent), "prompt_lookup")
+    row = pick(
+        build_rows(simulated.run_facts(), facts, simulated.slices(), silent), "prompt_lookup"
+    )
     assert row.alpha is None
     assert row.predicted_speedup == pytest.approx(row.best_gamma_speedup, rel=0.1)
 
@@ -184,7 +228,11 @@ def test_a_drafter_that_never_offers_a_token_is_no_error(records):
 def test_categories_add_up(rows):
     good = pick(rows, "simulated-good")
     assert sum(part.prompts for part in good.categories) == good.prompts
-    assert min(p.speedup for p in good.categories) <= good.speedup <= max(p.speedup for p in good.categories)
+    assert (
+        min(p.speedup for p in good.categories)
+        <= good.speedup
+        <= max(p.speedup for p in good.categories)
+    )
 
 
 def test_rows_and_records_survive_their_files(rows, records, tmp_path):
@@ -199,10 +247,10 @@ def test_rows_and_records_survive_their_files(rows, records, tmp_path):
 
 
 DESIGNED = (
-    "target drafter drafter_layers drafter_parameters benchmark prompts batch_size temperature num_draft_tokens "
-    "schedule verify lossless alpha alpha_by_depth tau t_draft_ms t_target_ms V cost_ratio tokens_per_second "
-    "baseline_tokens_per_second speedup speedup_low speedup_high predicted_speedup overhead backend dtype threads "
-    "context seed hardware"
+    "target drafter drafter_layers drafter_parameters benchmark prompts batch_size temperature "
+    "num_draft_tokens schedule verify lossless alpha alpha_by_depth tau t_draft_ms t_target_ms V "
+    "cost_ratio tokens_per_second baseline_tokens_per_second speedup speedup_low speedup_high "
+    "predicted_speedup overhead backend dtype threads context seed hardware"
 )
 
 
@@ -220,16 +268,32 @@ def test_equality_is_judged_by_rule_tie_and_dtype(records):
     assert judge(greedy, verify="token", dtype="float32").word == "equal"
     assert judge(sampled, verify="token", dtype="float32").word == "by rule"
     assert judge(sampled, verify="coupled", dtype="float32").word == "equal"
-    assert judge([*greedy, differing(greedy[0], 9, 5e-5)], verify="token", dtype="float32").word == "ties"
-    assert judge([*greedy, differing(greedy[0], 9, 5e-3)], verify="token", dtype="float32").word == "differs"
-    assert judge([*greedy, differing(greedy[0], 9, 5e-3)], verify="token", dtype="bfloat16").word == "half precision"
-    assert judge(greedy, verify="token", dtype="bfloat16").word == "half precision"  # never called equal
+    assert (
+        judge([*greedy, differing(greedy[0], 9, 5e-5)], verify="token", dtype="float32").word
+        == "ties"
+    )
+    assert (
+        judge([*greedy, differing(greedy[0], 9, 5e-3)], verify="token", dtype="float32").word
+        == "differs"
+    )
+    assert (
+        judge([*greedy, differing(greedy[0], 9, 5e-3)], verify="token", dtype="bfloat16").word
+        == "half precision"
+    )
+    # never called equal
+    assert judge(greedy, verify="token", dtype="bfloat16").word == "half precision"
     many = [differing(record, 9, 5e-5) for record in greedy[:10]]
-    assert judge([*greedy, *many], verify="token", dtype="float32").word == "differs"  # too many for ties
+    # too many for ties
+    assert judge([*greedy, *many], verify="token", dtype="float32").word == "differs"
 
 
 def test_a_loss_that_rounds_to_none_is_not_called_slower(rows):
-    row = dataclasses.replace(pick(rows, "simulated-slow"), slower_prompts=1, worst_speedup=0.998, categories=[])
-    assert words.losses(row) == f"as fast as no drafter on 1 of {row.prompts} prompts (worst {row.worst_prompt}: 1.00x)"
+    row = dataclasses.replace(
+        pick(rows, "simulated-slow"), slower_prompts=1, worst_speedup=0.998, categories=[]
+    )
+    assert (
+        words.losses(row)
+        == f"as fast as no drafter on 1 of {row.prompts} prompts (worst {row.worst_prompt}: 1.00x)"
+    )
     slower = dataclasses.replace(row, worst_speedup=0.98)
     assert words.losses(slower).startswith("slower on 1 of")

@@ -1,4 +1,6 @@
-"""A drafter's own verification rule and its own cap in `eval.run`: rows that can be told apart, held to the laws of their rule, and honest words."""
+"""A drafter's own verification rule and its own cap in `eval.run`: rows that can be told apart,
+held to the laws of their rule, and honest words.
+"""
 
 import io
 
@@ -31,10 +33,12 @@ from . import tiny
 from .tiny import config
 
 
-# ---------------------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------------------- rules
 @pytest.fixture(scope="module")
 def three_rules(home):
-    """One drafter under all rules of a run that verifies token by token, and its target's text once more coupled."""
+    """One drafter under all rules of a run that verifies token by token, and its target's text once
+    more coupled.
+    """
     shallow = str(home / "shallow")
     ways = [shallow, {"use": shallow, "verify": "block"}, {"use": shallow, "verify": "coupled"}]
     return run(config(home, "three_rules", drafters=ways, sweep=[3], prompt_lookup_control=False))
@@ -48,15 +52,21 @@ def test_rows_of_one_drafter_under_three_rules_are_told_apart(three_rules):
         "shallow+block": ("block", "by rule"),
         "shallow+coupled": ("coupled", "equal"),
     }
-    assert {(row.verify, row.lossless) for row in rows if not row.temperature} == {("greedy", "equal")}
-    assert len({row.baseline_tokens_per_second for row in rows if row.temperature}) == 1, "one baseline judges them all"
+    assert {(row.verify, row.lossless) for row in rows if not row.temperature} == {
+        ("greedy", "equal")
+    }
+    assert len({row.baseline_tokens_per_second for row in rows if row.temperature}) == 1, (
+        "one baseline judges them all"
+    )
     named = [words.verdict_line(row)[0] for row in rows]
     assert len(set(named)) == len(named)
     assert "shallow+block, temperature 1, block verification" in named
     console = Console(file=io.StringIO(), width=160)
     print_table(rows, console)
     said = console.file.getvalue()
-    assert said.count(": temperature 1, token verification, 3 prompts") == 1, "they stand in one table"
+    assert said.count(": temperature 1, token verification, 3 prompts") == 1, (
+        "they stand in one table"
+    )
     assert "temperature 1, block verification, 3 prompts" not in said
 
 
@@ -67,8 +77,12 @@ def test_rows_under_a_rule_of_their_own_stand_in_one_comparison(three_rules):
     ] * 2
 
 
-def test_a_coupled_row_is_the_targets_own_coupled_text_whatever_the_baseline_says(home, three_rules):
-    records = [record for record in read_records(three_rules / "records.jsonl") if record.temperature]
+def test_a_coupled_row_is_the_targets_own_coupled_text_whatever_the_baseline_says(
+    home, three_rules
+):
+    records = [
+        record for record in read_records(three_rules / "records.jsonl") if record.temperature
+    ]
     target = load_target(home / "target", dtype="float64")
     given = BenchmarkConfig(path=str(home / "prompts.jsonl"))
     bench = load_benchmark(given, tiny.tokenizer(), max_length=200, max_new_tokens=12, limit=0)
@@ -80,21 +94,37 @@ def test_a_coupled_row_is_the_targets_own_coupled_text_whatever_the_baseline_say
         (own,) = decode(target, None, [ids], settings, request_ids=[request])
         assert mine["shallow+coupled"].tokens == mine[COUPLED.drafter].tokens == own.tokens
         assert mine["shallow+coupled"].differs_at is None
-    texts = {name: [r.tokens for r in records if r.drafter == name] for name in (BASELINE.drafter, COUPLED.drafter)}
-    assert texts[BASELINE.drafter] != texts[COUPLED.drafter], "control: the baseline drew other texts"
+    texts = {
+        name: [r.tokens for r in records if r.drafter == name]
+        for name in (BASELINE.drafter, COUPLED.drafter)
+    }
+    assert texts[BASELINE.drafter] != texts[COUPLED.drafter], (
+        "control: the baseline drew other texts"
+    )
 
 
 def test_a_coupled_row_that_says_something_else_ends_the_run(home, monkeypatch):
-    """The control: another seed's text is a sample of the same distribution, and not the target's own."""
+    """The control: another seed's text is a sample of the same distribution, and not the target's
+    own.
+    """
     honest = Bench.settings_at
 
     def other_seed(self, condition, arm):
         settings = honest(self, condition, arm)
-        return type(settings)(**{**vars(settings), "seed": 9}) if arm.drafter == "shallow+coupled" else settings
+        return (
+            type(settings)(**{**vars(settings), "seed": 9})
+            if arm.drafter == "shallow+coupled"
+            else settings
+        )
 
     monkeypatch.setattr(Bench, "settings_at", other_seed)
     entry = {"use": str(home / "shallow"), "verify": "coupled"}
-    changes = {"temperatures": [1.0], "num_draft_tokens": [2], "sweep": [], "prompt_lookup_control": False}
+    changes = {
+        "temperatures": [1.0],
+        "num_draft_tokens": [2],
+        "sweep": [],
+        "prompt_lookup_control": False,
+    }
     with pytest.raises(UserError, match=r"shallow\+coupled is not the target's own"):
         run(config(home, "other_seed", drafters=[entry], **changes))
 
@@ -103,7 +133,12 @@ def test_the_coupled_baseline_is_decoded_where_it_is_needed_alone(home, three_ru
     records = read_records(three_rules / "records.jsonl")
     assert {record.temperature for record in records if record.arm == COUPLED} == {1.0}
     entry = {"use": str(home / "shallow"), "verify": "coupled"}
-    changes = {"drafters": [entry], "prompt_lookup_control": False, "sweep": [], "num_draft_tokens": [2]}
+    changes = {
+        "drafters": [entry],
+        "prompt_lookup_control": False,
+        "sweep": [],
+        "num_draft_tokens": [2],
+    }
     for verify, arms in (("token", 3), ("coupled", 2)):
         run(config(home, "planned", dry_run=True, verify=verify, temperatures=[1.0], **changes))
         assert f"would decode {5 * arms} batches" in capsys.readouterr().out
@@ -112,16 +147,44 @@ def test_the_coupled_baseline_is_decoded_where_it_is_needed_alone(home, three_ru
 @pytest.mark.parametrize(
     ("entry", "changes", "message"),
     [
-        ({"verify": "lenient"}, {}, "verify 'lenient' is unknown, expected one of token, block, coupled"),
+        (
+            {"verify": "lenient"},
+            {},
+            "verify 'lenient' is unknown, expected one of token, block, coupled",
+        ),
         ({"verify": "greedy"}, {}, "verify 'greedy' is unknown"),
-        ({"verify": "block", "schedule": "pearl_virtual"}, {}, "verify=block with schedule 'pearl_virtual'"),
-        ({"verify": "block"}, {"schedule": "pearl_virtual"}, "verify=block with schedule 'pearl_virtual'"),
-        ({"verify": "token", "schedule": "alone"}, {}, "verify=token with schedule=alone, under which nothing"),
-        ({"use": "static_tree", "folder": "SHALLOW", "verify": "block"}, {}, "static_tree proposes trees"),
-        ({"use": "static_tree", "folder": "SHALLOW"}, {"verify": "block"}, "take verify=token or verify=coupled"),
+        (
+            {"verify": "block", "schedule": "pearl_virtual"},
+            {},
+            "verify=block with schedule 'pearl_virtual'",
+        ),
+        (
+            {"verify": "block"},
+            {"schedule": "pearl_virtual"},
+            "verify=block with schedule 'pearl_virtual'",
+        ),
+        (
+            {"verify": "token", "schedule": "alone"},
+            {},
+            "verify=token with schedule=alone, under which nothing",
+        ),
+        (
+            {"use": "static_tree", "folder": "SHALLOW", "verify": "block"},
+            {},
+            "static_tree proposes trees",
+        ),
+        (
+            {"use": "static_tree", "folder": "SHALLOW"},
+            {"verify": "block"},
+            "take verify=token or verify=coupled",
+        ),
         ({"max_draft_tokens": 0}, {}, "max_draft_tokens is 0, expected a whole number from 1 up"),
         ({"max_draft_tokens": 2.5}, {}, "max_draft_tokens is 2.5"),
-        ({"max_draft_tokens": 8}, {}, "shallow has max_draft_tokens=8, but stopping=fixed ends no draft"),
+        (
+            {"max_draft_tokens": 8},
+            {},
+            "shallow has max_draft_tokens=8, but stopping=fixed ends no draft",
+        ),
         (
             {"max_draft_tokens": 8, "schedule": "pearl_virtual"},
             {"stopping": None},
@@ -140,9 +203,13 @@ def test_the_coupled_baseline_is_decoded_where_it_is_needed_alone(home, three_ru
         ({}, {"max_draft_tokens": 0}, "max_draft_tokens is 0, expected"),
     ],
 )
-def test_rules_and_caps_that_do_not_fit_are_refused_before_the_folder_is_taken(home, tmp_path, entry, changes, message):
+def test_rules_and_caps_that_do_not_fit_are_refused_before_the_folder_is_taken(
+    home, tmp_path, entry, changes, message
+):
     given = {"use": "SHALLOW", **entry}
-    given = {key: str(home / "shallow") if value == "SHALLOW" else value for key, value in given.items()}
+    given = {
+        key: str(home / "shallow") if value == "SHALLOW" else value for key, value in given.items()
+    }
     with pytest.raises(UserError, match=message):
         run(config(home, tmp_path / "run", drafters=[given], **changes))
     assert not (tmp_path / "run" / "manifest.json").exists()
@@ -150,23 +217,42 @@ def test_rules_and_caps_that_do_not_fit_are_refused_before_the_folder_is_taken(h
 
 def test_a_tree_under_block_is_refused_for_what_is_sampled_alone(home, capsys):
     tree = {"use": "static_tree", "folder": str(home / "shallow")}
-    run(config(home, "greedy_tree", drafters=[tree], verify="block", temperatures=[0.0], dry_run=True))
+    run(
+        config(
+            home, "greedy_tree", drafters=[tree], verify="block", temperatures=[0.0], dry_run=True
+        )
+    )
     assert "static_tree" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------- caps
+# --------------------------------------------------------------------------------------------- caps
 def test_lengths_of_rules_that_end_drafts_themselves_do_not_hang_on_the_sweep(home):
     """The control, of fixed length, follows it."""
     shallow = str(home / "shallow")
-    some = ("assisted", "entropy", "thompson")  # one that counts rounds, one that reads the model, one that draws
+    # one that counts rounds, one that reads the model, one that draws
+    some = ("assisted", "entropy", "thompson")
     ways = [{"use": shallow, "stopping": name} for name in (*some, "fixed")]
     found = []
     for gamma in (1, 3):
-        changes = {"drafters": ways, "temperatures": [0.0], "prompt_lookup_control": False, "sweep": [gamma]}
+        changes = {
+            "drafters": ways,
+            "temperatures": [0.0],
+            "prompt_lookup_control": False,
+            "sweep": [gamma],
+        }
         folder = run(config(home, f"cap{gamma}", **changes))
-        records = [record for record in read_records(folder / "records.jsonl") if record.prompt_id == "p0"]
-        found.append({record.drafter: (record.num_draft_tokens, record.drafted, record.trace) for record in records})
-        rows = {row.drafter: row for row in read_rows(folder / "results.jsonl") if row.part == "main"}
+        records = [
+            record for record in read_records(folder / "records.jsonl") if record.prompt_id == "p0"
+        ]
+        found.append(
+            {
+                record.drafter: (record.num_draft_tokens, record.drafted, record.trace)
+                for record in records
+            }
+        )
+        rows = {
+            row.drafter: row for row in read_rows(folder / "results.jsonl") if row.part == "main"
+        }
         for name in some:
             row = rows[f"shallow+{name}"]
             assert (row.length_rule, row.num_draft_tokens, row.lossless) == ("cap", 16, "equal")
@@ -181,11 +267,20 @@ def test_lengths_of_rules_that_end_drafts_themselves_do_not_hang_on_the_sweep(ho
     assert fixed[0] != fixed[1]
 
 
-def test_hugging_faces_schedule_begins_at_five_and_grows_by_two_unless_a_cap_of_its_own_ends_it(home):
-    """The target drafts for itself, so every draft passes whole: rounds of 6 and 8 tokens, or of 3 under a cap of 2."""
+def test_hugging_faces_schedule_begins_at_five_and_grows_by_two_unless_a_cap_of_its_own_ends_it(
+    home,
+):
+    """The target drafts for itself, so every draft passes whole: rounds of 6 and 8 tokens, or of 3
+    under a cap of 2.
+    """
     twin = {"use": str(home / "target"), "stopping": "assisted", "stopping_threshold": 0.0}
     ways = [{**twin, "name": "free"}, {**twin, "name": "capped", "max_draft_tokens": 2}]
-    changes = {"sweep": [2], "temperatures": [0.0], "max_new_tokens": 14, "prompt_lookup_control": False}
+    changes = {
+        "sweep": [2],
+        "temperatures": [0.0],
+        "max_new_tokens": 14,
+        "prompt_lookup_control": False,
+    }
     folder = run(config(home, "grows", drafters=ways, **changes))
     main = [record for record in read_records(folder / "records.jsonl") if record.part == "main"]
     assert {record.rounds for record in main if record.drafter == "free"} == {2}
@@ -207,32 +302,48 @@ def test_a_cap_of_its_own_is_for_rules_that_see_every_token(home):
         assert own_cap_of("x", Use(name), chain, target, 16) == 16
         assert own_cap_of("x", Use(name, max_draft_tokens=3), chain, target, 16) == 3
         assert own_cap_of("x", Use(name), lookup, target, 16) is None
-        assert own_cap_of("x", Use(name), chain, recorded, 16) is None, "each width would be a recording"
+        assert own_cap_of("x", Use(name), chain, recorded, 16) is None, (
+            "each width would be a recording"
+        )
     for name in ("fixed", "cost_ratio"):
         assert own_cap_of("x", Use(name), chain, target, 16) is None
     assert own_cap_of("x", Use("cost_ratio", max_draft_tokens=9), chain, target, 16) == 9
-    assert own_cap_of("x", Use("confidence", schedule="pearl_virtual"), chain, target, 16) is None, "a chunk is gamma"
-    with pytest.raises(UserError, match="x has max_draft_tokens=9, but this target records its steps"):
+    assert (
+        own_cap_of("x", Use("confidence", schedule="pearl_virtual"), chain, target, 16) is None
+    ), "a chunk is gamma"
+    with pytest.raises(
+        UserError, match="x has max_draft_tokens=9, but this target records its steps"
+    ):
         own_cap_of("x", Use("entropy", max_draft_tokens=9), chain, recorded, 16)
     with pytest.raises(UserError, match="stopping=fixed ends no draft"):
         own_cap_of("x", Use("fixed", max_draft_tokens=9), chain, target, 16)
-    assert rule_of("serial", given=True, own_cap=16) == rule_of("serial", given=False, own_cap=16) == "cap"
+    assert (
+        rule_of("serial", given=True, own_cap=16)
+        == rule_of("serial", given=False, own_cap=16)
+        == "cap"
+    )
     assert rule_of("alone", given=True) == "none"
 
 
 def test_recorded_steps_keep_the_sweeps_lengths(home):
-    target = TargetConfig(path=str(home / "target"), dtype="float64", device="cpu", execution="graph")
+    target = TargetConfig(
+        path=str(home / "target"), dtype="float64", device="cpu", execution="graph"
+    )
     changes = {"temperatures": [0.0], "sweep": [2], "prompt_lookup_control": False}
     folder = run(config(home, "recorded", target=target, stopping="entropy", **changes))
-    assert {(row.length_rule, row.num_draft_tokens) for row in read_rows(folder / "results.jsonl")} == {
-        ("predicted", 2)
-    }
+    assert {
+        (row.length_rule, row.num_draft_tokens) for row in read_rows(folder / "results.jsonl")
+    } == {("predicted", 2)}
 
 
 def test_the_formula_says_nothing_of_caps_that_were_not_run():
-    """What was drafted under a cap of 16 would be drafted under most smaller ones too: in proportion it would look cheaper there."""
+    """What was drafted under a cap of 16 would be drafted under most smaller ones too: in
+    proportion it would look cheaper there.
+    """
     free = Costs(0.3, {1: 1.0, 17: 1.8}, nodes={16: 3.0}, steps={16: 3.0}, deepest=16)
-    own = Costs(0.3, {1: 1.0, 17: 1.8}, nodes={16: 3.0}, steps={16: 3.0}, deepest=16, own_lengths=True)
+    own = Costs(
+        0.3, {1: 1.0, 17: 1.8}, nodes={16: 3.0}, steps={16: 3.0}, deepest=16, own_lengths=True
+    )
     passes = [0.8, 0.7, 0.5, 0.2]
     assert best_gamma(passes, own)[0] == 16
     assert best_gamma(passes, free)[0] < 16, "control"
@@ -249,11 +360,21 @@ def test_costs_are_frozen_as_far_as_a_cap_of_its_own(home, monkeypatch):
 
     monkeypatch.setattr("eval.parts.measure_costs", measured)
     shallow = str(home / "shallow")
-    ways = [{"use": shallow, "name": "swept"}, {"use": shallow, "name": "capped", "max_draft_tokens": 9}]
-    changes = {"stopping": "cost_ratio", "temperatures": [0.0], "sweep": [2], "prompt_lookup_control": False}
+    ways = [
+        {"use": shallow, "name": "swept"},
+        {"use": shallow, "name": "capped", "max_draft_tokens": 9},
+    ]
+    changes = {
+        "stopping": "cost_ratio",
+        "temperatures": [0.0],
+        "sweep": [2],
+        "prompt_lookup_control": False,
+    }
     rows = read_rows(run(config(home, "frozen_caps", drafters=ways, **changes)) / "results.jsonl")
     assert seen == {"swept": 3, "capped": 10}
-    assert {(row.drafter, row.num_draft_tokens, row.length_rule) for row in rows if row.part == "main"} == {
+    assert {
+        (row.drafter, row.num_draft_tokens, row.length_rule) for row in rows if row.part == "main"
+    } == {
         ("swept", 2, "predicted"),
         ("capped", 9, "cap"),
     }

@@ -1,4 +1,6 @@
-"""`eval.run` from end to end on a tiny random LLaMA: what it measures, keeps, refuses and takes up again."""
+"""`eval.run` from end to end on a tiny random LLaMA: what it measures, keeps, refuses and takes up
+again.
+"""
 
 import json
 import re
@@ -31,7 +33,12 @@ def test_a_run_leaves_rows_records_costs_and_a_report(finished):
     rows = read_rows(finished / "results.jsonl")
     swept = {(r.drafter, r.temperature, r.num_draft_tokens) for r in rows if r.part == "sweep"}
     names = ("shallow", "prompt_lookup")
-    assert swept == {(name, temperature, gamma) for name in names for temperature in (0.0, 1.0) for gamma in GAMMAS}
+    assert swept == {
+        (name, temperature, gamma)
+        for name in names
+        for temperature in (0.0, 1.0)
+        for gamma in GAMMAS
+    }
     main = [r for r in rows if r.part == "main"]
     assert [(r.drafter, r.temperature) for r in main] == [(n, t) for t in (0.0, 1.0) for n in names]
     for row in main:
@@ -49,7 +56,9 @@ def test_a_run_leaves_rows_records_costs_and_a_report(finished):
 def test_a_tracker_gets_every_main_row_and_a_table_of_all(home, wandb_runs):
     """After the measurement: what a tracker does beside the decoding would be measured too."""
     tracker = TrackerConfig(wandb="online", name="mine", group="sweep")
-    folder = run(config(home, "tracked", temperatures=[0.0], prompt_lookup_control=False, tracker=tracker))
+    folder = run(
+        config(home, "tracked", temperatures=[0.0], prompt_lookup_control=False, tracker=tracker)
+    )
     rows = read_rows(folder / "results.jsonl")
     [main] = [row for row in rows if row.part == "main"]
     [line] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -77,20 +86,24 @@ def test_every_arm_decodes_every_prompt_and_greedy_outputs_are_the_targets_own(f
         assert record.rounds + sum(record.accepted_by_depth) == len(record.tokens) == 12
 
 
-def test_the_sweep_runs_on_prompts_from_all_over_the_file_and_the_result_on_the_others(home, finished):
+def test_the_sweep_runs_on_prompts_from_all_over_the_file_and_the_result_on_the_others(
+    home, finished
+):
     records = read_records(finished / "records.jsonl")
     swept, main = ({r.prompt_id for r in records if r.part == part} for part in ("sweep", "main"))
     assert swept == {"p1", "p2"} and main == {"p0", "p3", "p4"}
     report = (finished / "report.html").read_text()
     assert (
-        "chosen for each drafter in a sweep on 2 prompts from all over prompts.jsonl, none of which is measured"
-        in report
+        "chosen for each drafter in a sweep on 2 prompts from all over prompts.jsonl, none of "
+        "which is measured" in report
     )
 
 
 def test_with_a_file_for_the_sweep_every_prompt_is_measured(home):
     tiny.prompts(home / "others.jsonl", count=12)
-    benchmark = BenchmarkConfig(path=str(home / "prompts.jsonl"), sweep_path=str(home / "others.jsonl"))
+    benchmark = BenchmarkConfig(
+        path=str(home / "prompts.jsonl"), sweep_path=str(home / "others.jsonl")
+    )
     folder = run(config(home, "swept_elsewhere", benchmark=benchmark, temperatures=[0.0]))
     records = read_records(folder / "records.jsonl")
     swept, main = ({r.prompt_id for r in records if r.part == part} for part in ("sweep", "main"))
@@ -117,7 +130,9 @@ def test_a_finished_run_of_another_version_is_named(home, finished):
     del row["tau"]
     results.write_text(json.dumps(row) + "\n")
     try:
-        with pytest.raises(UserError, match=r"results.jsonl: not the rows of this version of eval.run \(.*tau"):
+        with pytest.raises(
+            UserError, match=r"results.jsonl: not the rows of this version of eval.run \(.*tau"
+        ):
             run(config(home, "finished"))
     finally:
         results.write_text(kept)
@@ -126,10 +141,18 @@ def test_a_finished_run_of_another_version_is_named(home, finished):
 
 @pytest.mark.long
 def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
-    """Drafters in this process and in a worker of their own; the tokens are those of the target in one process."""
-    target = TargetConfig(path=str(home / "target"), dtype="float64", device="cpu", parallel="tp", processes=2)
+    """Drafters in this process and in a worker of their own; the tokens are those of the target in
+    one process.
+    """
+    target = TargetConfig(
+        path=str(home / "target"), dtype="float64", device="cpu", parallel="tp", processes=2
+    )
     wall = {"use": str(home / "shallow"), "schedule": "pearl_wall", "draft_cores": 0}
-    changes = {"temperatures": [0.0], "num_draft_tokens": [3], "drafters": [str(home / "shallow"), wall]}
+    changes = {
+        "temperatures": [0.0],
+        "num_draft_tokens": [3],
+        "drafters": [str(home / "shallow"), wall],
+    }
     folder = run(config(home, "split", target=target, **changes))
     main = [row for row in read_rows(folder / "results.jsonl") if row.part == "main"]
     assert [row.drafter for row in main] == ["shallow", "shallow+pearl_wall", "prompt_lookup"]
@@ -138,9 +161,16 @@ def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
         assert row.backend == "native (tp over 2 processes)"
     report = (folder / "report.html").read_text()
     assert "native (tp over 2 processes) backend" in report
-    assert "Other processes used this machine" not in report  # waiting for the other rank is no sign of that
-    own = {r.prompt_id: r.tokens for r in read_records(finished / "records.jsonl") if r.temperature == 0}
-    assert all(record.tokens == own[record.prompt_id] for record in read_records(folder / "records.jsonl"))
+    # waiting for the other rank is no sign of that
+    assert "Other processes used this machine" not in report
+    own = {
+        r.prompt_id: r.tokens
+        for r in read_records(finished / "records.jsonl")
+        if r.temperature == 0
+    }
+    assert all(
+        record.tokens == own[record.prompt_id] for record in read_records(folder / "records.jsonl")
+    )
 
 
 def test_a_drafter_that_works_beside_the_target_gets_another_card(home, monkeypatch):
@@ -151,7 +181,12 @@ def test_a_drafter_that_works_beside_the_target_gets_another_card(home, monkeypa
     entries = [
         str(home / "shallow"),
         {"use": str(home / "shallow"), "schedule": "pearl_wall"},
-        {"use": str(home / "shallow"), "schedule": "pearl_wall", "device": "cpu", "name": "where it says"},
+        {
+            "use": str(home / "shallow"),
+            "schedule": "pearl_wall",
+            "device": "cpu",
+            "name": "where it says",
+        },
     ]
     mappings = describe(entries, target, False)
     made = build(mappings, uses(mappings, Use()), home / "target", {"cuda": "cuda:2"})
@@ -171,7 +206,8 @@ def test_an_interrupted_run_goes_on_and_measures_nothing_twice(home, monkeypatch
     run(cfg)
     again = (whole / "records.jsonl").read_text().splitlines()
     assert len(again) == len(lines)
-    assert again[: len(lines) - 3] == lines[: len(lines) - 3]  # timings included: not measured again
+    # timings included: not measured again
+    assert again[: len(lines) - 3] == lines[: len(lines) - 3]
     assert again[-1] != lines[-1]
     assert (whole / "parts.jsonl").read_bytes() == costs
 
@@ -188,7 +224,9 @@ def test_a_wrong_output_ends_with_an_error_after_the_report(home, monkeypatch):
         return rows
 
     monkeypatch.setattr(measure, "decode", lying)
-    cfg = config(home, "wrong", temperatures=[0.0], num_draft_tokens=[2], prompt_lookup_control=False)
+    cfg = config(
+        home, "wrong", temperatures=[0.0], num_draft_tokens=[2], prompt_lookup_control=False
+    )
     with pytest.raises(UserError, match="shallow is not the target's own"):
         run(cfg)
     row = next(r for r in read_rows(home / "wrong" / "results.jsonl") if r.part == "main")
@@ -212,7 +250,9 @@ def test_of_repeated_generations_the_fastest_counts(home, monkeypatch):
     monkeypatch.setattr("eval.session.ATTEMPTS", 1)
     monkeypatch.setattr("eval.session.warm_up", lambda *_: None)
     monkeypatch.setattr(Bench, "decode", slow_at_first)
-    folder = run(config(home, "repeated", repeats=2, temperatures=[0.0], drafters=[str(home / "shallow")]))
+    folder = run(
+        config(home, "repeated", repeats=2, temperatures=[0.0], drafters=[str(home / "shallow")])
+    )
     records = read_records(folder / "records.jsonl")
     assert len(records) == 2 * 5 + 3 * 3  # units x arms, of the sweep and of the main part
     assert len(calls) == 2 * len(records)
@@ -235,22 +275,38 @@ def test_a_repeat_that_differs_is_not_hidden_by_a_faster_one(home, monkeypatch):
     monkeypatch.setattr("eval.session.warm_up", lambda *_: None)
     monkeypatch.setattr(Bench, "decode", wrong_once)
     with pytest.raises(UserError, match="the output with shallow is not the target's own"):
-        run(config(home, "wrong_once", repeats=2, temperatures=[0.0], drafters=[str(home / "shallow")]))
+        run(
+            config(
+                home, "wrong_once", repeats=2, temperatures=[0.0], drafters=[str(home / "shallow")]
+            )
+        )
 
 
 def test_coupled_sampling_is_compared_token_by_token(home):
-    folder = run(config(home, "coupled", temperatures=[1.0], verify="coupled", num_draft_tokens=[3], sweep=[]))
+    folder = run(
+        config(
+            home, "coupled", temperatures=[1.0], verify="coupled", num_draft_tokens=[3], sweep=[]
+        )
+    )
     for row in read_rows(folder / "results.jsonl"):
         assert (row.verify, row.lossless) == ("coupled", "equal")
 
 
 def test_batches_are_units_and_equal_single_rows(home, finished):
-    folder = run(config(home, "batched", batch_sizes=[2], temperatures=[0.0], num_draft_tokens=[2], sweep=[]))
+    folder = run(
+        config(home, "batched", batch_sizes=[2], temperatures=[0.0], num_draft_tokens=[2], sweep=[])
+    )
     records = read_records(folder / "records.jsonl")
     assert {r.unit for r in records} == {0, 1}  # five prompts fill two batches of two
-    single = {r.prompt_id: r.tokens for r in read_records(finished / "records.jsonl") if r.temperature == 0}
+    single = {
+        r.prompt_id: r.tokens
+        for r in read_records(finished / "records.jsonl")
+        if r.temperature == 0
+    }
     assert all(r.tokens == single[r.prompt_id] for r in records)
-    assert all(row.lossless == "equal" and row.prompts == 4 for row in read_rows(folder / "results.jsonl"))
+    assert all(
+        row.lossless == "equal" and row.prompts == 4 for row in read_rows(folder / "results.jsonl")
+    )
 
 
 def test_later_turns_see_the_targets_own_answers(home, capsys):
@@ -259,11 +315,18 @@ def test_later_turns_see_the_targets_own_answers(home, capsys):
     changes = {"benchmark": benchmark, "temperatures": [0.0], "num_draft_tokens": [2], "sweep": []}
     records = read_records(run(config(home, "turns", **changes)) / "records.jsonl")
     run(config(home, "planned", dry_run=True, **changes))
-    assert f"would decode {len(records)} batches, at most {12 * len(records)} tokens" in capsys.readouterr().out
+    assert (
+        f"would decode {len(records)} batches, at most {12 * len(records)} tokens"
+        in capsys.readouterr().out
+    )
     words = tiny.tokenizer()
     for record in records:
         if record.turn == 1:
-            first = next(r for r in records if r.arm == BASELINE and r.prompt_id == record.prompt_id and r.turn == 0)
+            first = next(
+                r
+                for r in records
+                if r.arm == BASELINE and r.prompt_id == record.prompt_id and r.turn == 0
+            )
             answer = words.decode(first.tokens, skip_special_tokens=True)
             number = record.prompt_id[1]
             asked = f"<u>Question {number}, part 0?<a>{answer}</s><u>Question {number}, part 1?<a>"
@@ -274,7 +337,8 @@ def test_later_turns_see_the_targets_own_answers(home, capsys):
 def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
     run(config(home, "dry", dry_run=True))
     text = capsys.readouterr().out
-    # Per temperature: 2 prompts x (baseline + 2 drafters x 2 gammas) + 3 prompts x (baseline + 2 drafters).
+    # Per temperature: 2 prompts x (baseline + 2 drafters x 2 gammas) + 3 prompts x (baseline + 2
+    # drafters).
     assert "would decode 38 batches, at most 456 tokens" in text
     run(config(home, "dry", dry_run=True, temperatures=[0.0], batch_sizes=[1, 2]))
     # The first 19 again, and in batches of two: one x (baseline + 4 arms) and one x (baseline + 2).
@@ -283,7 +347,9 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
     # As much as can be told without the target.
     run(config(home, "dry", dry_run=True, target=TargetConfig(path="/nowhere/llama")))
     told = capsys.readouterr().out
-    assert re.search(r"would measure the drafters \(1 given\) on at most 64 prompts .* tokens each; .*T=1", told), told
+    assert re.search(
+        r"would measure the drafters \(1 given\) on at most 64 prompts .* tokens each; .*T=1", told
+    ), told
     assert "/nowhere/llama is not there" in told
 
 
@@ -296,7 +362,10 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
         ({"verify": "typical"}, "token, block or coupled"),
         ({"target": TargetConfig(path="nowhere", execution="fast")}, "eager, graph or compiled"),
         ({"max_new_tokens": 1}, "max_new_tokens"),
-        ({"stopping": "fixed", "stopping_threshold": 0.5}, "'fixed' takes no threshold, found stopping_threshold=0.5"),
+        (
+            {"stopping": "fixed", "stopping_threshold": 0.5},
+            "'fixed' takes no threshold, found stopping_threshold=0.5",
+        ),
         ({"stopping_threshold": 0.5}, "takes no threshold"),
         ({"sweep": []}, "num_draft_tokens is empty"),
         ({"sweep_prompts": 5}, "prompts are too few"),
@@ -306,7 +375,10 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
             {"target": TargetConfig(path="/nowhere", parallel="tp", processes=2, backend="hf")},
             "native backend, not of hf",
         ),
-        ({"target": TargetConfig(path="/nowhere", device="cpu", parallel="tp")}, "needs processes=N"),
+        (
+            {"target": TargetConfig(path="/nowhere", device="cpu", parallel="tp")},
+            "needs processes=N",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_a_reason(home, changes, message):
@@ -315,12 +387,19 @@ def test_what_cannot_be_measured_is_refused_with_a_reason(home, changes, message
 
 
 def test_recorded_steps_give_the_same_rows(home, finished):
-    target = TargetConfig(path=str(home / "target"), dtype="float64", device="cpu", execution="graph")
+    target = TargetConfig(
+        path=str(home / "target"), dtype="float64", device="cpu", execution="graph"
+    )
     rows = read_rows(run(config(home, "graph", target=target)) / "results.jsonl")
     plain = read_rows(finished / "results.jsonl")
-    assert {row.backend for row in rows} == {"native graph"} and {row.backend for row in plain} == {"native"}
+    assert {row.backend for row in rows} == {"native graph"} and {row.backend for row in plain} == {
+        "native"
+    }
     assert all(row.lossless == ("by rule" if row.temperature else "equal") for row in rows)
-    swept = [[(row.drafter, row.alpha, row.tau) for row in found if row.part == "sweep"] for found in (rows, plain)]
+    swept = [
+        [(row.drafter, row.alpha, row.tau) for row in found if row.part == "sweep"]
+        for found in (rows, plain)
+    ]
     assert swept[0] == swept[1] != []
 
 
@@ -329,7 +408,7 @@ def test_a_drafter_of_another_tokenizer_is_refused(home, stories260k):
         run(config(home, "foreign", dry_run=True, drafters=[str(stories260k)]))
 
 
-# ---------------------------------------------------------------------------------------------- small parts
+# -------------------------------------------------------------------------------------- small parts
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_scores_behind_a_tie_are_those_that_decoding_chose_by(home, temperature):
     target = load_target(home / "target", dtype="float64")
@@ -339,7 +418,9 @@ def test_the_scores_behind_a_tie_are_those_that_decoding_chose_by(home, temperat
     for at, token in enumerate(chosen):
         scores_V = choice_scores(target, [*ids, *chosen[:at]], settings, request=77)
         assert int(scores_V.argmax()) == token
-        assert top_two_gap(scores_V) == pytest.approx(float(scores_V.max() - scores_V.sort().values[-2]))
+        assert top_two_gap(scores_V) == pytest.approx(
+            float(scores_V.max() - scores_V.sort().values[-2])
+        )
 
 
 def test_the_order_rotates_through_all_arms():

@@ -1,4 +1,6 @@
-"""The jobs ask the same table of settings as `generate`: what nothing can be decoded by ends a job before a model is loaded."""
+"""The jobs ask the same table of settings as `generate`: what nothing can be decoded by ends a job
+before a model is loaded.
+"""
 
 import math
 from dataclasses import replace
@@ -37,16 +39,22 @@ def evaluation(**changed: Any) -> None:
     if "temperature" in changed:
         changed["temperatures"] = [0.0, changed.pop("temperature")]
     benchmark = BenchmarkConfig(path=str(ASSETS / "prompts.jsonl"))
-    check_eval(EvalConfig(job="eval.run", output_dir="", target=TARGET, benchmark=benchmark, **changed))
+    check_eval(
+        EvalConfig(job="eval.run", output_dir="", target=TARGET, benchmark=benchmark, **changed)
+    )
 
 
 def generation(**changed: Any) -> None:
-    check_generate(GenerateConfig(job="recurrent_drafting.generate", output_dir="", target=TARGET, **changed))
+    check_generate(
+        GenerateConfig(job="recurrent_drafting.generate", output_dir="", target=TARGET, **changed)
+    )
 
 
 def regeneration(**changed: Any) -> None:
     data = DataConfig(chats=[str(ASSETS / "chats.json")], max_length=256)
-    plain = RegenerateConfig(job="distill.regenerate", output_dir="", target=TARGET, data=data, max_new_tokens=64)
+    plain = RegenerateConfig(
+        job="distill.regenerate", output_dir="", target=TARGET, data=data, max_new_tokens=64
+    )
     check_regenerate(replace(plain, **changed))
 
 
@@ -59,7 +67,14 @@ def test_a_job_refuses_what_generate_refuses(check: Any, name: str, value: Any) 
 
 @pytest.mark.parametrize("check", [evaluation, generation, regeneration])
 @pytest.mark.parametrize(
-    "good", [{"temperature": 1e-5}, {"seed": 2**64 - 1}, {"top_p": 1.0, "min_p": 1.0}, {"max_new_tokens": 2}], ids=str
+    "good",
+    [
+        {"temperature": 1e-5},
+        {"seed": 2**64 - 1},
+        {"top_p": 1.0, "min_p": 1.0},
+        {"max_new_tokens": 2},
+    ],
+    ids=str,
 )
 def test_a_job_takes_what_is_at_the_bounds(check: Any, good: dict[str, Any]) -> None:
     check(**good)
@@ -70,7 +85,10 @@ def test_a_job_takes_what_is_at_the_bounds(check: Any, good: dict[str, Any]) -> 
     [
         ({"repetition_penalty": NAN}, "repetition_penalty is nan, expected more than 0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, expected more than 0"),
-        ({"stop_strings": [""]}, "stop_strings is .*, expected a tuple of texts, none of them empty"),
+        (
+            {"stop_strings": [""]},
+            "stop_strings is .*, expected a tuple of texts, none of them empty",
+        ),
         ({"stopping_threshold": NAN}, "stopping_threshold is nan, expected a number from 0 to 1"),
         ({"temperatures": []}, "temperatures is .., expected one or more"),
     ],
@@ -88,8 +106,12 @@ def test_a_generations_words(name: str, value: str) -> None:
 
 @pytest.mark.parametrize("value", TEMPERATURES)
 def test_the_temperature_of_held_out_answers(value: float) -> None:
-    config = TrainConfig(job="distill.train", output_dir="", target=TARGET, held_out=HeldOutConfig(temperature=value))
-    with pytest.raises(UserError, match=r"held_out.temperature is .*, expected 0 .greedy., or a number from 1e-05"):
+    config = TrainConfig(
+        job="distill.train", output_dir="", target=TARGET, held_out=HeldOutConfig(temperature=value)
+    )
+    with pytest.raises(
+        UserError, match=r"held_out.temperature is .*, expected 0 .greedy., or a number from 1e-05"
+    ):
         check_train(config)
 
 
@@ -112,7 +134,9 @@ def test_prompt_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         with pytest.raises(UserError, match=message):
             read_prompts(path)
-    mixed = written("mixed.jsonl", good * 3 + '{"turns": ' + deep + "}\n" + '{"turns": ["a \\ud83d"]}\n')
+    mixed = written(
+        "mixed.jsonl", good * 3 + '{"turns": ' + deep + "}\n" + '{"turns": ["a \\ud83d"]}\n'
+    )
     assert len(read_prompts(mixed, max_bad=0.5)) == 3
     with pytest.raises(UserError, match="cannot be opened .File name too long."):
         resolve("n" * 5000)

@@ -10,15 +10,23 @@ from eval.neighbours import Watch, had, machine_seconds
 
 def test_neighbours_count_where_decoding_wanted_their_processors():
     assert had(own=10.0, elapsed=10.0, others=0.0, threads=2, processors=2) == 10.0
-    assert had(own=10.0, elapsed=10.0, others=4.0, threads=2, processors=2) == 8.0, "each of two threads bears half"
-    assert had(own=10.0, elapsed=10.0, others=10.0, threads=1, processors=2) == 10.0, "the other one was free"
+    assert had(own=10.0, elapsed=10.0, others=4.0, threads=2, processors=2) == 8.0, (
+        "each of two threads bears half"
+    )
+    assert had(own=10.0, elapsed=10.0, others=10.0, threads=1, processors=2) == 10.0, (
+        "the other one was free"
+    )
     assert had(own=10.0, elapsed=10.0, others=13.0, threads=1, processors=2) == 7.0
-    assert had(own=4.0, elapsed=10.0, others=0.0, threads=1, processors=2) == 4.0, "it had none itself"
+    assert had(own=4.0, elapsed=10.0, others=0.0, threads=1, processors=2) == 4.0, (
+        "it had none itself"
+    )
     assert had(own=6.5, elapsed=10.0, others=13.5, threads=1, processors=2) == 6.5, (
         "what was taken of its own processor counts once"
     )
     assert had(own=0.5, elapsed=10.0, others=19.5, threads=2, processors=2) == 0.25
-    assert had(own=1.0, elapsed=1.0, others=-0.01, threads=2, processors=2) == 1.0, "no more than there was"
+    assert had(own=1.0, elapsed=1.0, others=-0.01, threads=2, processors=2) == 1.0, (
+        "no more than there was"
+    )
 
 
 def test_the_machine_counts_all_but_idling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -49,11 +57,14 @@ def test_a_watch_takes_this_process_from_the_machines_count(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_without_the_machines_count_the_threads_own_time_stands(known: bool, monkeypatch: pytest.MonkeyPatch):
+def test_without_the_machines_count_the_threads_own_time_stands(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(neighbours, "machine_seconds", lambda: 0.0 if known else None)
     for name in ("thread_time", "perf_counter", "process_time"):
         times = iter((0.0, 2.0))
         monkeypatch.setattr(neighbours, name, lambda times=times: next(times))
     monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 2)
-    # A count that stands still, as some containers have it, says that others took less than nothing: no disturbance.
+    # A count that stands still, as some containers have it, says that others took less than
+    # nothing: no disturbance.
     assert Watch(threads=2).seconds() == pytest.approx(2.0)

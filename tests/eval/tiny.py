@@ -1,4 +1,6 @@
-"""A tiny random LLaMA with a character tokenizer and a chat template, as a model folder, and a drafter cut from it."""
+"""A tiny random LLaMA with a character tokenizer and a chat template, as a model folder, and a
+drafter cut from it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from eval.config import BenchmarkConfig, EvalConfig
 from training.config import TargetConfig
 
 TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}<u>{{ message['content'] }}"
-    "{% else %}<a>{% generation %}{{ message['content'] }}</s>{% endgeneration %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}<u>{{ message['content'] }}{% "
+    "else %}<a>{% generation %}{{ message['content'] }}</s>{% endgeneration %}{% endif %}{% endfor "
+    "%}{% if add_generation_prompt %}<a>{% endif %}"
 )
 GAMMAS = (1, 3)
 SPECIAL = ["<unk>", "<s>", "</s>", "<u>", "<a>"]
@@ -24,7 +26,9 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<u>", "<a>"]
 def tokenizer() -> PreTrainedTokenizerFast:
     """One id a printable character; `<u>` opens a question and `<a>` its answer."""
     letters = SPECIAL + [chr(code) for code in range(32, 127)] + ["\n"]
-    core = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(letters)}, unk_token="<unk>"))
+    core = Tokenizer(
+        models.WordLevel({letter: index for index, letter in enumerate(letters)}, unk_token="<unk>")
+    )
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
@@ -71,7 +75,11 @@ def save(folder: Path, *, layers: int = 3, context: int = 256, seed: int = 0) ->
 def prompts(path: Path, count: int = 6, turns: int = 1) -> Path:
     """A prompt file of two categories."""
     lines = [
-        {"id": f"p{n}", "category": ("odd", "even")[n % 2], "turns": [f"Question {n}, part {k}?" for k in range(turns)]}
+        {
+            "id": f"p{n}",
+            "category": ("odd", "even")[n % 2],
+            "turns": [f"Question {n}, part {k}?" for k in range(turns)],
+        }
         for n in range(count)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -21,7 +21,12 @@ TIPS_B = torch.tensor([3, 7, 7])
 
 
 def hidden_states() -> Tensor:
-    return torch.randn(len(TIPS_B), TARGET.hidden_size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return torch.randn(
+        len(TIPS_B),
+        TARGET.hidden_size,
+        generator=torch.Generator().manual_seed(2),
+        dtype=torch.float64,
+    )
 
 
 def sampling(rows: int, vocab_size: int = TARGET.vocab_size) -> Chooser:
@@ -31,8 +36,12 @@ def sampling(rows: int, vocab_size: int = TARGET.vocab_size) -> Chooser:
     return chooser
 
 
-def plain_beams(head: RecurrentHead, row: int, length: int, width: int, going: int = 99) -> set[tuple[int, ...]]:
-    """The published search, a beam at a time: all log probabilities, the best `width` of all continuations of the best `going` beams."""
+def plain_beams(
+    head: RecurrentHead, row: int, length: int, width: int, going: int = 99
+) -> set[tuple[int, ...]]:
+    """The published search, a beam at a time: all log probabilities, the best `width` of all
+    continuations of the best `going` beams.
+    """
     beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for _ in range(length):
         grown = []
@@ -60,7 +69,9 @@ def paths_of(beams: Beams, row: int) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 9}, {"rnn": False}], ids=["whole", "shortlist", "sum"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"draft_vocab_size": 9}, {"rnn": False}], ids=["whole", "shortlist", "sum"]
+)
 @pytest.mark.parametrize(("length", "width"), [(1, 5), (3, 1), (4, 4), (3, 9)])
 def test_the_beams_are_the_plain_searchs(length: int, width: int, fields: dict[str, int]) -> None:
     head = random_head(TARGET, scale=4.0, **fields)
@@ -82,7 +93,9 @@ def test_scores_are_log_probabilities_of_the_paths_at_the_targets_temperature() 
     for row, tip in enumerate(TIPS_B.tolist()):
         for path, score in zip(paths_of(beams, row), scores_BW[row].tolist()):
             steps = zip((tip, *path), path)
-            assert score == pytest.approx(sum(log_probs_VV[before, after].item() for before, after in steps))
+            assert score == pytest.approx(
+                sum(log_probs_VV[before, after].item() for before, after in steps)
+            )
 
 
 def test_the_search_ends_where_it_is_told_to() -> None:
@@ -100,7 +113,9 @@ def test_the_search_ends_where_it_is_told_to() -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_narrowed_search_goes_on_from_the_beams_it_was_told(named: bool) -> None:
-    """The first ones, or some by name and in any order: back pointers are beams of the whole step before in either case."""
+    """The first ones, or some by name and in any order: back pointers are beams of the whole step
+    before in either case.
+    """
     head, width, going, length = random_head(TARGET, scale=4.0), 5, 2, 3
     rows = []
 
@@ -119,7 +134,9 @@ def test_a_narrowed_search_goes_on_from_the_beams_it_was_told(named: bool) -> No
     assert rows == [1, going, going] and beams.started == sum(rows)
     for row in range(len(TIPS_B)):
         assert set(paths_of(beams, row)) == plain_beams(head, row, length, width, going)
-    assert plain_beams(head, 0, length, width, going) != plain_beams(head, 0, length, width), "control: it matters"
+    assert plain_beams(head, 0, length, width, going) != plain_beams(head, 0, length, width), (
+        "control: it matters"
+    )
 
 
 class Largest(TorchDispatchMode):
@@ -137,7 +154,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("drawn", [False, True])
 def test_nothing_waits_and_a_step_makes_nothing_larger_than_its_logits(drawn: bool) -> None:
-    """[B, W, V], whatever the length; a head's features are as wide as its blocks, and these no wider than V here."""
+    """[B, W, V], whatever the length; a head's features are as wide as its blocks, and these no
+    wider than V here.
+    """
     length, width, V = 5, 4, 600
     target = markov(symbols=V)
     head = random_head(target, scale=4.0, exit_dim=V)
@@ -152,8 +171,12 @@ def test_nothing_waits_and_a_step_makes_nothing_larger_than_its_logits(drawn: bo
 
 @pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 9}], ids=["whole", "shortlist"])
 @pytest.mark.parametrize("candidates", [2, 64])
-def test_draws_come_from_what_is_told(candidates: int, fields: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates, and a tail of all that the head says besides; a child that is none of these was drawn from that tail."""
+def test_draws_come_from_what_is_told(
+    candidates: int, fields: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Candidates, and a tail of all that the head says besides; a child that is none of these was
+    drawn from that tail.
+    """
     monkeypatch.setattr(drawn_beams, "CANDIDATES", candidates)
     head, width, tails = random_head(TARGET, scale=2.0, **fields), 4, 0
     if head.token_ids_V is not None:
@@ -175,17 +198,24 @@ def test_draws_come_from_what_is_told(candidates: int, fields: dict[str, int], m
         )
         for parent, token in pairs:
             if token not in ids_BPK[row, parent + 1].tolist():
-                assert token == rows.ids_BPK[row, parent + 1, -1] and rows.tail_BPV[row, parent + 1, token] > 0
+                assert (
+                    token == rows.ids_BPK[row, parent + 1, -1]
+                    and rows.tail_BPV[row, parent + 1, token] > 0
+                )
                 tails += 1
     assert tails or candidates > 2
 
 
 def test_siblings_are_in_the_order_of_their_clocks() -> None:
-    """First children are the likelier ones, by far where the head is sure, and a node's later children come behind its earlier ones."""
+    """First children are the likelier ones, by far where the head is sure, and a node's later
+    children come behind its earlier ones.
+    """
     head, rows = knowing_head(TARGET), 2000
     draws = Draws(head, 3, 1, rows, sampling(rows))
     tips_B = torch.full((rows,), 3)
-    (step,) = search(head, TARGET.embed, tips_B, torch.zeros(rows, 12, dtype=torch.float64), 1, draws).steps
+    (step,) = search(
+        head, TARGET.embed, tips_B, torch.zeros(rows, 12, dtype=torch.float64), 1, draws
+    ).steps
     q_V = TARGET.table_VVV[0, 3].softmax(-1)
     found_V = step.tokens_BW[:, 0].bincount(minlength=12) / rows
     assert (found_V - q_V).abs().max() < 0.05
@@ -196,18 +226,23 @@ def test_siblings_are_in_the_order_of_their_clocks() -> None:
 
 
 def test_a_childs_place_among_the_draws_tells_nothing_of_its_token() -> None:
-    """First children are distributed as q whether or not their node gets a second one: the budget was set before."""
+    """First children are distributed as q whether or not their node gets a second one: the budget
+    was set before.
+    """
     head, draws_made = knowing_head(TARGET), 4000
     tips_B = torch.full((draws_made,), 3)
     hidden_BH = torch.zeros(draws_made, TARGET.hidden_size, dtype=torch.float64)
     draws = Draws(head, 4, 2, draws_made, sampling(draws_made))
     beams = search(head, TARGET.embed, tips_B, hidden_BH, 2, draws)
     first, second = beams.steps
-    first_B1 = second.parents_BW.eq(0).long().argmax(1, keepdim=True)  # the first child of the first node
+    # the first child of the first node
+    first_B1 = second.parents_BW.eq(0).long().argmax(1, keepdim=True)
     tested = 0
     for token in range(TARGET.vocab_size):
         for has_second in (False, True):
-            among_B = (first.tokens_BW[:, 0] == token) & ((second.parents_BW.eq(0).sum(1) > 1) == has_second)
+            among_B = (first.tokens_BW[:, 0] == token) & (
+                (second.parents_BW.eq(0).sum(1) > 1) == has_second
+            )
             children = second.tokens_BW.gather(1, first_B1)[among_B, 0]
             if len(children) < 200:
                 continue

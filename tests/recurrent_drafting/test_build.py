@@ -1,4 +1,6 @@
-"""What the head starts from: shapes by the target, warm starts, blocks of zero, shortlists, and heads of another target."""
+"""What the head starts from: shapes by the target, warm starts, blocks of zero, shortlists, and
+heads of another target.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,9 @@ from training.packing import Sample
 H, V = tiny.HIDDEN, tiny.VOCABULARY
 
 
-def built(shape: HeadShapeConfig, samples: list[Sample] | None = None) -> tuple[RecurrentHead, torch.Tensor]:
+def built(
+    shape: HeadShapeConfig, samples: list[Sample] | None = None
+) -> tuple[RecurrentHead, torch.Tensor]:
     torch.manual_seed(0)
     lm_head = torch.randn(V, H)
     config = head_config(shape, tiny.target().config)
@@ -32,11 +36,15 @@ def logits(head: RecurrentHead, hidden: torch.Tensor, state: torch.Tensor) -> to
 
 def test_by_default_the_weights_are_pytorchs_own_as_published():
     head, _ = built(HeadShapeConfig())
-    assert head.config == HeadConfig(vocab_size=V, hidden_size=H, exit_dim=2 * H, num_draft_layers=2, rnn=True)
+    assert head.config == HeadConfig(
+        vocab_size=V, hidden_size=H, exit_dim=2 * H, num_draft_layers=2, rnn=True
+    )
     for name, tensor in head.named_parameters():
         bound = (H if name.startswith("rnn") else 2 * H) ** -0.5
         assert float(tensor.detach().abs().max()) <= bound
-        assert tensor.numel() < 100 or float(tensor.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.2)
+        assert tensor.numel() < 100 or float(tensor.detach().std()) == pytest.approx(
+            bound / 3**0.5, rel=0.2
+        )
 
 
 def test_blocks_of_zero_are_the_identity_and_still_learn():
@@ -52,9 +60,15 @@ def test_blocks_of_zero_are_the_identity_and_still_learn():
 @pytest.mark.parametrize("exit_dim", [0, H])
 @pytest.mark.parametrize("draft_vocab_size", [0, 7])
 @pytest.mark.parametrize("half", ["hidden", "state"])
-def test_a_warm_start_is_the_targets_lm_head_on_its_half(half: str, draft_vocab_size: int, exit_dim: int):
+def test_a_warm_start_is_the_targets_lm_head_on_its_half(
+    half: str, draft_vocab_size: int, exit_dim: int
+):
     shape = HeadShapeConfig(
-        warm_start=half, zero_blocks=True, draft_vocab_size=draft_vocab_size, exit_dim=exit_dim, num_draft_layers=1
+        warm_start=half,
+        zero_blocks=True,
+        draft_vocab_size=draft_vocab_size,
+        exit_dim=exit_dim,
+        num_draft_layers=1,
     )
     head, lm_head = built(shape, tiny.samples(40))
     hidden, state = torch.randn(2, 5, H)
@@ -75,15 +89,23 @@ def test_a_shortlist_holds_the_tokens_of_most_answers():
     mask = np.array([False, True, True, True, True, True, False, True, True, True])
     head, _ = built(HeadShapeConfig(draft_vocab_size=4), [Sample(ids, mask)])
     assert head.token_ids_V is not None
-    assert head.token_ids_V.tolist() == [2, 3, 4, 9], "50 and one 60 are no answers; among equals the smaller ids"
+    assert head.token_ids_V.tolist() == [2, 3, 4, 9], (
+        "50 and one 60 are no answers; among equals the smaller ids"
+    )
     assert head.output.shape == (4, 2 * H)
 
 
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (HeadShapeConfig(warm_start="warm"), "head.warm_start is 'warm'; expected one of none, hidden, state, both"),
-        (HeadShapeConfig(warm_start="state", exit_dim=24), r"width \(exit_dim\) of 24, expected 16 or 32"),
+        (
+            HeadShapeConfig(warm_start="warm"),
+            "head.warm_start is 'warm'; expected one of none, hidden, state, both",
+        ),
+        (
+            HeadShapeConfig(warm_start="state", exit_dim=24),
+            r"width \(exit_dim\) of 24, expected 16 or 32",
+        ),
         (HeadShapeConfig(warm_start="both", exit_dim=H), "expected hidden or state"),
         (HeadShapeConfig(draft_vocab_size=V + 1), "draft_vocab_size is 62, expected 0"),
     ],
@@ -104,7 +126,9 @@ def test_a_head_goes_on_from_its_folder_with_its_own_shape(tmp_path: Path):
 def test_keys_that_a_folders_shape_overrides_are_named(tmp_path: Path):
     config = tiny.head("without recurrence", torch.float32).config
     asked = HeadShapeConfig(path="HEAD", num_draft_layers=5, rnn=False, zero_blocks=True)
-    assert ignored(asked, config).endswith("without effect here: head.num_draft_layers=5 (it has 2), head.zero_blocks")
+    assert ignored(asked, config).endswith(
+        "without effect here: head.num_draft_layers=5 (it has 2), head.zero_blocks"
+    )
     assert not ignored(HeadShapeConfig(path="HEAD", num_draft_layers=2), config)
 
 

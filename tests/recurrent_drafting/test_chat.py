@@ -1,4 +1,6 @@
-"""The chat: turns that keep their caches, text as it streams, what an answer cost. On a terminal: test_chat_terminal.py."""
+"""The chat: turns that keep their caches, text as it streams, what an answer cost. On a terminal:
+test_chat_terminal.py.
+"""
 
 import re
 import signal
@@ -25,9 +27,18 @@ from training.config import TargetConfig
 
 def config_of(target: Path, drafter: str, **fields: object) -> GenerateConfig:
     """A greedy chat with short answers, in float64: nothing may differ from plain decoding."""
-    values = {"temperature": 0.0, "max_new_tokens": 24, "by_cost": False, "stopping": "fixed", "seed": 1, **fields}
+    values = {
+        "temperature": 0.0,
+        "max_new_tokens": 24,
+        "by_cost": False,
+        "stopping": "fixed",
+        "seed": 1,
+        **fields,
+    }
     shared = TargetConfig(path=str(target), dtype="float64", device="cpu")
-    return GenerateConfig(job="recurrent_drafting.generate", target=shared, drafter={"use": drafter}, **values)  # type: ignore[arg-type]
+    return GenerateConfig(
+        job="recurrent_drafting.generate", target=shared, drafter={"use": drafter}, **values
+    )  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +46,10 @@ def head(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained head of the tiny target."""
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("head")
-    save_head(RecurrentHead(HeadConfig(vocab_size=2048, hidden_size=32, exit_dim=64, num_draft_layers=1)), folder)
+    save_head(
+        RecurrentHead(HeadConfig(vocab_size=2048, hidden_size=32, exit_dim=64, num_draft_layers=1)),
+        folder,
+    )
     return folder
 
 
@@ -44,7 +58,9 @@ def said(session: ChatSession, text: str) -> list[Piece]:
 
 
 @pytest.mark.parametrize("drafter", ["none", "prompt_lookup", "itself", "head"])
-def test_every_turn_is_a_fresh_decode_of_the_conversation(drafter: str, tiny_target: Path, head: Path):
+def test_every_turn_is_a_fresh_decode_of_the_conversation(
+    drafter: str, tiny_target: Path, head: Path
+):
     folder = {"itself": str(tiny_target), "head": str(head)}.get(drafter, drafter)
     cfg = config_of(tiny_target, folder, system="Be brief.")
     loaded, other = load(cfg), load(cfg)
@@ -78,7 +94,9 @@ def test_every_turn_is_a_fresh_decode_of_the_conversation(drafter: str, tiny_tar
 
 
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "head"])
-def test_measuring_plain_draws_leaves_the_answer_in_the_cache(drafter: str, tiny_target: Path, head: Path):
+def test_measuring_plain_draws_leaves_the_answer_in_the_cache(
+    drafter: str, tiny_target: Path, head: Path
+):
     cfg = config_of(tiny_target, str(head) if drafter == "head" else drafter, temperature=1.0)
     loaded = load(cfg)
     session = ChatSession(loaded, cfg)
@@ -110,7 +128,9 @@ def test_an_answer_in_other_tokens_than_the_tokenizers_is_kept_as_it_was_written
     assert render_next(tokenizer, turns, prompt, [*usual, tokenizer.eos_token_id]) == anew
     trimmed = [turns[0], {"role": "assistant", "content": "something else"}, turns[2]]
     other = tokenizer.convert_tokens_to_ids("<|user|>")  # an end that the template does not write
-    assert render_next(tokenizer, trimmed, prompt, [*letters, other]) == render_prompt(tokenizer, trimmed)
+    assert render_next(tokenizer, trimmed, prompt, [*letters, other]) == render_prompt(
+        tokenizer, trimmed
+    )
 
 
 def test_a_new_conversation_forgets_and_a_stopped_answer_stays(tiny_target: Path):
@@ -118,7 +138,11 @@ def test_a_new_conversation_forgets_and_a_stopped_answer_stays(tiny_target: Path
     session = ChatSession(load(cfg), cfg)
     rounds = iter([False, False, True])
     pieces = list(session.reply("Tell me more", lambda: next(rounds)))
-    assert session.last is not None and session.last.stopped and len(session.last.generation.tokens) < 20
+    assert (
+        session.last is not None
+        and session.last.stopped
+        and len(session.last.generation.tokens) < 20
+    )
     assert session.messages[1]["content"].startswith("".join(piece.text for piece in pieces))
     said(session, "Go on")
     assert len(session.messages) == 4
@@ -131,11 +155,14 @@ def test_a_message_without_room_is_refused_with_what_to_do_and_forgotten(tiny_ta
     session = ChatSession(load(cfg), cfg)
     with pytest.raises(
         UserError,
-        match=r"your message as the chat template renders it is \d+ tokens, and .* holds 512 .*Say it shorter",
+        match=r"your message as the chat template renders it is \d+ tokens, and .* holds 512 .*Say "
+        r"it shorter",
     ):
         said(session, "word " * 600)
     said(session, "Hello")
-    with pytest.raises(UserError, match=r"with all turns before it .* /reset starts a new conversation"):
+    with pytest.raises(
+        UserError, match=r"with all turns before it .* /reset starts a new conversation"
+    ):
         said(session, "word " * 600)
     assert len(session.messages) == 2
     strict = config_of(tiny_target, "prompt_lookup", max_prompt_tokens=8)
@@ -153,9 +180,12 @@ def test_the_context_may_end_an_answer_and_the_line_says_so(tiny_target: Path):
     assert session.last is not None and session.last.generation.finish == "length"
     line = cost_line(session, session.last)
     assert session.last.context_full and "the context is full: /reset" in line
-    assert len(session.prompt) + len(session.last.generation.tokens) == loaded.engine.target.max_length
+    assert (
+        len(session.prompt) + len(session.last.generation.tokens) == loaded.engine.target.max_length
+    )
     assert re.match(
-        r"\[\d+ tokens; [\d.]+ tokens/s; block efficiency [\d.]+; speedup not measured; read \d+ of \d+ prompt tokens",
+        r"\[\d+ tokens; [\d.]+ tokens/s; block efficiency [\d.]+; speedup not measured; read \d+ "
+        r"of \d+ prompt tokens",
         line,
     )
     session.time_plain()
@@ -166,7 +196,11 @@ def test_the_context_may_end_an_answer_and_the_line_says_so(tiny_target: Path):
 
 
 def test_what_does_not_fit_is_told_before_the_chat(
-    tiny_target: Path, head: Path, embedded_target: Path, stories260k: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Path,
+    head: Path,
+    embedded_target: Path,
+    stories260k: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     with pytest.raises(UserError, match="is neither a folder .* nor one of conf/drafter"):
         load(config_of(tiny_target, "runs/none"))
@@ -177,7 +211,8 @@ def test_what_does_not_fit_is_told_before_the_chat(
     other = config_of(tiny_target, "none")
     other.tokenizer = str(stories260k)
     with pytest.raises(
-        UserError, match=r"--hf_tokenizer\) is not that of .*: they differ in \d+ of 2048 ids: id \d+ is"
+        UserError,
+        match=r"--hf_tokenizer\) is not that of .*: they differ in \d+ of 2048 ids: id \d+ is",
     ):
         load(other)
     cfg = config_of(tiny_target, "prompt_lookup")
@@ -188,8 +223,13 @@ def test_what_does_not_fit_is_told_before_the_chat(
         cfg = config_of(tiny_target, str(head), verify="block", temperature=1.0, beam_width=width)
         with monkeypatch.context() as patch:
             if not fits:
-                patch.setattr(generate_setup, "load_target", None)  # it is told before the target is read
-            with nullcontext() if fits else pytest.raises(UserError, match="proposes trees, .* beam_width=1"):
+                # it is told before the target is read
+                patch.setattr(generate_setup, "load_target", None)
+            with (
+                nullcontext()
+                if fits
+                else pytest.raises(UserError, match="proposes trees, .* beam_width=1")
+            ):
                 load(cfg)
     cfg = config_of(tiny_target, "none", template="mine")
     loaded = load(cfg)

@@ -81,10 +81,16 @@ def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
 
 
 def test_a_chat_on_a_terminal(tiny_target: Path):
-    flags = f"--hf_llm={tiny_target} --hf_drafter={tiny_target} --greedy_search --use_gpu=-1 --max_generation_length 40".split()
+    flags = (
+        f"--hf_llm={tiny_target} --hf_drafter={tiny_target} --greedy_search --use_gpu=-1 "
+        f"--max_generation_length 40"
+    ).split()
     with terminal(*flags, "target.dtype=float64", "stopping=fixed") as screen:
         start = screen.expect("chat> ")
-        assert "drafted and accepted tokens are green" in start and "exit, quit or Ctrl-D ends" in start
+        assert (
+            "drafted and accepted tokens are green" in start
+            and "exit, quit or Ctrl-D ends" in start
+        )
         screen.type("\n")
         screen.expect("an empty message")
         screen.expect("chat> ")
@@ -92,18 +98,24 @@ def test_a_chat_on_a_terminal(tiny_target: Path):
         answer = screen.expect("chat> ")
         assert "\x1b[32m" in answer, "accepted tokens in green"
         assert re.search(
-            r"\[\d+ tokens; [\d.]+ tokens/s; block efficiency [\d.]+; speedup [\d.]+x over plain decoding", answer
+            r"\[\d+ tokens; [\d.]+ tokens/s; block efficiency [\d.]+; speedup [\d.]+x over plain "
+            r"decoding",
+            answer,
         )
         screen.type("And then?\n")
         second = screen.expect("chat> ")
-        new, whole = (int(n) for n in re.search(r"read (\d+) of (\d+) prompt tokens", second).groups())  # type: ignore[union-attr]
+        new, whole = (
+            int(n) for n in re.search(r"read (\d+) of (\d+) prompt tokens", second).groups()
+        )  # type: ignore[union-attr]
         assert new < whole - 20
         screen.type("/reset\n")
         screen.expect("a new conversation")
         screen.expect("chat> ")
         screen.type("word " * 550 + "\n")
         assert "context holds 512" in screen.expect("chat> ", seconds=60)
-        time.sleep(0.5)  # a key that comes between Python's prompt and its waiting for input is seen with the next one
+        # a key that comes between Python's prompt and its waiting for input is seen with the next
+        # one
+        time.sleep(0.5)
         screen.type("\x03")
         screen.expect("Ctrl-C stops an answer")
         screen.expect("chat> ")
@@ -113,7 +125,10 @@ def test_a_chat_on_a_terminal(tiny_target: Path):
 
 @pytest.mark.long
 def test_keys_stop_an_answer_and_end_the_chat_and_no_color_is_respected(tiny_target: Path):
-    flags = f"--hf_llm={tiny_target} --autoregression --greedy_search --use_gpu=-1 --max_generation_length 480".split()
+    flags = (
+        f"--hf_llm={tiny_target} --autoregression --greedy_search --use_gpu=-1 "
+        f"--max_generation_length 480"
+    ).split()
     with terminal(*flags, "target.dtype=float64", "target.backend=hf", NO_COLOR="1") as screen:
         screen.expect("chat> ")
         screen.type("Hello there\n")
@@ -129,7 +144,9 @@ def test_keys_stop_an_answer_and_end_the_chat_and_no_color_is_respected(tiny_tar
 
 @pytest.mark.long
 def test_without_a_terminal_lines_are_read_and_nothing_is_coloured(tiny_target: Path):
-    flags = f"--hf_llm={tiny_target} --temperature 1 --use_gpu=-1 --max_generation_length 12".split()
+    flags = (
+        f"--hf_llm={tiny_target} --temperature 1 --use_gpu=-1 --max_generation_length 12".split()
+    )
     done = subprocess.run(
         [sys.executable, "-m", "recurrent_drafting.cmd.generate", *flags],
         input="Hello\n\n/reset\nHello again",
@@ -157,4 +174,6 @@ def test_an_error_of_the_command_line_is_one_line(tiny_target: Path):
         cwd=CONF.parent,
     )
     assert done.returncode == 2
-    assert done.stderr == "error: unknown flag '--hf_lm'; the nearest is --hf_llm (--help lists all)\n"
+    assert (
+        done.stderr == "error: unknown flag '--hf_lm'; the nearest is --hf_llm (--help lists all)\n"
+    )

@@ -28,8 +28,11 @@ def blocks(count: int, width: int) -> dict[str, list[int]]:
 PUBLISHED = {
     "recurrent": blocks(2, 2 * H) | RECURRENCE,
     "without recurrence": blocks(2, 2 * H),
-    "projected": blocks(2, 24) | RECURRENCE | {"input_proj.weight": [24, 2 * H], "input_proj.bias": [24]},
-    "projected without recurrence": blocks(1, H) | {"input_proj.weight": [H, 2 * H], "input_proj.bias": [H]},
+    "projected": blocks(2, 24)
+    | RECURRENCE
+    | {"input_proj.weight": [24, 2 * H], "input_proj.bias": [24]},
+    "projected without recurrence": blocks(1, H)
+    | {"input_proj.weight": [H, 2 * H], "input_proj.bias": [H]},
     "without blocks": blocks(0, 2 * H) | RECURRENCE,
 }
 
@@ -58,7 +61,9 @@ def test_names_shapes_dtypes_and_keys_are_the_published_ones(form: str, tmp_path
 
 def test_a_head_trained_in_bfloat16_is_stored_in_float32(tmp_path: Path):
     save_head(tiny.head(dtype=torch.bfloat16), tmp_path)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {
+        torch.float32
+    }
 
 
 @pytest.mark.parametrize("form", tiny.FORMS)
@@ -67,7 +72,9 @@ def test_a_head_comes_back_as_it_was(form: str, tmp_path: Path):
     save_head(head, tmp_path)
     again = load_head(tmp_path)
     assert again.config == head.config
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in head.state_dict().items())
+    assert all(
+        torch.equal(tensor, again.state_dict()[name]) for name, tensor in head.state_dict().items()
+    )
     assert not any(parameter.requires_grad for parameter in again.parameters())
 
 
@@ -98,7 +105,9 @@ def change_tensors(folder: Path, remove: str = "", **more: Tensor) -> None:
 
 def test_another_model_type_is_refused(folder: Path):
     change_config(folder, model_type="llama")
-    with pytest.raises(UserError, match="model_type is 'llama', expected 'recurrent_drafting_drafter'"):
+    with pytest.raises(
+        UserError, match="model_type is 'llama', expected 'recurrent_drafting_drafter'"
+    ):
         load_head(folder)
 
 
@@ -110,18 +119,23 @@ def test_a_target_is_no_head(tiny_target: Path):
 def test_the_other_form_is_refused_by_name(folder: Path, tmp_path: Path):
     change_config(folder, rnn=False)
     with pytest.raises(
-        UserError, match="the head is recurrent .* but config.json says rnn=false.* Take both files from one"
+        UserError,
+        match="the head is recurrent .* but config.json says rnn=false.* Take both files from one",
     ):
         load_head(folder)
     save_head(tiny.head("without recurrence", torch.float32), tmp_path / "plain")
     change_config(tmp_path / "plain", rnn=True)
-    with pytest.raises(UserError, match="the head is without recurrence .* but config.json says rnn=true"):
+    with pytest.raises(
+        UserError, match="the head is without recurrence .* but config.json says rnn=true"
+    ):
         load_head(tmp_path / "plain")
 
 
 def test_missing_unknown_and_misshapen_tensors_are_all_named(folder: Path):
     change_tensors(
-        folder, remove="lm_head.0.linear.bias", **{"lm_head.1.linear.bias": torch.zeros(3), "extra": torch.ones(1)}
+        folder,
+        remove="lm_head.0.linear.bias",
+        **{"lm_head.1.linear.bias": torch.zeros(3), "extra": torch.ones(1)},
     )
     with pytest.raises(UserError) as error:
         load_head(folder)
@@ -152,7 +166,9 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(folder: Path):
 )
 def test_wrong_keys_are_named(folder: Path, key: str, value: Any):
     change_config(folder, **{key: value})
-    with pytest.raises(UserError, match=f"config.json: {key} is {value!r}, expected (a whole number|true)"):
+    with pytest.raises(
+        UserError, match=f"config.json: {key} is {value!r}, expected (a whole number|true)"
+    ):
         load_head(folder)
 
 
@@ -174,7 +190,8 @@ def test_a_folder_without_weights_is_named(folder: Path, tmp_path: Path):
 def test_more_blocks_than_weights_are_refused_before_any_is_built(folder: Path):
     change_config(folder, num_draft_layers=10**9)
     with pytest.raises(
-        UserError, match=r"num_draft_layers is 1000000000, but model.safetensors holds \d+ tensors, expected"
+        UserError,
+        match=r"num_draft_layers is 1000000000, but model.safetensors holds \d+ tensors, expected",
     ):
         load_head(folder)
 

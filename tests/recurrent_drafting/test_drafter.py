@@ -1,4 +1,5 @@
-"""The recurrent drafter in the loop: closed forms of heads that know the target or its opposite, every width, bad input.
+"""The recurrent drafter in the loop: closed forms of heads that know the target or its opposite,
+every width, bad input.
 
 The laws that all rows keep are in tests/decoding; there it stands in the table ROWS.
 """
@@ -47,7 +48,9 @@ def settings_of(rule: str, **fields: object) -> Settings:
         ("token", 5, "drawn", 1.5),
     ],
 )
-def test_a_head_that_knows_the_target_gains_the_closed_form(rule: str, width: int, draws: str, scale: float) -> None:
+def test_a_head_that_knows_the_target_gains_the_closed_form(
+    rule: str, width: int, draws: str, scale: float
+) -> None:
     """gamma + 1 tokens a round, at the first round of a one-token prompt too."""
     target = markov(scale=scale)
     drafter = RecurrentDrafter(head=knowing_head(target), beam_width=width, draws=draws)
@@ -76,7 +79,9 @@ def test_greedy_output_is_the_targets_own_at_every_width(width: int) -> None:
     plain = decode(target, None, prompts, settings)
     drafted = decode(target, recurrent(target, width), prompts, settings)
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
-    assert sum(g.rounds for g in drafted) < sum(g.rounds for g in plain), "no draft was ever accepted"
+    assert sum(g.rounds for g in drafted) < sum(g.rounds for g in plain), (
+        "no draft was ever accepted"
+    )
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "token"])
@@ -99,14 +104,20 @@ def test_a_wider_beam_accepts_more() -> None:
     target, prompts = native_of(hf_model("llama", layers=2)), random_prompts(24)
     settings = Settings(max_new_tokens=64, num_draft_tokens=2)
     rounds = [
-        sum(g.rounds for g in decode(target, recurrent(target, width), prompts, settings)) for width in (1, 8, 40)
+        sum(g.rounds for g in decode(target, recurrent(target, width), prompts, settings))
+        for width in (1, 8, 40)
     ]
     assert rounds[0] > rounds[1] > rounds[2]
 
 
 def shortlisted(head: RecurrentHead, ids_V: torch.Tensor) -> RecurrentHead:
     """The same head, drafting these tokens alone."""
-    short = RecurrentHead(replace(head.config, draft_vocab_size=len(ids_V))).double().requires_grad_(False).eval()
+    short = (
+        RecurrentHead(replace(head.config, draft_vocab_size=len(ids_V)))
+        .double()
+        .requires_grad_(False)
+        .eval()
+    )
     output = f"lm_head.{head.config.num_draft_layers}.weight"
     short.load_state_dict({**head.state_dict(), output: head.output[ids_V], "token_ids_V": ids_V})
     return short
@@ -115,7 +126,11 @@ def shortlisted(head: RecurrentHead, ids_V: torch.Tensor) -> RecurrentHead:
 @pytest.mark.parametrize("draws", ["picked", "drawn"])
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "token"])
 def test_a_shortlist_drafts_its_tokens_alone(rule: str, draws: str) -> None:
-    target, prompts, ids_V = native_of(hf_model("llama", layers=2)), random_prompts(8), torch.arange(2, 42, 2)
+    target, prompts, ids_V = (
+        native_of(hf_model("llama", layers=2)),
+        random_prompts(8),
+        torch.arange(2, 42, 2),
+    )
     seen: set[int] = set()
 
     class Watched(RecurrentDrafter):
@@ -173,13 +188,19 @@ CHEAP, DEAR = RoundCosts(0.01, (1.0, 1.01, 1.02)), RoundCosts(5.0, (1.0, 4.0, 7.
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("draws", ["picked", "drawn"])
-def test_costs_decide_how_much_is_drafted(draws: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that knows the target: cheap drafts go to the whole length, dear ones are left out. Ahead: the host knows past rounds alone."""
+def test_costs_decide_how_much_is_drafted(
+    draws: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that knows the target: cheap drafts go to the whole length, dear ones are left out.
+    Ahead: the host knows past rounds alone.
+    """
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
     target = markov(scale=SURE)
     drafted = {}
     for name, costs in (("cheap", CHEAP), ("dear", DEAR)):
-        drafter = RecurrentDrafter(head=knowing_head(target), beam_width=4, draws=draws, by_cost=True)
+        drafter = RecurrentDrafter(
+            head=knowing_head(target), beam_width=4, draws=draws, by_cost=True
+        )
         settings = settings_of("token", costs=costs, max_new_tokens=60)
         drafted[name] = decode(target, drafter, PROMPTS, settings)
     assert all(g.block_efficiency > 4 for g in drafted["cheap"])
@@ -192,12 +213,16 @@ def test_costs_decide_how_much_is_drafted(draws: str, ahead: bool, monkeypatch: 
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_head_that_errs_stops_drafting_and_tries_again(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_errs_stops_drafting_and_tries_again(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
     target = markov(scale=SURE)
     drafter = RecurrentDrafter(head=knowing_head(target, sign=-1.0), beam_width=2, by_cost=True)
     costs = RoundCosts(0.3, (1.0, 1.2, 1.4))
-    (done,) = decode(target, drafter, [[1, 2]], settings_of("greedy", costs=costs, max_new_tokens=200))
+    (done,) = decode(
+        target, drafter, [[1, 2]], settings_of("greedy", costs=costs, max_new_tokens=200)
+    )
     assert done.rounds == 200
     assert 2 <= done.draft_steps < 100
     drafting = [n for n, mark in enumerate(done.trace) if mark == "0"]
@@ -206,7 +231,9 @@ def test_a_head_that_errs_stops_drafting_and_tries_again(ahead: bool, monkeypatc
 
 
 def test_tokens_that_were_copied_in_place_of_a_draft_earn_it_no_trust() -> None:
-    """A lookup before the drafter (decoding/with_lookup.py) gains tokens that the head never promised."""
+    """A lookup before the drafter (decoding/with_lookup.py) gains tokens that the head never
+    promised.
+    """
     worth = Worth(CHEAP)
     worth.learn(4)
     assert worth.trust == 1.0
@@ -229,7 +256,9 @@ def test_block_verification_of_a_tree_is_refused_before_anything_is_decoded(
     drafter = BY_NAME[kind].make(kit)
     monkeypatch.setattr(target, "open", None)
     monkeypatch.setattr(target, "forward", None)
-    with pytest.raises(UserError, match="proposes trees, and verify=block tests chains: take verify=token"):
+    with pytest.raises(
+        UserError, match="proposes trees, and verify=block tests chains: take verify=token"
+    ):
         decode(target, drafter, PROMPTS, Settings(temperature=1.0, verify="block"))
 
 
@@ -240,7 +269,9 @@ def test_bad_input_is_told() -> None:
         drafter_with(0)
     with pytest.raises(UserError, match="draws is 'guessed', expected picked or drawn"):
         drafter_with(draws="guessed")
-    with pytest.raises(UserError, match="execution 'fast' is unknown, expected one of eager, graph, compiled"):
+    with pytest.raises(
+        UserError, match="execution 'fast' is unknown, expected one of eager, graph, compiled"
+    ):
         drafter_with(execution="fast")
     with pytest.raises(UserError, match="trained for a hidden size of 12, but 'table' has 13"):
         decode(markov(symbols=13), drafter_with(), [[1]], settings_of("greedy"))
@@ -249,7 +280,9 @@ def test_bad_input_is_told() -> None:
     with pytest.raises(UserError, match="trained for a vocabulary of 12, but 'table' has 14"):
         decode(target, drafter_with(), [[1]], settings_of("greedy"))
     with pytest.raises(
-        UserError, match="4 beams of 4 tokens are 16 nodes, but 'table' holds 15 tokens: take a smaller .*beam_length"
+        UserError,
+        match="4 beams of 4 tokens are 16 nodes, but 'table' holds 15 tokens: take a smaller "
+        ".*beam_length",
     ):
         decode(markov(max_length=15), drafter_with(), [[1]], settings_of("greedy"))
     with pytest.raises(UserError, match="prompt 0 has 20 tokens, but 'table' holds 20"):

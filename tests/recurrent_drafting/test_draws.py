@@ -1,4 +1,6 @@
-"""Law 3 for drawn beams: which other ways to draw keep it, and which break it. The rows themselves are in tests/decoding."""
+"""Law 3 for drawn beams: which other ways to draw keep it, and which break it. The rows themselves
+are in tests/decoding.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,29 +23,47 @@ from tests.decoding.test_law_of_distribution import P_LIMIT, law_holds
 
 WIDTH, SCALE = 3, 0.8  # beams, and of a head that is not sure
 # A second beam seldom pays, a second child does.
-STEEP = replace(COSTS, t_target_ms=(1.0, 1.002), t_draft_by_beams_ms=((1, 0.05), (2, 0.5), (3, 1.0)))
+STEEP = replace(
+    COSTS, t_target_ms=(1.0, 1.002), t_draft_by_beams_ms=((1, 0.05), (2, 0.5), (3, 1.0))
+)
 Keep = Callable[[drafts.DrawnDraft, Beams, Proposal], Tensor]
 
 
 class StochasticBeams(Draws):
-    """Stochastic beam search (Kool et al. 2019, section 4): the W best perturbed sequences of all."""
+    """Stochastic beam search (Kool et al. 2019, section 4): the W best perturbed
+    sequences of all.
+    """
 
     perturbed: Tensor
 
     def __call__(self, logits_BPV: Tensor, scores_BP: Tensor | None, step: int) -> Step:
         _, P, _ = logits_BPV.shape
         places_BPS, _, rates_BPS, tail_BPV = self._symbols(logits_BPV, step)
-        scores_BPS = rates_BPS.clamp(min=0).log() + (0.0 if scores_BP is None else scores_BP[:, :, None])
+        scores_BPS = rates_BPS.clamp(min=0).log() + (
+            0.0 if scores_BP is None else scores_BP[:, :, None]
+        )
         gumbel_BPS = scores_BPS - (-self._clocks_BLWS[:, step, :P]).log()
         if step:  # of which the largest is the parent's own
             above_BP1 = self.perturbed[:, :, None]
-            v = above_BP1 - gumbel_BPS + torch.log1p(-(gumbel_BPS - gumbel_BPS.amax(-1, keepdim=True)).exp())
+            v = (
+                above_BP1
+                - gumbel_BPS
+                + torch.log1p(-(gumbel_BPS - gumbel_BPS.amax(-1, keepdim=True)).exp())
+            )
             gumbel_BPS = above_BP1 - v.clamp(min=0) - torch.log1p((-v.abs()).exp())
         best = gumbel_BPS.nan_to_num(nan=float("-inf")).flatten(1).topk(self.width, dim=-1)
         self.perturbed = best.values
         tokens_BW = self.head.to_target_ids(places_BPS.flatten(1).gather(1, best.indices))
         scores_BW = scores_BPS.flatten(1).gather(1, best.indices)
-        return Step(best.indices // self.symbols, tokens_BW, scores_BW, None, tail_BPV, places_BPS, rates_BPS)
+        return Step(
+            best.indices // self.symbols,
+            tokens_BW,
+            scores_BW,
+            None,
+            tail_BPV,
+            places_BPS,
+            rates_BPS,
+        )
 
 
 def break_proposals(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
@@ -56,7 +76,9 @@ def break_proposals(monkeypatch: pytest.MonkeyPatch, keep: Keep) -> None:
         tree = pack(full.tokens_BN, full.parents_BN, keep(self, beams, full))
         broken = drafts.proposal_of(tree, None)
         broken.steps = full.steps
-        broken.q_top = drafts.expanded(tree, broken.tokens_BN.shape[1], full.q_top, drafts.numbers_of(beams))
+        broken.q_top = drafts.expanded(
+            tree, broken.tokens_BN.shape[1], full.q_top, drafts.numbers_of(beams)
+        )
         return broken
 
     monkeypatch.setattr(drafts.DrawnDraft, "proposal", proposal)
@@ -76,7 +98,9 @@ def likely_ones(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tenso
     assert full.q_top is not None and full.parents_BN is not None
     rows_B1 = torch.arange(len(full.tokens_BN))[:, None]
     ids_BNK = full.q_top.ids_BPK[rows_B1, full.parents_BN + 1]
-    q_BN = (full.q_top.probs_BPK[rows_B1, full.parents_BN + 1] * (ids_BNK == full.tokens_BN[:, :, None])).sum(-1)
+    q_BN = (
+        full.q_top.probs_BPK[rows_B1, full.parents_BN + 1] * (ids_BNK == full.tokens_BN[:, :, None])
+    ).sum(-1)
     keep_BN = q_BN > 0.2
     for node in range(keep_BN.shape[1]):
         parents_B1 = full.parents_BN[:, node, None]
@@ -94,7 +118,9 @@ def brief_law(drafter: Drafter, warper: str = "plain") -> float:
 
 
 @pytest.mark.parametrize("keep", [all_of_them, surviving_ones])
-def test_stochastic_beams_keep_the_law_whole_or_cut(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stochastic_beams_keep_the_law_whole_or_cut(
+    keep: Keep, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When a clock rings tells nothing of whose it is, so that is no way to get it wrong."""
     monkeypatch.setattr(drafts, "Draws", StochasticBeams)
     break_proposals(monkeypatch, keep)
@@ -115,8 +141,12 @@ def narrowing() -> RecurrentDrafter:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_drawn_children_that_are_not_expanded_stay(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As leaves, in the order of their draws; and the others' children stand below them, each drawn from the row of q that is told for its parent."""
+def test_drawn_children_that_are_not_expanded_stay(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As leaves, in the order of their draws; and the others' children stand below them, each drawn
+    from the row of q that is told for its parent.
+    """
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
     leaves = 0
     original = drafts.DrawnDraft.proposal
@@ -125,14 +155,24 @@ def test_drawn_children_that_are_not_expanded_stay(ahead: bool, monkeypatch: pyt
         nonlocal leaves
         made = original(self, beams)
         assert made.parents_BN is not None and made.q_top is not None
-        assert [plan.nodes for plan in self.by_cost_B] == beams.made(lambda step: step.admitted_BW).sum(1).tolist()
-        assert made.beams == beams.started < 1 + WIDTH * (len(beams.steps) - 1) or len(beams.steps) == 1
+        assert [plan.nodes for plan in self.by_cost_B] == beams.made(
+            lambda step: step.admitted_BW
+        ).sum(1).tolist()
+        assert (
+            made.beams == beams.started < 1 + WIDTH * (len(beams.steps) - 1)
+            or len(beams.steps) == 1
+        )
         for row, count in enumerate(made.counts_B):
-            parents, tokens = made.parents_BN[row, :count].tolist(), made.tokens_BN[row, :count].tolist()
+            parents, tokens = (
+                made.parents_BN[row, :count].tolist(),
+                made.tokens_BN[row, :count].tolist(),
+            )
             levels = [0] * count
             for node, parent in enumerate(parents):
                 levels[node] = levels[parent] + 1 if parent >= 0 else 0
-                drawn_from = made.q_top.probs_BPK[row, parent + 1][made.q_top.ids_BPK[row, parent + 1] == tokens[node]]
+                drawn_from = made.q_top.probs_BPK[row, parent + 1][
+                    made.q_top.ids_BPK[row, parent + 1] == tokens[node]
+                ]
                 assert drawn_from.max() > 0
                 if parent >= 0:
                     below = made.q_top.probs_BPK[row, parent + 1]
@@ -150,10 +190,14 @@ def test_drawn_children_that_are_not_expanded_stay(ahead: bool, monkeypatch: pyt
 
 @pytest.mark.long
 @pytest.mark.parametrize("told", [True, False])
-def test_law_3_where_few_of_the_drawn_children_are_expanded(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_3_where_few_of_the_drawn_children_are_expanded(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And its control: children are tested by what the tip's were drawn from."""
     if not told:
-        monkeypatch.setattr(drafts, "numbers_of", lambda beams: torch.zeros_like(beams.parents_BLW.flatten(1)))
+        monkeypatch.setattr(
+            drafts, "numbers_of", lambda beams: torch.zeros_like(beams.parents_BLW.flatten(1))
+        )
     more = {"max_new_tokens": 4, "num_draft_tokens": 3, "costs": STEEP}
     assert (law_holds(narrowing(), "token", "plain", **more) > P_LIMIT) == told
 
@@ -166,11 +210,16 @@ def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPat
             chosen = super().__call__(logits_BPV, scores_BP, step)
             assert chosen.places_BPS is not None and chosen.rates_BPS is not None
             rows_B1 = torch.arange(len(logits_BPV))[:, None]
-            of_parent_BWS = chosen.places_BPS[rows_B1, chosen.parents_BW] == chosen.tokens_BW[:, :, None]
+            of_parent_BWS = (
+                chosen.places_BPS[rows_B1, chosen.parents_BW] == chosen.tokens_BW[:, :, None]
+            )
             q_BW = (chosen.rates_BPS[rows_B1, chosen.parents_BW] * of_parent_BWS).sum(-1)
             order_BW = (q_BW - 10.0 * chosen.parents_BW).argsort(1, descending=True)
             scores_BW = None if chosen.scores_BW is None else chosen.scores_BW.gather(1, order_BW)
-            parents_BW, tokens_BW = chosen.parents_BW.gather(1, order_BW), chosen.tokens_BW.gather(1, order_BW)
+            parents_BW, tokens_BW = (
+                chosen.parents_BW.gather(1, order_BW),
+                chosen.tokens_BW.gather(1, order_BW),
+            )
             return replace(chosen, parents_BW=parents_BW, tokens_BW=tokens_BW, scores_BW=scores_BW)
 
     monkeypatch.setattr(drafts, "Draws", Sorted)
@@ -179,13 +228,17 @@ def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("draws", ["picked", "drawn"])
 @pytest.mark.parametrize("warper", ["plain", "hot_top_p"])
-def test_law_3_where_a_tree_is_read_at_once(draws: str, warper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_3_where_a_tree_is_read_at_once(
+    draws: str, warper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verify, "_recursive", verify_tree.token)
     drafter = recurrent(draft_table(), WIDTH, scale=SCALE, draws=draws)
     assert brief_law(drafter, warper) > P_LIMIT
 
 
-def test_law_3_rejects_a_tree_read_at_once_without_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_3_rejects_a_tree_read_at_once_without_residual(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(verify, "_recursive", verify_tree.token)
     monkeypatch.setattr(verify_tree.Candidates, "fail", lambda self, child, uniform: True)
     assert brief_law(drawn()) < P_LIMIT
@@ -195,12 +248,15 @@ TAILS = [("at once", 2, 4), ("walked", 2, 0), ("at once", 3, 0), ("walked", 3, 0
 
 
 @pytest.mark.parametrize(
-    ("rule", "width", "shortlist"), [TAILS[0], *(pytest.param(*case, marks=pytest.mark.long) for case in TAILS[1:])]
+    ("rule", "width", "shortlist"),
+    [TAILS[0], *(pytest.param(*case, marks=pytest.mark.long) for case in TAILS[1:])],
 )
 def test_law_3_of_a_tail_of_several_tokens(
     rule: str, width: int, shortlist: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Candidates fewer than the vocabulary, so that children are drawn from the tail and tested twice."""
+    """Candidates fewer than the vocabulary, so that children are drawn from the tail and tested
+    twice.
+    """
     monkeypatch.setattr(drawn_beams, "CANDIDATES", 2)
     if rule == "at once":
         monkeypatch.setattr(verify, "_recursive", verify_tree.token)
@@ -215,7 +271,9 @@ def pass_whole_tails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw_refused_ones_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a token of the tail did not pass with its tail, another is drawn from what p has there, not from what q left of it."""
+    """Where a token of the tail did not pass with its tail, another is drawn from what p has there,
+    not from what q left of it.
+    """
     following = verify_tree.Candidates.following
 
     def wrong(self: verify_tree.Candidates, uniform: float) -> int:
@@ -224,7 +282,9 @@ def draw_refused_ones_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_tree.Candidates, "following", wrong)
 
 
-@pytest.mark.parametrize("broken", [pass_whole_tails, pytest.param(draw_refused_ones_from_p, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "broken", [pass_whole_tails, pytest.param(draw_refused_ones_from_p, marks=pytest.mark.long)]
+)
 def test_law_3_rejects_a_tail_that_is_tested_once(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,6 @@
-"""Block efficiency of the walked chain against real decoding with one beam, and accuracies against whole logits."""
+"""Block efficiency of the walked chain against real decoding with one beam, and accuracies against
+whole logits.
+"""
 
 from typing import Any
 
@@ -22,11 +24,17 @@ CPU = torch.device("cpu")
 PROMPTS = [[3, 5, 8], [1], [40, 2, 9, 11, 30], [7, 7]]
 
 
-def decoded(model: Any, head: RecurrentHead | None, stops: tuple[int, ...] = ()) -> list[Generation]:
+def decoded(
+    model: Any, head: RecurrentHead | None, stops: tuple[int, ...] = ()
+) -> list[Generation]:
     """Greedily, by the native backend in float64; plainly, or with chains of the head."""
-    target = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), dtype=torch.float64, execution="eager")
+    target = NativeTarget.from_state(
+        model.config.to_dict(), model.state_dict(), dtype=torch.float64, execution="eager"
+    )
     drafter = None if head is None else RecurrentDrafter(head=head, beam_width=1)
-    return decode(target, drafter, PROMPTS, Settings(TOKENS, num_draft_tokens=DRAFT, stop_token_ids=stops))
+    return decode(
+        target, drafter, PROMPTS, Settings(TOKENS, num_draft_tokens=DRAFT, stop_token_ids=stops)
+    )
 
 
 def samples_of(done: list[Generation], later: int = 0) -> list[Sample]:
@@ -63,7 +71,9 @@ def test_the_walk_is_real_decoding_round_by_round(form: str, stopped: bool):
     assert stopped == any(one.finish == "stop" for one in done)
     states = TargetStates(target)
     chain = GreedyChain(head, states, samples_of(plain), DRAFT, TOKENS, tiny.ROW, CPU)
-    assert chain.counts() == [(one.rounds, len(one.tokens), one.accepted, one.tested) for one in done]
+    assert chain.counts() == [
+        (one.rounds, len(one.tokens), one.accepted, one.tested) for one in done
+    ]
     rounds, emitted, accepted, tested = map(sum, zip(*chain.counts()))
     assert accepted > 0, "the test is of no use with a head that is never right"
     figures = chain()
@@ -76,7 +86,9 @@ def test_the_walk_is_real_decoding_round_by_round(form: str, stopped: bool):
 
 
 def test_perfect_and_useless_drafts_have_their_closed_forms():
-    """16 tokens behind a prompt of 4: ended by their number, and by a stop token while 30 might have come."""
+    """16 tokens behind a prompt of 4: ended by their number, and by a stop token while 30 might
+    have come.
+    """
     perfect, useless = np.full(20, DRAFT), np.zeros(20, dtype=int)
     assert walk(perfect, 4, DRAFT, 20) == (4, 16, 12, 12)
     assert walk(perfect, 4, DRAFT, 34) == (4, 16, 12, 12)
@@ -102,14 +114,18 @@ def test_accuracies_are_ranks_among_whole_logits():
                 e = table[int(one.ids[t + 1 + i])][None]
                 state = head.start(e) if state is None else head.advance(state, e)
                 if one.mask[t + 2 + i]:
-                    order = head.logits(head.features(head.context(hidden[t][None]), state))[0].argsort(descending=True)
+                    order = head.logits(head.features(head.context(hidden[t][None]), state))[
+                        0
+                    ].argsort(descending=True)
                     rank = order.tolist().index(int(one.ids[t + 2 + i]))
                     counts[i] += 1
                     right[i, rank:] += 1
     assert len(figures) == tiny.HEADS * 4
     for i in range(tiny.HEADS):
         for k in range(4):
-            assert figures[f"accuracy/redrafter{i}_top{k + 1}"] == pytest.approx(right[i, k] / counts[i])
+            assert figures[f"accuracy/redrafter{i}_top{k + 1}"] == pytest.approx(
+                right[i, k] / counts[i]
+            )
 
 
 def test_the_last_score_chooses():

@@ -1,4 +1,6 @@
-"""The published flags: each maps to what it should, what it does not take is refused, and the help says where it differs."""
+"""The published flags: each maps to what it should, what it does not take is refused, and the help
+says where it differs.
+"""
 
 import subprocess
 import sys
@@ -16,8 +18,9 @@ from training.config import typed
 from training.job import CONF, check_arguments, register
 
 PUBLISHED = (
-    "hf_tokenizer hf_llm hf_drafter eval_mt_bench max_num_prompts max_prompt_length max_generation_length beam_width beam_length greedy_search "
-    "temperature rng_seed batch_size dtype use_gpu autoregression"
+    "hf_tokenizer hf_llm hf_drafter eval_mt_bench max_num_prompts max_prompt_length "
+    "max_generation_length beam_width beam_length greedy_search temperature rng_seed batch_size "
+    "dtype use_gpu autoregression"
 ).split()
 
 
@@ -36,9 +39,19 @@ def test_all_published_flags_are_here():
 
 def test_without_flags_the_defaults_are_those_that_the_help_tells():
     cfg = config_of()
-    assert (cfg.beam_width, cfg.beam_length, cfg.temperature, cfg.seed, cfg.batch_size) == (10, 5, 1.0, 123, 1)
+    assert (cfg.beam_width, cfg.beam_length, cfg.temperature, cfg.seed, cfg.batch_size) == (
+        10,
+        5,
+        1.0,
+        123,
+        1,
+    )
     assert (cfg.max_new_tokens, cfg.max_prompts, cfg.max_prompt_tokens) == (256, 0, 0)
-    assert (cfg.target.path, cfg.target.dtype, cfg.target.device) == ("embedded:target", "float32", "auto")
+    assert (cfg.target.path, cfg.target.dtype, cfg.target.device) == (
+        "embedded:target",
+        "float32",
+        "auto",
+    )
     assert (cfg.drafter, cfg.tokenizer, cfg.prompts) == ({}, "", "")
     check(cfg)
 
@@ -79,8 +92,16 @@ def test_without_flags_the_defaults_are_those_that_the_help_tells():
         ("--autoregression --hf_drafter runs/head", "drafter", {"use": "none"}),
         ("--rng_seed 5 seed=6", "seed", 6),  # an override has the last word
         ("drafter=runs/head", "drafter", {"use": "runs/head"}),
-        ("drafter={use:budget_tree,folder:runs/a}", "drafter", {"use": "budget_tree", "folder": "runs/a"}),
-        ("drafter.use=recurrent drafter.folder=runs/a", "drafter", {"use": "recurrent", "folder": "runs/a"}),
+        (
+            "drafter={use:budget_tree,folder:runs/a}",
+            "drafter",
+            {"use": "budget_tree", "folder": "runs/a"},
+        ),
+        (
+            "drafter.use=recurrent drafter.folder=runs/a",
+            "drafter",
+            {"use": "recurrent", "folder": "runs/a"},
+        ),
         ("--beam_width 1 --beam_width 2", "beam_width", 2),
     ],
 )
@@ -112,8 +133,14 @@ def test_a_text_may_hold_what_hydra_would_read_as_its_own():
         ("--dtype float32", r"--dtype is 'float32', expected bf16 \| fp16 \| fp32"),
         ("--greedy_search=maybe", "--greedy_search is 'maybe', expected true or false"),
         ("--hf_llm=", "--hf_llm is '', expected text"),
-        ("--max_num_prompts 0", r"--max_num_prompts is 0, .* expected 1 or more, or a negative number \(all\)"),
-        ("--max_prompt_length=0", r"--max_prompt_length is 0, .* a negative number \(as long as the context\)"),
+        (
+            "--max_num_prompts 0",
+            r"--max_num_prompts is 0, .* expected 1 or more, or a negative number \(all\)",
+        ),
+        (
+            "--max_prompt_length=0",
+            r"--max_prompt_length is 0, .* a negative number \(as long as the context\)",
+        ),
     ],
 )
 def test_what_a_flag_does_not_take_is_refused(words: str, message: str):
@@ -124,13 +151,19 @@ def test_what_a_flag_does_not_take_is_refused(words: str, message: str):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("beam_wdth=3", "unknown configuration key 'beam_wdth'; the nearest valid key is 'beam_width'"),
+        (
+            "beam_wdth=3",
+            "unknown configuration key 'beam_wdth'; the nearest valid key is 'beam_width'",
+        ),
         ("beam_length=0", "beam_length is 0, expected 1"),
         ("draws=some", "draws is some, expected picked or drawn"),
         ("--batch_size 4", "batch_size is 4, but a chat is one conversation"),
         ("--max_num_prompts 3", "max_prompts is 3, but a chat is typed"),
         ("output=answers.jsonl", "is written of prompts= alone"),
-        ("prompts=a.jsonl output=/proc/none/a.jsonl", "output=/proc/none/a.jsonl cannot be written"),
+        (
+            "prompts=a.jsonl output=/proc/none/a.jsonl",
+            "output=/proc/none/a.jsonl cannot be written",
+        ),
         ("max_prompt_tokens=-1", "max_prompt_tokens is -1, expected 0"),
     ],
 )

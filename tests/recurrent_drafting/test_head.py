@@ -1,4 +1,6 @@
-"""The head against a straight transcription of its equations, in every form, and the published parameter counts."""
+"""The head against a straight transcription of its equations, in every form, and the published
+parameter counts.
+"""
 
 import pytest
 import torch
@@ -11,23 +13,33 @@ from recurrent_drafting.head import HeadConfig, RecurrentHead
 from tests.recurrent_drafting import tiny
 
 
-def transcribed(weights: dict[str, Tensor], config: HeadConfig, hidden: Tensor, embedded: Tensor) -> Tensor:
+def transcribed(
+    weights: dict[str, Tensor], config: HeadConfig, hidden: Tensor, embedded: Tensor
+) -> Tensor:
     """Logits after each of the embedded tokens [rows, tokens, V], term by term:
 
-    s_0 = 0; s_i = SiLU(W_w e + W_u s + b_u), or s + e; z = [h; s], projected where there is a projection; z <- z + SiLU(A z + a); W z.
+    s_0 = 0; s_i = SiLU(W_w e + W_u s + b_u), or s + e; z = [h; s], projected where there is a
+    projection; z <- z + SiLU(A z + a); W z.
     """
     state, found = torch.zeros_like(hidden), []
     for index in range(embedded.shape[1]):
         e = embedded[:, index]
         if config.rnn:
-            state = F.silu(e @ weights["rnn_w.weight"].T + state @ weights["rnn_u.weight"].T + weights["rnn_u.bias"])
+            state = F.silu(
+                e @ weights["rnn_w.weight"].T
+                + state @ weights["rnn_u.weight"].T
+                + weights["rnn_u.bias"]
+            )
         else:
             state = state + e
         z = torch.cat([hidden, state], dim=-1)
         if config.exit_dim != 2 * config.hidden_size:
             z = z @ weights["input_proj.weight"].T + weights["input_proj.bias"]
         for block in range(config.num_draft_layers):
-            z = z + F.silu(z @ weights[f"lm_head.{block}.linear.weight"].T + weights[f"lm_head.{block}.linear.bias"])
+            z = z + F.silu(
+                z @ weights[f"lm_head.{block}.linear.weight"].T
+                + weights[f"lm_head.{block}.linear.bias"]
+            )
         found.append(z @ weights[f"lm_head.{config.num_draft_layers}.weight"].T)
     return torch.stack(found, dim=1)
 
@@ -53,21 +65,30 @@ def test_logits_are_those_of_the_equations(form: str, dtype: torch.dtype):
     head = tiny.head(form, dtype)
     hidden, embedded = given(dtype)
     weights = dict(head.state_dict())
-    limits = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+    limits = (
+        {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+    )
     torch.testing.assert_close(
-        rolled(head, hidden, embedded), transcribed(weights, head.config, hidden, embedded), **limits
+        rolled(head, hidden, embedded),
+        transcribed(weights, head.config, hidden, embedded),
+        **limits,
     )
 
 
 @pytest.mark.parametrize("form", ["recurrent", "without recurrence"])
 def test_the_transcription_rejects_another_head(form: str):
-    """The control: a recurrence without its SiLU, as some published readers had it, and a state that starts at the embedding."""
+    """The control: a recurrence without its SiLU, as some published readers had it, and a state
+    that starts at the embedding.
+    """
     head = tiny.head(form)
     hidden, embedded = given(torch.float64)
     other = torch.cat([embedded[:, :1] * 2, embedded[:, 1:]], dim=1)
     expected = transcribed(dict(head.state_dict()), head.config, hidden, embedded)
     assert not torch.allclose(rolled(head, hidden, other), expected)
-    weights = {name: tensor * (0.9 if name == "rnn_u.bias" else 1) for name, tensor in head.state_dict().items()}
+    weights = {
+        name: tensor * (0.9 if name == "rnn_u.bias" else 1)
+        for name, tensor in head.state_dict().items()
+    }
     if head.config.rnn:
         assert not torch.allclose(transcribed(weights, head.config, hidden, embedded), expected)
 
@@ -78,7 +99,9 @@ def test_a_context_serves_several_states_a_row():
     states = torch.stack([head.start(embedded[:, 0]), head.start(embedded[:, 1])], dim=1)
     both = head.features(head.context(hidden).unsqueeze(1), states)
     for index in range(2):
-        torch.testing.assert_close(both[:, index], head.features(head.context(hidden), states[:, index]))
+        torch.testing.assert_close(
+            both[:, index], head.features(head.context(hidden), states[:, index])
+        )
 
 
 def test_a_shortlists_indices_are_ids_of_the_target():
@@ -90,10 +113,19 @@ def test_a_shortlists_indices_are_ids_of_the_target():
 
 @pytest.mark.parametrize(
     ("hidden", "blocks", "millions"),
-    [(4096, 1, 362.8), (4096, 2, 429.9), (5120, 1, 485.0), (5120, 2, 589.8), (6656, 1, 691.8), (6656, 2, 869.0)],
+    [
+        (4096, 1, 362.8),
+        (4096, 2, 429.9),
+        (5120, 1, 485.0),
+        (5120, 2, 589.8),
+        (6656, 1, 691.8),
+        (6656, 2, 869.0),
+    ],
 )
 def test_parameters_are_those_of_the_published_table(hidden: int, blocks: int, millions: float):
-    config = HeadConfig(vocab_size=32000, hidden_size=hidden, exit_dim=2 * hidden, num_draft_layers=blocks)
+    config = HeadConfig(
+        vocab_size=32000, hidden_size=hidden, exit_dim=2 * hidden, num_draft_layers=blocks
+    )
     with torch.device("meta"):
         head = RecurrentHead(config)
     assert round(head.num_parameters / 1e6, 1) == millions

@@ -1,4 +1,6 @@
-"""`recurrent_drafting.train` end to end on a random target: the folder it leaves, resume, ranks, dry runs, bad input."""
+"""`recurrent_drafting.train` end to end on a random target: the folder it leaves, resume, ranks,
+dry runs, bad input.
+"""
 
 import json
 import os
@@ -80,7 +82,9 @@ def test_the_head_folder_is_complete_and_loads(finished: Path, tiny_target: Path
     assert card["data"]["supervised_tokens_seen"] > 0
     readme = (folder / "README.md").read_text()
     assert (
-        "python -m eval.run" in readme and "recurrent_drafting.cmd.generate" in readme and "published layout" in readme
+        "python -m eval.run" in readme
+        and "recurrent_drafting.cmd.generate" in readme
+        and "published layout" in readme
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (folder / name).read_bytes() == (tiny_target / name).read_bytes()
@@ -92,14 +96,20 @@ def test_the_run_folder_tells_what_was_done(finished: Path):
     assert all(len(digest) == 64 for digest in manifest["inputs"].values())
     steps = [record for record in records(finished) if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
-    assert {f"redrafter{i}_{what}" for i in range(5) for what in ("top1", "loss")} <= steps[0].keys()
+    assert {f"redrafter{i}_{what}" for i in range(5) for what in ("top1", "loss")} <= steps[
+        0
+    ].keys()
     assert steps[0]["loss"] == pytest.approx(sum(steps[0][f"redrafter{i}_loss"] for i in range(5)))
     looks = [record for record in records(finished) if "held_out_block_efficiency" in record]
     assert [record["step"] for record in looks] == [3, 6]
-    assert {f"held_out_accuracy/redrafter{i}_top{k}" for i in range(5) for k in range(1, 6)} <= looks[0].keys()
+    assert {
+        f"held_out_accuracy/redrafter{i}_top{k}" for i in range(5) for k in range(1, 6)
+    } <= looks[0].keys()
 
 
-def test_a_finished_run_is_passed_over(finished: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_finished_run_is_passed_over(
+    finished: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+):
     before = (finished / "drafter" / "model.safetensors").stat().st_mtime_ns
     run(configured(tiny_target, finished))
     assert "finished before" in capsys.readouterr().out
@@ -108,7 +118,12 @@ def test_a_finished_run_is_passed_over(finished: Path, tiny_target: Path, capsys
 
 @pytest.mark.parametrize("name", ["cross_entropy", pytest.param("lk", marks=pytest.mark.long)])
 def test_training_lowers_the_loss_and_raises_accuracy(name: str, tiny_target: Path, tmp_path: Path):
-    steps = ["loop.max_steps=40", "loop.eval_every=20", "loop.optimizer.lr=1e-2", f"loss.name={name}"]
+    steps = [
+        "loop.max_steps=40",
+        "loop.eval_every=20",
+        "loop.optimizer.lr=1e-2",
+        f"loss.name={name}",
+    ]
     run(configured(tiny_target, tmp_path, *steps, "states.cache=memory"))
     losses = [record["loss"] for record in records(tmp_path) if "loss" in record]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
@@ -136,7 +151,11 @@ def test_training_lowers_the_loss_and_raises_accuracy(name: str, tiny_target: Pa
 def test_every_extension_trains_and_is_told(
     overrides: list[str], tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    run(configured(tiny_target, tmp_path / "run", *overrides, f"states.folder={tmp_path / 'states'}"))
+    run(
+        configured(
+            tiny_target, tmp_path / "run", *overrides, f"states.folder={tmp_path / 'states'}"
+        )
+    )
     head, said = load_head(tmp_path / "run" / "drafter"), capsys.readouterr().out
     shortlist = head.config.draft_vocab_size == 300
     assert ("only this project loads it" in said) == shortlist
@@ -146,24 +165,36 @@ def test_every_extension_trains_and_is_told(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("cache", "loss"), [("none", "own_tokens=0.5"), ("disk", "name=continuations")])
+@pytest.mark.parametrize(
+    ("cache", "loss"), [("none", "own_tokens=0.5"), ("disk", "name=continuations")]
+)
 def test_kill_leaves_a_whole_checkpoint_and_resume_equals_a_straight_run(
     cache: str, loss: str, tiny_target: Path, tmp_path: Path
 ):
     more = [f"states.cache={cache}", f"states.folder={tmp_path / 'states'}", f"loss.{loss}"]
     process = subprocess.Popen(
-        command(tiny_target, tmp_path / "killed", *more), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command(tiny_target, tmp_path / "killed", *more),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     checkpoints = tmp_path / "killed" / "checkpoints"
     deadline = time.monotonic() + 120
-    while not list(checkpoints.glob("step_*")) and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not list(checkpoints.glob("step_*"))
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
     assert not (tmp_path / "killed" / "drafter").exists()
     run(configured(tiny_target, tmp_path / "killed", *more, "threads=1"))
     run(configured(tiny_target, tmp_path / "straight", *more, "threads=1"))
-    ours, straight = (load_file(tmp_path / one / "drafter" / "model.safetensors") for one in ("killed", "straight"))
+    ours, straight = (
+        load_file(tmp_path / one / "drafter" / "model.safetensors")
+        for one in ("killed", "straight")
+    )
     assert all(torch.equal(ours[name], straight[name]) for name in straight)
 
 
@@ -183,11 +214,15 @@ def test_ranks_of_every_kind_make_the_same_head(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "loss"), [("ddp", "continuations"), ("fsdp", "forward_kl"), ("zero3", "lk")])
+@pytest.mark.parametrize(
+    ("kind", "loss"), [("ddp", "continuations"), ("fsdp", "forward_kl"), ("zero3", "lk")]
+)
 def test_ranks_train_on_what_the_target_says_as_one_process_does(
     kind: str, loss: str, tiny_target: Path, tmp_path: Path, request: pytest.FixtureRequest
 ):
-    """Each rank has the target continue its own positions, or asks it for its distributions there."""
+    """Each rank has the target continue its own positions, or asks it for its
+    distributions there.
+    """
     if kind.startswith("zero"):
         request.getfixturevalue("deepspeed")
     more = f"loss.name={loss}"
@@ -198,12 +233,21 @@ def test_ranks_train_on_what_the_target_says_as_one_process_does(
 def same_in_ranks(kind: str, alone: Path, target: Path, folder: Path, *more: str) -> None:
     given = command(target, folder, f"parallel={kind}", "parallel.processes=2", *more)
     done = subprocess.run(
-        given, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400
+        given,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    ours, theirs = ([record["loss"] for record in records(one) if "loss" in record] for one in (folder, alone))
+    ours, theirs = (
+        [record["loss"] for record in records(one) if "loss" in record] for one in (folder, alone)
+    )
     assert ours == pytest.approx(theirs, rel=1e-5)
-    weights, expected = (load_file(one / "drafter" / "model.safetensors") for one in (folder, alone))
+    weights, expected = (
+        load_file(one / "drafter" / "model.safetensors") for one in (folder, alone)
+    )
     assert weights.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(weights[name], expected[name], rtol=1e-4, atol=1e-5)
@@ -216,12 +260,20 @@ def test_another_target_under_the_same_path_is_refused_on_resume(tiny_target: Pa
     manifest = tmp_path / "run" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"finished": true', '"finished": false'))
     (target / "generation_config.json").write_text("{}")
-    with pytest.raises(UserError, match="was begun with another target: .* of use to its own target alone"):
+    with pytest.raises(
+        UserError, match="was begun with another target: .* of use to its own target alone"
+    ):
         run(configured(target, tmp_path / "run"))
 
 
-def test_a_head_goes_on_from_a_folder_of_the_same_target_only(finished: Path, tiny_target: Path, tmp_path: Path):
-    run(configured(tiny_target, tmp_path / "on", f"head.path={finished / 'drafter'}", "loop.max_steps=1"))
+def test_a_head_goes_on_from_a_folder_of_the_same_target_only(
+    finished: Path, tiny_target: Path, tmp_path: Path
+):
+    run(
+        configured(
+            tiny_target, tmp_path / "on", f"head.path={finished / 'drafter'}", "loop.max_steps=1"
+        )
+    )
     first = records(tmp_path / "on")[0]["loss"]
     assert first < records(finished)[0]["loss"], "it begins where the other ended"
     other = tmp_path / "other"
@@ -238,19 +290,34 @@ def test_broken_sharegpt_records_are_counted_and_named(
     bad = [{"id": "x"}, {"conversations": [{"from": "martian", "value": "hello"}]}]
     (tmp_path / "chats.json").write_text(json.dumps([*good[:20], *bad, *good[20:]]))
     chats = [f"data.chats=[{tmp_path / 'chats.json'}]", "loop.max_steps=1"]
-    with pytest.raises(UserError, match=r"chats: 40 of 42 used; .*; more than 1\.0% are bad") as error:
+    with pytest.raises(
+        UserError, match=r"chats: 40 of 42 used; .*; more than 1\.0% are bad"
+    ) as error:
         run(configured(tiny_target, tmp_path / "strict", *chats))
-    assert "no turns (conversations or messages)" in str(error.value) and "unknown role 'martian'" in str(error.value)
-    assert "chats.json:1, record 21)" in str(error.value) and "chats.json:1, record 22)" in str(error.value)
+    assert "no turns (conversations or messages)" in str(
+        error.value
+    ) and "unknown role 'martian'" in str(error.value)
+    assert "chats.json:1, record 21)" in str(error.value) and "chats.json:1, record 22)" in str(
+        error.value
+    )
     run(configured(tiny_target, tmp_path / "lenient", *chats, "data.max_bad=0.2"))
     assert (tmp_path / "lenient" / "drafter" / "model.safetensors").is_file()
     shown = capsys.readouterr()
-    assert "note: chats: 40 of 42 used; 1 skipped: no turns" in shown.err and "unknown role 'martian'" in shown.err
-    assert "train chats: 40 of 42 used" in shown.out and "1 dropped: unknown role 'martian'" in shown.out
+    assert (
+        "note: chats: 40 of 42 used; 1 skipped: no turns" in shown.err
+        and "unknown role 'martian'" in shown.err
+    )
+    assert (
+        "train chats: 40 of 42 used" in shown.out
+        and "1 dropped: unknown role 'martian'" in shown.out
+    )
 
 
 def test_alpaca_evals_form_serves_as_evaluation_set(tiny_target: Path, tmp_path: Path):
-    rows = [{"instruction": f"Say {i}", "output": f"The number {i} is a number.", "dataset": "d"} for i in range(12)]
+    rows = [
+        {"instruction": f"Say {i}", "output": f"The number {i} is a number.", "dataset": "d"}
+        for i in range(12)
+    ]
     path = tmp_path / "alpaca_eval.json"
     path.write_text(json.dumps(rows))
     given = [f"data.held_out_chats=[{path}]", f"held_out.prompts={path}", "loop.max_steps=1"]
@@ -260,19 +327,28 @@ def test_alpaca_evals_form_serves_as_evaluation_set(tiny_target: Path, tmp_path:
 
 def test_a_head_given_as_a_language_model_is_told_as_what_it_is(finished: Path, tmp_path: Path):
     head = finished / "drafter"
-    with pytest.raises(UserError, match="is no language model .* a recurrent head. It drafts as drafter=FOLDER"):
+    with pytest.raises(
+        UserError, match="is no language model .* a recurrent head. It drafts as drafter=FOLDER"
+    ):
         run(configured(head, tmp_path / "run"))
     with pytest.raises(UserError, match="is no language model"):
         load_causal_lm(head, torch.float32)
     assert not (tmp_path / "run").exists()
 
 
-def test_kept_states_are_in_the_dry_runs_memory(tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_kept_states_are_in_the_dry_runs_memory(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    # 6,144 tokens, 60 % of them
     for more, expected in (
         (["states.memory_mb=3"], "3"),
         (["states.memory_mb=4000"], "1"),
-    ):  # 6,144 tokens, 60 % of them
-        run(configured(tiny_target, tmp_path / expected, "dry_run=true", "states.cache=memory", *more))
+    ):
+        run(
+            configured(
+                tiny_target, tmp_path / expected, "dry_run=true", "states.cache=memory", *more
+            )
+        )
         told = re.search(r"states, at most (\d+)", capsys.readouterr().out)
         assert told is not None and int(told[1]) <= int(expected)
 
@@ -284,15 +360,22 @@ def test_prompts_without_room_for_an_answer_are_counted(
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps([{"instruction": text, "output": "x"} for text in texts]))
     run(configured(tiny_target, tmp_path / "run", f"held_out.prompts={path}", "loop.max_steps=1"))
-    assert f"held-out prompts: 2 of {path} left out, longer than 240 tokens" in capsys.readouterr().out
-    assert "held_out_block_efficiency" in records(tmp_path / "run")[-1], "the two others are drafted for"
+    assert (
+        f"held-out prompts: 2 of {path} left out, longer than 240 tokens" in capsys.readouterr().out
+    )
+    assert "held_out_block_efficiency" in records(tmp_path / "run")[-1], (
+        "the two others are drafted for"
+    )
 
 
 def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Path):
-    short = [{"conversations": [{"from": "human", "value": "x " * 300}, {"from": "gpt", "value": "y"}]}]
+    short = [
+        {"conversations": [{"from": "human", "value": "x " * 300}, {"from": "gpt", "value": "y"}]}
+    ]
     (tmp_path / "chats.json").write_text(json.dumps(short * 3))
     with pytest.raises(
-        UserError, match="the train split is empty: zero supervised tokens in 3 texts and chats of data"
+        UserError,
+        match="the train split is empty: zero supervised tokens in 3 texts and chats of data",
     ):
         run(configured(tiny_target, tmp_path / "run", f"data.chats=[{tmp_path / 'chats.json'}]"))
 
@@ -306,26 +389,36 @@ def test_zero_supervised_positions_are_an_error(tiny_target: Path, tmp_path: Pat
         ),
         ("loss.predict_n_tokens=1", "loss.predict_n_tokens is 1, expected 2 or more"),
         ("loss.own_tokens=2", "loss.own_tokens is 2.0, expected a share from 0 to 1"),
-        ("loss.temperature=2", "loss.temperature is 2.0, expected more than 0, and 1 with hard labels"),
+        (
+            "loss.temperature=2",
+            "loss.temperature is 2.0, expected more than 0, and 1 with hard labels",
+        ),
         ("states.cache=tape", "states.cache is 'tape'; expected one of none, memory, disk"),
         ("top_k=0", "top_k is 0, expected 1 to 2048"),
         ("head.warm_start=cold", "head.warm_start is 'cold'"),
         ("data.max_length=4096", "data.max_length is 4096, the context of .* is 512 tokens"),
     ],
 )
-def test_values_that_cannot_be_are_named(override: str, words: str, tiny_target: Path, tmp_path: Path):
+def test_values_that_cannot_be_are_named(
+    override: str, words: str, tiny_target: Path, tmp_path: Path
+):
     with pytest.raises(UserError, match=words):
         run(configured(tiny_target, tmp_path, override))
 
 
 def test_a_target_in_shares_does_not_go_on(tiny_target: Path, tmp_path: Path):
     shares = ["parallel=fsdp", "parallel.processes=2", "loss.name=continuations"]
-    with pytest.raises(UserError, match="loss.name is continuations with parallel.kind=fsdp, expected ddp, zero1 or"):
+    with pytest.raises(
+        UserError,
+        match="loss.name is continuations with parallel.kind=fsdp, expected ddp, zero1 or",
+    ):
         run(configured(tiny_target, tmp_path, *shares))
 
 
 def test_what_the_target_does_for_a_loss_is_counted(tiny_target: Path, tmp_path: Path):
-    """Beside its forward the lm_head once a supervised token; or, behind each position, five forwards and an lm_head more."""
+    """Beside its forward the lm_head once a supervised token; or, behind each position, five
+    forwards and an lm_head more.
+    """
     target = AutoConfig.from_pretrained(tiny_target)
     flops = {
         name: target_flops(configured(tiny_target, tmp_path, f"loss.name={name}"), target)
@@ -337,10 +430,15 @@ def test_what_the_target_does_for_a_loss_is_counted(tiny_target: Path, tmp_path:
     assert flops["continuations"] == pytest.approx(whole - lm_head + 0.6 * (5 * whole + lm_head))
 
 
-def test_a_dry_run_writes_an_untrained_head_that_loads(finished: Path, tiny_target: Path, tmp_path: Path):
+def test_a_dry_run_writes_an_untrained_head_that_loads(
+    finished: Path, tiny_target: Path, tmp_path: Path
+):
     run(configured(tiny_target, tmp_path, "dry_run=true"))
     shapes = [
-        {name: tensor.shape for name, tensor in load_file(folder / "drafter" / "model.safetensors").items()}
+        {
+            name: tensor.shape
+            for name, tensor in load_file(folder / "drafter" / "model.safetensors").items()
+        }
         for folder in (tmp_path, finished)
     ]
     assert shapes[0] == shapes[1]
@@ -357,7 +455,8 @@ def test_a_dry_run_tells_the_price_of_states_on_the_disk(
     run(configured(tiny_target, tmp_path / "known", *given, "assumed_tokens=5000000000"))
     told = re.search(r"states: about ([\d,.]+) GB on disk in runs/states", capsys.readouterr().out)
     assert told is not None
-    states = 5e9 * 0.6 * AutoConfig.from_pretrained(tiny_target).hidden_size * 4  # one epoch, float32
+    # one epoch, float32
+    states = 5e9 * 0.6 * AutoConfig.from_pretrained(tiny_target).hidden_size * 4
     assert float(told[1].replace(",", "")) * 1e9 == pytest.approx(states, rel=0.5)
     run(configured(tiny_target, tmp_path / "unknown", *given))
     assert "states: about" not in capsys.readouterr().out, "the data alone tells"
@@ -369,15 +468,27 @@ def test_the_published_recipe_tells_its_price_without_weights_or_data(tmp_path: 
     wrapper = ROOT / "recurrent_drafting" / "cmd" / "train.sh"
     given = [str(wrapper), "dry_run=true", f"output_dir={tmp_path}"]
     done = subprocess.run(
-        given, cwd=tmp_path, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True
+        given,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "head: 429.9 M parameters (262.1 M output, 134.2 M blocks, 33.6 M recurrence), recurrent" in done.stdout
+    assert (
+        "head: 429.9 M parameters (262.1 M output, 134.2 M blocks, 33.6 M recurrence), recurrent"
+        in done.stdout
+    )
     assert "target: 6738.4 M parameters, 32 layers, frozen" in done.stdout
     assert "memory of each of 8 ranks (ddp)" in done.stdout
-    assert "248,000,000 tokens in 947 steps" in done.stdout and "hours at 2400 TFLOP/s" in done.stdout
+    assert (
+        "248,000,000 tokens in 947 steps" in done.stdout and "hours at 2400 TFLOP/s" in done.stdout
+    )
     assert "is not there" in done.stdout
-    assert "[3/3] eval.compare" in done.stdout and "would write comparison.jsonl, comparison.html" in done.stdout
+    assert (
+        "[3/3] eval.compare" in done.stdout
+        and "would write comparison.jsonl, comparison.html" in done.stdout
+    )
     folder = tmp_path / "recurrent_drafting.train" / "drafter"
     assert read_head_config(folder).hidden_size == 4096
     stored = (folder / "model.safetensors").stat()
@@ -390,7 +501,9 @@ def test_the_published_recipe_tells_its_price_without_weights_or_data(tmp_path: 
 def test_the_wrapper_hands_every_argument_on(arguments: list[str]):
     wrapper = ROOT / "recurrent_drafting" / "cmd" / "train.sh"
     environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run([str(wrapper), *arguments], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [str(wrapper), *arguments], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     named = "redrafter_quickstart" if len(arguments) > 1 else "redrafter_vicuna_7b"
     assert f"experiment={named}" in done.stdout

@@ -1,4 +1,6 @@
-"""The objective against a plain loop over documents, positions and heads; packing, training-time test, memory, and waiting for the device."""
+"""The objective against a plain loop over documents, positions and heads; packing, training-time
+test, memory, and waiting for the device.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -30,12 +32,19 @@ from training.packing import Sample, best_fit, collate
 
 @cache
 def said(number: int, t: int) -> list[int]:
-    """What the tiny target goes on with behind position t of a document, greedily, every token by a forward of its own."""
+    """What the tiny target goes on with behind position t of a document, greedily, every token by a
+    forward of its own.
+    """
     target, ids = tiny.target(), tiny.samples()[number].ids[: t + 1].tolist()
     for _ in range(tiny.HEADS + 1):
         one = Sample(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=bool))
         ids.append(
-            int((hidden_states(target, collate([one], [[0]], len(ids)))[0, -1] @ target.lm_head.weight.T).argmax())
+            int(
+                (
+                    hidden_states(target, collate([one], [[0]], len(ids)))[0, -1]
+                    @ target.lm_head.weight.T
+                ).argmax()
+            )
         )
     return ids[t + 1 :]
 
@@ -71,7 +80,9 @@ def plainly(
     return total, counts
 
 
-def one_loss(head: RecurrentHead, logits: Tensor, label: int, targets: Tensor, loss: HeadLossConfig) -> Tensor:
+def one_loss(
+    head: RecurrentHead, logits: Tensor, label: int, targets: Tensor, loss: HeadLossConfig
+) -> Tensor:
     drafted = range(tiny.VOCABULARY) if head.token_ids_V is None else head.token_ids_V.tolist()
     if loss.name in ("cross_entropy", "continuations"):
         if label not in drafted:
@@ -113,7 +124,9 @@ def test_the_loss_and_its_gradient_are_those_of_a_plain_loop(form: str, given: d
 
 
 def test_nothing_is_predicted_across_documents():
-    """Packed rows give the loss of documents apart; the control forgets where documents end, and does not."""
+    """Packed rows give the loss of documents apart; the control forgets where documents end, and
+    does not.
+    """
     target, head, documents = tiny.target(), tiny.head(), tiny.samples()
     objective = tiny.objective(head, target)
     together = objective(tiny.packed(documents))[0]
@@ -159,8 +172,12 @@ def test_own_tokens_are_a_share_that_changes_from_step_to_step():
 
 
 @pytest.mark.parametrize("form", ["recurrent", "projected", "shortlist"])
-def test_own_tokens_are_made_for_the_drafts_that_take_them_alone(form: str, monkeypatch: pytest.MonkeyPatch):
-    """Each draft goes on as it does where all take their own tokens, or none; and no other draft's logits are made."""
+def test_own_tokens_are_made_for_the_drafts_that_take_them_alone(
+    form: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Each draft goes on as it does where all take their own tokens, or none; and no other draft's
+    logits are made.
+    """
     states, head, batch = TargetStates(tiny.target()), tiny.head(form), tiny.packed(tiny.samples())
     made: list[int] = []
 
@@ -184,16 +201,23 @@ def test_own_tokens_are_made_for_the_drafts_that_take_them_alone(form: str, monk
 
 def test_own_tokens_are_another_loss_between_all_and_none():
     target, head, batch = tiny.target(), tiny.head(), tiny.packed(tiny.samples())
-    losses = [float(tiny.objective(head, target, own_tokens=share)(batch)[0].detach()) for share in (0.0, 0.5, 1.0)]
+    losses = [
+        float(tiny.objective(head, target, own_tokens=share)(batch)[0].detach())
+        for share in (0.0, 0.5, 1.0)
+    ]
     assert len({round(loss, 6) for loss in losses}) == 3
 
 
 def test_the_target_gets_no_gradient_and_is_no_part_of_the_objective():
     target, head = tiny.target(), tiny.head()
     objective = tiny.objective(head, target, name="lk")
-    assert {id(parameter) for parameter in objective.parameters()} == {id(parameter) for parameter in head.parameters()}
+    assert {id(parameter) for parameter in objective.parameters()} == {
+        id(parameter) for parameter in head.parameters()
+    }
     objective(tiny.packed(tiny.samples()))[0].backward()
-    assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.parameters())
+    assert all(
+        parameter.grad is None and not parameter.requires_grad for parameter in target.parameters()
+    )
     assert all(parameter.grad is not None for parameter in head.parameters())
 
 
@@ -203,7 +227,9 @@ def test_an_empty_batch_has_zero_loss_and_gradients():
     loss, sums = objective(collate([], [[]], tiny.ROW))
     loss.backward()
     assert loss.item() == 0 and not sums.any()
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in head.parameters())
+    assert all(
+        parameter.grad is not None and not parameter.grad.any() for parameter in head.parameters()
+    )
 
 
 def test_texts_without_a_prediction_are_refused():
@@ -227,9 +253,17 @@ def micro_batch(objective: HeadTraining, device: str = "cpu") -> None:
 def test_a_micro_batch_never_waits_for_the_device_and_travels_in_one_copy(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """From the samples on. No value, and no result of a size that the host must ask for; a batch out of pageable memory is seen, and `item` is."""
+    """From the samples on. No value, and no result of a size that the host must ask for; a batch
+    out of pageable memory is seen, and `item` is.
+    """
     objective, sent, copies = tiny.objective(tiny.head(), tiny.target(), **given), cuda.sent, []
-    reads = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::masked_select", "aten::is_nonzero"}
+    reads = {
+        "aten::_local_scalar_dense",
+        "aten::nonzero",
+        "aten::item",
+        "aten::masked_select",
+        "aten::is_nonzero",
+    }
 
     def counted(host: Tensor, device: torch.device) -> Tensor:
         copies.append(host.numel())
@@ -246,7 +280,10 @@ def test_a_micro_batch_never_waits_for_the_device_and_travels_in_one_copy(
     assert seen(lambda: micro_batch(objective)) == ([], set())
     assert len(copies) == 1
     batch = tiny.packed(tiny.samples(3))
-    assert seen(lambda: objective(batch)[0].item()) == (["item"], {"aten::item", "aten::_local_scalar_dense"})
+    assert seen(lambda: objective(batch)[0].item()) == (
+        ["item"],
+        {"aten::item", "aten::_local_scalar_dense"},
+    )
     assert seen(lambda: torch.from_numpy(batch.host.ids_RT).to("cpu"))[0] == ["torch.from_numpy"]
 
 
@@ -261,17 +298,32 @@ def test_sync_debug_mode_finds_no_wait_in_a_micro_batch(given: dict[str, Any]):
 
 
 def test_no_tensor_of_heads_and_vocabulary_is_there():
-    """Peak memory of a step beside one [heads, rows, tokens, vocabulary] tensor in float32, which the control holds."""
+    """Peak memory of a step beside one [heads, rows, tokens, vocabulary] tensor in float32, which
+    the control holds.
+    """
     vocabulary, rows, length, heads = 8192, 4, 128, 5
     torch.manual_seed(0)
-    made = RecurrentHead(tiny.HeadConfig(vocab_size=vocabulary, hidden_size=8, exit_dim=16, num_draft_layers=1))
-    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4, "intermediate_size": 8}
+    made = RecurrentHead(
+        tiny.HeadConfig(vocab_size=vocabulary, hidden_size=8, exit_dim=16, num_draft_layers=1)
+    )
+    shape = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 4,
+        "intermediate_size": 8,
+    }
     model = tiny.freeze(
         tiny.build_llama(
-            tiny.StudentConfig(**shape), torch.float32, vocab_size=vocabulary, max_position_embeddings=length
+            tiny.StudentConfig(**shape),
+            torch.float32,
+            vocab_size=vocabulary,
+            max_position_embeddings=length,
         )
     )
-    documents = [Sample(np.arange(length, dtype=np.int32), np.arange(length) > 0) for _ in range(rows)]
+    documents = [
+        Sample(np.arange(length, dtype=np.int32), np.arange(length) > 0) for _ in range(rows)
+    ]
     batch = collate(documents, [[i] for i in range(rows)], length)
     objective = HeadTraining(made, TargetStates(model), HeadLossConfig(predict_n_tokens=heads))
     whole = heads * rows * length * vocabulary * 4

@@ -1,4 +1,6 @@
-"""Drafting, verification and the commit launch few kernels outside the two models, and wait for the device seldom."""
+"""Drafting, verification and the commit launch few kernels outside the two models, and wait for the
+device seldom.
+"""
 
 from typing import Any
 
@@ -27,16 +29,22 @@ def opened(
     dtype: torch.dtype = torch.float64,
     **warper: Any,
 ) -> tuple[Batch, Operations]:
-    """A batch after some rounds, and a counter that leaves its models out. dtype: of the head; its target has float64."""
+    """A batch after some rounds, and a counter that leaves its models out. dtype: of the head; its
+    target has float64.
+    """
     target = native_of(hf_model("llama", layers=layers))
-    drafter = RecurrentDrafter(head=random_head(target, 3.0).to(dtype), beam_width=WIDTH, draws=draws)
+    drafter = RecurrentDrafter(
+        head=random_head(target, 3.0).to(dtype), beam_width=WIDTH, draws=draws
+    )
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule, **warper}
     settings = Settings(max_new_tokens=100, num_draft_tokens=length, **sampled)  # type: ignore[arg-type]
     batch = start(target, drafter, random_prompts(rows, seed=6), settings)
     operations = Operations()
     operations.inside(target, "forward")
     operations.inside(drafter, "embed")
-    operations.inside(drafter.head, "start", "advance", "context", "features", "logits", "to_target_ids")
+    operations.inside(
+        drafter.head, "start", "advance", "context", "features", "logits", "to_target_ids"
+    )
     with torch.inference_mode():
         for _ in range(3):
             batch.round()
@@ -85,16 +93,25 @@ TRUNCATING = {"temperature": 0.7, "top_k": 12, "top_p": 0.9}
     ],
 )
 def test_a_sampled_round_as_well(
-    rule: str, draws: str, length: int, warper: dict[str, float], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rule: str,
+    draws: str,
+    length: int,
+    warper: dict[str, float],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Token verification as it is where the host runs ahead; of several rows, which have a few operations more than one."""
+    """Token verification as it is where the host runs ahead; of several rows, which have a few
+    operations more than one.
+    """
     monkeypatch.setattr(verify, "_recursive", verify_tree.token)
     batch, operations = opened(rule, draws=draws, rows=4, length=length, dtype=dtype, **warper)
     assert most_of(batch, operations) <= MOST, operations.counts
 
 
 def test_a_cache_commit_moves_the_accepted_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most the accepted nodes and the tip of each row, in their slots; nothing where the path lies in place."""
+    """At most the accepted nodes and the tip of each row, in their slots; nothing where the path
+    lies in place.
+    """
     batch, _ = opened("greedy", rows=4)
     moved: list[tuple[int, int]] = []
     original = NativeTarget._move

@@ -38,12 +38,16 @@ def logits_of(head: RecurrentHead | PackedHead, dtype: torch.dtype) -> torch.Ten
 def test_plain_and_packed_products_give_the_heads_logits(name: str) -> None:
     head = made(SHAPES[name], torch.float64)
     expected = logits_of(head, torch.float64)
-    assert torch.allclose(logits_of(PackedHead(head, packed=False), torch.float64), expected, atol=1e-12)
+    assert torch.allclose(
+        logits_of(PackedHead(head, packed=False), torch.float64), expected, atol=1e-12
+    )
     single = made(SHAPES[name])
     assert can_pack(torch.device("cpu"), torch.float32)
     packed = logits_of(PackedHead(single), torch.float32)
     assert torch.allclose(packed.double(), expected, atol=1e-4)
-    assert not torch.allclose(packed[0], packed[1], atol=1e-2), "logits that say nothing prove nothing"
+    assert not torch.allclose(packed[0], packed[1], atol=1e-2), (
+        "logits that say nothing prove nothing"
+    )
 
 
 def test_what_can_be_packed_is() -> None:

@@ -1,4 +1,6 @@
-"""How much a row drafts: beams as wide as pays, rows that hang on no neighbour, and the room that fixed trees get where the host runs ahead."""
+"""How much a row drafts: beams as wide as pays, rows that hang on no neighbour, and the room that
+fixed trees get where the host runs ahead.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,9 @@ from .toys import knowing_head, markov
 
 WIDTH = 8
 FORWARDS = tuple(1 + 0.001 * n for n in range(40))  # nodes cost next to nothing
-FLAT, STEEP = (RoundCosts(0.1, FORWARDS, t_draft_by_beams_ms=((1, 0.1), (WIDTH, most))) for most in (0.11, 4.0))
+FLAT, STEEP = (
+    RoundCosts(0.1, FORWARDS, t_draft_by_beams_ms=((1, 0.1), (WIDTH, most))) for most in (0.11, 4.0)
+)
 
 
 def mean_beams(costs: RoundCosts, rule: str, draws: str) -> float:
@@ -37,7 +41,9 @@ def mean_beams(costs: RoundCosts, rule: str, draws: str) -> float:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("rule", "draws"), [("greedy", "picked"), ("coupled", "picked"), ("token", "drawn")])
+@pytest.mark.parametrize(
+    ("rule", "draws"), [("greedy", "picked"), ("coupled", "picked"), ("token", "drawn")]
+)
 def test_a_step_starts_from_as_many_beams_as_pay(
     rule: str, draws: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,12 +55,23 @@ def test_a_step_starts_from_as_many_beams_as_pay(
 
 @pytest.mark.parametrize("draws", ["picked", "drawn"])
 def test_a_search_has_as_many_beams_as_pay_on_the_machine(draws: str) -> None:
-    """All of them where a forward over many tokens costs as one, a chain where it does not; whatever the text. The output is the target's own."""
+    """All of them where a forward over many tokens costs as one, a chain where it does not;
+    whatever the text. The output is the target's own.
+    """
     target = markov()
-    dear = RoundCosts(0.1, tuple(1.0 + 0.3 * n for n in range(40)), t_draft_by_beams_ms=((1, 0.1), (WIDTH, 0.11)))
-    for costs, most, width in ((FLAT, WIDTH, WIDTH), (STEEP, WIDTH, 1), (dear, WIDTH, 1), (dear, 1, 1)):
+    dear = RoundCosts(
+        0.1, tuple(1.0 + 0.3 * n for n in range(40)), t_draft_by_beams_ms=((1, 0.1), (WIDTH, 0.11))
+    )
+    for costs, most, width in (
+        (FLAT, WIDTH, WIDTH),
+        (STEEP, WIDTH, 1),
+        (dear, WIDTH, 1),
+        (dear, 1, 1),
+    ):
         assert plans.width_worth(costs, most, draws == "drawn") == width
-        drafter = RecurrentDrafter(head=knowing_head(target), beam_width=most, draws=draws, by_cost=True)
+        drafter = RecurrentDrafter(
+            head=knowing_head(target), beam_width=most, draws=draws, by_cost=True
+        )
         settings = Settings(max_new_tokens=40, num_draft_tokens=4, costs=costs)
         (done,) = decode(target, drafter, [[1, 2, 3]], settings)
         assert done.tokens == decode(target, None, [[1, 2, 3]], settings)[0].tokens
@@ -62,26 +79,43 @@ def test_a_search_has_as_many_beams_as_pay_on_the_machine(draws: str) -> None:
 
 
 def test_widths_that_are_timed_end_at_the_most() -> None:
-    assert [plans.ladder(most) for most in (1, 2, 6, 8)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8)]
+    assert [plans.ladder(most) for most in (1, 2, 6, 8)] == [
+        (1,),
+        (1, 2),
+        (1, 2, 4, 6),
+        (1, 2, 4, 8),
+    ]
 
 
 @pytest.mark.parametrize("width", [1, 6])
-def test_a_shorter_budget_is_served_by_the_recorded_draft(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row by row the beams of the step where it ends; nothing is recorded anew, and a longer one is recorded once."""
+def test_a_shorter_budget_is_served_by_the_recorded_draft(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row by row the beams of the step where it ends; nothing is recorded anew, and a longer one is
+    recorded once.
+    """
     target = native_of(hf_model("llama", layers=2))
-    head, tips, hidden_BH = random_head(target, 3.0), [3, 9], torch.ones(2, target.hidden_size, dtype=torch.float64)
+    head, tips, hidden_BH = (
+        random_head(target, 3.0),
+        [3, 9],
+        torch.ones(2, target.hidden_size, dtype=torch.float64),
+    )
     captured = []
     monkeypatch.setattr(cuda, "capture", lambda body, device, memory: captured.append(body) or body)
     recorded = RecordedPicks(head, width, target.embed, target.device)
     with torch.inference_mode():
         for depths, records in (([4, 4], 1), ([2, 3], 1), ([1, 0], 1), ([5, 2], 2), ([4, 5], 2)):
             found = recorded(tips, hidden_BH, depths, 1.0, None)
-            fresh = RecordedPicks(head, width, target.embed, target.device)(tips, hidden_BH, depths, 1.0, None)
+            fresh = RecordedPicks(head, width, target.embed, target.device)(
+                tips, hidden_BH, depths, 1.0, None
+            )
             assert len(captured) - 1 == records, "the fresh one records always"
             captured.pop()
             assert found.counts_B == fresh.counts_B
             assert found.tokens_BN.equal(fresh.tokens_BN)
-            assert found.parents_BN is fresh.parents_BN is None or found.parents_BN.equal(fresh.parents_BN)  # type: ignore[union-attr, arg-type]
+            assert found.parents_BN is fresh.parents_BN is None or found.parents_BN.equal(
+                fresh.parents_BN
+            )  # type: ignore[union-attr, arg-type]
 
 
 def test_room_is_what_the_last_trees_needed() -> None:
@@ -101,7 +135,9 @@ def test_room_is_what_the_last_trees_needed() -> None:
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
-def test_a_tree_without_room_loses_its_last_nodes_and_no_token(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_without_room_loses_its_last_nodes_and_no_token(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, prompts = native_of(hf_model("llama", layers=2)), random_prompts(6)
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
     settings = Settings(max_new_tokens=24, num_draft_tokens=4, **sampled)  # type: ignore[arg-type]
@@ -115,13 +151,17 @@ def test_a_tree_without_room_loses_its_last_nodes_and_no_token(rule: str, monkey
             assert proposal.parents_BN is not None or not max(proposal.counts_B)
             if proposal.parents_BN is not None:
                 rows = zip(proposal.parents_BN.tolist(), proposal.counts_B, strict=True)
-                trees[least].append([[parent for parent in row[:count] if parent != NO_NODE] for row, count in rows])
+                trees[least].append(
+                    [[parent for parent in row[:count] if parent != NO_NODE] for row, count in rows]
+                )
             return proposal
 
     for least in (32, 5):
         trees[least] = []
         monkeypatch.setattr(plans.Room, "nodes", lambda self, most, least=least: min(most, least))
-        drafted = decode(target, Watched(head=random_head(target, 3.0), beam_width=8), prompts, settings)
+        drafted = decode(
+            target, Watched(head=random_head(target, 3.0), beam_width=8), prompts, settings
+        )
         assert [g.tokens for g in drafted] == expected
     whole, cut = trees[32][0], trees[5][0]  # the first round's have the same text before them
     assert [row[:5] for row in whole] == cut
@@ -130,7 +170,9 @@ def test_a_tree_without_room_loses_its_last_nodes_and_no_token(rule: str, monkey
 
 @pytest.mark.parametrize("better", [1, 4])
 def test_a_tree_is_searched_where_its_whole_rounds_pay(better: int) -> None:
-    """By their parts alone four beams are worth it; whole rounds of four and of one are measured, and the better ones stand."""
+    """By their parts alone four beams are worth it; whole rounds of four and of one are measured,
+    and the better ones stand.
+    """
     target = markov()
     drafter = RecurrentDrafter(head=knowing_head(target), beam_width=4, by_cost=True)
     asked: list[int] = []
@@ -141,7 +183,9 @@ def test_a_tree_is_searched_where_its_whole_rounds_pay(better: int) -> None:
         return (2.0 if costs.beams == better else 1.0) / costs.target_ms(1)
 
     drafter.caps = replace(drafter.caps, worth_beams=lambda costs: 4, rate=rate)
-    found = measure_costs(target, drafter, [1, 2, 3], Settings(num_draft_tokens=3), widths=weighed_widths(drafter, 3))
+    found = measure_costs(
+        target, drafter, [1, 2, 3], Settings(num_draft_tokens=3), widths=weighed_widths(drafter, 3)
+    )
     assert sorted(asked) == [1, 4] and found.beams == better
     assert len(found.t_target_ms) == 13, "forwards as wide as the tree are timed"
 
@@ -149,7 +193,9 @@ def test_a_tree_is_searched_where_its_whole_rounds_pay(better: int) -> None:
 def test_a_width_promises_by_its_costs() -> None:
     """A chain where trees are dear, a tree where they cost nothing."""
     for costs, wide in ((FLAT, True), (STEEP, False)):
-        assert (plans.width_rate(costs, WIDTH, drawn=False) > plans.width_rate(costs, 1, drawn=False)) == wide
+        assert (
+            plans.width_rate(costs, WIDTH, drawn=False) > plans.width_rate(costs, 1, drawn=False)
+        ) == wide
 
 
 CHEAP = RoundCosts(0.1, (1.0, 1.05, 1.1, 1.15, 1.2))
@@ -157,8 +203,12 @@ CHAIN = RoundCosts(0.3, (1.0, 1.1, 1.2, 1.3, 1.4))
 DEAR = RoundCosts(0.3, (1.0, 1.2, 1.4, 1.6, 1.8))
 
 
-def lengths(costs: RoundCosts, passes: float, rounds: int = 300, sampled_picks: bool = False) -> list[int]:
-    """Of a chain whose tokens pass so often, in order: as many of each draft as that share says, carried over."""
+def lengths(
+    costs: RoundCosts, passes: float, rounds: int = 300, sampled_picks: bool = False
+) -> list[int]:
+    """Of a chain whose tokens pass so often, in order: as many of each draft as that share says,
+    carried over.
+    """
     plan, found, owed = plans.plan_of(costs, 1, ahead=False, sampled_picks=sampled_picks), [], 0.0
     for _ in range(rounds):
         depth = plan.begin(4)
@@ -171,11 +221,14 @@ def lengths(costs: RoundCosts, passes: float, rounds: int = 300, sampled_picks: 
 
 
 def test_a_chain_is_as_long_as_its_past_makes_worth_it() -> None:
-    """The length that the formula has best for its share of passes: the whole budget, some of it, or hardly a draft."""
+    """The length that the formula has best for its share of passes: the whole budget, some of it,
+    or hardly a draft.
+    """
 
     def best(costs: RoundCosts, passes: float) -> int:
         rates = [1 / costs.plain_ms] + [
-            sum(passes**step for step in range(n + 1)) / costs.drafted_ms(n * costs.t_draft_ms, n) for n in range(1, 5)
+            sum(passes**step for step in range(n + 1)) / costs.drafted_ms(n * costs.t_draft_ms, n)
+            for n in range(1, 5)
         ]
         return rates.index(max(rates))
 
@@ -188,7 +241,9 @@ def test_a_chain_is_as_long_as_its_past_makes_worth_it() -> None:
 
 def test_rows_of_a_batch_try_again_together() -> None:
     """Whenever a row that gave up drafts again, it is a round to which all rows come."""
-    tries = [round_ for round_, depth in enumerate(lengths(replace(DEAR, rows=4), 0.0, 600)) if depth]
+    tries = [
+        round_ for round_, depth in enumerate(lengths(replace(DEAR, rows=4), 0.0, 600)) if depth
+    ]
     given_up = next(at for at in range(len(tries)) if tries[at] != at)
     assert given_up < len(tries) and all(round_ % 16 == 0 for round_ in tries[given_up:])
 

@@ -1,4 +1,6 @@
-"""Beams packed by their back pointers are the set of the beams' prefixes, each once, parents first."""
+"""Beams packed by their back pointers are the set of the beams' prefixes, each once,
+parents first.
+"""
 
 import pytest
 import torch
@@ -10,13 +12,19 @@ from recurrent_drafting.drafts import nodes_of
 from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
 
 
-def random_beams(rows: int, length: int, width: int, symbols: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens and back pointers (B, L, W) of steps that choose different (beam, token) pairs at random."""
+def random_beams(
+    rows: int, length: int, width: int, symbols: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens and back pointers (B, L, W) of steps that choose different (beam, token) pairs at
+    random.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens, parents = [], []
     for step in range(length):
         beams = width if step else 1
-        pairs = torch.stack([torch.randperm(beams * symbols, generator=generator)[:width] for _ in range(rows)])
+        pairs = torch.stack(
+            [torch.randperm(beams * symbols, generator=generator)[:width] for _ in range(rows)]
+        )
         tokens.append(pairs % symbols)
         parents.append(pairs // symbols)
     return torch.stack(tokens, 1), torch.stack(parents, 1)
@@ -44,12 +52,18 @@ def paths_of(tree: Tree, row: int) -> list[tuple[int, ...]]:
     return paths
 
 
-@pytest.mark.parametrize(("length", "width", "symbols"), [(1, 4, 6), (5, 8, 9), (4, 3, 3), (6, 1, 5), (3, 45, 48)])
+@pytest.mark.parametrize(
+    ("length", "width", "symbols"), [(1, 4, 6), (5, 8, 9), (4, 3, 3), (6, 1, 5), (3, 45, 48)]
+)
 def test_a_tree_is_the_set_of_prefixes(length: int, width: int, symbols: int) -> None:
     for seed in range(20):
         tokens_BLW, parents_BLW = random_beams(4, length, width, symbols, seed)
         depths_B = [length, max(1, length - 1), 1, 0]
-        tree = pack(tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, torch.tensor(depths_B)))
+        tree = pack(
+            tokens_BLW.flatten(1),
+            edges(parents_BLW),
+            surviving(parents_BLW, torch.tensor(depths_B)),
+        )
         for row, depth in enumerate(depths_B):
             paths = paths_of(tree, row)
             expected = prefixes_of(tokens_BLW[row], parents_BLW[row], depth) if depth else set()
@@ -63,7 +77,9 @@ def test_a_tree_is_the_set_of_prefixes(length: int, width: int, symbols: int) ->
 def test_beams_of_one_beginning_share_it() -> None:
     """Published: 30 to 60 % of the tokens go; without sharing none would."""
     tokens_BLW, parents_BLW = random_beams(1, 5, 8, 9, seed=0)
-    tree = pack(tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, torch.tensor([5])))
+    tree = pack(
+        tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, torch.tensor([5]))
+    )
     assert 8 < int(tree.counts_B[0]) < 0.9 * 40
 
 
@@ -72,7 +88,10 @@ def test_a_pair_chosen_twice_would_break_it() -> None:
     tokens_BLW, parents_BLW = random_beams(1, 3, 4, 6, seed=1)
     tokens_BLW[0, 0, 1], parents_BLW[0, 2] = tokens_BLW[0, 0, 0], torch.arange(4)
     parents_BLW[0, 1] = torch.arange(4)
-    paths = paths_of(pack(tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, torch.tensor([3]))), 0)
+    paths = paths_of(
+        pack(tokens_BLW.flatten(1), edges(parents_BLW), surviving(parents_BLW, torch.tensor([3]))),
+        0,
+    )
     assert len(paths) > len(set(paths))
 
 
@@ -95,4 +114,6 @@ def test_beside_a_gpu_few_widths_are_verified(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
     widths = [nodes_of([count, 1], 40, device) for count in range(1, 41)]
     assert all(width >= count for count, width in enumerate(widths, 1))
-    assert sorted(set(widths)) == [7, 15, 23, 31, 39, 40], "with the tip 8, 16 ..., and no more than there are"
+    assert sorted(set(widths)) == [7, 15, 23, 31, 39, 40], (
+        "with the tip 8, 16 ..., and no more than there are"
+    )

@@ -1,4 +1,6 @@
-"""Prompts in batches: none is dropped, outputs are compared with plain decoding's, counts add up, and what is left out is told."""
+"""Prompts in batches: none is dropped, outputs are compared with plain decoding's, counts add up,
+and what is left out is told.
+"""
 
 import io
 import json
@@ -48,7 +50,9 @@ def prompt_file(tmp_path: Path) -> Path:
     return file
 
 
-def config_of(target: Path, prompts: Path, drafter: str = "prompt_lookup", **fields: object) -> GenerateConfig:
+def config_of(
+    target: Path, prompts: Path, drafter: str = "prompt_lookup", **fields: object
+) -> GenerateConfig:
     values = {
         "temperature": 0.0,
         "max_new_tokens": 16,
@@ -74,17 +78,33 @@ def answered(cfg: GenerateConfig) -> tuple[Loaded, Done]:
 
 @pytest.fixture
 def published_head(tmp_path: Path) -> Path:
-    """A head as the published code writes one, for a target of LLaMA's vocabulary: without a card."""
+    """A head as the published code writes one, for a target of LLaMA's vocabulary:
+    without a card.
+    """
     torch.manual_seed(3)
     folder = tmp_path / "redrafter"
-    save_head(RecurrentHead(HeadConfig(vocab_size=32000, hidden_size=32, exit_dim=64, num_draft_layers=1)), folder)
+    save_head(
+        RecurrentHead(
+            HeadConfig(vocab_size=32000, hidden_size=32, exit_dim=64, num_draft_layers=1)
+        ),
+        folder,
+    )
     return folder
 
 
-def test_the_published_command_finds_vicunas_template(base_target: Path, published_head: Path, prompt_file: Path):
+def test_the_published_command_finds_vicunas_template(
+    base_target: Path, published_head: Path, prompt_file: Path
+):
     """Vicuna's tokenizer has no chat template, and the published code knows no other than its."""
     flags = ["--hf_tokenizer", base_target, "--hf_llm", base_target, "--hf_drafter", published_head]
-    flags += ["--eval_mt_bench", prompt_file, "--beam_width=2", "--beam_length=3", "--greedy_search", "--use_gpu=-1"]
+    flags += [
+        "--eval_mt_bench",
+        prompt_file,
+        "--beam_width=2",
+        "--beam_length=3",
+        "--greedy_search",
+        "--use_gpu=-1",
+    ]
     flags += ["--max_num_prompts=1", "--max_generation_length=4", "turns=first"]
     register(JOB, GenerateConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -108,7 +128,13 @@ def test_the_published_command_finds_vicunas_template(base_target: Path, publish
     ],
 )
 def test_a_template_is_found_on_the_heads_card_or_by_the_targets_name(
-    base_target: Path, published_head: Path, tmp_path: Path, name: str, card: dict | None, given: str, template: str
+    base_target: Path,
+    published_head: Path,
+    tmp_path: Path,
+    name: str,
+    card: dict | None,
+    given: str,
+    template: str,
 ):
     """card: of the head; None: another drafter than a head."""
     folder = tmp_path / name
@@ -121,7 +147,9 @@ def test_a_template_is_found_on_the_heads_card_or_by_the_targets_name(
     if template:
         assert choose_template(cfg, tokenizer, folder)[0] == template
         return
-    with pytest.raises(UserError, match="has no chat template: name the one .* such as template=vicuna"):
+    with pytest.raises(
+        UserError, match="has no chat template: name the one .* such as template=vicuna"
+    ):
         choose_template(cfg, tokenizer, folder)
 
 
@@ -144,17 +172,28 @@ def test_every_turn_of_every_prompt_is_answered_and_is_the_targets_own(
 ):
     cfg = config_of(tiny_target, prompt_file, drafter=str(tiny_target), batch_size=batch_size)
     loaded, done = answered(cfg)
-    assert [(one.prompt.id, one.turn) for one in sorted(done.answers, key=lambda one: (one.prompt.id, one.turn))] == [
-        (name, turn + 1) for name, turns in TURNS.items() for turn in range(len(turns))
-    ]
+    assert [
+        (one.prompt.id, one.turn)
+        for one in sorted(done.answers, key=lambda one: (one.prompt.id, one.turn))
+    ] == [(name, turn + 1) for name, turns in TURNS.items() for turn in range(len(turns))]
     assert len({one.batch for one in done.answers}) == -(-5 // batch_size)
-    assert all(one.plain is not None and one.plain.tokens == one.drafted.tokens for one in done.answers)
+    assert all(
+        one.plain is not None and one.plain.tokens == one.drafted.tokens for one in done.answers
+    )
     assert any(one.drafted.block_efficiency > 3 for one in done.answers)
-    first, second = (next(one for one in done.answers if (one.prompt.id, one.turn) == ("a", turn)) for turn in (1, 2))
+    first, second = (
+        next(one for one in done.answers if (one.prompt.id, one.turn) == ("a", turn))
+        for turn in (1, 2)
+    )
     history = [("user", "Hello there"), ("assistant", first.text), ("user", "And then?")]
-    ids = render_prompt(loaded.engine.tokenizer, [{"role": role, "content": text} for role, text in history])
+    ids = render_prompt(
+        loaded.engine.tokenizer, [{"role": role, "content": text} for role, text in history]
+    )
     assert second.prompt_tokens == len(ids)
-    assert decode(loaded.engine.target, None, [ids], loaded.settings)[0].tokens == second.drafted.tokens
+    assert (
+        decode(loaded.engine.target, None, [ids], loaded.settings)[0].tokens
+        == second.drafted.tokens
+    )
     text = printed(cfg, loaded, done)
     last = 5 % batch_size or min(batch_size, 5)
     told = "" if last == batch_size else f" (the last one {last})"
@@ -163,14 +202,20 @@ def test_every_turn_of_every_prompt_is_answered_and_is_the_targets_own(
     assert "speedup" in text and "block efficiency (tau)" in text
 
 
-def test_answers_go_to_a_file_with_their_counts(tiny_target: Path, prompt_file: Path, tmp_path: Path):
+def test_answers_go_to_a_file_with_their_counts(
+    tiny_target: Path, prompt_file: Path, tmp_path: Path
+):
     file = tmp_path / "out" / "answers.jsonl"
     cfg = config_of(tiny_target, prompt_file, output=str(file), turns="first", max_prompts=3)
     run(cfg)
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [record["id"] for record in records] == ["a", "b", "c"]
     for record in records:
-        assert record["turn"] == 1 and record["differs_at"] is None and record["finish"] in ("stop", "length")
+        assert (
+            record["turn"] == 1
+            and record["differs_at"] is None
+            and record["finish"] in ("stop", "length")
+        )
         assert 0 < len(record["tokens"]) <= 16 and record["tau"] >= 1 and record["speedup"] > 0
 
 
@@ -191,7 +236,12 @@ def test_answers_are_in_the_file_as_soon_as_they_are_given(
     cfg = config_of(tiny_target, prompt_file, output=str(file), turns="first")
     with pytest.raises(Interrupted, match=f"the answers so far are in {file}"):
         run(cfg)
-    assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == ["a", "b", "c", "d"]
+    assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]
     with pytest.raises(UserError, match=f"output={file} is there already: give another file"):
         run(cfg)
 
@@ -202,8 +252,14 @@ def test_a_dry_run_tells_what_would_be_decoded(
     cfg = config_of(tiny_target, prompt_file, dry_run=True, drafter="prompt_lookup")
     run(cfg)
     told = capsys.readouterr().out
-    assert "would answer 5 prompts of" in told and "9 turns, each with up to 16 tokens (144 in all, each again" in told
-    assert f"target {tiny_target}, drafter prompt_lookup; up to 4 drafted tokens a round, 10 beams" in told
+    assert (
+        "would answer 5 prompts of" in told
+        and "9 turns, each with up to 16 tokens (144 in all, each again" in told
+    )
+    assert (
+        f"target {tiny_target}, drafter prompt_lookup; up to 4 drafted tokens a round, 10 beams"
+        in told
+    )
     with pytest.raises(UserError, match="no-such-folder"):
         run(replace(cfg, target=TargetConfig(path="no-such-folder")))
     with pytest.raises(UserError, match="'no-such-head' is neither a folder"):
@@ -213,7 +269,9 @@ def test_a_dry_run_tells_what_would_be_decoded(
         run(replace(cfg, drafter={"use": str(tmp_path / "head")}))
 
 
-def test_plain_decoding_alone_and_sampling_are_told_as_what_they_are(tiny_target: Path, prompt_file: Path):
+def test_plain_decoding_alone_and_sampling_are_told_as_what_they_are(
+    tiny_target: Path, prompt_file: Path
+):
     cfg = config_of(tiny_target, prompt_file, drafter="none", max_prompts=2)
     loaded, done = answered(cfg)
     assert all(one.plain is None for one in done.answers)
@@ -225,11 +283,16 @@ def test_plain_decoding_alone_and_sampling_are_told_as_what_they_are(tiny_target
     assert "all 4 equal plain decoding's" in printed(cfg, *answered(cfg))
 
 
-def test_control_an_output_that_differs_is_an_error_after_the_report(tiny_target: Path, prompt_file: Path):
+def test_control_an_output_that_differs_is_an_error_after_the_report(
+    tiny_target: Path, prompt_file: Path
+):
     cfg = config_of(tiny_target, prompt_file, max_prompts=1)
     loaded, done = answered(cfg)
     wrong = Done([replace(one, differs_at=3, gap=0.5) for one in done.answers])
-    with pytest.raises(UserError, match="the drafted output is not the target's own: outputs: 0 of 2 equal .* token 4"):
+    with pytest.raises(
+        UserError,
+        match="the drafted output is not the target's own: outputs: 0 of 2 equal .* token 4",
+    ):
         printed(cfg, loaded, wrong)
     tied = [replace(one, differs_at=3, gap=1e-6) for one in done.answers]
     words, broken = equality(loaded, tied)
@@ -239,26 +302,39 @@ def test_control_an_output_that_differs_is_an_error_after_the_report(tiny_target
 def test_prompts_that_do_not_fit_are_counted_and_named(tiny_target: Path, tmp_path: Path):
     file = tmp_path / "prompts.jsonl"
     turns = {"long": ["la " * 600], "fits": ["Hello"], "grows": ["Hello", "la " * 600]}
-    file.write_text("\n".join(json.dumps({"id": name, "turns": said}) for name, said in turns.items()))
+    file.write_text(
+        "\n".join(json.dumps({"id": name, "turns": said}) for name, said in turns.items())
+    )
     cfg = config_of(tiny_target, file)
     loaded, done = answered(cfg)
     assert [(one.prompt.id, one.turn) for one in done.answers] == [("fits", 1), ("grows", 1)]
     text = printed(cfg, loaded, done)
-    assert "left out: 2 longer than the target's context of 512 tokens (long, turn 1; grows, turn 2)" in text
+    assert (
+        "left out: 2 longer than the target's context of 512 tokens (long, turn 1; grows, turn 2)"
+        in text
+    )
     with pytest.raises(
         UserError,
-        match=r"none of the 3 prompts was answered: .*over max_prompt_tokens=2 \(--max_prompt_length\) \(fits, turn 1.*Give shorter",
+        match=r"none of the 3 prompts was answered: .*over max_prompt_tokens=2 "
+        r"\(--max_prompt_length\) \(fits, turn 1.*Give shorter",
     ):
         answered(replace(cfg, max_prompt_tokens=2))
 
 
 def test_fastchats_questions_and_sharegpt_files_are_read(tiny_target: Path, tmp_path: Path):
     file = tmp_path / "question.jsonl"
-    file.write_text(json.dumps({"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}))
+    file.write_text(
+        json.dumps({"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]})
+    )
     (prompt,) = prompts_of(config_of(tiny_target, file))
     assert (prompt.id, prompt.turns) == ("81", ["Write.", "Again."])
     file.write_text(
-        json.dumps({"id": "s", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]})
+        json.dumps(
+            {
+                "id": "s",
+                "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}],
+            }
+        )
     )
     (prompt,) = prompts_of(config_of(tiny_target, file))
     assert prompt.turns == ["Hi"]
@@ -268,18 +344,27 @@ def test_fastchats_questions_and_sharegpt_files_are_read(tiny_target: Path, tmp_
     assert "question.jsonl:2" in str(error.value)
 
 
-def test_without_mt_bench_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_without_mt_bench_the_error_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(
-        UserError, match=r"neither in the cache of `datasets` .*--eval_mt_bench=FILE.jsonl; or fetch it once"
+        UserError,
+        match=r"neither in the cache of `datasets` .*--eval_mt_bench=FILE.jsonl; or fetch it once",
     ):
         load_mt_bench()
 
 
 @pytest.mark.long
 def test_the_shared_questions_run(chat24m: Path, shared_data: Path):
-    cfg = config_of(chat24m, shared_data / "eval" / "mt_bench.jsonl", max_prompts=3, batch_size=2, max_new_tokens=12)
+    cfg = config_of(
+        chat24m,
+        shared_data / "eval" / "mt_bench.jsonl",
+        max_prompts=3,
+        batch_size=2,
+        max_new_tokens=12,
+    )
     loaded, done = answered(cfg)
     assert len(done.answers) == 6
     assert "all 6 equal plain decoding's" in printed(cfg, loaded, done)

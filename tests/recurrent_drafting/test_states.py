@@ -1,4 +1,6 @@
-"""Kept states are those that a forward gives: in memory, on disk, after a kill; and the price is told first."""
+"""Kept states are those that a forward gives: in memory, on disk, after a kill; and the price is
+told first.
+"""
 
 import hashlib
 import shutil
@@ -35,7 +37,9 @@ def on_disk(
     dtype: torch.dtype = torch.float64,
     target: str = "hash",
 ) -> DiskStore:
-    return states_on_disk(root, target, data(), Layout(tiny.HEADS, judged, tiny.HIDDEN, dtype, tokens), show)
+    return states_on_disk(
+        root, target, data(), Layout(tiny.HEADS, judged, tiny.HIDDEN, dtype, tokens), show
+    )
 
 
 class Counting(TargetStates):
@@ -57,7 +61,8 @@ def test_states_from_a_store_are_those_of_a_forward(kind: str, tmp_path: Path):
         batch = collate(data().samples, rows, tiny.ROW)
         where = positions(batch, tiny.HEADS, judged=True)
         torch.testing.assert_close(kept(batch, where), online(batch, where))
-        again = collate(data().samples, [[], rows[0]], tiny.ROW)  # a rank without a row among others
+        # a rank without a row among others
+        again = collate(data().samples, [[], rows[0]], tiny.ROW)
         there = positions(again, tiny.HEADS, judged=True)
         torch.testing.assert_close(kept(again, there), online(again, there))
     assert kept.reads == len(rows)
@@ -65,8 +70,14 @@ def test_states_from_a_store_are_those_of_a_forward(kind: str, tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_the_target_goes_on_with_is_kept_with_its_states(kind: str, dtype: torch.dtype, tmp_path: Path):
-    store: Store = MemoryStore(10**6) if kind == "memory" else on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
+def test_what_the_target_goes_on_with_is_kept_with_its_states(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+):
+    store: Store = (
+        MemoryStore(10**6)
+        if kind == "memory"
+        else on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
+    )
     target, rows = tiny.target(dtype), data().rows
     kept = Counting(target, store)
     for _ in range(2):
@@ -81,7 +92,9 @@ def test_what_the_target_goes_on_with_is_kept_with_its_states(kind: str, dtype: 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_goes_on_as_it_decodes(name: str):
-    """At every position, in whatever row it stands, what greedy decoding of the text up to there gives."""
+    """At every position, in whatever row it stands, what greedy decoding of the text up to there
+    gives.
+    """
     model = freeze(family(name))
     native = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), execution="eager")
     samples = tiny.samples()
@@ -94,7 +107,11 @@ def test_every_family_goes_on_as_it_decodes(name: str):
         start = number * tiny.ROW
         for index in row:
             ids = samples[index].ids.tolist()
-            texts = {place: ids[: place - start + 1] for place in range(start, start + len(ids)) if place in said}
+            texts = {
+                place: ids[: place - start + 1]
+                for place in range(start, start + len(ids))
+                if place in said
+            }
             if texts:
                 done = decode(native, None, list(texts.values()), Settings(max_new_tokens=4))
                 assert [said[place] for place in texts] == [one.tokens for one in done]
@@ -104,7 +121,9 @@ def test_every_family_goes_on_as_it_decodes(name: str):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_head_of_every_family_is_trained_on_the_states_that_it_drafts_from(name: str):
-    """What the packed target of training says at a position is what the native target says that decodes."""
+    """What the packed target of training says at a position is what the native target says that
+    decodes.
+    """
     model = freeze(family(name))
     native = NativeTarget.from_state(model.config.to_dict(), model.state_dict(), execution="eager")
     samples = tiny.samples()
@@ -127,7 +146,8 @@ def test_a_head_of_every_family_is_trained_on_the_states_that_it_drafts_from(nam
                     compared += 1
             start += ids.shape[1]
     assert compared == len(kept) > 40
-    with torch.inference_mode():  # the control: as one document, the row's second one says something else
+    # the control: as one document, the row's second one says something else
+    with torch.inference_mode():
         native.open(1, tiny.ROW)
         whole_TH = native.features(batch.ids_RT[:1])[0]
     second = [place for place in kept if place < tiny.ROW and batch.documents_RT[0, place] == 2]
@@ -182,11 +202,16 @@ def folder_of_before(root: Path, judged: bool, width: int, dtype: torch.dtype) -
 
 
 def test_a_cache_of_before_is_read_where_it_is_the_same(tmp_path: Path):
-    folder, rows = folder_of_before(tmp_path, True, tiny.HIDDEN, torch.float64), sorted(map(tuple, data().rows))
+    folder, rows = (
+        folder_of_before(tmp_path, True, tiny.HIDDEN, torch.float64),
+        sorted(map(tuple, data().rows)),
+    )
     target, parts, sums = tiny.target(), [], []
     for row in rows:
         batch = collate(data().samples, [row], tiny.ROW)
-        parts.append(TargetStates(target)(batch, positions(batch, tiny.HEADS, judged=True)).numpy().tobytes())
+        parts.append(
+            TargetStates(target)(batch, positions(batch, tiny.HEADS, judged=True)).numpy().tobytes()
+        )
         sums.append(zlib.crc32(parts[-1]))
     (folder / "states.bin").write_bytes(b"".join(parts))
     (folder / "checksums.bin").write_bytes(np.array(sums, dtype=np.uint32).tobytes())
@@ -203,10 +228,15 @@ def test_a_cache_of_before_with_tokens_in_its_states_is_refused(dtype: torch.dty
     folder = folder_of_before(tmp_path, False, width, dtype)
     count = sum(count_kept(sample.mask, tiny.HEADS, False) for sample in data().samples)
     (folder / "states.bin").write_bytes(bytes(count * width * dtype.itemsize))
-    words = rf"states.bin has {count * width * dtype.itemsize:,} bytes, expected .* an earlier version .* Delete the folder {folder}"
+    words = (
+        rf"states.bin has {count * width * dtype.itemsize:,} bytes, expected .* an earlier "
+        rf"version .* Delete the folder {folder}"
+    )
     with pytest.raises(UserError, match=words):
         on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
-    assert (folder / "states.bin").stat().st_size == count * width * dtype.itemsize, "it is left as it was"
+    assert (folder / "states.bin").stat().st_size == count * width * dtype.itemsize, (
+        "it is left as it was"
+    )
     shutil.rmtree(folder)
     on_disk(tmp_path, judged=False, tokens=3, dtype=dtype)
 
@@ -231,7 +261,11 @@ def test_the_price_is_told_before_the_room_is_taken(
     count = len(positions(batch, tiny.HEADS, judged=True).kept_P)
     assert f"states: {count:,} of {data().tokens:,} positions" in said
     assert "MB on disk in" in said
-    assert next((tmp_path / "states").glob("*/states.bin")).stat().st_size == count * tiny.HIDDEN * 8
+    assert (
+        next((tmp_path / "states").glob("*/states.bin")).stat().st_size == count * tiny.HIDDEN * 8
+    )
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(UserError, match=r"full/.* needs .* MB, 0.0 MB are free there: give states.folder"):
+    with pytest.raises(
+        UserError, match=r"full/.* needs .* MB, 0.0 MB are free there: give states.folder"
+    ):
         on_disk(tmp_path / "full")

@@ -28,7 +28,12 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def target(dtype: torch.dtype = torch.float64) -> Any:
     torch.manual_seed(1)
-    widths = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 24}
+    widths = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "intermediate_size": 24,
+    }
     shape = StudentConfig(hidden_size=HIDDEN, num_hidden_layers=2, **widths)
     base = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "initializer_range": 0.5}
     return freeze(build_llama(shape, dtype, **base))
@@ -36,7 +41,12 @@ def target(dtype: torch.dtype = torch.float64) -> Any:
 
 def head(form: str = "recurrent", dtype: torch.dtype = torch.float64) -> RecurrentHead:
     torch.manual_seed(2)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "exit_dim": 2 * HIDDEN, "num_draft_layers": 2}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "exit_dim": 2 * HIDDEN,
+        "num_draft_layers": 2,
+    }
     made = RecurrentHead(HeadConfig(**(sizes | FORMS[form])))
     if made.token_ids_V is not None:
         made.token_ids_V = torch.sort(torch.randperm(VOCABULARY)[: len(made.token_ids_V)]).values
@@ -48,7 +58,9 @@ def samples(count: int = 9, seed: int = 0) -> list[Sample]:
     random = np.random.default_rng(seed)
     found = []
     for number in range(count):
-        ids = random.integers(0, VOCABULARY, 2 + int(random.integers(0, 23)) if number else 24).astype(np.int32)
+        ids = random.integers(
+            0, VOCABULARY, 2 + int(random.integers(0, 23)) if number else 24
+        ).astype(np.int32)
         mask = random.random(len(ids)) < 0.7
         mask[0], mask[-1] = False, True
         found.append(Sample(ids, mask))

@@ -12,7 +12,9 @@ from tests.decoding.tiny import TableTarget
 
 
 class MarkovTarget(TableTarget):
-    """A target whose next token hangs on the last one alone; hidden states and embeddings tell the token by a one in its place."""
+    """A target whose next token hangs on the last one alone; hidden states and embeddings tell the
+    token by a one in its place.
+    """
 
     def __init__(self, logits_VV: Tensor, max_length: int = 10**6) -> None:
         super().__init__(logits_VV[None].expand(len(logits_VV), -1, -1).clone())
@@ -29,11 +31,15 @@ class MarkovTarget(TableTarget):
 def markov(symbols: int = 12, scale: float = 1.5, seed: int = 1, **options: int) -> MarkovTarget:
     """A random one; a large scale makes it sure of its next token."""
     generator = torch.Generator().manual_seed(seed)
-    return MarkovTarget(torch.randn(symbols, symbols, generator=generator, dtype=torch.float64) * scale, **options)
+    return MarkovTarget(
+        torch.randn(symbols, symbols, generator=generator, dtype=torch.float64) * scale, **options
+    )
 
 
 def knowing_head(target: MarkovTarget, sign: float = 1.0) -> RecurrentHead:
-    """The head whose logits are the target's own (with sign -1 their opposite): its state is the last token, its output layer the table."""
+    """The head whose logits are the target's own (with sign -1 their opposite): its state is the
+    last token, its output layer the table.
+    """
     V = target.vocab_size
     head = RecurrentHead(HeadConfig(V, V, 2 * V, num_draft_layers=0)).double().requires_grad_(False)
     head.rnn_w.weight.copy_(torch.eye(V))

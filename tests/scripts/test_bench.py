@@ -13,7 +13,9 @@ from training.help import field_docs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
-    path.stem for path in (ROOT / "scripts" / "bench").glob("*.py") if 'if __name__ == "__main__":' in path.read_text()
+    path.stem
+    for path in (ROOT / "scripts" / "bench").glob("*.py")
+    if 'if __name__ == "__main__":' in path.read_text()
 )
 
 
@@ -34,11 +36,17 @@ def test_help_says_what_a_script_is_and_every_option(
         with pytest.raises(SystemExit) as ended:
             script.main()
         assert not ended.value.code
-    about, _, listed = capsys.readouterr().out.partition("\nOptions, as KEY=VALUE, with their defaults:\n")
+    about, _, listed = capsys.readouterr().out.partition(
+        "\nOptions, as KEY=VALUE, with their defaults:\n"
+    )
     assert about.strip() == script.__doc__.strip()
     lines = listed.splitlines()
     docs = field_docs(script.Options)
-    assert [line.split("=")[0].strip() for line in lines] == list(docs) == list(defaults(script.Options))
+    assert (
+        [line.split("=")[0].strip() for line in lines]
+        == list(docs)
+        == list(defaults(script.Options))
+    )
     for (key, value), line in zip(defaults(script.Options).items(), lines, strict=True):
         assert line.lower().startswith(f"  {key}={value}".lower())
         assert docs[key] and line.endswith(docs[key]), f"{key} has a comment, and help shows it"
@@ -47,18 +55,29 @@ def test_help_says_what_a_script_is_and_every_option(
 @pytest.mark.long
 def test_help_comes_from_the_command_line_too() -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/bench/bandwidth.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "scripts/bench/bandwidth.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "  layers=12  " in done.stdout and "decoder layers" in done.stdout
 
 
 def test_of_a_yardstick_the_best_round_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two of its three rounds were slowed down by a neighbour: its median would say that decoding reads faster than reading."""
+    """Two of its three rounds were slowed down by a neighbour: its median would say that decoding
+    reads faster than reading.
+    """
     from scripts.bench.bandwidth import reached
 
     budget = Budget(weight_bytes=900, cache_bytes=100, operations=50)
-    rounds = {"forward 1": [8.0, 9.0, 9.5], "forward 2": [4.5, 4.5, 4.5], "sum": [5.0, 6.0, 10.0], "copy": [1.0] * 3}
+    rounds = {
+        "forward 1": [8.0, 9.0, 9.5],
+        "forward 2": [4.5, 4.5, 4.5],
+        "sum": [5.0, 6.0, 10.0],
+        "copy": [1.0] * 3,
+    }
     rounds["product"] = [2.0, 10.0, 1.0]
     sizes = {"sum": 1000, "copy": 2000, "product": 100}
     found = reached(rounds, budget, sizes)

@@ -1,4 +1,6 @@
-"""The comparison of shapes at toy size: it goes on behind what was measured, and shapes that do not meet at equal bytes are refused."""
+"""The comparison of shapes at toy size: it goes on behind what was measured, and shapes that do not
+meet at equal bytes are refused.
+"""
 
 import json
 from pathlib import Path
@@ -15,10 +17,16 @@ SHAPES = ["1:32:4:2:48", "2:32:4:2:16"]
 def test_shapes_are_held_to_equal_bytes(tiny_target: Path):
     """Layers and head: 2,048 x 32 + 7,744 against 2 x 4,672 more."""
     target = str(tiny_target)
-    assert equal_bytes(Options(target=target, shapes=SHAPES)) == {SHAPES[0]: 2 * 73_280, SHAPES[1]: 2 * 74_880}
-    with pytest.raises(UserError, match="2:32:4:2:48 reads .* 1:32:4:2:48 reads .* they may differ by 3%"):
+    assert equal_bytes(Options(target=target, shapes=SHAPES)) == {
+        SHAPES[0]: 2 * 73_280,
+        SHAPES[1]: 2 * 74_880,
+    }
+    with pytest.raises(
+        UserError, match="2:32:4:2:48 reads .* 1:32:4:2:48 reads .* they may differ by 3%"
+    ):
         equal_bytes(Options(target=target, shapes=[SHAPES[0], "2:32:4:2:48"]))
-    with pytest.raises(UserError, match="3:32:4:2:4 reads .* 1:32:4:2:48 reads "):  # each is near the one between them
+    # each is near the one between them
+    with pytest.raises(UserError, match="3:32:4:2:4 reads .* 1:32:4:2:48 reads "):
         equal_bytes(Options(target=target, shapes=[SHAPES[1], SHAPES[0], "3:32:4:2:4"]))
     with pytest.raises(UserError, match="told apart by layers and hidden size, found 1x32, 1x32"):
         equal_bytes(Options(target=target, shapes=[SHAPES[0], "1:32:4:2:47"]))
@@ -27,10 +35,25 @@ def test_shapes_are_held_to_equal_bytes(tiny_target: Path):
 
 
 @pytest.mark.long
-def test_students_first_and_their_speeds_later(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_students_first_and_their_speeds_later(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    given = [f"target={tiny_target}", f"shapes={SHAPES}", "steps=2", "probe_steps=0", "tokens_per_step=512"]
-    given += ["sequences=16", "max_prompts=10", "max_new_tokens=6", "sweep=[2]", "temperatures=[0.0]", "threads=1"]
+    given = [
+        f"target={tiny_target}",
+        f"shapes={SHAPES}",
+        "steps=2",
+        "probe_steps=0",
+        "tokens_per_step=512",
+    ]
+    given += [
+        "sequences=16",
+        "max_prompts=10",
+        "max_new_tokens=6",
+        "sweep=[2]",
+        "temperatures=[0.0]",
+        "threads=1",
+    ]
 
     def figures(*more: str) -> dict:
         monkeypatch.setattr("sys.argv", ["depth_width.py", *given, f"work={tmp_path}/work", *more])
@@ -38,7 +61,10 @@ def test_students_first_and_their_speeds_later(tiny_target: Path, tmp_path: Path
         return json.loads((tmp_path / "depth_width.json").read_text())["figures"]
 
     students = figures("seeds=[0]", "executions=[]")
-    assert {name: set(of) for name, of in students["acceptance"].items()} == {"1x32": {"0"}, "2x32": {"0"}}
+    assert {name: set(of) for name, of in students["acceptance"].items()} == {
+        "1x32": {"0"},
+        "2x32": {"0"},
+    }
     assert students["rows"] == {}
     both = figures("seeds=[0]", "executions=['native eager']")
     assert both["acceptance"] == students["acceptance"], "as they were kept"
@@ -46,5 +72,7 @@ def test_students_first_and_their_speeds_later(tiny_target: Path, tmp_path: Path
     assert {row["drafter"] for row in rows} == {"1x32", "2x32", "prompt_lookup"} and all(
         row["speedup"] > 0 for row in rows
     )
-    assert figures("seeds=[0]", "executions=[]", "max_prompts=9")["rows"] == {}, "other prompts, the same students"
+    assert figures("seeds=[0]", "executions=[]", "max_prompts=9")["rows"] == {}, (
+        "other prompts, the same students"
+    )
     assert both["over_first"]["speedup"]["native eager"]["2x32"]["T=0"]["seeds"] == 1

@@ -1,4 +1,6 @@
-"""The GPU benchmark at toy size on a CPU, in a process that has the promised packages alone and notes which lines ran."""
+"""The GPU benchmark at toy size on a CPU, in a process that has the promised packages alone and
+notes which lines ran.
+"""
 
 import json
 import os
@@ -35,9 +37,10 @@ root, out = sys.argv[1:]
 sys.path.insert(0, root)
 
 class Without(importlib.machinery.PathFinder):
-    # as if these were not installed: what the project needs elsewhere, and its packages that need them; of training and recurrent_drafting
-    # what the benchmark imports does without
-    names = "hydra omegaconf datasets wandb rich matplotlib deepspeed sentencepiece distill eval".split()
+    # as if these were not installed: what the project needs elsewhere, and its packages that need
+    # them; of training and recurrent_drafting what the benchmark imports does without
+    names = "hydra omegaconf datasets wandb rich matplotlib deepspeed".split()
+    names += "sentencepiece distill eval".split()
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         return None if name.split(".")[0] in cls.names else super().find_spec(name, path, target)
@@ -78,7 +81,8 @@ class Broken:
     def __enter__(self): raise RuntimeError("called a synchronizing CUDA operation")
     def __exit__(self, *given): return False
 every = gpu_exact.uses
-gpu_exact.uses = lambda *given: {name: use for name, use in every(*given).items() if name in ("chain", "recurrent", "pearl_virtual")}
+few = ("chain", "recurrent", "pearl_virtual")
+gpu_exact.uses = lambda *given: {name: every(*given)[name] for name in few}
 gpu_exact.AT_SIZE = ["chain"]
 assert run("exact") == 0
 cuda.no_waiting = Broken
@@ -97,7 +101,8 @@ with torch.inference_mode():
     assert found["texts_that_differ"] == 1 and not gpu_exact.holds({"greedy": found}), found
 assert gpu.main(["--help"]) == 0
 toy = random_models.random_target(gpu_decode.TOY.target, torch.float32, "cpu", 16)
-assert toy.num_parameters == gpu_decode.TOY.target.parameters + 5 * 32, "matrices, and five norms of width 32"
+norms = 5 * 32
+assert toy.num_parameters == gpu_decode.TOY.target.parameters + norms, "and the matrices"
 for words in (["speed=9"], ["part=all"], ["device=cuda"]):
     try:
         gpu.parse(words)
@@ -109,7 +114,8 @@ for name in ("auto", "cuda"):
         cuda.device_of(name)
     except ValueError as error:
         assert "sees no CUDA card" in str(error)
-assert (cuda.cards(), cuda.names(), cuda.rng_state(), cuda.multiplies_bfloat16()) == (0, [], None, False)
+assert (cuda.cards(), cuda.names()) == (0, [])
+assert (cuda.rng_state(), cuda.multiplies_bfloat16()) == (None, False)
 cuda.use(torch.device("cpu"))
 cuda.restore_rng(torch.get_rng_state())
 sys.settrace(None)
@@ -121,8 +127,14 @@ def statements(path: Path) -> set[int]:
     """Lines of functions that carry code."""
 
     def lines(code: CodeType, inside: bool) -> set[int]:
-        own = {line for _, _, line in code.co_lines() if line and line > code.co_firstlineno} if inside else set()
-        return own.union(*(lines(each, True) for each in code.co_consts if isinstance(each, CodeType)))
+        own = (
+            {line for _, _, line in code.co_lines() if line and line > code.co_firstlineno}
+            if inside
+            else set()
+        )
+        return own.union(
+            *(lines(each, True) for each in code.co_consts if isinstance(each, CodeType))
+        )
 
     return lines(compile(path.read_text(), str(path), "exec"), False)
 
@@ -132,22 +144,36 @@ def statements(path: Path) -> set[int]:
 def test_every_line_but_the_listed_ones_runs_on_a_cpu(tmp_path: Path) -> None:
     environment = {**os.environ, "FILES": json.dumps(FILES), "OMP_NUM_THREADS": "1"}
     made = subprocess.run(
-        [sys.executable, "-c", RUN, str(ROOT), str(tmp_path)], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", RUN, str(ROOT), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-4000:]
     ran = json.loads(next(line for line in made.stdout.splitlines() if line.startswith("RAN "))[4:])
-    missing = {f"{name}:{line}" for name in FILES for line in statements(ROOT / name) - set(ran[name])}
+    missing = {
+        f"{name}:{line}" for name in FILES for line in statements(ROOT / name) - set(ran[name])
+    }
     record = json.loads((tmp_path / "gpu_decode.json").read_text())
     listed = set(record["untested_lines"])
     assert missing <= listed, f"neither run nor listed: {sorted(missing - listed)}"
     assert len(listed) <= MOST_UNTESTED
-    assert record["figures"]["done"] is True and record["figures"]["1 layer, graph"].startswith("left out")
+    assert record["figures"]["done"] is True and record["figures"]["1 layer, graph"].startswith(
+        "left out"
+    )
     exact = json.loads((tmp_path / "all_rows.json").read_text())["figures"]
     tried = {f"{name}, float64, graph" for name in uses(tmp_path, "cpu")}
     assert len(tried) > len(ROWS)
-    assert {"noise", "equality, chain, float64, graph", "equality, recurrent, float64, graph"} | tried <= set(exact)
+    assert {
+        "noise",
+        "equality, chain, float64, graph",
+        "equality, recurrent, float64, graph",
+    } | tried <= set(exact)
     for figure in tried:
-        assert exact[figure]["greedy"]["tokens"] > 0 and exact[figure]["greedy"]["texts_that_differ"] == 0, figure
+        assert (
+            exact[figure]["greedy"]["tokens"] > 0
+            and exact[figure]["greedy"]["texts_that_differ"] == 0
+        ), figure
     assert exact["chain, float64, graph"]["token"]["waits"] == "none"
     train = json.loads((tmp_path / "both_sides.json").read_text())["figures"]
     assert train["ours over trainer"] > 0 and train["ours, round 1"]["losses"][0] > 0
@@ -202,7 +228,10 @@ def test_a_timed_training_step_is_the_loops(tmp_path: Path) -> None:
     from training.parallel import Parallel
 
     torch.manual_seed(0)
-    states, data = TargetStates(frozen_target(TOY, "cpu")), PackedData(chats(TOY), TOY.row, TOY.step_rows, 0)
+    states, data = (
+        TargetStates(frozen_target(TOY, "cpu")),
+        PackedData(chats(TOY), TOY.row, TOY.step_rows, 0),
+    )
     config = OptimizerConfig(warmup_steps=1)
 
     def trained(number: int) -> torch.Tensor:
@@ -228,7 +257,9 @@ def test_a_timed_training_step_is_the_loops(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_none_is_said_to_be_unknown() -> None:
-    done = subprocess.run(["bash", "scripts/bench/gpu.sh", "speed"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "scripts/bench/gpu.sh", "speed"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "part 'speed' is unknown" in done.stderr
 

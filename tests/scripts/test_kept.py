@@ -1,4 +1,6 @@
-"""A benchmark that was cut goes on behind its last finished part, and settings do not mix; its interval is Student's."""
+"""A benchmark that was cut goes on behind its last finished part, and settings do not mix; its
+interval is Student's.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +50,11 @@ def test_a_finished_part_is_not_measured_again(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         first.figures({"seed": 2}, lambda: measure(2))
     again = kept(tmp_path, seeds=[0, 1, 2], name="other")
-    assert again.figures({"seed": 0}, lambda: measure(0)) == found == {"alpha": 0.0, "by_temperature": {"0": 1}}
+    assert (
+        again.figures({"seed": 0}, lambda: measure(0))
+        == found
+        == {"alpha": 0.0, "by_temperature": {"0": 1}}
+    )
     again.figures({"seed": 1}, lambda: measure(1))
     assert measured == [0, 1]
     assert [part["seed"] for part, _ in again.all()] == [0, 1], "what was cut is not there"
@@ -61,9 +67,16 @@ def test_other_settings_lie_elsewhere(tmp_path: Path):
 
 
 def test_the_interval_is_students():
-    """t(0.975, 2) = 4.3027: differences 1, 2, 3 have mean 2, deviation 1; a seed that one side alone has counts for nothing."""
+    """t(0.975, 2) = 4.3027: differences 1, 2, 3 have mean 2, deviation 1; a seed that one side
+    alone has counts for nothing.
+    """
     found = paired({"0": 2.0, "1": 4.0, "2": 6.0, "3": 9.0}, {"0": 1.0, "1": 2.0, "2": 3.0})
     assert (found["difference"], found["seeds"]) == (pytest.approx(2), 3)
     assert found["low"] == pytest.approx(2 - 4.3027 / 3**0.5, abs=1e-4)
-    assert paired({"0": 2.0}, {"0": 1.0}) == {"difference": 1.0, "low": None, "high": None, "seeds": 1}
+    assert paired({"0": 2.0}, {"0": 1.0}) == {
+        "difference": 1.0,
+        "low": None,
+        "high": None,
+        "seeds": 1,
+    }
     assert paired({}, {"0": 1.0})["seeds"] == 0

@@ -16,20 +16,38 @@ def toy(tiny_target: Path, folder: Path, *more: str) -> "subprocess.CompletedPro
     for name, text in words.items():
         lines = (json.dumps({"text": text * (20 + number)}) for number in range(12))
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    given = f"target={tiny_target} texts={folder} dtype=float32 threads=1 max_length=64 tokens_per_step=256 steps=4 eval_every=2 work={folder}/work"
+    given = (
+        f"target={tiny_target} texts={folder} dtype=float32 threads=1 max_length=64 "
+        f"tokens_per_step=256 steps=4 eval_every=2 work={folder}/work"
+    )
     domains = ",".join(f"{name}={name}.jsonl" for name in words)
-    command = [sys.executable, "scripts/bench/mixing.py", *given.split(), f"domains=[{domains}]", *more]
+    command = [
+        sys.executable,
+        "scripts/bench/mixing.py",
+        *given.split(),
+        f"domains=[{domains}]",
+        *more,
+    ]
     return subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True)
 
 
 @pytest.mark.long
 def test_it_runs_at_toy_size(tiny_target: Path, tmp_path: Path):
-    done = toy(tiny_target, tmp_path, f"name={tmp_path / 'figures'}", "seeds=[0,1]", "smoothing=0", "rate=5")
+    done = toy(
+        tiny_target,
+        tmp_path,
+        f"name={tmp_path / 'figures'}",
+        "seeds=[0,1]",
+        "smoothing=0",
+        "rate=5",
+    )
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert set(figures["runs"]) == set(SIDES)
     for runs in figures["runs"].values():
-        assert [sum(run["rows"].values()) for run in runs.values()] == [16, 16], "every side sees as many rows"
+        assert [sum(run["rows"].values()) for run in runs.values()] == [16, 16], (
+            "every side sees as many rows"
+        )
         assert all(run["worst"] == min(run["by_domain"].values()) for run in runs.values())
     fixed, moved = (figures["runs"][side]["0"]["shares"] for side in ("fixed", "acceptance"))
     assert fixed != moved

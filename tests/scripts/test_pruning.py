@@ -44,5 +44,9 @@ def test_every_side_runs(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.
     figures = json.loads((tmp_path / "pruning.json").read_text())["figures"]
     runs = figures["runs"]["2"]
     assert {side: len(of) for side, of in runs.items()} == dict.fromkeys(pruning.SIDES, 2)
-    assert all(0 < one["acceptance"] < 1 and one["tau_greedy"] >= 1 for of in runs.values() for one in of.values())
+    assert all(
+        0 < one["acceptance"] < 1 and one["tau_greedy"] >= 1
+        for of in runs.values()
+        for one in of.values()
+    )
     assert figures["importance_over"]["2"]["random"]["acceptance"]["low"] is not None

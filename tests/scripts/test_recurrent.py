@@ -1,4 +1,6 @@
-"""The recurrent drafter's benchmarks at toy size: both sides compute the same loss, goals are told as what they are, a run goes on where it ended."""
+"""The recurrent drafter's benchmarks at toy size: both sides compute the same loss, goals are told
+as what they are, a run goes on where it ended.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +21,9 @@ from scripts.bench.recurrent_training import IGNORED, published_loss
 from training.data import Prompt
 
 
-def figures_of(script: Any, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *given: str) -> dict[str, Any]:
+def figures_of(
+    script: Any, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *given: str
+) -> dict[str, Any]:
     """What a script finds with these options."""
     monkeypatch.setattr(common, "RESULTS", folder)
     monkeypatch.setattr("sys.argv", [f"{name}.py", *given, "threads=1", f"name={name}"])
@@ -37,12 +41,22 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# -------------------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------- training
 def test_training_runs_and_its_sides_compute_the_same(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    small = ["max_length=256", "rows=2", "forwards=1", "steps=1", "rounds=1", "dtype=float32", f"target={tiny_target}"]
-    figures = figures_of(recurrent, "recurrent_training", tmp_path, monkeypatch, "part=training", *small)
+    small = [
+        "max_length=256",
+        "rows=2",
+        "forwards=1",
+        "steps=1",
+        "rounds=1",
+        "dtype=float32",
+        f"target={tiny_target}",
+    ]
+    figures = figures_of(
+        recurrent, "recurrent_training", tmp_path, monkeypatch, "part=training", *small
+    )
     same = figures["loss_on_the_same_chats"]
     assert same["ours"] == pytest.approx(same["published"], rel=1e-3)
     assert all(value > 0 for value in figures["supervised_tokens_per_second"].values())
@@ -70,20 +84,42 @@ def test_the_published_loss_is_the_sum_of_means_over_shifted_labels():
     first = -(log_q[0, 0, 0, 3] + log_q[0, 0, 1, 4] + log_q[0, 0, 3, 6]) / 3
     second = -(log_q[1, 0, 0, 4] + log_q[1, 0, 2, 6]) / 2
     torch.testing.assert_close(loss, first + second)
-    assert set(log) == {f"redrafter{i}_{what}" for i in (0, 1) for what in (*(f"top{k}" for k in range(1, 6)), "loss")}
+    assert set(log) == {
+        f"redrafter{i}_{what}"
+        for i in (0, 1)
+        for what in (*(f"top{k}" for k in range(1, 6)), "loss")
+    }
 
 
-# -------------------------------------------------------------------------------------------- drafting, generation
-def test_a_round_is_taken_apart(tiny_target: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    small = [f"target={tiny_target}", f"head={head}", "max_prompts=1", "max_new_tokens=8", "rounds=1", "beam_width=3"]
-    figures = figures_of(recurrent, "recurrent_drafting", tmp_path, monkeypatch, "part=drafting", *small)
+# ----------------------------------------------------------------------------- drafting, generation
+def test_a_round_is_taken_apart(
+    tiny_target: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    small = [
+        f"target={tiny_target}",
+        f"head={head}",
+        "max_prompts=1",
+        "max_new_tokens=8",
+        "rounds=1",
+        "beam_width=3",
+    ]
+    figures = figures_of(
+        recurrent, "recurrent_drafting", tmp_path, monkeypatch, "part=drafting", *small
+    )
     for way in ("greedy", "picked", "drawn"):
         one = figures[way]
-        assert one["share_of_target"] + one["share_of_head"] + one["share_outside"] == pytest.approx(1)
+        assert one["share_of_target"] + one["share_of_head"] + one[
+            "share_outside"
+        ] == pytest.approx(1)
         assert 0 < one["share_outside"] < 1 and one["tau"] >= 1
         assert 0 < one["operations_outside_as_on_a_gpu"] <= recurrent_rounds.GOAL_OPERATIONS
-    assert len(figures["goals"]) == 2 and not any("met" in one for one in figures["goals"].values()), "three beams"
-    slow = {way: {"share_outside": 0.3, "operations_outside_as_on_a_gpu": 150} for way in ("greedy", "drawn")}
+    assert len(figures["goals"]) == 2 and not any(
+        "met" in one for one in figures["goals"].values()
+    ), "three beams"
+    slow = {
+        way: {"share_outside": 0.3, "operations_outside_as_on_a_gpu": 150}
+        for way in ("greedy", "drawn")
+    }
     assert [one["met"] for one in recurrent_rounds.goals(slow, 8, 5).values()] == [False, True]
 
 
@@ -94,7 +130,9 @@ def test_prompts_whose_answer_loops_are_passed_over(tiny_target: Path):
     assert asked == 6 and len(found) <= 2, "a batch is asked at once"
     assert unlooping(engine, prompts, 9, 32)[1][: len(found)] == found
     for _, ids, answer in found:
-        (alone,) = decode(engine.target, None, [ids], Settings(32, stop_token_ids=engine.stop_token_ids))
+        (alone,) = decode(
+            engine.target, None, [ids], Settings(32, stop_token_ids=engine.stop_token_ids)
+        )
         assert answer == alone.tokens
 
 
@@ -109,9 +147,20 @@ def test_goals_are_met_or_not():
     def row(temperature: float, drafter: str, speedup: float) -> Any:
         return SimpleNamespace(temperature=temperature, drafter=drafter, headline_speedup=speedup)
 
-    rows = [row(0.0, "picked 4", 1.6), row(0.0, "prompt_lookup", 1.7), row(1.0, "prompt_lookup", 0.9)]
-    rows += [row(1.0, "picked by cost", 0.95), row(1.0, "drawn by cost", 1.25), row(1.0, "drawn 4", 0.5)]
-    met = {name: one["met"] for name, one in goals(rows, {"4": {"equal": 3, "tie": 1, "different": 0}}).items()}
+    rows = [
+        row(0.0, "picked 4", 1.6),
+        row(0.0, "prompt_lookup", 1.7),
+        row(1.0, "prompt_lookup", 0.9),
+    ]
+    rows += [
+        row(1.0, "picked by cost", 0.95),
+        row(1.0, "drawn by cost", 1.25),
+        row(1.0, "drawn 4", 0.5),
+    ]
+    met = {
+        name: one["met"]
+        for name, one in goals(rows, {"4": {"equal": 3, "tie": 1, "different": 0}}).items()
+    }
     assert met == {
         "greedy output equal": True,
         "greedy above 1.5": True,
@@ -119,25 +168,47 @@ def test_goals_are_met_or_not():
         "T=1 above 1.2, better of picked and drawn by cost": True,
         "T=1 by cost never below 0.97": False,
     }
-    assert not goals(rows, {"45": {"equal": 3, "tie": 0, "different": 1}})["greedy output equal"]["met"]
+    assert not goals(rows, {"45": {"equal": 3, "tie": 0, "different": 1}})["greedy output equal"][
+        "met"
+    ]
 
 
 @pytest.mark.long
-def test_generation_runs(tiny_target: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    small = ["max_prompts=2", "sweep_prompts=1", "exact_prompts=2", "max_new_tokens=8", "widths=[1,3]", "lengths=[2]"]
-    given = [f"target={tiny_target}", f"head={head}", *small, "exact_widths=[1,3,45]", "beam_length=3"]
-    figures = figures_of(recurrent, "recurrent_generation", tmp_path, monkeypatch, "part=generation", *given)
+def test_generation_runs(
+    tiny_target: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    small = [
+        "max_prompts=2",
+        "sweep_prompts=1",
+        "exact_prompts=2",
+        "max_new_tokens=8",
+        "widths=[1,3]",
+        "lengths=[2]",
+    ]
+    given = [
+        f"target={tiny_target}",
+        f"head={head}",
+        *small,
+        "exact_widths=[1,3,45]",
+        "beam_length=3",
+    ]
+    figures = figures_of(
+        recurrent, "recurrent_generation", tmp_path, monkeypatch, "part=generation", *given
+    )
     assert all(counts["different"] == 0 for counts in figures["greedy_output_by_beams"].values())
     assert set(figures["greedy_output_by_beams"]) == {"1", "3", "45"}
     ways = ["picked 1", "picked 3", "picked by cost"]
-    for temperature, drafters in ((0.0, ways), (1.0, [*ways, "drawn 1", "drawn 3", "drawn by cost"])):
+    for temperature, drafters in (
+        (0.0, ways),
+        (1.0, [*ways, "drawn 1", "drawn 3", "drawn by cost"]),
+    ):
         found = [row for row in figures["rows"] if row["temperature"] == temperature]
         assert {row["drafter"] for row in found} == {*drafters, "prompt_lookup"}
         assert all(row["prompts"] == 2 and row["speedup"] > 0 for row in found)
     assert "greedy above 1.5" in (tmp_path / "recurrent_generation.md").read_text()
 
 
-# ------------------------------------------------------------------------------------------------------------ show
+# --------------------------------------------------------------------------------------------- show
 def head_figures(better: int) -> dict[str, Any]:
     """Six prompts of 12 tokens; the n-th takes n + 6 rounds, or fewer."""
     greedy = [[12, number + 6 - better] for number in range(6)]
@@ -148,23 +219,32 @@ def test_tables_pair_prompts_and_seeds():
     notes = {f"base/{seed}": head_figures(0) for seed in range(2)}
     notes |= {f"LK/{seed}": head_figures(seed + 1) for seed in range(2)}
     rounds = [sum(n + 6 - better for n in range(6)) for better in (0, 1, 2)]
-    ratio = tables.over([notes[f"LK/{seed}"]["greedy"] for seed in range(2)], [notes["base/0"]["greedy"]] * 2)
+    ratio = tables.over(
+        [notes[f"LK/{seed}"]["greedy"] for seed in range(2)], [notes["base/0"]["greedy"]] * 2
+    )
     assert ratio.value == pytest.approx(2 * rounds[0] / (rounds[1] + rounds[2]))
     assert ratio.low is not None and 1 < ratio.low < ratio.value < ratio.high  # type: ignore[operator]
     same = tables.over([notes["base/0"]["greedy"]], [notes["base/1"]["greedy"]])
-    assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0), "pairs that are equal leave no doubt"
+    assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0), (
+        "pairs that are equal leave no doubt"
+    )
     text = tables.trained(notes, {"LK": "base", "not there yet": "base"})
     assert text.count("\n") == 3 and f"{72 / rounds[1]:.3f} {72 / rounds[2]:.3f}" in text
 
 
-def generation(drafter: str, seconds: float, prompt: str = "a", length: int = 4, seed: int = 0) -> dict[str, Any]:
+def generation(
+    drafter: str, seconds: float, prompt: str = "a", length: int = 4, seed: int = 0
+) -> dict[str, Any]:
     shared = {"temperature": 0.0, "tokens": 10, "rounds": 5, "prompt_id": prompt}
     return {"drafter": drafter, "num_draft_tokens": length, "seconds": seconds, **shared}
 
 
 def test_races_are_pooled_over_seeds_and_the_best_of_each_kind_meet():
     seconds = {"head, picked": 1.0, "head, drawn": 3.0, "pruned 1": 1.5, "pruned 2": 4.0}
-    race = [generation("autoregressive", 2.0, length=0), *(generation(*one) for one in seconds.items())]
+    race = [
+        generation("autoregressive", 2.0, length=0),
+        *(generation(*one) for one in seconds.items()),
+    ]
     races = [race, race]
     arms_found = tables.by_arm(races)
     assert arms_found[0.0, "head, picked", 4] == {"tokens": [20], "rounds": [10], "seconds": [2.0]}
@@ -176,8 +256,22 @@ def test_races_are_pooled_over_seeds_and_the_best_of_each_kind_meet():
 def test_every_part_runs_and_a_second_call_makes_nothing_anew(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    small = ["seeds=[0]", "seconds=0.05", "max_chats=60", "answer_tokens=24", "max_length=128", "tokens_per_step=256"]
-    small += ["max_prompts=3", "max_new_tokens=8", "race_prompts=2", "widths=[1,3]", "lengths=[2]", "race_width=3"]
+    small = [
+        "seeds=[0]",
+        "seconds=0.05",
+        "max_chats=60",
+        "answer_tokens=24",
+        "max_length=128",
+        "tokens_per_step=256",
+    ]
+    small += [
+        "max_prompts=3",
+        "max_new_tokens=8",
+        "race_prompts=2",
+        "widths=[1,3]",
+        "lengths=[2]",
+        "race_width=3",
+    ]
     small += ["pruned_layers=[1,2]", "pruned_sequences=16", "heads=3", f"work={tmp_path / 'work'}"]
     given = [f"target={tiny_target}", *small]
     found = figures_of(recurrent_show, "recurrent_show", tmp_path, monkeypatch, *given)
@@ -200,5 +294,9 @@ def test_every_part_runs_and_a_second_call_makes_nothing_anew(
     assert (tmp_path / "recurrent_show.md").read_text().strip() == found["tables"]
     (parts,) = (tmp_path / "work").glob("*/parts.jsonl")
     before = parts.read_bytes()
-    again = figures_of(recurrent_show, "recurrent_show", tmp_path, monkeypatch, *given, "parts=[losses,pruned]")
-    assert parts.read_bytes() == before and again == found, "the tables are of all that was run so far"
+    again = figures_of(
+        recurrent_show, "recurrent_show", tmp_path, monkeypatch, *given, "parts=[losses,pruned]"
+    )
+    assert parts.read_bytes() == before and again == found, (
+        "the tables are of all that was run so far"
+    )

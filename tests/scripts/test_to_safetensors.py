@@ -1,4 +1,6 @@
-"""Pickled weights become safetensors that load as the same model; a pickle with code in it is refused."""
+"""Pickled weights become safetensors that load as the same model; a pickle with code in it is
+refused.
+"""
 
 import os
 import pickle

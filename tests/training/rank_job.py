@@ -1,4 +1,5 @@
-"""A small training job for tests of parallelism, in this process or as one rank: `python -m tests.training.rank_job SPEC` (JSON).
+"""A small training job for tests of parallelism, in this process or as one rank:
+`python -m tests.training.rank_job SPEC` (JSON).
 
 Each rank writes FOLDER/rank<N>.json with what it saw; rank 0 writes the exported weights beside it.
 """
@@ -29,7 +30,12 @@ from training.parallel import Parallel
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 67  # no multiple of the number of ranks
-WIDTHS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
+WIDTHS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+}
 
 
 @dataclass
@@ -42,9 +48,9 @@ class Spec:
     dtype: str = "float32"
     stop_after: int = 0  # steps after which a SIGTERM comes
     divisor: str = "global"  # global | rank: the mistake of dividing by each rank's own count
-    seconds: float = (
-        0.0  # loop.max_seconds, by a clock that goes on by one at each reading, and on other ranks than 0 by six
-    )
+    # loop.max_seconds, by a clock that goes on by one at each reading, and on other ranks than 0 by
+    # six
+    seconds: float = 0.0
     loop: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
 
@@ -89,7 +95,9 @@ class Log:
 
 
 def run(spec: Spec) -> dict[str, Any]:
-    """Train as one rank, or alone. Returns losses, norms, held-out scores and bytes of the optimizer's states on this rank."""
+    """Train as one rank, or alone. Returns losses, norms, held-out scores and bytes of the
+    optimizer's states on this rank.
+    """
     torch.set_num_threads(1)
     parallel = Watched(ParallelConfig(kind=spec.kind), "cpu")
     dtype = dtype_of(spec.dtype)
@@ -97,7 +105,13 @@ def run(spec: Spec) -> dict[str, Any]:
     student = make_model(2, 0, dtype, spec.tied)
     objective = Distillation(student, teacher)
     data = make_data()
-    config = {"tokens_per_step": 256, "micro_batch_tokens": 64, "eval_every": 3, "checkpoint_every": 3, "keep": 9}
+    config = {
+        "tokens_per_step": 256,
+        "micro_batch_tokens": 64,
+        "eval_every": 3,
+        "checkpoint_every": 3,
+        "keep": 9,
+    }
     optimizer = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, clip=0.2)
     bounds = {"max_steps": spec.steps, "max_seconds": spec.seconds}
     loop = LoopConfig(**(config | bounds | {"dtype": spec.dtype} | spec.loop), optimizer=optimizer)
@@ -106,7 +120,9 @@ def run(spec: Spec) -> dict[str, Any]:
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
-        """Mean of the student's hidden states on a row: the same for whole weights, wherever they were."""
+        """Mean of the student's hidden states on a row: the same for whole weights, wherever they
+        were.
+        """
         from training.packing import collate
 
         batch = collate(data.samples, data.rows[:1], data.capacity)
@@ -140,7 +156,10 @@ def run(spec: Spec) -> dict[str, Any]:
     os.makedirs(spec.folder, exist_ok=True)
     Path(spec.folder, f"rank{parallel.rank}.json").write_text(json.dumps(report))
     if parallel.is_main and not interrupted:
-        weights = {name: tensor.detach().clone().contiguous() for name, tensor in student.named_parameters()}
+        weights = {
+            name: tensor.detach().clone().contiguous()
+            for name, tensor in student.named_parameters()
+        }
         save_file(weights, Path(spec.folder, "exported.safetensors"))
     parallel.close()
     return report
@@ -156,13 +175,21 @@ def _disturb(spec: Spec, data: PackedData, parallel: Any, student: Any) -> None:
         calls += 1
         if calls == spec.stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
-        copies = [parallel.inner.student] if parallel.inner.student is student else [parallel.inner.student, student]
-        parallel.weight_bytes = sum(local_bytes(parameter) for copy in copies for parameter in copy.parameters())
+        copies = (
+            [parallel.inner.student]
+            if parallel.inner.student is student
+            else [parallel.inner.student, student]
+        )
+        parallel.weight_bytes = sum(
+            local_bytes(parameter) for copy in copies for parameter in copy.parameters()
+        )
         return rows_of(step)
 
     data.step_rows = step_rows  # type: ignore[method-assign]
     if spec.divisor == "rank":
-        data.supervised_in = lambda rows: parallel.world_size * count_of(rows[parallel.rank :: parallel.world_size])  # type: ignore[method-assign]
+        data.supervised_in = lambda rows: (
+            parallel.world_size * count_of(rows[parallel.rank :: parallel.world_size])
+        )  # type: ignore[method-assign]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,7 +210,11 @@ def state_bytes(optimizer: Any) -> dict[str, int]:
         masters = list(states)
     else:
         states = optimizer.optimizer.state
-        masters = [master for master, weight in zip(optimizer.masters, optimizer.parameters) if master is not weight]
+        masters = [
+            master
+            for master, weight in zip(optimizer.masters, optimizer.parameters)
+            if master is not weight
+        ]
     moments = [state[key] for state in states.values() for key in ("exp_avg", "exp_avg_sq")]
     return {"moments": sum(map(local_bytes, moments)), "masters": sum(map(local_bytes, masters))}
 
@@ -198,9 +229,17 @@ def run_ranks(spec: Spec, ranks: int = 2, timeout: float = 180) -> dict[str, Any
 def start_ranks(spec: Spec, ranks: int) -> list[subprocess.Popen[bytes]]:
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.training.rank_job", json.dumps(dataclasses.asdict(spec))]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.training.rank_job",
+        json.dumps(dataclasses.asdict(spec)),
+    ]
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return [subprocess.Popen(command, env={**os.environ, **common, **place}, cwd=ROOT) for place in places]
+    return [
+        subprocess.Popen(command, env={**os.environ, **common, **place}, cwd=ROOT)
+        for place in places
+    ]
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,6 @@
-"""What ends a run: seconds, steps, tokens or epochs, whichever comes first; schedules by the progress recorded with each step."""
+"""What ends a run: seconds, steps, tokens or epochs, whichever comes first; schedules by the
+progress recorded with each step.
+"""
 
 import json
 import math
@@ -25,7 +27,9 @@ from .test_loop import TrackerConfig, make_data, make_model, newest, same, stopp
 
 
 class Clock:
-    """Seconds that pass only with the work: a step takes `a_step` of them, an evaluation `a_look`. All sums are of quarters, so exact."""
+    """Seconds that pass only with the work: a step takes `a_step` of them, an evaluation `a_look`.
+    All sums are of quarters, so exact.
+    """
 
     def __init__(self, a_step: float = 1.0, a_look: float = 0.5) -> None:
         self.now, self.a_step, self.a_look = 100.0, a_step, a_look
@@ -34,8 +38,12 @@ class Clock:
         return self.now
 
 
-def train(folder: Path, clock: Clock, stop_after: int = 0, **bounds: Any) -> tuple[Progress, list[dict[str, Any]]]:
-    """A run whose steps and evaluations take the clock's seconds. Returns what it did, and its records of steps."""
+def train(
+    folder: Path, clock: Clock, stop_after: int = 0, **bounds: Any
+) -> tuple[Progress, list[dict[str, Any]]]:
+    """A run whose steps and evaluations take the clock's seconds. Returns what it did, and its
+    records of steps.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     module, data = make_model(), stopping(make_data(), stop_after)
     rows_of = data.step_rows
@@ -50,11 +58,19 @@ def train(folder: Path, clock: Clock, stop_after: int = 0, **bounds: Any) -> tup
 
     data.step_rows = step_rows  # type: ignore[method-assign]
     optimizer = OptimizerConfig(lr=1e-2, warmup_steps=2, final_lr=0.1)
-    usual = {"tokens_per_step": 256, "micro_batch_tokens": 256, "eval_every": 4, "checkpoint_every": 3, "keep": 2}
+    usual = {
+        "tokens_per_step": 256,
+        "micro_batch_tokens": 256,
+        "eval_every": 4,
+        "checkpoint_every": 3,
+        "keep": 2,
+    }
     config = LoopConfig(**(usual | bounds), optimizer=optimizer)
     tracker = Tracker(folder, TrackerConfig(), "t", {})
     parallel = Parallel(ParallelConfig(), "cpu")
-    progress = fit("t", module, module.model, data, config, parallel, folder, tracker, evaluate, clock)
+    progress = fit(
+        "t", module, module.model, data, config, parallel, folder, tracker, evaluate, clock
+    )
     records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     return progress, [record for record in records if "loss" in record]
 
@@ -65,7 +81,8 @@ def train(folder: Path, clock: Clock, stop_after: int = 0, **bounds: Any) -> tup
     [
         ({"max_steps": 5}, 5),
         ({"max_steps": 3, "max_seconds": 60.0}, 3),
-        ({"max_steps": 50, "max_seconds": 8.0}, 7),  # 0.5 s before the first step and as much after the last
+        # 0.5 s before the first step and as much after the last
+        ({"max_steps": 50, "max_seconds": 8.0}, 7),
         ({"max_tokens": 1}, 1),
         ({"max_tokens": 600, "max_seconds": 60.0}, 3),
         ({"max_epochs": 1.0}, None),
@@ -80,18 +97,25 @@ def test_the_first_bound_ends_the_run(tmp_path: Path, bounds: dict[str, Any], st
     progress, records = train(tmp_path, Clock(), eval_every=0, **bounds)
     assert progress.step == (steps or math.ceil(make_data().steps_per_epoch))
     assert progress.evaluations[-1]["step"] == progress.step, "the last evaluation is always made"
-    assert [record["progress"] for record in records] == sorted(record["progress"] for record in records)
+    assert [record["progress"] for record in records] == sorted(
+        record["progress"] for record in records
+    )
     assert records[0]["progress"] < 1 or bounds == {"max_seconds": 1.25}
 
 
 def test_a_bound_by_steps_has_the_learning_rates_and_masks_that_it_always_had():
     """To the last bit: the formulas as they stood before there were other bounds."""
     for total, warmup in ((12, 4), (997, 20), (2000, 0), (7, 7), (5, 20)):
-        config, bounds = OptimizerConfig(lr=0.3, warmup_steps=warmup, final_lr=0.1), Bounds(steps=total)
+        config, bounds = (
+            OptimizerConfig(lr=0.3, warmup_steps=warmup, final_lr=0.1),
+            Bounds(steps=total),
+        )
         for step in range(total):
             behind = min(1.0, (step - warmup) / max(1, total - warmup))
             cosine = 0.5 * (1 + math.cos(math.pi * behind))
-            before = 0.3 * (step + 1) / warmup if step < warmup else 0.3 * (0.1 + (1 - 0.1) * cosine)
+            before = (
+                0.3 * (step + 1) / warmup if step < warmup else 0.3 * (0.1 + (1 - 0.1) * cosine)
+            )
             found = bounds.share(Done(step, 7 * step, 0.3 * step), since=Done(warmup, 7, 0.3))
             assert learning_rate(config, step, found) == before
             for share in (0.2, 0.37, 1.0):  # of distill.prune's l0.warmup_share
@@ -108,8 +132,12 @@ def test_a_bound_by_steps_has_the_learning_rates_and_masks_that_it_always_had():
         {"max_seconds": 13.0, "max_steps": 40, "max_tokens": 5000},
     ],
 )
-def test_a_stopped_run_goes_on_bit_for_bit_whatever_bounds_it(tmp_path: Path, bounds: dict[str, Any]):
-    """Under a bound in seconds with the clock replayed: each step and evaluation takes what it took, and nothing passes in between."""
+def test_a_stopped_run_goes_on_bit_for_bit_whatever_bounds_it(
+    tmp_path: Path, bounds: dict[str, Any]
+):
+    """Under a bound in seconds with the clock replayed: each step and evaluation takes what it
+    took, and nothing passes in between.
+    """
     straight = train(tmp_path / "straight", Clock(), **bounds)
     with pytest.raises(Interrupted):
         train(tmp_path / "stopped", Clock(), stop_after=6, **bounds)
@@ -121,15 +149,17 @@ def test_a_stopped_run_goes_on_bit_for_bit_whatever_bounds_it(tmp_path: Path, bo
     assert [(r["lr"], r["progress"], r["loss"]) for r in resumed[1]] == [
         (r["lr"], r["progress"], r["loss"]) for r in straight[1]
     ]
-    again = train(
-        tmp_path / "stopped", clock, **bounds
-    )  # what has ended stays ended, however fast its last evaluation was
+    # what has ended stays ended, however fast its last evaluation was
+    again = train(tmp_path / "stopped", clock, **bounds)
     assert again[0].step == straight[0].step
 
 
 def test_another_clock_is_another_schedule(tmp_path: Path):
     """The control of the test above."""
-    rates = [[r["lr"] for r in train(tmp_path / str(s), Clock(a_step=s), max_seconds=13.0)[1]] for s in (1.0, 0.75)]
+    rates = [
+        [r["lr"] for r in train(tmp_path / str(s), Clock(a_step=s), max_seconds=13.0)[1]]
+        for s in (1.0, 0.75)
+    ]
     assert rates[0][:2] == rates[1][:2], "the warm-up goes by steps"
     assert rates[0][3] != rates[1][3]
 
@@ -159,7 +189,8 @@ def test_a_step_that_grows_slower_does_not_overrun_by_much(tmp_path: Path):
 
 def test_no_time_beside_the_evaluation_is_an_error(tmp_path: Path):
     with pytest.raises(
-        UserError, match=r"loop.max_seconds is 3, but a held-out evaluation alone takes 2.0 s.*more seconds"
+        UserError,
+        match=r"loop.max_seconds is 3, but a held-out evaluation alone takes 2.0 s.*more seconds",
     ):
         train(tmp_path, Clock(a_look=2.0), max_seconds=3.0)
 
@@ -168,7 +199,11 @@ def test_no_time_beside_the_evaluation_is_an_error(tmp_path: Path):
     ("name", "value"),
     [
         *((name, -1) for name in ("max_seconds", "max_tokens", "max_steps", "max_epochs")),
-        *((name, value) for name in ("max_seconds", "max_epochs") for value in (math.nan, math.inf)),
+        *(
+            (name, value)
+            for name in ("max_seconds", "max_epochs")
+            for value in (math.nan, math.inf)
+        ),
     ],
 )
 def test_bounds_that_bound_nothing_are_refused(name: str, value: float):
@@ -185,7 +220,10 @@ def test_bounds_that_bound_nothing_are_refused(name: str, value: float):
 
 def test_no_bound_at_all_is_refused():
     config = TrainConfig(job="distill.train", output_dir="x", loop=LoopConfig(max_epochs=0.0))
-    with pytest.raises(UserError, match="loop.max_epochs is 0.0, expected more than 0, or 0 .* beside loop.max_steps"):
+    with pytest.raises(
+        UserError,
+        match="loop.max_epochs is 0.0, expected more than 0, or 0 .* beside loop.max_steps",
+    ):
         check_values(config, {})
     config.loop.max_seconds = 5.0
     check_values(config, {})
@@ -206,7 +244,11 @@ def test_no_bound_at_all_is_refused():
             "at most 240 s, 20 steps of",
             "at most 240 s, 5,120 tokens in 20 steps",
         ),
-        ({"max_tokens": 1000}, "at most 1,000 tokens, about 5 steps of 256", "1,000 tokens in about 4 steps"),
+        (
+            {"max_tokens": 1000},
+            "at most 1,000 tokens, about 5 steps of 256",
+            "1,000 tokens in about 4 steps",
+        ),
         (
             {"max_tokens": 1000, "max_epochs": 2.0},
             "at most 1,000 tokens, about 5 steps",
@@ -215,14 +257,18 @@ def test_no_bound_at_all_is_refused():
     ],
 )
 def test_a_plan_names_every_bound(loop: dict[str, Any], before: str, dry: str):
-    """Before the first step, and in a dry run at 100 tokens a second, which knows nothing of the data."""
+    """Before the first step, and in a dry run at 100 tokens a second, which knows nothing of the
+    data.
+    """
     config = LoopConfig(**loop, tokens_per_step=256)
     assert before in describe_plan(config, make_data())
     assert dry in plan_tokens(config, 1e10, 1.0).words
 
 
 def test_a_folder_of_before_holds_the_same_configuration(tmp_path: Path):
-    """Its file lacks today's keys, and has max_epochs=1.0 beside max_steps, where it bounded nothing."""
+    """Its file lacks today's keys, and has max_epochs=1.0 beside max_steps, where it bounded
+    nothing.
+    """
     config = TrainConfig(job="distill.train", output_dir=str(tmp_path))
     config.target.path, config.loop.max_steps = "somewhere", 100
     RunFolder(config).write_manifest([], {}, finished=False)
@@ -236,6 +282,7 @@ def test_a_folder_of_before_holds_the_same_configuration(tmp_path: Path):
     config.loop.max_seconds = 60.0
     with pytest.raises(UserError, match=r"different: loop\.max_seconds \(0\.0 -> 60\.0\)"):
         RunFolder(config)
-    assert as_of_now(old)["loop"]["max_epochs"] is None  # run once more by --config-file, it means what it meant
+    # run once more by --config-file, it means what it meant
+    assert as_of_now(old)["loop"]["max_epochs"] is None
     epochs = {"loop": {"max_steps": 0, "max_epochs": 3.0}}
     assert as_of_now(epochs) == epochs

@@ -1,4 +1,6 @@
-"""Chat rendering: golden texts of our templates, and masks that cover the answers with their end tokens and nothing else."""
+"""Chat rendering: golden texts of our templates, and masks that cover the answers with their end
+tokens and nothing else.
+"""
 
 import json
 import re
@@ -20,8 +22,10 @@ CHAT = [
     {"role": "assistant", "content": "Fine."},
 ]
 GOLDEN = {
-    "vicuna": "<s>Be brief. USER: Hello! ASSISTANT: Hi, you.</s>USER: How are you? ASSISTANT: Fine.</s>",
-    "llama2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHello! [/INST] Hi, you. </s><s>[INST] How are you? [/INST] Fine. </s>",
+    "vicuna": "<s>Be brief. USER: Hello! ASSISTANT: Hi, you.</s>USER: How are you? ASSISTANT: "
+    "Fine.</s>",
+    "llama2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHello! [/INST] Hi, you. </s><s>[INST] How "
+    "are you? [/INST] Fine. </s>",
     "llama3": (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\nHello!<|eot_id|>"
@@ -30,10 +34,13 @@ GOLDEN = {
         "<|start_header_id|>assistant<|end_header_id|>\n\nFine.<|eot_id|>"
     ),
     "qwen": (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\nHi, you.<|im_end|>\n"
+        "<|im_start|>system\nBe "
+        "brief.<|im_end|>\n<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\nHi, "
+        "you.<|im_end|>\n"
         "<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\nFine.<|im_end|>\n"
     ),
-    "mistral": "<s>[INST] Be brief.\n\nHello![/INST] Hi, you.</s>[INST] How are you?[/INST] Fine.</s>",
+    "mistral": "<s>[INST] Be brief.\n\nHello![/INST] Hi, you.</s>[INST] How are you?[/INST] "
+    "Fine.</s>",
 }
 SUPERVISED = {
     "vicuna": [" Hi, you.</s>", " Fine.</s>"],
@@ -50,7 +57,9 @@ MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 def load(folder: Path, family: str = "", chat_template: str | None = None):
-    """The embedded tokenizer (exact round trips), with the special tokens of a family, and its template replaced."""
+    """The embedded tokenizer (exact round trips), with the special tokens of a family, and its
+    template replaced.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder, **SPECIAL.get(family, {}))
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -75,7 +84,10 @@ def test_golden_renders(embedded_target: Path, family: str) -> None:
 def test_prompt_is_what_stands_before_the_answer(embedded_target: Path, family: str) -> None:
     tokenizer = load(embedded_target, family)
     rendered = render_chat(tokenizer, CHAT[:3], template=family)
-    assert render_prompt(tokenizer, CHAT[:2], template=family) == rendered.ids[: rendered.mask.index(True)]
+    assert (
+        render_prompt(tokenizer, CHAT[:2], template=family)
+        == rendered.ids[: rendered.mask.index(True)]
+    )
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -86,33 +98,49 @@ def test_prefix_rendering_equals_the_marks(embedded_target: Path, family: str) -
 
 def test_without_a_system_turn(embedded_target: Path) -> None:
     tokenizer = load(embedded_target)
-    texts = {name: tokenizer.decode(render_chat(tokenizer, CHAT[1:3], template=name).ids) for name in TEMPLATES}
-    assert texts["vicuna"].startswith("<s>A chat between a curious user and an artificial intelligence assistant. ")
+    texts = {
+        name: tokenizer.decode(render_chat(tokenizer, CHAT[1:3], template=name).ids)
+        for name in TEMPLATES
+    }
+    assert texts["vicuna"].startswith(
+        "<s>A chat between a curious user and an artificial intelligence assistant. "
+    )
     assert texts["vicuna"].endswith("questions. USER: Hello! ASSISTANT: Hi, you.</s>")
     assert texts["llama2"] == "<s>[INST] Hello! [/INST] Hi, you. </s>"
     assert texts["mistral"] == "<s>[INST] Hello![/INST] Hi, you.</s>"
-    assert texts["qwen"] == "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\nHi, you.<|im_end|>\n"
+    assert (
+        texts["qwen"]
+        == "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\nHi, you.<|im_end|>\n"
+    )
 
 
 def test_marks_agree_with_transformers(embedded_target: Path) -> None:
-    """On chats with line ends, runs of spaces and characters of several bytes, with marks that trim white space too."""
+    """On chats with line ends, runs of spaces and characters of several bytes, with marks that trim
+    white space too.
+    """
     chat = [
         *CHAT,
         {"role": "user", "content": "if x:\n\tпривет  🙂"},
         {"role": "assistant", "content": "    return 'é'\n\n"},
     ]
     trimming = (
-        "{{- bos_token }}\n{%- for message in messages %}\n    {%- if message.role == 'assistant' %}\n"
-        "        {{- '<|assistant|>' }}\n        {%- generation %}\n            {{- message.content + eos_token }}\n"
-        "        {%- endgeneration %}\n    {%- else %}\n        {{- '<|user|>' + message.content }}\n    {%- endif %}\n{%- endfor %}"
+        "{{- bos_token }}\n{%- for message in messages %}\n    {%- if message.role == 'assistant' "
+        "%}\n"
+        "        {{- '<|assistant|>' }}\n        {%- generation %}\n            {{- "
+        "message.content + eos_token }}\n"
+        "        {%- endgeneration %}\n    {%- else %}\n        {{- '<|user|>' + message.content "
+        "}}\n    {%- endif %}\n{%- endfor %}"
     )
     untrimmed = (
-        "{{ bos_token }}\n{% for m in messages %}\n{% if m.role == 'assistant' %}\n  {% generation %}\n{{ m.content + eos_token }}\n"
+        "{{ bos_token }}\n{% for m in messages %}\n{% if m.role == 'assistant' %}\n  {% generation "
+        "%}\n{{ m.content + eos_token }}\n"
         "  {% endgeneration %}\nend\n{% else %}\n{{ m.content }}\n{% endif %}\n{% endfor %}"
     )
     for template in (None, trimming, untrimmed):
         tokenizer = load(embedded_target, chat_template=template)
-        expected = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        expected = tokenizer.apply_chat_template(
+            chat, return_dict=True, return_assistant_tokens_mask=True
+        )
         rendered = render_chat(tokenizer, chat)
         assert rendered.ids == expected["input_ids"]
         assert rendered.mask == [bool(value) for value in expected["assistant_masks"]]
@@ -123,21 +151,29 @@ def test_embedded_chats(embedded_target: Path) -> None:
     for record in json.loads((embedded_target.parent / "held_out_chats.json").read_text())[:150]:
         turns = record["conversations"]
         messages = [
-            {"role": "user" if turn["from"] == "human" else "assistant", "content": turn["value"]} for turn in turns
+            {"role": "user" if turn["from"] == "human" else "assistant", "content": turn["value"]}
+            for turn in turns
         ]
         rendered = render_chat(tokenizer, messages)
-        assert answers(tokenizer, rendered) == [turn["value"] + "</s>" for turn in turns if turn["from"] == "gpt"]
+        assert answers(tokenizer, rendered) == [
+            turn["value"] + "</s>" for turn in turns if turn["from"] == "gpt"
+        ]
         assert rendered.ids.count(tokenizer.bos_token_id) == 1
 
 
-@pytest.mark.parametrize("name", ["mt_bench_101", "gpteacher_codegen", "sgd_dialogues", "oasst1_threads"])
-def test_real_chats_with_a_template_without_marks(chat24m: Path, shared_data: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["mt_bench_101", "gpteacher_codegen", "sgd_dialogues", "oasst1_threads"]
+)
+def test_real_chats_with_a_template_without_marks(
+    chat24m: Path, shared_data: Path, name: str
+) -> None:
     """Prefix rendering on a real tokenizer whose tokens take the blank before a word with them."""
     tokenizer = AutoTokenizer.from_pretrained(chat24m)
     for record in json.loads((shared_data / "chat" / f"{name}.json").read_text())[:100]:
         turns = record["conversations"]
         messages = [
-            {"role": "user" if turn["from"] == "human" else "assistant", "content": turn["value"]} for turn in turns
+            {"role": "user" if turn["from"] == "human" else "assistant", "content": turn["value"]}
+            for turn in turns
         ]
         rendered = render_chat(tokenizer, messages)
         assert rendered.ids == tokenizer.apply_chat_template(messages, return_dict=False)
@@ -148,12 +184,17 @@ def test_real_chats_with_a_template_without_marks(chat24m: Path, shared_data: Pa
 
 
 def test_a_blank_at_the_end_of_the_prompt_may_merge_with_the_answer(embedded_target: Path) -> None:
-    template = "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }} A: {% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }} A: {% else %}{{ "
+        "m.content + eos_token }}{% endif %}{% endfor %}"
+    )
     tokenizer = load(embedded_target, chat_template=template)
     chat = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "return it"}]
     rendered = render_chat(tokenizer, chat)
     prompt = render_prompt(tokenizer, chat[:1])
-    assert rendered.ids[: len(prompt)] != prompt, "the tokenizer does not merge here: the test shows nothing"
+    assert rendered.ids[: len(prompt)] != prompt, (
+        "the tokenizer does not merge here: the test shows nothing"
+    )
     assert answers(tokenizer, rendered) == [" return it</s>"]
 
 
@@ -163,7 +204,8 @@ def test_a_template_that_rewrites_earlier_turns_gives_way_to_ours(
     """As Qwen3 does: only the last answer is rendered with an empty thought."""
     rewriting = MARKS.sub("", QWEN).replace(
         "{{ message['content'] + '<|im_end|>' }}{{ '\n' }}",
-        "{% if loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ message['content'] + '<|im_end|>\n' }}",
+        "{% if loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ message['content'] + "
+        "'<|im_end|>\n' }}",
     )
     tokenizer = load(embedded_target, "qwen", chat_template=rewriting)
     rendered = render_chat(tokenizer, CHAT)
@@ -172,13 +214,21 @@ def test_a_template_that_rewrites_earlier_turns_gives_way_to_ours(
 
 
 def test_an_unknown_family_that_rewrites_turns_is_refused(embedded_target: Path) -> None:
-    template = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{{ eos_token }}{% endfor %}"
-    with pytest.raises(UserError, match=r"turn 3 \(assistant\) is rendered differently .* choose one of ours .*vicuna"):
+    template = (
+        "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{{ "
+        "eos_token }}{% endfor %}"
+    )
+    with pytest.raises(
+        UserError,
+        match=r"turn 3 \(assistant\) is rendered differently .* choose one of ours .*vicuna",
+    ):
         render_chat(load(embedded_target, chat_template=template), CHAT)
 
 
 def test_a_template_that_drops_marked_turns_is_refused(embedded_target: Path) -> None:
-    template = "{{ messages[1].content }}{% generation %}{{ messages[2].content }}{% endgeneration %}"
+    template = (
+        "{{ messages[1].content }}{% generation %}{{ messages[2].content }}{% endgeneration %}"
+    )
     with pytest.raises(UserError, match="marks 1 answers and the chat has 2"):
         render_chat(load(embedded_target, chat_template=template), CHAT)
 
@@ -186,7 +236,9 @@ def test_a_template_that_drops_marked_turns_is_refused(embedded_target: Path) ->
 @pytest.mark.parametrize("template", ["auto", *TEMPLATES])
 def test_unknown_roles_name_the_turn(embedded_target: Path, template: str) -> None:
     chat = [*CHAT[1:3], {"role": "tool", "content": "42"}, CHAT[4]]
-    with pytest.raises(UserError, match=r"turn 3 \(tool\): .*role tool is unknown to this template"):
+    with pytest.raises(
+        UserError, match=r"turn 3 \(tool\): .*role tool is unknown to this template"
+    ):
         render_chat(load(embedded_target), chat, template=template)
 
 
@@ -194,7 +246,9 @@ def test_other_refusals(embedded_target: Path) -> None:
     tokenizer = load(embedded_target)
     with pytest.raises(UserError, match="1 turns and no answer"):
         render_chat(tokenizer, CHAT[:1])
-    with pytest.raises(UserError, match=r"unknown chat template 'vikuna'; expected auto or one of: vicuna"):
+    with pytest.raises(
+        UserError, match=r"unknown chat template 'vikuna'; expected auto or one of: vicuna"
+    ):
         render_chat(tokenizer, CHAT, template="vikuna")
     with pytest.raises(UserError, match=r"turn 2 \(assistant\) holds U\+FDD0"):
         render_chat(tokenizer, [CHAT[1], {"role": "assistant", "content": "a\ufdd0b"}])

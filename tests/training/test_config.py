@@ -1,4 +1,6 @@
-"""Configuration: every file of conf/ composes, unknown keys are named with the nearest valid one, the wrong job is told."""
+"""Configuration: every file of conf/ composes, unknown keys are named with the nearest valid one,
+the wrong job is told.
+"""
 
 import json
 import re
@@ -10,7 +12,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
-from distill.config import CompactConfig, PretrainConfig, PruneConfig, QualityConfig, RegenerateConfig, TrainConfig
+from distill.config import (
+    CompactConfig,
+    PretrainConfig,
+    PruneConfig,
+    QualityConfig,
+    RegenerateConfig,
+    TrainConfig,
+)
 from eval.config import CompareConfig, EvalConfig
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.generate_config import GenerateConfig
@@ -45,7 +54,9 @@ def experiments() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("job", SCHEMAS)
 def test_every_job_has_a_schema_and_composes(job: str):
-    config = typed(composed(job, *(["drafters=[prompt_lookup]"] if job == "eval.run" else [])), SCHEMAS[job])
+    config = typed(
+        composed(job, *(["drafters=[prompt_lookup]"] if job == "eval.run" else [])), SCHEMAS[job]
+    )
     assert config.job == job
     assert config.output_dir == f"runs/{job}/default"
 
@@ -57,15 +68,33 @@ def test_every_experiment_composes_with_its_job(name: str, job: str):
 
 
 def test_the_quickstarts_bounds_leave_room_in_ten_minutes():
-    """Imports, held-out answers and the report come on top of its two loops: on a third of a core they took a minute and a half."""
+    """Imports, held-out answers and the report come on top of its two loops: on a third of a core
+    they took a minute and a half.
+    """
     loop = typed(composed("distill.train", "+experiment=quickstart"), TrainConfig).loop
-    head = typed(composed("recurrent_drafting.train", "+experiment=redrafter_quickstart"), HeadTrainConfig).loop
+    head = typed(
+        composed("recurrent_drafting.train", "+experiment=redrafter_quickstart"), HeadTrainConfig
+    ).loop
     measuring = typed(composed("eval.run", "+experiment=quickstart_eval"), EvalConfig)
-    assert 0 < loop.max_seconds <= 240 and 0 < measuring.max_seconds <= 150 and 0 < head.max_seconds <= 240
+    assert (
+        0 < loop.max_seconds <= 240
+        and 0 < measuring.max_seconds <= 150
+        and 0 < head.max_seconds <= 240
+    )
 
 
 def test_every_group_file_belongs_to_a_job_or_makes_a_drafter():
-    known = {"data", "drafter", "loss", "parallel", "target", "tracker", "benchmark", "experiment", "hydra"}
+    known = {
+        "data",
+        "drafter",
+        "loss",
+        "parallel",
+        "target",
+        "tracker",
+        "benchmark",
+        "experiment",
+        "hydra",
+    }
     assert {path.name for path in CONF.iterdir() if path.is_dir()} <= known
 
 
@@ -79,12 +108,16 @@ def test_every_group_file_belongs_to_a_job_or_makes_a_drafter():
     ],
 )
 def test_an_unknown_key_on_the_command_line_names_the_nearest(argument: str, near: str):
-    with pytest.raises(UserError, match=rf"unknown configuration key .*nearest valid key is '{near}'"):
+    with pytest.raises(
+        UserError, match=rf"unknown configuration key .*nearest valid key is '{near}'"
+    ):
         check_arguments([argument], "distill.train", TrainConfig)
 
 
 def test_a_group_of_other_jobs_is_an_unknown_key_and_an_added_one_is_hydras_to_find():
-    with pytest.raises(UserError, match=r"unknown configuration key 'drafter'; the nearest valid key is 'drafters'"):
+    with pytest.raises(
+        UserError, match=r"unknown configuration key 'drafter'; the nearest valid key is 'drafters'"
+    ):
         check_arguments(["drafter=runs/mine"], "eval.run", EvalConfig)
     check_arguments(["+drafter=llama_796m"], "eval.run", EvalConfig)
 
@@ -106,7 +139,9 @@ def test_an_unknown_key_in_an_experiment_file_names_the_nearest():
     OmegaConf.set_struct(config, False)
     config.loop = {**config.get("loop", {}), "max_stepz": 3}
     with pytest.raises(
-        UserError, match=r"unknown configuration key 'loop.max_stepz'; the nearest valid key is 'loop.max_steps'"
+        UserError,
+        match=r"unknown configuration key 'loop.max_stepz'; the nearest valid key is "
+        r"'loop.max_steps'",
     ):
         typed(config, TrainConfig)
 
@@ -118,19 +153,25 @@ def test_a_value_of_the_wrong_type_names_the_key():
 
 def test_a_value_where_a_list_is_expected_is_told_how_to_be_one():
     for key, value in (("num_draft_tokens", "6"), ("batch_sizes", "4")):
-        with pytest.raises(UserError, match=rf"key '{key}' is {value}, expected a list: {key}=\[{value}\]"):
+        with pytest.raises(
+            UserError, match=rf"key '{key}' is {value}, expected a list: {key}=\[{value}\]"
+        ):
             typed(composed("eval.run", f"{key}={value}"), EvalConfig)
 
 
 def test_an_experiment_of_another_job_prints_the_right_command():
-    with pytest.raises(UserError, match=r"run: python -m distill.pretrain \+experiment=quickstart_target"):
+    with pytest.raises(
+        UserError, match=r"run: python -m distill.pretrain \+experiment=quickstart_target"
+    ):
         check_arguments(["+experiment=quickstart_target"], "distill.train", TrainConfig)
     with pytest.raises(UserError, match=r"no experiment .quikstart.; there are: .*quickstart"):
         check_arguments(["+experiment=quikstart"], "distill.train", TrainConfig)
 
 
 def test_a_folder_of_another_configuration_is_refused_with_the_keys_that_differ(tmp_path: Path):
-    config = typed(composed("distill.train", "+experiment=smoke", f"output_dir={tmp_path}"), TrainConfig)
+    config = typed(
+        composed("distill.train", "+experiment=smoke", f"output_dir={tmp_path}"), TrainConfig
+    )
     RunFolder(config)
     config.seed += 1
     RunFolder(config)  # nothing was begun yet: a start that failed does not hold the folder
@@ -139,14 +180,20 @@ def test_a_folder_of_another_configuration_is_refused_with_the_keys_that_differ(
     RunFolder(config)  # the same configuration goes on
     config.loop.optimizer.lr *= 2
     config.threads = 5  # changes no result, so it may differ; the same of how ranks share the work
-    config.parallel.kind, config.loop.micro_batch_tokens, config.loop.activation_checkpointing = "zero2", 128, True
+    config.parallel.kind, config.loop.micro_batch_tokens, config.loop.activation_checkpointing = (
+        "zero2",
+        128,
+        True,
+    )
     with pytest.raises(UserError, match=r"different: loop\.optimizer\.lr \(.*output_dir=") as error:
         RunFolder(config)
     assert not {"threads", "parallel", "micro_batch"} & {*re.split(r"[ .(]", str(error.value))}
 
 
 def test_a_saved_configuration_gives_the_same_one_back(tmp_path: Path):
-    config = typed(composed("distill.train", "+experiment=quickstart", f"output_dir={tmp_path}"), TrainConfig)
+    config = typed(
+        composed("distill.train", "+experiment=quickstart", f"output_dir={tmp_path}"), TrainConfig
+    )
     RunFolder(config)
     again = OmegaConf.load(tmp_path / "config.yaml")
     assert isinstance(again, DictConfig)
@@ -157,18 +204,26 @@ def test_a_broken_experiment_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("job: distill.train\nloop: max_steps: 3\n")
     monkeypatch.setattr("training.job.CONF", tmp_path)
-    with pytest.raises(UserError, match=r"mine.yaml is no valid YAML: mapping values are not allowed here .* line 2"):
+    with pytest.raises(
+        UserError,
+        match=r"mine.yaml is no valid YAML: mapping values are not allowed here .* line 2",
+    ):
         check_arguments(["+experiment=mine"], "distill.train", TrainConfig)
 
 
-def test_a_full_disk_anywhere_in_a_job_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_anywhere_in_a_job_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     config = composed("distill.train", "+experiment=smoke", f"output_dir={tmp_path}")
 
     def write_a_log(config: TrainConfig) -> None:
         with Path("/dev/full").open("w") as file:
             file.write("a line")
 
-    with pytest.raises(UserError, match=f"could not write {tmp_path}: .*No space left on device.* MB are free there"):
+    with pytest.raises(
+        UserError,
+        match=f"could not write {tmp_path}: .*No space left on device.* MB are free there",
+    ):
         run_typed(config, "distill.train", TrainConfig, write_a_log)
 
 
@@ -185,8 +240,12 @@ def test_a_signal_outside_the_loop_ends_without_a_traceback(capsys: pytest.Captu
 def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):
     (tmp_path / "taken").write_text("")
     for folder in (tmp_path / "taken", tmp_path / "taken" / "run"):
-        config = typed(composed("distill.train", "+experiment=smoke", f"output_dir={folder}"), TrainConfig)
-        with pytest.raises(UserError, match="is no folder: .*taken.* is a file. Give another output_dir="):
+        config = typed(
+            composed("distill.train", "+experiment=smoke", f"output_dir={folder}"), TrainConfig
+        )
+        with pytest.raises(
+            UserError, match="is no folder: .*taken.* is a file. Give another output_dir="
+        ):
             RunFolder(config)
 
 
@@ -208,7 +267,11 @@ def test_an_output_dir_that_is_a_file_is_named(tmp_path: Path):
 def test_every_setting_has_a_line_in_the_help(schema: type[JobConfig]):
     docs = field_docs(schema)
     assert not [key for key, text in docs.items() if not text]
-    inner = {key for key in valid_keys(schema) if not any(other.startswith(f"{key}.") for other in valid_keys(schema))}
+    inner = {
+        key
+        for key in valid_keys(schema)
+        if not any(other.startswith(f"{key}.") for other in valid_keys(schema))
+    }
     assert docs.keys() == inner
 
 
@@ -240,5 +303,10 @@ def test_the_total_of_stages_counts_folders_elsewhere_and_each_at_its_own_pace(
         (folder / "manifest.json").write_text(json.dumps({"metrics": {PLANNED: flops}}))
         (folder / "config.yaml").write_text(f"assumed_tflops: {pace}\n")
     config = JobConfig(job="a.b", output_dir=str(tmp_path / "run"))
-    stages._say_total(stages._output_dirs(config, [["seed=1"], [f"output_dir={elsewhere}"]]), started=0.0)
-    assert "all stages together: 8.0 TFLOP, 0.0039 hours (14 s) at 0.5 and 1 TFLOP/s" in capsys.readouterr().out
+    stages._say_total(
+        stages._output_dirs(config, [["seed=1"], [f"output_dir={elsewhere}"]]), started=0.0
+    )
+    assert (
+        "all stages together: 8.0 TFLOP, 0.0039 hours (14 s) at 0.5 and 1 TFLOP/s"
+        in capsys.readouterr().out
+    )

@@ -81,13 +81,23 @@ DATA = [
     ("data.max_samples", -1),
     ("data.held_out_tokens", -1),
 ]
-TRAIN, PRETRAIN, PRUNE, HEADS = "distill.train", "distill.pretrain", "distill.prune", "recurrent_drafting.train"
+TRAIN, PRETRAIN, PRUNE, HEADS = (
+    "distill.train",
+    "distill.pretrain",
+    "distill.prune",
+    "recurrent_drafting.train",
+)
 REGENERATE, SEARCH, QUALITY = "distill.regenerate", "distill.skip_search", "distill.quality"
 CASES = [
     *[(job, f"loop.{key}", value) for job in (TRAIN, PRETRAIN) for key, value in LOOP],
     *[(PRUNE, f"between.{key}", value) for key, value in LOOP if "max_epochs" not in key],
     *[(HEADS, f"loop.{key}", value) for key, value in LOOP[::4]],
-    *[(job, key, value) for job in (TRAIN, REGENERATE, SEARCH) for key, value in DATA if value != HUGE],
+    *[
+        (job, key, value)
+        for job in (TRAIN, REGENERATE, SEARCH)
+        for key, value in DATA
+        if value != HUGE
+    ],
     *[(job, "data.max_length", HUGE) for job in (PRETRAIN, HEADS)],
     (TRAIN, "drafter.num_hidden_layers", HUGE),
     (TRAIN, "drafter.hidden_size", HUGE),
@@ -114,7 +124,9 @@ CASES = [
 def composed(job: str) -> DictConfig:
     """The usual configuration of a job."""
     register(job, JOBS[job][0])
-    more = {PRETRAIN: ["+experiment=quickstart_target", "stages=[]"], PRUNE: ["data=embedded"]}.get(job, [])
+    more = {PRETRAIN: ["+experiment=quickstart_target", "stages=[]"], PRUNE: ["data=embedded"]}.get(
+        job, []
+    )
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose(job.replace(".", "_"), more)
 
@@ -122,7 +134,11 @@ def composed(job: str) -> DictConfig:
 def refused(job: str, key: str, value: Any, folder: Path, target: Path) -> str:
     """The error of a job with one value changed; it is not to begin its run."""
     config = composed(job).copy()
-    changes = {"output_dir": str(folder), **({"target.path": str(target)} if "target" in config else {}), key: value}
+    changes = {
+        "output_dir": str(folder),
+        **({"target.path": str(target)} if "target" in config else {}),
+        key: value,
+    }
     for name, one in changes.items():
         OmegaConf.update(config, name, one)
     with pytest.raises(UserError) as error:
@@ -132,7 +148,9 @@ def refused(job: str, key: str, value: Any, folder: Path, target: Path) -> str:
 
 
 @pytest.mark.parametrize(("job", "key", "value"), CASES, ids=lambda value: str(value))
-def test_a_number_that_nothing_can_go_by_is_named(job: str, key: str, value: Any, tmp_path: Path, tiny_target: Path):
+def test_a_number_that_nothing_can_go_by_is_named(
+    job: str, key: str, value: Any, tmp_path: Path, tiny_target: Path
+):
     words = refused(job, key, value, tmp_path / "run", tiny_target)
     assert words.startswith(f"{key} is ") and "expected" in words
 
@@ -149,7 +167,9 @@ def test_a_number_that_nothing_can_go_by_is_named(job: str, key: str, value: Any
         ("threads", THREADS_A_CORE * (os.cpu_count() or 1) + 1),
     ],
 )
-def test_seeds_and_threads_of_every_job(job: str, key: str, value: int, tmp_path: Path, tiny_target: Path):
+def test_seeds_and_threads_of_every_job(
+    job: str, key: str, value: int, tmp_path: Path, tiny_target: Path
+):
     words = refused(job, key, value, tmp_path / "run", tiny_target)
     assert words.startswith(f"{key} is {value}, expected ")
 
@@ -157,15 +177,28 @@ def test_seeds_and_threads_of_every_job(job: str, key: str, value: int, tmp_path
 def test_the_limits_themselves_are_fine(tmp_path: Path, tiny_target: Path):
     """The control: so the tables above refuse no more than they say."""
     register(TRAIN, TrainConfig)
-    fine = ["seed=18446744073709551615", "threads=1", "loop.keep=0", "loop.optimizer.final_lr=0.0", "data.max_bad=1.0"]
+    fine = [
+        "seed=18446744073709551615",
+        "threads=1",
+        "loop.keep=0",
+        "loop.optimizer.final_lr=0.0",
+        "data.max_bad=1.0",
+    ]
     fine += [
         "loop.eval_every=0",
         "loop.checkpoint_every=0",
         "loop.optimizer.clip=0.0",
         "loop.optimizer.betas=[0.0,0.0]",
     ]
-    fine += [f"target.path={tiny_target}", f"output_dir={tmp_path}", "dry_run=true", "drafter.init=random"]
+    fine += [
+        f"target.path={tiny_target}",
+        f"output_dir={tmp_path}",
+        "dry_run=true",
+        "drafter.init=random",
+    ]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("distill_train", ["+experiment=smoke", *fine, "drafter.num_hidden_layers=8"])
+        config = compose(
+            "distill_train", ["+experiment=smoke", *fine, "drafter.num_hidden_layers=8"]
+        )
     run_typed(config, TRAIN, *JOBS[TRAIN])
     assert (tmp_path / "drafter" / "config.json").is_file()

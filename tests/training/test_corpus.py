@@ -1,4 +1,6 @@
-"""The embedded corpus: a stable split, real functions cut whole, and a tokenizer that loses nothing."""
+"""The embedded corpus: a stable split, real functions cut whole, and a tokenizer that loses
+nothing.
+"""
 
 import ast
 import json
@@ -13,7 +15,16 @@ from training import corpus
 
 
 def test_the_split_is_stable_across_machines() -> None:
-    names = ["dataclasses", "ipaddress", "platform", "pprint", "socket", "argparse", "inspect", "email.message"]
+    names = [
+        "dataclasses",
+        "ipaddress",
+        "platform",
+        "pprint",
+        "socket",
+        "argparse",
+        "inspect",
+        "email.message",
+    ]
     assert [name for name in names if corpus.split_of(name) == "held_out"] == names[:5]
     share = sum(corpus.split_of(f"module{number}") == "held_out" for number in range(5000)) / 5000
     assert 0.07 < share < 0.09
@@ -26,9 +37,17 @@ def test_documents_are_programs_of_the_standard_library() -> None:
     assert sum(map(len, train)) > 5_000_000
     assert 0.04 < sum(map(len, held_out)) / sum(map(len, train)) < 0.16
     assert corpus.held_out_text() == "\n".join(held_out)
-    names = {module.name for split in ("train", "held_out") for module in corpus._modules(split, ())}
+    names = {
+        module.name for split in ("train", "held_out") for module in corpus._modules(split, ())
+    }
     assert {"json.decoder", "argparse"} <= names
-    assert not names & {"html.entities", "encodings.cp850", "pydoc_data.topics", "test.test_json", "unittest.test"}
+    assert not names & {
+        "html.entities",
+        "encodings.cp850",
+        "pydoc_data.topics",
+        "test.test_json",
+        "unittest.test",
+    }
 
 
 @pytest.mark.long
@@ -74,11 +93,14 @@ col 0
     (tmp_path / "sample.py").write_text(source)
     module = corpus.Module("sample", source)
     size, *others = corpus._functions_of(module)
-    assert not others, "a one-line body, a string at column 0 and a body of a docstring alone are left out"
+    assert not others, (
+        "a one-line body, a string at column 0 and a body of a docstring alone are left out"
+    )
     assert size.name == "Queue.size"
     assert (
         size.signature
-        == "def size(\n    self,  # rows: all of them\n    scale: float = 1.0,\n) -> int:  # of the queue"
+        == "def size(\n    self,  # rows: all of them\n    scale: float = 1.0,\n) -> int:  # of "
+        "the queue"
     )
     assert size.docstring == '    """Return the size."""'
     assert size.body == "# counted anew\n\nif scale:\n    return len(self)\nreturn 0"
@@ -88,7 +110,9 @@ col 0
 def test_copies_of_held_out_modules_stay_out_of_added_sources(tmp_path: Path) -> None:
     held_out = next(module for module in corpus._modules("held_out", ()) if module.name == "pprint")
     (tmp_path / "vendored.py").write_text(held_out.text.replace("stream", "output"))
-    (tmp_path / "own.py").write_text("def add(left: int, right: int) -> int:\n    return left + right\n")
+    (tmp_path / "own.py").write_text(
+        "def add(left: int, right: int) -> int:\n    return left + right\n"
+    )
     names = {"vendored", "own"}
     assert all(corpus.split_of(name) == "train" for name in names)
     assert {module.name for module in corpus._modules("train", [tmp_path])} & names == {"own"}
@@ -98,7 +122,10 @@ def test_copies_of_held_out_modules_stay_out_of_added_sources(tmp_path: Path) ->
 def test_chats_alternate_and_some_have_several_turns() -> None:
     chats = corpus.chats("held_out")
     assert {len(chat) for chat in chats} >= {2, 4}
-    assert all([turn["role"] for turn in chat] == ["user", "assistant"] * (len(chat) // 2) for chat in chats)
+    assert all(
+        [turn["role"] for turn in chat] == ["user", "assistant"] * (len(chat) // 2)
+        for chat in chats
+    )
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +152,9 @@ def texts() -> list[str]:
 
 def test_tokenizer_files_agree_and_lose_nothing(embedded_target: Path, texts: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(embedded_target / "tokenizer.model"))
+    pieces = sentencepiece.SentencePieceProcessor(
+        model_file=str(embedded_target / "tokenizer.model")
+    )
     assert len(texts) >= 200
     for text in texts:
         ids = pieces.encode(text)
@@ -137,16 +166,24 @@ def test_tokenizer_names_its_special_tokens(embedded_target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
     assert len(tokenizer) == tokenizer.vocab_size == 2048
     assert tokenizer.convert_tokens_to_ids(["<unk>", "<s>", "</s>"]) == [0, 1, 2]
-    assert (tokenizer.unk_token, tokenizer.bos_token, tokenizer.eos_token) == ("<unk>", "<s>", "</s>")
+    assert (tokenizer.unk_token, tokenizer.bos_token, tokenizer.eos_token) == (
+        "<unk>",
+        "<s>",
+        "</s>",
+    )
     assert tokenizer.encode("x")[0] == tokenizer.bos_token_id
     assert all(
-        len(tokenizer.encode(f"<|{role}|>", add_special_tokens=False)) == 1 for role in ("system", "user", "assistant")
+        len(tokenizer.encode(f"<|{role}|>", add_special_tokens=False)) == 1
+        for role in ("system", "user", "assistant")
     )
 
 
 def test_embedded_files_come_from_the_right_split(embedded_target: Path) -> None:
     folder = embedded_target.parent
-    modules = [json.loads(line)["id"].partition(":")[0] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    modules = [
+        json.loads(line)["id"].partition(":")[0]
+        for line in (folder / "prompts.jsonl").read_text().splitlines()
+    ]
     assert {corpus.split_of(module) for module in modules} == {"held_out"}
     assert len(set(modules)) >= 20
     assert (folder / "chats.json").stat().st_size <= 1_500_000

@@ -1,4 +1,6 @@
-"""Readers: every record is used or named with its file and line, and a file with too many bad ones is refused."""
+"""Readers: every record is used or named with its file and line, and a file with too many bad ones
+is refused.
+"""
 
 import json
 from pathlib import Path
@@ -12,12 +14,17 @@ from training.config import DataConfig
 from training.data import Chat, read_chats, read_prompts, read_texts, render_chats
 from training.job_data import read_samples
 
-GOOD = {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+GOOD = {
+    "id": "a",
+    "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
+}
 BAD_LINES = {
     "no JSON": '{"id": "b", "conversations": [{"from": "human", "val',
     "found a list, expected a JSON object": "[1, 2]",
     "no turns": json.dumps({"id": "c", "conversations": []}),
-    "unknown role 'tool'": json.dumps({"id": "d", "conversations": [{"from": "tool", "value": "x"}]}),
+    "unknown role 'tool'": json.dumps(
+        {"id": "d", "conversations": [{"from": "tool", "value": "x"}]}
+    ),
     "a turn of gpt without text": json.dumps(
         {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": " "}]}
     ),
@@ -25,7 +32,9 @@ BAD_LINES = {
 
 
 def write(path: Path, *lines: str | bytes) -> Path:
-    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
+    path.write_bytes(
+        b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n"
+    )
     return path
 
 
@@ -33,7 +42,9 @@ def write(path: Path, *lines: str | bytes) -> Path:
 def test_a_bad_line_is_skipped_counted_and_named(
     tmp_path: Path, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write(tmp_path / "chats.jsonl", json.dumps(GOOD), "", BAD_LINES[reason], json.dumps(GOOD))
+    file = write(
+        tmp_path / "chats.jsonl", json.dumps(GOOD), "", BAD_LINES[reason], json.dumps(GOOD)
+    )
     chats, counts = read_chats(file, max_bad=0.4)
     assert (counts.read, counts.used, counts.skipped) == (3, 2, 1)
     assert [chat.source for chat in chats] == [f"{file}:1", f"{file}:4"]
@@ -78,7 +89,9 @@ def test_a_broken_array_names_the_line(tmp_path: Path) -> None:
 
 
 def test_messages_form_and_roles(tmp_path: Path) -> None:
-    record = {"messages": [{"role": role, "content": role} for role in ("system", "user", "assistant")]}
+    record = {
+        "messages": [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    }
     [chat], _ = read_chats(write(tmp_path / "chats.jsonl", json.dumps(record)))
     assert chat.messages == record["messages"]
 
@@ -100,9 +113,14 @@ def test_missing_empty_and_foreign_files(tmp_path: Path, read) -> None:
 
 
 def test_prompts_of_both_forms(tmp_path: Path) -> None:
-    with_system = {"id": "s", "conversations": [{"from": "system", "value": "Be brief."}, *GOOD["conversations"]]}
+    with_system = {
+        "id": "s",
+        "conversations": [{"from": "system", "value": "Be brief."}, *GOOD["conversations"]],
+    }
     turns = {"id": "t", "category": "c", "turns": ["one", "two"]}
-    prompts = read_prompts(write(tmp_path / "prompts.jsonl", *map(json.dumps, (turns, GOOD, with_system))))
+    prompts = read_prompts(
+        write(tmp_path / "prompts.jsonl", *map(json.dumps, (turns, GOOD, with_system)))
+    )
     assert [prompt.turns for prompt in prompts] == [["one", "two"], ["Hi"], ["Be brief.\n\nHi"]]
     assert prompts[0].category == "c"
     with pytest.raises(UserError, match=r"turns is no list of texts .*bad\.jsonl:1"):
@@ -112,15 +130,25 @@ def test_prompts_of_both_forms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "turns", "named"),
     [
-        ({"task_id": "HumanEval/0", "prompt": "def f(x):\n", "test": "assert"}, ["def f(x):\n"], "HumanEval/0"),
+        (
+            {"task_id": "HumanEval/0", "prompt": "def f(x):\n", "test": "assert"},
+            ["def f(x):\n"],
+            "HumanEval/0",
+        ),
         ({"prompt": "A man holds a sax. he"}, ["A man holds a sax. he"], "place"),
         ({"question": "How many eggs?", "answer": "#### 18"}, ["How many eggs?"], "place"),
-        ({"prompt_id": 81, "category": "writing", "prompt": ["Write.", "Again."]}, ["Write.", "Again."], "81"),
+        (
+            {"prompt_id": 81, "category": "writing", "prompt": ["Write.", "Again."]},
+            ["Write.", "Again."],
+            "81",
+        ),
         ({"question_id": 7, "turns": ["One", "Two"], "prompt": "not this"}, ["One", "Two"], "7"),
         ({"prompt": "not this", **GOOD}, ["Hi"], "a"),
     ],
 )
-def test_prompts_as_they_are_published(tmp_path: Path, record: dict[str, Any], turns: list[str], named: str) -> None:
+def test_prompts_as_they_are_published(
+    tmp_path: Path, record: dict[str, Any], turns: list[str], named: str
+) -> None:
     file = write(tmp_path / "prompts.json", json.dumps(record))
     [prompt] = read_prompts(file)
     assert prompt.turns == turns
@@ -155,11 +183,22 @@ def test_roles_of_real_sharegpt_files(tmp_path: Path) -> None:
 def test_answers_before_the_first_request_are_cut_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """ShareGPT's long chats were split anywhere: most of some files would be too much for a limit of bad records."""
-    turns = [("system", "Be brief."), ("gpt", "and so on."), ("human", "Thanks. Why?"), ("gpt", "Because.")]
+    """ShareGPT's long chats were split anywhere: most of some files would be too much for a limit
+    of bad records.
+    """
+    turns = [
+        ("system", "Be brief."),
+        ("gpt", "and so on."),
+        ("human", "Thanks. Why?"),
+        ("gpt", "Because."),
+    ]
     late = {"conversations": [{"from": role, "value": text} for role, text in turns]}
     chats, counts = read_chats(write(tmp_path / "chats.jsonl", json.dumps(late)), max_bad=0.0)
-    assert [message["content"] for message in chats[0].messages] == ["Be brief.", "Thanks. Why?", "Because."]
+    assert [message["content"] for message in chats[0].messages] == [
+        "Be brief.",
+        "Thanks. Why?",
+        "Because.",
+    ]
     assert (counts.used, counts.skipped) == (1, 0)
     assert counts.cut == {"answers before the first request": [chats[0].source]}
     assert "1 cut: answers before the first request" in capsys.readouterr().err
@@ -192,7 +231,10 @@ def test_texts(tmp_path: Path) -> None:
 def test_chats_that_the_template_refuses_are_counted(embedded_target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
     turn = {"role": "user", "content": "Hi"}
-    chats = [Chat("a", [turn, {"role": "assistant", "content": "Hello"}], "f:1"), Chat("b", [turn], "f:2")]
+    chats = [
+        Chat("a", [turn, {"role": "assistant", "content": "Hello"}], "f:1"),
+        Chat("b", [turn], "f:2"),
+    ]
     rendered, counts = render_chats(tokenizer, chats, max_bad=0.5)
     assert len(rendered) == counts.used == 1
     assert list(counts.bad.values()) == [["f:2"]]
@@ -201,7 +243,9 @@ def test_chats_that_the_template_refuses_are_counted(embedded_target: Path) -> N
 
 
 def test_real_files(shared_data: Path) -> None:
-    chats, counts = read_chats([shared_data / "chat" / "mt_bench_101.json", shared_data / "fixtures"])
+    chats, counts = read_chats(
+        [shared_data / "chat" / "mt_bench_101.json", shared_data / "fixtures"]
+    )
     assert counts.read == counts.used == len(chats) == 1346 + 500 + 1
     assert len(read_prompts(shared_data / "eval" / "spec_bench.jsonl")) == 480
     published = read_prompts(shared_data / "eval" / "raw" / "HumanEval.jsonl")
@@ -219,9 +263,17 @@ def test_embedded_files(embedded_target: Path) -> None:
     assert len(prompts) >= 120
     requests = {prompt.turns[0] for prompt in prompts}
     assert not requests & {message["content"] for chat in held_out for message in chat.messages}
-    bodies = {message["content"] for chat in chats for message in chat.messages if message["role"] == "assistant"}
+    bodies = {
+        message["content"]
+        for chat in chats
+        for message in chat.messages
+        if message["role"] == "assistant"
+    }
     assert not bodies & {
-        message["content"] for chat in held_out for message in chat.messages if message["role"] == "assistant"
+        message["content"]
+        for chat in held_out
+        for message in chat.messages
+        if message["role"] == "assistant"
     }
 
 
@@ -229,7 +281,13 @@ def test_embedded_files(embedded_target: Path) -> None:
 def test_tables_are_read_like_lines(tmp_path: Path, kind: str) -> None:
     import datasets
 
-    rows = [GOOD, {"id": "b", "conversations": [{"from": "human", "value": "Two"}, {"from": "gpt", "value": "2"}]}]
+    rows = [
+        GOOD,
+        {
+            "id": "b",
+            "conversations": [{"from": "human", "value": "Two"}, {"from": "gpt", "value": "2"}],
+        },
+    ]
     table = datasets.Dataset.from_list(rows)
     saved = tmp_path / "saved"
     table.save_to_disk(str(saved))
@@ -238,7 +296,9 @@ def test_tables_are_read_like_lines(tmp_path: Path, kind: str) -> None:
     path = {"parquet": tmp_path / "chats.parquet", "arrow": arrow, "saved": saved}[kind]
     chats, counts = read_chats(path)
     lines, _ = read_chats(write(tmp_path / "chats.jsonl", *(json.dumps(row) for row in rows)))
-    assert [(chat.id, chat.messages) for chat in chats] == [(chat.id, chat.messages) for chat in lines]
+    assert [(chat.id, chat.messages) for chat in chats] == [
+        (chat.id, chat.messages) for chat in lines
+    ]
     assert [chat.source for chat in chats] == [f"{path}:1", f"{path}:2"]
     assert (counts.read, counts.used) == (2, 2)
 
@@ -250,13 +310,19 @@ def test_a_damaged_table_is_named(tmp_path: Path) -> None:
         read_chats(broken)
 
 
-CUT = json.dumps({"conversations": [{"from": "human", "value": "\ud83d"}, {"from": "gpt", "value": "x"}]})
+CUT = json.dumps(
+    {"conversations": [{"from": "human", "value": "\ud83d"}, {"from": "gpt", "value": "x"}]}
+)
 ODD_RECORDS = {
     "half a character": CUT,
     "values nested too deeply": '{"conversations": ' + "[" * 100_000 + "]" * 100_000 + "}",
-    "a role is a list, expected text": json.dumps({"conversations": [{"from": ["gpt"], "value": "x"}]}),
+    "a role is a list, expected text": json.dumps(
+        {"conversations": [{"from": ["gpt"], "value": "x"}]}
+    ),
     "a role is an object, expected text": json.dumps({"messages": [{"role": {}, "content": "x"}]}),
-    "a turn of user without text": json.dumps({"messages": [{"role": "user", "content": {"text": "x"}}]}),
+    "a turn of user without text": json.dumps(
+        {"messages": [{"role": "user", "content": {"text": "x"}}]}
+    ),
     "a turn of human without text": json.dumps({"instruction": ["x"], "input": "y", "output": "z"}),
     "unknown role None": json.dumps({"conversations": ["x"]}),
     "no turns": json.dumps({"conversations": {"from": "human"}}),
@@ -279,9 +345,16 @@ def test_an_odd_record_is_counted_like_any_other(tmp_path: Path, reason: str, ar
     assert [prompt.turns for prompt in prompts] == [["Hi"], ["Hi"]]
 
 
-@pytest.mark.parametrize("text", ['"\\ud83d"', "[" * 100_000, '["a"]', "{}", "7", "null", '"\\udc00 after"'])
+@pytest.mark.parametrize(
+    "text", ['"\\ud83d"', "[" * 100_000, '["a"]', "{}", "7", "null", '"\\udc00 after"']
+)
 def test_an_odd_text_is_counted_like_any_other(tmp_path: Path, text: str) -> None:
-    file = write(tmp_path / "texts.jsonl", '{"text": "one"}', f'{{"text": {text}}}', '{"text": "two \\ud83d\\ude00"}')
+    file = write(
+        tmp_path / "texts.jsonl",
+        '{"text": "one"}',
+        f'{{"text": {text}}}',
+        '{"text": "two \\ud83d\\ude00"}',
+    )
     documents, counts = read_texts(file, max_bad=0.4)
     assert documents == ["one", "two \U0001f600"] and counts.skipped == 1
 
@@ -290,7 +363,10 @@ def test_an_odd_text_is_counted_like_any_other(tmp_path: Path, text: str) -> Non
 def test_half_a_character_in_a_prompt_is_counted(tmp_path: Path, key: str) -> None:
     """Ids and categories go into reports and records."""
     whole = {"id": "a", "category": "b", "turns": ["c"]}
-    lines = [json.dumps(one) for one in (whole, {**whole, key: ["\ud83d"] if key == "turns" else "\ud83d"}, whole)]
+    lines = [
+        json.dumps(one)
+        for one in (whole, {**whole, key: ["\ud83d"] if key == "turns" else "\ud83d"}, whole)
+    ]
     assert len(read_prompts(write(tmp_path / "prompts.jsonl", *lines), max_bad=0.4)) == 2
 
 
@@ -299,7 +375,9 @@ def test_the_line_of_a_split_counts_what_was_read_from_the_file(
 ) -> None:
     """A record that the reader skipped is one of those read, and so are those beyond the limit."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
-    half = json.dumps({"conversations": [{"from": "human", "value": "\ud83d"}, {"from": "gpt", "value": "Hello"}]})
+    half = json.dumps(
+        {"conversations": [{"from": "human", "value": "\ud83d"}, {"from": "gpt", "value": "Hello"}]}
+    )
     chats = write(tmp_path / "chats.jsonl", *[json.dumps(GOOD)] * 5, half)
     texts = write(tmp_path / "texts.jsonl", *['{"text": "one two three"}'] * 3, '{"text": ""}')
     data = DataConfig(chats=[str(chats)], texts=[str(texts)], max_length=64, max_bad=0.5)
@@ -307,32 +385,46 @@ def test_the_line_of_a_split_counts_what_was_read_from_the_file(
     shown = capsys.readouterr()
     assert "train chats: 5 of 6 used" in shown.out and "1 dropped: half a character" in shown.out
     assert "train texts: 3 of 4 used" in shown.out and '1 dropped: an empty "text"' in shown.out
-    assert "note: chats: 5 of 6 used; 1 skipped: half a character" in shown.err and f"({chats}:6)" in shown.err
+    assert (
+        "note: chats: 5 of 6 used; 1 skipped: half a character" in shown.err
+        and f"({chats}:6)" in shown.err
+    )
     data.max_samples = 2
     read_samples(tokenizer, data, "train")
     shown = capsys.readouterr()
-    assert "train chats: 2 of 6 used" in shown.out and "3 dropped: over data.max_samples" in shown.out
+    assert (
+        "train chats: 2 of 6 used" in shown.out and "3 dropped: over data.max_samples" in shown.out
+    )
 
 
 def test_skipped_prompts_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "prompts.jsonl", '{"prompt": "Hi"}', '{"prompt": 3}')
     assert len(read_prompts(file, max_bad=0.5)) == 1
-    assert f"note: prompts: 1 of 2 used; 1 skipped: prompt is no text ({file}:2)" in capsys.readouterr().err
+    assert (
+        f"note: prompts: 1 of 2 used; 1 skipped: prompt is no text ({file}:2)"
+        in capsys.readouterr().err
+    )
 
 
 def test_only_the_first_rank_prints_notes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    read_prompts(write(tmp_path / "prompts.jsonl", '{"prompt": "Hi"}', '{"prompt": 3}'), max_bad=0.5)
+    read_prompts(
+        write(tmp_path / "prompts.jsonl", '{"prompt": "Hi"}', '{"prompt": 3}'), max_bad=0.5
+    )
     assert capsys.readouterr().err == ""
 
 
-def test_chats_for_a_tokenizer_without_a_template_are_refused_at_once(embedded_target: Path, tmp_path: Path) -> None:
+def test_chats_for_a_tokenizer_without_a_template_are_refused_at_once(
+    embedded_target: Path, tmp_path: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded_target)
     tokenizer.chat_template = None
     [chat], _ = read_chats(write(tmp_path / "chats.jsonl", json.dumps(GOOD)))
-    with pytest.raises(UserError, match=r"has no chat template; name one of ours .data.template=") as error:
+    with pytest.raises(
+        UserError, match=r"has no chat template; name one of ours .data.template="
+    ) as error:
         render_chats(tokenizer, [chat], max_bad=1.0)
     assert "used" not in str(error.value)
     assert len(render_chats(tokenizer, [chat], template="qwen")[0]) == 1

@@ -1,4 +1,6 @@
-"""A target in shares is read row by row: what it computes is what the whole one does, and no rank ever holds a whole one."""
+"""A target in shares is read row by row: what it computes is what the whole one does, and no rank
+ever holds a whole one.
+"""
 
 import json
 import os
@@ -27,11 +29,17 @@ VOCABULARY = 67  # no multiple of the number of ranks
 
 
 def write_target(folder: Path, tied: bool) -> None:
-    """A model in bfloat16 that is loaded in float32: every value that is read then takes memory of its own."""
+    """A model in bfloat16 that is loaded in float32: every value that is read then takes memory of
+    its own.
+    """
     torch.manual_seed(0)
-    shape = StudentConfig(hidden_size=64, num_hidden_layers=6, num_attention_heads=4, intermediate_size=250)
+    shape = StudentConfig(
+        hidden_size=64, num_hidden_layers=6, num_attention_heads=4, intermediate_size=250
+    )
     base = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "initializer_range": 0.1}
-    build_llama(shape, torch.bfloat16, **base, tie_word_embeddings=tied).save_pretrained(folder, max_shard_size="100KB")
+    build_llama(shape, torch.bfloat16, **base, tie_word_embeddings=tied).save_pretrained(
+        folder, max_shard_size="100KB"
+    )
 
 
 def states(model: Any) -> torch.Tensor:
@@ -42,7 +50,9 @@ def states(model: Any) -> torch.Tensor:
 
 
 def as_rank(folder: str, out: str, kind: str) -> None:
-    """One rank: what it holds, the most it held at once on the way, and what the model computes; then the same read whole and cut."""
+    """One rank: what it holds, the most it held at once on the way, and what the model computes;
+    then the same read whole and cut.
+    """
     torch.set_num_threads(1)
     parallel = Parallel(ParallelConfig(kind=kind), "cpu")
     seen: dict[str, Any] = {}
@@ -55,16 +65,24 @@ def as_rank(folder: str, out: str, kind: str) -> None:
         models["whole"] = parallel.place_frozen(freeze(load_causal_lm(Path(folder), torch.float32)))
 
     for name, load in (("rows", by_rows), ("whole", whole)):
-        seen[name] = {"peak": peak_bytes(load), "held": sum(map(local_bytes, models[name].parameters()))}
+        seen[name] = {
+            "peak": peak_bytes(load),
+            "held": sum(map(local_bytes, models[name].parameters())),
+        }
     with torch.no_grad():
-        save_file({name: states(model) for name, model in models.items()}, f"{out}/rank{parallel.rank}.safetensors")
+        save_file(
+            {name: states(model) for name, model in models.items()},
+            f"{out}/rank{parallel.rank}.safetensors",
+        )
     Path(out, f"rank{parallel.rank}.json").write_text(json.dumps(seen))
     parallel.close()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "tied"), [("fsdp", False), ("zero3", True)])
-def test_no_rank_holds_a_whole_target(kind: str, tied: bool, tmp_path: Path, request: pytest.FixtureRequest):
+def test_no_rank_holds_a_whole_target(
+    kind: str, tied: bool, tmp_path: Path, request: pytest.FixtureRequest
+):
     if kind == "zero3":
         request.getfixturevalue("deepspeed")
     write_target(tmp_path, tied)
@@ -77,9 +95,20 @@ def test_no_rank_holds_a_whole_target(kind: str, tied: bool, tmp_path: Path, req
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
     }
-    command = [sys.executable, "-m", "tests.training.test_frozen", str(tmp_path), str(tmp_path), kind]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.training.test_frozen",
+        str(tmp_path),
+        str(tmp_path),
+        kind,
+    ]
     started = [
-        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=ROOT)
+        subprocess.Popen(
+            command,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+        )
         for rank in range(2)
     ]
     assert [process.wait(timeout=180) for process in started] == [0, 0]
@@ -96,20 +125,28 @@ def test_no_rank_holds_a_whole_target(kind: str, tied: bool, tmp_path: Path, req
         assert torch.equal(found["rows"], found["whole"])
         share = (all_bytes - (0 if tied else head)) / 2 + head
         assert seen["rows"]["held"] == pytest.approx(share, rel=0.02)
-        assert seen["rows"]["peak"] < 1.05 * (share + mapped), "its share, and the file that it reads"
+        assert seen["rows"]["peak"] < 1.05 * (share + mapped), (
+            "its share, and the file that it reads"
+        )
         assert seen["whole"]["peak"] > all_bytes, "the control: read whole, and cut then"
 
 
-def test_a_file_that_does_not_fit_its_configuration_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_does_not_fit_its_configuration_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Without shares: two ranks would say the same twice."""
     write_target(tmp_path, False)
-    path = next(path for path in tmp_path.glob("*.safetensors") if "model.norm.weight" in load_file(path))
+    path = next(
+        path for path in tmp_path.glob("*.safetensors") if "model.norm.weight" in load_file(path)
+    )
     tensors = load_file(path)
     save_file(tensors | {"model.norm.weight": torch.ones(32)}, path, {"format": "pt"})
     parallel = Parallel(ParallelConfig(), "cpu")
     monkeypatch.setattr(Parallel, "shards_weights", True)
     monkeypatch.setattr(Parallel, "place_frozen", lambda self, model: model.to_empty(device="cpu"))
-    with pytest.raises(UserError, match=r"tensor 'model.norm.weight' has shape \[32\], expected \[64\] by"):
+    with pytest.raises(
+        UserError, match=r"tensor 'model.norm.weight' has shape \[32\], expected \[64\] by"
+    ):
         load_frozen(tmp_path, torch.float32, parallel)
 
 

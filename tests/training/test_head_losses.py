@@ -1,4 +1,6 @@
-"""Losses against a teacher and losses of several heads: against eager twins, in value, gradient and memory."""
+"""Losses against a teacher and losses of several heads: against eager twins, in value, gradient and
+memory.
+"""
 
 from collections.abc import Callable
 
@@ -9,15 +11,19 @@ from torch import Tensor
 
 from scripts.bench.common import peak_bytes
 from training.losses.chunked import RowLoss, cross_entropy_rows
-from training.losses.heads import at_temperature, chunked_argmax, chunked_by_head, listed_cross_entropy_rows
+from training.losses.heads import (
+    at_temperature,
+    chunked_argmax,
+    chunked_by_head,
+    listed_cross_entropy_rows,
+)
 from training.losses.soft import Judgement, Teacher, eager_soft, kl_rows, lk_hybrid_rows, lk_rows
 
 N, E, G, V, K = 37, 6, 5, 23, 3
 SOFT: dict[str, RowLoss] = {"forward_kl": kl_rows, "lk": lk_rows, "lk_hybrid": lk_hybrid_rows(3.0)}
 LISTED = torch.tensor([0, 2, 3, 7, 8, 11, 19, 22])
-JUDGES = (
-    torch.arange(N) // 3 + torch.arange(N) // 11
-)  # up to three rows share a position of the teacher, and some positions judge none
+# up to three rows share a position of the teacher, and some positions judge none
+JUDGES = torch.arange(N) // 3 + torch.arange(N) // 11
 
 
 def shared(teacher: Teacher) -> Callable[[int, int], Judgement]:
@@ -28,15 +34,22 @@ def inputs(outputs: int = V) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
     features = torch.randn(N, E, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(outputs, E, dtype=torch.float64, requires_grad=True)
-    teacher, teacher_weight = torch.randn(N, G, dtype=torch.float64), torch.randn(V, G, dtype=torch.float64)
+    teacher, teacher_weight = (
+        torch.randn(N, G, dtype=torch.float64),
+        torch.randn(V, G, dtype=torch.float64),
+    )
     return features, weight, teacher, teacher_weight, torch.randint(0, K, (N,))
 
 
 @pytest.mark.parametrize("name", SOFT)
 @pytest.mark.parametrize("shortlist", [None, LISTED])
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
-def test_soft_losses_by_head_equal_their_eager_twins(name: str, shortlist: Tensor | None, temperature: float):
-    features, weight, teacher, teacher_weight, head = inputs(V if shortlist is None else len(LISTED))
+def test_soft_losses_by_head_equal_their_eager_twins(
+    name: str, shortlist: Tensor | None, temperature: float
+):
+    features, weight, teacher, teacher_weight, head = inputs(
+        V if shortlist is None else len(LISTED)
+    )
     against = shared(Teacher(teacher, teacher_weight, temperature, shortlist))
     rows = at_temperature(SOFT[name], temperature)
     loss, sums = chunked_by_head(features, weight, rows, against, head, K, decay=0.8, chunk=10)
@@ -46,7 +59,8 @@ def test_soft_losses_by_head_equal_their_eager_twins(name: str, shortlist: Tenso
     twin = (each * 0.8**head).sum()
     torch.testing.assert_close(loss, twin)
     for ours, theirs in zip(
-        torch.autograd.grad(loss * 0.3, (features, weight)), torch.autograd.grad(twin * 0.3, (features, weight))
+        torch.autograd.grad(loss * 0.3, (features, weight)),
+        torch.autograd.grad(twin * 0.3, (features, weight)),
     ):
         torch.testing.assert_close(ours, theirs)
     q = torch.softmax(features @ weight.T / temperature, dim=-1)
@@ -60,13 +74,16 @@ def test_soft_losses_by_head_equal_their_eager_twins(name: str, shortlist: Tenso
 def test_gradients_against_finite_differences(name: str):
     features, weight, teacher, teacher_weight, head = inputs()
     against = shared(Teacher(teacher, teacher_weight))
-    if name == "lk_hybrid":  # its lambda takes no gradient, so that the whole is no gradient of its value; eta 0 is KL
+    # its lambda takes no gradient, so that the whole is no gradient of its value; eta 0 is KL
+    if name == "lk_hybrid":
         assert torch.autograd.gradcheck(
-            lambda f, w: chunked_by_head(f, w, lk_hybrid_rows(0.0), against, head, K, chunk=8)[0], (features, weight)
+            lambda f, w: chunked_by_head(f, w, lk_hybrid_rows(0.0), against, head, K, chunk=8)[0],
+            (features, weight),
         )
         return
     assert torch.autograd.gradcheck(
-        lambda f, w: chunked_by_head(f, w, SOFT[name], against, head, K, chunk=8)[0], (features, weight)
+        lambda f, w: chunked_by_head(f, w, SOFT[name], against, head, K, chunk=8)[0],
+        (features, weight),
     )
 
 
@@ -80,7 +97,8 @@ def test_gradcheck_rejects_a_wrong_gradient():
 
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
         torch.autograd.gradcheck(
-            lambda f, w: chunked_by_head(f, w, forgetful, against, head, K, chunk=8)[0], (features, weight)
+            lambda f, w: chunked_by_head(f, w, forgetful, against, head, K, chunk=8)[0],
+            (features, weight),
         )
 
 
@@ -98,7 +116,13 @@ def test_labels_outside_the_shortlist_count_nothing_and_are_wrong():
     labels = torch.randint(0, V, (N,))
     outside = labels % 3 == 0
     loss, sums = chunked_by_head(
-        features, weight, listed_cross_entropy_rows, lambda a, b: labels.where(~outside, -1)[a:b], head, K, chunk=10
+        features,
+        weight,
+        listed_cross_entropy_rows,
+        lambda a, b: labels.where(~outside, -1)[a:b],
+        head,
+        K,
+        chunk=10,
     )
     kept = ~outside
     twin = F.cross_entropy(features[kept] @ weight.T, labels[kept], reduction="sum")
@@ -112,7 +136,9 @@ def test_labels_outside_the_shortlist_count_nothing_and_are_wrong():
 
 
 def test_the_teacher_judges_each_position_once():
-    """Its products are over the positions that a chunk's rows are held against, not over the rows."""
+    """Its products are over the positions that a chunk's rows are held against, not
+    over the rows.
+    """
     *_, teacher, teacher_weight, _ = inputs()
     made: list[int] = []
 
@@ -133,7 +159,9 @@ def test_no_rows_give_zeros_and_gradients_of_zero():
     features = torch.zeros(0, E, requires_grad=True)
     weight = torch.randn(V, E, requires_grad=True)
     empty = torch.zeros(0, dtype=torch.long)
-    loss, sums = chunked_by_head(features, weight, cross_entropy_rows, lambda a, b: empty[a:b], empty, K)
+    loss, sums = chunked_by_head(
+        features, weight, cross_entropy_rows, lambda a, b: empty[a:b], empty, K
+    )
     loss.backward()
     assert (loss.item(), sums.tolist()) == (0.0, [0.0] * 2 * K)
     assert weight.grad is not None and not weight.grad.any()
@@ -142,18 +170,24 @@ def test_no_rows_give_zeros_and_gradients_of_zero():
 
 def test_argmax_in_chunks_is_the_argmax():
     features, weight, *_ = inputs()
-    assert torch.equal(chunked_argmax(features, weight, chunk=10), (features @ weight.T).argmax(dim=-1))
+    assert torch.equal(
+        chunked_argmax(features, weight, chunk=10), (features @ weight.T).argmax(dim=-1)
+    )
 
 
 def test_memory_of_all_heads_is_that_of_a_chunk():
-    """Whole logits of the predictions must never be there: against the peak of an eager loss of the same rows."""
+    """Whole logits of the predictions must never be there: against the peak of an eager loss of the
+    same rows.
+    """
     rows, vocabulary, heads = 2048, 4096, 5
     features = torch.randn(rows, 8, requires_grad=True)
     weight = torch.randn(vocabulary, 8, requires_grad=True)
     labels, head = torch.randint(0, vocabulary, (rows,)), torch.arange(rows) % heads
 
     def ours() -> Tensor:
-        return chunked_by_head(features, weight, cross_entropy_rows, lambda a, b: labels[a:b], head, heads, chunk=64)[0]
+        return chunked_by_head(
+            features, weight, cross_entropy_rows, lambda a, b: labels[a:b], head, heads, chunk=64
+        )[0]
 
     def whole() -> Tensor:
         return F.cross_entropy(features @ weight.T, labels, reduction="sum")

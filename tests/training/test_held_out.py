@@ -1,4 +1,6 @@
-"""Held-out prompts: how a target is asked them, and what an experiment refuses before its first stage."""
+"""Held-out prompts: how a target is asked them, and what an experiment refuses before its first
+stage.
+"""
 
 import dataclasses
 import json
@@ -23,12 +25,16 @@ def asking(target: Path, prompts: Path, template: str = "auto", **fields: Any) -
     held_out = HeldOutConfig(str(prompts), max_new_tokens=4, **fields)
     data = DataConfig(max_length=128, template=template)
     return TrainConfig(
-        job="distill.train", target=TargetConfig(str(target), device="cpu"), data=data, held_out=held_out
+        job="distill.train",
+        target=TargetConfig(str(target), device="cpu"),
+        data=data,
+        held_out=held_out,
     )
 
 
 @pytest.mark.parametrize(
-    ("template", "fields", "plain"), [("auto", {}, True), ("vicuna", {}, False), ("vicuna", {"render": "text"}, True)]
+    ("template", "fields", "plain"),
+    [("auto", {}, True), ("vicuna", {}, False), ("vicuna", {"render": "text"}, True)],
 )
 def test_a_base_model_is_asked_on_plain_text(
     base_target: Path, tmp_path: Path, template: str, fields: dict[str, str], plain: bool
@@ -37,14 +43,20 @@ def test_a_base_model_is_asked_on_plain_text(
     config = asking(base_target, tmp_path / "prompts.jsonl", template, **fields)
     [sample] = target_answers(base_target, tokenizer, config)
     chat = [{"role": "user", "content": QUESTION}]
-    expected = render_text(tokenizer, QUESTION) if plain else render_prompt(tokenizer, chat, template="vicuna")
+    expected = (
+        render_text(tokenizer, QUESTION)
+        if plain
+        else render_prompt(tokenizer, chat, template="vicuna")
+    )
     assert sample.ids[: int(np.argmax(sample.mask))].tolist() == expected
     assert sample.mask.sum() <= 4
 
 
 def test_control_a_target_with_a_template_is_asked_by_it(tiny_target: Path, tmp_path: Path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
-    [sample] = target_answers(tiny_target, tokenizer, asking(tiny_target, tmp_path / "prompts.jsonl"))
+    [sample] = target_answers(
+        tiny_target, tokenizer, asking(tiny_target, tmp_path / "prompts.jsonl")
+    )
     expected = render_prompt(tokenizer, [{"role": "user", "content": QUESTION}])
     assert sample.ids[: int(np.argmax(sample.mask))].tolist() == expected
 
@@ -56,9 +68,17 @@ def test_control_a_target_with_a_template_is_asked_by_it(tiny_target: Path, tmp_
         ({"chats": ["a.json"]}, {}, "has no chat template; name one of ours"),
         ({"chats": ["a.json"], "template": "vicuna"}, {}, ""),
         ({"template": "vicuna"}, {"benchmark_render": "chat"}, ""),
-        ({}, {"benchmark_render": "chat"}, "benchmark_render=text takes them .* data.template=vicuna"),
+        (
+            {},
+            {"benchmark_render": "chat"},
+            "benchmark_render=text takes them .* data.template=vicuna",
+        ),
         ({}, {"held_out": HeldOutConfig(render="chat")}, "held_out.render=text takes them"),
-        ({}, {"benchmark_render": "plain"}, "benchmark_render='plain' is not known. Expected one of: auto, chat, text"),
+        (
+            {},
+            {"benchmark_render": "plain"},
+            "benchmark_render='plain' is not known. Expected one of: auto, chat, text",
+        ),
         ({}, {"benchmark_prompts": "/nowhere.jsonl"}, "/nowhere.jsonl"),
     ],
 )
@@ -66,7 +86,11 @@ def test_an_experiment_that_could_not_ask_is_refused_at_once(
     base_target: Path, tmp_path: Path, data: dict[str, Any], changes: dict[str, Any], message: str
 ):
     config = asking(base_target, tmp_path / "prompts.jsonl")
-    given = {"benchmark_prompts": config.held_out.prompts, "data": dataclasses.replace(config.data, **data), **changes}
+    given = {
+        "benchmark_prompts": config.held_out.prompts,
+        "data": dataclasses.replace(config.data, **data),
+        **changes,
+    }
     config = dataclasses.replace(config, **given)
     if not message:
         check_stages(config)

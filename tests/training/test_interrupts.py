@@ -1,4 +1,6 @@
-"""Signals end every job in words and with one status: while it imports, while it composes, and while it works."""
+"""Signals end every job in words and with one status: while it imports, while it composes, and
+while it works.
+"""
 
 import ast
 import os
@@ -22,7 +24,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def started(package: Path) -> subprocess.Popen[str]:
     """`python -m package.job` in the middle of its imports."""
     package.mkdir()
-    (package / "__init__.py").write_text("from training.interrupts import end_imports_quietly\nend_imports_quietly()\n")
+    (package / "__init__.py").write_text(
+        "from training.interrupts import end_imports_quietly\nend_imports_quietly()\n"
+    )
     (package / "job.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     path = os.pathsep.join([str(package.parent), str(ROOT)])
     process = subprocess.Popen(
@@ -47,7 +51,9 @@ def test_a_signal_during_the_imports_prints_one_line(number: signal.Signals, tmp
 
 @pytest.mark.parametrize("package", ["distill", "eval", "recurrent_drafting"])
 def test_the_packages_of_jobs_import_nothing_before(package: str):
-    """Else a signal meets their imports first; the module itself imports the standard library alone."""
+    """Else a signal meets their imports first; the module itself imports the standard library
+    alone.
+    """
     names = [
         name
         for file in (
@@ -57,7 +63,9 @@ def test_the_packages_of_jobs_import_nothing_before(package: str):
         )
         for node in ast.walk(ast.parse(file.read_text()))
         for name in (
-            [node.module] if isinstance(node, ast.ImportFrom) else [one.name for one in getattr(node, "names", [])]
+            [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else [one.name for one in getattr(node, "names", [])]
         )
     ]
     assert {name.partition(".")[0] for name in names} <= {"training", *sys.stdlib_module_names}
@@ -66,12 +74,18 @@ def test_the_packages_of_jobs_import_nothing_before(package: str):
 
 def test_an_import_by_something_else_changes_no_handler():
     """A notebook's Ctrl-C stays its own."""
-    assert {signal.getsignal(number) for number in SIGNALS} == {signal.default_int_handler, signal.SIG_DFL}
+    assert {signal.getsignal(number) for number in SIGNALS} == {
+        signal.default_int_handler,
+        signal.SIG_DFL,
+    }
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_in_a_job_is_reported_with_its_status(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     def work(config: QualityConfig) -> None:
         os.kill(os.getpid(), number)

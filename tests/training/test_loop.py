@@ -16,7 +16,13 @@ from tests.decoding.waits import Waits
 from training import checkpoint
 from training import loop as loop_module
 from training.bounds import Bounds
-from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig, TrackerConfig
+from training.config import (
+    LoopConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    StudentConfig,
+    TrackerConfig,
+)
 from training.loop import Interrupted, Progress, fit
 from training.models import build_llama
 from training.objectives import LanguageModelling
@@ -25,7 +31,12 @@ from training.parallel import Parallel
 from training.tracker import Tracker
 
 SHAPE = StudentConfig(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    intermediate_size=48,
 )
 
 
@@ -56,7 +67,10 @@ def loop(steps: int, **changes: object) -> LoopConfig:
         "checkpoint_every": 3,
         "keep": 2,
     }
-    return LoopConfig(**(settings | {"max_steps": steps} | changes), optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2))
+    return LoopConfig(
+        **(settings | {"max_steps": steps} | changes),
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2),
+    )
 
 
 def stopping(data: PackedData, stop_after: int) -> PackedData:
@@ -83,8 +97,22 @@ def train(
     data = stopping(make_data(), stop_after)
     score = iter(range(100))
     parallel = Parallel(ParallelConfig(), "cpu")
-    tracker = Tracker(folder, TrackerConfig(), "t", {}) if folder.mkdir(parents=True, exist_ok=True) is None else None
-    fit("t", module, module.model, data, config, parallel, folder, tracker, lambda: {"score": float(next(score))})
+    tracker = (
+        Tracker(folder, TrackerConfig(), "t", {})
+        if folder.mkdir(parents=True, exist_ok=True) is None
+        else None
+    )
+    fit(
+        "t",
+        module,
+        module.model,
+        data,
+        config,
+        parallel,
+        folder,
+        tracker,
+        lambda: {"score": float(next(score))},
+    )
     return module
 
 
@@ -96,7 +124,9 @@ def newest(folder: Path) -> checkpoint.Checkpoint:
 
 def same(a: checkpoint.Checkpoint, b: checkpoint.Checkpoint) -> bool:
     parts = ((a.model, b.model), (a.optimizer, b.optimizer), (a.rng, b.rng))
-    return all(x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in parts)
+    return all(
+        x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in parts
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,7 +140,11 @@ def test_stop_and_resume_equals_straight_training_bit_for_bit(tmp_path: Path, dt
     assert straight.state["step"] == resumed.state["step"] == 8
     assert same(straight, resumed)
     losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").open() if '"loss"' in line]
+        [
+            json.loads(line)["loss"]
+            for line in (tmp_path / name / "metrics.jsonl").open()
+            if '"loss"' in line
+        ]
         for name in ("straight", "stopped")
     ]
     assert losses[0] == losses[1]
@@ -118,9 +152,8 @@ def test_stop_and_resume_equals_straight_training_bit_for_bit(tmp_path: Path, dt
 
 def test_the_equality_of_runs_can_fail(tmp_path: Path):
     train(tmp_path / "a", loop(4))
-    train(
-        tmp_path / "b", loop(4, tokens_per_step=256, micro_batch_tokens=64)
-    )  # the control: another order of additions
+    # the control: another order of additions
+    train(tmp_path / "b", loop(4, tokens_per_step=256, micro_batch_tokens=64))
     a, b = newest(tmp_path / "a"), newest(tmp_path / "b")
     assert not same(a, b)
     for name in a.model:  # and yet the same mathematics
@@ -129,13 +162,20 @@ def test_the_equality_of_runs_can_fail(tmp_path: Path):
 
 def test_a_step_reads_the_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two forwards, the gradient's norm, an update; the control reads the loss of every forward."""
-    module, config, parallel, waits = make_model(), loop(4), Parallel(ParallelConfig(), "cpu"), Waits()
+    module, config, parallel, waits = (
+        make_model(),
+        loop(4),
+        Parallel(ParallelConfig(), "cpu"),
+        Waits(),
+    )
     wrapped, optimizer = parallel.prepare(module, module.model, config.optimizer, module.rates)
     data, progress = make_data(), Progress()
 
     def step() -> None:
         with waits.counting(monkeypatch):
-            loop_module._step(wrapped, data, config, parallel, optimizer, progress, Bounds(steps=4), tmp_path)
+            loop_module._step(
+                wrapped, data, config, parallel, optimizer, progress, Bounds(steps=4), tmp_path
+            )
 
     step()
     step()
@@ -173,7 +213,9 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path:
     module = make_model()
     real = module.forward
     module.forward = lambda batch: tuple(value * float("nan") for value in real(batch))
-    with pytest.raises(UserError, match=r"the loss is nan and .* at step 4: .* last good checkpoint"):
+    with pytest.raises(
+        UserError, match=r"the loss is nan and .* at step 4: .* last good checkpoint"
+    ):
         fit(
             "t",
             module,
@@ -204,7 +246,9 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(tmp_path: Path)
             None,
             lambda: {"score": 0.0},
         )
-    assert all(torch.equal(before[name], tensor) for name, tensor in module.model.state_dict().items())
+    assert all(
+        torch.equal(before[name], tensor) for name, tensor in module.model.state_dict().items()
+    )
 
 
 def test_the_best_checkpoint_is_returned_not_the_last(tmp_path: Path):
@@ -224,8 +268,13 @@ def test_the_best_checkpoint_is_returned_not_the_last(tmp_path: Path):
     )
     assert progress.best_step == 4
     best = checkpoint.load(tmp_path / "checkpoints" / "step_000004")
-    assert all(torch.equal(module.model.state_dict()[name], tensor) for name, tensor in best.model.items())
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000004", "step_000008"]
+    assert all(
+        torch.equal(module.model.state_dict()[name], tensor) for name, tensor in best.model.items()
+    )
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step_000004",
+        "step_000008",
+    ]
 
 
 def test_a_full_disk_is_an_error_that_keeps_the_last_checkpoint(tmp_path: Path):
@@ -246,7 +295,10 @@ except UserError as error:
     sys.exit(str(error))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2]
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
     )
     assert "could not write" in done.stderr
     assert "MB are free there; the last whole checkpoint is kept" in done.stderr

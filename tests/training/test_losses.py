@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from scripts.bench.common import peak_bytes
-from training.losses.chunked import chunked_cross_entropy, chunked_forward_kl, eager_cross_entropy, eager_forward_kl
+from training.losses.chunked import (
+    chunked_cross_entropy,
+    chunked_forward_kl,
+    eager_cross_entropy,
+    eager_forward_kl,
+)
 
 N, H, G, V = 37, 6, 5, 23
 
@@ -13,7 +18,13 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(0)
     hidden = torch.randn(N, H, dtype=dtype, requires_grad=True)
     weight = torch.randn(V, H, dtype=dtype, requires_grad=True)
-    return hidden, weight, torch.randn(N, G, dtype=dtype), torch.randn(V, G, dtype=dtype), torch.randint(0, V, (N,))
+    return (
+        hidden,
+        weight,
+        torch.randn(N, G, dtype=dtype),
+        torch.randn(V, G, dtype=dtype),
+        torch.randint(0, V, (N,)),
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 10, 64])
@@ -27,7 +38,10 @@ def test_forward_kl_equals_its_eager_twin(chunk: int, temperature: float):
     torch.testing.assert_close(loss, twin)
     for a, b in zip(grads, expected):
         torch.testing.assert_close(a, b)
-    p, q = (torch.softmax(x @ w.T / temperature, -1) for x, w in ((teacher, teacher_weight), (hidden, weight)))
+    p, q = (
+        torch.softmax(x @ w.T / temperature, -1)
+        for x, w in ((teacher, teacher_weight), (hidden, weight))
+    )
     torch.testing.assert_close(overlap[0], torch.minimum(p, q).sum().detach())
 
 
@@ -37,7 +51,8 @@ def test_cross_entropy_equals_its_eager_twin(chunk: int):
     loss, correct = chunked_cross_entropy(hidden, weight, labels, chunk)
     grads = torch.autograd.grad(loss, (hidden, weight))
     expected = torch.autograd.grad(
-        torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum"), (hidden, weight)
+        torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum"),
+        (hidden, weight),
     )
     torch.testing.assert_close(loss.float(), eager_cross_entropy(hidden, weight, labels))
     for a, b in zip(grads, expected):
@@ -50,7 +65,9 @@ def test_gradients_against_finite_differences_in_float64():
     assert torch.autograd.gradcheck(
         lambda h, w: chunked_forward_kl(h, w, teacher, teacher_weight, 8)[0], (hidden, weight)
     )
-    assert torch.autograd.gradcheck(lambda h, w: chunked_cross_entropy(h, w, labels, 8)[0], (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: chunked_cross_entropy(h, w, labels, 8)[0], (hidden, weight)
+    )
 
 
 def test_gradcheck_rejects_a_wrong_gradient():
@@ -73,7 +90,9 @@ def test_kl_of_a_model_with_itself_is_zero_and_accepts_everything():
 def test_bfloat16_follows_float32():
     hidden, weight, teacher, teacher_weight, _ = inputs(torch.float32)
     exact = chunked_forward_kl(hidden, weight, teacher, teacher_weight, 8)[0]
-    rough = chunked_forward_kl(*(x.detach().bfloat16() for x in (hidden, weight, teacher, teacher_weight)), 8)[0]
+    rough = chunked_forward_kl(
+        *(x.detach().bfloat16() for x in (hidden, weight, teacher, teacher_weight)), 8
+    )[0]
     assert rough.dtype == torch.float32
     assert abs((rough / exact).item() - 1) < 0.05
 
@@ -87,7 +106,14 @@ def test_nothing_of_the_size_of_the_vocabulary_is_held_whole():
     teacher_weight = torch.randn(vocabulary, width)
     whole = count * vocabulary * 4
 
-    assert peak_bytes(lambda: chunked_forward_kl(hidden, weight, teacher, teacher_weight, 64)[0].backward()) < whole / 2
     assert (
-        peak_bytes(lambda: eager_forward_kl(hidden, weight, teacher, teacher_weight).backward()) > 2 * whole
-    )  # the control
+        peak_bytes(
+            lambda: chunked_forward_kl(hidden, weight, teacher, teacher_weight, 64)[0].backward()
+        )
+        < whole / 2
+    )
+    # the control
+    assert (
+        peak_bytes(lambda: eager_forward_kl(hidden, weight, teacher, teacher_weight).backward())
+        > 2 * whole
+    )

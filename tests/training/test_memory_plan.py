@@ -1,4 +1,6 @@
-"""The plan of memory against the published counts, and against what is really allocated and kept."""
+"""The plan of memory against the published counts, and against what is really allocated
+and kept.
+"""
 
 import pytest
 import torch
@@ -16,15 +18,17 @@ from training.sharding import checkpoint_activations
 
 
 def test_the_stages_are_the_papers():
-    """Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 ranks take 120, 31.4, 16.6 and 1.9 GB at 2 + 2 + 12 bytes."""
+    """Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 ranks take 120, 31.4, 16.6 and 1.9
+    GB at 2 + 2 + 12 bytes.
+    """
     published = {"ddp": 120.0, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}
     for kind, gigabytes in published.items():
         plan = bytes_per_rank(7_500_000_000, 0, kind, 64, "bfloat16")
         ours = plan["weights"] + plan["gradients"] + plan["optimizer"]
         cut = {"ddp": 1, "zero1": 64, "zero2": 64, "zero3": 64}[kind]
-        more = (
-            4 * 7.5e9 / cut
-        )  # our gradients in float32: a copy beside bfloat16's, DeepSpeed's share widened, or 4 bytes for 2
+        # our gradients in float32: a copy beside bfloat16's, DeepSpeed's share widened, or 4 bytes
+        # for 2
+        more = 4 * 7.5e9 / cut
         more = more / 2 if kind in ("zero2", "zero3") else more
         assert (ours - more) / 1e9 == pytest.approx(gigabytes, rel=0.02), kind
 
@@ -32,7 +36,9 @@ def test_the_stages_are_the_papers():
 def test_more_ranks_never_need_more():
     for kind in ("single", "ddp", "zero1", "zero2", "zero3", "fsdp"):
         for dtype in ("float32", "bfloat16"):
-            totals = [bytes_per_rank(10**9, 10**10, kind, size, dtype)["total"] for size in (1, 2, 8, 64)]
+            totals = [
+                bytes_per_rank(10**9, 10**10, kind, size, dtype)["total"] for size in (1, 2, 8, 64)
+            ]
             assert totals == sorted(totals, reverse=True)
             cut = (
                 bytes_per_rank(10**9, 10**10, kind, 8, dtype)["frozen"]
@@ -42,15 +48,21 @@ def test_more_ranks_never_need_more():
 
 
 def test_unknown_kinds_are_named():
-    with pytest.raises(UserError, match="parallel.kind is 'zero4'; expected one of single, ddp, zero1"):
+    with pytest.raises(
+        UserError, match="parallel.kind is 'zero4'; expected one of single, ddp, zero1"
+    ):
         bytes_per_rank(1, 1, "zero4", 2, "float32")
     with pytest.raises(UserError, match="not for dtype 'float16'"):
         bytes_per_rank(1, 1, "ddp", 2, "float16")
 
 
 def test_a_target_that_answers_is_held_a_second_time():
-    """Whole and in its own dtype, or spread over cards; with keys and values of a batch of prompts."""
-    target = LlamaConfig(num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, intermediate_size=11008)
+    """Whole and in its own dtype, or spread over cards; with keys and values of a batch
+    of prompts.
+    """
+    target = LlamaConfig(
+        num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, intermediate_size=11008
+    )
     config = TrainConfig(data=DataConfig(max_length=2048), target=TargetConfig(dtype="bfloat16"))
     parameters = 6_738_415_616
     assert answering_bytes(target, config) == {
@@ -79,7 +91,13 @@ def make(dtype: torch.dtype) -> torch.nn.Module:
         head_dim=SHAPE.head_dim,
         intermediate_size=SHAPE.intermediate,
     )
-    return build_llama(shape, dtype, vocab_size=SHAPE.vocabulary, max_position_embeddings=2048, initializer_range=0.1)
+    return build_llama(
+        shape,
+        dtype,
+        vocab_size=SHAPE.vocabulary,
+        max_position_embeddings=2048,
+        initializer_range=0.1,
+    )
 
 
 def one_row(tokens: int) -> list[Sample]:
@@ -88,21 +106,28 @@ def one_row(tokens: int) -> list[Sample]:
 
 
 def kept_bytes(model: torch.nn.Module, tokens: int) -> tuple[int, list[torch.Tensor]]:
-    """Bytes that autograd keeps of a forward through the layers, parameters and the attention mask left out; and the gradients."""
+    """Bytes that autograd keeps of a forward through the layers, parameters and the attention mask
+    left out; and the gradients.
+    """
     batch = collate(one_row(tokens), [[0]], tokens)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own and storage.nbytes() < tokens * tokens * tensor.element_size():
+        if (
+            storage.data_ptr() not in own
+            and storage.nbytes() < tokens * tokens * tensor.element_size()
+        ):
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         hidden = hidden_states(model, batch)
     hidden.float().square().sum().backward()
-    return sum(kept.values()), [parameter.grad for parameter in model.model.parameters() if parameter.grad is not None]
+    return sum(kept.values()), [
+        parameter.grad for parameter in model.model.parameters() if parameter.grad is not None
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [("float32", 512), ("bfloat16", 1280)])
@@ -112,13 +137,17 @@ def test_activations_are_what_autograd_keeps(dtype: str, tokens: int):
 
 
 def test_checkpointing_keeps_less_and_changes_nothing():
-    """Peak memory of a forward and a backward, and the same gradients bit for bit; the control is the same model without it."""
+    """Peak memory of a forward and a backward, and the same gradients bit for bit; the control is
+    the same model without it.
+    """
     peaks, gradients = [], []
     for checkpointing in (False, True):
         model = make(torch.float32)
         if checkpointing:
             checkpoint_activations(model)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
             batch = collate(one_row(512), [[0]], 512)
             hidden_states(model, batch).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.model.parameters()])
@@ -130,12 +159,17 @@ def test_checkpointing_keeps_less_and_changes_nothing():
         peaks.append(peak)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert peaks[1] < 0.65 * peaks[0], peaks
-    saved = [activation_bytes(SHAPE, 512, "float32", checkpointing)["layers"] for checkpointing in (False, True)]
+    saved = [
+        activation_bytes(SHAPE, 512, "float32", checkpointing)["layers"]
+        for checkpointing in (False, True)
+    ]
     assert saved[1] < 0.5 * saved[0]
 
 
 def test_a_model_without_layers_to_run_again_is_refused():
-    with pytest.raises(UserError, match="activation_checkpointing=true, but Linear has no decoder layers"):
+    with pytest.raises(
+        UserError, match="activation_checkpointing=true, but Linear has no decoder layers"
+    ):
         checkpoint_activations(torch.nn.Linear(2, 2))
 
 
@@ -151,7 +185,9 @@ def test_one_process_allocates_what_is_planned(dtype: str):
     during += sum(master.grad.nbytes for master in masters)
     optimizer.step(1e-3)
     moments = sum(
-        state[key].nbytes for state in optimizer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
+        state[key].nbytes
+        for state in optimizer.optimizer.state.values()
+        for key in ("exp_avg", "exp_avg_sq")
     )
     plan = bytes_per_rank(sum(p.numel() for p in model.parameters()), 0, "single", 1, dtype)
     assert plan["weights"] == sum(parameter.nbytes for parameter in model.parameters())

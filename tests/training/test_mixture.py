@@ -1,4 +1,6 @@
-"""Mixtures: the update is the paper's, shares are what is drawn, nothing is lost, bad ones are named. In the loop: test_mixture_in_training.py."""
+"""Mixtures: the update is the paper's, shares are what is drawn, nothing is lost, bad ones are
+named. In the loop: test_mixture_in_training.py.
+"""
 
 import json
 import math
@@ -32,8 +34,16 @@ def samples(seed: int, count: int, low: int, high: int) -> list[Sample]:
     return found
 
 
-DOMAINS = {"code": samples(1, 40, 0, 20), "prose": samples(2, 15, 20, 40), "maths": samples(3, 9, 40, 60)}
-HELD_OUT = {"code": samples(4, 6, 0, 20), "prose": samples(5, 6, 20, 40), "maths": samples(6, 6, 40, 60)}
+DOMAINS = {
+    "code": samples(1, 40, 0, 20),
+    "prose": samples(2, 15, 20, 40),
+    "maths": samples(3, 9, 40, 60),
+}
+HELD_OUT = {
+    "code": samples(4, 6, 0, 20),
+    "prose": samples(5, 6, 20, 40),
+    "maths": samples(6, 6, 40, 60),
+}
 
 
 def config(**changes: object) -> DataConfig:
@@ -66,31 +76,47 @@ def test_the_update_is_the_papers():
     assert gaps == pytest.approx({"a": 0.0, "b": 0.5, "c": 0.8})
     after = updated(shares, gaps, 1.0, 1e-4, 0.0)
     grown = [0.6, 0.3 * math.exp(0.5), 0.1 * math.exp(0.8)]
-    assert list(after.values()) == pytest.approx([(1 - 1e-4) * w / sum(grown) + 1e-4 / 3 for w in grown], rel=1e-12)
+    assert list(after.values()) == pytest.approx(
+        [(1 - 1e-4) * w / sum(grown) + 1e-4 / 3 for w in grown], rel=1e-12
+    )
     assert sum(after.values()) == pytest.approx(1)
     unclipped = updated(shares, loss_gaps(losses, references, clip=False), 1.0, 1e-4, 0.0)
-    assert unclipped["a"] < after["a"], "the published code takes share from a domain that is below its reference"
+    assert unclipped["a"] < after["a"], (
+        "the published code takes share from a domain that is below its reference"
+    )
     assert updated(shares, dict.fromkeys(shares, 0.7), 1.0, 0.0, 0.0) == pytest.approx(shares), (
         "equal gaps move nothing"
     )
-    assert updated(shares, {"a": 0.0, "b": 5000.0, "c": 0.0}, 1.0, 0.0, 0.0)["b"] == 1.0, "no overflow"
+    assert updated(shares, {"a": 0.0, "b": 5000.0, "c": 0.0}, 1.0, 0.0, 0.0)["b"] == 1.0, (
+        "no overflow"
+    )
 
 
 def test_the_acceptance_gap_is_to_the_best_domain_or_the_reference():
     alpha = {"a": 0.8, "b": 0.5, "c": 0.7}
-    assert acceptance_gaps(alpha, dict.fromkeys(alpha, 0.0)) == pytest.approx({"a": 0.0, "b": 0.3, "c": 0.1})
-    assert acceptance_gaps(alpha, {"a": 0.9, "b": 0.4, "c": 0.0}) == pytest.approx({"a": 0.1, "b": 0.0, "c": 0.1})
+    assert acceptance_gaps(alpha, dict.fromkeys(alpha, 0.0)) == pytest.approx(
+        {"a": 0.0, "b": 0.3, "c": 0.1}
+    )
+    assert acceptance_gaps(alpha, {"a": 0.9, "b": 0.4, "c": 0.0}) == pytest.approx(
+        {"a": 0.1, "b": 0.0, "c": 0.1}
+    )
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.05, 0.2, 1 / 3])
 def test_no_share_falls_below_the_floor_and_none_is_lost(floor: float):
-    for shares in ({"a": 0.98, "b": 0.02, "c": 0.0}, {"a": 0.4, "b": 0.35, "c": 0.25}, {"a": 1.0, "b": 0.0, "c": 0.0}):
+    for shares in (
+        {"a": 0.98, "b": 0.02, "c": 0.0},
+        {"a": 0.4, "b": 0.35, "c": 0.25},
+        {"a": 1.0, "b": 0.0, "c": 0.0},
+    ):
         after = floored(shares, floor)
         assert sum(after.values()) == pytest.approx(1)
         assert min(after.values()) >= floor * (1 - 1e-9)
     untouched = {"a": 0.4, "b": 0.35, "c": 0.25}
     if floor <= 0.25:
-        assert floored(untouched, floor) == pytest.approx(untouched), "a floor that nobody is under moves nothing"
+        assert floored(untouched, floor) == pytest.approx(untouched), (
+            "a floor that nobody is under moves nothing"
+        )
 
 
 def test_rows_are_conserved_and_every_domain_goes_through_its_own_epochs():
@@ -102,9 +128,13 @@ def test_rows_are_conserved_and_every_domain_goes_through_its_own_epochs():
     for name in NAMES:
         rows = len(data.domains[name].rows)
         times = Counter(tuple(row) for row in served if domain_of(data, row) == name)
-        assert set(times.values()) <= {counts[name] // rows, counts[name] // rows + 1}, "an epoch sees every row once"
+        assert set(times.values()) <= {counts[name] // rows, counts[name] // rows + 1}, (
+            "an epoch sees every row once"
+        )
         assert len(times) == rows
-    assert data.supervised == sum(int(sample.mask.sum()) for of in DOMAINS.values() for sample in of)
+    assert data.supervised == sum(
+        int(sample.mask.sum()) for of in DOMAINS.values() for sample in of
+    )
     assert sorted(index for row in data.rows for index in row) == list(range(len(data.samples)))
 
 
@@ -118,7 +148,11 @@ def test_rows_come_in_proportion_to_the_shares():
 
 
 def test_a_step_is_a_function_of_seed_step_and_shares_so_far():
-    data, again, other = mixed(mixing="acceptance"), mixed(mixing="acceptance"), mixed(mixing="acceptance", seed=8)
+    data, again, other = (
+        mixed(mixing="acceptance"),
+        mixed(mixing="acceptance"),
+        mixed(mixing="acceptance", seed=8),
+    )
     figures = {"acceptance/code": 0.9, "acceptance/prose": 0.4, "acceptance/maths": 0.6}
     before = [data.step_rows(step) for step in range(3)]
     assert [other.step_rows(step) for step in range(3)] != before
@@ -127,7 +161,8 @@ def test_a_step_is_a_function_of_seed_step_and_shares_so_far():
     after = [data.step_rows(step) for step in range(3, 9)]
     again.load(state)
     assert [again.step_rows(step) for step in range(3, 9)] == after
-    state["shares"] = {"code": 0.1, "prose": 0.1, "maths": 0.8}  # the control: other shares, other rows
+    # the control: other shares, other rows
+    state["shares"] = {"code": 0.1, "prose": 0.1, "maths": 0.8}
     again.load(state)
     assert [again.step_rows(step) for step in range(3, 9)] != after
     with pytest.raises(ValueError, match="step 3 was asked for, the next one is 9"):
@@ -137,12 +172,20 @@ def test_a_step_is_a_function_of_seed_step_and_shares_so_far():
 def test_acceptance_moves_share_to_the_worst_domain_by_a_moving_average():
     data = mixed(mixing="acceptance", uniform_share=0.0, floor_share=0.0)
     learned = data.look({"acceptance/code": 0.9, "acceptance/prose": 0.4, "acceptance/maths": 0.6})
-    assert data.gaps == pytest.approx({"code": 0.0, "prose": 0.5, "maths": 0.3}), "the first gap is taken as it is"
+    assert data.gaps == pytest.approx({"code": 0.0, "prose": 0.5, "maths": 0.3}), (
+        "the first gap is taken as it is"
+    )
     grown = {"code": 0.5, "prose": 0.3 * math.exp(0.5), "maths": 0.2 * math.exp(0.3)}
-    assert data.shares == pytest.approx({name: share / sum(grown.values()) for name, share in grown.items()})
-    assert learned == {f"share/{name}": data.shares[name] for name in NAMES} | {f"rows/{name}": 0.0 for name in NAMES}
+    assert data.shares == pytest.approx(
+        {name: share / sum(grown.values()) for name, share in grown.items()}
+    )
+    assert learned == {f"share/{name}": data.shares[name] for name in NAMES} | {
+        f"rows/{name}": 0.0 for name in NAMES
+    }
     data.look({"acceptance/code": 0.9, "acceptance/prose": 0.9, "acceptance/maths": 0.6})
-    assert data.gaps == pytest.approx({"code": 0.0, "prose": 0.9 * 0.5, "maths": 0.9 * 0.3 + 0.1 * 0.3})
+    assert data.gaps == pytest.approx(
+        {"code": 0.0, "prose": 0.9 * 0.5, "maths": 0.9 * 0.3 + 0.1 * 0.3}
+    )
     kept = dict(data.shares)
     data.look({"acceptance/code": math.nan, "acceptance/prose": 0.9, "acceptance/maths": 0.6})
     assert data.shares == kept
@@ -156,7 +199,8 @@ def test_fixed_shares_stay():
 
 def test_a_domain_too_small_for_one_step_is_named():
     with pytest.raises(
-        UserError, match=r"domain '\w+' has \d+ of its \d+ rows left and step 1 wants \d+ .*give it more"
+        UserError,
+        match=r"domain '\w+' has \d+ of its \d+ rows left and step 1 wants \d+ .*give it more",
     ):
         mixed(rows_per_step=60, when_exhausted="stop")
 
@@ -168,7 +212,7 @@ def test_a_state_without_data_is_the_start():
     assert data.state() == mixed().state()
 
 
-# ------------------------------------------------------------------------------------------------ configuration
+# ------------------------------------------------------------------------------------ configuration
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -178,10 +222,22 @@ def test_a_state_without_data_is_the_start():
         ({"code": {"share": -0.1}}, "expected 0 or more each"),
         ({"code": {"share": math.nan}}, "expected 0 or more each"),
         ({"prose": {"texts": []}}, "data.domains.prose is empty: give it chats or texts"),
-        ({"mixing": "loss", "maths": {"reference": 0.0}}, "data.domains.maths.reference is 0: data.mixing=loss needs"),
-        ({"mixing": "loss", "maths": {"held_out_texts": []}}, "data.domains.maths has no held-out text"),
-        ({"code": {"reference_acceptance": 1.5}}, "data.domains.code.reference_acceptance is 1.5, expected 0 "),
-        ({"floor_share": 0.34}, "data.floor_share is 0.34, expected from 0 to 0.3333, equal parts of 3 domains"),
+        (
+            {"mixing": "loss", "maths": {"reference": 0.0}},
+            "data.domains.maths.reference is 0: data.mixing=loss needs",
+        ),
+        (
+            {"mixing": "loss", "maths": {"held_out_texts": []}},
+            "data.domains.maths has no held-out text",
+        ),
+        (
+            {"code": {"reference_acceptance": 1.5}},
+            "data.domains.code.reference_acceptance is 1.5, expected 0 ",
+        ),
+        (
+            {"floor_share": 0.34},
+            "data.floor_share is 0.34, expected from 0 to 0.3333, equal parts of 3 domains",
+        ),
         ({"mixing_rate": 0.0}, "data.mixing_rate is 0.0, expected more than 0"),
         ({"mixing_smoothing": 1.0}, "data.mixing_smoothing is 1.0, expected from 0 to below 1"),
         ({"uniform_share": 2.0}, "data.uniform_share is 2.0"),
@@ -197,7 +253,8 @@ def test_bad_mixtures_are_named(changes: dict[str, object], words: str):
 
 def test_mixings_that_a_job_does_not_measure_and_mixings_without_domains_are_named():
     with pytest.raises(
-        UserError, match="data.mixing is acceptance, which this job does not measure; expected fixed or loss"
+        UserError,
+        match="data.mixing is acceptance, which this job does not measure; expected fixed or loss",
     ):
         check_mixture(config(mixing="acceptance"), ("loss",))
     with pytest.raises(UserError, match="data.mixing is loss, but data.domains is empty"):
@@ -221,7 +278,8 @@ def composed(*overrides: str) -> TrainConfig:
 def test_the_published_mixtures_are_shipped():
     """Reference losses and initial shares as in princeton-nlp/LLM-Shearing, domain by domain."""
     large, two, small = (
-        composed(f"data={name}", "data.root=/texts").data for name in ("redpajama", "redpajama_2b7", "redpajama_370m")
+        composed(f"data={name}", "data.root=/texts").data
+        for name in ("redpajama", "redpajama_2b7", "redpajama_370m")
     )
     names = ["cc", "github", "book", "stackexchange", "wiki", "arxiv", "c4-rp"]
     losses = {
@@ -229,10 +287,27 @@ def test_the_published_mixtures_are_shipped():
         "two": [1.8712, 0.6883, 2.0325, 1.5353, 1.6297, 1.3560, 2.0328],
         "small": [2.1401, 0.8694, 2.3625, 1.7791, 2.047, 1.6637, 2.3139],
     }
-    for data, expected in ((large, losses["large"]), (two, losses["two"]), (small, losses["small"])):
+    for data, expected in (
+        (large, losses["large"]),
+        (two, losses["two"]),
+        (small, losses["small"]),
+    ):
         assert [data.domains[name].reference for name in names] == expected
-        assert [data.domains[name].share for name in names] == [0.67, 0.045, 0.045, 0.02, 0.045, 0.025, 0.15]
-        assert (data.mixing, data.mixing_rate, data.uniform_share, data.floor_share) == ("loss", 1.0, 1e-4, 0.0)
+        assert [data.domains[name].share for name in names] == [
+            0.67,
+            0.045,
+            0.045,
+            0.02,
+            0.045,
+            0.025,
+            0.15,
+        ]
+        assert (data.mixing, data.mixing_rate, data.uniform_share, data.floor_share) == (
+            "loss",
+            1.0,
+            1e-4,
+            0.0,
+        )
         check_mixture(data, ("loss",))
     with pytest.raises(UserError, match=r"train/cc does not exist \(working folder: "):
         data_files(composed("data=redpajama").data)
@@ -240,13 +315,22 @@ def test_the_published_mixtures_are_shipped():
 
 def test_keys_of_domains_can_be_given_and_wrong_ones_are_named():
     data = composed(
-        "data=redpajama", "data.root=.", "data.domains.cc.share=0.5", "+data.domains.new={texts: [a.txt], share: 2}"
+        "data=redpajama",
+        "data.root=.",
+        "data.domains.cc.share=0.5",
+        "+data.domains.new={texts: [a.txt], share: 2}",
     ).data
     assert data.domains["cc"].share == 0.5
     assert data.domains["new"].texts == ["a.txt"]
-    with pytest.raises(UserError, match="unknown configuration key 'data.domains.new.weight'; .* 'data.domains.new."):
+    with pytest.raises(
+        UserError,
+        match="unknown configuration key 'data.domains.new.weight'; .* 'data.domains.new.",
+    ):
         composed("+data.domains.new={texts: [a.txt], weight: 2}")
-    with pytest.raises(UserError, match="unknown configuration key 'data.domains.cc.shar'; .* 'data.domains.cc.share'"):
+    with pytest.raises(
+        UserError,
+        match="unknown configuration key 'data.domains.cc.shar'; .* 'data.domains.cc.share'",
+    ):
         composed("data=redpajama", "data.domains.cc.shar=1")
     with pytest.raises(UserError, match="data.domains.new.share"):
         composed("+data.domains.new={share: many}")

@@ -13,7 +13,9 @@ from training.optimizer_config import OptimizerConfig
 
 def rate(config: OptimizerConfig, step: int, total: int) -> float:
     """The learning rate of a step in a run of `total` steps."""
-    return learning_rate(config, step, Bounds(steps=total).share(Done(step), since=Done(config.warmup_steps)))
+    return learning_rate(
+        config, step, Bounds(steps=total).share(Done(step), since=Done(config.warmup_steps))
+    )
 
 
 def test_the_cosine_starts_where_the_warm_up_ends():
@@ -28,7 +30,9 @@ def test_the_cosine_starts_where_the_warm_up_ends():
 
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_behind_the_warm_up_it_is_hugging_faces(warmup: int):
-    """transformers.get_cosine_schedule_with_warmup, whose warm-up begins with a step at 0, is the same from its end on."""
+    """transformers.get_cosine_schedule_with_warmup, whose warm-up begins with a step at 0, is the
+    same from its end on.
+    """
     config = OptimizerConfig(lr=0.5, warmup_steps=warmup, final_lr=0.0)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     schedule = get_cosine_schedule_with_warmup(optimizer, warmup, 10)
@@ -41,4 +45,6 @@ def test_behind_the_warm_up_it_is_hugging_faces(warmup: int):
 
 def test_a_run_shorter_than_its_warm_up_ends_on_the_way_up():
     config = OptimizerConfig(lr=1.0, warmup_steps=20)
-    assert [rate(config, step, 5) for step in range(5)] == pytest.approx([0.05, 0.1, 0.15, 0.2, 0.25])
+    assert [rate(config, step, 5) for step in range(5)] == pytest.approx(
+        [0.05, 0.1, 0.15, 0.2, 0.25]
+    )

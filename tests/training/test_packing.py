@@ -14,14 +14,21 @@ from training.objectives import Distillation, LanguageModelling, TeacherStates, 
 from training.packing import PackedData, Sample, best_fit, collate, micro_batches, split_documents
 
 TINY = StudentConfig(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    intermediate_size=48,
 )
 
 
 def tiny(seed: int, dtype: torch.dtype = torch.float64, layers: int = 2) -> torch.nn.Module:
     torch.manual_seed(seed)
     shape = StudentConfig(**{**vars(TINY), "num_hidden_layers": layers})
-    return build_llama(shape, dtype, vocab_size=61, max_position_embeddings=64, initializer_range=0.2)
+    return build_llama(
+        shape, dtype, vocab_size=61, max_position_embeddings=64, initializer_range=0.2
+    )
 
 
 def chats(count: int, seed: int = 0, longest: int = 30) -> list[Sample]:
@@ -41,7 +48,8 @@ def test_every_sample_lies_in_exactly_one_row_and_rows_hold_what_they_can():
     assert sorted(index for row in rows for index in row) == list(range(500))
     loads = [sum(lengths[index] for index in row) for row in rows]
     assert max(loads) <= 128
-    assert len(rows) <= 1.25 * sum(lengths) / 128 + 1  # best fit decreasing: 11/9 of the optimum and a bit
+    # best fit decreasing: 11/9 of the optimum and a bit
+    assert len(rows) <= 1.25 * sum(lengths) / 128 + 1
     emptiest, next_emptiest = sorted(loads)[:2]
     assert emptiest + next_emptiest > 128, "two rows that fit into one were left apart"
 
@@ -86,10 +94,14 @@ def test_packed_and_separate_documents_give_equal_losses_and_gradients(kind: str
         ([[index] for index in range(9)], 32),
     ):
         model = tiny(0)
-        module = LanguageModelling(model) if kind == "pretrain" else Distillation(model, freeze(tiny(1)))
+        module = (
+            LanguageModelling(model) if kind == "pretrain" else Distillation(model, freeze(tiny(1)))
+        )
         loss, metric = module(collate(samples, rows, capacity))
         loss.backward()
-        results.append((loss.detach(), metric, [parameter.grad for parameter in model.parameters()]))
+        results.append(
+            (loss.detach(), metric, [parameter.grad for parameter in model.parameters()])
+        )
     (loss_a, metric_a, grads_a), (loss_b, metric_b, grads_b) = results
     torch.testing.assert_close(loss_a, loss_b, rtol=1e-12, atol=1e-10)
     torch.testing.assert_close(metric_a, metric_b, rtol=1e-12, atol=1e-10)
@@ -108,11 +120,17 @@ def test_without_the_document_mask_the_equality_fails():
 
 @pytest.mark.parametrize("kind", ["pretrain", "distil", "distil, remembered"])
 def test_a_micro_batch_never_waits_for_the_device(kind: str, monkeypatch: pytest.MonkeyPatch):
-    """From samples to gradients; the mask as an index, which would ask how many there are, is seen."""
+    """From samples to gradients; the mask as an index, which would ask how many there
+    are, is seen.
+    """
     samples, model, teacher = chats(9), tiny(0), freeze(tiny(1))
     rows, sent, copies = best_fit([len(sample.ids) for sample in samples], 64), cuda.sent, []
     states = TeacherStates(teacher, 10**6 if "remembered" in kind else 0)
-    module = LanguageModelling(model) if kind == "pretrain" else Distillation(model, teacher, states=states)
+    module = (
+        LanguageModelling(model)
+        if kind == "pretrain"
+        else Distillation(model, teacher, states=states)
+    )
 
     def counted(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         copies.append(host.numel())
@@ -139,7 +157,11 @@ def test_a_row_of_a_batch_is_a_batch_of_that_row():
         for name in ("ids_RT", "positions_RT", "documents_RT", "next_RT"):
             assert torch.equal(getattr(cut, name), getattr(alone, name))
         assert torch.equal(cut.at_supervised(cut.next_RT), alone.at_supervised(alone.next_RT))
-        assert (cut.rows, cut.tokens, cut.supervised) == (alone.rows, alone.tokens, alone.supervised)
+        assert (cut.rows, cut.tokens, cut.supervised) == (
+            alone.rows,
+            alone.tokens,
+            alone.supervised,
+        )
 
 
 def test_plain_attention_equals_torch_attention():
@@ -179,6 +201,11 @@ def test_remembered_teacher_states_change_nothing(cache_bytes: int):
     other, read = tiny(2), states.tokens_read
     batch = collate(samples, rows, 64)
     torch.testing.assert_close(
-        Distillation(other, teacher, states=states)(batch), Distillation(other, teacher)(batch), rtol=1e-12, atol=1e-10
+        Distillation(other, teacher, states=states)(batch),
+        Distillation(other, teacher)(batch),
+        rtol=1e-12,
+        atol=1e-10,
     )
-    assert (states.tokens_read == read) == (cache_bytes == 10**6), "another student reads no row again that has room"
+    assert (states.tokens_read == read) == (cache_bytes == 10**6), (
+        "another student reads no row again that has room"
+    )

@@ -1,4 +1,6 @@
-"""Two processes train as one, whatever they share: DDP, ZeRO-1, 2, 3 and FSDP, with accumulation and clipping, resumed and moved."""
+"""Two processes train as one, whatever they share: DDP, ZeRO-1, 2, 3 and FSDP, with accumulation
+and clipping, resumed and moved.
+"""
 
 import signal
 import time
@@ -19,7 +21,8 @@ from training.parallel import Parallel
 from .rank_job import Spec, exported, make_model, run, run_ranks, start_ranks
 
 TOLERANCE = 1e-5  # relative, of float32 losses: the order of additions
-BY_SECONDS = {"steps": 0, "seconds": 9.5}  # six steps by rank 0's clock, one by the others' (rank_job.Spec)
+# six steps by rank 0's clock, one by the others' (rank_job.Spec)
+BY_SECONDS = {"steps": 0, "seconds": 9.5}
 CUTTING = ["zero1", "zero2", "zero3", "fsdp"]
 ZERO = CUTTING[:3]
 
@@ -52,42 +55,64 @@ def equal_runs(folder: Path, seen: dict[str, Any], one: tuple[Path, dict[str, An
 
 @pytest.mark.parametrize(
     "kind",
-    ["ddp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("zero1", "zero2", "zero3", "fsdp"))],
+    [
+        "ddp",
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in ("zero1", "zero2", "zero3", "fsdp")
+        ),
+    ],
     indirect=True,
 )
 def test_two_processes_train_as_one(kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path):
-    """Two forwards a step on each rank, and a clip that binds: the gradient's norm is above it in some steps and below in others.
+    """Two forwards a step on each rank, and a clip that binds: the gradient's norm is above it in
+    some steps and below in others.
 
-    Seconds bound the run, and the ranks' clocks differ: all follow rank 0's."""
+    Seconds bound the run, and the ranks' clocks differ: all follow rank 0's.
+    """
     assert min(one[1]["norms"]) < 0.2 < max(one[1]["norms"])
     seen = run_ranks(Spec(str(tmp_path), kind=kind, **BY_SECONDS))
     assert len(seen["losses"]) == 6
     assert seen["deepspeed"] == (kind in ZERO), "it is imported only where it works"
     equal_runs(tmp_path, seen, one)
-    saved, straight = (checkpoint.load(folder / "checkpoints" / "step_000006") for folder in (tmp_path, one[0]))
+    saved, straight = (
+        checkpoint.load(folder / "checkpoints" / "step_000006") for folder in (tmp_path, one[0])
+    )
     assert saved.optimizer.keys() == straight.optimizer.keys()  # one format, whatever was shared
     for name, tensor in straight.optimizer.items():
         torch.testing.assert_close(saved.optimizer[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
     untrained = dict(make_model(2, 0, torch.float32).named_parameters())
     moved = [
-        name for name, tensor in exported(tmp_path).items() if not torch.allclose(untrained[name], tensor, atol=1e-3)
+        name
+        for name, tensor in exported(tmp_path).items()
+        if not torch.allclose(untrained[name], tensor, atol=1e-3)
     ]
     assert len(moved) == len(untrained), "nothing was learnt: the test is blind"
     check_plan(seen, kind)
 
 
 def check_plan(seen: dict[str, Any], kind: str) -> None:
-    """The planned bytes are those that were allocated, up to what vectors and odd sizes are rounded up by."""
-    trained, frozen = (sum(p.numel() for p in make_model(layers, 0, torch.float32).parameters()) for layers in (2, 3))
+    """The planned bytes are those that were allocated, up to what vectors and odd sizes are rounded
+    up by.
+    """
+    trained, frozen = (
+        sum(p.numel() for p in make_model(layers, 0, torch.float32).parameters())
+        for layers in (2, 3)
+    )
     head = make_model(3, 0, torch.float32).lm_head.weight.numel()
     plan = bytes_per_rank(trained, frozen, kind, 2, "float32", frozen_outside_layers=head)
     assert sum(seen["state_bytes"].values()) == pytest.approx(plan["optimizer"], rel=0.01)
     assert seen["frozen_bytes"] == pytest.approx(plan["frozen"], rel=0.01)
-    assert seen["weight_bytes"] == pytest.approx(plan["weights"], rel=0.01)  # the caller's shell is empty
+    # the caller's shell is empty
+    assert seen["weight_bytes"] == pytest.approx(plan["weights"], rel=0.01)
 
 
-def test_a_rank_that_divides_by_its_own_count_is_found(one: tuple[Path, dict[str, Any]], tmp_path: Path):
-    """The control: the mean over a rank's own tokens, averaged over ranks, is another loss wherever their counts differ."""
+def test_a_rank_that_divides_by_its_own_count_is_found(
+    one: tuple[Path, dict[str, Any]], tmp_path: Path
+):
+    """The control: the mean over a rank's own tokens, averaged over ranks, is another loss wherever
+    their counts differ.
+    """
     seen = run_ranks(Spec(str(tmp_path), kind="ddp", divisor="rank", **BY_SECONDS))
     with pytest.raises(AssertionError):
         equal_runs(tmp_path, seen, one)
@@ -96,7 +121,9 @@ def test_a_rank_that_divides_by_its_own_count_is_found(one: tuple[Path, dict[str
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", *CUTTING], indirect=True)
-def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path):
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
+    kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path
+):
     spec = Spec(str(tmp_path), kind=kind, **BY_SECONDS)
     stopped = run_ranks(replace(spec, stop_after=4))
     assert stopped["interrupted"]
@@ -108,7 +135,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(kind: str, one: tuple[Pa
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", CUTTING, indirect=True)
-def test_a_run_may_go_on_under_another_kind(kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path):
+def test_a_run_may_go_on_under_another_kind(
+    kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path
+):
     """Two steps in one process, two in shares, two in one process again."""
     spec = Spec(str(tmp_path), **BY_SECONDS)
     assert run(replace(spec, stop_after=2))["interrupted"]
@@ -121,7 +150,9 @@ def test_a_run_may_go_on_under_another_kind(kind: str, one: tuple[Path, dict[str
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", *CUTTING], indirect=True)
 def test_bfloat16_weights_have_float32_masters(kind: str, tmp_path: Path):
-    """Rounded weights and gradients: losses agree to bfloat16's precision; the masters keep what the weights cannot hold."""
+    """Rounded weights and gradients: losses agree to bfloat16's precision; the masters keep what
+    the weights cannot hold.
+    """
     alone = run(Spec(str(tmp_path / "one"), dtype="bfloat16"))
     seen = run_ranks(Spec(str(tmp_path / kind), kind=kind, dtype="bfloat16"))
     assert seen["losses"] == pytest.approx(alone["losses"], rel=5e-3)
@@ -131,7 +162,10 @@ def test_bfloat16_weights_have_float32_masters(kind: str, tmp_path: Path):
         assert weight.dtype == torch.bfloat16
         assert master.dtype == torch.float32
         assert torch.equal(master.bfloat16(), weight), name
-    assert any(not torch.equal(saved.optimizer[f"master.{name}"], w.float()) for name, w in saved.model.items())
+    assert any(
+        not torch.equal(saved.optimizer[f"master.{name}"], w.float())
+        for name, w in saved.model.items()
+    )
     resumed = run_ranks(Spec(str(tmp_path / kind), kind=kind, dtype="bfloat16", steps=7))
     assert len(resumed["losses"]) == 1
     trained = sum(p.numel() for p in make_model(2, 0, torch.float32).parameters())
@@ -149,15 +183,21 @@ def test_tied_embeddings_are_shared_in_shares_too(kind: str, tmp_path: Path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", *CUTTING], indirect=True)
-def test_layers_run_again_in_the_backward_pass(kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path):
-    seen = run_ranks(Spec(str(tmp_path), kind=kind, loop={"activation_checkpointing": True}, **BY_SECONDS))
+def test_layers_run_again_in_the_backward_pass(
+    kind: str, one: tuple[Path, dict[str, Any]], tmp_path: Path
+):
+    seen = run_ranks(
+        Spec(str(tmp_path), kind=kind, loop={"activation_checkpointing": True}, **BY_SECONDS)
+    )
     equal_runs(tmp_path, seen, one)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["zero2", "fsdp"], indirect=True)
 def test_the_death_of_a_rank_ends_the_others(kind: str, tmp_path: Path):
-    """Within a minute, and without a launcher's help: the others miss its messages. (tests/distill has the launcher, which names it.)"""
+    """Within a minute, and without a launcher's help: the others miss its messages. (tests/distill
+    has the launcher, which names it.)
+    """
     ranks = start_ranks(Spec(str(tmp_path), kind=kind, steps=100_000, loop={"eval_every": 0}), 2)
     deadline = time.monotonic() + 120
     while not (tmp_path / "checkpoints").exists() and time.monotonic() < deadline:
@@ -170,7 +210,8 @@ def test_the_death_of_a_rank_ends_the_others(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", CUTTING)
 def test_kinds_that_share_want_several_processes(kind: str):
     with pytest.raises(
-        UserError, match=f"parallel.kind is {kind} with one process.*parallel=single, or parallel.processes=2"
+        UserError,
+        match=f"parallel.kind is {kind} with one process.*parallel=single, or parallel.processes=2",
     ):
         Parallel(ParallelConfig(kind=kind), "cpu")
 
@@ -178,7 +219,9 @@ def test_kinds_that_share_want_several_processes(kind: str):
 def test_one_process_does_not_stand_in_for_several(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="parallel.kind is single in a job of 2 ranks: give parallel=ddp, zero1"):
+    with pytest.raises(
+        UserError, match="parallel.kind is single in a job of 2 ranks: give parallel=ddp, zero1"
+    ):
         Parallel(ParallelConfig(), "cpu")
 
 
@@ -186,5 +229,8 @@ def test_a_missing_deepspeed_is_named(monkeypatch: pytest.MonkeyPatch):
     from training import zero
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"zero2, but DeepSpeed is not installed: pip install shallow-draft\[train\]"):
+    with pytest.raises(
+        UserError,
+        match=r"zero2, but DeepSpeed is not installed: pip install shallow-draft\[train\]",
+    ):
         zero.plugin(2, use_cpu=True)

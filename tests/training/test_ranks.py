@@ -61,7 +61,9 @@ def test_the_master_is_the_first_node(nodes: str, first: str):
 
 def test_slurm_outside_of_a_step_is_named():
     with pytest.raises(
-        UserError, match="SLURM_PROCID is not set: start the job with srun, as scripts/slurm/train.sbatch does"
+        UserError,
+        match="SLURM_PROCID is not set: start the job with srun, as scripts/slurm/train.sbatch "
+        "does",
     ):
         ranks.slurm_ranks({name: value for name, value in STEP.items() if name != "SLURM_PROCID"})
 
@@ -73,17 +75,23 @@ def test_ranks_that_were_started_are_not_started_again(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     assert ranks.is_rank()
     assert processes_wanted(ParallelConfig(kind="fsdp")) == 16
-    with pytest.raises(UserError, match="parallel.processes is 3, but this process was started as one of 8 ranks"):
+    with pytest.raises(
+        UserError, match="parallel.processes is 3, but this process was started as one of 8 ranks"
+    ):
         processes_wanted(ParallelConfig(kind="fsdp", processes=3))
     with pytest.raises(UserError, match="parallel.kind is single in a job of 16 ranks"):
         processes_wanted(ParallelConfig())
 
 
 def test_the_deepspeed_launchers_word_is_taken(monkeypatch: pytest.MonkeyPatch):
-    """It adds --local_rank=N to the command line, sets torchrun's variables, and calls one of them otherwise."""
+    """It adds --local_rank=N to the command line, sets torchrun's variables, and calls one of them
+    otherwise.
+    """
     asked = ["parallel=zero2", "seed=3"]
     assert ranks.take_local_rank(asked) == asked
-    with pytest.raises(UserError, match=r"--local_rank=1 was given, but RANK and WORLD_SIZE are not set"):
+    with pytest.raises(
+        UserError, match=r"--local_rank=1 was given, but RANK and WORLD_SIZE are not set"
+    ):
         ranks.take_local_rank(["--local_rank=1", *asked])
     for name, value in {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
@@ -94,26 +102,33 @@ def test_the_deepspeed_launchers_word_is_taken(monkeypatch: pytest.MonkeyPatch):
     for flag in ("--local_rank=1", "--local-rank=1"):
         assert ranks.take_local_rank([flag, *asked]) == asked
     assert (ranks.local_rank(), processes_wanted(ParallelConfig(kind="zero2"))) == (1, 16)
-    with pytest.raises(UserError, match="parallel.processes is 3, but this process was started as one of 8 ranks"):
+    with pytest.raises(
+        UserError, match="parallel.processes is 3, but this process was started as one of 8 ranks"
+    ):
         processes_wanted(ParallelConfig(kind="zero2", processes=3))
     with pytest.raises(UserError, match="--local_rank is 2 and LOCAL_RANK is 1"):
         ranks.take_local_rank(["--local_rank=2"])
 
 
 def test_kinds_and_numbers_that_contradict_each_other_are_named():
-    with pytest.raises(UserError, match="parallel.kind is zero2 with one process, which has nobody to share with"):
+    with pytest.raises(
+        UserError, match="parallel.kind is zero2 with one process, which has nobody to share with"
+    ):
         processes_wanted(ParallelConfig(kind="zero2", processes=1))
     with pytest.raises(UserError, match="parallel.launcher is 'mpi'; expected auto or slurm"):
         ranks.adopt(TrainConfig(parallel=ParallelConfig(launcher="mpi")))
 
 
-def test_a_job_of_one_process_is_rank_0s_in_an_experiment_and_a_mistake_elsewhere(monkeypatch: pytest.MonkeyPatch):
+def test_a_job_of_one_process_is_rank_0s_in_an_experiment_and_a_mistake_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+):
     config = TrainConfig(job="distill.train")
     assert not ranks.sits_out(config)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(
-        UserError, match="distill.train runs in one process, but was started in 2 ranks: give parallel=ddp"
+        UserError,
+        match="distill.train runs in one process, but was started in 2 ranks: give parallel=ddp",
     ):
         ranks.sits_out(config)
     assert not ranks.sits_out(TrainConfig(parallel=ParallelConfig(kind="ddp")))
@@ -124,13 +139,22 @@ def test_a_job_of_one_process_is_rank_0s_in_an_experiment_and_a_mistake_elsewher
     assert not ranks.is_rank(), "what rank 0 starts now is no rank"
 
 
-def test_ranks_that_would_stand_idle_through_an_experiment_are_refused(monkeypatch: pytest.MonkeyPatch):
-    """Its stages are not asked, so the experiment is: else one card of a cluster would do all of it, unseen."""
+def test_ranks_that_would_stand_idle_through_an_experiment_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Its stages are not asked, so the experiment is: else one card of a cluster would do all of
+    it, unseen.
+    """
     register("distill.train", TrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        one, shared = (compose("distill_train", ["+experiment=llama_796m", *given]) for given in ([], ["parallel=ddp"]))
+        one, shared = (
+            compose("distill_train", ["+experiment=llama_796m", *given])
+            for given in ([], ["parallel=ddp"])
+        )
     ran: list[str] = []
-    monkeypatch.setattr("training.job.run_stages", lambda config, _: ran.append(config.parallel.kind))
+    monkeypatch.setattr(
+        "training.job.run_stages", lambda config, _: ran.append(config.parallel.kind)
+    )
 
     def start(composed: DictConfig) -> None:
         run_typed(composed, "distill.train", TrainConfig, lambda _: None)
@@ -138,7 +162,10 @@ def test_ranks_that_would_stand_idle_through_an_experiment_are_refused(monkeypat
     start(one)
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "5")
-    with pytest.raises(UserError, match="distill.train runs in one process, but was started in 8 ranks: give parallel"):
+    with pytest.raises(
+        UserError,
+        match="distill.train runs in one process, but was started in 8 ranks: give parallel",
+    ):
         start(one)
     start(shared)
     assert ran == ["single", "ddp"]
@@ -160,7 +187,9 @@ def test_a_dry_run_tells_of_slurms_ranks_anywhere(monkeypatch: pytest.MonkeyPatc
     assert ranks.sits_out(config)
 
 
-def test_a_sweep_on_slurm_wants_slurm(submitit: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_sweep_on_slurm_wants_slurm(
+    submitit: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """What submitit would say with a traceback; where there is an srun, nothing is wrong."""
     arguments = ["-m", "seed=1,2", "hydra/launcher=slurm"]
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -174,7 +203,9 @@ def test_the_conf_for_submitit_composes(submitit: None):
     register("distill.train", TrainConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose(
-            "distill_train", ["hydra/launcher=slurm", "hydra.launcher.nodes=2"], return_hydra_config=True
+            "distill_train",
+            ["hydra/launcher=slurm", "hydra.launcher.nodes=2"],
+            return_hydra_config=True,
         )
     launcher = composed.hydra.launcher
     assert launcher._target_.endswith("SlurmLauncher")
@@ -198,7 +229,10 @@ for stage in ("one", "two"):
 def test_ranks_wait_for_each_other_between_stages(tmp_path: Path):
     places = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     command = [sys.executable, "-c", _MEETS, str(tmp_path)]
-    meets = [subprocess.Popen(command, env={**os.environ, **places, "RANK": str(r)}, cwd=ROOT) for r in range(3)]
+    meets = [
+        subprocess.Popen(command, env={**os.environ, **places, "RANK": str(r)}, cwd=ROOT)
+        for r in range(3)
+    ]
     assert [process.wait(timeout=60) for process in meets] == [0, 0, 0]
 
 
@@ -226,7 +260,9 @@ def test_the_sbatch_scripts_ranks_share_the_work(given: list[str], added: str, t
     (tmp_path / "srun").chmod(0o755)
     script = ["bash", str(ROOT / "scripts" / "slurm" / "train.sbatch"), "distill.train", *given]
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(script, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        script, env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
     arguments = done.stdout.split()[-len(given) - 1 :]
     assert arguments == [*given, added]
     register("distill.train", TrainConfig)

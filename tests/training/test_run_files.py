@@ -38,7 +38,14 @@ WRONG = {
     "a long number": b'{"job": ' + b"9" * 5000 + b"}",
 }
 # What Python says of a wrong type; of no use to who reads it.
-PYTHON_LEAKS = ("has no attribute", "__init__", "not iterable", "not subscriptable", "argument after **", "NoneType")
+PYTHON_LEAKS = (
+    "has no attribute",
+    "__init__",
+    "not iterable",
+    "not subscriptable",
+    "argument after **",
+    "NoneType",
+)
 READERS: dict[str, Callable[[Path], Any]] = {
     "manifest": read_manifest,
     "configuration": lambda path: read_config(path, "Delete it"),
@@ -46,7 +53,9 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "a checkpoint": lambda path: checkpoint.load(path.parent),
     "an object": lambda path: read_object(path, "Delete it", lambda values: values["needed"]),
     "a dataclass": lambda path: read_object(path, "Delete it", lambda values: Limits(**values)),
-    "an attribute": lambda path: read_object(path, "Delete it", lambda values: values["inputs"].items()),
+    "an attribute": lambda path: read_object(
+        path, "Delete it", lambda values: values["inputs"].items()
+    ),
     "the seconds": lambda path: Deadline(1.0, path.parent),
 }
 
@@ -69,14 +78,22 @@ def test_a_line_of_a_journal_that_is_none_is_left_out(kind: str, tmp_path: Path)
     line = WRONG[kind].replace(b"\n", b"")
     path.write_bytes(line_of({"a": 1}) + line + b"\n" + line_of({"a": 2}) + b'{"a": 3, "torn')
     found = read_lines(path, lambda values: values["a"])
-    assert found.records == [1, 2] and found.content == line_of({"a": 1}) + line_of({"a": 2}) and found.torn == 14
-    assert [words.partition(":")[0] for words in found.wrong] == (["line 2"] if line.strip() else [])
+    assert (
+        found.records == [1, 2]
+        and found.content == line_of({"a": 1}) + line_of({"a": 2})
+        and found.torn == 14
+    )
+    assert [words.partition(":")[0] for words in found.wrong] == (
+        ["line 2"] if line.strip() else []
+    )
     path.write_bytes(line + b"\n")
     assert read_lines(path, record_from).records == []
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_record_of_training_that_is_none_is_named_unless_it_is_the_last(kind: str, tmp_path: Path):
+def test_a_record_of_training_that_is_none_is_named_unless_it_is_the_last(
+    kind: str, tmp_path: Path
+):
     line = WRONG[kind].replace(b"\n", b"").replace(b"\r", b"")
     path = tmp_path / "metrics.jsonl"
     first, third = b'{"step": 1, "loss": 2.0}\n', b'{"step": 3, "loss": 1.0}\n'
@@ -109,13 +126,19 @@ def test_every_flipped_bit_of_a_configuration_is_found(tmp_path: Path):
 
 
 def test_a_state_whose_values_changed_is_no_checkpoint(tmp_path: Path):
-    """Its files have their hashes; the state has one too, and checkpoints of earlier versions are read without."""
-    folder = checkpoint.save(tmp_path / "step_000001", {"step": 1, "data": {"rows": {3: 4}}}, {}, {}, {})
+    """Its files have their hashes; the state has one too, and checkpoints of earlier versions are
+    read without.
+    """
+    folder = checkpoint.save(
+        tmp_path / "step_000001", {"step": 1, "data": {"rows": {3: 4}}}, {}, {}, {}
+    )
     assert checkpoint.load(folder).state == {"step": 1, "data": {"rows": {"3": 4}}}
     file = folder / checkpoint.STATE
     values = json.loads(file.read_text())
     file.write_text(json.dumps({**values, "step": 2}))
-    with pytest.raises(UserError, match=r"state.json is damaged: its values are not those that were written"):
+    with pytest.raises(
+        UserError, match=r"state.json is damaged: its values are not those that were written"
+    ):
         checkpoint.load(folder)
     del values["checksum"]
     file.write_text(json.dumps(values))

@@ -9,7 +9,9 @@ from training.checkpoint import sha256
 from training.run_folder import hash_input
 
 
-def test_a_large_file_is_hashed_once_and_anew_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_large_file_is_hashed_once_and_anew_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     read: list[str] = []
 
     def counted(path: Path) -> str:
@@ -21,7 +23,9 @@ def test_a_large_file_is_hashed_once_and_anew_when_it_changes(tmp_path: Path, mo
     (tmp_path / "large").write_text("0123456789")
     (tmp_path / "small").write_text("01")
     first = hash_input(tmp_path)
-    assert hash_input(tmp_path) == first and hash_input(tmp_path / "large") == sha256(tmp_path / "large")
+    assert hash_input(tmp_path) == first and hash_input(tmp_path / "large") == sha256(
+        tmp_path / "large"
+    )
     assert sorted(read) == ["large", "small", "small"]
     (tmp_path / "large").write_text("0123456789+")
     assert hash_input(tmp_path) != first

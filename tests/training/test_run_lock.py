@@ -1,4 +1,6 @@
-"""Two commands in one run folder: the second is refused by name, a dead owner's lock is taken over, and nothing else is."""
+"""Two commands in one run folder: the second is refused by name, a dead owner's lock is taken over,
+and nothing else is.
+"""
 
 import errno
 import fcntl
@@ -21,7 +23,9 @@ from training.run_lock import LOCK, hold, locked
 
 
 def forked(action: Callable[[], object]) -> int:
-    """A process that knows nothing of our locks, runs `action` and then waits; returns its number when `action` has ended."""
+    """A process that knows nothing of our locks, runs `action` and then waits; returns its number
+    when `action` has ended.
+    """
     ready, done = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -60,7 +64,9 @@ def test_a_second_command_is_refused_by_name_and_a_killed_one_is_followed(tmp_pa
     with another_command(tmp_path) as pid, pytest.raises(UserError) as error:
         RunFolder(JobConfig(job="a.b", output_dir=str(tmp_path)))
     owner = json.loads((tmp_path / LOCK).read_text())
-    words = f"{tmp_path} is in use by process {pid} on {socket.gethostname()}, since {owner['since']}"
+    words = (
+        f"{tmp_path} is in use by process {pid} on {socket.gethostname()}, since {owner['since']}"
+    )
     assert words in str(error.value) and "give another output_dir=" in str(error.value)
     assert owner["pid"] == pid, "SIGKILL left the file"
     lock = hold(tmp_path)
@@ -81,7 +87,9 @@ def test_what_a_killed_command_started_still_holds_the_folder(tmp_path: Path):
     owner = forked(start_a_rank)
     rank = int(os.read(ready, 20))
     kill(owner)
-    with pytest.raises(UserError, match=rf"process {owner} .*has ended, but a process that it started still runs"):
+    with pytest.raises(
+        UserError, match=rf"process {owner} .*has ended, but a process that it started still runs"
+    ):
         hold(tmp_path)
     os.kill(rank, signal.SIGKILL)
     deadline = time.monotonic() + 10
@@ -97,7 +105,15 @@ def test_what_a_killed_command_started_still_holds_the_folder(tmp_path: Path):
 
 
 def named(host: str, pid: int, started: str) -> str:
-    return json.dumps({"host": host, "pid": pid, "process_started": started, "since": "long ago", "command": "train"})
+    return json.dumps(
+        {
+            "host": host,
+            "pid": pid,
+            "process_started": started,
+            "since": "long ago",
+            "command": "train",
+        }
+    )
 
 
 HERE, OURS = socket.gethostname(), run_lock._started(os.getpid())
@@ -119,7 +135,16 @@ HERE, OURS = socket.gethostname(), run_lock._started(os.getpid())
         ('{"pid": "one"}', ""),
     ],
     # Workers must collect the same names, and process numbers differ.
-    ids=["another host", "this process", "a reused number", "dead", "empty", "torn", "a list", "no number"],
+    ids=[
+        "another host",
+        "this process",
+        "a reused number",
+        "dead",
+        "empty",
+        "torn",
+        "a list",
+        "no number",
+    ],
 )
 @pytest.mark.parametrize("locks", [True, False])
 def test_what_a_lock_file_says_decides(
@@ -150,14 +175,17 @@ def test_the_lock_goes_with_its_block_with_an_error_and_with_its_owner(tmp_path:
         raise KeyboardInterrupt
     assert not (tmp_path / LOCK).exists()
     folder = RunFolder(JobConfig(job="a.b", output_dir=str(tmp_path)))
-    again = RunFolder(JobConfig(job="a.b", output_dir=str(tmp_path)))  # a job may open its own folder twice
+    # a job may open its own folder twice
+    again = RunFolder(JobConfig(job="a.b", output_dir=str(tmp_path)))
     del folder
     assert (tmp_path / LOCK).is_file()
     del again
     assert not (tmp_path / LOCK).exists()
 
 
-def test_ranks_and_stages_are_not_locked_out_by_what_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_and_stages_are_not_locked_out_by_what_started_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with another_command(tmp_path) as pid:
         assert pid
         monkeypatch.setenv("RANK", "1")
@@ -165,19 +193,27 @@ def test_ranks_and_stages_are_not_locked_out_by_what_started_them(tmp_path: Path
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(UserError, match="in use"):
             hold(tmp_path)
-        monkeypatch.setenv("SHALLOW_DRAFT_HELD", os.pathsep.join(["/another", str(tmp_path.resolve())]))
+        monkeypatch.setenv(
+            "SHALLOW_DRAFT_HELD", os.pathsep.join(["/another", str(tmp_path.resolve())])
+        )
         assert hold(tmp_path) is None
         assert RunFolder(JobConfig(job="a.b", output_dir=str(tmp_path))).path == tmp_path
 
 
-def test_what_a_killed_run_left_half_written_goes_when_it_is_begun_again_and_only_there(tmp_path: Path):
+def test_what_a_killed_run_left_half_written_goes_when_it_is_begun_again_and_only_there(
+    tmp_path: Path,
+):
     inner, mine = tmp_path / "distill.train", tmp_path / "checkpoints"
     left = [
         mine / ".step_000003.partial" / "model.safetensors",
         tmp_path / "records.partial",
         tmp_path / ".x.0.partial",
     ]
-    others = [inner / ".step_000003.partial" / "model.safetensors", tmp_path / "partial", mine / "step_000002" / "x"]
+    others = [
+        inner / ".step_000003.partial" / "model.safetensors",
+        tmp_path / "partial",
+        mine / "step_000002" / "x",
+    ]
     for file in (*left, *others, inner / "config.yaml"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
@@ -188,7 +224,9 @@ def test_what_a_killed_run_left_half_written_goes_when_it_is_begun_again_and_onl
         file.parent.mkdir(exist_ok=True)
         file.write_text("")
     with locked(tmp_path):
-        assert not any(file.exists() for file in left) and not (mine / ".step_000003.partial").exists()
+        assert (
+            not any(file.exists() for file in left) and not (mine / ".step_000003.partial").exists()
+        )
         assert all(file.exists() for file in others)
 
 

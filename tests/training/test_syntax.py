@@ -1,4 +1,6 @@
-"""Command lines that Hydra cannot read: our own words for what was found, where, and what is expected."""
+"""Command lines that Hydra cannot read: our own words for what was found, where, and what is
+expected.
+"""
 
 import subprocess
 import sys
@@ -23,7 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
         ("sweep=[1,2", "'sweep=[1,2' cannot be read: it ends where more is expected"),
         ("drafters=[{use: a, name: b]", "cannot be read: ']' "),
         ("sweep=1,2]", "cannot be read: ']' "),
-        ("benchmark.name='MT", "cannot be read: nothing can begin with what stands at character 16"),
+        (
+            "benchmark.name='MT",
+            "cannot be read: nothing can begin with what stands at character 16",
+        ),
         ("seed=range(1,x)", "cannot be read: "),
     ],
 )
@@ -55,14 +60,20 @@ def test_what_can_be_read_passes():
 @pytest.mark.parametrize(
     ("override", "found"),
     [
-        ("target=nowhere", "target=nowhere: there is no conf/target/nowhere.yaml; of target there are: .*embedded"),
+        (
+            "target=nowhere",
+            "target=nowhere: there is no conf/target/nowhere.yaml; of target there are: .*embedded",
+        ),
         ("+target=embedded", "the configuration cannot be put together: .*target"),
         ("seed=1,2", "the configuration cannot be put together: .*seed"),
     ],
 )
 def test_what_cannot_be_put_together_is_one_line(override: str, found: str):
     register("eval.run", EvalConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(HydraException) as raised:
+    with (
+        initialize_config_dir(str(CONF), version_base="1.3"),
+        pytest.raises(HydraException) as raised,
+    ):
         compose("eval_run", [override])
     told = composition_error(raised.value)
     assert "\n" not in str(told)

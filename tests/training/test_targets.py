@@ -1,4 +1,6 @@
-"""Published targets: their parameter counts are the published ones, and a dry run reads them where no folder is."""
+"""Published targets: their parameter counts are the published ones, and a dry run reads them where
+no folder is.
+"""
 
 import json
 import shutil
@@ -16,7 +18,8 @@ from training.config import TargetConfig, typed
 from training.job import CONF, register
 from training.models import missing_of, published_targets, target_config
 
-# Parameters, as counted in the published weights; (layers, query heads, key/value heads, head width), rope base.
+# Parameters, as counted in the published weights; (layers, query heads, key/value heads, head
+# width), rope base.
 PUBLISHED = {
     "llama_7b": (6_738_415_616, (32, 32, 32, 128), 1e4),
     "llama_13b": (13_015_864_320, (40, 40, 40, 128), 1e4),
@@ -55,9 +58,8 @@ def test_parameters_and_shapes_are_the_published_ones(name: str):
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     header = (CONF / "target" / f"{name}.yaml").read_text().splitlines()[0]
     assert f"{parameters:,} parameters" in header
-    native = NativeConfig.from_dict(
-        json.loads(config.to_json_string())
-    )  # the native backend takes it: no window, known rope
+    # the native backend takes it: no window, known rope
+    native = NativeConfig.from_dict(json.loads(config.to_json_string()))
     assert (native.num_layers, native.num_heads, native.num_kv_heads, native.head_dim) == shape
     assert native.rope["rope_theta"] == rope
     assert native.rope["rope_type"] == ("llama3" if name.startswith("llama3_1") else "default")
@@ -80,15 +82,20 @@ def test_what_is_missing_is_said():
 
 
 def test_a_target_that_is_nowhere_names_its_path_and_the_known_ones():
-    with pytest.raises(UserError, match=r"/no/such/model does not exist .* target=llama2_13b \| .*qwen3_8b"):
+    with pytest.raises(
+        UserError, match=r"/no/such/model does not exist .* target=llama2_13b \| .*qwen3_8b"
+    ):
         target_config(composed("target.path=/no/such/model"))
 
 
 @pytest.mark.parametrize(
-    "config", [{"hidden_size": 64}, {"model_type": "no_such"}, {"model_type": "llama", "hidden_size": 65}]
+    "config",
+    [{"hidden_size": 64}, {"model_type": "no_such"}, {"model_type": "llama", "hidden_size": 65}],
 )
 def test_a_configuration_of_no_model_is_named(config: dict[str, object]):
     with pytest.raises(
-        UserError, match="target.config is no configuration of a model: .*Expected the values of a config.json"
+        UserError,
+        match="target.config is no configuration of a model: .*Expected the values of a "
+        "config.json",
     ):
         target_config(TargetConfig(path="/no/such/model", config=config))

@@ -28,7 +28,9 @@ def written(folder: Path, config: TrackerConfig) -> list[dict[str, object]]:
 
 
 def test_every_record_is_a_line(tmp_path: Path):
-    assert written(tmp_path, TrackerConfig()) == [{"step": step, **values} for step, values in RECORDS]
+    assert written(tmp_path, TrackerConfig()) == [
+        {"step": step, **values} for step, values in RECORDS
+    ]
 
 
 def test_rewind_drops_later_steps_and_a_line_that_was_cut_off(tmp_path: Path):
@@ -48,7 +50,10 @@ def test_tensorboard_holds_the_numbers(tmp_path: Path):
     written(tmp_path, TrackerConfig(tensorboard=True))
     accumulator = events.EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()
-    assert [(event.step, event.value) for event in accumulator.Scalars("loss")] == [(1, 3.5), (2, 2.25)]
+    assert [(event.step, event.value) for event in accumulator.Scalars("loss")] == [
+        (1, 3.5),
+        (2, 2.25),
+    ]
 
 
 def test_tensorboard_forgets_what_a_resumed_run_makes_again(tmp_path: Path):
@@ -60,7 +65,10 @@ def test_tensorboard_forgets_what_a_resumed_run_makes_again(tmp_path: Path):
     tracker.close()
     accumulator = events.EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()
-    assert [(event.step, event.value) for event in accumulator.Scalars("loss")] == [(1, 3.5), (2, 9.0)]
+    assert [(event.step, event.value) for event in accumulator.Scalars("loss")] == [
+        (1, 3.5),
+        (2, 9.0),
+    ]
 
 
 def test_wandb_offline_holds_the_numbers(tmp_path: Path):
@@ -81,7 +89,9 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_missing_login_is_found_before_the_job_begins(nobody: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_login_is_found_before_the_job_begins(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Without a network, and of the rank that tracks alone."""
     register("distill.train", TrainConfig)
     began: list[str] = []
@@ -89,7 +99,12 @@ def test_a_missing_login_is_found_before_the_job_begins(nobody: Path, monkeypatc
     def start(*given: str) -> None:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("distill_train", [f"output_dir={nobody}/run", *given])
-        run_typed(composed, "distill.train", TrainConfig, lambda config: began.append(config.tracker.wandb))
+        run_typed(
+            composed,
+            "distill.train",
+            TrainConfig,
+            lambda config: began.append(config.tracker.wandb),
+        )
 
     words = r"no login to Weights & Biases.*`wandb login`.*WANDB_API_KEY; tracker=wandb_offline"
     with pytest.raises(UserError, match=words):
@@ -106,7 +121,9 @@ def test_a_missing_login_is_found_before_the_job_begins(nobody: Path, monkeypatc
 
 
 @pytest.mark.parametrize("where", ["environment", "token", "netrc", "named netrc"])
-def test_a_login_is_found_where_wandb_keeps_it(nobody: Path, monkeypatch: pytest.MonkeyPatch, where: str):
+def test_a_login_is_found_where_wandb_keeps_it(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch, where: str
+):
     file = nobody / (".netrc" if where == "netrc" else "logins")
     file.write_text("machine elsewhere.org login a password b\n")
     monkeypatch.setenv("NETRC", str(file))
@@ -123,9 +140,16 @@ def test_a_login_is_found_where_wandb_keeps_it(nobody: Path, monkeypatch: pytest
     check_tracker(config)
 
 
-def test_a_run_has_its_jobs_kind_and_the_name_that_was_given(tmp_path: Path, wandb_runs: list[dict[str, Any]]):
+def test_a_run_has_its_jobs_kind_and_the_name_that_was_given(
+    tmp_path: Path, wandb_runs: list[dict[str, Any]]
+):
     for name in ("", "mine"):
-        Tracker(tmp_path, TrackerConfig(wandb="online", group="g", name=name), "an experiment", {"job": "eval.run"})
+        Tracker(
+            tmp_path,
+            TrackerConfig(wandb="online", group="g", name=name),
+            "an experiment",
+            {"job": "eval.run"},
+        )
     assert [(one["name"], one["group"], one["job_type"]) for one in wandb_runs] == [
         ("an experiment", "g", "eval.run"),
         ("mine", "g", "eval.run"),
@@ -140,13 +164,18 @@ def test_a_table_takes_rows_that_lack_a_column(tmp_path: Path, wandb_runs: list[
 
 
 def test_an_unknown_mode_is_named(tmp_path: Path):
-    with pytest.raises(UserError, match="tracker.wandb is 'on'; expected online, offline or disabled"):
+    with pytest.raises(
+        UserError, match="tracker.wandb is 'on'; expected online, offline or disabled"
+    ):
         Tracker(tmp_path, TrackerConfig(wandb="on"), "a run", {})
 
 
 def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match=r"tensorboard needs a package that is not installed .*\[train\].*tracker=none"):
+    with pytest.raises(
+        UserError,
+        match=r"tensorboard needs a package that is not installed .*\[train\].*tracker=none",
+    ):
         Tracker(tmp_path, TrackerConfig(tensorboard=True), "a run", {})
     with pytest.raises(UserError, match="tensorboard needs a package"):  # before models are loaded
         check_tracker(TrainConfig(tracker=TrackerConfig(tensorboard=True)))
@@ -165,8 +194,12 @@ def test_tensorboard_holds_the_images(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", bytes(range(256)), b"two words"])
-def test_a_damaged_wandb_id_is_named(content: bytes, tmp_path: Path, wandb_runs: list[dict[str, Any]]):
+def test_a_damaged_wandb_id_is_named(
+    content: bytes, tmp_path: Path, wandb_runs: list[dict[str, Any]]
+):
     (tmp_path / "wandb_id").write_bytes(content)
-    with pytest.raises(UserError, match="wandb_id is damaged: found .*, expected the id of a W&B run. Delete it"):
+    with pytest.raises(
+        UserError, match="wandb_id is damaged: found .*, expected the id of a W&B run. Delete it"
+    ):
         written(tmp_path, TrackerConfig(wandb="offline"))
     assert not wandb_runs

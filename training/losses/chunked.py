@@ -1,8 +1,9 @@
 """Losses over the vocabulary, computed in chunks of rows from hidden states.
 
-A row's loss and its gradient with respect to the logits are both known in closed form, so one pass computes both and nothing of size
-[tokens, vocabulary] outlives a chunk: neither the student's logits, nor the teacher's, nor their gradients. Chunking follows the idea of
-Liger-Kernel's fused linear losses; the code is plain PyTorch and runs anywhere.
+A row's loss and its gradient with respect to the logits are both known in closed form, so one pass
+computes both and nothing of size [tokens, vocabulary] outlives a chunk: neither the student's
+logits, nor the teacher's, nor their gradients. Chunking follows the idea of Liger-Kernel's fused
+linear losses; the code is plain PyTorch and runs anywhere.
 
 Shapes: N supervised tokens, C tokens of a chunk, H student width, G teacher width, V vocabulary.
 """
@@ -16,7 +17,8 @@ from torch import Tensor
 
 CHUNK = 1024  # rows whose logits are there at once
 
-# (student logits_CV in float32, what the chunk is held against) -> (loss_C, gradient of its sum with respect to the logits_CV, metrics_CM)
+# (student logits_CV in float32, what the chunk is held against) -> (loss_C, gradient of its sum
+# with respect to the logits_CV, metrics_CM)
 RowLoss = Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -26,15 +28,17 @@ def cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Ten
     loss_C = -log_q_CV.gather(1, labels_C[:, None]).squeeze(1)
     correct_C = (logits_CV.argmax(dim=-1) == labels_C).to(logits_CV.dtype)
     gradient_CV = log_q_CV.exp_()
-    gradient_CV.scatter_add_(1, labels_C[:, None], torch.full_like(labels_C[:, None], -1, dtype=gradient_CV.dtype))
+    gradient_CV.scatter_add_(
+        1, labels_C[:, None], torch.full_like(labels_C[:, None], -1, dtype=gradient_CV.dtype)
+    )
     return loss_C, gradient_CV, correct_C[:, None]
 
 
 def forward_kl_rows(logits_CV: Tensor, teacher_logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """KL(p || q) = sum p (log p - log q), teacher p, student q; d/dlogits = q - p.
 
-    Metric: sum of min(p, q), the chance that a token drawn from q passes the test of speculative sampling
-    (Leviathan et al. 2023, section 3.3: alpha = 1 - TV(p, q)).
+    Metric: sum of min(p, q), the chance that a token drawn from q passes the test of speculative
+    sampling (Leviathan et al. 2023, section 3.3: alpha = 1 - TV(p, q)).
     """
     log_p_CV = F.log_softmax(teacher_logits_CV, dim=-1)
     log_q_CV = F.log_softmax(logits_CV, dim=-1)
@@ -46,7 +50,9 @@ def forward_kl_rows(logits_CV: Tensor, teacher_logits_CV: Tensor) -> tuple[Tenso
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Sum of a row loss over all rows; the backward pass only scales what the forward pass has already computed."""
+    """Sum of a row loss over all rows; the backward pass only scales what the forward pass has
+    already computed.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -74,17 +80,27 @@ class ChunkedLoss(torch.autograd.Function):
                 grad_hidden_NH[start : start + chunk] = gradient_CV @ weight_VH
             if grad_weight_VH is not None:
                 grad_weight_VH += gradient_CV.T @ part_CH
-        ctx.save_for_backward(grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype))
-        total = metrics if metrics is not None else torch.zeros(1, dtype=wide, device=hidden_NH.device)
+        ctx.save_for_backward(
+            grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
+        )
+        total = (
+            metrics if metrics is not None else torch.zeros(1, dtype=wide, device=hidden_NH.device)
+        )
         ctx.mark_non_differentiable(total)
         return loss, total
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(
+        ctx: Any, grad_loss: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
         return (
-            None if grad_hidden_NH is None else (grad_hidden_NH * grad_loss).to(grad_hidden_NH.dtype),
-            None if grad_weight_VH is None else (grad_weight_VH * grad_loss).to(grad_weight_VH.dtype),
+            None
+            if grad_hidden_NH is None
+            else (grad_hidden_NH * grad_loss).to(grad_hidden_NH.dtype),
+            None
+            if grad_weight_VH is None
+            else (grad_weight_VH * grad_loss).to(grad_weight_VH.dtype),
             None,
             None,
             None,
@@ -95,7 +111,9 @@ def chunked_cross_entropy(
     hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
     """(sum of -log q(label), number of labels that are the argmax [1]) over all rows, in nats."""
-    return ChunkedLoss.apply(hidden_NH, weight_VH, lambda a, b: labels_N[a:b], cross_entropy_rows, chunk)  # type: ignore[no-untyped-call]
+    return ChunkedLoss.apply(
+        hidden_NH, weight_VH, lambda a, b: labels_N[a:b], cross_entropy_rows, chunk
+    )  # type: ignore[no-untyped-call]
 
 
 def chunked_forward_kl(
@@ -108,19 +126,23 @@ def chunked_forward_kl(
 ) -> tuple[Tensor, Tensor]:
     """(sum of KL(teacher || student), sum of sum_v min(p, q) [1]) over all rows, in nats.
 
-    The teacher's logits are made chunk by chunk from its hidden states; it receives no gradient. `temperature` divides both sides' logits
-    and the loss is not rescaled.
+    The teacher's logits are made chunk by chunk from its hidden states; it receives no gradient.
+    `temperature` divides both sides' logits and the loss is not rescaled.
     """
 
     def teacher(start: int, end: int) -> Tensor:
         logits_CV = F.linear(teacher_hidden_NG[start:end], teacher_weight_VG)
-        return (logits_CV.double() if logits_CV.dtype == torch.float64 else logits_CV.float()) / temperature
+        return (
+            logits_CV.double() if logits_CV.dtype == torch.float64 else logits_CV.float()
+        ) / temperature
 
     def rows(logits_CV: Tensor, teacher_logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         loss_C, gradient_CV, metric_CM = forward_kl_rows(logits_CV / temperature, teacher_logits_CV)
         return loss_C, gradient_CV / temperature, metric_CM
 
-    return ChunkedLoss.apply(hidden_NH, weight_VH, teacher, forward_kl_rows if temperature == 1.0 else rows, chunk)  # type: ignore[no-untyped-call]
+    return ChunkedLoss.apply(
+        hidden_NH, weight_VH, teacher, forward_kl_rows if temperature == 1.0 else rows, chunk
+    )  # type: ignore[no-untyped-call]
 
 
 def eager_cross_entropy(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> Tensor:
@@ -129,9 +151,15 @@ def eager_cross_entropy(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) 
 
 
 def eager_forward_kl(
-    hidden_NH: Tensor, weight_VH: Tensor, teacher_hidden_NG: Tensor, teacher_weight_VG: Tensor, temperature: float = 1.0
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    teacher_hidden_NG: Tensor,
+    teacher_weight_VG: Tensor,
+    temperature: float = 1.0,
 ) -> Tensor:
     """The reference of `chunked_forward_kl`: whole logits, autograd."""
     log_q_NV = F.log_softmax(F.linear(hidden_NH, weight_VH) / temperature, dim=-1)
-    log_p_NV = F.log_softmax(F.linear(teacher_hidden_NG, teacher_weight_VG) / temperature, dim=-1).detach()
+    log_p_NV = F.log_softmax(
+        F.linear(teacher_hidden_NG, teacher_weight_VG) / temperature, dim=-1
+    ).detach()
     return F.kl_div(log_q_NV, log_p_NV, reduction="sum", log_target=True)

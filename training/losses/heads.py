@@ -1,9 +1,12 @@
-"""The loss of a drafter that predicts several tokens ahead, over the predictions of all its heads at once.
+"""The loss of a drafter that predicts several tokens ahead, over the predictions of all its heads
+at once.
 
-The predictions of every head are rows of one chunked loss (training/losses/chunked.py), so that the output layer's gradient is added up once and
-no [heads, tokens, vocabulary] tensor is ever there. Sums by head stay on the device.
+The predictions of every head are rows of one chunked loss (training/losses/chunked.py), so that the
+output layer's gradient is added up once and no [heads, tokens, vocabulary] tensor is ever there.
+Sums by head stay on the device.
 
-Shapes: N predictions of all heads, C of a chunk, K heads, E features, V vocabulary that is drafted from.
+Shapes: N predictions of all heads, C of a chunk, K heads, E features, V vocabulary that is drafted
+from.
 """
 
 from collections.abc import Callable
@@ -17,7 +20,9 @@ from training.losses.chunked import CHUNK, ChunkedLoss, RowLoss, cross_entropy_r
 
 
 def listed_cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy where a label may be -1, no token that is drafted from: such a row counts nothing, and is predicted wrongly."""
+    """Cross-entropy where a label may be -1, no token that is drafted from: such a row counts
+    nothing, and is predicted wrongly.
+    """
     known_C = (labels_C >= 0).to(logits_CV.dtype)
     loss_C, gradient_CV, metric_C1 = cross_entropy_rows(logits_CV, labels_C.clamp_min(0))
     return loss_C * known_C, gradient_CV.mul_(known_C[:, None]), metric_C1 * known_C[:, None]
@@ -45,9 +50,11 @@ def chunked_by_head(
     decay: float = 1.0,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """(sum over predictions of decay^head x loss, [2 K]: by head the sum of the row loss's metric, then of the loss unweighted).
+    """(sum over predictions of decay^head x loss, [2 K]: by head the sum of the row loss's metric,
+    then of the loss unweighted).
 
-    against(start, end): what those rows are held against, as `rows` takes it. Gradients flow into features and output layer.
+    against(start, end): what those rows are held against, as `rows` takes it. Gradients flow into
+    features and output layer.
     """
     heads_K = torch.arange(heads, device=head_N.device)
 
@@ -70,5 +77,7 @@ def chunked_by_head(
 def chunked_argmax(features_NE: Tensor, weight_VE: Tensor, chunk: int = CHUNK) -> Tensor:
     """The index of the largest logit of every row [N]."""
     starts = range(0, len(features_NE), chunk)
-    parts = [F.linear(features_NE[start : start + chunk], weight_VE).argmax(dim=-1) for start in starts]
+    parts = [
+        F.linear(features_NE[start : start + chunk], weight_VE).argmax(dim=-1) for start in starts
+    ]
     return torch.cat(parts) if parts else features_NE.new_zeros(0, dtype=torch.long)

@@ -1,13 +1,17 @@
-"""Losses against a teacher's distribution p, row by row: forward KL, and the losses of acceptance itself.
+"""Losses against a teacher's distribution p, row by row: forward KL, and the losses of acceptance
+itself.
 
-A draft drawn from q passes the test of speculative sampling with the chance alpha = sum_v min(p_v, q_v) = 1 - TV(p, q) (Leviathan et al. 2023,
-section 3.3). LK losses (arXiv 2602.23881) train on it: -log alpha, or KL that gives way to TV as alpha grows. All of them have closed gradients,
-so that they run in chunks (training/losses/chunked.py).
+A draft drawn from q passes the test of speculative sampling with the chance alpha = sum_v min(p_v,
+q_v) = 1 - TV(p, q) (Leviathan et al. 2023, section 3.3). LK losses (arXiv 2602.23881) train on it:
+-log alpha, or KL that gives way to TV as alpha grows. All of them have closed gradients, so that
+they run in chunks (training/losses/chunked.py).
 
-Where q covers a shortlist of the vocabulary, p comes with its true probabilities there, which add up to less than 1: what lies outside can never
-be accepted, and a row counts by the mass that p leaves to the shortlist.
+Where q covers a shortlist of the vocabulary, p comes with its true probabilities there, which add
+up to less than 1: what lies outside can never be accepted, and a row counts by the mass that p
+leaves to the shortlist.
 
-Several rows may be held against one distribution (every head that predicts a token is), which is then made once.
+Several rows may be held against one distribution (every head that predicts a token is), which is
+then made once.
 
 Shapes: C rows of a chunk, P positions of the teacher, V vocabulary that q covers.
 """
@@ -55,7 +59,9 @@ def lk_rows(logits_CV: Tensor, teacher: Judgement) -> tuple[Tensor, Tensor, Tens
 
 
 def lk_hybrid_rows(eta: float) -> RowLoss:
-    """lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha), through which no gradient flows. Metric: alpha."""
+    """lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha), through which no gradient flows.
+    Metric: alpha.
+    """
 
     def rows(logits_CV: Tensor, teacher: Judgement) -> tuple[Tensor, Tensor, Tensor]:
         kl_C, gradient_CV, metric_C1 = kl_rows(logits_CV, teacher)
@@ -80,7 +86,11 @@ class Teacher:
     """The teacher's distribution, made from its hidden states when asked."""
 
     def __init__(
-        self, hidden_PG: Tensor, weight_VG: Tensor, temperature: float = 1.0, shortlist_V: Tensor | None = None
+        self,
+        hidden_PG: Tensor,
+        weight_VG: Tensor,
+        temperature: float = 1.0,
+        shortlist_V: Tensor | None = None,
     ) -> None:
         """shortlist_V: the ids that q covers, rising; None: all."""
         self.hidden_PG, self.weight_VG = hidden_PG, weight_VG
@@ -90,14 +100,18 @@ class Teacher:
         """In positions [start, end)."""
         logits_CV = F.linear(self.hidden_PG[start:end], self.weight_VG)
         wide_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
-        log_p_CV = F.log_softmax(wide_CV if self.temperature == 1.0 else wide_CV / self.temperature, dim=-1)
+        log_p_CV = F.log_softmax(
+            wide_CV if self.temperature == 1.0 else wide_CV / self.temperature, dim=-1
+        )
         if self.shortlist_V is not None:
             log_p_CV = log_p_CV.index_select(1, self.shortlist_V)
         p_CV = log_p_CV.exp()
         return Judgement(p_CV, p_CV.sum(dim=-1), log_p_CV.mul_(p_CV).sum(dim=-1))
 
     def shared(self, judges_N: Tensor, places: np.ndarray) -> Callable[[int, int], Judgement]:
-        """What gives the distributions of rows [start, end), each that of its position judges_N; `places`: the same on the host, rising."""
+        """What gives the distributions of rows [start, end), each that of its position judges_N;
+        `places`: the same on the host, rising.
+        """
 
         def rows(start: int, end: int) -> Judgement:
             first, last = int(places[start]), int(places[end - 1])
