@@ -14,21 +14,21 @@ from typing import Any, Literal, overload
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decoding.chain import ChainDrafter
-from decoding.compatible import check_same_tokenizer
-from decoding.costs import measure_costs, weighed_widths
-from decoding.drafter import Drafter
+from decoding.costs.measure import measure_costs, weighed_widths
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.errors import UserError
-from decoding.folder import exists, read_config, read_json
+from decoding.interfaces import Drafter
 from decoding.loop import Generation, Settings, check, decode, start
-from decoding.messages import Prompt, prompt_ids
-from decoding.prompt_lookup import PromptLookup
-from decoding.schedules import weighs_costs
-from decoding.sharing import Claim
-from decoding.stopping import RoundCosts
-from decoding.target import Target, load_target
-from decoding.text_stream import TextStream
-from decoding.tokenizer import load_tokenizer
+from decoding.models.folder import exists, read_config, read_json
+from decoding.models.load import Target, load_target
+from decoding.models.text.compatible import check_same_tokenizer
+from decoding.models.text.messages import Prompt, prompt_ids
+from decoding.models.text.text_stream import TextStream
+from decoding.models.text.tokenizer import load_tokenizer
+from decoding.rounds.claims import Claim
+from decoding.schedules.by_name import weighs_costs
+from decoding.stopping.base import RoundCosts
 from decoding.values import check_value, shown
 
 
@@ -140,7 +140,7 @@ def generate(
     engine: Engine, text_or_messages: Prompt, *, stream: bool = False, **settings: Any
 ) -> Reply | Iterator[str]:
     """Continue a text, or token ids, or answer a chat (messages). settings: the fields of
-    `decoding.settings.Settings`.
+    `decoding.rounds.settings.Settings`.
 
     A stop string ends the text, which holds it. stream=True returns an iterator over pieces of
     text, each as soon as its round ends. Other calls on the engine may come between two pieces; the

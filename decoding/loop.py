@@ -2,26 +2,27 @@
 
 It serves every drafter, schedule and verification rule, greedy and sampled, for batches of rows
 with their own lengths; without a drafter it is autoregressive decoding. What a round is stands in
-decoding/batch.py.
+decoding/rounds/batch.py.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from decoding import cuda, noise
-from decoding.batch import Batch, OnTokens, Row
-from decoding.drafter import Drafter
+from decoding import devices
+from decoding.costs.timing import Parts, time_parts
 from decoding.errors import UserError
-from decoding.policies import make_stopping
-from decoding.schedules import SCHEDULES, batch_type, usual_stopping
-from decoding.settings import Settings
-from decoding.sharing import Claim
-from decoding.stats import Generation
-from decoding.target import Target
-from decoding.timing import Parts, time_parts
+from decoding.interfaces import Drafter
+from decoding.models.load import Target
+from decoding.rounds.batch import Batch, OnTokens, Row
+from decoding.rounds.claims import Claim
+from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
+from decoding.sampling import noise
+from decoding.schedules.by_name import SCHEDULES, batch_type, usual_stopping
+from decoding.stopping.policies import make_stopping
 from decoding.values import check_choice, is_int, shown
-from decoding.verify import check_rule
+from decoding.verification.rules import check_rule
 
 __all__ = ["Generation", "Parts", "Settings", "decode", "start", "time_parts"]
 
@@ -74,7 +75,7 @@ def unread(
     policy = settings.stopping or "fixed"
     if settings.stopping is None and settings.costs is not None and drafter is not None:
         policy = usual_stopping(drafter.caps, settings.schedule)
-    per_token = not cuda.runs_ahead(target.device)
+    per_token = not devices.runs_ahead(target.device)
     stopping = make_stopping(policy, keys, settings.stopping_threshold, settings.costs, per_token)
     rows = []
     for index, prompt in enumerate(prompts):

@@ -16,14 +16,14 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from decoding.batch import Batch, OnTokens, Row
-from decoding.drafter import Drafter
 from decoding.errors import UserError
+from decoding.interfaces import Drafter
 from decoding.loop import Generation, unread
-from decoding.settings import Settings
-from decoding.sharing import Claim
-from decoding.target import Target, prefill
-from decoding.verify import at_nodes
+from decoding.models.load import Target, prefill
+from decoding.rounds.batch import Batch, OnTokens, Row
+from decoding.rounds.claims import Claim
+from decoding.rounds.settings import Settings
+from decoding.verification.rules import at_nodes
 
 
 class Session:

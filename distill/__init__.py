@@ -2,6 +2,6 @@
 their maths.
 """
 
-from training.interrupts import end_imports_quietly
+from jobs.interrupts import end_imports_quietly
 
 end_imports_quietly()

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from training.data.packing import Sample, best_fit, collate
 from training.objectives import hidden_states
-from training.packing import Sample, best_fit, collate
 
 _CHUNK = 1024
 

@@ -25,15 +25,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from decoding.errors import UserError
-from decoding.folder import load_state, read_config
-from decoding.model_check import check_model
+from decoding.models.folder import load_state, read_config
+from decoding.models.model_check import check_model
 from distill.config import CompactConfig
+from jobs.job import job_main
+from jobs.paths import resolve
+from jobs.run_folder import RunFolder
 from training.drafter_folder import write_model
-from training.job import job_main
-from training.models import dtype_of, known_config
+from training.models.build import dtype_of, known_config
 from training.optimizer import count_parameters
-from training.paths import resolve
-from training.run_folder import RunFolder
 
 _EMBEDDING = "model.embed_tokens.weight"
 _WRITERS = ("o_proj", "down_proj")  # their rows are residual channels

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from decoding.folder import read_json
+from decoding.models.folder import read_json
 from training import drafter_folder
 from training.drafter_folder import (
     CARD,

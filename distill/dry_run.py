@@ -13,26 +13,18 @@ from typing import Any
 
 import torch
 
-from decoding import cuda
+from decoding import devices
 from distill.config import PruneConfig, TrainConfig
 from distill.drafter_folder import write_card
-from distill.layer_choice import most_candidates
+from distill.prune.layer_choice import most_candidates
 from distill.shapes import odd_widths, other_size, removal_flops, student_config
-from training.amounts import hours, operations, size
+from jobs.amounts import hours, operations, size
+from jobs.paths import resolve
+from jobs.ranks import ZERO
 from training.config import LoopConfig, ParallelConfig, StudentConfig
 from training.drafter_folder import Origin, write_untrained
-from training.memory_plan import (
-    Shape,
-    activation_bytes,
-    answering_bytes,
-    answering_line,
-    bytes_per_rank,
-)
-from training.models import dtype_of, known_config, random_model, say_missing, target_config
-from training.paths import resolve
-from training.plan import plan_tokens
-from training.ranks import ZERO
-from training.shapes import (
+from training.models.build import dtype_of, known_config, random_model, say_missing, target_config
+from training.models.shapes import (
     bytes_a_step,
     forward_flops,
     layers_of,
@@ -40,6 +32,14 @@ from training.shapes import (
     parameter_counts,
     target_widths,
 )
+from training.parallel.memory_plan import (
+    Shape,
+    activation_bytes,
+    answering_bytes,
+    answering_line,
+    bytes_per_rank,
+)
+from training.plan import plan_tokens
 
 LARGE = 10**9  # parameters of a target whose memory is worth a word
 
@@ -351,7 +351,7 @@ def _frozen_bytes(model: Any, parallel: ParallelConfig, dtype: str) -> float:
 
 def _ranks(parallel: ParallelConfig) -> tuple[int, str]:
     """How many ranks the memory is told for, and a remark where nobody has said."""
-    ranks = 1 if parallel.kind == "single" else parallel.processes or cuda.cards()
+    ranks = 1 if parallel.kind == "single" else parallel.processes or devices.cards()
     return (ranks, "") if ranks else (8, "; give parallel.processes for another number")
 
 

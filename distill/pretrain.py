@@ -10,27 +10,27 @@ from typing import Any
 import torch
 
 from decoding.errors import UserError
-from decoding.tokenizer import load_tokenizer
+from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import PretrainConfig
 from distill.dry_run import print_cost
 from distill.shapes import WIDEST
+from jobs.job import job_main
+from jobs.launch import is_worker, launch, processes_wanted
+from jobs.paths import resolve
+from jobs.run_folder import RunFolder
+from jobs.tracker import Recording
 from training.config import check_values
+from training.data.from_config import data_files, held_out_domains, read_samples, training_data
+from training.data.mixture import check_mixture
+from training.data.packing import PackedData, Sample, collate
 from training.drafter_folder import write_model
-from training.job import job_main
-from training.job_data import data_files, held_out_domains, read_samples, training_data
-from training.launch import is_worker, launch, processes_wanted
 from training.loop import fit
-from training.mixture import check_mixture
-from training.models import build_llama, dtype_of, load_causal_lm
+from training.models.build import build_llama, dtype_of, load_causal_lm
+from training.models.shapes import WIDTHS, millions
 from training.objectives import LanguageModelling
 from training.optimizer import count_parameters
-from training.packing import PackedData, Sample, collate
-from training.parallel import Parallel
-from training.paths import resolve
+from training.parallel.strategy import Parallel
 from training.plan import describe_plan
-from training.run_folder import RunFolder
-from training.shapes import WIDTHS, millions
-from training.tracker import Recording
 
 MOST_LAYERS = 1000  # of a model from scratch: what is more is a slip, and would fill the memory
 

@@ -22,19 +22,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from decoding.loop import Settings, decode
-from decoding.target import load_target
-from decoding.tokenizer import load_tokenizer
+from decoding.models.load import load_target
+from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import QualityConfig
-from training import corpus
-from training.chat import render_prompt
+from jobs.config_checks import refuse
+from jobs.job import job_main
+from jobs.paths import resolve
+from jobs.run_files import read_object
+from jobs.run_folder import RunFolder
 from training.checkpoint import write_text
-from training.config_checks import refuse
-from training.data import read_prompts
-from training.job import job_main
-from training.models import known_config
-from training.paths import resolve
-from training.run_files import read_object
-from training.run_folder import RunFolder
+from training.data import corpus
+from training.data.chat import render_prompt
+from training.data.readers import read_prompts
+from training.models.build import known_config
 
 # Shapes: B windows, T tokens of a window, V vocabulary.
 _WINDOWS = 8

@@ -13,10 +13,10 @@ from typing import Any
 from transformers import LlamaConfig, Qwen3Config
 
 from decoding.errors import UserError
-from decoding.folder import refuse_unsupported_attention
-from decoding.weights import FAMILIES
+from decoding.models.folder import refuse_unsupported_attention
+from decoding.models.native.weights import FAMILIES
 from training.config import StudentConfig
-from training.shapes import WIDTHS, millions, parameter_counts, target_widths
+from training.models.shapes import WIDTHS, millions, parameter_counts, target_widths
 
 # share by which a count may differ from the size that a name tells: published names are rounded
 NAMED = 0.1
@@ -197,8 +197,8 @@ def other_size(name: str, student: Any) -> str:
 
 
 def removal_flops(config: Any, gone: int = 0) -> float:
-    """Operations a token of taking layers away one by one (distill.layer_choice.removal_order): of
-    k layers left, each is left out in turn.
+    """Operations a token of taking layers away one by one
+    (distill.prune.layer_choice.removal_order): of k layers left, each is left out in turn.
 
     gone: layers that were taken away before.
     """

@@ -1,12 +1,12 @@
 """`python -m distill.skip_search`: which of the target's own sub-layers to leave out when it drafts
 for itself.
 
-For `decoding.self_speculation` (Draft & Verify, Zhang et al. 2024, arXiv 2309.08168). The paper
-searches by Bayesian optimisation of measured tokens a second, a thousand generations long. Here a
-set is judged by one forward over the target's own answers: the acceptance that it would have, times
-its measured cost, is its predicted speedup. The set grows greedily, by the sub-layer whose loss
-costs least, all the way down; the best one on that path is kept. Sub-layers that did badly in a
-step are not tried in the next, so a search is a few hundred forwards.
+For `decoding.drafters.self_speculation` (Draft & Verify, Zhang et al. 2024, arXiv 2309.08168). The
+paper searches by Bayesian optimisation of measured tokens a second, a thousand generations long.
+Here a set is judged by one forward over the target's own answers: the acceptance that it would
+have, times its measured cost, is its predicted speedup. The set grows greedily, by the sub-layer
+whose loss costs least, all the way down; the best one on that path is kept. Sub-layers that did
+badly in a step are not tried in the next, so a search is a few hundred forwards.
 
 Shapes: B answers, T tokens of the longest, N answer tokens, V vocabulary, C hidden size.
 """
@@ -21,24 +21,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decoding.costs.timing import rising, time_parts
+from decoding.drafters.self_speculation import FILE, write_skips
 from decoding.errors import UserError
-from decoding.native import NativeTarget, Skips
-from decoding.self_speculation import FILE, write_skips
-from decoding.target import load_target
-from decoding.timing import rising, time_parts
-from decoding.tokenizer import load_tokenizer
+from decoding.models.load import load_target
+from decoding.models.native.model import NativeTarget, Skips
+from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import SkipSearchConfig
+from jobs.config_checks import data_rules, refuse
+from jobs.job import job_main
+from jobs.paths import resolve
+from jobs.progress import ProgressBar
+from jobs.run_files import lines_of, read_lines, read_object
+from jobs.run_folder import RunFolder
 from training.checkpoint import write_bytes, write_text
 from training.config import refuse_parallel
-from training.config_checks import data_rules, refuse
+from training.data.packing import Sample
 from training.held_out import target_answers
-from training.job import job_main
-from training.models import refuse_own_code
-from training.packing import Sample
-from training.paths import resolve
-from training.progress import ProgressBar
-from training.run_files import lines_of, read_lines, read_object
-from training.run_folder import RunFolder
+from training.models.build import refuse_own_code
 
 _LONGEST_DRAFT = 8
 _CHUNK = 1024

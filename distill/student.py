@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from decoding.compatible import check_same_tokenizer
 from decoding.errors import UserError
-from decoding.folder import read_config
-from decoding.tokenizer import has_tokenizer
-from distill.cut import Cut, cut_model, whole
+from decoding.models.folder import read_config
+from decoding.models.text.compatible import check_same_tokenizer
+from decoding.models.text.tokenizer import has_tokenizer
+from distill.prune.cut import Cut, cut_model, whole
 from distill.shapes import student_config
+from jobs.paths import resolve
+from jobs.ranks import rank
 from training.config import StudentConfig
-from training.models import load_causal_lm, random_model
-from training.paths import resolve
-from training.ranks import rank
-from training.shapes import WIDTHS, target_widths
+from training.models.build import load_causal_lm, random_model
+from training.models.shapes import WIDTHS, target_widths
 
 INITS = ("layers", "folder", "random")
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from decoding.errors import UserError
-from decoding.model_check import check_model
-from decoding.tokenizer import load_tokenizer
+from decoding.models.model_check import check_model
+from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import RULES
 from distill.acceptance import HeldOutAcceptance, HeldOutMixture
 from distill.config import TrainConfig
@@ -17,17 +17,21 @@ from distill.drafter_folder import pruning_on_card, write_card
 from distill.dry_run import dry_run
 from distill.shapes import student_config
 from distill.student import build_student
-from training.amounts import PLANNED
+from jobs.amounts import PLANNED
+from jobs.job import job_main
+from jobs.launch import is_worker, launch, processes_wanted
+from jobs.paths import resolve
+from jobs.ranks import SHARDED_WEIGHTS
+from jobs.run_folder import RunFolder
+from jobs.tracker import Recording
 from training.config import check_values
+from training.data.from_config import data_files, held_out_domains, training_data
+from training.data.mixture import check_mixture
+from training.data.packing import PackedData, Sample
 from training.drafter_folder import close_run, origin_of, write_model
-from training.frozen import load_frozen
 from training.held_out import check_stages, target_answers
-from training.job import job_main
-from training.job_data import data_files, held_out_domains, training_data
-from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit
-from training.mixture import check_mixture
-from training.models import (
+from training.models.build import (
     check_context,
     check_target,
     dtype_of,
@@ -35,14 +39,10 @@ from training.models import (
     known_config,
     target_config,
 )
+from training.models.frozen import load_frozen
 from training.objectives import Distillation, LanguageModelling, TeacherStates
-from training.packing import PackedData, Sample
-from training.parallel import Parallel
-from training.paths import resolve
+from training.parallel.strategy import Parallel
 from training.plan import bounds_of, describe_plan
-from training.ranks import SHARDED_WEIGHTS
-from training.run_folder import RunFolder
-from training.tracker import Recording
 
 LOSSES = ("forward_kl", "cross_entropy")
 

@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from eval.compare_paint import Look, Paint, looks, paints
-from eval.compare_plots import acceptance, depth, pareto
-from eval.compare_report import Making, Plot, page
-from eval.compare_table import print_comparison
-from eval.comparison import Panel, Standing, chains, panels_of
 from eval.config import CompareConfig
-from eval.entries import ALL, HEADLINE, Entry, entries_of
-from eval.evaluations import Evaluation, find_runs, labels_of, read_evaluation
-from eval.schema import flat
-from eval.series import with_series
-from eval.words import condition_label
+from eval.report.compare.comparison import Panel, Standing, chains, panels_of
+from eval.report.compare.entries import ALL, HEADLINE, Entry, entries_of
+from eval.report.compare.evaluations import Evaluation, find_runs, labels_of, read_evaluation
+from eval.report.compare.page import Making, Plot, page
+from eval.report.compare.palette import Look, Paint, looks, paints
+from eval.report.compare.plots import acceptance, depth, pareto
+from eval.report.compare.series import with_series
+from eval.report.compare.table import print_comparison
+from eval.report.words import condition_label
+from eval.statistics.schema import flat
+from jobs.job import job_main
+from jobs.run_folder import RunFolder
+from jobs.tracker import Chart, Recording, Tracker
 from training.checkpoint import write_text
-from training.job import job_main
-from training.run_folder import RunFolder
-from training.tracker import Chart, Recording, Tracker
 
 READ = ("results.jsonl", "records.jsonl")  # of every run
 

@@ -63,7 +63,8 @@ class EvalConfig(JobConfig):
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
     repetition_penalty: float = 1.0  # of tokens that the prompt or the answer holds already; 1: off
-    # function of the tokenizer, as package.module.name, that gives decoding.processors.Allowed;
+    # function of the tokenizer, as package.module.name, that gives
+    # decoding.sampling.logits_processors.Allowed;
     # empty: any token
     allowed: str = ""
     # texts that end an answer, besides stop tokens

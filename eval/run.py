@@ -16,27 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
-from decoding.schedules import SCHEDULES, batch_type
-from decoding.stopping import RoundCosts
-from decoding.verify import check_rule
-from eval.budgets import with_limits
+from decoding.schedules.by_name import SCHEDULES, batch_type
+from decoding.stopping.base import RoundCosts
+from decoding.verification.rules import check_rule
 from eval.config import EvalConfig
-from eval.deadline import Deadline
-from eval.origins import FILE as ORIGINS
-from eval.origins import Origin, origin_of, write_origins
-from eval.records import Record
-from eval.report import Provenance, write_report
-from eval.rows import build_rows
-from eval.schema import Row, flat, read_rows, write_rows
-from eval.session import Session, drafting, generations, most_tokens, prompts_by_part
-from eval.setup import EMBEDDED, Loaded, check, conditions, load
-from eval.table import print_table
-from eval.texts import Text, texts_of
-from eval.words import condition_label, main_rows
-from training.job import job_main
-from training.models import target_is_here
-from training.run_folder import RunFolder
-from training.tracker import Recording, Tracker
+from eval.measure.deadline import Deadline
+from eval.measure.origins import FILE as ORIGINS
+from eval.measure.origins import Origin, origin_of, write_origins
+from eval.measure.records import Record
+from eval.measure.session import Session, drafting, generations, most_tokens, prompts_by_part
+from eval.measure.setup import EMBEDDED, Loaded, check, conditions, load
+from eval.report.run_page import Provenance, write_report
+from eval.report.table import print_table
+from eval.report.texts import Text, texts_of
+from eval.report.words import condition_label, main_rows
+from eval.statistics.budgets import with_limits
+from eval.statistics.rows import build_rows
+from eval.statistics.schema import Row, flat, read_rows, write_rows
+from jobs.job import job_main
+from jobs.run_folder import RunFolder
+from jobs.tracker import Recording, Tracker
+from training.models.build import target_is_here
 
 TRACKED = (
     "speedup",
@@ -330,7 +330,7 @@ def _given_or_swept(cfg: EvalConfig, loaded: Loaded, measured: int | None) -> st
 
 def _texts(cfg: EvalConfig, loaded: Loaded, records: Sequence[Record]) -> list[Text]:
     text_of = loaded.bench.settings.text_of
-    assert text_of is not None, "eval.setup gives it"
+    assert text_of is not None, "eval.measure.setup gives it"
     return texts_of(records, drafting(loaded), text_of, cfg.show_texts)
 
 

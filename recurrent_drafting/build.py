@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from decoding.errors import UserError
+from jobs.paths import resolve
 from recurrent_drafting.checkpoint import load_head, read_head_config
 from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.head import Block, HeadConfig, RecurrentHead
-from training.packing import Sample
-from training.paths import resolve
+from training.data.packing import Sample
 
 MOST_BLOCKS, WIDEST = 64, 16  # residual blocks; times the target's hidden size
 WARM_STARTS = ("none", "hidden", "state", "both")

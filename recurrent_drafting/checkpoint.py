@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.folder import WEIGHTS, load_state, read_config, read_headers, refuse_nonfinite
+from decoding.models.folder import WEIGHTS, load_state, read_config, read_headers, refuse_nonfinite
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from training.checkpoint import disk_error, save_tensors
 

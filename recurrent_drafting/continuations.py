@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from training.attention import document_mask
+from training.data.packing import Batch
 from training.losses.heads import chunked_argmax
-from training.packing import Batch
+from training.models.attention import document_mask
 
 
 @torch.no_grad()

@@ -20,17 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding import cuda
-from decoding.chooser import FRESH, Chooser
-from decoding.cuda import device_of
-from decoding.drafter import Caps, Observation, Proposal
-from decoding.draws import are_drawn, check_kind
+from decoding import devices
+from decoding.devices import device_of
+from decoding.drafters.trees.sampled_children import are_drawn, check_kind
 from decoding.errors import UserError
-from decoding.native import EXECUTIONS
-from decoding.sampling import Warper
-from decoding.stopping import RoundCosts, Stopping
-from decoding.target import DTYPES, Target
-from decoding.verify import at_nodes
+from decoding.interfaces import Caps, Observation, Proposal
+from decoding.models.load import DTYPES, Target
+from decoding.models.native.model import EXECUTIONS
+from decoding.sampling.token_chooser import FRESH, Chooser
+from decoding.sampling.warpers import Warper
+from decoding.stopping.base import RoundCosts, Stopping
+from decoding.verification.rules import at_nodes
 from recurrent_drafting.beams import Choose, Picks, search, timed_step
 from recurrent_drafting.checkpoint import load_head
 from recurrent_drafting.drafts import DrawnDraft, PickedDraft, drawing, rooms_of
@@ -106,7 +106,7 @@ class RecurrentDrafter:
         self.num_layers, self.num_parameters = head.config.num_draft_layers, head.num_parameters
         self.device, self.dtype = head.output.device, head.output.dtype
         if execution is None:
-            execution = "graph" if cuda.runs_ahead(self.device) else "eager"
+            execution = "graph" if devices.runs_ahead(self.device) else "eager"
         if execution not in EXECUTIONS:
             raise UserError(
                 f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}."
@@ -182,7 +182,7 @@ class RecurrentDrafter:
                     f"drafter '{self.name}': the target's hidden states have the size "
                     f"{prefill_hidden_BNC.shape[-1]}, its head reads {size}."
                 )
-            read_B1 = cuda.tensor([[len(prompt) > 1] for prompt in prompts_B], self.device)
+            read_B1 = devices.tensor([[len(prompt) > 1] for prompt in prompts_B], self.device)
             last = prefill_hidden_BNC.shape[1] - 1  # 0: of each prompt the last state alone
             last_BH = at_nodes(
                 prefill_hidden_BNC, [min(max(len(prompt) - 2, 0), last) for prompt in prompts_B]
@@ -205,7 +205,7 @@ class RecurrentDrafter:
     def _planned(self, chooser: Chooser) -> list[Plan]:
         """The rows' plans; made with their first round, which tells whether its beams are drawn."""
         if not self._plans_B:
-            drawn, ahead = are_drawn(self.draws, chooser), cuda.runs_ahead(self.device)
+            drawn, ahead = are_drawn(self.draws, chooser), devices.runs_ahead(self.device)
             self._width = self.searched(drawn)
             sampled_picks = not drawn and chooser.rule in FRESH
             self._plans_B = [
@@ -268,7 +268,7 @@ class RecurrentDrafter:
             return self._recorded(
                 tips, self._hidden_BH, depths_B, temperature, rooms_of(self._plans_B)
             )
-        tips_B = cuda.tensor(tips, self.device)
+        tips_B = devices.tensor(tips, self.device)
         kind = DrawnDraft if self._drawn else PickedDraft
         draft = kind(self.head, self._width, chooser, self._plans_B)
         beams = search(
@@ -298,7 +298,8 @@ class RecurrentDrafter:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        kept = cuda.tensor(list(rows), self.device)  # a list as an index would wait for the device
+        # a list as an index would wait for the device
+        kept = devices.tensor(list(rows), self.device)
         self._hidden_BH = self._hidden_BH[kept]
         self._rows = len(rows)
         self._plans_B = [self._plans_B[row] for row in rows] if self._plans_B else []

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from decoding import cuda
-from decoding.chooser import Chooser
-from decoding.drafter import Proposal, TopRows
+from decoding import devices
+from decoding.interfaces import Proposal, TopRows
+from decoding.sampling.token_chooser import Chooser
 from recurrent_drafting.beams import Beams, Choose, Going, Picks, Step
 from recurrent_drafting.drawn_beams import Admit, DrawnChain, Draws
 from recurrent_drafting.packed import Head
@@ -61,7 +61,7 @@ class Draft(ABC):
         """
         if not self.by_cost_B[0].reads:
             return [()] * len(self.by_cost_B)
-        (told_BW,) = cuda.read(chances_BW())
+        (told_BW,) = devices.read(chances_BW())
         return list(told_BW)
 
     def _finished(
@@ -90,7 +90,7 @@ def nodes_of(counts_B: Sequence[int], most: int, device: torch.device) -> int:
     nodes = max(counts_B)
     return (
         min(-(-(nodes + 1) // TOKENS_STEP) * TOKENS_STEP - 1, most)
-        if cuda.runs_ahead(device)
+        if devices.runs_ahead(device)
         else nodes
     )
 
@@ -100,7 +100,7 @@ def proposal_of(tree: Tree, counts_B: list[int] | None) -> Proposal:
     padding is among them. None reads them.
     """
     if counts_B is None:
-        (counts_B,) = cuda.read(tree.counts_B)
+        (counts_B,) = devices.read(tree.counts_B)
         assert counts_B is not None
     N = nodes_of(counts_B, tree.tokens_BM.shape[1], tree.tokens_BM.device)
     return Proposal(tree.tokens_BM[:, :N], counts_B, tree.parents_BM[:, :N])
@@ -128,7 +128,7 @@ def last_beams(beams: Beams, depths_B: Tensor) -> Tree:
 
 def first(values_BM: Tensor, counts_B: Sequence[int]) -> Tensor:
     """Which are the counts_B largest values of each row (B, M); of equal ones the first."""
-    counts_B1 = cuda.tensor(list(counts_B), values_BM.device)[:, None]
+    counts_B1 = devices.tensor(list(counts_B), values_BM.device)[:, None]
     if values_BM.shape[1] == 1:
         return counts_B1 > 0
     order_BM = values_BM.sort(dim=-1, descending=True, stable=True).indices
@@ -143,7 +143,7 @@ def own(scores_BP: Tensor, counts_B: Sequence[int], none: float) -> Tensor:
         return scores_BP
     beams_P = torch.arange(P, device=scores_BP.device)
     return scores_BP.masked_fill(
-        beams_P >= cuda.tensor(list(counts_B), scores_BP.device)[:, None], none
+        beams_P >= devices.tensor(list(counts_B), scores_BP.device)[:, None], none
     )
 
 
@@ -185,7 +185,7 @@ class PickedDraft(Draft):
                 tree_of(beams, first(self._seen(beams).flatten(1), counts_B)), counts_B
             )
         else:
-            depths_B = cuda.tensor(self.depths_B, beams.steps[0].tokens_BW.device)
+            depths_B = devices.tensor(self.depths_B, beams.steps[0].tokens_BW.device)
             proposal = fixed_proposal(last_beams(beams, depths_B), self.rooms_B)
         return self._finished(proposal, beams, lambda: self._seen(beams).exp())
 
@@ -199,7 +199,7 @@ class PickedDraft(Draft):
             return scores_BLW
         steps_L1 = torch.arange(L, device=scores_BLW.device)[:, None]
         return scores_BLW.masked_fill(
-            steps_L1 >= cuda.tensor(steps_B, scores_BLW.device)[:, None, None], float("-inf")
+            steps_L1 >= devices.tensor(steps_B, scores_BLW.device)[:, None, None], float("-inf")
         )
 
 
@@ -230,7 +230,7 @@ class DrawnDraft(Draft):
 
     def _narrow(self, step: Step) -> Going | None:
         """The likeliest go on, by what they are: that says nothing of their own children, which are
-        not drawn yet (decoding/draws.py).
+        not drawn yet (decoding/drafters/trees/sampled_children.py).
         """
         scores_BW = step.scores_BW
         if scores_BW is None:  # the last step's

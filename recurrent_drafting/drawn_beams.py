@@ -1,12 +1,12 @@
 """Drawn beams: the nodes of a step are drawn without replacement among siblings, in a way that
 leaves p / q tests exact at every node.
 
-Why they are exact there stands in decoding/draws.py, once for all drawn trees. Here a step first
-decides how many children each node gets, from the nodes of the steps before and what the head says
-behind them, and only then draws them, by noise that nothing else has used: its keys are of (seed,
-request, round, position, node, symbol). A node's children are the first of S clocks with the rates
-q in the order in which they ring (Gumbel top-k: Kool et al. 2019, arXiv 1903.06059, section 2.3).
-Every drawn child is in the tree, expanded or not.
+Why they are exact there stands in decoding/drafters/trees/sampled_children.py, once for all drawn
+trees. Here a step first decides how many children each node gets, from the nodes of the steps
+before and what the head says behind them, and only then draws them, by noise that nothing else has
+used: its keys are of (seed, request, round, position, node, symbol). A node's children are the
+first of S clocks with the rates q in the order in which they ring (Gumbel top-k: Kool et al. 2019,
+arXiv 1903.06059, section 2.3). Every drawn child is in the tree, expanded or not.
 
 The S symbols are the head's likeliest tokens and the *tail*, all others as one, and a token that
 was drawn from these. Where top-k, top-p or min-p cut q it has no tail.
@@ -18,10 +18,10 @@ nothing of whose it is. What breaks the law is any look at the children themselv
 unlikely ones, or testing the likeliest first. The tests show both.
 
 Budgets: the j-th child of a node is worth the chance that it is reached and passes, as
-decoding/draws.py takes them. That of a first child that is not drawn yet is taken for the same at
-every node, which has gained as much as its mean over q; where costs decide how many are drawn it is
-that mean. The W worthiest children are drawn; the first child of the first node always, so that no
-tree accepts less than a drawn chain.
+decoding/drafters/trees/sampled_children.py takes them. That of a first child that is not drawn yet
+is taken for the same at every node, which has gained as much as its mean over q; where costs decide
+how many are drawn it is that mean. The W worthiest children are drawn; the first child of the first
+node always, so that no tree accepts less than a drawn chain.
 
 Shapes: B rows, W beams, P beams that a step starts from (1 at the tip, else W), L steps, M = L W
 nodes, S symbols, K candidates (S less the tail), Q nodes that were expanded and the tip, V
@@ -35,10 +35,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from decoding import cuda, noise
-from decoding.chooser import Chooser
-from decoding.drafter import TopRows
-from decoding.draws import CHANCE_SLOPE, LEAST_CHANCE, Siblings, chance
+from decoding import devices
+from decoding.drafters.trees.sampled_children import CHANCE_SLOPE, LEAST_CHANCE, Siblings, chance
+from decoding.interfaces import TopRows
+from decoding.sampling import noise
+from decoding.sampling.token_chooser import Chooser
 from recurrent_drafting.beams import Beams, Step, over_target
 from recurrent_drafting.packed import Head
 
@@ -93,7 +94,7 @@ def offsets(length: int, width: int, device: torch.device) -> Tensor:
     `prefix_tree.edges` of them in one operation.
     """
     with torch.inference_mode(False):
-        return cuda.tensor([-1, *range(0, (length - 1) * width, width)], device)[:, None]
+        return devices.tensor([-1, *range(0, (length - 1) * width, width)], device)[:, None]
 
 
 class Draws:
@@ -121,7 +122,7 @@ class Draws:
         counters_WX = constants(width, self.symbols, torch.float32, chooser.device).counters_WX
         keys = [[chooser.draft_key(row, depth) for depth in range(length)] for row in range(rows)]
         uniforms_BLWX = noise.uniforms(
-            cuda.tensor(keys, chooser.device)[:, :, None, None], counters_WX
+            devices.tensor(keys, chooser.device)[:, :, None, None], counters_WX
         )
         # less than 0: the first to ring is the least of rate / clock
         self._clocks_BLWS = uniforms_BLWX[..., :-1].log()

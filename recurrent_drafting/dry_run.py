@@ -11,18 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jobs.amounts import hours, operations, size
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.head import HeadConfig
 from recurrent_drafting.head_folder import write_card, write_untrained
 from recurrent_drafting.objective import judged, tokens_said
 from recurrent_drafting.stores import Layout
-from training.amounts import hours, operations, size
 from training.drafter_folder import Origin
 from training.losses.chunked import CHUNK
-from training.memory_plan import answering_bytes, answering_line, bytes_per_rank
-from training.models import dtype_of, say_missing
+from training.models.build import dtype_of, say_missing
+from training.models.shapes import forward_flops, millions, parameter_counts, target_widths
+from training.parallel.memory_plan import answering_bytes, answering_line, bytes_per_rank
 from training.plan import plan_tokens
-from training.shapes import forward_flops, millions, parameter_counts, target_widths
 
 
 def head_parameters(config: HeadConfig) -> dict[str, int]:

@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding import cuda
+from decoding import devices
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.objective import likeliest, predictions
 from recurrent_drafting.positions import Positions, positions
 from recurrent_drafting.states import TargetStates
+from training.data.packing import Batch, Sample, best_fit, collate
 from training.losses.chunked import CHUNK
-from training.packing import Batch, Sample, best_fit, collate
 
 Look = Callable[[], dict[str, float]]
 
@@ -134,7 +134,7 @@ class GreedyChain:
         """
         ids_F = F.pad(batch.ids_RT[0], (0, self.draft_tokens), value=-1)
         tips_M = torch.cat(
-            (where.kept_P[where.drafts_M] + 1, cuda.tensor(alone, batch.device, torch.long))
+            (where.kept_P[where.drafts_M] + 1, devices.tensor(alone, batch.device, torch.long))
         )
         before_MH = torch.cat(
             (hidden_PH[where.drafts_M], hidden_PH.new_zeros(len(alone), hidden_PH.shape[1]))
@@ -152,7 +152,7 @@ class GreedyChain:
             if number + 1 < self.draft_tokens:
                 state_MH = self.head.advance(state_MH, self.states.embed(drafted_M))
         matches_F = np.zeros(batch.ids_RT.shape[1], dtype=np.int64)
-        tips, matches = cuda.read(tips_M, matches_M)
+        tips, matches = devices.read(tips_M, matches_M)
         matches_F[tips] = matches
         return matches_F
 
@@ -165,8 +165,8 @@ def _prompt(answer: Sample) -> int:
 def walk(
     matches_T: np.ndarray, prompt: int, draft_tokens: int, limit: int
 ) -> tuple[int, int, int, int]:
-    """(rounds, emitted, accepted, tested) of decoding one answer, as decoding.batch counts them.
-    All its tokens come from rounds.
+    """(rounds, emitted, accepted, tested) of decoding one answer, as decoding.rounds.batch counts
+    them. All its tokens come from rounds.
 
     matches_T: tokens that a draft behind a token has right, of a prompt of `prompt` tokens and its
     answer. limit: tokens that the text might have reached; a round leaves the last one of them to

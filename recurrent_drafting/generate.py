@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from decoding.errors import UserError
-from recurrent_drafting.chat import chat
-from recurrent_drafting.flags import print_flags, to_overrides
-from recurrent_drafting.generate_config import GenerateConfig
-from recurrent_drafting.generate_setup import NONE, USUAL, check, check_drafter, load
-from recurrent_drafting.prompt_report import answers_file, print_report
-from recurrent_drafting.prompt_run import answer_prompts, prompts_of
-from training.data import Prompt
-from training.job import job_main
+from jobs.job import job_main
+from jobs.paths import resolve
+from recurrent_drafting.cmd.flags import print_flags, to_overrides
+from serving.config import GenerateConfig
+from serving.prompt_report import answers_file, print_report
+from serving.prompts import answer_prompts, prompts_of
+from serving.setup import NONE, USUAL, check, check_drafter, load
+from serving.terminal import chat
+from training.data.readers import Prompt
 from training.loop import Interrupted
-from training.paths import resolve
 
 JOB = "recurrent_drafting.generate"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from decoding.folder import WEIGHTS
+from decoding.models.folder import WEIGHTS
 from recurrent_drafting.checkpoint import extensions, published_config, save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from training import drafter_folder

@@ -25,6 +25,7 @@ from recurrent_drafting.loss_config import HeadLossConfig
 from recurrent_drafting.positions import Positions, positions
 from recurrent_drafting.states import TargetStates
 from training.bounds import Place
+from training.data.packing import Batch
 from training.losses.chunked import RowLoss, cross_entropy_rows
 from training.losses.heads import (
     at_temperature,
@@ -34,7 +35,6 @@ from training.losses.heads import (
 )
 from training.losses.soft import Teacher, kl_rows, lk_hybrid_rows, lk_rows
 from training.objectives import Constant
-from training.packing import Batch
 
 CONTINUATIONS = "continuations"
 LOSSES = ("cross_entropy", CONTINUATIONS, "forward_kl", "lk", "lk_hybrid")

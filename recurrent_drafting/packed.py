@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.linear import can_pack, make_linear
+from decoding.models.native.linear import can_pack, make_linear
 from recurrent_drafting.head import Block, Context, RecurrentHead
 
 

@@ -9,10 +9,12 @@ four kinds:
   nodes are counted.
 - `ByPassing`: with costs and a single beam, as many steps as pay by how often the row's drafted
   tokens passed before.
-- `ByReading`: of beams, every step is read and weighed by measured costs (decoding/worth.py).
+- `ByReading`: of beams, every step is read and weighed by measured costs
+  (decoding/stopping/marginal_gain.py).
 - `ByHistory`: with costs where a look at a step would be a wait for the device, and in batches,
   whose rounds are as wide as their widest row. Steps, beams and nodes are said before the round, by
-  the rounds before (decoding/tree_size.py); which ones these are is found on the device.
+  the rounds before (decoding/drafters/trees/sizing.py); which ones these are is found on the
+  device.
 
 With costs, at most as many beams are searched as pay on the machine at all (`width_worth`).
 
@@ -29,10 +31,10 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-from decoding.draws import SECOND_CHANCE
-from decoding.stopping import RoundCosts, Tries
-from decoding.tree_size import TreeSize
-from decoding.worth import WEIGHT, Share, Worth
+from decoding.drafters.trees.sampled_children import SECOND_CHANCE
+from decoding.drafters.trees.sizing import TreeSize
+from decoding.stopping.base import RoundCosts, Tries
+from decoding.stopping.marginal_gain import WEIGHT, Share, Worth
 
 
 def ladder(most: int) -> tuple[int, ...]:
@@ -44,7 +46,8 @@ def ladder(most: int) -> tuple[int, ...]:
 
 # the chance of a step's likeliest node to pass; these are rates of a head of chat24m
 FIRST_PASSES = 0.66
-# that of a later one, where those before it failed (of drawn ones see decoding/draws.py)
+# that of a later one, where those before it failed (of drawn ones see
+# decoding/drafters/trees/sampled_children.py)
 PICKED_PASSES = 0.2
 DEEPEST = 5  # steps that are thought of
 # how many times a chain's rate a drawn tree must promise: drawing and testing it costs beside the
@@ -185,7 +188,7 @@ class ByReading:
     reads = True
 
     def __init__(self, costs: RoundCosts, margin: float, patience: float) -> None:
-        """As `decoding.worth.Worth` has them."""
+        """As `decoding.stopping.marginal_gain.Worth` has them."""
         self._worth = Worth(costs, margin=margin, patience=patience)
         self._draws = False  # in the step that is taken
         self.depth = 0  # steps of this round at most

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from decoding.errors import UserError
-from training.packing import Batch, Sample
+from training.data.packing import Batch, Sample
 
 _SPREAD = 2654435761  # Knuth's multiplicative hash: consecutive positions fall all over 32 bits
 

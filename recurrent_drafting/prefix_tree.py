@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.drafter import NO_NODE
+from decoding.interfaces import NO_NODE
 
 
 @dataclass(frozen=True, slots=True)

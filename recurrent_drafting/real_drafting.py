@@ -13,8 +13,8 @@ from decoding.loop import Settings, decode
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import RecurrentHead
+from training.data.packing import Sample
 from training.held_out import asked_target
-from training.packing import Sample
 
 _BATCH = 16
 

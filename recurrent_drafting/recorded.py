@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoding import cuda
-from decoding.drafter import Proposal
+from decoding import devices
+from decoding.interfaces import Proposal
 from recurrent_drafting.beams import Embed, Picks, search
 from recurrent_drafting.drafts import fixed_proposal, last_beams
 from recurrent_drafting.packed import Head
@@ -45,7 +45,7 @@ class RecordedPicks:
         self.head, self.width, self.embed, self.device = head, width, embed, device
         self._recordings: dict[tuple[int, float], _Recording] = {}  # by rows and temperature
         self._longest = 0
-        self._memory = cuda.pool(self.device)
+        self._memory = devices.pool(self.device)
 
     def __call__(
         self,
@@ -63,8 +63,8 @@ class RecordedPicks:
         if found is None or found.length < max(depths_B):
             found = self._record(len(tips), self._longest, temperature, hidden_BH)
             self._recordings[len(tips), temperature] = found
-        cuda.fill(found.tips_B, list(tips))
-        cuda.fill(found.depths_B, list(depths_B))
+        devices.fill(found.tips_B, list(tips))
+        devices.fill(found.depths_B, list(depths_B))
         found.hidden_BH.copy_(hidden_BH)
         drafted = found.run()
         if isinstance(drafted, Tensor):
@@ -86,5 +86,5 @@ class RecordedPicks:
             return beams.tokens_BLW[:, :, 0] if self.width == 1 else last_beams(beams, depths_B)
 
         return _Recording(
-            length, tips_B, hidden_BH, depths_B, cuda.capture(body, self.device, self._memory)
+            length, tips_B, hidden_BH, depths_B, devices.capture(body, self.device, self._memory)
         )

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from recurrent_drafting.continuations import go_on
 from recurrent_drafting.positions import Positions
 from recurrent_drafting.stores import RowStates, Store
+from training.data.packing import Batch
 from training.objectives import hidden_states
-from training.packing import Batch
 
 
 class TargetStates:

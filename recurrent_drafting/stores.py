@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoding import cuda
+from decoding import devices
 from decoding.errors import UserError
+from jobs.amounts import size as amount
 from recurrent_drafting.positions import count_kept
-from training.amounts import size as amount
-from training.packing import PackedData
+from training.data.packing import PackedData
 
 Key = tuple[int, ...]  # the samples in a row
 
@@ -44,8 +44,8 @@ class RowStates:
 
     def sent(self, device: torch.device) -> "RowStates":
         """The same on a device, without waiting for it."""
-        tokens_PK = None if self.tokens_PK is None else cuda.sent(self.tokens_PK, device)
-        return RowStates(cuda.sent(self.states_PH, device), tokens_PK)
+        tokens_PK = None if self.tokens_PK is None else devices.sent(self.tokens_PK, device)
+        return RowStates(devices.sent(self.states_PH, device), tokens_PK)
 
 
 class Store(Protocol):

@@ -13,9 +13,16 @@ from typing import Any
 import torch
 
 from decoding.errors import UserError
-from decoding.model_check import check_model
-from decoding.tokenizer import load_tokenizer
+from decoding.models.model_check import check_model
+from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import RULES
+from jobs.amounts import PLANNED
+from jobs.job import job_main
+from jobs.launch import is_worker, launch, processes_wanted
+from jobs.paths import resolve
+from jobs.ranks import SHARDED_WEIGHTS
+from jobs.run_folder import RunFolder, hash_input
+from jobs.tracker import Recording
 from recurrent_drafting.build import build_head, check_shape, head_config, ignored
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.dry_run import describe, dry_run
@@ -27,17 +34,15 @@ from recurrent_drafting.positions import check_predictions
 from recurrent_drafting.real_drafting import block_efficiency
 from recurrent_drafting.states import TargetStates
 from recurrent_drafting.stores import Layout, MemoryStore, Store, states_on_disk
-from training.amounts import PLANNED
 from training.config import check_values
+from training.data.from_config import data_files, drawn_evenly, read_samples, training_data
+from training.data.mixture import check_mixture
+from training.data.packing import PackedData, Sample
 from training.drafter_folder import close_run, origin_of
 from training.heads import check_fits
 from training.held_out import check_stages, target_answers
-from training.job import job_main
-from training.job_data import data_files, drawn_evenly, read_samples, training_data
-from training.launch import is_worker, launch, processes_wanted
 from training.loop import Progress, fit
-from training.mixture import check_mixture
-from training.models import (
+from training.models.build import (
     check_context,
     check_target,
     dtype_of,
@@ -46,13 +51,8 @@ from training.models import (
     target_config,
 )
 from training.objectives import freeze
-from training.packing import PackedData, Sample
-from training.parallel import Parallel
-from training.paths import resolve
+from training.parallel.strategy import Parallel
 from training.plan import describe_plan
-from training.ranks import SHARDED_WEIGHTS
-from training.run_folder import RunFolder, hash_input
-from training.tracker import Recording
 
 CACHES = ("none", "memory", "disk")
 

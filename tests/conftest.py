@@ -87,7 +87,7 @@ def base_target(tmp_path_factory: pytest.TempPathFactory, llama_tokenizer: Path)
     """
     from training.config import StudentConfig
     from training.drafter_folder import write_model
-    from training.models import build_llama
+    from training.models.build import build_llama
 
     shape = StudentConfig(
         hidden_size=32, num_hidden_layers=6, num_attention_heads=4, intermediate_size=48
@@ -137,7 +137,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory, embedded_target: Path)
     """
     from training.config import StudentConfig
     from training.drafter_folder import write_model
-    from training.models import build_llama
+    from training.models.build import build_llama
 
     shape = StudentConfig(
         hidden_size=32,

@@ -13,9 +13,9 @@ from hydra import compose, initialize_config_dir
 
 import distill.compact
 import distill.pretrain
-import distill.prune
+import distill.prune.job
 import distill.quality
-import distill.regenerate
+import distill.regenerate.job
 import distill.skip_search
 import distill.train
 import eval.compare
@@ -23,9 +23,9 @@ import eval.run
 import recurrent_drafting.train
 from distill import config as distilling
 from eval import config as evaluating
+from jobs.job import CONF, register
 from recurrent_drafting.config import HeadTrainConfig
 from training.config import typed
-from training.job import CONF, register
 
 _LOOP = [
     "loop.max_steps=2",
@@ -75,7 +75,7 @@ JOBS = {
     ),
     "distill.prune": SmallJob(
         distilling.PruneConfig,
-        distill.prune.run,
+        distill.prune.job.run,
         ("target.path",),
         (
             *_DATA,
@@ -92,7 +92,7 @@ JOBS = {
     ),
     "distill.regenerate": SmallJob(
         distilling.RegenerateConfig,
-        distill.regenerate.run,
+        distill.regenerate.job.run,
         ("target.path",),
         (
             "data.chats=[embedded:held_out_chats]",

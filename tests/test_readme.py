@@ -19,13 +19,13 @@ from hydra import compose, initialize_config_dir
 
 import distill.compact
 import distill.pretrain
-import distill.prune
+import distill.prune.job
 import distill.quality
-import distill.regenerate
+import distill.regenerate.job
 import distill.skip_search
 import distill.train
 import eval.compare
-import eval.parts
+import eval.measure.parts
 import eval.run
 import recurrent_drafting.generate
 import recurrent_drafting.train
@@ -39,12 +39,12 @@ from distill.config import (
     TrainConfig,
 )
 from eval.config import CompareConfig, EvalConfig
+from jobs.job import CONF, check_arguments, register
+from recurrent_drafting.cmd.flags import to_overrides
 from recurrent_drafting.config import HeadTrainConfig
-from recurrent_drafting.flags import to_overrides
-from recurrent_drafting.generate_config import GenerateConfig
-from training import corpus
+from serving.config import GenerateConfig
 from training.config import JobConfig, typed
-from training.job import CONF, check_arguments, register
+from training.data import corpus
 
 ROOT = CONF.parent
 README = (ROOT / "README.md").read_text()
@@ -64,9 +64,9 @@ SCHEMAS: dict[str, type[JobConfig]] = {
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "distill.compact": distill.compact.run,
     "distill.pretrain": distill.pretrain.run,
-    "distill.prune": distill.prune.run,
+    "distill.prune": distill.prune.job.run,
     "distill.quality": distill.quality.run,
-    "distill.regenerate": distill.regenerate.run,
+    "distill.regenerate": distill.regenerate.job.run,
     "distill.skip_search": distill.skip_search.run,
     "distill.train": distill.train.run,
     "eval.compare": eval.compare.run,
@@ -165,7 +165,7 @@ def test_every_command_runs_at_toy_size(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(eval.parts, "COST_WINDOWS", 1)  # no figure counts here
+    monkeypatch.setattr(eval.measure.parts, "COST_WINDOWS", 1)  # no figure counts here
     documents = corpus.documents
     monkeypatch.setattr(
         corpus, "documents", lambda split: documents(split)[: 6 if split == "held_out" else None]

@@ -11,9 +11,9 @@ import pytest
 
 import decoding
 from decoding.errors import UserError
-from decoding.target import load_target
+from decoding.models.load import load_target
 from recurrent_drafting.generate import run as generate
-from recurrent_drafting.generate_config import GenerateConfig
+from serving.config import GenerateConfig
 from tests.small_jobs import JOBS, configured
 from training.config import TargetConfig
 

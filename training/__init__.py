@@ -1,3 +1,1 @@
-"""What every training job shares: chats -> tokens and masks, packing, losses, the loop,
-checkpoints, parallelism, tracking, stages.
-"""
+"""What training shares: data, losses, parallelism, the loop, its optimizer and checkpoints."""

@@ -21,9 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decoding import cuda
+from decoding import devices
 from decoding.errors import UserError
-from training.run_files import read_object
+from jobs.run_files import read_object
 
 STATE = "state.json"
 _CHECKSUM = "checksum"  # of the loop's state; checkpoints of earlier versions have none
@@ -169,7 +169,7 @@ def rng_state() -> dict[str, Tensor]:
         "numpy_position": torch.from_numpy(numpy_state),
         "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
     }
-    of_card = cuda.rng_state()
+    of_card = devices.rng_state()
     return tensors if of_card is None else {**tensors, "cuda": of_card}
 
 
@@ -180,7 +180,7 @@ def restore_rng(tensors: dict[str, Tensor]) -> None:
     keys = tensors["numpy_keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, position, has_gauss, float(tensors["numpy_gauss"][0])))
     if "cuda" in tensors:
-        cuda.restore_rng(tensors["cuda"])
+        devices.restore_rng(tensors["cuda"])
 
 
 def sha256(path: Path) -> str:

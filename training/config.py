@@ -15,7 +15,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decoding.errors import UserError
-from training.config_checks import data_rules, loop_rules, refuse
+from jobs.config_checks import data_rules, loop_rules, refuse
 from training.optimizer_config import OptimizerConfig
 
 Schema = TypeVar("Schema")

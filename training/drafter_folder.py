@@ -14,13 +14,13 @@ import torch
 from safetensors import SafetensorError
 from transformers import GenerationConfig
 
-from decoding.folder import WEIGHTS
-from decoding.tokenizer import copy_tokenizer, has_tokenizer
+from decoding.models.folder import WEIGHTS
+from decoding.models.text.tokenizer import copy_tokenizer, has_tokenizer
+from jobs.run_folder import RunFolder, git_revision, hash_input, versions
 from training.checkpoint import disk_error, let_read, write_text
 from training.config import DataConfig, HeldOutConfig, TargetConfig, plain
-from training.job_data import sources
+from training.data.from_config import sources
 from training.loop import Progress
-from training.run_folder import RunFolder, git_revision, hash_input, versions
 
 CARD = "drafter_card.json"
 _SAFETENSORS_NAMES = {

@@ -8,9 +8,9 @@ compared, and the hash of the target that a card names.
 from pathlib import Path
 
 from decoding.errors import UserError
-from decoding.folder import read_config, read_json
+from decoding.models.folder import read_config, read_json
+from jobs.run_folder import hash_input
 from training.drafter_folder import CARD
-from training.run_folder import hash_input
 
 # model_type -> the file of conf/drafter that drafts with it.
 HEADS = {"recurrent_drafting_drafter": "recurrent"}

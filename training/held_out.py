@@ -8,18 +8,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from decoding.compatible import load_tokenizer
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.target import Target, load_target
-from training.chat import choose_rendering, render_prompt, render_text, template_source
+from decoding.models.load import Target, load_target
+from decoding.models.text.compatible import load_tokenizer
+from jobs.paths import resolve
 from training.config import DataConfig, HeldOutConfig, TargetConfig
-from training.data import read_prompts
-from training.job_data import each_data
-from training.models import target_is_here
-from training.packing import Sample
-from training.paths import resolve
+from training.data.chat import choose_rendering, render_prompt, render_text, template_source
+from training.data.from_config import each_data
+from training.data.packing import Sample
+from training.data.readers import read_prompts
+from training.models.build import target_is_here
 
 ANSWERED_TOGETHER = 16  # prompts
 

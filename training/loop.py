@@ -17,17 +17,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from decoding import cuda
+from decoding import devices
 from decoding.errors import UserError
+from jobs.progress import ProgressBar
 from training import checkpoint
 from training.bounds import Bounds, Place, Progress
 from training.config import LoopConfig
+from training.data.packing import Batch, PackedData, collate, micro_batches
 from training.optimizer import Optimizer, Rate, learning_rate
-from training.packing import Batch, PackedData, collate, micro_batches
-from training.parallel import Parallel
+from training.parallel.fsdp import checkpoint_activations
+from training.parallel.strategy import Parallel
 from training.plan import bounds_of
-from training.progress import ProgressBar
-from training.sharding import checkpoint_activations
 from training.timer import Timer
 
 
@@ -49,7 +49,7 @@ class Objective(Protocol):
 
 
 class Recorder(Protocol):
-    """Where records go: training.tracker.Tracker, or a list in a benchmark."""
+    """Where records go: jobs.tracker.Tracker, or a list in a benchmark."""
 
     def rewind(self, step: int) -> None: ...
 
@@ -153,7 +153,8 @@ def _step(
     place = Place(progress.done, bounds)
     parallel.inner.begin(progress.step, place)
     sums, tokens = _backward(module, rows, data, config, parallel, optimizer)
-    (loss, *metrics), norm = cuda.read(sums, optimizer.clip())  # the step's one wait for the device
+    # the step's one wait for the device
+    (loss, *metrics), norm = devices.read(sums, optimizer.clip())
     if not math.isfinite(loss) or not math.isfinite(norm):
         clip = config.optimizer.clip
         remedy = (

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.attention import document_mask
 from training.bounds import Place
+from training.data.packing import Batch
 from training.losses.chunked import chunked_cross_entropy, chunked_forward_kl
+from training.models.attention import document_mask
 from training.optimizer import Rate
-from training.packing import Batch
 
 
 def hidden_states(model: Any, batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from training.optimizer_config import OptimizerConfig
-from training.sharding import assign, whole
+from training.parallel.fsdp import assign, whole
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class WithApart:
         self, shared: Optimizer, apart: MasterAdamW, add: Callable[[Tensor], Tensor], ranks: int
     ) -> None:
         """add: the sum over ranks, of whose losses each is `ranks` times its share
-        (training.parallel).
+        (training.parallel.strategy).
         """
         self.shared, self.apart = shared, apart
         self._add, self._ranks = add, ranks

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from training.bounds import Bounds
 from training.config import LoopConfig
-from training.packing import PackedData
+from training.data.packing import PackedData
 
 
 def bounds_of(loop: LoopConfig, data: PackedData) -> Bounds:

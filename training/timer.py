@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from decoding.errors import UserError
 from training.bounds import Bounds, Progress
-from training.parallel import Parallel
+from training.parallel.strategy import Parallel
 
 RECENT = 0.2  # weight of the last step in the pace
 

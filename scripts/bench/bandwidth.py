@@ -8,8 +8,8 @@ A forward over one token has to read every weight once. Its bytes over its time 
 best of three plain readers of the same size (a sum, a matrix-vector product in the same dtype, and
 on a GPU a copy), and its operations against those of a product of two square matrices, measured in
 the same rounds. Of a yardstick the best round counts, and a share above 1 is told to be none. Both
-budgets of decoding/budget.py, bytes and operations, are printed with the share reached; and V(n),
-which stays near 1 for as long as bytes bind.
+budgets of decoding/costs/roofline.py, bytes and operations, are printed with the share reached; and
+V(n), which stays near 1 for as long as bytes bind.
 """
 
 import statistics
@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from decoding.budget import Budget, forward_budget
-from decoding.native import NativeTarget
-from decoding.yardsticks import per_second, product, readers
+from decoding.costs.machine_limits import per_second, product, readers
+from decoding.costs.roofline import Budget, forward_budget
+from decoding.models.native.model import NativeTarget
 from scripts.bench import random_models
 from scripts.bench.common import judged, options, save, take_turns
 from scripts.bench.random_models import Shape
-from training.models import dtype_of
+from training.models.build import dtype_of
 
 
 @dataclass

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from decoding import cuda
+from decoding import devices
+from decoding.costs.machine_limits import SLOW_YARDSTICK
 from decoding.errors import UserError
-from decoding.yardsticks import SLOW_YARDSTICK
+from jobs.help import field_docs
+from jobs.malloc import keep_memory
+from jobs.run_folder import git_revision, hardware, versions
 from training.checkpoint import write_text
 from training.config import plain, typed
-from training.help import field_docs
-from training.memory import keep_memory
-from training.run_folder import git_revision, hardware, versions
 
 Options = TypeVar("Options")
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -159,11 +159,11 @@ def interval(value: float | None, low: float | None, high: float | None, unit: s
 def peak_bytes(action: Callable[[], Any], device: str = "cpu") -> int:
     """Most bytes that tensors made inside take at once, beyond what was there before."""
     place = torch.device(device)
-    cuda.peak_bytes(place)  # the peak begins anew, at what is held now
-    held = cuda.peak_bytes(place)
+    devices.peak_bytes(place)  # the peak begins anew, at what is held now
+    held = devices.peak_bytes(place)
     if held is not None:
         action()
-        most = cuda.peak_bytes(place)
+        most = devices.peak_bytes(place)
         assert most is not None, "a card that counted before"
         return most - held
     with torch.profiler.profile(

@@ -26,19 +26,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from transformers import AutoModelForCausalLM
 
-from decoding.budget import Budget, forward_budget, round_budget
-from decoding.chain import ChainDrafter
-from decoding.drafter import Drafter
+from decoding.costs.machine_limits import fastest, product, readers
+from decoding.costs.roofline import Budget, forward_budget, round_budget
+from decoding.drafters.chain import ChainDrafter
+from decoding.interfaces import Drafter
 from decoding.loop import Settings, decode, time_parts
-from decoding.native import NativeTarget
-from decoding.target import load_target
-from decoding.tokenizer import load_tokenizer
-from decoding.yardsticks import fastest, product, readers
+from decoding.models.load import load_target
+from decoding.models.native.model import NativeTarget
+from decoding.models.text.tokenizer import load_tokenizer
+from jobs.paths import resolve
 from scripts.bench.common import judged, options, ratio, save, take_turns, timed
-from training.chat import render_prompt
-from training.data import read_prompts
-from training.models import dtype_of
-from training.paths import resolve
+from training.data.chat import render_prompt
+from training.data.readers import read_prompts
+from training.models.build import dtype_of
 
 
 @dataclass

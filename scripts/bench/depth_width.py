@@ -31,25 +31,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import eval.run
-from decoding import cuda
+from decoding import devices
 from decoding.errors import UserError
-from decoding.tokenizer import load_tokenizer
+from decoding.models.text.tokenizer import load_tokenizer
 from distill.acceptance import HeldOutAcceptance
 from distill.config import TrainConfig
 from distill.shapes import student_config
 from eval.config import BenchmarkConfig, EvalConfig
-from eval.schema import read_rows
+from eval.statistics.schema import read_rows
+from jobs.drafters import CONTROL
+from jobs.paths import resolve
 from scripts.bench.common import options, save
 from scripts.bench.kept import Kept, paired
 from scripts.bench.students import Students, configured
 from training.config import DataConfig, HeldOutConfig, StudentConfig, TargetConfig, plain
+from training.data.packing import Sample
 from training.drafter_folder import write_model
-from training.drafters import CONTROL
 from training.held_out import target_answers
-from training.models import target_config
-from training.packing import Sample
-from training.paths import resolve
-from training.shapes import bytes_a_step, parameter_counts
+from training.models.build import target_config
+from training.models.shapes import bytes_a_step, parameter_counts
 
 TOLERANCE = 0.03  # of bytes a step
 # options that students do not hang on
@@ -257,7 +257,7 @@ def main() -> None:
     if unknown:
         sys.exit(f"error: executions has '{unknown[0]}', expected some of {', '.join(EXECUTIONS)}")
     sizes = equal_bytes(chosen)
-    cuda.CPU_COMPILER = "inductor"  # what is timed as compiled is compiled
+    devices.CPU_COMPILER = "inductor"  # what is timed as compiled is compiled
     logging.getLogger("transformers").setLevel(logging.ERROR)
     kept = Kept(chosen.work, chosen, ("seeds", "executions", *DECODING))
     students, answers = Students(), Answers(chosen)

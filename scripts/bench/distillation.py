@@ -22,19 +22,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from transformers import AutoModelForCausalLM
 
-from decoding.tokenizer import load_tokenizer
+from decoding.models.text.tokenizer import load_tokenizer
 from distill.student import build_student
+from jobs.paths import resolve
 from scripts.bench.common import options, ratio, save, take_turns
 from scripts.bench.padded import agree, both_losses, trainer_rate
 from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
-from training.data import read_chats
+from training.data.packing import PackedData, Sample
+from training.data.readers import read_chats
+from training.data.samples import chat_samples
 from training.loop import fit
-from training.models import dtype_of, load_causal_lm
+from training.models.build import dtype_of, load_causal_lm
 from training.objectives import Distillation, freeze
-from training.packing import PackedData, Sample
-from training.parallel import Parallel
-from training.paths import resolve
-from training.samples import chat_samples
+from training.parallel.strategy import Parallel
 
 
 @dataclass

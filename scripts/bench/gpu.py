@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from decoding import cuda
+from decoding import devices
 from decoding.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,8 +55,8 @@ class Figures:
             "benchmark": f"gpu_{options.part}",
             "options": asdict(options),
             "date": time.strftime("%Y-%m-%d"),
-            "card": cuda.card(device),
-            "memory_bytes": cuda.memory_bytes(device),
+            "card": devices.card(device),
+            "memory_bytes": devices.memory_bytes(device),
             "torch": torch.__version__,
             "figures": {},
         }
@@ -90,11 +90,12 @@ class Figures:
 
 
 def untested_lines() -> list[str]:
-    """`file:line` of what a CPU cannot run: in decoding/cuda.py, what a test for the device keeps
-    from it, whole statements or half of an expression.
+    """`file:line` of what a CPU cannot run: in decoding/devices.py, what a test for the device
+    keeps from it, whole statements or half of an expression.
 
-    Beside them a CPU takes gloo where cards take nccl (decoding/links.py, training/parallel.py),
-    and names no second card (decoding/parallel.py).
+    Beside them a CPU takes gloo where cards take nccl (decoding/models/distributed/links.py,
+    training/parallel/strategy.py), and names no second card
+    (decoding/models/distributed/parallel.py).
     """
     path = ROOT / "decoding" / "cuda.py"
     lines: set[int] = set()
@@ -111,7 +112,7 @@ def untested_lines() -> list[str]:
                     guarded = block[index + 1 :]
                 for inner in guarded:
                     lines |= {each.lineno for each in ast.walk(inner) if isinstance(each, ast.stmt)}
-    return [f"decoding/cuda.py:{line}" for line in sorted(lines)]
+    return [f"decoding/devices.py:{line}" for line in sorted(lines)]
 
 
 def _tests_for(statement: ast.If, comparison: type[ast.cmpop]) -> bool:
@@ -150,7 +151,7 @@ def parse(words: list[str]) -> Options:
     if options.part not in PARTS:
         sys.exit(f"error: part '{options.part}' is unknown, expected one of {', '.join(PARTS)}")
     try:
-        options.device = cuda.device_of(options.device)
+        options.device = devices.device_of(options.device)
     except UserError as error:
         sys.exit(f"error: {error}")
     return options

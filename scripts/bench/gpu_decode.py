@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from decoding import cuda
-from decoding.budget import forward_budget, round_budget
-from decoding.chain import ChainDrafter
+from decoding import devices
+from decoding.costs.roofline import forward_budget, round_budget
+from decoding.drafters.chain import ChainDrafter
 from decoding.loop import Generation, Settings, decode, start
-from decoding.native import NativeTarget
-from decoding.weights import Weights
+from decoding.models.native.model import NativeTarget
+from decoding.models.native.weights import Weights
 from scripts.bench.random_models import Shape, random_weights
 
 GOALS = {"target": 0.80, "drafter": 0.60, "overhead": 0.05}
@@ -89,11 +89,11 @@ def seconds(action: Callable[[], Any], device: torch.device, times: int, rounds:
     """Median seconds of one call, `times` of them queued before the device is waited for."""
     measured = []
     for _ in range(rounds + 1):
-        cuda.synchronize(device)
+        devices.synchronize(device)
         began = time.perf_counter()
         for _ in range(times):
             action()
-        cuda.synchronize(device)
+        devices.synchronize(device)
         measured.append((time.perf_counter() - began) / times)
     return median(measured[1:])
 
@@ -252,7 +252,7 @@ def one_execution(
             {**whole, **judged(-whole["overhead"], -GOALS["overhead"])},
         )
         del model
-        cuda.release(weights.device)
+        devices.release(weights.device)
 
 
 def run(device: str, toy: bool, figures: Any) -> None:
@@ -261,7 +261,7 @@ def run(device: str, toy: bool, figures: Any) -> None:
     found = limits(sizes, place)
     figures.add("limits", {**found, "of bytes": "copy"})
     weights = random_weights(sizes.target, sizes.dtype, device, sizes.max_length)
-    cuda.release(place)
+    devices.release(place)
     for execution in ("graph", "eager"):
         one_execution(weights, execution, sizes, found, figures)
     for execution in ("graph", "eager"):
@@ -271,6 +271,6 @@ def run(device: str, toy: bool, figures: Any) -> None:
             if figures.in_time(f"V at {context}, {execution}"):
                 figures.add(f"V at {context}, {execution}", widths(target, sizes, context, found))
         del target
-        cuda.release(place)
+        devices.release(place)
     if figures.in_time("compiled"):  # last: it is what a missing compiler would end
         one_execution(weights, "compiled", sizes, found, figures)

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from decoding import cuda, noise
-from decoding.drafter import Drafter
+from decoding import devices
+from decoding.drafters.remote import RemoteChain
+from decoding.interfaces import Drafter
 from decoding.loop import Settings, decode, start
-from decoding.native import NativeTarget
-from decoding.processors import make_processors
-from decoding.worker import RemoteChain
+from decoding.models.native.model import NativeTarget
+from decoding.sampling import noise
+from decoding.sampling.logits_processors import make_processors
 from scripts.bench.gpu_rows import Use, chain, embedded_kit, prompts, random_kit, uses
 from tests.decoding.rows import COSTS, Kit
 
@@ -41,14 +42,14 @@ def gap(target: NativeTarget, ids: Sequence[int], settings: Settings, request: i
     included.
     """
     target.open(1, len(ids) + 1)
-    logits_V = target.lm_head(target.features(cuda.tensor([list(ids)], target.device))[:, -1])[
+    logits_V = target.lm_head(target.features(devices.tensor([list(ids)], target.device))[:, -1])[
         0
     ].double()
     processors = make_processors(settings.repetition_penalty, settings.allowed)
     if processors is not None:
         logits_V = processors(logits_V[None, None], [ids])[0, 0]
     if settings.temperature > 0:
-        key = cuda.tensor(
+        key = devices.tensor(
             noise.signed(noise.extend(noise.key(settings.seed, request), len(ids))), target.device
         )
         race_V = noise.exponentials(
@@ -115,7 +116,7 @@ def waiting(
     """
     running = start(target, drafter, prompts_B, settings)
     try:
-        with cuda.no_waiting(target.device):
+        with devices.no_waiting(target.device):
             while running.rows:
                 running.round()
     # what the debug mode raises; the other rows are still worth knowing

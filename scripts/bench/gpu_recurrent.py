@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from decoding import cuda
-from decoding.batch import Batch
+from decoding import devices
 from decoding.loop import Settings, decode, start
-from decoding.native import NativeTarget
-from decoding.weights import Weights
+from decoding.models.native.model import NativeTarget
+from decoding.models.native.weights import Weights
+from decoding.rounds.batch import Batch
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import RecurrentHead
 from scripts.bench import gpu_recurrent_training
@@ -120,7 +120,7 @@ def parts(running: Batch, length: int) -> tuple[float, float]:
         running.chooser,
     )
     proposal = drafter.propose(*given)
-    tips_B1 = cuda.tensor([row.sequence[-1:] for row in rows], target.device)
+    tips_B1 = devices.tensor([row.sequence[-1:] for row in rows], target.device)
     tokens_BN, parents_BN = torch.cat((tips_B1, proposal.tokens_BN), 1), None
     if proposal.parents_BN is not None:
         parents_BN = torch.cat((torch.full_like(tips_B1, -1), proposal.parents_BN + 1), 1)
@@ -242,10 +242,10 @@ def run(device: str, toy: bool, figures: Any) -> None:
     figures.add("training", found)
     finite = all(map(math.isfinite, found["losses"] + found["gradient_norms"]))
     figures.expect("the training's losses and gradients are finite", finite)
-    cuda.release(place)
+    devices.release(place)
     weights = random_weights(sizes.target, sizes.dtype, device, sizes.max_length)
     head = random_head(sizes.target, BLOCKS, sizes.dtype, device).requires_grad_(False)
-    cuda.peak_bytes(place)
+    devices.peak_bytes(place)
     for length in sizes.lengths:
         for execution in ("graph", "eager"):
             target = opened(weights, execution, sizes)
@@ -253,5 +253,5 @@ def run(device: str, toy: bool, figures: Any) -> None:
             if length == sizes.lengths[0]:
                 one_batch(target, head, sizes, figures)
             del target
-            cuda.release(place)
-    figures.add("decoding_peak_bytes", cuda.peak_bytes(place))
+            devices.release(place)
+    figures.add("decoding_peak_bytes", devices.peak_bytes(place))

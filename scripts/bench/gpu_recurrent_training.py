@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from decoding import cuda
+from decoding import devices
 from recurrent_drafting.loss_config import HeadLossConfig
 from recurrent_drafting.objective import HeadTraining
 from recurrent_drafting.states import TargetStates
@@ -49,7 +49,7 @@ def training(sizes: Sizes, device: str) -> dict[str, Any]:
     """Tokens a second of our training: hidden states made in every step, the head's float32 masters
     and the optimizer's states on the card.
     """
-    cuda.peak_bytes(torch.device(device))
+    devices.peak_bytes(torch.device(device))
     head = random_head(sizes.target, BLOCKS, sizes.dtype, device)
     loss_config = HeadLossConfig(predict_n_tokens=HEADS)
     objective = HeadTraining(head, TargetStates(frozen_target(sizes, device)), loss_config)

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from decoding.chain import ChainDrafter
-from decoding.drafter import Drafter
-from decoding.folder import load_state, read_config
-from decoding.multi_candidate import MultiCandidate
-from decoding.native import NativeTarget
-from decoding.schedules import VIRTUAL
-from decoding.target import DTYPES
-from decoding.tokenizer import load_tokenizer
-from decoding.weights import NativeConfig, Weights
-from decoding.worker import RemoteChain
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.remote import RemoteChain
+from decoding.drafters.trees.multi_candidate import MultiCandidate
+from decoding.interfaces import Drafter
+from decoding.models.folder import load_state, read_config
+from decoding.models.load import DTYPES
+from decoding.models.native.model import NativeTarget
+from decoding.models.native.weights import NativeConfig, Weights
+from decoding.models.text.tokenizer import load_tokenizer
+from decoding.schedules.by_name import VIRTUAL
 from scripts.bench.random_models import Shape, random_weights
 from tests.decoding.rows import ROWS, Kit
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from decoding import cuda
+from decoding import devices
 from scripts.bench import gpu_training
 from scripts.bench.gpu_training import chats, frozen_target, model, ours
 from scripts.bench.padded import agree, both_losses, trainer_rate
 from scripts.bench.random_models import Shape
-from training.attention import PACKED
+from training.data.packing import Sample
+from training.models.attention import PACKED
 from training.objectives import Distillation
-from training.packing import Sample
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def our_side(
     """Our steps of a copy of the drafter."""
     for each in (drafter, target):
         each.set_attn_implementation(PACKED)
-    cuda.peak_bytes(torch.device(device))
+    devices.peak_bytes(torch.device(device))
     objective = Distillation(copy.deepcopy(drafter), target)
     return ours(objective, objective.student, samples, sizes, device)
 
@@ -80,7 +80,7 @@ def trainer_side(
     """
     for each in (drafter, target):
         each.set_attn_implementation("sdpa")
-    cuda.peak_bytes(torch.device(device))
+    devices.peak_bytes(torch.device(device))
     tokens = sum(len(sample.ids) for sample in samples)
     per_step = max(1, round(sizes.step_rows * sizes.row / (tokens / len(samples))))
     with TemporaryDirectory() as folder:
@@ -89,7 +89,7 @@ def trainer_side(
     return {
         "tokens_per_second": rate,
         "chats_per_step": per_step,
-        "peak_bytes": cuda.peak_bytes(torch.device(device)),
+        "peak_bytes": devices.peak_bytes(torch.device(device)),
     }
 
 
@@ -97,7 +97,7 @@ def trainer_side(
 def run(device: str, toy: bool, figures: Any) -> None:
     """All of it."""
     sizes = TOY if toy else REAL
-    cuda.use(torch.device(device))
+    devices.use(torch.device(device))
     target, drafter, samples = (
         frozen_target(sizes, device),
         model(sizes.drafter, sizes, device),
@@ -117,6 +117,6 @@ def run(device: str, toy: bool, figures: Any) -> None:
                     all(map(math.isfinite, found.get("losses", []))),
                 )
                 rates[name].append(found["tokens_per_second"])
-                cuda.release(torch.device(device))
+                devices.release(torch.device(device))
     if all(rates.values()):
         figures.add("ours over trainer", median(rates["ours"]) / median(rates["trainer"]))

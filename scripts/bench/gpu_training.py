@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from decoding import cuda
+from decoding import devices
 from scripts.bench.random_models import Shape
-from training.attention import PACKED
+from training.data.packing import PackedData, Sample, collate, micro_batches
+from training.models.attention import PACKED
 from training.objectives import Constant, freeze
 from training.optimizer import MasterAdamW
 from training.optimizer_config import OptimizerConfig
-from training.packing import PackedData, Sample, collate, micro_batches
 
 SUPERVISED = 0.6  # of ShareGPT's tokens
 
@@ -92,7 +92,7 @@ def step(
         (loss_sum / count).backward()
         optimizer.collect()
         total += loss_sum.detach()
-    loss_sum, norm = cuda.read(total, optimizer.clip())
+    loss_sum, norm = devices.read(total, optimizer.clip())
     optimizer.step(optimizer.config.lr)
     return loss_sum / count, norm
 
@@ -106,10 +106,10 @@ def timed_steps(
     tokens, took, seen = 0, [], []
     for number in range(1, sizes.steps + 1):
         rows = data.step_rows(number)
-        cuda.synchronize(place)
+        devices.synchronize(place)
         began = time.perf_counter()
         seen.append(step(objective, optimizer, data, rows, sizes))
-        cuda.synchronize(place)
+        devices.synchronize(place)
         took.append(time.perf_counter() - began)
         tokens += sum(len(data.samples[index].ids) for row in rows for index in row)
     rate = tokens / sum(took)
@@ -122,7 +122,7 @@ def timed_steps(
         "step_seconds": took,
         "losses": [loss for loss, _ in seen],
         "gradient_norms": [norm for _, norm in seen],
-        "peak_bytes": cuda.peak_bytes(place),
+        "peak_bytes": devices.peak_bytes(place),
     }
 
 

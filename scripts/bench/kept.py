@@ -17,10 +17,10 @@ from typing import Any
 
 from scipy.stats import t as student_t
 
-from distill.journal import Journal, read_journal
+from distill.regenerate.journal import Journal, read_journal
+from jobs.run_folder import git_revision
 from training.checkpoint import write_text
 from training.config import plain
-from training.run_folder import git_revision
 
 # where results lie and how much is remembered changes none of them
 _NO_SETTINGS = ("work", "name", "cache_mb")

@@ -28,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from decoding.errors import UserError
-from decoding.tokenizer import load_tokenizer
+from decoding.models.text.tokenizer import load_tokenizer
 from distill.acceptance import HeldOutAcceptance, Totals
 from distill.student import build_student
+from jobs.paths import resolve
 from scripts.bench.common import options, save
 from scripts.bench.kept import Kept, paired
 from training.config import (
@@ -41,16 +42,15 @@ from training.config import (
     ParallelConfig,
     StudentConfig,
 )
-from training.data import read_texts
-from training.job_data import drawn_evenly
+from training.data.from_config import drawn_evenly
+from training.data.mixture import MixedData
+from training.data.packing import Sample
+from training.data.readers import read_texts
+from training.data.samples import text_samples
 from training.loop import fit
-from training.mixture import MixedData
-from training.models import dtype_of, load_causal_lm
+from training.models.build import dtype_of, load_causal_lm
 from training.objectives import Distillation, TeacherStates, freeze
-from training.packing import Sample
-from training.parallel import Parallel
-from training.paths import resolve
-from training.samples import text_samples
+from training.parallel.strategy import Parallel
 
 SIDES = ("fixed", "equal", "acceptance", "loss")
 _HELD_OUT = 0.2

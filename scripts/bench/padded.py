@@ -13,8 +13,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from training.data.packing import PackedData, Sample, collate
 from training.objectives import Distillation
-from training.packing import PackedData, Sample, collate
 
 # share by which the sides' losses may differ: their bfloat16 products are summed in another order
 SAME_LOSS = 0.02

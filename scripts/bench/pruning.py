@@ -31,17 +31,17 @@ from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from distill.config import PruneConfig
 from distill.dry_run import importance_flops
-from distill.prune import stage_shapes
+from distill.prune.job import stage_shapes
 from distill.shapes import student_config
+from jobs.paths import resolve
 from scripts.bench.common import options, save
 from scripts.bench.kept import Kept, paired
 from scripts.bench.students import Students, configured
 from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig, TargetConfig
-from training.data import read_prompts
+from training.data.readers import read_prompts
 from training.drafter_folder import write_model
-from training.models import target_config
-from training.paths import resolve
-from training.shapes import forward_flops, parameter_counts
+from training.models.build import target_config
+from training.models.shapes import forward_flops, parameter_counts
 
 # side -> mode of distill.prune
 SIDES = {

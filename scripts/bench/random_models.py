@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoding.native import NativeTarget
-from decoding.weights import NativeConfig, Weights
+from decoding.models.native.model import NativeTarget
+from decoding.models.native.weights import NativeConfig, Weights
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 
 SPREAD = 0.02  # standard deviation of all matrices

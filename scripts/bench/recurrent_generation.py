@@ -18,22 +18,22 @@ from typing import Any
 import torch
 
 import eval.run
-from decoding.cuda import device_of
+from decoding.devices import device_of
 from decoding.engine import Engine, encode, load
 from decoding.errors import UserError
-from decoding.linear import draft_dtype
 from decoding.loop import Settings, decode
-from decoding.stats import LOOPING_BELOW, distinct_n
-from decoding.ties import TIE_GAP, choice_scores, first_difference, top_two_gap
+from decoding.models.native.linear import draft_dtype
+from decoding.rounds.stats import LOOPING_BELOW, distinct_n
+from decoding.rounds.ties import TIE_GAP, choice_scores, first_difference, top_two_gap
 from eval.config import BenchmarkConfig, EvalConfig
-from eval.schema import Row, read_rows
+from eval.statistics.schema import Row, read_rows
+from jobs.drafters import AUTO, CONTROL
+from jobs.paths import resolve
 from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.common import interval, table
 from training.checkpoint import write_text
 from training.config import TargetConfig
-from training.data import Prompt, read_prompts
-from training.drafters import AUTO, CONTROL
-from training.paths import resolve
+from training.data.readers import Prompt, read_prompts
 
 ASKED_TOGETHER = 32  # prompts whose plain answers are decoded in one batch
 BY_COST = "by cost"

@@ -3,7 +3,7 @@ the two models.
 
 The share of a round that is neither the target's forward nor the head's, and operations outside
 both that would launch a kernel: counted as they are here, and with the verification of trees that a
-GPU takes (decoding/verify_tree.py), as kernels are launched there alone.
+GPU takes (decoding/verification/device_tree.py), as kernels are launched there alone.
 """
 
 import statistics
@@ -14,15 +14,15 @@ from unittest.mock import patch
 
 import torch
 
-from decoding import verify, verify_tree
 from decoding.engine import Engine, encode, load
 from decoding.errors import UserError
 from decoding.loop import Settings, start
+from decoding.verification import device_tree, rules
+from jobs.paths import resolve
 from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.operations import Operations
 from scripts.bench.recurrent_generation import head_dtype
-from training.data import read_prompts
-from training.paths import resolve
+from training.data.readers import read_prompts
 
 TARGET_CALLS = ("forward",)
 DRAFTER_CALLS = ("embed",)  # what the head reads of a token
@@ -81,7 +81,7 @@ def drafting(chosen: Any) -> dict[str, Any]:
         )
         prompts = _prompts(chosen, engine, engine.target.max_length - chosen.max_new_tokens)
         operations = _operations(engine, drafter, prompts[0], settings)
-        with patch.object(verify, "_recursive", verify_tree.token):
+        with patch.object(rules, "_recursive", device_tree.token):
             of_a_gpu = _operations(engine, drafter, prompts[0], settings)
         found[name] = {
             **_shares(engine, drafter, prompts, settings, chosen.rounds),

@@ -29,9 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-import distill.regenerate
+import distill.regenerate.job
 from decoding.errors import UserError
 from distill.config import RegenerateConfig
+from jobs.paths import resolve
 from recurrent_drafting.checkpoint import save_head
 from scripts.bench import recurrent_tables as tables
 from scripts.bench.common import options, save, save_text
@@ -40,9 +41,8 @@ from scripts.bench.recurrent_generation import Race, write_prompts
 from scripts.bench.recurrent_sides import BASE, SIDES, Bench
 from training.checkpoint import write_text
 from training.config import DataConfig, TargetConfig
-from training.data import Chat, read_chats
+from training.data.readers import Chat, read_chats
 from training.drafter_folder import write_model
-from training.paths import resolve
 
 TRAINED = {  # part -> side -> the side that it is held against
     "recurrence": {"without recurrence": BASE},
@@ -120,7 +120,7 @@ def _sharegpt(chat: Chat) -> dict[str, Any]:
 
 def answered(chosen: Options, found: Path, work: Path) -> Path:
     """The same chats with the target's own answers."""
-    return distill.regenerate.run(
+    return distill.regenerate.job.run(
         RegenerateConfig(
             job="distill.regenerate",
             output_dir=str(work / "answered"),

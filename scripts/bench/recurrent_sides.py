@@ -25,6 +25,7 @@ import torch
 
 from decoding.engine import Engine, load
 from decoding.loop import Settings, decode
+from jobs.paths import resolve
 from recurrent_drafting.build import build_head, head_config
 from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.drafter import RecurrentDrafter
@@ -36,14 +37,13 @@ from recurrent_drafting.states import TargetStates
 from scripts.bench.recurrent_generation import unlooping
 from scripts.bench.students import Students, configured
 from training.config import DataConfig, LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
-from training.data import Prompt, read_prompts
-from training.job_data import read_samples
+from training.data.from_config import read_samples
+from training.data.packing import PackedData, Sample
+from training.data.readers import Prompt, read_prompts
 from training.loop import fit
-from training.models import dtype_of, load_causal_lm
+from training.models.build import dtype_of, load_causal_lm
 from training.objectives import Distillation, freeze
-from training.packing import PackedData, Sample
-from training.parallel import Parallel
-from training.paths import resolve
+from training.parallel.strategy import Parallel
 
 PACE_STEPS = 5  # of a side's timing, the first of which warms up
 

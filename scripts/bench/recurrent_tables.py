@@ -1,8 +1,8 @@
 """Tables of scripts/bench/recurrent_show.py, in Markdown, from its figures.
 
 Two intervals of a comparison, both paired, both of 95 %: over prompts, all seeds' counts of a
-prompt together (eval.metrics), and over seeds, by Student's t (scripts/bench/kept.py), which with
-three seeds is wide.
+prompt together (eval.statistics.metrics), and over seeds, by Student's t (scripts/bench/kept.py),
+which with three seeds is wide.
 """
 
 from collections import defaultdict
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.metrics import Interval, paired_bootstrap, paired_speedups
-from eval.records import AUTOREGRESSIVE, read_records
+from eval.measure.records import AUTOREGRESSIVE, read_records
+from eval.statistics.metrics import Interval, paired_bootstrap, paired_speedups
 from scripts.bench.common import interval, table
 from scripts.bench.kept import paired
 

@@ -26,21 +26,21 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from decoding.tokenizer import load_tokenizer
+from decoding.models.text.tokenizer import load_tokenizer
+from jobs.paths import resolve
 from recurrent_drafting.config import HeadLossConfig
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.objective import HeadTraining
 from recurrent_drafting.states import TargetStates
 from scripts.bench.common import peak_bytes, ratio, take_turns
 from training.config import LoopConfig, OptimizerConfig, ParallelConfig
-from training.data import read_chats
+from training.data.packing import PackedData, Sample, collate
+from training.data.readers import read_chats
+from training.data.samples import chat_samples
 from training.loop import fit
-from training.models import dtype_of, load_causal_lm
+from training.models.build import dtype_of, load_causal_lm
 from training.objectives import freeze
-from training.packing import PackedData, Sample, collate
-from training.parallel import Parallel
-from training.paths import resolve
-from training.samples import chat_samples
+from training.parallel.strategy import Parallel
 
 IGNORED = -100
 TOP_K = 5

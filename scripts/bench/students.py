@@ -16,13 +16,13 @@ import torch
 
 from distill.acceptance import HeldOutAcceptance
 from distill.config import ImportanceConfig, PruneConfig
-from distill.prune import workbench
-from distill.prune_modes import MODES
+from distill.prune.job import workbench
+from distill.prune.modes import MODES
+from distill.prune.workbench import Source, Workbench
 from distill.shapes import student_config
-from distill.workbench import Source, Workbench
+from jobs.paths import resolve
 from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig, TargetConfig
 from training.objectives import TeacherStates
-from training.paths import resolve
 
 
 class Wanted(Protocol):

@@ -16,7 +16,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from training import corpus
+from training.data import corpus
 
 FOLDER = Path(__file__).resolve().parents[2] / "assets"
 MAX_CHATS_BYTES = 1_400_000

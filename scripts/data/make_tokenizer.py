@@ -16,7 +16,7 @@ from pathlib import Path
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from training import corpus
+from training.data import corpus
 
 FOLDER = Path(__file__).resolve().parents[2] / "assets" / "target"
 VOCABULARY = 2048

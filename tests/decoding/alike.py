@@ -14,13 +14,13 @@ from copy import copy
 import pytest
 import torch
 
-from decoding import schedules
-from decoding.chain import ChainDrafter
+from decoding.drafters.chain import ChainDrafter
 from decoding.loop import Settings
-from decoding.pearl import Lane, Pearl, PearlWithoutPre
-from decoding.pearl_plus import PearlPlus
-from decoding.stats import Generation
-from decoding.target import Target
+from decoding.models.load import Target
+from decoding.rounds.stats import Generation
+from decoding.schedules import by_name
+from decoding.schedules.pearl import Lane, Pearl, PearlWithoutPre
+from decoding.schedules.pearl_plus import PearlPlus
 
 from .many import keep, opened
 
@@ -53,7 +53,7 @@ def decode_alike(
 ) -> list[list[int]]:
     """The first `wanted` tokens of each request (fewer where it ends before)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(schedules.SCHEDULES, settings.schedule, MANY[settings.schedule])
+        patch.setitem(by_name.SCHEDULES, settings.schedule, MANY[settings.schedule])
         batch = opened(target, drafter, prompt, settings, request_ids)
     assert isinstance(batch, Pearl)
     generations = [row.generation for row in batch.rows]

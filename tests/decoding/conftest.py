@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from decoding import cuda
-from decoding.worker import RemoteChain
+from decoding import devices
+from decoding.drafters.remote import RemoteChain
 
 from .tiny import hf_model
 
@@ -15,7 +15,7 @@ from .tiny import hf_model
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host believes that it runs ahead of the device, as on a GPU."""
-    monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
 
 
 @pytest.fixture(scope="session")

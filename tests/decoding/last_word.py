@@ -11,7 +11,7 @@ Shapes: V words of the vocabulary, C = 2 V hidden size.
 import torch
 from torch import Tensor
 
-from decoding.native import NativeTarget
+from decoding.models.native.model import NativeTarget
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 
 from .tiny import SHAPES

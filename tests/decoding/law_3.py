@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from decoding.chain import ChainDrafter
-from decoding.drafter import Drafter
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.self_speculation import SelfSpeculation
+from decoding.drafters.with_lookup import LookupFirst
+from decoding.interfaces import Drafter
 from decoding.loop import Settings
-from decoding.native import NativeTarget
-from decoding.self_speculation import SelfSpeculation
-from decoding.target import Target
-from decoding.with_lookup import LookupFirst
+from decoding.models.load import Target
+from decoding.models.native.model import NativeTarget
 
 from .alike import MANY, decode_alike
 from .many import first_tokens, without_collector

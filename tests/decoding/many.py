@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from decoding import batch as batches
-from decoding import noise
-from decoding.batch import Batch
-from decoding.chooser import FRESH, Chooser
-from decoding.drafter import Drafter
+from decoding.interfaces import Drafter
 from decoding.loop import Settings, start
-from decoding.pearl import Pearl
-from decoding.target import Target
+from decoding.models.load import Target
+from decoding.rounds import batch as batches
+from decoding.rounds.batch import Batch
+from decoding.sampling import noise
+from decoding.sampling.token_chooser import FRESH, Chooser
+from decoding.schedules.pearl import Pearl
 
 PRODUCT = (Chooser.begin, Chooser.uniform, Chooser.draft_key, Chooser.node_keys)
 Integers = np.ndarray

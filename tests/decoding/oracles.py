@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decoding.chooser import Chooser
-from decoding.drafter import Caps, Observation, Proposal
-from decoding.lookahead import Lookahead, Phrase, PhrasePool
-from decoding.stopping import RoundCosts, Stopping
-from decoding.target import Target
+from decoding.drafters.lookahead import Lookahead, Phrase, PhrasePool
+from decoding.interfaces import Caps, Observation, Proposal
+from decoding.models.load import Target
+from decoding.sampling.token_chooser import Chooser
+from decoding.stopping.base import RoundCosts, Stopping
 
 
 class Oracle:

@@ -21,19 +21,19 @@ from dataclasses import dataclass
 
 import torch
 
-from decoding.chain import ChainDrafter
-from decoding.drafter import Drafter
-from decoding.graph import GraphDrafter
-from decoding.lookahead import Lookahead
-from decoding.multi_candidate import MultiCandidate
-from decoding.ouroboros import Ouroboros
-from decoding.prompt_lookup import PromptLookup, SuffixLookup
-from decoding.self_speculation import SelfSpeculation
-from decoding.static_tree import StaticTree
-from decoding.stopping import RoundCosts
-from decoding.target import Target
-from decoding.trees import RankedTree
-from decoding.with_lookup import ChainWithLookup, LookupFirst
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.lookahead import Lookahead
+from decoding.drafters.ouroboros import Ouroboros
+from decoding.drafters.prompt_lookup import PromptLookup, SuffixLookup
+from decoding.drafters.self_speculation import SelfSpeculation
+from decoding.drafters.trees.graph import GraphDrafter
+from decoding.drafters.trees.multi_candidate import MultiCandidate
+from decoding.drafters.trees.ranked import RankedTree
+from decoding.drafters.trees.static import StaticTree
+from decoding.drafters.with_lookup import ChainWithLookup, LookupFirst
+from decoding.interfaces import Drafter
+from decoding.models.load import Target
+from decoding.stopping.base import RoundCosts
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.chain import ChainDrafter
-from decoding.compatible import load_tokenizer
+from decoding.drafters.chain import ChainDrafter
 from decoding.engine import Engine, Reply, encode, generate, load, stop_tokens
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
+from decoding.models.load import load_target
+from decoding.models.text.compatible import load_tokenizer
 from decoding.session import Session
-from decoding.target import load_target
 from decoding.values import RULES
 
 from .tiny import hf_model, native_of

@@ -2,8 +2,8 @@
 
 import torch
 
-from decoding.budget import forward_budget, round_budget
-from decoding.native import NativeTarget
+from decoding.costs.roofline import forward_budget, round_budget
+from decoding.models.native.model import NativeTarget
 
 from .tiny import VOCABULARY, hf_model, native_of
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from decoding.batch import Batch
 from decoding.errors import UserError
 from decoding.loop import Generation, Settings, decode
+from decoding.models.load import Target
+from decoding.rounds.batch import Batch
 from decoding.session import Turns
-from decoding.target import Target
 
 from .rows import ROWS, DrafterRow
 from .test_session import kit_of, settings_of
@@ -105,7 +105,7 @@ def test_overlapped_schedules_are_refused() -> None:
 
 
 def test_conversations_on_the_hf_backend_and_batches_that_begin_from_nothing() -> None:
-    from decoding.hf import HFTarget
+    from decoding.models.hf import HFTarget
 
     class Forgetful(Turns):
         def decode(self, *arguments: object, **named: object) -> list[Generation]:

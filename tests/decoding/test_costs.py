@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.chain import ChainDrafter
-from decoding.costs import CHEAPEST, SPARED, measure_costs, settled, with_rest
+from decoding.costs.measure import CHEAPEST, SPARED, measure_costs, settled, with_rest
+from decoding.costs.timing import Parts, rising, time_parts
+from decoding.drafters.chain import ChainDrafter
 from decoding.loop import Settings
-from decoding.stats import Generation
-from decoding.stopping import RoundCosts
-from decoding.timing import Parts, rising, time_parts
+from decoding.rounds.stats import Generation
+from decoding.stopping.base import RoundCosts
 
 from .test_laws import models
 
@@ -52,7 +52,7 @@ def test_the_rest_of_a_round_is_what_neither_model_takes(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rule that sleeps is found in the rest, and in nothing else."""
-    from decoding import batch
+    from decoding.rounds import batch
 
     target, _, draft_model = models()
     drafter = ChainDrafter(model=draft_model)
@@ -84,7 +84,7 @@ def test_windows_end_with_the_time_but_for_three(
         windows.append(settings)
         return Parts(0.2, {1: 1.0, 2: 1.3}, 10, 1)
 
-    monkeypatch.setattr("decoding.costs.time_parts", timed)
+    monkeypatch.setattr("decoding.costs.measure.time_parts", timed)
     target, _, draft_model = models()
     with torch.inference_mode():
         measure_costs(
@@ -103,8 +103,8 @@ def test_what_is_done_for_each_step_is_the_steps(monkeypatch: pytest.MonkeyPatch
     """Draws that sleep make a step dearer, a rule that sleeps over drafts a round that drafts, and
     neither a round that does not.
     """
-    from decoding import batch
-    from decoding.chooser import Chooser
+    from decoding.rounds import batch
+    from decoding.sampling.token_chooser import Chooser
 
     target, _, draft_model = models()
     drafter, settings = (
@@ -135,7 +135,7 @@ def test_a_tree_by_cost_knows_what_its_growing_takes(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Costs that are made up while costs are measured have it draft."""
-    from decoding.trees import RankedTree
+    from decoding.drafters.trees.ranked import RankedTree
 
     target, _, draft_model = models()
     drafter = RankedTree(model=draft_model, by_cost=True)

@@ -13,21 +13,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding import chooser, cuda, drawn_tree
-from decoding.chooser import Chooser
-from decoding.drafter import Drafter, Proposal
-from decoding.drawn_tree import DrawnGraph, DrawnTree
-from decoding.draws import Draws, worths
+from decoding import devices
+from decoding.drafters.trees import sampled
+from decoding.drafters.trees.budgets import DrawnBySize, DrawnByWorth
+from decoding.drafters.trees.candidates import NONE
+from decoding.drafters.trees.graph import GraphDrafter
+from decoding.drafters.trees.multi_candidate import MultiCandidate
+from decoding.drafters.trees.ranked import RankedTree
+from decoding.drafters.trees.sampled import DrawnGraph, DrawnTree
+from decoding.drafters.trees.sampled_children import Draws, worths
+from decoding.drafters.trees.static import StaticTree
 from decoding.errors import UserError
-from decoding.graph import GraphDrafter
+from decoding.interfaces import Drafter, Proposal
 from decoding.loop import Settings, decode
-from decoding.multi_candidate import MultiCandidate
-from decoding.sampling import Warper
-from decoding.seen import NONE
-from decoding.static_tree import StaticTree
-from decoding.stopping import Fixed, RoundCosts
-from decoding.tree_budget import DrawnBySize, DrawnByWorth
-from decoding.trees import RankedTree
+from decoding.sampling import token_chooser
+from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.warpers import Warper
+from decoding.stopping.base import Fixed, RoundCosts
 
 from .law_3 import P_LIMIT, PROMPT, law_holds, target_table
 from .many import without_collector
@@ -48,7 +50,7 @@ def by_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     def looking(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
         return drawn_BPK.log(), worths(q_BPV, drawn_BPK)[1]
 
-    monkeypatch.setattr(drawn_tree, "worths", looking)
+    monkeypatch.setattr(sampled, "worths", looking)
 
 
 def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +74,7 @@ def best_of_the_finished_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     def likely(q_BPV: Tensor, drawn_BPK: Tensor) -> tuple[Tensor, Tensor]:
         return worths(q_BPV, drawn_BPK)[0], drawn_BPK.log()
 
-    monkeypatch.setattr(drawn_tree, "worths", likely)
+    monkeypatch.setattr(sampled, "worths", likely)
     monkeypatch.setattr(RankedTree, "_drawn_budget", lambda self, rows: DrawnBySize(rows, 12, 3))
     monkeypatch.setattr(DrawnTree, "_level", noting)
     monkeypatch.setattr(DrawnTree, "proposal", cut)
@@ -138,17 +140,17 @@ def test_children_that_were_not_drawn_are_not_tested(
     """Law 3 where as few draws as children leave many places empty; it breaks where an empty place
     is tested as another token.
     """
-    monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
-    monkeypatch.setattr(chooser, "TRIES", 1)
+    monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
+    monkeypatch.setattr(token_chooser, "TRIES", 1)
     assert law_holds(FEW[name](), "token", "plain") > P_LIMIT
-    different = chooser.draw_different
+    different = token_chooser.draw_different
 
     def filled(*given: Any) -> tuple[Tensor, Tensor]:
         tokens_BPK, probs_BPK = different(*given)
         empty_BPK = probs_BPK == 0
         return (tokens_BPK + empty_BPK) % 5, probs_BPK.masked_fill(empty_BPK, 0.2)
 
-    monkeypatch.setattr(chooser, "draw_different", filled)
+    monkeypatch.setattr(token_chooser, "draw_different", filled)
     assert law_holds(FEW[name](), "token", "plain") < P_LIMIT
 
 
@@ -205,7 +207,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
 def test_a_tree_keeps_to_its_nodes(
     ahead: bool, by_cost: bool, proposals: list[Proposal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
+    monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     target, draft_model = models()
     drafter = RankedTree(model=draft_model, frontier=3, max_nodes=7, by_cost=by_cost)
     settings = Settings(max_new_tokens=24, num_draft_tokens=3, temperature=1.0, costs=COSTS)
@@ -219,7 +221,7 @@ def test_hosts_that_run_ahead_draw_the_same_tree(monkeypatch: pytest.MonkeyPatch
     target, draft_model = models()
     prompts, found = random_prompts(6), []
     for ahead in (False, True):
-        monkeypatch.setattr(cuda, "runs_ahead", lambda device, ahead=ahead: ahead)
+        monkeypatch.setattr(devices, "runs_ahead", lambda device, ahead=ahead: ahead)
         drafter = GraphDrafter(model=draft_model, frontier=3, match=0)
         drafter.prepare(target, None)
         drafter.open(prompts, None, 64)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from decoding.compatible import check_same_tokenizer
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.target import load_target
+from decoding.models.load import load_target
+from decoding.models.text.compatible import check_same_tokenizer
 
 from .tiny import hf_model, native_of
 

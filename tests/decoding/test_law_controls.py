@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding import noise, verify
-from decoding.chain import ChainDrafter
-from decoding.chooser import Chooser
-from decoding.drafter import Outcome, Proposal
-from decoding.native import NativeTarget
+from decoding.drafters.chain import ChainDrafter
+from decoding.interfaces import Outcome, Proposal
+from decoding.models.native.model import NativeTarget
+from decoding.sampling import noise
+from decoding.sampling.token_chooser import Chooser
+from decoding.verification import rules
 
 from . import last_word
 from . import test_law_of_gain as gains
@@ -41,10 +42,10 @@ def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
             best_BN2, drafted_BN = scores_BNV[:, :-1].topk(2).indices, proposal.tokens_BN
             among_BN = (best_BN2 == drafted_BN[:, :, None]).any(-1)
             choices_BN[:, :-1] = drafted_BN.where(among_BN, choices_BN[:, :-1])
-        return verify.follow(choices_BN, proposal, chooser.read)
+        return rules.follow(choices_BN, proposal, chooser.read)
 
-    monkeypatch.setitem(verify.RULES, "greedy", lenient)
-    monkeypatch.setitem(verify.RULES, "coupled", lenient)
+    monkeypatch.setitem(rules.RULES, "greedy", lenient)
+    monkeypatch.setitem(rules.RULES, "coupled", lenient)
 
 
 def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,18 +55,18 @@ def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         choices_BN = logits_BNV.argmax(-1)
         if proposal is not None:
             choices_BN[:, :-1] = proposal.tokens_BN
-        return verify.follow(choices_BN, proposal, chooser.read)
+        return rules.follow(choices_BN, proposal, chooser.read)
 
     for rule in ("greedy", "token", "block", "coupled"):
-        monkeypatch.setitem(verify.RULES, rule, blind)
+        monkeypatch.setitem(rules.RULES, rule, blind)
 
 
 def draw_from_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows a failed test is drawn from what the target says after the failed token."""
     monkeypatch.setattr(
-        verify,
+        rules,
         "_final_weights",
-        lambda probs_BNV, _, accepted_B: verify.at_nodes(probs_BNV, [a + 1 for a in accepted_B]),
+        lambda probs_BNV, _, accepted_B: rules.at_nodes(probs_BNV, [a + 1 for a in accepted_B]),
     )
 
 

@@ -14,14 +14,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decoding import cuda, noise, verify
-from decoding.chain import ChainDrafter
-from decoding.chooser import Chooser
-from decoding.drafter import Drafter, Proposal
+from decoding import devices
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.trees.multi_candidate import MultiCandidate
+from decoding.drafters.trees.ranked import RankedTree
+from decoding.interfaces import Drafter, Proposal
 from decoding.loop import Settings, decode
-from decoding.multi_candidate import MultiCandidate
-from decoding.policies import NAMES
-from decoding.trees import RankedTree
+from decoding.sampling import noise
+from decoding.sampling.token_chooser import Chooser
+from decoding.stopping.policies import NAMES
+from decoding.verification import rules
 
 from .law_3 import P_LIMIT, PROMPT, WARPERS, drafter_of, law_holds, target_table
 from .many import ManyChooser, first_tokens, opened, without_collector
@@ -98,7 +100,7 @@ AHEAD += ("static_tree", "budget_tree_picked", "graph_picked")
 def test_law_3_of_trees_where_the_host_runs_ahead(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
     assert law_holds(drafter_of(name), "token", "hot_top_p", seed=2) > P_LIMIT
 
 
@@ -140,9 +142,9 @@ def drop_unlikely(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
     """After a failed test the next token is drawn from p, not from what q left of it."""
     monkeypatch.setattr(
-        verify,
+        rules,
         "_final_weights",
-        lambda probs_BNV, _, accepted_B: verify.at_nodes(probs_BNV, accepted_B),
+        lambda probs_BNV, _, accepted_B: rules.at_nodes(probs_BNV, accepted_B),
     )
     return ChainDrafter(model=draft_table())
 
@@ -212,7 +214,7 @@ def test_law_3_rejects_siblings_without_residual_update(
     """Drawn siblings and point masses alike: each is tested against p itself, as if none before it
     had failed.
     """
-    monkeypatch.setattr(verify, "_after_failure", lambda p_V, q_V, token: (p_V, q_V))
+    monkeypatch.setattr(rules, "_after_failure", lambda p_V, q_V, token: (p_V, q_V))
     assert law_holds(drafter_of(row), "token", "plain") < P_LIMIT
 
 

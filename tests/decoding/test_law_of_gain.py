@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import pytest
 
-from decoding import noise
 from decoding.loop import Generation, decode
-from decoding.native import NativeTarget
+from decoding.models.native.model import NativeTarget
+from decoding.sampling import noise
 
 from . import last_word
 from .rows import ADDED, BY_NAME, ROWS, DrafterRow, Kit

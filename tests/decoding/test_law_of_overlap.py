@@ -7,13 +7,13 @@ The schedules of two workers decode what these do, token for token under token v
 import pytest
 import torch
 
-from decoding import noise
-from decoding.chain import ChainDrafter
-from decoding.chooser import Chooser
-from decoding.drafter import Outcome, Proposal
+from decoding.drafters.chain import ChainDrafter
+from decoding.interfaces import Outcome, Proposal
 from decoding.loop import Settings, decode
-from decoding.pearl import Pearl
-from decoding.schedules import VIRTUAL
+from decoding.sampling import noise
+from decoding.sampling.token_chooser import Chooser
+from decoding.schedules.by_name import VIRTUAL
+from decoding.schedules.pearl import Pearl
 
 from .alike import MANY, decode_alike
 from .law_3 import P_LIMIT, PROMPT, drafter_of, law_holds, target_table

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from decoding.drafter import Drafter
+from decoding.drafters.self_speculation import SelfSpeculation
+from decoding.interfaces import Drafter
 from decoding.loop import Settings
-from decoding.processors import Processors
-from decoding.self_speculation import SelfSpeculation
-from decoding.target import Target
+from decoding.models.load import Target
+from decoding.sampling.logits_processors import Processors
 
 from .law_3 import P_LIMIT, count_triples, drafter_of, exact_row, joint, p_value, target_table
 from .rows import COSTS

@@ -12,15 +12,15 @@ from functools import lru_cache, partial
 import pytest
 import torch
 
-from decoding.batch import Batch
-from decoding.chain import ChainDrafter
-from decoding.chooser import Chooser
-from decoding.drafter import Drafter
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.with_lookup import LookupFirst
+from decoding.interfaces import Drafter
 from decoding.loop import Generation, decode
 from decoding.loop import Settings as AnySettings
-from decoding.native import NativeTarget
-from decoding.verify import RULES
-from decoding.with_lookup import LookupFirst
+from decoding.models.native.model import NativeTarget
+from decoding.rounds.batch import Batch
+from decoding.sampling.token_chooser import Chooser
+from decoding.verification.rules import RULES
 
 from .rows import COSTS, ROWS, DrafterRow, Kit, of_rows
 from .tiny import VOCABULARY, hf_model, native_of, random_prompts

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from decoding.drafters.prompt_lookup import PromptLookup, SuffixLookup
+from decoding.drafters.suffix_automaton import SuffixAutomaton
 from decoding.errors import UserError
-from decoding.prompt_lookup import PromptLookup, SuffixLookup
-from decoding.suffix_automaton import SuffixAutomaton
 
 
 def longest_match(sequence: Sequence[int]) -> int:

@@ -17,14 +17,14 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import decoding
-from decoding.compatible import check_same_tokenizer
 from decoding.errors import UserError
-from decoding.model_check import check_model, expected_tensors
-from decoding.target import load_target
+from decoding.models.load import load_target
+from decoding.models.model_check import check_model, expected_tensors
+from decoding.models.text.compatible import check_same_tokenizer
 from training.config import ParallelConfig
-from training.frozen import load_frozen
-from training.models import known_config, load_causal_lm
-from training.parallel import Parallel
+from training.models.build import known_config, load_causal_lm
+from training.models.frozen import load_frozen
+from training.parallel.strategy import Parallel
 
 from .tiny import LLAMA3_ROPE, SHAPES, hf_model
 
@@ -282,7 +282,10 @@ def test_every_loader_refuses_before_weights_are_read(
     def read(*_: object, **__: object) -> None:
         pytest.fail("weights were read")
 
-    for reader in ("decoding.target.load_state", "decoding.shards.load_state"):
+    for reader in (
+        "decoding.models.load.load_state",
+        "decoding.models.distributed.shards.load_state",
+    ):
         monkeypatch.setattr(reader, read)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
     with pytest.raises(UserError, match="num_hidden_layers is 2, but the weights hold 3 layers"):

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from decoding.chain import ChainDrafter
-from decoding.chooser import Chooser
-from decoding.drafter import Proposal
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.trees.multi_candidate import MultiCandidate
 from decoding.errors import UserError
+from decoding.interfaces import Proposal
 from decoding.loop import Settings, decode
-from decoding.multi_candidate import MultiCandidate
-from decoding.native import NativeTarget
-from decoding.reading import Reading, watch
-from decoding.target import load_target
+from decoding.models.load import load_target
+from decoding.models.native.model import NativeTarget
+from decoding.sampling.readback import Reading, watch
+from decoding.sampling.token_chooser import Chooser
 
 from .tiny import hf_model, native_of
 
@@ -123,12 +123,13 @@ def test_where_the_host_runs_ahead_the_numbers_come_with_the_rules_reading(
     """No wait more in a round: nothing is read when the watch is made, and the rule's own reading
     brings it.
     """
-    from decoding import cuda, verify
+    from decoding import devices
+    from decoding.verification import rules as verify
 
     reads = []
-    monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
     monkeypatch.setattr(
-        cuda,
+        devices,
         "read",
         lambda *tensors: reads.append(len(tensors)) or [each.tolist() for each in tensors],
     )

@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding import cuda
+from decoding import devices as cuda
 from decoding.errors import UserError
-from decoding.linear import can_pack
-from decoding.links import Collectives, Link, Sockets, socket_mesh
-from decoding.native import NativeTarget
-from decoding.parallel import ParallelTarget, device_beside, processes_of
-from decoding.parallel_rank import Setup, Stage, Summed, join, load_part
-from decoding.shards import Shard, check_divisible, layer_span, read_shard
-from decoding.target import Target, load_target, prefill
+from decoding.models.distributed.links import Collectives, Link, Sockets, socket_mesh
+from decoding.models.distributed.parallel import ParallelTarget, device_beside, processes_of
+from decoding.models.distributed.rank_process import Setup, Stage, Summed, join, load_part
+from decoding.models.distributed.shards import Shard, check_divisible, layer_span, read_shard
+from decoding.models.load import Target, load_target, prefill
+from decoding.models.native.linear import can_pack
+from decoding.models.native.model import NativeTarget
 
 from .test_targets import ids
 from .tiny import hf_model, native_of
@@ -187,9 +187,13 @@ def test_controls_that_must_fail(
     if family == "grouped_heads":
         monkeypatch.setattr(Summed, "__call__", lambda self, x_NI: self.inner(x_NI))
     else:
-        import decoding.shards
+        import decoding.models.distributed.shards
 
-        monkeypatch.setattr(decoding.shards, "_ONCE", decoding.shards.re.compile("nothing"))
+        monkeypatch.setattr(
+            decoding.models.distributed.shards,
+            "_ONCE",
+            decoding.models.distributed.shards.re.compile("nothing"),
+        )
     assert differ(exercise(Threads(folders(family), "tp", 2)), expected)
 
 

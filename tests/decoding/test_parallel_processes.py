@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from decoding import load
-from decoding.chain import ChainDrafter
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.remote import RemoteChain, lanes
+from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.parallel import ParallelTarget
-from decoding.self_speculation import SelfSpeculation
-from decoding.target import load_target
-from decoding.worker import RemoteChain, lanes
+from decoding.models.distributed.parallel import ParallelTarget
+from decoding.models.load import load_target
 
 from .test_laws import models, with_rule
 from .test_parallel import close, exercise
@@ -194,7 +194,7 @@ def test_an_interrupt_within_a_forward_ends_the_ranks_for_good(
 def test_no_rank_outlives_its_parent(folder: Path) -> None:
     """However it ends: after its last line, or killed in the midst of it."""
     script = (
-        "import sys; from decoding.target import load_target\n"
+        "import sys; from decoding.models.load import load_target\n"
         f"target = load_target({str(folder)!r}, parallel='tp', processes=2)\n"
         "print(target.ranks.processes[0].pid, flush=True); sys.stdin.read()"
     )

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from decoding.chain import ChainDrafter
-from decoding.drafter import Caps
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.with_lookup import ChainWithLookup
 from decoding.errors import UserError
+from decoding.interfaces import Caps
 from decoding.loop import Generation, Settings, decode
-from decoding.pearl import Pearl, Took
-from decoding.schedules import VIRTUAL
-from decoding.with_lookup import ChainWithLookup
+from decoding.schedules.by_name import VIRTUAL
+from decoding.schedules.pearl import Pearl, Took
 
 from .law_3 import WARPERS
 from .oracles import Oracle

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from decoding.chain import ChainDrafter
+from decoding.drafters.chain import ChainDrafter
 from decoding.loop import Settings, decode
-from decoding.pearl import Pearl
-from decoding.schedules import VIRTUAL
+from decoding.schedules.by_name import VIRTUAL
+from decoding.schedules.pearl import Pearl
 
 from .rows import COSTS
 from .test_law_controls import Breaker, key_noise_by_place

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from decoding.chain import ChainDrafter
+from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.loop import Settings, decode, start
-from decoding.pearl_plus import (
+from decoding.schedules.pearl_plus import (
     Acceptance,
     Choice,
     PearlPlus,
@@ -19,7 +19,7 @@ from decoding.pearl_plus import (
     pearl_rate,
     serial_rate,
 )
-from decoding.stopping import RoundCosts
+from decoding.stopping.base import RoundCosts
 
 from .test_laws import models, with_rule
 from .tiny import random_prompts

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from decoding import batch as batch_module
-from decoding.chain import ChainDrafter
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.remote import RemoteChain
 from decoding.errors import UserError
 from decoding.loop import Settings, decode, start
-from decoding.pearl_plus import PearlPlus, PearlPlusWall
-from decoding.schedules import WALL
-from decoding.stopping import RoundCosts
-from decoding.worker import RemoteChain
+from decoding.rounds import batch as batch_module
+from decoding.schedules.by_name import WALL
+from decoding.schedules.pearl_plus import PearlPlus, PearlPlusWall
+from decoding.stopping.base import RoundCosts
 
 from .test_laws import models, with_rule
 from .test_processors import letters

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from decoding.drafter import Observation
-from decoding.lookahead import PhrasePool
+from decoding.drafters.lookahead import PhrasePool
+from decoding.drafters.ouroboros import Ouroboros
+from decoding.interfaces import Observation
 from decoding.loop import Settings, decode
-from decoding.ouroboros import Ouroboros
 
 from .test_session import kit_of
 from .tiny import random_prompts

@@ -11,12 +11,12 @@ from functools import lru_cache, partial
 import pytest
 import torch
 
-from decoding.batch import Batch
-from decoding.chain import ChainDrafter
+from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.processors import Processors
-from decoding.schedules import VIRTUAL
+from decoding.rounds.batch import Batch
+from decoding.sampling.logits_processors import Processors
+from decoding.schedules.by_name import VIRTUAL
 
 from .rows import COSTS, ROWS, DrafterRow, Kit, of_rows
 from .test_laws import models, with_rule

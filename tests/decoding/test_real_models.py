@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from decoding import UserError, generate, load, noise
-from decoding.chain import ChainDrafter
-from decoding.drafter import Drafter
-from decoding.folder import load_state, read_config
+from decoding import UserError, generate, load
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.prompt_lookup import PromptLookup
+from decoding.interfaces import Drafter
 from decoding.loop import Generation, Settings, decode
-from decoding.native import NativeTarget
-from decoding.prompt_lookup import PromptLookup
-from decoding.target import Target, load_target, prefill
+from decoding.models.folder import load_state, read_config
+from decoding.models.load import Target, load_target, prefill
+from decoding.models.native.model import NativeTarget
+from decoding.sampling import noise
 
 GAP_LIMIT = 1e-4
 SHARE_LIMIT = 1e-4

@@ -18,7 +18,7 @@ import torch
 
 from decoding import load
 from decoding.loop import Generation, Settings, decode
-from decoding.target import Target, load_target
+from decoding.models.load import Target, load_target
 from recurrent_drafting.head import RecurrentHead
 
 from .rows import BY_NAME, COSTS, ROWS, DrafterRow, Kit, random_head

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from decoding import cuda, noise, verify
-from decoding.chain import ChainDrafter
-from decoding.chooser import Chooser
-from decoding.drafter import NO_NODE, Proposal
-from decoding.graph import GraphDrafter
+from decoding import devices
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.trees.graph import GraphDrafter
+from decoding.interfaces import NO_NODE, Proposal
 from decoding.loop import Settings, decode
-from decoding.policies import CostRatioByRound
-from decoding.sampling import Warper
-from decoding.stopping import Fixed, RoundCosts
+from decoding.sampling import noise
+from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.warpers import Warper
+from decoding.stopping.base import Fixed, RoundCosts
+from decoding.stopping.policies import CostRatioByRound
+from decoding.verification import rules
 
 from .rows import PICKED, ROWS, Kit
 from .tiny import random_prompts
@@ -73,7 +75,7 @@ def test_a_graph_on_the_device_is_its_twin(monkeypatch: pytest.MonkeyPatch, matc
     target, draft_model = models()
     prompts, found, merged = random_prompts(12), [], 0
     for ahead in (False, True):
-        monkeypatch.setattr(cuda, "runs_ahead", lambda device, ahead=ahead: ahead)
+        monkeypatch.setattr(devices, "runs_ahead", lambda device, ahead=ahead: ahead)
         drafter = GraphDrafter(
             model=draft_model, frontier=3, max_nodes=40, match=match, leaf_threshold=0.0
         )
@@ -107,7 +109,7 @@ def test_running_ahead_changes_no_token(
     settings = Settings(max_new_tokens=32, num_draft_tokens=3, **{"temperature": 1.0, **way})
     texts = []
     for ahead in (False, True):
-        monkeypatch.setattr(cuda, "runs_ahead", lambda device, ahead=ahead: ahead)
+        monkeypatch.setattr(devices, "runs_ahead", lambda device, ahead=ahead: ahead)
         target, draft_model = models()
         made = decode(target, ChainDrafter(model=draft_model), random_prompts(4), settings)
         texts.append([row.tokens for row in made])
@@ -124,7 +126,7 @@ def test_rules_on_the_device_equal_their_twins(
     """
     generator = torch.Generator().manual_seed(1)
     chooser = Chooser(Warper(1.0), rule, 5, 7, torch.device("cpu"))
-    function, outcomes = getattr(verify, rule), []
+    function, outcomes = getattr(rules, rule), []
     for trial in range(60):
         counts_B = [trial % 5, 4, (trial * 7) % 5]
         logits_BNV = torch.randn(3, 5, 7, generator=generator)
@@ -136,7 +138,7 @@ def test_rules_on_the_device_equal_their_twins(
         chooser.begin([noise.key(trial, b) for b in range(3)], [trial] * 3, [9, 4, 7], 5)
         host = function(logits_BNV, proposal, chooser)
         with monkeypatch.context() as context:
-            context.setattr(cuda, "runs_ahead", lambda device: True)
+            context.setattr(devices, "runs_ahead", lambda device: True)
             assert function(logits_BNV, proposal, chooser) == host
         outcomes += host.accepted_B
     assert {0, 1, 2 if kind == "point mass" else 4} <= set(outcomes)
@@ -162,8 +164,8 @@ def test_cost_ratio_by_the_round() -> None:
 
 
 def test_reading_packs_whatever_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
-    assert cuda.read(
+    monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
+    assert devices.read(
         torch.tensor([[1, 2], [3, 31999]]),
         torch.tensor([0.1], dtype=torch.float64),
         torch.zeros(2, 0),

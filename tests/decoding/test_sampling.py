@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from decoding import noise
-from decoding.chooser import Chooser
 from decoding.errors import UserError
-from decoding.sampling import GUESSES, Warper, draw
+from decoding.sampling import noise
+from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.warpers import GUESSES, Warper, draw
 
 from .law_3 import exact_row
 
@@ -64,7 +64,7 @@ def test_partial_and_full_sorts_agree(fields: dict, monkeypatch: pytest.MonkeyPa
         torch.randn(30, 500, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 4
     )
     fast_RV = Warper(1.0, **fields).probs(logits_RV)
-    monkeypatch.setattr("decoding.sampling.GUESSES", ())
+    monkeypatch.setattr("decoding.sampling.warpers.GUESSES", ())
     torch.testing.assert_close(fast_RV, Warper(1.0, **fields).probs(logits_RV), rtol=1e-12, atol=0)
 
 

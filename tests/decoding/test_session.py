@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decoding.batch import Batch
-from decoding.chain import ChainDrafter
+from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.loop import Generation, Settings, decode
-from decoding.native import NativeTarget
+from decoding.models.load import Target
+from decoding.models.native.model import NativeTarget
+from decoding.rounds.batch import Batch
+from decoding.rounds.ties import first_difference
 from decoding.session import Session, shared
-from decoding.target import Target
-from decoding.ties import first_difference
 
 from .rows import COSTS, ROWS, DrafterRow, Kit
 from .tiny import hf_model, native_of, random_prompts
@@ -225,7 +225,7 @@ def test_an_answer_may_end_at_the_end_of_the_context() -> None:
 
 
 def test_the_hf_backend_goes_on_too() -> None:
-    from decoding.hf import HFTarget
+    from decoding.models.hf import HFTarget
 
     settings = settings_of("greedy")
     session = Session(

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from decoding.chain import ChainDrafter
-from decoding.compatible import load_tokenizer
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.engine import Engine, generate
 from decoding.errors import UserError
 from decoding.loop import Settings, decode, start, time_parts
-from decoding.prompt_lookup import PromptLookup
+from decoding.models.text.compatible import load_tokenizer
+from decoding.rounds.claims import Claim
+from decoding.rounds.ties import choice_scores
 from decoding.session import Session, Turns
-from decoding.sharing import Claim
-from decoding.ties import choice_scores
 
 from .tiny import hf_model, native_of, random_prompts
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding import static
-from decoding.chain import ChainDrafter
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.trees.multi_candidate import MultiCandidate
 from decoding.loop import Settings, decode
-from decoding.multi_candidate import MultiCandidate
-from decoding.native import NativeTarget, Skips
-from decoding.target import prefill
+from decoding.models.load import prefill
+from decoding.models.native import static
+from decoding.models.native.model import NativeTarget, Skips
 
 from .tiny import SHAPES, VOCABULARY, hf_model, native_of, random_prompts
 

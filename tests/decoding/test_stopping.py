@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
-from decoding.chain import ChainDrafter
-from decoding.drafter import Drafter
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.prompt_lookup import PromptLookup
+from decoding.drafters.trees.ranked import RankedTree
 from decoding.errors import UserError
+from decoding.interfaces import Drafter
 from decoding.loop import Settings, decode
-from decoding.policies import (
+from decoding.schedules.by_name import usual_stopping
+from decoding.stopping.base import RoundCosts, Sign
+from decoding.stopping.policies import (
     NAMES,
     Assisted,
     Confidence,
@@ -21,10 +25,6 @@ from decoding.policies import (
     Thompson,
     make_stopping,
 )
-from decoding.prompt_lookup import PromptLookup
-from decoding.schedules import usual_stopping
-from decoding.stopping import RoundCosts, Sign
-from decoding.trees import RankedTree
 
 from .test_laws import models
 from .tiny import random_prompts

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding import linear
-from decoding.cache import ancestors
-from decoding.chain import ChainDrafter
+from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.hf import HFTarget
-from decoding.linear import PackedLinear, PlainLinear, can_pack, make_linear
 from decoding.loop import Settings, decode
-from decoding.native import NativeTarget, Skips
-from decoding.target import Target, load_target, prefill
+from decoding.models.cache import ancestors
+from decoding.models.hf import HFTarget
+from decoding.models.load import Target, load_target, prefill
+from decoding.models.native import linear
+from decoding.models.native.linear import PackedLinear, PlainLinear, can_pack, make_linear
+from decoding.models.native.model import NativeTarget, Skips
 
 from .tiny import SHAPES, VOCABULARY, hf_model, native_of
 

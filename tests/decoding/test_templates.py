@@ -11,12 +11,12 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from decoding import template_sandbox, templates
-from decoding.compatible import load_tokenizer
 from decoding.engine import Engine, encode
 from decoding.errors import UserError
-from decoding.templates import render
-from training.chat import render_chat, render_prompt
+from decoding.models.text import template_sandbox, templates
+from decoding.models.text.compatible import load_tokenizer
+from decoding.models.text.templates import render
+from training.data.chat import render_chat, render_prompt
 
 from .test_bad_input import ASSETS
 from .tiny import hf_model, native_of

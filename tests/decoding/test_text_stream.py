@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from decoding.text_stream import BROKEN, TextStream
-from decoding.tokenizer import load_tokenizer
+from decoding.models.text.text_stream import BROKEN, TextStream
+from decoding.models.text.tokenizer import load_tokenizer
 
 TEXTS = [
     "Hello, world.\n\n  Indented — and done.",

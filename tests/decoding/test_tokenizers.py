@@ -17,14 +17,14 @@ import torch
 from transformers import AutoTokenizer
 
 from decoding import generate, load
-from decoding.compatible import check_same_tokenizer, check_tokenizer_of
 from decoding.errors import UserError
-from decoding.text_stream import TextStream
-from decoding.tokenizer import load_tokenizer
-from decoding.tokenizer_repair import PROBES
+from decoding.models.text.compatible import check_same_tokenizer, check_tokenizer_of
+from decoding.models.text.text_stream import TextStream
+from decoding.models.text.tokenizer import load_tokenizer
+from decoding.models.text.tokenizer_repair import PROBES
 from training.config import StudentConfig
 from training.drafter_folder import copy_tokenizer, write_model
-from training.models import build_llama
+from training.models.build import build_llama
 
 Build = Callable[..., Path]
 
@@ -312,7 +312,7 @@ def test_without_sentencepiece_a_line_names_what_was_not_compared(
     (tmp_path / "tokenizer_config.json").write_text(
         (tmp_path / "tokenizer_config.json").read_text() + " "
     )
-    monkeypatch.delitem(sys.modules, "decoding.sentence_pieces", raising=False)
+    monkeypatch.delitem(sys.modules, "decoding.models.text.sentence_pieces", raising=False)
     # importing it raises ModuleNotFoundError
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     tokenizer = load_tokenizer(tmp_path, of_model=False)

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.chooser import Chooser
-from decoding.sampling import Warper
-from decoding.seen import NONE, Seen
-from decoding.stopping import Fixed, RoundCosts
-from decoding.tree_budget import (
+from decoding.drafters.trees.budgets import (
     DrawnBudget,
     PickedBudget,
     PickedByNumber,
     PickedBySize,
     PickedByWorth,
 )
-from decoding.trees import RankedTree
+from decoding.drafters.trees.candidates import NONE, Seen
+from decoding.drafters.trees.ranked import RankedTree
+from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.warpers import Warper
+from decoding.stopping.base import Fixed, RoundCosts
 
 from .rows import draft_table
 

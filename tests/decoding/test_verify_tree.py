@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decoding import noise, verify, verify_tree
-from decoding.chooser import Chooser
-from decoding.drafter import NO_NODE, Outcome, Proposal, TopRows
-from decoding.sampling import Warper, draw_at
+from decoding.interfaces import NO_NODE, Outcome, Proposal, TopRows
+from decoding.sampling import noise
+from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.warpers import Warper, draw_at
+from decoding.verification import device_tree, rules
 
 from .law_3 import P_LIMIT, p_value
 
@@ -125,8 +126,8 @@ def test_twins_walk_alike(kind: str) -> None:
     for seed in range(30):
         logits_BNV, proposal, chooser = random_tree(seed)
         proposal = KINDS[kind](proposal, seed)
-        eager = verify._recursive(logits_BNV, proposal, chooser)
-        at_once = verify_tree.token(logits_BNV, proposal, chooser)
+        eager = rules._recursive(logits_BNV, proposal, chooser)
+        at_once = device_tree.token(logits_BNV, proposal, chooser)
         assert paths(at_once) == paths(eager)
         assert [tokens[:-1] for tokens in at_once.tokens_B] == [
             tokens[:-1] for tokens in eager.tokens_B
@@ -154,8 +155,8 @@ def test_twins_go_on_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(12):
         logits_BNV, proposal, chooser = random_tree(seed)
         proposal = KINDS[kind](proposal, seed)
-        eager = verify._recursive(logits_BNV, proposal, chooser)
-        assert verify_tree.token(logits_BNV, proposal, chooser).tokens_B == eager.tokens_B
+        eager = rules._recursive(logits_BNV, proposal, chooser)
+        assert device_tree.token(logits_BNV, proposal, chooser).tokens_B == eager.tokens_B
 
 
 @by_kind
@@ -165,8 +166,8 @@ def test_padding_changes_nothing(kind: str) -> None:
         proposal = KINDS[kind](proposal, seed)
         wide_BNV = torch.cat((logits_BNV, torch.randn(ROWS, 2, V, dtype=torch.float64)), 1)
         without, within = (
-            verify_tree.token(logits_BNV, proposal, chooser),
-            verify_tree.token(wide_BNV, padded(proposal), chooser),
+            device_tree.token(logits_BNV, proposal, chooser),
+            device_tree.token(wide_BNV, padded(proposal), chooser),
         )
         assert (within.tokens_B, paths(within), within.drafted_B) == (
             without.tokens_B,
@@ -188,9 +189,9 @@ def test_a_walk_that_forgets_its_failures_goes_elsewhere(
 ) -> None:
     logits_BNV, proposal, chooser = random_tree(0)
     proposal = KINDS[kind](proposal, 0)
-    eager = verify._recursive(logits_BNV, proposal, chooser)
-    monkeypatch.setattr(getattr(verify_tree, stand), "fail", lambda self, child, uniform: True)
-    assert paths(verify_tree.token(logits_BNV, proposal, chooser)) != paths(eager)
+    eager = rules._recursive(logits_BNV, proposal, chooser)
+    monkeypatch.setattr(getattr(device_tree, stand), "fail", lambda self, child, uniform: True)
+    assert paths(device_tree.token(logits_BNV, proposal, chooser)) != paths(eager)
 
 
 @pytest.mark.parametrize("kind", ["point masses", "few candidates", "whole vocabulary"])
@@ -220,11 +221,11 @@ def test_the_token_behind_the_path_has_the_law_of_what_is_left(kind: str) -> Non
         siblings=3,
     )
     chooser.begin(list(range(draws)), [0] * draws, [3] * draws, 3)
-    outcome = verify_tree.token(logits_BNV[row : row + 1].expand(draws, -1, -1), one, chooser)
+    outcome = device_tree.token(logits_BNV[row : row + 1].expand(draws, -1, -1), one, chooser)
     p_V = chooser.warper.probs(logits_BNV[row, 0])
     q_V = None if kind == "point masses" else q_BNV[row, 0]
     for child in one.tokens_BN[0, :3].tolist():
-        p_V, q_V = verify._after_failure(p_V, q_V, child)
+        p_V, q_V = rules._after_failure(p_V, q_V, child)
     last = Counter(tuple(tokens) for tokens in outcome.tokens_B if len(tokens) == 1)
     assert last.total() > 1_000
     law = {(token,): p for token, p in enumerate((p_V / p_V.sum()).tolist()) if p}
@@ -291,7 +292,7 @@ def test_rounding_lets_no_impossible_token_through(
             lambda *given, end=ENDS[seed % 3], own=numbers: own.get(given[3], end),
         )
         chooser = Chooser(Warper(1.0), "token", seed, V, torch.device("cpu"))
-        for rule in (verify._recursive, verify_tree.token):
+        for rule in (rules._recursive, device_tree.token):
             outcome = rule(logits_BNV, proposal, chooser)
             for row, tokens in enumerate(outcome.tokens_B):
                 assert all(p_BV[row, token] > 0 for token in tokens)
@@ -304,7 +305,7 @@ def test_rounding_lets_no_impossible_token_through(
 def leave_a_residue(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of p is off by a rounding everywhere."""
     monkeypatch.setattr(
-        verify_tree, "draw_at", lambda weights, uniforms: draw_at(weights + 1e-7, uniforms)
+        device_tree, "draw_at", lambda weights, uniforms: draw_at(weights + 1e-7, uniforms)
     )
 
 
@@ -312,16 +313,16 @@ def draw_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rounding goes past the candidates another token is taken, whether or not
     there is one.
     """
-    monkeypatch.setattr(verify_tree.Candidates, "following", lambda self, uniform: self.other)
+    monkeypatch.setattr(device_tree.Candidates, "following", lambda self, uniform: self.other)
 
 
 def take_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of point masses is one less those that have failed, and p adds up to one but for
     a rounding.
     """
-    chance = verify_tree.Mass.chance
+    chance = device_tree.Mass.chance
     monkeypatch.setattr(
-        verify_tree.Mass,
+        device_tree.Mass,
         "chance",
         lambda self, child: chance(replace(self, rest=self.rest + 1e-7), child),
     )
@@ -348,8 +349,8 @@ def test_dense_and_sparse_q_are_one() -> None:
     for seed in range(6):
         logits_BNV, proposal, chooser = random_tree(seed)
         sparse = with_q(proposal, seed)
-        whole = verify._recursive(logits_BNV, dense(sparse), chooser)
-        assert verify._recursive(logits_BNV, sparse, chooser) == whole
+        whole = rules._recursive(logits_BNV, dense(sparse), chooser)
+        assert rules._recursive(logits_BNV, sparse, chooser) == whole
 
 
 def test_noise_of_a_depth_is_the_same_however_many_nodes_ask() -> None:

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding import cuda
-from decoding.chain import ChainDrafter
-from decoding.drafter import Drafter, Proposal
-from decoding.graph import GraphDrafter
+from decoding import devices
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.self_speculation import SelfSpeculation
+from decoding.drafters.trees.graph import GraphDrafter
+from decoding.drafters.trees.ranked import RankedTree
+from decoding.interfaces import Drafter, Proposal
 from decoding.loop import Settings, decode, start
-from decoding.processors import Drafting
-from decoding.schedules import VIRTUAL
-from decoding.self_speculation import SelfSpeculation
-from decoding.target import Target
-from decoding.trees import RankedTree
+from decoding.models.load import Target
+from decoding.sampling.logits_processors import Drafting
+from decoding.schedules.by_name import VIRTUAL
 
 from .rows import DrafterRow, Kit
 from .tiny import VOCABULARY, random_prompts
@@ -84,7 +84,7 @@ def test_every_row_waits_for_what_was_accepted_alone(
 ) -> None:
     """And its output is that of a host that does not run ahead."""
     expected = plain(rule, penalty) if rule in ("greedy", "coupled") else None
-    monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
     target, draft_model = models()
     drafter = row.make(Kit(target, target, draft_model, ()))
     with torch.inference_mode():
@@ -110,7 +110,7 @@ def test_a_round_that_asks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, waits = GraphDrafter(model=draft_model), Waits()
     with torch.inference_mode():
         running = start(target, drafter, random_prompts(2), settings_of("greedy"))
-        monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+        monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
         with waits.counting(monkeypatch):
             running.round()
     assert set(waits.stray) == {"tolist"} and waits.meant == 1
@@ -212,7 +212,9 @@ def test_a_part_of_the_target_is_recorded_once(monkeypatch: pytest.MonkeyPatch) 
     recorded anew. A new view records again.
     """
     recorded: list[object] = []
-    monkeypatch.setattr(cuda, "capture", lambda body, device, memory: recorded.append(body) or body)
+    monkeypatch.setattr(
+        devices, "capture", lambda body, device, memory: recorded.append(body) or body
+    )
     target, _ = models()
     kept = SelfSpeculation(attention=(1,), mlp=(0,))
     settings, counts = settings_of("greedy"), []
@@ -238,7 +240,7 @@ def rounds_without_other_waits(
     decode(target, drafter, prompts, settings)  # records every shape
     with torch.inference_mode():
         running = start(target, drafter, prompts, settings)
-        with cuda.no_waiting(target.device):
+        with devices.no_waiting(target.device):
             while running.rows:
                 running.round()
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.chain import ChainDrafter
-from decoding.chooser import Chooser
-from decoding.costs import measure_costs
+from decoding.costs.measure import measure_costs
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.remote import RemoteChain, lanes
 from decoding.errors import UserError
 from decoding.loop import Settings, decode, time_parts
-from decoding.sampling import Warper
-from decoding.stopping import Fixed, RoundCosts
-from decoding.worker import RemoteChain, lanes
+from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.warpers import Warper
+from decoding.stopping.base import Fixed, RoundCosts
 
 from .test_laws import models, with_rule
 from .tiny import random_prompts

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from decoding.graph import GraphDrafter
+from decoding.drafters.trees.graph import GraphDrafter
+from decoding.drafters.trees.ranked import RankedTree
 from decoding.loop import Settings, decode
-from decoding.policies import make_stopping
-from decoding.stopping import RoundCosts, Tries
-from decoding.trees import RankedTree
-from decoding.worth import Worth
+from decoding.stopping.base import RoundCosts, Tries
+from decoding.stopping.marginal_gain import Worth
+from decoding.stopping.policies import make_stopping
 
 from .law_3 import target_table
 from .rows import draft_table

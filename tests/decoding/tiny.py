@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from decoding.cache import ancestors
-from decoding.native import NativeTarget
+from decoding.models.cache import ancestors
+from decoding.models.native.model import NativeTarget
 
 VOCABULARY = 48
 

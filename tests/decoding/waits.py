@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding import cuda
-from decoding.graph import GraphDrafter
+from decoding import devices
+from decoding.drafters.trees.graph import GraphDrafter
+from decoding.drafters.trees.ranked import RankedTree
+from decoding.drafters.with_lookup import LookupFirst
 from decoding.loop import Settings
-from decoding.stopping import RoundCosts
-from decoding.target import Target
-from decoding.trees import RankedTree
-from decoding.with_lookup import LookupFirst
+from decoding.models.load import Target
+from decoding.stopping.base import RoundCosts
 
 from .rows import COSTS, PICKED, ROWS, DrafterRow
 from .tiny import hf_model, native_of
@@ -58,9 +58,9 @@ class Waits:
                 torch, "from_numpy", self._counted("torch.from_numpy", torch.from_numpy)
             )
             for name in ("tensor", "fill", "sent", "sent_together"):
-                context.setattr(cuda, name, self._free(getattr(cuda, name)))
-            context.setattr(cuda, "read", self._read)
-            context.setattr(cuda, "synchronize", self._synchronize)
+                context.setattr(devices, name, self._free(getattr(devices, name)))
+            context.setattr(devices, "read", self._read)
+            context.setattr(devices, "synchronize", self._synchronize)
             yield
 
     def _counted(self, name: str, real: Any) -> Any:
@@ -92,7 +92,7 @@ class Waits:
 
         return function
 
-    def _read(self, *tensors: Tensor, real: Any = cuda.read) -> Any:
+    def _read(self, *tensors: Tensor, real: Any = devices.read) -> Any:
         self.meant += 1
         return self._free(real)(*tensors)
 

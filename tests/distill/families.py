@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from training.attention import PACKED
+from training.models.attention import PACKED
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,

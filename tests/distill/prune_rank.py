@@ -14,16 +14,15 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from distill import importance
 from distill.config import ImportanceConfig, PruneConfig
-from distill.cut import cut_model
-from distill.prune import workbench
-from distill.prune_modes import _removal, _scores
+from distill.prune import importance, workbench
+from distill.prune.cut import cut_model
+from distill.prune.modes import _removal, _scores
+from distill.prune.workbench import Source
 from distill.shapes import student_config
-from distill.workbench import Source
+from jobs.launch import _free_port
 from tests.training.rank_job import ROOT, local_bytes
 from training.config import DataConfig, ParallelConfig, StudentConfig, TargetConfig
-from training.launch import _free_port
 
 SHAPE = StudentConfig(
     num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=1

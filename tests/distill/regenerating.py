@@ -10,9 +10,9 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 
 from distill.config import RegenerateConfig
-from distill.regenerate import run
+from distill.regenerate.job import run
+from jobs.job import CONF, register
 from training.config import typed
-from training.job import CONF, register
 
 CHATS = [
     {"id": "one", "conversations": [("human", "def add(a, b):"), ("gpt", "return a + b")]},

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.target import load_target
+from decoding.models.load import load_target
 from distill.compact import run, zero_channels
 from distill.config import CompactConfig
+from jobs.job import CONF, register
 from scripts.to_safetensors import convert
 from training.config import typed
-from training.job import CONF, register
 
 STORED, TRUE, HEADS = 32, 20, 4  # channels as stored, channels in truth, heads of width 8
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from decoding.errors import UserError
-from decoding.native import NativeTarget
-from decoding.target import prefill
-from distill.cut import Cut, cut_model, load_cut, refuse_other_shape, save_cut, whole
-from distill.l0 import masked
+from decoding.models.load import prefill
+from decoding.models.native.model import NativeTarget
+from distill.prune.cut import Cut, cut_model, load_cut, refuse_other_shape, save_cut, whole
+from distill.prune.l0 import masked
 from distill.shapes import narrower, odd_widths, other_size, refuse_wider, student_config
-from training.attention import document_mask
 from training.config import StudentConfig
-from training.shapes import parameter_counts
+from training.models.attention import document_mask
+from training.models.shapes import parameter_counts
 
 from .families import FAMILIES, family
 

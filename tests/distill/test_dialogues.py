@@ -6,10 +6,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from distill.answering import Request
-from distill.dialogues import CUT, EMPTY, LOOP, Account, Answer, Dialogue, Key, Rules, requests_of
-from distill.turns import series
-from training.data import Chat
+from distill.regenerate.answering import Request
+from distill.regenerate.dialogues import (
+    CUT,
+    EMPTY,
+    LOOP,
+    Account,
+    Answer,
+    Dialogue,
+    Key,
+    Rules,
+    requests_of,
+)
+from distill.regenerate.turns import series
+from training.data.readers import Chat
 
 
 def chat(*turns: str) -> Chat:

@@ -18,11 +18,11 @@ import distill.train
 from decoding.errors import UserError
 from distill.acceptance import HeldOutAcceptance, HeldOutMixture
 from distill.config import PretrainConfig, TrainConfig
+from jobs.job import CONF, register
 from training.config import StudentConfig, typed
-from training.job import CONF, register
-from training.job_data import drawn_evenly
-from training.models import build_llama
-from training.packing import Sample
+from training.data.from_config import drawn_evenly
+from training.data.packing import Sample
+from training.models.build import build_llama
 
 ROOT = CONF.parent
 DOMAINS = {

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import training.run_folder
+import jobs.run_folder
 from distill.config import PruneConfig
 from distill.dry_run import importance_flops
-from distill.prune import run
-from training.amounts import hours, operations, size
+from distill.prune.job import run
+from jobs.amounts import hours, operations, size
 from training.config import DataConfig, LoopConfig
-from training.shapes import forward_flops, parameter_counts
+from training.models.shapes import forward_flops, parameter_counts
 
 from .test_prune import configured
 
@@ -201,7 +201,7 @@ def test_a_dry_run_reads_no_weights(
     def read(path: Path) -> str:
         raise AssertionError(f"{path} was read")
 
-    monkeypatch.setattr(training.run_folder, "sha256", read)
+    monkeypatch.setattr(jobs.run_folder, "sha256", read)
     folder = run(configured(tiny_target, tmp_path / "run", "dry_run=true"))
     card = json.loads((folder / "drafter_card.json").read_text())
     assert card["target_hash"] is card["drafter_hash"] is None

@@ -21,10 +21,10 @@ from distill.config import (
     TrainConfig,
 )
 from eval.config import CompareConfig, EvalConfig
+from jobs.job import CONF, check_arguments, register
+from jobs.stages import _hydras
 from recurrent_drafting.config import HeadTrainConfig
 from training.config import typed
-from training.job import CONF, check_arguments, register
-from training.stages import _hydras
 
 ROOT = CONF.parent
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-import distill.importance
-from distill.cut import cut_model
-from distill.importance import (
+import distill.prune.importance
+from distill.prune.cut import cut_model
+from distill.prune.importance import (
     Scores,
     collect,
     dealt,
@@ -19,11 +19,11 @@ from distill.importance import (
     write_order,
     write_scores,
 )
-from distill.layer_choice import CRITERIA, candidates, most_candidates, removal_order
+from distill.prune.layer_choice import CRITERIA, candidates, most_candidates, removal_order
 from distill.shapes import student_config
 from training.config import StudentConfig
+from training.data.packing import Sample, collate
 from training.objectives import hidden_states
-from training.packing import Sample, collate
 
 from .families import FAMILIES, family
 from .test_cut import SHAPE, logits
@@ -294,14 +294,14 @@ def test_two_members_of_a_sweep_may_keep_the_same_scores_at_once(
         collect(family("llama"), batches(), show=False).finished(),
         tmp_path / "scores.safetensors",
     )
-    save = distill.importance.save_tensors
+    save = distill.prune.importance.save_tensors
 
     def while_another_writes(*given: Any) -> None:
-        monkeypatch.setattr(distill.importance, "save_tensors", save)
+        monkeypatch.setattr(distill.prune.importance, "save_tensors", save)
         save(*given)
         write_scores(path, scores, {})  # the other one begins and ends before we do
 
-    monkeypatch.setattr(distill.importance, "save_tensors", while_another_writes)
+    monkeypatch.setattr(distill.prune.importance, "save_tensors", while_another_writes)
     write_scores(path, scores, {})
     assert read_scores(path) is not None
     assert [file.name for file in tmp_path.iterdir()] == [path.name], "nothing is left over"

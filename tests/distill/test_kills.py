@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from training.job import CONF
+from jobs.job import CONF
 
 KILLS = 100
 

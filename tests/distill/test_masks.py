@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from decoding.errors import UserError
-from distill.cut import cut_model
-from distill.l0 import MaskedModel, masked
-from distill.masks import BETA, BOUND, HardConcrete, Masks, in_words, refuse_unreachable
+from distill.prune.cut import cut_model
+from distill.prune.l0 import MaskedModel, masked
+from distill.prune.masks import BETA, BOUND, HardConcrete, Masks, in_words, refuse_unreachable
 from distill.shapes import student_config
 from training.bounds import Bounds, Done, Place
 from training.config import OptimizerConfig, StudentConfig
+from training.data.packing import Sample, collate
 from training.objectives import hidden_states
 from training.optimizer import MasterAdamW
-from training.packing import Sample, collate
-from training.sharding import checkpoint_activations
+from training.parallel.fsdp import checkpoint_activations
 
 from .families import family
 from .test_cut import SHAPE, logits

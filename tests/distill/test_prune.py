@@ -18,13 +18,13 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import distill.masks
+import distill.prune.masks
 import training.loop
 from decoding.errors import UserError
 from distill.config import PruneConfig
-from distill.prune import between_depths, run
+from distill.prune.job import between_depths, run
+from jobs.job import CONF, register
 from training.config import typed
-from training.job import CONF, register
 from training.loop import Interrupted
 
 NARROW = (
@@ -327,14 +327,14 @@ def test_interrupted_mask_training_resumes_exactly(
 ):
     given = (*BRIEF, *NARROW, "drafter.intermediate_size=32")
     run(configured(tiny_target, tmp_path / "straight", *given))
-    sample = distill.masks.Masks.sample
+    sample = distill.prune.masks.Masks.sample
 
-    def until_step_3(self: distill.masks.Masks, step: int, *place: int):
+    def until_step_3(self: distill.prune.masks.Masks, step: int, *place: int):
         if step == 3:
             raise KeyboardInterrupt
         return sample(self, step, *place)
 
-    monkeypatch.setattr(distill.masks.Masks, "sample", until_step_3)
+    monkeypatch.setattr(distill.prune.masks.Masks, "sample", until_step_3)
     with pytest.raises(KeyboardInterrupt):
         run(configured(tiny_target, tmp_path / "resumed", *given))
     monkeypatch.undo()

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from decoding.errors import UserError
-from distill.prune import check
-from training.job import CONF
+from distill.prune.job import check
+from jobs.job import CONF
 
 from . import prune_rank
 from .test_prune import BRIEF, NARROW, arguments, configured, same, weights

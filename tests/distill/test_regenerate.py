@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from decoding.errors import UserError
-from distill.regenerated import same_tokens
-from training.amounts import hours
-from training.chat import render_chat
+from distill.regenerate.artefact import same_tokens
+from jobs.amounts import hours
+from jobs.job import CONF
 from training.config import DataConfig
-from training.data import read_chats
-from training.job import CONF
-from training.job_data import read_samples
+from training.data.chat import render_chat
+from training.data.from_config import read_samples
+from training.data.readers import read_chats
 
 from .regenerating import CHATS, configured, metrics, regenerated, run, with_stops, write_chats
 from .test_dialogues import answer

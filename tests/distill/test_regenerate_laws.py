@@ -9,11 +9,11 @@ from torch import Tensor
 
 from decoding import generate, load
 from decoding.loop import Settings, decode
-from decoding.native import NativeTarget
-from distill.answering import Local, request_id
-from distill.dialogues import Answer
-from distill.journal import read_journal
-from training.chat import render_prompt
+from decoding.models.native.model import NativeTarget
+from distill.regenerate.answering import Local, request_id
+from distill.regenerate.dialogues import Answer
+from distill.regenerate.journal import read_journal
+from training.data.chat import render_prompt
 
 from .regenerating import CHATS, regenerated, with_stops, write_chats
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from decoding.errors import UserError
-from distill.journal import Journal, read_journal
-from training.job import CONF
-from training.run_files import read_lines
+from distill.regenerate.journal import Journal, read_journal
+from jobs.job import CONF
+from jobs.run_files import read_lines
 
 from .regenerating import (
     CHATS,

@@ -5,10 +5,10 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
 from distill.shapes import refuse_wider, student_config
+from jobs.job import CONF
 from training.config import StudentConfig, TargetConfig, typed
-from training.job import CONF
-from training.models import target_config
-from training.shapes import bytes_a_step, millions, parameter_counts
+from training.models.build import target_config
+from training.models.shapes import bytes_a_step, millions, parameter_counts
 
 # Names of "Decoding Speculative Decoding" (arXiv 2402.01528), and Sheared-LLaMA's (arXiv
 # 2310.06694) by their shapes.

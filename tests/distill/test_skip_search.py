@@ -11,19 +11,19 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from decoding.costs.timing import Parts
+from decoding.drafters.self_speculation import SelfSpeculation, read_skips
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.native import Skips
-from decoding.self_speculation import SelfSpeculation, read_skips
-from decoding.target import load_target
-from decoding.timing import Parts
+from decoding.models.load import load_target
+from decoding.models.native.model import Skips
 from distill import skip_search
 from distill.config import SkipSearchConfig
 from distill.skip_search import Costs, measured_costs
+from jobs.job import CONF, register
 from training.config import StudentConfig, typed
 from training.drafter_folder import write_model
-from training.job import CONF, register
-from training.models import build_llama
+from training.models.build import build_llama
 
 IDLE = {("attention", 1), ("mlp", 1), ("mlp", 2)}
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decoding.errors import UserError
-from decoding.tokenizer import copy_tokenizer
+from decoding.models.text.tokenizer import copy_tokenizer
 from distill.student import build_student, chosen_layers, student_config
 from training.config import StudentConfig
 

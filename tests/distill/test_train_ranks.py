@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from distill.config import TrainConfig
-from training.job import CONF, register
-from training.launch import _free_port
+from jobs.job import CONF, register
+from jobs.launch import _free_port
 
 ROOT = CONF.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

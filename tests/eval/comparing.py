@@ -2,10 +2,10 @@
 
 import json
 
-from eval.comparison import panels_of
 from eval.config import CompareConfig
-from eval.entries import entries_of
-from eval.evaluations import labels_of, read_evaluation
+from eval.report.compare.comparison import panels_of
+from eval.report.compare.entries import entries_of
+from eval.report.compare.evaluations import labels_of, read_evaluation
 
 from . import simulated_runs
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from eval.compare import run
-from eval.report import page
-from eval.rows import build_rows
+from eval.report.run_page import page
+from eval.statistics.rows import build_rows
 
 from . import simulated, simulated_runs, tiny
 from .comparing import DEEP, SHALLOW, SLOW, configured

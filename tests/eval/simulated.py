@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from eval.parts import Slice
-from eval.records import AUTOREGRESSIVE, Record
-from eval.report import Provenance
-from eval.schema import DrafterFacts, RunFacts
+from eval.measure.parts import Slice
+from eval.measure.records import AUTOREGRESSIVE, Record
+from eval.report.run_page import Provenance
+from eval.statistics.schema import DrafterFacts, RunFacts
 
 T_TARGET_MS = {n: 5.0 * (1 + 0.06 * (n - 1)) for n in range(1, 10)}
 Drafters = dict[str, tuple[float, DrafterFacts, float]]  # name -> (alpha, facts, t_draft in ms)

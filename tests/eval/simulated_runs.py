@@ -10,10 +10,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from eval.origins import origin_of, write_origins
-from eval.records import append_records
-from eval.rows import build_rows
-from eval.schema import DrafterFacts, write_rows
+from eval.measure.origins import origin_of, write_origins
+from eval.measure.records import append_records
+from eval.statistics.rows import build_rows
+from eval.statistics.schema import DrafterFacts, write_rows
 
 from . import simulated
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from eval import agreement, words
-from eval.parts import Slice
-from eval.records import AUTOREGRESSIVE, Record
-from eval.replay import turns
-from eval.report import page
-from eval.rows import build_rows
-from eval.schema import DrafterFacts, Row
-from eval.table import print_table
+from eval.measure.parts import Slice
+from eval.measure.records import AUTOREGRESSIVE, Record
+from eval.report.run_page import page, words
+from eval.report.table import print_table
+from eval.statistics import agreement
+from eval.statistics.replay import turns
+from eval.statistics.rows import build_rows
+from eval.statistics.schema import DrafterFacts, Row
 
 from .simulated import PROVENANCE, T_TARGET_MS, run_facts
 

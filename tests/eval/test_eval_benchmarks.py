@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from decoding.errors import UserError
-from eval.benchmarks import load_benchmark, render_turns, spread
 from eval.config import BenchmarkConfig
-from training.data import Prompt
+from eval.measure.benchmarks import load_benchmark, render_turns, spread
+from training.data.readers import Prompt
 
 from . import tiny
 

@@ -10,23 +10,24 @@ import pytest
 import torch
 from rich.console import Console
 
-from decoding import yardsticks
-from decoding.budget import forward_budget
+from decoding.costs import machine_limits
+from decoding.costs.machine_limits import Limits, measure_limits
+from decoding.costs.roofline import forward_budget
+from decoding.drafters.prompt_lookup import PromptLookup
+from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.errors import UserError
-from decoding.folder import read_config
-from decoding.prompt_lookup import PromptLookup
-from decoding.self_speculation import SelfSpeculation
-from decoding.target import load_target
-from decoding.weights import NativeConfig
-from decoding.yardsticks import Limits, measure_limits
-from eval import budgets, words
-from eval.budgets import UNKNOWN, Shapes, row_budgets, shapes_of, with_limits
-from eval.records import read_records
-from eval.rows import build_rows, units_at
+from decoding.models.folder import read_config
+from decoding.models.load import load_target
+from decoding.models.native.weights import NativeConfig
+from eval.measure.records import read_records
+from eval.report.run_page import words
+from eval.report.table import print_table
 from eval.run import run
-from eval.schema import DrafterFacts, RoundBudget, read_rows, write_rows
-from eval.table import print_table
-from eval.units import Unit
+from eval.statistics import budgets
+from eval.statistics.budgets import UNKNOWN, Shapes, row_budgets, shapes_of, with_limits
+from eval.statistics.rows import build_rows, units_at
+from eval.statistics.schema import DrafterFacts, RoundBudget, read_rows, write_rows
+from eval.statistics.units import Unit
 
 from . import simulated
 from .tiny import config
@@ -147,19 +148,19 @@ def test_a_virtual_clock_reaches_no_share_of_a_machine(home):
 def test_of_a_yardstick_the_best_round_counts(monkeypatch):
     rates = iter([1.0, 4.0, 9.0, 2.0])
     clock = iter([0.0, 0.1, 0.2, 0.3, 9.0])
-    monkeypatch.setattr(yardsticks, "per_second", lambda *_: next(rates))
-    monkeypatch.setattr(yardsticks.time, "perf_counter", lambda: next(clock))
-    assert yardsticks._best(lambda: None, "cpu", 0.5) == 9.0
+    monkeypatch.setattr(machine_limits, "per_second", lambda *_: next(rates))
+    monkeypatch.setattr(machine_limits.time, "perf_counter", lambda: next(clock))
+    assert machine_limits._best(lambda: None, "cpu", 0.5) == 9.0
 
 
 def test_limits_are_the_machines_and_take_no_more_memory_than_allowed(monkeypatch):
     held = []
-    honest = yardsticks.readers
+    honest = machine_limits.readers
     monkeypatch.setattr(
-        yardsticks, "readers", lambda size, *more: held.append(size) or honest(1 << 16, *more)
+        machine_limits, "readers", lambda size, *more: held.append(size) or honest(1 << 16, *more)
     )
     found = measure_limits(1 << 40, torch.float32, "cpu", seconds=0.01)
-    assert held == [yardsticks.MOST_BYTES]
+    assert held == [machine_limits.MOST_BYTES]
     assert found.bytes_a_second > 1e6 and found.operations_a_second > 1e6
 
 

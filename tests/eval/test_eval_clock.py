@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from decoding import batch, pearl, pearl_wall
-from decoding.chain import ChainDrafter
-from decoding.chooser import Chooser
-from decoding.drafter import Observation, Proposal
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.remote import RemoteChain
+from decoding.interfaces import Observation, Proposal
 from decoding.loop import Generation, Settings, decode
-from decoding.stopping import Stopping
-from decoding.target import Target
-from decoding.worker import RemoteChain
-from eval.prediction import Costs
-from eval.replay import lanes, replayed_speedup, turns
+from decoding.models.load import Target
+from decoding.rounds import batch
+from decoding.sampling.token_chooser import Chooser
+from decoding.schedules import pearl, pearl_wall
+from decoding.stopping.base import Stopping
+from eval.statistics.prediction import Costs
+from eval.statistics.replay import lanes, replayed_speedup, turns
 from tests.decoding.test_laws import models
 from tests.decoding.tiny import random_prompts
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from decoding.errors import UserError
-from eval.compare_paint import looks
-from eval.compare_table import print_comparison
-from eval.compare_words import best_sentence, cautions, cells, kept_apart, losses, terms
-from eval.comparison import panels_of
-from eval.entries import entries_of
-from eval.evaluations import labels_of
-from eval.origins import origin_of, write_origins
-from eval.schema import read_rows, write_rows
-from eval.series import with_series
+from eval.measure.origins import origin_of, write_origins
+from eval.report.compare.comparison import panels_of
+from eval.report.compare.entries import entries_of
+from eval.report.compare.evaluations import labels_of
+from eval.report.compare.palette import looks
+from eval.report.compare.series import with_series
+from eval.report.compare.table import print_comparison
+from eval.report.compare.words import best_sentence, cautions, cells, kept_apart, losses, terms
+from eval.statistics.schema import read_rows, write_rows
 
 from . import simulated_runs
 from .comparing import DEEP, SHALLOW, evaluations_of, panels, three

@@ -18,13 +18,13 @@ from rich.console import Console
 import eval.run
 from decoding.errors import UserError
 from eval.compare import run
-from eval.compare_table import print_comparison
-from eval.compare_words import busy
 from eval.config import CompareConfig
-from eval.evaluations import find_runs
-from eval.schema import read_rows, write_rows
+from eval.report.compare.evaluations import find_runs
+from eval.report.compare.table import print_comparison
+from eval.report.compare.words import busy
+from eval.statistics.schema import read_rows, write_rows
+from jobs.job import CONF, check_arguments, register
 from training.config import TrackerConfig, typed
-from training.job import CONF, check_arguments, register
 
 from . import simulated_runs, tiny
 from .comparing import DEEP, SHALLOW, configured, evaluations_of, lines, panels, three

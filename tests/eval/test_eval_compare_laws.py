@@ -8,13 +8,13 @@ import json
 import numpy as np
 import pytest
 
-from eval import metrics
-from eval.compare_plots import iso_speedup_curves
-from eval.compare_words import cautions
-from eval.comparison import chains, pareto_front, usual_costs
-from eval.prediction import Costs, best_gamma, expected_tokens_iid, iso_cost_ratio
-from eval.schema import read_rows
-from eval.words import main_rows
+from eval.report.compare.comparison import chains, pareto_front, usual_costs
+from eval.report.compare.plots import iso_speedup_curves
+from eval.report.compare.words import cautions
+from eval.report.words import main_rows
+from eval.statistics import metrics
+from eval.statistics.prediction import Costs, best_gamma, expected_tokens_iid, iso_cost_ratio
+from eval.statistics.schema import read_rows
 
 from . import simulated_runs
 from .comparing import SHALLOW, evaluations_of, lines, panels, three

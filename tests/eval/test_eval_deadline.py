@@ -11,13 +11,13 @@ import pytest
 
 from decoding.errors import UserError
 from eval.config import BenchmarkConfig, EvalConfig
-from eval.deadline import Deadline
-from eval.measure import Bench
-from eval.records import Arm, Condition, Record, read_records
+from eval.measure.deadline import Deadline
+from eval.measure.measurement import Bench
+from eval.measure.records import Arm, Condition, Record, read_records
+from eval.measure.session import Session
+from eval.measure.setup import load
 from eval.run import run
-from eval.schema import read_rows
-from eval.session import Session
-from eval.setup import load
+from eval.statistics.schema import read_rows
 
 from . import tiny
 from .tiny import config
@@ -44,8 +44,9 @@ def clock(monkeypatch):
         return real(self, *given)
 
     monkeypatch.setattr(Bench, "decode", decode)
-    monkeypatch.setattr("eval.session.warm_up", lambda *_: None)
-    monkeypatch.setattr("eval.session.ATTEMPTS", 1)  # a busy machine's stalls are not looked for
+    monkeypatch.setattr("eval.measure.session.warm_up", lambda *_: None)
+    # a busy machine's stalls are not looked for
+    monkeypatch.setattr("eval.measure.session.ATTEMPTS", 1)
     return clock
 
 

@@ -12,16 +12,16 @@ import pytest
 
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.target import load_target
-from eval.benchmarks import load_benchmark, render_turns
+from decoding.models.load import load_target
 from eval.config import BenchmarkConfig
-from eval.parts import time_slice
-from eval.records import Condition, read_records
+from eval.measure.benchmarks import load_benchmark, render_turns
+from eval.measure.parts import time_slice
+from eval.measure.records import Condition, read_records
+from eval.measure.setup import load, middle_prompt
 from eval.run import run
-from eval.schema import read_rows
-from eval.setup import load, middle_prompt
+from eval.statistics.schema import read_rows
+from jobs.drafters import Use, build, check_entries, describe, uses
 from training.config import TargetConfig
-from training.drafters import Use, build, check_entries, describe, uses
 
 from . import tiny
 from .tiny import config
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_drafters_by_folder_by_name_and_by_mapping(home):
     target = TargetConfig(path=str(home / "target"), dtype="bfloat16", device="cpu")
     mine = {
-        "_target_": "decoding.chain.ChainDrafter",
+        "_target_": "decoding.drafters.chain.ChainDrafter",
         "folder": str(home / "shallow"),
         "name": "mine",
     }
@@ -130,7 +130,7 @@ def test_a_key_that_a_drafter_does_not_take_is_named_with_the_nearest_one(home):
         ),
         ({"use": "prompt_lookup", "max_ngrams": 3}, "max_ngrams", "PromptLookup", "max_ngram"),
         (
-            {"_target_": "decoding.worker.RemoteChain", "folder": shallow, "cores": 1},
+            {"_target_": "decoding.drafters.remote.RemoteChain", "folder": shallow, "cores": 1},
             "cores",
             "RemoteChain",
             "draft_cores",
@@ -148,16 +148,16 @@ def test_a_key_that_a_drafter_does_not_take_is_named_with_the_nearest_one(home):
         run(config(home, "unknown_key", drafters=[{"use": "chain", "foo": 1}]))
     assert not (home / "unknown_key").exists()
     remote = {
-        "_target_": "decoding.worker.RemoteChain",
+        "_target_": "decoding.drafters.remote.RemoteChain",
         "folder": shallow,
         "draft_cores": 0,
         "dtype": "float64",
     }
     assert describe([remote], target, False)
     with pytest.raises(
-        UserError, match="wants the class decoding.chain.Chain, which cannot be had"
+        UserError, match="wants the class decoding.drafters.chain.Chain, which cannot be had"
     ):
-        describe([{"_target_": "decoding.chain.Chain"}], target, False)
+        describe([{"_target_": "decoding.drafters.chain.Chain"}], target, False)
 
 
 def test_lookup_goes_before_any_model_and_no_other(home):
@@ -181,7 +181,7 @@ def test_lookup_goes_before_any_model_and_no_other(home):
             "ChainWithLookup looks up by itself already",
         ),
         (
-            {"_target_": "decoding.worker.RemoteChain", "folder": "nowhere"},
+            {"_target_": "decoding.drafters.remote.RemoteChain", "folder": "nowhere"},
             "RemoteChain drafts while .* cannot be taken back: leave lookup= out",
         ),
     ):

@@ -1,5 +1,5 @@
-"""Laws of eval.metrics: closed forms, monotonicity, conservation, and intervals that cover what
-they claim to.
+"""Laws of eval.statistics.metrics: closed forms, monotonicity, conservation, and intervals that
+cover what they claim to.
 """
 
 import math
@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from decoding.stats import distinct_n
-from eval import metrics, prediction
-from eval.prediction import Costs
+from decoding.rounds.stats import distinct_n
+from eval.statistics import metrics, prediction
+from eval.statistics.prediction import Costs
 
 FLAT = dict.fromkeys(range(1, 14), 1.0)
 STEEP = {n: 1 + 0.3 * (n - 1) for n in range(1, 14)}

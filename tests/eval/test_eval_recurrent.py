@@ -8,21 +8,21 @@ import shutil
 import pytest
 import torch
 
-from decoding import linear
+from decoding.drafters.with_lookup import LookupFirst
 from decoding.errors import UserError
-from decoding.linear import can_pack
-from decoding.with_lookup import LookupFirst
+from decoding.models.native import linear
+from decoding.models.native.linear import can_pack
 from eval.compare import run as compare
+from eval.report.words import drafter_label
 from eval.run import run
-from eval.schema import read_rows
-from eval.words import drafter_label
+from eval.statistics.schema import read_rows
+from jobs.drafters import Use, build, check_entries, describe, uses
+from jobs.run_folder import hash_input
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from training.config import TargetConfig
-from training.drafters import Use, build, check_entries, describe, uses
 from training.heads import head_of
-from training.run_folder import hash_input
 
 from . import tiny
 from .comparing import configured, evaluations_of

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from decoding.chain import ChainDrafter
+from decoding.drafters.chain import ChainDrafter
 from decoding.loop import Generation, Settings, decode
-from eval.prediction import Costs, pearl_round
-from eval.replay import can_replay, mean_lanes, replayed_speedup, turns
 from eval.run import run
-from eval.schema import read_rows
+from eval.statistics.prediction import Costs, pearl_round
+from eval.statistics.replay import can_replay, mean_lanes, replayed_speedup, turns
+from eval.statistics.schema import read_rows
 from tests.decoding.test_laws import models
 from tests.decoding.tiny import random_prompts
 

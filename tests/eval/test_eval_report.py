@@ -11,11 +11,10 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from eval import words
-from eval.records import stalled
-from eval.report import page
-from eval.schema import write_rows
-from eval.table import print_table
+from eval.measure.records import stalled
+from eval.report.run_page import page, words
+from eval.report.table import print_table
+from eval.statistics.schema import write_rows
 
 from .simulated import PROVENANCE, pick
 

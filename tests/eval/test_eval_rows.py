@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from eval import words
-from eval.duels import duels
-from eval.lossless import judge
-from eval.records import append_records, read_records
-from eval.rows import build_rows
-from eval.schema import read_rows, write_rows
+from eval.measure.records import append_records, read_records
+from eval.report.run_page import words
+from eval.statistics.duels import duels
+from eval.statistics.lossless import judge
+from eval.statistics.rows import build_rows
+from eval.statistics.schema import read_rows, write_rows
 
 from . import simulated
 from .simulated import DRAFTERS, pick

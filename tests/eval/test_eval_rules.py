@@ -7,27 +7,27 @@ import io
 import pytest
 from rich.console import Console
 
-from decoding.chain import ChainDrafter
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.prompt_lookup import PromptLookup
-from decoding.stopping import RoundCosts
-from decoding.target import load_target
-from eval import words
-from eval.benchmarks import load_benchmark, render_turns
-from eval.comparison import panels_of
+from decoding.models.load import load_target
+from decoding.stopping.base import RoundCosts
 from eval.config import BenchmarkConfig
-from eval.entries import entries_of
-from eval.evaluations import read_evaluation
-from eval.lengths import SELF_ENDING, own_cap_of, rule_of
-from eval.measure import Bench
-from eval.prediction import Costs, best_gamma, verdict
-from eval.records import BASELINE, COUPLED, read_records
+from eval.measure.benchmarks import load_benchmark, render_turns
+from eval.measure.lengths import SELF_ENDING, own_cap_of, rule_of
+from eval.measure.measurement import Bench
+from eval.measure.records import BASELINE, COUPLED, read_records
+from eval.report.compare.comparison import panels_of
+from eval.report.compare.entries import entries_of
+from eval.report.compare.evaluations import read_evaluation
+from eval.report.run_page import words
+from eval.report.table import print_table
 from eval.run import run
-from eval.schema import read_rows
-from eval.table import print_table
+from eval.statistics.prediction import Costs, best_gamma, verdict
+from eval.statistics.schema import read_rows
+from jobs.drafter_use import Use
 from training.config import TargetConfig
-from training.drafter_use import Use
 
 from . import tiny
 from .tiny import config
@@ -358,7 +358,7 @@ def test_costs_are_frozen_as_far_as_a_cap_of_its_own(home, monkeypatch):
         seen[drafter.name] = max(widths)
         return RoundCosts(0.3, tuple(1 + 0.05 * n for n in range(max(widths))))
 
-    monkeypatch.setattr("eval.parts.measure_costs", measured)
+    monkeypatch.setattr("eval.measure.parts.measure_costs", measured)
     shallow = str(home / "shallow")
     ways = [
         {"use": shallow, "name": "swept"},

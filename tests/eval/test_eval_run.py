@@ -9,16 +9,16 @@ import pytest
 
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.target import load_target
-from decoding.ties import choice_scores, top_two_gap
-from eval.benchmarks import load_benchmark
+from decoding.models.load import load_target
+from decoding.rounds.ties import choice_scores, top_two_gap
 from eval.config import BenchmarkConfig
-from eval.measure import Bench, rotate
-from eval.records import BASELINE, Arm, read_records
+from eval.measure.benchmarks import load_benchmark
+from eval.measure.measurement import Bench, rotate
+from eval.measure.records import BASELINE, Arm, read_records
 from eval.run import run
-from eval.schema import read_rows
+from eval.statistics.schema import read_rows
+from jobs.drafters import Use, build, describe, uses
 from training.config import TargetConfig, TrackerConfig
-from training.drafters import Use, build, describe, uses
 
 from . import tiny
 from .tiny import GAMMAS, config
@@ -174,7 +174,7 @@ def test_a_target_in_two_processes_is_measured_like_any_other(home, finished):
 
 
 def test_a_drafter_that_works_beside_the_target_gets_another_card(home, monkeypatch):
-    import training.drafters as drafter_list
+    import jobs.drafters as drafter_list
 
     monkeypatch.setattr(drafter_list, "instantiate", lambda made: made)
     target = TargetConfig(path=str(home / "target"), device="cuda")
@@ -213,7 +213,7 @@ def test_an_interrupted_run_goes_on_and_measures_nothing_twice(home, monkeypatch
 
 
 def test_a_wrong_output_ends_with_an_error_after_the_report(home, monkeypatch):
-    import eval.measure as measure
+    import eval.measure.measurement as measure
 
     honest = measure.decode
 
@@ -247,8 +247,8 @@ def test_of_repeated_generations_the_fastest_counts(home, monkeypatch):
         calls.append((arm, requests))
         return rows
 
-    monkeypatch.setattr("eval.session.ATTEMPTS", 1)
-    monkeypatch.setattr("eval.session.warm_up", lambda *_: None)
+    monkeypatch.setattr("eval.measure.session.ATTEMPTS", 1)
+    monkeypatch.setattr("eval.measure.session.warm_up", lambda *_: None)
     monkeypatch.setattr(Bench, "decode", slow_at_first)
     folder = run(
         config(home, "repeated", repeats=2, temperatures=[0.0], drafters=[str(home / "shallow")])
@@ -271,8 +271,8 @@ def test_a_repeat_that_differs_is_not_hidden_by_a_faster_one(home, monkeypatch):
             rows[0].decode_seconds += 5.0
         return rows
 
-    monkeypatch.setattr("eval.session.ATTEMPTS", 1)
-    monkeypatch.setattr("eval.session.warm_up", lambda *_: None)
+    monkeypatch.setattr("eval.measure.session.ATTEMPTS", 1)
+    monkeypatch.setattr("eval.measure.session.warm_up", lambda *_: None)
     monkeypatch.setattr(Bench, "decode", wrong_once)
     with pytest.raises(UserError, match="the output with shallow is not the target's own"):
         run(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.records import read_records
-from eval.schema import read_rows
+from eval.measure.records import read_records
+from eval.statistics.schema import read_rows
 
 from . import tiny
 

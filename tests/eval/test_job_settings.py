@@ -11,15 +11,15 @@ import pytest
 
 from decoding.errors import UserError
 from distill.config import RegenerateConfig, TrainConfig
-from distill.regenerate import check as check_regenerate
+from distill.regenerate.job import check as check_regenerate
 from distill.train import check as check_train
 from eval.config import BenchmarkConfig, EvalConfig
-from eval.setup import check as check_eval
-from recurrent_drafting.generate_config import GenerateConfig
-from recurrent_drafting.generate_setup import check as check_generate
+from eval.measure.setup import check as check_eval
+from jobs.paths import resolve
+from serving.config import GenerateConfig
+from serving.setup import check as check_generate
 from training.config import DataConfig, HeldOutConfig, TargetConfig
-from training.data import read_chats, read_prompts
-from training.paths import resolve
+from training.data.readers import read_chats, read_prompts
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 TARGET = TargetConfig(path=str(ASSETS / "target"), device="cpu")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from eval import neighbours
-from eval.neighbours import Watch, had, machine_seconds
+from eval.measure import neighbours
+from eval.measure.neighbours import Watch, had, machine_seconds
 
 
 def test_neighbours_count_where_decoding_wanted_their_processors():

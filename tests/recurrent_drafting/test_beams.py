@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decoding.chooser import Chooser
-from decoding.sampling import Warper
+from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.warpers import Warper
 from recurrent_drafting import drawn_beams
 from recurrent_drafting.beams import Beams, Going, Picks, Step, search
 from recurrent_drafting.drawn_beams import Draws

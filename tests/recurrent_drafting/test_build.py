@@ -15,7 +15,7 @@ from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from tests.recurrent_drafting import tiny
-from training.packing import Sample
+from training.data.packing import Sample
 
 H, V = tiny.HIDDEN, tiny.VOCABULARY
 

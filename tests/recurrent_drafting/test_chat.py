@@ -14,15 +14,15 @@ import torch
 from decoding.engine import text_of
 from decoding.errors import UserError
 from decoding.loop import decode
-from recurrent_drafting import generate_setup
-from recurrent_drafting.chat import cost_line, interrupts, visible
-from recurrent_drafting.chat_session import ChatSession, Piece
 from recurrent_drafting.checkpoint import save_head
-from recurrent_drafting.generate_config import GenerateConfig
-from recurrent_drafting.generate_setup import Loaded, load
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from training.chat import render_next, render_prompt
+from serving import setup
+from serving.config import GenerateConfig
+from serving.session import ChatSession, Piece
+from serving.setup import Loaded, load
+from serving.terminal import cost_line, interrupts, visible
 from training.config import TargetConfig
+from training.data.chat import render_next, render_prompt
 
 
 def config_of(target: Path, drafter: str, **fields: object) -> GenerateConfig:
@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_told_before_the_chat(
         with monkeypatch.context() as patch:
             if not fits:
                 # it is told before the target is read
-                patch.setattr(generate_setup, "load_target", None)
+                patch.setattr(setup, "load_target", None)
             with (
                 nullcontext()
                 if fits

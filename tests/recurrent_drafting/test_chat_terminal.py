@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from training.job import CONF
+from jobs.job import CONF
 
 
 class Terminal:

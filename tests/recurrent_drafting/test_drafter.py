@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from decoding import cuda
-from decoding.drafter import Proposal
+from decoding import devices
+from decoding.costs.timing import time_parts
 from decoding.errors import UserError
+from decoding.interfaces import Proposal
 from decoding.loop import Settings, decode
-from decoding.stopping import RoundCosts
-from decoding.timing import time_parts
-from decoding.worth import Worth
+from decoding.stopping.base import RoundCosts
+from decoding.stopping.marginal_gain import Worth
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
@@ -194,7 +194,7 @@ def test_costs_decide_how_much_is_drafted(
     """A head that knows the target: cheap drafts go to the whole length, dear ones are left out.
     Ahead: the host knows past rounds alone.
     """
-    monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
+    monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     target = markov(scale=SURE)
     drafted = {}
     for name, costs in (("cheap", CHEAP), ("dear", DEAR)):
@@ -216,7 +216,7 @@ def test_costs_decide_how_much_is_drafted(
 def test_a_head_that_errs_stops_drafting_and_tries_again(
     ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
+    monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     target = markov(scale=SURE)
     drafter = RecurrentDrafter(head=knowing_head(target, sign=-1.0), beam_width=2, by_cost=True)
     costs = RoundCosts(0.3, (1.0, 1.2, 1.4))
@@ -231,8 +231,8 @@ def test_a_head_that_errs_stops_drafting_and_tries_again(
 
 
 def test_tokens_that_were_copied_in_place_of_a_draft_earn_it_no_trust() -> None:
-    """A lookup before the drafter (decoding/with_lookup.py) gains tokens that the head never
-    promised.
+    """A lookup before the drafter (decoding/drafters/with_lookup.py) gains tokens that the head
+    never promised.
     """
     worth = Worth(CHEAP)
     worth.learn(4)

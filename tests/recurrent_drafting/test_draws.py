@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding import cuda, symbols, verify, verify_tree
-from decoding.drafter import Drafter, Proposal
+from decoding import devices
+from decoding.interfaces import Drafter, Proposal
 from decoding.loop import Settings, decode
+from decoding.verification import device_tree, rules, tail_rejection
 from recurrent_drafting import drafts, drawn_beams
 from recurrent_drafting.beams import Beams, Step
 from recurrent_drafting.drafter import RecurrentDrafter
@@ -147,7 +148,7 @@ def test_drawn_children_that_are_not_expanded_stay(
     """As leaves, in the order of their draws; and the others' children stand below them, each drawn
     from the row of q that is told for its parent.
     """
-    monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
+    monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     leaves = 0
     original = drafts.DrawnDraft.proposal
 
@@ -231,7 +232,7 @@ def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPat
 def test_law_3_where_a_tree_is_read_at_once(
     draws: str, warper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "_recursive", verify_tree.token)
+    monkeypatch.setattr(rules, "_recursive", device_tree.token)
     drafter = recurrent(draft_table(), WIDTH, scale=SCALE, draws=draws)
     assert brief_law(drafter, warper) > P_LIMIT
 
@@ -239,8 +240,8 @@ def test_law_3_where_a_tree_is_read_at_once(
 def test_law_3_rejects_a_tree_read_at_once_without_residual(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(verify, "_recursive", verify_tree.token)
-    monkeypatch.setattr(verify_tree.Candidates, "fail", lambda self, child, uniform: True)
+    monkeypatch.setattr(rules, "_recursive", device_tree.token)
+    monkeypatch.setattr(device_tree.Candidates, "fail", lambda self, child, uniform: True)
     assert brief_law(drawn()) < P_LIMIT
 
 
@@ -259,14 +260,14 @@ def test_law_3_of_a_tail_of_several_tokens(
     """
     monkeypatch.setattr(drawn_beams, "CANDIDATES", 2)
     if rule == "at once":
-        monkeypatch.setattr(verify, "_recursive", verify_tree.token)
+        monkeypatch.setattr(rules, "_recursive", device_tree.token)
     fields = {"draft_vocab_size": shortlist}
     assert brief_law(recurrent(draft_table(), width, SCALE, fields, draws="drawn")) > P_LIMIT
 
 
 def pass_whole_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token of the tail passes with its tail, and is not tested itself."""
-    for module in (symbols, verify_tree):
+    for module in (tail_rejection, device_tree):
         monkeypatch.setattr(module, "share_of", lambda *given: 1.0)
 
 
@@ -274,12 +275,12 @@ def draw_refused_ones_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a token of the tail did not pass with its tail, another is drawn from what p has there,
     not from what q left of it.
     """
-    following = verify_tree.Candidates.following
+    following = device_tree.Candidates.following
 
-    def wrong(self: verify_tree.Candidates, uniform: float) -> int:
+    def wrong(self: device_tree.Candidates, uniform: float) -> int:
         return self.other if self.symbols.refused else following(self, uniform)
 
-    monkeypatch.setattr(verify_tree.Candidates, "following", wrong)
+    monkeypatch.setattr(device_tree.Candidates, "following", wrong)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +290,6 @@ def test_law_3_rejects_a_tail_that_is_tested_once(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drawn_beams, "CANDIDATES", 2)
-    monkeypatch.setattr(verify, "_recursive", verify_tree.token)
+    monkeypatch.setattr(rules, "_recursive", device_tree.token)
     broken(monkeypatch)
     assert brief_law(recurrent(draft_table(), 2, SCALE, draws="drawn")) < P_LIMIT

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from decoding.loop import Settings, decode
-from decoding.native import NativeTarget
-from decoding.stats import Generation
+from decoding.models.native.model import NativeTarget
+from decoding.rounds.stats import Generation
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.evaluation import GreedyChain, HeadAccuracy, Looks, walk
 from recurrent_drafting.head import RecurrentHead
 from recurrent_drafting.states import TargetStates
 from tests.recurrent_drafting import tiny
+from training.data.packing import Sample, collate
 from training.objectives import hidden_states
-from training.packing import Sample, collate
 
 DRAFT, TOKENS = 3, 14
 CPU = torch.device("cpu")

@@ -20,15 +20,15 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from decoding.errors import UserError
+from jobs.job import CONF, register
+from jobs.run_folder import hash_input
 from recurrent_drafting.checkpoint import load_head, read_head_config
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.dry_run import target_flops
 from recurrent_drafting.train import run
 from training.config import typed
-from training.job import CONF, register
-from training.models import load_causal_lm
-from training.run_folder import hash_input
-from training.shapes import forward_flops
+from training.models.build import load_causal_lm
+from training.models.shapes import forward_flops
 
 ROOT = CONF.parent
 JOB = "recurrent_drafting.train"

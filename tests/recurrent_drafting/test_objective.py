@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from decoding import cuda
+from decoding import devices
 from decoding.errors import UserError
 from recurrent_drafting import objective as module
 from recurrent_drafting.config import HeadLossConfig
@@ -24,10 +24,10 @@ from recurrent_drafting.states import TargetStates
 from scripts.bench.common import peak_bytes
 from tests.decoding.waits import Waits
 from tests.recurrent_drafting import tiny
+from training.data.packing import Sample, best_fit, collate
 from training.losses.heads import chunked_argmax
 from training.losses.soft import eager_soft
 from training.objectives import hidden_states
-from training.packing import Sample, best_fit, collate
 
 
 @cache
@@ -256,7 +256,7 @@ def test_a_micro_batch_never_waits_for_the_device_and_travels_in_one_copy(
     """From the samples on. No value, and no result of a size that the host must ask for; a batch
     out of pageable memory is seen, and `item` is.
     """
-    objective, sent, copies = tiny.objective(tiny.head(), tiny.target(), **given), cuda.sent, []
+    objective, sent, copies = tiny.objective(tiny.head(), tiny.target(), **given), devices.sent, []
     reads = {
         "aten::_local_scalar_dense",
         "aten::nonzero",
@@ -276,7 +276,7 @@ def test_a_micro_batch_never_waits_for_the_device_and_travels_in_one_copy(
         assert waits.meant == 0
         return waits.stray, reads & {event.key for event in found.key_averages()}
 
-    monkeypatch.setattr(cuda, "sent", counted)
+    monkeypatch.setattr(devices, "sent", counted)
     assert seen(lambda: micro_batch(objective)) == ([], set())
     assert len(copies) == 1
     batch = tiny.packed(tiny.samples(3))
@@ -293,7 +293,7 @@ def test_sync_debug_mode_finds_no_wait_in_a_micro_batch(given: dict[str, Any]):
     target, head = tiny.target().to("cuda"), tiny.head().to("cuda")
     objective = tiny.objective(head, target, **given)
     micro_batch(objective, "cuda")  # libraries make their workspaces
-    with cuda.no_waiting(torch.device("cuda")):
+    with devices.no_waiting(torch.device("cuda")):
         micro_batch(objective, "cuda")
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from decoding import verify, verify_tree
-from decoding.batch import Batch
 from decoding.loop import Settings, start
-from decoding.native import NativeTarget
+from decoding.models.native.model import NativeTarget
+from decoding.rounds.batch import Batch
+from decoding.verification import device_tree, rules
 from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
@@ -103,7 +103,7 @@ def test_a_sampled_round_as_well(
     """Token verification as it is where the host runs ahead; of several rows, which have a few
     operations more than one.
     """
-    monkeypatch.setattr(verify, "_recursive", verify_tree.token)
+    monkeypatch.setattr(rules, "_recursive", device_tree.token)
     batch, operations = opened(rule, draws=draws, rows=4, length=length, dtype=dtype, **warper)
     assert most_of(batch, operations) <= MOST, operations.counts
 

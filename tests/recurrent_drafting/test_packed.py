@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from decoding.linear import can_pack
+from decoding.models.native.linear import can_pack
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.packed import PackedHead, for_drafting
 

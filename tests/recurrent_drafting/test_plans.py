@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decoding import cuda
-from decoding.costs import measure_costs, weighed_widths
-from decoding.drafter import NO_NODE, Proposal
+from decoding import devices
+from decoding.costs.measure import measure_costs, weighed_widths
+from decoding.interfaces import NO_NODE, Proposal
 from decoding.loop import Settings, decode
-from decoding.stopping import RoundCosts
+from decoding.stopping.base import RoundCosts
 from recurrent_drafting import plans
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.recorded import RecordedPicks
@@ -48,7 +48,7 @@ def test_a_step_starts_from_as_many_beams_as_pay(
     rule: str, draws: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read step by step, or chosen before the round where the host runs ahead."""
-    monkeypatch.setattr(cuda, "runs_ahead", lambda device: ahead)
+    monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
     wide, narrow = mean_beams(FLAT, rule, draws), mean_beams(STEEP, rule, draws)
     assert 1 <= narrow < 2 < 4 < wide <= WIDTH
 
@@ -101,7 +101,9 @@ def test_a_shorter_budget_is_served_by_the_recorded_draft(
         torch.ones(2, target.hidden_size, dtype=torch.float64),
     )
     captured = []
-    monkeypatch.setattr(cuda, "capture", lambda body, device, memory: captured.append(body) or body)
+    monkeypatch.setattr(
+        devices, "capture", lambda body, device, memory: captured.append(body) or body
+    )
     recorded = RecordedPicks(head, width, target.embed, target.device)
     with torch.inference_mode():
         for depths, records in (([4, 4], 1), ([2, 3], 1), ([1, 0], 1), ([5, 2], 2), ([4, 5], 2)):
@@ -142,7 +144,7 @@ def test_a_tree_without_room_loses_its_last_nodes_and_no_token(
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
     settings = Settings(max_new_tokens=24, num_draft_tokens=4, **sampled)  # type: ignore[arg-type]
     expected = [g.tokens for g in decode(target, None, prompts, settings)]
-    monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
     trees: dict[int, list[list[list[int]]]] = {}
 
     class Watched(RecurrentDrafter):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding import cuda
-from decoding.drafter import NO_NODE
+from decoding import devices
+from decoding.interfaces import NO_NODE
 from recurrent_drafting.drafts import nodes_of
 from recurrent_drafting.prefix_tree import Tree, edges, pack, surviving
 
@@ -111,7 +111,7 @@ def test_places_tell_where_each_node_went() -> None:
 def test_beside_a_gpu_few_widths_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     assert nodes_of([9, 4], 40, device) == 9, "where the host waits anyway, no node is added"
-    monkeypatch.setattr(cuda, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
     widths = [nodes_of([count, 1], 40, device) for count in range(1, 41)]
     assert all(width >= count for count, width in enumerate(widths, 1))
     assert sorted(set(widths)) == [7, 15, 23, 31, 39, 40], (

@@ -17,20 +17,20 @@ from transformers import AutoTokenizer
 
 from decoding.errors import UserError
 from decoding.loop import decode
-from recurrent_drafting import prompt_run
+from jobs.job import CONF, register
 from recurrent_drafting.checkpoint import save_head
-from recurrent_drafting.flags import to_overrides
+from recurrent_drafting.cmd.flags import to_overrides
 from recurrent_drafting.generate import JOB, run
-from recurrent_drafting.generate_config import GenerateConfig
-from recurrent_drafting.generate_setup import Loaded, choose_template, load
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from recurrent_drafting.mt_bench import load_mt_bench
-from recurrent_drafting.prompt_report import equality, print_report
-from recurrent_drafting.prompt_run import Done, answer_prompts, prompts_of
+from serving import prompts as prompt_run
+from serving.config import GenerateConfig
+from serving.mt_bench import load_mt_bench
+from serving.prompt_report import equality, print_report
+from serving.prompts import Done, answer_prompts, prompts_of
+from serving.setup import Loaded, choose_template, load
 from tests.recurrent_drafting import tiny
-from training.chat import render_prompt
 from training.config import TargetConfig, typed
-from training.job import CONF, register
+from training.data.chat import render_prompt
 from training.loop import Interrupted
 
 TURNS = {

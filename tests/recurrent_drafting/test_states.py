@@ -14,15 +14,15 @@ import torch
 
 from decoding.errors import UserError
 from decoding.loop import Settings, decode
-from decoding.native import NativeTarget
+from decoding.models.native.model import NativeTarget
 from recurrent_drafting import stores as module
 from recurrent_drafting.positions import count_kept, positions
 from recurrent_drafting.states import TargetStates
 from recurrent_drafting.stores import DiskStore, Layout, MemoryStore, Store, states_on_disk
 from tests.distill.families import FAMILIES, family
 from tests.recurrent_drafting import tiny
+from training.data.packing import PackedData, Sample, collate
 from training.objectives import freeze
-from training.packing import PackedData, Sample, collate
 
 
 def data() -> PackedData:

@@ -10,9 +10,9 @@ from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.objective import HeadTraining
 from recurrent_drafting.states import TargetStates
 from training.config import StudentConfig
-from training.models import build_llama
+from training.data.packing import Batch, Sample, best_fit, collate
+from training.models.build import build_llama
 from training.objectives import freeze
-from training.packing import Batch, Sample, best_fit, collate
 
 VOCABULARY, HIDDEN, HEADS, ROW = 61, 16, 4, 40
 # name -> what differs from two recurrent blocks of twice the hidden size

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from decoding.budget import Budget
-from training.help import field_docs
+from decoding.costs.roofline import Budget
+from jobs.help import field_docs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(

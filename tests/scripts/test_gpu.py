@@ -17,7 +17,7 @@ from tests.decoding.rows import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = (
-    "decoding/cuda.py",
+    "decoding/devices.py",
     "scripts/bench/gpu.py",
     "scripts/bench/gpu_exact.py",
     "scripts/bench/gpu_rows.py",
@@ -187,7 +187,7 @@ def test_cards_are_called_in_one_module() -> None:
     packages = ("decoding", "training", "distill", "recurrent_drafting", "eval", "scripts")
     files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     calling = {str(path.relative_to(ROOT)) for path in files if "torch.cuda" in path.read_text()}
-    assert calling == {"decoding/cuda.py"}
+    assert calling == {"decoding/devices.py"}
 
 
 def test_the_shapes_are_the_published_ones() -> None:
@@ -222,10 +222,10 @@ def test_a_timed_training_step_is_the_loops(tmp_path: Path) -> None:
     from scripts.bench.gpu_training import chats, frozen_target, step
     from scripts.bench.random_models import random_head
     from training.config import LoopConfig, OptimizerConfig, ParallelConfig
+    from training.data.packing import PackedData
     from training.loop import fit
     from training.optimizer import MasterAdamW
-    from training.packing import PackedData
-    from training.parallel import Parallel
+    from training.parallel.strategy import Parallel
 
     torch.manual_seed(0)
     states, data = (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from jobs.job import CONF
 from scripts.bench.mixing import SIDES
-from training.job import CONF
 
 
 def toy(tiny_target: Path, folder: Path, *more: str) -> "subprocess.CompletedProcess[str]":

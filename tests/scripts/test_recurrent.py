@@ -18,7 +18,7 @@ from scripts.bench import common, recurrent, recurrent_rounds, recurrent_show, r
 from scripts.bench import recurrent_tables as tables
 from scripts.bench.recurrent_generation import arms, goals, unlooping
 from scripts.bench.recurrent_training import IGNORED, published_loss
-from training.data import Prompt
+from training.data.readers import Prompt
 
 
 def figures_of(

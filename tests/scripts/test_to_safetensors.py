@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from decoding.errors import UserError
-from decoding.target import load_target
+from decoding.models.load import load_target
 from scripts.to_safetensors import convert
 
 

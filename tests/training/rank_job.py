@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from jobs.launch import _free_port
 from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
-from training.launch import _free_port
+from training.data.packing import PackedData, Sample
 from training.loop import Interrupted, fit
-from training.models import build_llama, dtype_of
+from training.models.build import build_llama, dtype_of
 from training.objectives import Distillation, freeze, hidden_states
-from training.packing import PackedData, Sample
-from training.parallel import Parallel
+from training.parallel.strategy import Parallel
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 67  # no multiple of the number of ranks
@@ -123,7 +123,7 @@ def run(spec: Spec) -> dict[str, Any]:
         """Mean of the student's hidden states on a row: the same for whole weights, wherever they
         were.
         """
-        from training.packing import collate
+        from training.data.packing import collate
 
         batch = collate(data.samples, data.rows[:1], data.capacity)
         assert student.lm_head.weight.shape == (VOCABULARY, 32)

@@ -12,16 +12,16 @@ from omegaconf import OmegaConf
 
 from decoding.errors import UserError
 from distill.config import PruneConfig, TrainConfig
-from distill.prune import check as check_prune
+from distill.prune.job import check as check_prune
+from jobs.run_folder import RunFolder
+from jobs.saved_config import as_of_now
+from jobs.tracker import Tracker
 from training.bounds import Bounds, Done, Progress
 from training.config import LoopConfig, OptimizerConfig, ParallelConfig, check_values, plain
 from training.loop import Interrupted, fit
 from training.optimizer import learning_rate
-from training.parallel import Parallel
+from training.parallel.strategy import Parallel
 from training.plan import describe_plan, plan_tokens
-from training.run_folder import RunFolder
-from training.saved import as_of_now
-from training.tracker import Tracker
 
 from .test_loop import TrackerConfig, make_data, make_model, newest, same, stopping
 

@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from decoding.errors import UserError
-from training.chat import Rendered, render_chat, render_prompt
-from training.templates import QWEN, TEMPLATES, VICUNA, family_of
+from training.data.chat import Rendered, render_chat, render_prompt
+from training.data.templates import QWEN, TEMPLATES, VICUNA, family_of
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -21,14 +21,14 @@ from distill.config import (
     TrainConfig,
 )
 from eval.config import CompareConfig, EvalConfig
+from jobs import stages
+from jobs.amounts import PLANNED
+from jobs.help import field_docs, print_help
+from jobs.job import CONF, _guarded, check_arguments, register, run_typed
+from jobs.run_folder import RunFolder
 from recurrent_drafting.config import HeadTrainConfig
-from recurrent_drafting.generate_config import GenerateConfig
-from training import stages
-from training.amounts import PLANNED
+from serving.config import GenerateConfig
 from training.config import JobConfig, plain, typed, valid_keys
-from training.help import field_docs, print_help
-from training.job import CONF, _guarded, check_arguments, register, run_typed
-from training.run_folder import RunFolder
 
 SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.pretrain": PretrainConfig,
@@ -203,7 +203,7 @@ def test_a_saved_configuration_gives_the_same_one_back(tmp_path: Path):
 def test_a_broken_experiment_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("job: distill.train\nloop: max_steps: 3\n")
-    monkeypatch.setattr("training.job.CONF", tmp_path)
+    monkeypatch.setattr("jobs.job.CONF", tmp_path)
     with pytest.raises(
         UserError,
         match=r"mine.yaml is no valid YAML: mapping values are not allowed here .* line 2",

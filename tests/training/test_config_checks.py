@@ -10,9 +10,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 import distill.pretrain
-import distill.prune
+import distill.prune.job
 import distill.quality
-import distill.regenerate
+import distill.regenerate.job
 import distill.skip_search
 import distill.train
 import recurrent_drafting.train
@@ -26,15 +26,15 @@ from distill.config import (
     TrainConfig,
 )
 from eval.config import EvalConfig
+from jobs.config_checks import THREADS_A_CORE
+from jobs.job import CONF, register, run_typed
 from recurrent_drafting.config import HeadTrainConfig
-from training.config_checks import THREADS_A_CORE
-from training.job import CONF, register, run_typed
 
 JOBS: dict[str, tuple[type, Any]] = {
     "distill.train": (TrainConfig, distill.train.run),
     "distill.pretrain": (PretrainConfig, distill.pretrain.run),
-    "distill.prune": (PruneConfig, distill.prune.run),
-    "distill.regenerate": (RegenerateConfig, distill.regenerate.run),
+    "distill.prune": (PruneConfig, distill.prune.job.run),
+    "distill.regenerate": (RegenerateConfig, distill.regenerate.job.run),
     "distill.skip_search": (SkipSearchConfig, distill.skip_search.run),
     "distill.quality": (QualityConfig, distill.quality.run),
     "recurrent_drafting.train": (HeadTrainConfig, recurrent_drafting.train.run),

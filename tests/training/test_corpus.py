@@ -11,7 +11,7 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from training import corpus
+from training.data import corpus
 
 
 def test_the_split_is_stable_across_machines() -> None:

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from decoding.errors import UserError
 from training.config import DataConfig
-from training.data import Chat, read_chats, read_prompts, read_texts, render_chats
-from training.job_data import read_samples
+from training.data.from_config import read_samples
+from training.data.readers import Chat, read_chats, read_prompts, read_texts, render_chats
 
 GOOD = {
     "id": "a",

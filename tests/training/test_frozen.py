@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from decoding.errors import UserError
+from jobs.launch import _free_port
 from scripts.bench.common import peak_bytes
 from training.config import ParallelConfig, StudentConfig
-from training.frozen import load_frozen
-from training.launch import _free_port
-from training.models import build_llama, load_causal_lm
+from training.data.packing import Sample, collate
+from training.models.build import build_llama, load_causal_lm
+from training.models.frozen import load_frozen
 from training.objectives import freeze, hidden_states
-from training.packing import Sample, collate
-from training.parallel import Parallel
+from training.parallel.strategy import Parallel
 
 from .rank_job import ROOT, local_bytes
 
@@ -156,7 +156,7 @@ def test_a_target_whose_files_name_its_weights_otherwise_is_read_whole(
     write_target(tmp_path, False)
     monkeypatch.setattr(Parallel, "shards_weights", True)
     monkeypatch.setattr(Parallel, "place_frozen", lambda self, model: model)
-    monkeypatch.setattr("training.frozen._names", lambda file: [])
+    monkeypatch.setattr("training.models.frozen._names", lambda file: [])
     model = load_frozen(tmp_path, torch.float32, Parallel(ParallelConfig(), "cpu"))
     assert "every rank reads the whole target before it is cut" in capsys.readouterr().out
     assert not next(model.parameters()).is_meta and not next(model.parameters()).requires_grad

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from decoding.errors import UserError
 from distill.config import TrainConfig
-from training.chat import render_prompt, render_text
 from training.config import DataConfig, HeldOutConfig, TargetConfig
+from training.data.chat import render_prompt, render_text
 from training.held_out import check_stages, target_answers
 
 QUESTION = "A man holds a sax.\nThe man"

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from distill.config import QualityConfig
-from training.interrupts import INTERRUPTED, Terminated, interrupting
-from training.job import job_main
-from training.stages import ON_FILE
+from jobs.interrupts import INTERRUPTED, Terminated, interrupting
+from jobs.job import job_main
+from jobs.stages import ON_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -25,7 +25,7 @@ def started(package: Path) -> subprocess.Popen[str]:
     """`python -m package.job` in the middle of its imports."""
     package.mkdir()
     (package / "__init__.py").write_text(
-        "from training.interrupts import end_imports_quietly\nend_imports_quietly()\n"
+        "from jobs.interrupts import end_imports_quietly\nend_imports_quietly()\n"
     )
     (package / "job.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     path = os.pathsep.join([str(package.parent), str(ROOT)])

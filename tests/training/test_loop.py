@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from decoding.errors import UserError
+from jobs.tracker import Tracker
 from tests.decoding.waits import Waits
 from training import checkpoint
 from training import loop as loop_module
@@ -23,12 +24,11 @@ from training.config import (
     StudentConfig,
     TrackerConfig,
 )
+from training.data.packing import Batch, PackedData, Sample
 from training.loop import Interrupted, Progress, fit
-from training.models import build_llama
+from training.models.build import build_llama
 from training.objectives import LanguageModelling
-from training.packing import Batch, PackedData, Sample
-from training.parallel import Parallel
-from training.tracker import Tracker
+from training.parallel.strategy import Parallel
 
 SHAPE = StudentConfig(
     hidden_size=32,

@@ -9,12 +9,12 @@ from transformers import LlamaConfig
 from decoding.errors import UserError
 from distill.config import TrainConfig
 from training.config import DataConfig, OptimizerConfig, StudentConfig, TargetConfig
-from training.memory_plan import Shape, activation_bytes, answering_bytes, bytes_per_rank
-from training.models import build_llama
+from training.data.packing import Sample, collate
+from training.models.build import build_llama
 from training.objectives import hidden_states
 from training.optimizer import MasterAdamW
-from training.packing import Sample, collate
-from training.sharding import checkpoint_activations
+from training.parallel.fsdp import checkpoint_activations
+from training.parallel.memory_plan import Shape, activation_bytes, answering_bytes, bytes_per_rank
 
 
 def test_the_stages_are_the_papers():

@@ -12,12 +12,19 @@ from hydra import compose, initialize_config_dir
 
 from decoding.errors import UserError
 from distill.config import TrainConfig
+from jobs.job import CONF, check_arguments, register
 from training.config import DataConfig, DomainConfig, typed
-from training.job import CONF, check_arguments, register
-from training.job_data import data_files
+from training.data.from_config import data_files
+from training.data.mixture import (
+    MixedData,
+    acceptance_gaps,
+    check_mixture,
+    floored,
+    loss_gaps,
+    updated,
+)
+from training.data.packing import Sample
 from training.loop import Progress
-from training.mixture import MixedData, acceptance_gaps, check_mixture, floored, loss_gaps, updated
-from training.packing import Sample
 
 NAMES = ("code", "prose", "maths")
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from jobs.tracker import Tracker
 from training import checkpoint
 from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
 from training.config import TrackerConfig as NoTracker
+from training.data.mixture import MixedData
+from training.data.packing import best_fit, collate
 from training.loop import Interrupted, fit
-from training.mixture import MixedData
-from training.models import build_llama
+from training.models.build import build_llama
 from training.objectives import LanguageModelling
-from training.packing import best_fit, collate
-from training.parallel import Parallel
-from training.tracker import Tracker
+from training.parallel.strategy import Parallel
 
 from .test_mixture import HELD_OUT, NAMES, mixed
 

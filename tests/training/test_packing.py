@@ -4,14 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from decoding import cuda
+from decoding import devices
 from decoding.errors import UserError
 from tests.decoding.waits import Waits
-from training.attention import document_mask, packed_attention, plain_attention
 from training.config import StudentConfig
-from training.models import build_llama
+from training.data.packing import (
+    PackedData,
+    Sample,
+    best_fit,
+    collate,
+    micro_batches,
+    split_documents,
+)
+from training.models.attention import document_mask, packed_attention, plain_attention
+from training.models.build import build_llama
 from training.objectives import Distillation, LanguageModelling, TeacherStates, freeze
-from training.packing import PackedData, Sample, best_fit, collate, micro_batches, split_documents
 
 TINY = StudentConfig(
     hidden_size=32,
@@ -124,7 +131,7 @@ def test_a_micro_batch_never_waits_for_the_device(kind: str, monkeypatch: pytest
     are, is seen.
     """
     samples, model, teacher = chats(9), tiny(0), freeze(tiny(1))
-    rows, sent, copies = best_fit([len(sample.ids) for sample in samples], 64), cuda.sent, []
+    rows, sent, copies = best_fit([len(sample.ids) for sample in samples], 64), devices.sent, []
     states = TeacherStates(teacher, 10**6 if "remembered" in kind else 0)
     module = (
         LanguageModelling(model)
@@ -136,7 +143,7 @@ def test_a_micro_batch_never_waits_for_the_device(kind: str, monkeypatch: pytest
         copies.append(host.numel())
         return sent(host, device)
 
-    monkeypatch.setattr(cuda, "sent", counted)
+    monkeypatch.setattr(devices, "sent", counted)
     waits = Waits()
     with waits.counting(monkeypatch):
         module(collate(samples, rows, 64))[0].backward()

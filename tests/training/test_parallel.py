@@ -15,8 +15,8 @@ import torch
 from decoding.errors import UserError
 from training import checkpoint
 from training.config import ParallelConfig
-from training.memory_plan import bytes_per_rank
-from training.parallel import Parallel
+from training.parallel.memory_plan import bytes_per_rank
+from training.parallel.strategy import Parallel
 
 from .rank_job import Spec, exported, make_model, run, run_ranks, start_ranks
 
@@ -226,7 +226,7 @@ def test_one_process_does_not_stand_in_for_several(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_deepspeed_is_named(monkeypatch: pytest.MonkeyPatch):
-    from training import zero
+    from training.parallel.strategy import zero
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(

@@ -12,10 +12,10 @@ from omegaconf import DictConfig
 
 from decoding.errors import UserError
 from distill.config import TrainConfig
-from training import ranks
+from jobs import ranks
+from jobs.job import CONF, check_arguments, register, run_typed
+from jobs.launch import _free_port, processes_wanted
 from training.config import ParallelConfig, typed
-from training.job import CONF, check_arguments, register, run_typed
-from training.launch import _free_port, processes_wanted
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = {
@@ -152,9 +152,7 @@ def test_ranks_that_would_stand_idle_through_an_experiment_are_refused(
             for given in ([], ["parallel=ddp"])
         )
     ran: list[str] = []
-    monkeypatch.setattr(
-        "training.job.run_stages", lambda config, _: ran.append(config.parallel.kind)
-    )
+    monkeypatch.setattr("jobs.job.run_stages", lambda config, _: ran.append(config.parallel.kind))
 
     def start(composed: DictConfig) -> None:
         run_typed(composed, "distill.train", TrainConfig, lambda _: None)
@@ -214,7 +212,7 @@ def test_the_conf_for_submitit_composes(submitit: None):
 
 _MEETS = """
 import os, sys, time
-from training.ranks import Meeting
+from jobs.ranks import Meeting
 meeting = Meeting()
 for stage in ("one", "two"):
     if meeting.rank == 0:

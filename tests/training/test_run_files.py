@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
+from decoding.costs.machine_limits import Limits
 from decoding.errors import UserError
-from decoding.yardsticks import Limits
-from eval.deadline import Deadline
-from eval.records import record_from
-from eval.schema import read_rows
+from eval.measure.deadline import Deadline
+from eval.measure.records import record_from
+from eval.statistics.schema import read_rows
+from jobs.run_files import line_of, read_lines, read_object
+from jobs.run_folder import read_manifest
+from jobs.saved_config import read_config, stamped
+from jobs.tracker import Tracker
 from training import checkpoint
 from training.config import TrackerConfig
-from training.run_files import line_of, read_lines, read_object
-from training.run_folder import read_manifest
-from training.saved import read_config, stamped
-from training.tracker import Tracker
 
 WRONG = {
     "empty": b"",

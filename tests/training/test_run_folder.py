@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-import training.run_folder
+import jobs.run_folder
+from jobs.run_folder import hash_input
 from training.checkpoint import sha256
-from training.run_folder import hash_input
 
 
 def test_a_large_file_is_hashed_once_and_anew_when_it_changes(
@@ -18,8 +18,8 @@ def test_a_large_file_is_hashed_once_and_anew_when_it_changes(
         read.append(path.name)
         return sha256(path)
 
-    monkeypatch.setattr(training.run_folder, "sha256", counted)
-    monkeypatch.setattr(training.run_folder, "_LARGE", 8)
+    monkeypatch.setattr(jobs.run_folder, "sha256", counted)
+    monkeypatch.setattr(jobs.run_folder, "_LARGE", 8)
     (tmp_path / "large").write_text("0123456789")
     (tmp_path / "small").write_text("01")
     first = hash_input(tmp_path)

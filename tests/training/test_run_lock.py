@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from decoding.errors import UserError
-from training import run_lock
+from jobs import run_lock
+from jobs.run_folder import RunFolder
+from jobs.run_lock import LOCK, hold, locked
 from training.config import JobConfig
-from training.run_folder import RunFolder
-from training.run_lock import LOCK, hold, locked
 
 
 def forked(action: Callable[[], object]) -> int:

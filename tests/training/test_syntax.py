@@ -12,8 +12,8 @@ from hydra.errors import HydraException
 
 from decoding.errors import UserError
 from eval.config import EvalConfig
-from training.job import CONF, register
-from training.syntax import EXPECTED, check_syntax, composition_error
+from jobs.job import CONF, register
+from jobs.syntax import EXPECTED, check_syntax, composition_error
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,11 +12,11 @@ from hydra import compose, initialize_config_dir
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoding.errors import UserError
-from decoding.weights import NativeConfig
+from decoding.models.native.weights import NativeConfig
 from distill.config import TrainConfig
+from jobs.job import CONF, register
 from training.config import TargetConfig, typed
-from training.job import CONF, register
-from training.models import missing_of, published_targets, target_config
+from training.models.build import missing_of, published_targets, target_config
 
 # Parameters, as counted in the published weights; (layers, query heads, key/value heads, head
 # width), rope base.

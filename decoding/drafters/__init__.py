@@ -1,0 +1,1 @@
+"""The drafters that need no training of their own: chains, lookup, lookahead, trees."""

@@ -1,0 +1,237 @@
+"""The chain drafter: any causal LM of the same tokenizer drafts token by token from its own cache.
+
+Its cache is rolled back by length alone. Tokens that it has not seen, usually the tip and after a
+full acceptance the last drafted token too, go into the first step of the next round.
+
+Shapes: B rows, N drafted tokens, V the target's vocabulary, K unseen tokens.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoding import devices
+from decoding.interfaces import Caps, Observation, Proposal
+from decoding.models.folder import load_state, read_config, refuse_nonfinite
+from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
+from decoding.models.load import Target, load_target, prefill
+from decoding.models.native.weights import FAMILIES
+from decoding.sampling.token_chooser import Chooser
+from decoding.stopping.base import RoundCosts, Sign, Stopping
+from decoding.verification.rules import at_nodes
+
+
+class ChainDrafter:
+    """A causal LM that proposes chains. Hydra: `_target_: decoding.drafters.chain.ChainDrafter`."""
+
+    caps = Caps(shape="chain", has_q=True, can_overlap=True)
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        backend: str | None = None,
+        dtype: str = "float32",
+        device: str = "cpu",
+        name: str | None = None,
+        model: Target | None = None,
+        trust_remote_code: bool = False,
+        execution: str | None = None,
+    ) -> None:
+        """From a model folder, or from a `model` in memory.
+
+        backend: None takes native for its families and hf for the others, eager where that has no
+        such execution. execution: see `load_target`.
+        """
+        if model is None:
+            if folder is None:
+                raise ValueError("ChainDrafter needs a folder or a model")
+            if backend is None:
+                backend = "native" if read_config(folder)["model_type"] in FAMILIES else "hf"
+                if backend == "hf" and execution not in HF_EXECUTIONS:
+                    execution = None
+            model = load_target(
+                folder,
+                backend=backend,
+                dtype=dtype,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                execution=execution,
+            )
+            refuse_nonfinite(folder, load_state(folder))
+        self.model = model
+        self.name = name or model.name
+        self.num_layers, self.num_parameters = model.num_layers, model.num_parameters
+        self._capacity = 0
+
+    def width(self, gamma: int) -> int:
+        """A chain of gamma tokens."""
+        return gamma
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """It needs neither."""
+
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        """Read all prompt tokens but the last."""
+        self._capacity = capacity
+        self.model.open(len(prompts_B), capacity)
+        prefill(self.model, [self._unread(prompt) for prompt in prompts_B])
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Read what is new, but for the last token."""
+        self.model.truncate([kept])
+        prefill(self.model, [self._unread(prompt)[self.model.lengths_B[0] :]])
+
+    def _unread(self, prompt: Sequence[int]) -> list[int]:
+        """The prompt's tokens but the last, as far as this model's context and vocabulary go."""
+        last = self.model.vocab_size - 1
+        return [min(token, last) for token in prompt[: min(len(prompt) - 1, self.model.max_length)]]
+
+    def _fit_ids(self, tokens_BN: Tensor, chooser: Chooser) -> Tensor:
+        """Tokens that this model has rows for: one that the target alone has can cost acceptance,
+        no more.
+        """
+        if self.model.vocab_size < chooser.vocab_size:
+            tokens_BN = tokens_BN.clamp(max=self.model.vocab_size - 1)
+        return tokens_BN.to(self.model.device)
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """Draft a chain for each row; rows beyond this model's own context get none."""
+        counts_B = self._within_context(sequences_B, budgets_B)
+        if max(counts_B) == 0:
+            return Proposal(torch.empty(len(counts_B), 0, dtype=torch.long), counts_B)
+        logits_BV = self._catch_up(sequences_B, counts_B)
+        tokens: list[Tensor] = []
+        rows_q: list[Tensor] = []
+        changes = (
+            chooser.processors.drafting(sequences_B) if chooser.processors is not None else None
+        )
+        while True:
+            fitted_BV = self._fit(logits_BV, chooser)
+            if changes is not None:
+                fitted_BV = changes(fitted_BV)
+            tokens_B, q_BV = chooser.draft(fitted_BV, len(tokens))
+            tokens.append(tokens_B)
+            if q_BV is not None:
+                rows_q.append(q_BV)
+            counts_B = _counts_after(stopping_B, len(tokens), tokens_B, q_BV, fitted_BV, counts_B)
+            if max(counts_B) <= len(tokens):
+                break
+            if changes is not None:
+                changes.add(tokens_B)
+            logits_BV = self.model.forward(self._fit_ids(tokens_B[:, None], chooser))[0][:, -1]
+            self.model.commit(None, [int(count > len(tokens)) for count in counts_B])
+        return Proposal(
+            torch.stack(tokens, 1),
+            counts_B,
+            None,
+            torch.stack(rows_q, 1) if rows_q else None,
+            len(tokens),
+        )
+
+    def _within_context(
+        self, sequences_B: Sequence[Sequence[int]], budgets_B: Sequence[int]
+    ) -> list[int]:
+        return [
+            max(0, min(b, self.model.max_length + 1 - len(s)))
+            for s, b in zip(sequences_B, budgets_B, strict=True)
+        ]
+
+    def _catch_up(self, sequences_B: Sequence[Sequence[int]], counts_B: Sequence[int]) -> Tensor:
+        """Run over the tokens that are not in the cache; logits_BV after the last one of each row
+        that drafts.
+        """
+        lengths_B = self.model.lengths_B
+        unseen_B = [
+            list(s[length:]) if count else []
+            for s, length, count in zip(sequences_B, lengths_B, counts_B)
+        ]
+        # A row that did not draft for a while may have more to read than the longest row has room
+        # for padding.
+        while max(len(unseen) for unseen in unseen_B) > (
+            room := self._capacity - max(self.model.lengths_B)
+        ):
+            first_B = [unseen[: max(0, min(room, len(unseen) - room))] for unseen in unseen_B]
+            self._read(first_B)
+            unseen_B = [unseen[len(first) :] for unseen, first in zip(unseen_B, first_B)]
+        return at_nodes(self._read(unseen_B), [max(len(unseen) - 1, 0) for unseen in unseen_B])
+
+    def _read(self, tokens_B: Sequence[Sequence[int]]) -> Tensor:
+        """Commit tokens to the cache; logits_BKV after each, padded on the right."""
+        width = max(len(tokens) for tokens in tokens_B)
+        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in tokens_B]
+        tokens_BK = devices.tensor(padded, self.model.device).clamp_(max=self.model.vocab_size - 1)
+        logits_BKV, _ = self.model.forward(tokens_BK)
+        self.model.commit(None, [len(tokens) for tokens in tokens_B])
+        return logits_BKV
+
+    def _fit(self, logits_BV: Tensor, chooser: Chooser) -> Tensor:
+        """Logits over the target's vocabulary: rows that only pad this model's or the target's are
+        cut or ruled out.
+        """
+        extra = chooser.vocab_size - logits_BV.shape[-1]
+        if extra:
+            logits_BV = F.pad(logits_BV, (0, extra), value=float("-inf"))
+        return logits_BV.to(chooser.device)
+
+    def observe(self, observation: Observation) -> None:
+        """A chain drafter without state of its own learns nothing."""
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Keep what the target kept."""
+        self.model.truncate(lengths_B)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self.model.select(rows)
+
+    def time_step(self, beams: int = 1) -> None:
+        """One forward over one token a row; nothing is committed."""
+        self.model.forward(
+            torch.zeros(len(self.model.lengths_B), 1, dtype=torch.long, device=self.model.device)
+        )
+
+
+def _counts_after(
+    stopping_B: Sequence[Stopping],
+    depth: int,
+    tokens_B: Tensor,
+    q_BV: Tensor | None,
+    logits_BV: Tensor,
+    counts_B: list[int],
+) -> list[int]:
+    """The rows' counts once their policies have seen the tokens at `depth`; a row that stops keeps
+    what it has drawn.
+    """
+    signs_B = signs(stopping_B[0].reads, tokens_B, q_BV, logits_BV)
+    return [
+        depth if count > depth and not policy.more(depth, sign) else count
+        for policy, sign, count in zip(stopping_B, signs_B, counts_B, strict=True)
+    ]
+
+
+def signs(
+    reads: str, tokens_B: Tensor, q_BV: Tensor | None, logits_BV: Tensor
+) -> list[Sign] | list[None]:
+    """What policies read of drawn tokens: of q where tokens were drawn from one, else of the
+    model's own softmax.
+    """
+    if reads == "nothing":
+        return [None] * len(tokens_B)
+    q_BV = logits_BV.float().softmax(-1) if q_BV is None else q_BV
+    confidence_B = q_BV.gather(-1, tokens_B[:, None]).squeeze(-1).tolist()
+    if reads == "confidence":
+        return [Sign(confidence) for confidence in confidence_B]
+    entropy_B = torch.special.entr(q_BV).sum(-1).tolist()
+    return [Sign(*pair) for pair in zip(confidence_B, entropy_B)]

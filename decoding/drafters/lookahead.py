@@ -1,0 +1,241 @@
+"""Lookahead decoding: the target guesses ahead in the same forward that verifies, and what it
+guessed is proposed later.
+
+Source: Fu et al. 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"
+(arXiv 2402.02057). Each forward carries a window of guessed tokens besides the candidates:
+`columns` positions ahead, `rows` deep, refined by Jacobi iteration from round to round. The tokens
+of a column and what the target says after them are an n-gram, which goes to a pool under its first
+token. The pool's n-grams that begin with the tip are the candidates. No model but the target is
+needed; what it costs is width, so it wants a target whose forward over some dozens of tokens is
+nearly as fast as over one. Candidates are point masses to every rule.
+
+The window is a tree like any other: its first row is a chain from the tip, and each column hangs
+below its token of that row. It stands behind the proposal's counted nodes, so that verification
+passes it over.
+
+Shapes: B batch rows, N nodes of a forward, V vocabulary.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.errors import UserError
+from decoding.interfaces import Caps, Observation, Proposal
+from decoding.models.load import Target
+from decoding.sampling.token_chooser import Chooser
+from decoding.stopping.base import RoundCosts, Stopping
+
+Phrase = tuple[int, ...]
+
+
+class PhrasePool:
+    """What was seen to follow a token, newest last; at most `per_key` phrases a token."""
+
+    def __init__(self, per_key: int) -> None:
+        self.per_key = per_key
+        self._after: dict[int, OrderedDict[Phrase, None]] = {}
+
+    def add(self, first: int, phrase: Phrase) -> None:
+        """File a phrase; one that is known, or begins a longer one that is, makes that the newest.
+        It takes the place of its own beginnings.
+        """
+        if not phrase:
+            return
+        known = self._after.setdefault(first, OrderedDict())
+        whole = next((one for one in reversed(known) if one[: len(phrase)] == phrase), phrase)
+        for beginning in [one for one in known if whole[: len(one)] == one]:
+            del known[beginning]
+        known[whole] = None
+        if len(known) > self.per_key:
+            known.popitem(last=False)
+
+    def drop(self, first: int, phrase: Phrase) -> None:
+        """Forget a phrase that turned out to be wrong."""
+        self._after.get(first, OrderedDict()).pop(phrase, None)
+
+    def newest(self, first: int, count: int) -> list[Phrase]:
+        """The newest phrases that followed `first`, newest first."""
+        return list(reversed(self._after.get(first, ())))[:count]
+
+    def read(self, sequence: Sequence[int], start: int, length: int) -> None:
+        """File what follows each token from position `start` on, in phrases of `length`."""
+        for at in range(max(start, 0), len(sequence) - length):
+            self.add(sequence[at], tuple(sequence[at + 1 : at + 1 + length]))
+
+
+class Branches:
+    """A tree under construction: phrases share the nodes of their common beginnings."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self._children: dict[tuple[int, int], int] = {}
+
+    def add(self, phrase: Sequence[int], tip: int = -1, shared: bool = True) -> list[int]:
+        """Hang a phrase below node `tip`; returns its nodes."""
+        nodes = []
+        for token in phrase:
+            node = self._children.get((tip, token)) if shared else None
+            if node is None:
+                node = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(tip)
+                if shared:
+                    self._children[tip, token] = node
+            nodes.append(node)
+            tip = node
+        return nodes
+
+
+class Window:
+    """The guesses of one request: `rows` rows of `columns` tokens; row 0 stands closest
+    to the tip.
+    """
+
+    def __init__(self, prompt: Sequence[int], rows: int, columns: int) -> None:
+        self.rows = [
+            [prompt[(row * columns + column) % len(prompt)] for column in range(columns)]
+            for row in range(rows)
+        ]
+
+    def hang(self, tree: Branches) -> list[int]:
+        """Add the window to a tree, unshared; returns the nodes of its last row."""
+        ends = tree.add(self.rows[0], shared=False)
+        for row in self.rows[1:]:
+            ends = [tree.add([token], above, shared=False)[0] for token, above in zip(row, ends)]
+        return ends
+
+    def learn(self, said: Sequence[int], pool: PhrasePool) -> None:
+        """`said`: the target's tokens after each column. File the columns as phrases and move every
+        row one step closer to the tip.
+        """
+        for column, last in enumerate(said):
+            pool.add(self.rows[0][column], (*(row[column] for row in self.rows[1:]), last))
+        self.rows = [*self.rows[1:], list(said)]
+
+
+class Lookahead:
+    """The target's own guesses. Hydra: `_target_: decoding.drafters.lookahead.Lookahead`.
+
+    ngram: tokens of a pooled phrase with its first one (the paper's level). columns: width of the
+    window. candidates: phrases verified at once, and kept for a token. from_text: also file the
+    phrases of the prompt and the output.
+    """
+
+    caps = Caps(shape="tree", steps="round")
+    num_layers = num_parameters = 0
+
+    def __init__(
+        self,
+        ngram: int = 4,
+        columns: int = 6,
+        candidates: int = 4,
+        from_text: bool = True,
+        name: str = "lookahead",
+    ) -> None:
+        if ngram < 2 or columns < 1 or candidates < 1:
+            raise UserError(
+                f"lookahead: ngram is {ngram}, columns {columns} and candidates {candidates}; "
+                f"expected at least 2, 1 and 1."
+            )
+        self.ngram, self.columns, self.candidates, self.from_text, self.name = (
+            ngram,
+            columns,
+            candidates,
+            from_text,
+            name,
+        )
+        self.pools: list[PhrasePool] = []
+        self._windows: list[Window] = []
+        self._filed: list[int] = []
+        self._ends: list[list[int]] = []  # of this round's windows: the nodes of the last row
+
+    def width(self, gamma: int) -> int:
+        """Candidates of at most gamma tokens, and the window."""
+        return self.candidates * min(gamma, self.ngram - 1) + self.columns * (self.ngram - 1)
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """It needs neither."""
+
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        """Start the windows with the prompts' own tokens, and file the prompts' phrases."""
+        self.pools = [PhrasePool(self.candidates) for _ in prompts_B]
+        self._windows = [Window(prompt, self.ngram - 1, self.columns) for prompt in prompts_B]
+        self._filed = [0] * len(prompts_B)
+        self._ends = [[] for _ in prompts_B]
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Start again: pools and windows are made from the text."""
+        self.open([prompt], None, len(prompt))
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """The pool's phrases after each tip, and behind them the windows, which are not counted."""
+        trees, counts_B = [], []
+        for row, (sequence, budget) in enumerate(zip(sequences_B, budgets_B, strict=True)):
+            # A row that waits for its neighbours stays as it is, or they would show in its pool.
+            if self.from_text and budget:
+                self.pools[row].read(sequence, self._filed[row], self.ngram - 1)
+                self._filed[row] = max(0, len(sequence) - self.ngram + 1)
+            tree = Branches()
+            for phrase in self.pools[row].newest(sequence[-1], self.candidates) if budget else []:
+                tree.add(phrase[:budget])
+            counts_B.append(len(tree.tokens))
+            self._ends[row] = self._windows[row].hang(tree) if budget else []
+            trees.append(tree)
+        proposal = packed(trees, counts_B, chooser.device)
+        proposal.asks = choices
+        return proposal
+
+    def observe(self, observation: Observation) -> None:
+        """Learn what the target says after each column."""
+        (said_BN,) = observation.answers or ([],)
+        for row, ends in enumerate(self._ends):
+            if ends:  # else the round had no window: nothing was worth a draft
+                self._windows[row].learn([said_BN[row][end + 1] for end in ends], self.pools[row])
+            self._ends[row] = []
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Pools hold emitted tokens and guesses; neither is taken back."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self.pools = [self.pools[row] for row in rows]
+        self._windows = [self._windows[row] for row in rows]
+        self._filed = [self._filed[row] for row in rows]
+        self._ends = [self._ends[row] for row in rows]
+
+    def time_step(self, beams: int = 1) -> None:
+        """One look into the pools; the window's cost is the target's."""
+        for pool, window in zip(self.pools, self._windows, strict=True):
+            pool.newest(window.rows[0][0], self.candidates)
+            window.hang(Branches())
+
+
+def choices(logits_BNV: Tensor) -> tuple[Tensor]:
+    """What is asked with the outcome: the likeliest token after every node."""
+    return (logits_BNV.argmax(-1),)
+
+
+def packed(trees: Sequence[Branches], counts_B: list[int], device: torch.device) -> Proposal:
+    """Trees of several rows as one proposal, padded on the right."""
+    width = max(len(tree.tokens) for tree in trees)
+    tokens = [tree.tokens + [0] * (width - len(tree.tokens)) for tree in trees]
+    parents = [tree.parents + [-1] * (width - len(tree.parents)) for tree in trees]
+    shape = (len(trees), width)
+    return Proposal(
+        devices.tensor(tokens, device, torch.long).view(shape),
+        counts_B,
+        devices.tensor(parents, device, torch.long).view(shape),
+    )

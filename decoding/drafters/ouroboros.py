@@ -1,0 +1,231 @@
+"""Ouroboros: a small model drafts by lookahead decoding of its own, and phrases from a pool go on
+where its draft ends.
+
+Source: Zhao et al. 2024, "Ouroboros: Generating Longer Drafts Phrase by Phrase for Faster
+Speculative Decoding" (arXiv 2402.13720). The draft model's forwards carry a lookahead window, so a
+step drafts more than a token; the newest phrases after the last drafted token are attached to it as
+branches, which the target verifies in the same forward; and what the target says is filed: after a
+rejection its own words for the rest of the draft, and for every attached phrase the corrected one.
+Drafts are the model's choices, point masses to every rule.
+
+Where the host runs ahead of the device, a round waits once for each of the model's own forwards and
+once for the target's: which phrases ride in a forward hangs on the token that the one before it
+chose, and phrases are looked up on the host.
+
+Shapes: B rows, N nodes, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.lookahead import Branches, Lookahead, Phrase, choices, packed
+from decoding.errors import UserError
+from decoding.interfaces import Caps, Observation, Outcome, Proposal
+from decoding.models.cache import ancestors
+from decoding.sampling.readback import Reading
+from decoding.sampling.token_chooser import Chooser
+from decoding.stopping.base import Stopping
+from decoding.verification.rules import follow
+
+
+@dataclass(slots=True)
+class Drafted:
+    """Where a row's draft stands in the proposed tree."""
+
+    chain: list[int]  # nodes
+    tokens: list[int]  # of the chain
+    # nodes and tokens of each attached phrase, and the whole phrase
+    suffixes: list[tuple[list[int], list[int], Phrase]]
+
+
+class Ouroboros(ChainDrafter):
+    """A small model with phrases. Hydra: `_target_: decoding.drafters.ouroboros.Ouroboros`.
+
+    ngram, columns, candidates: of the lookahead inside the draft model
+    (decoding/drafters/lookahead.py).
+    suffixes: phrases attached. The draft length counts an attached phrase's tokens too, ngram - 1
+    or as many as are half of it. The other arguments are ChainDrafter's.
+    """
+
+    caps = Caps(shape="tree")
+
+    def __init__(
+        self,
+        *arguments: Any,
+        ngram: int = 4,
+        columns: int = 4,
+        candidates: int = 3,
+        suffixes: int = 3,
+        **named: Any,
+    ) -> None:
+        super().__init__(*arguments, **named)
+        if suffixes < 0:
+            raise UserError(f"suffixes is {suffixes}, expected a number from 0 up.")
+        self.suffixes = suffixes
+        self.inner = Lookahead(ngram, columns, max(candidates, suffixes))
+        self.candidates = candidates
+        self._drafted: list[Drafted | None] = []
+
+    @property
+    def phrase(self) -> int:
+        """Tokens of an attached phrase."""
+        return self.inner.ngram - 1
+
+    def width(self, gamma: int) -> int:
+        """The chain and the attached phrases."""
+        return gamma + self.suffixes * min(self.phrase, gamma)
+
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        """As a chain drafter, with room for the window, and with empty pools."""
+        super().open(prompts_B, prefill_hidden_BNC, capacity + self.inner.width(self.phrase))
+        self.inner.open(prompts_B, None, capacity)
+        self._drafted = [None] * len(prompts_B)
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """As a chain drafter, with empty pools."""
+        super().resume(prompt, kept, hidden_NC)
+        self.inner.resume(prompt, kept, None)
+        self._drafted = [None]
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """A chain for each row, and branches from its end; rows beyond this model's own context get
+        none.
+        """
+        depths_B = self._within_context(sequences_B, budgets_B)
+        self._drafted = [None] * len(depths_B)
+        if max(depths_B) == 0:
+            return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
+        wanted_B = [depth - min(self.phrase, depth // 2) for depth in depths_B]
+        drafted_B, steps = self._draft(sequences_B, wanted_B, chooser)
+        trees = []
+        for row, (drafted, depth) in enumerate(zip(drafted_B, depths_B)):
+            tree = Branches()
+            if drafted:
+                chain = tree.add(drafted)
+                phrases = self.inner.pools[row].newest(drafted[-1], self.suffixes)
+                cuts = [(list(phrase[: depth - len(drafted)]), phrase) for phrase in phrases]
+                hung = [(tree.add(cut, chain[-1]), cut, phrase) for cut, phrase in cuts if cut]
+                self._drafted[row] = Drafted(chain, drafted, hung)
+            trees.append(tree)
+        proposal = packed(trees, [len(tree.tokens) for tree in trees], chooser.device)
+        proposal.steps, proposal.asks = steps, choices
+        return proposal
+
+    def _draft(
+        self, sequences_B: Sequence[Sequence[int]], wanted_B: Sequence[int], chooser: Chooser
+    ) -> tuple[list[list[int]], int]:
+        """The model's own next tokens of each row, by lookahead decoding, and how many forwards
+        they took.
+        """
+        logits_BV = self._fit(self._catch_up(sequences_B, wanted_B), chooser)
+        depths_B1 = torch.zeros(len(wanted_B), 1, dtype=torch.long, device=chooser.device)
+        (first_B,) = devices.read(self._choose(logits_BV[:, None], depths_B1, chooser))
+        drafted_B = [[first[0]] if wanted else [] for first, wanted in zip(first_B, wanted_B)]
+        steps = 1
+        while any(len(drafted) < wanted for drafted, wanted in zip(drafted_B, wanted_B)):
+            contexts_B = [
+                [*sequence, *drafted] for sequence, drafted in zip(sequences_B, drafted_B)
+            ]
+            left_B = [wanted - len(drafted) for drafted, wanted in zip(drafted_B, wanted_B)]
+            outcome = self._inner_round(
+                contexts_B, left_B, [len(drafted) for drafted in drafted_B], chooser
+            )
+            for drafted, new, left in zip(drafted_B, outcome.tokens_B, left_B):
+                drafted += new[:left] if left else []
+            steps += 1
+        return drafted_B, steps
+
+    def _inner_round(
+        self,
+        contexts_B: Sequence[Sequence[int]],
+        left_B: list[int],
+        done_B: list[int],
+        chooser: Chooser,
+    ) -> Outcome:
+        """One lookahead round of the draft model; rows with nothing left keep their state."""
+        proposal = self.inner.propose(contexts_B, left_B, (), chooser)
+        assert proposal.parents_BN is not None
+        device = self.model.device
+        tips_B1 = devices.tensor([context[-1:] for context in contexts_B], device)
+        known_BN = self._fit_ids(torch.cat((tips_B1, proposal.tokens_BN.to(device)), 1), chooser)
+        below_BN = torch.cat((torch.full_like(tips_B1, -1), proposal.parents_BN.to(device) + 1), 1)
+        logits_BNV = self._fit(self.model.forward(known_BN, below_BN)[0], chooser)
+        counted = proposal.counted()
+        width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
+        depths_BN = (
+            ancestors(below_BN[:, :width]).sum(-1) - 1 + devices.tensor(done_B, device)[:, None]
+        )
+        read = Reading(*choices(logits_BNV))
+        outcome = follow(self._choose(logits_BNV[:, :width], depths_BN, chooser), counted, read)
+        kept_B = [min(accepted + 1, left) for accepted, left in zip(outcome.accepted_B, left_B)]
+        paths_BL = (
+            None
+            if outcome.paths_B is None
+            else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
+        )
+        self.model.commit(paths_BL, kept_B)
+        self.inner.observe(Observation(outcome, logits_BNV, logits_BNV, read.answers()))
+        return outcome
+
+    @staticmethod
+    def _choose(logits_BNV: Tensor, depths_BN: Tensor, chooser: Chooser) -> Tensor:
+        """The model's token after each node: its winner of the shared race, or its likeliest."""
+        if chooser.rule != "coupled":
+            return logits_BNV.argmax(-1)
+        return chooser.race(
+            logits_BNV, 0, depths_BN.to(chooser.device).clamp(max=chooser.depths - 1)
+        )
+
+    def observe(self, observation: Observation) -> None:
+        """File the target's words: for the rejected rest of the chain, and for what follows each
+        attached phrase's tokens.
+        """
+        (said_BN,) = observation.answers or ([],)
+        for row, drafted in enumerate(self._drafted):
+            if drafted is None:
+                continue
+            said, pool = said_BN[row], self.inner.pools[row]
+            accepted = min(observation.outcome.accepted_B[row], len(drafted.chain))
+            if accepted < len(drafted.chain):
+                words = [
+                    said[0 if n == 0 else drafted.chain[n - 1] + 1]
+                    for n in range(accepted, len(drafted.chain) + 1)
+                ]
+                for at in range(len(words) - 1):  # of a short draft only beginnings are known
+                    pool.add(words[at], tuple(words[at + 1 : at + 1 + self.phrase]))
+            for nodes, tokens, phrase in drafted.suffixes:
+                corrected = [said[node + 1] for node in [drafted.chain[-1], *nodes[:-1]]]
+                if corrected != tokens:
+                    pool.drop(drafted.tokens[-1], phrase)
+                    # nothing was said of what was cut off
+                    pool.add(drafted.tokens[-1], (*corrected, *phrase[len(corrected) :]))
+        self._drafted = [None] * len(self._drafted)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        super().select(rows)
+        self.inner.select(rows)
+        self._drafted = [self._drafted[row] for row in rows]
+
+    def time_step(self, beams: int = 1) -> None:
+        """One forward over a token, the window and a candidate; nothing is committed."""
+        width = 1 + self.inner.width(self.phrase)
+        self.model.forward(
+            torch.zeros(
+                len(self.model.lengths_B), width, dtype=torch.long, device=self.model.device
+            )
+        )

@@ -1,0 +1,168 @@
+"""Lookup: the last tokens are looked up in the prompt and the output so far, and what followed them
+is proposed.
+
+Prompt lookup (Saxena 2023) is the control row of every report: it costs nothing, needs no model,
+and wins wherever text repeats itself. Suffix lookup finds the longest match of any length. The
+tokens are a point mass, so sampling verifies them without q.
+
+Shapes: B rows, N drafted tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.drafters.suffix_automaton import SuffixAutomaton
+from decoding.errors import UserError
+from decoding.interfaces import Caps, Observation, Proposal
+from decoding.models.load import Target
+from decoding.sampling.token_chooser import Chooser
+from decoding.stopping.base import RoundCosts, Stopping, cut
+
+
+class NgramIndex:
+    """Where each n-gram of a growing sequence was last followed by a token."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes  # largest first
+        self._after: dict[tuple[int, ...], int] = {}
+        self._indexed = 0  # n-grams that end before this position are filed
+
+    def find(self, sequence: Sequence[int]) -> int | None:
+        """Position of the token that followed the latest earlier occurrence of the longest matching
+        ending.
+        """
+        for end in range(max(self._indexed, 1), len(sequence)):
+            for size in self.sizes:
+                if size <= end:
+                    self._after[tuple(sequence[end - size : end])] = end
+        self._indexed = len(sequence)
+        for size in self.sizes:
+            position = self._after.get(tuple(sequence[-size:])) if size <= len(sequence) else None
+            if position is not None:
+                return position
+        return None
+
+
+class Index(Protocol):
+    """Finds where the ending of a growing sequence was followed by a token before."""
+
+    def find(self, sequence: Sequence[int]) -> int | None: ...
+
+
+def continuation(sequence: Sequence[int], position: int | None, budget: int) -> list[int]:
+    """At most `budget` tokens from `position` on; at the end of the sequence they go on with those
+    already copied.
+    """
+    drafted: list[int] = []
+    while position is not None and len(drafted) < budget:
+        at = position + len(drafted)
+        drafted.append(sequence[at] if at < len(sequence) else drafted[at - len(sequence)])
+    return drafted
+
+
+def point_masses(drafted_B: Sequence[list[int]], chooser: Chooser) -> Proposal:
+    """A proposal of tokens behind which no distribution stands."""
+    counts_B = [len(drafted) for drafted in drafted_B]
+    width = max(counts_B)
+    padded = [drafted + [0] * (width - len(drafted)) for drafted in drafted_B]
+    return Proposal(devices.tensor(padded, chooser.device, torch.long), counts_B)
+
+
+class Lookup:
+    """A drafter that copies what followed the same ending earlier in the row; `make_index` says how
+    that is found.
+    """
+
+    caps = Caps(shape="chain", has_q=False, steps="round")
+    num_layers = 0
+    num_parameters = 0
+
+    def __init__(self, name: str, make_index: Callable[[], Index]) -> None:
+        self.name = name
+        self._make_index = make_index
+        self._indices: list[Index] = []
+        self._opened: list[list[int]] = []
+
+    def width(self, gamma: int) -> int:
+        """A chain of gamma tokens."""
+        return gamma
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """It needs neither."""
+
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        """Index the prompts."""
+        self._opened = [list(prompt) for prompt in prompts_B]
+        self._indices = [self._make_index() for _ in prompts_B]
+        for index, prompt in zip(self._indices, prompts_B, strict=True):
+            index.find(prompt)
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Index the prompt again: an index has no way back, and costs next to nothing."""
+        self.open([prompt], None, len(prompt))
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """What followed the longest matching ending; where the match runs into the end, it is
+        continued periodically.
+        """
+        drafted_B = [
+            cut(continuation(sequence, index.find(sequence), budget), policy)
+            for index, sequence, budget, policy in zip(
+                self._indices, sequences_B, budgets_B, stopping_B, strict=True
+            )
+        ]
+        return point_masses(drafted_B, chooser)
+
+    def observe(self, observation: Observation) -> None:
+        """The index grows from the sequences themselves."""
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Only emitted tokens are indexed: there is nothing to roll back."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self._indices = [self._indices[row] for row in rows]
+
+    def time_step(self, beams: int = 1) -> None:
+        """One look-up a row."""
+        for index, prompt in zip(self._indices, self._opened, strict=True):
+            index.find(prompt)
+
+
+class PromptLookup(Lookup):
+    """n-grams of the row's own prompt and output. Hydra:
+    `_target_: decoding.drafters.prompt_lookup.PromptLookup`.
+    """
+
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 1, name: str = "prompt_lookup") -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise UserError(
+                f"prompt lookup: min_ngram {min_ngram} and max_ngram {max_ngram}, expected 1 <= "
+                f"min <= max."
+            )
+        super().__init__(name, lambda: NgramIndex(range(max_ngram, min_ngram - 1, -1)))
+
+
+class SuffixLookup(Lookup):
+    """The longest earlier match of the row's ending. Hydra:
+    `_target_: decoding.drafters.prompt_lookup.SuffixLookup`.
+
+    min_match: tokens that a match needs before it is copied from.
+    """
+
+    def __init__(self, min_match: int = 2, name: str = "suffix_lookup") -> None:
+        if min_match < 1:
+            raise UserError(f"suffix lookup: min_match is {min_match}, expected 1 or more.")
+        super().__init__(name, lambda: SuffixAutomaton(min_match))

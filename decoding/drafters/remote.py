@@ -1,0 +1,261 @@
+"""A chain drafter in a process of its own, so that it can draft while the target verifies.
+
+The worker holds the model and answers over a socket pair; tokens and counts travel as lists, and
+where the rule tests them the drafted rows of q as bytes. No random number travels: all noise is a
+function of its key, and the key is sent. With `cores` the worker is bound to its own processor
+cores and the target's process to the others (`lanes`), one thread a core: without that, two
+processes that each use every core only get in each other's way.
+
+Shapes: B rows, N drafted tokens, V vocabulary.
+"""
+
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.errors import UserError
+from decoding.interfaces import Caps, Observation, Proposal
+from decoding.models.distributed.parallel import ParallelTarget
+from decoding.models.load import Target
+from decoding.sampling.token_chooser import Chooser
+from decoding.stopping.base import RoundCosts, Stopping
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class RemoteChain:
+    """A ChainDrafter in a worker process. Hydra: `_target_: decoding.drafters.remote.RemoteChain`.
+
+    draft_cores: processor cores of the worker (the last ones of this process's); 0 binds nothing.
+    The other arguments are ChainDrafter's. The worker ends with this object, or with this process.
+    """
+
+    caps = Caps(shape="chain", has_q=True, can_overlap=True)
+
+    def __init__(
+        self, folder: str | Path, *, draft_cores: int = 1, name: str | None = None, **named: Any
+    ) -> None:
+        available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        if draft_cores and len(available) <= draft_cores:
+            raise UserError(
+                f"a worker with {draft_cores} cores of its own leaves none of this process's "
+                f"{len(available)} to the target: give draft_cores=0 (they share), or run on more "
+                f"cores."
+            )
+        self.own_cores = available[:-draft_cores] if draft_cores else []
+        worker_cores = available[-draft_cores:] if draft_cores else []
+        self._pipe, theirs = Pipe()
+        command = [sys.executable, "-m", "decoding.drafters.remote_process", str(theirs.fileno())]
+        # Ctrl-C is this process's to handle.
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        if draft_cores:
+            environment["OMP_NUM_THREADS"] = str(draft_cores)
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+        )
+        theirs.close()
+        self._end = weakref.finalize(self, _end, self._pipe, self._process)
+        self._answers_due = False  # whether a chain was asked for that nobody has read yet
+        self._send((str(folder), named, worker_cores))
+        about = self._receive()
+        self.name = name or about["name"]
+        self.num_layers, self.num_parameters = about["num_layers"], about["num_parameters"]
+        self.worker_seconds = 0.0  # that the last proposal took in the worker
+        self._chain_seconds, self._chain_steps = 0.0, 0  # of all proposals since `open`
+
+    def width(self, gamma: int) -> int:
+        """A chain of gamma tokens."""
+        return gamma
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """It needs neither."""
+
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        """Have the worker read all prompt tokens but the last."""
+        self._drop_answer()
+        self._call("open", [list(prompt) for prompt in prompts_B], capacity)
+        self._chain_seconds, self._chain_steps = 0.0, 0
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Have the worker read what is new."""
+        self._drop_answer()
+        self._call("resume", list(prompt), kept)
+
+    def _drop_answer(self) -> None:
+        if self._answers_due:  # a decode that failed between asking and reading left it
+            self.enough()
+            self._answers_due = False
+            self._receive()
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """Draft a chain for each row and wait for it."""
+        self.begin(sequences_B, budgets_B, stopping_B, chooser)
+        return self.finish()
+
+    def begin(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+        least: int | None = None,
+    ) -> None:
+        """Ask for a chain for each row; `finish` waits for it. The policies travel there and come
+        back with what they saw.
+
+        So does the repetition penalty; the caller's `allowed` stays here, and a token that it
+        forbids is drafted in vain.
+
+        least: in place of the policies, draft that many tokens and then go on, within the budgets,
+        until `enough` is said.
+        """
+        sequences_B = [list(sequence) for sequence in sequences_B]
+        penalty = chooser.processors.repetition_penalty if chooser.processors is not None else 1.0
+        asked = (
+            sequences_B,
+            list(budgets_B),
+            list(stopping_B),
+            chooser.spec,
+            chooser.begun,
+            penalty,
+            least,
+        )
+        self._send(("propose", asked))
+        self._answers_due = True
+        self._device, self._asked_B = chooser.device, stopping_B
+
+    def enough(self) -> None:
+        """Have the worker end the chain that it is drafting."""
+        self._send(("enough", ()))  # nothing to wait for
+
+    def finish(self) -> Proposal:
+        """The chains that `begin` asked for."""
+        answer = self._receive()
+        self._answers_due = False
+        tokens, counts_B, steps, q_bytes, dtype, policies_B, self.worker_seconds = answer
+        self._chain_seconds, self._chain_steps = (
+            self._chain_seconds + self.worker_seconds,
+            self._chain_steps + steps,
+        )
+        for policy, returned in zip(self._asked_B, policies_B, strict=True):
+            vars(policy).update(vars(returned))
+        tokens_BN = devices.tensor(tokens, self._device, torch.long).view(len(counts_B), -1)
+        if q_bytes is None:
+            return Proposal(tokens_BN, counts_B, steps=steps)
+        q_BNV = devices.tensor(np.frombuffer(q_bytes, dtype=dtype), self._device).view(
+            *tokens_BN.shape, -1
+        )
+        return Proposal(tokens_BN, counts_B, None, q_BNV, steps)
+
+    def observe(self, observation: Observation) -> None:
+        """A chain drafter learns nothing."""
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Keep what the target kept."""
+        self._send(("rollback", (list(lengths_B),)))  # nothing to wait for
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self._send(("select", (list(rows),)))
+
+    def time_step(self, beams: int = 1) -> None:
+        """One forward in the worker over one token a row, there and back."""
+        self.time_steps(1)
+
+    def time_steps(self, count: int) -> float:
+        """Seconds of several such forwards by the worker's clock, which does not see the message: a
+        chain takes one, however long it is.
+        """
+        return float(self._call("time_steps", count))
+
+    @property
+    def seconds_a_step(self) -> float | None:
+        """What a drafted token took since `open` by the worker's clock, draws included and messages
+        not; None where none was drafted.
+        """
+        return self._chain_seconds / self._chain_steps if self._chain_steps else None
+
+    def close(self) -> None:
+        """End the worker."""
+        self._end()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self._send((name, arguments))
+        return self._receive()
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._pipe.send(message)
+        except OSError as error:  # a broken pipe, or one that was closed here
+            raise self._ended() from error
+
+    def _ended(self) -> UserError:
+        return UserError(
+            f"the drafter's worker ended with status {self._process.wait()}; its last words stand "
+            f"above. Make the drafter again."
+        )
+
+    def _receive(self) -> Any:
+        try:
+            kind, value = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+        if kind == "error":
+            raise UserError(value)
+        return value
+
+
+@contextmanager
+def lanes(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
+    """Bind this process to the cores that the worker does not use, one thread a core, while the
+    block runs.
+
+    The processes of a parallel target share them. Raises UserError if there are fewer than it has
+    processes.
+    """
+    if not drafter.own_cores:
+        yield
+        return
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    ranks = target.ranks if isinstance(target, ParallelTarget) else None
+    own_cores = drafter.own_cores if ranks is None else ranks.bind(drafter.own_cores)
+    os.sched_setaffinity(0, own_cores)
+    torch.set_num_threads(min(threads, len(own_cores)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        os.sched_setaffinity(0, cores)
+        if ranks is not None and ranks.running:
+            ranks.unbind(sorted(cores))
+
+
+def _end(pipe: Connection, process: "subprocess.Popen[bytes]") -> None:
+    pipe.close()  # the worker reads the end of its requests, and ends
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()

@@ -1,0 +1,136 @@
+"""The process of a drafter that works apart (decoding/drafters/remote.py): it holds the model and
+answers requests over a pipe.
+
+A module of its own, as Python runs it by name and the package imports the other end.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from decoding import devices
+from decoding.drafters.chain import ChainDrafter
+from decoding.errors import UserError
+from decoding.sampling.logits_processors import make_processors
+from decoding.sampling.token_chooser import Chooser
+from decoding.stopping.base import Fixed, Sign, Stopping
+
+
+class _UntilTold(Fixed):
+    """Some tokens, and then more for as long as the other end says nothing."""
+
+    def __init__(self, least: int, pipe: Connection) -> None:
+        self._least, self._pipe = least, pipe
+
+    def more(self, depth: int, sign: Sign | None) -> bool:
+        return depth < self._least or not self._pipe.poll()
+
+
+class _Worker:
+    """What answers in the worker process."""
+
+    def __init__(self, folder: str, named: dict[str, Any], pipe: Connection) -> None:
+        self.drafter, self._pipe = ChainDrafter(folder, **named), pipe
+        self._choosers: dict[Any, Chooser] = {}
+
+    def about(self) -> dict[str, Any]:
+        drafter = self.drafter
+        return {
+            "name": drafter.name,
+            "num_layers": drafter.num_layers,
+            "num_parameters": drafter.num_parameters,
+        }
+
+    def open(self, prompts_B: list[list[int]], capacity: int) -> None:
+        self.drafter.open(prompts_B, None, capacity)
+
+    def resume(self, prompt: list[int], kept: int) -> None:
+        self.drafter.resume(prompt, kept, None)
+
+    def time_steps(self, count: int) -> float:
+        began = perf_counter()
+        for _ in range(count):
+            self.drafter.time_step()
+        devices.synchronize(self.drafter.model.device)
+        return perf_counter() - began
+
+    def propose(
+        self,
+        sequences_B: list[list[int]],
+        budgets_B: list[int],
+        stopping_B: list[Stopping],
+        spec: Any,
+        begun: Any,
+        repetition_penalty: float,
+        least: int | None,
+    ) -> Any:
+        began = perf_counter()
+        if spec not in self._choosers:
+            warper, rule, seed, vocab_size = spec
+            self._choosers = {
+                spec: Chooser(warper, rule, seed, vocab_size, self.drafter.model.device)
+            }
+        chooser = self._choosers[spec]
+        chooser.processors = make_processors(repetition_penalty, None)
+        chooser.begin(*begun)
+        ends_B = stopping_B if least is None else [_UntilTold(least, self._pipe)] * len(stopping_B)
+        chunk = self.drafter.propose(sequences_B, budgets_B, ends_B, chooser)
+        q = None if chunk.q_BNV is None else chunk.q_BNV.cpu().numpy()
+        q_bytes, dtype = (None, "") if q is None else (q.tobytes(), q.dtype.str)
+        seconds = perf_counter() - began
+        return (
+            chunk.tokens_BN.tolist(),
+            chunk.counts_B,
+            chunk.steps,
+            q_bytes,
+            dtype,
+            stopping_B,
+            seconds,
+        )
+
+
+@torch.inference_mode()
+def serve(pipe: Connection) -> None:
+    """Answer requests until the other end closes."""
+    folder, named, cores = pipe.recv()
+    if cores:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+    try:
+        worker = _Worker(folder, named, pipe)
+    except UserError as error:
+        pipe.send(("error", str(error)))
+        return
+    pipe.send(("value", worker.about()))
+    silent: dict[str, Callable[..., Any]] = {
+        "rollback": worker.drafter.rollback,
+        "select": worker.drafter.select,
+    }
+    silent["enough"] = lambda: None  # the chain that it was meant for is answered already
+    answers: dict[str, Callable[..., Any]] = {
+        "open": worker.open,
+        "resume": worker.resume,
+        "propose": worker.propose,
+        "time_steps": worker.time_steps,
+    }
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except (EOFError, OSError):
+            return
+        if name in silent:
+            silent[name](*arguments)
+            continue
+        try:
+            pipe.send(("value", answers[name](*arguments)))
+        except UserError as error:
+            pipe.send(("error", str(error)))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

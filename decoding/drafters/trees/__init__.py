@@ -1,0 +1,1 @@
+"""Draft trees: how they grow, how large, and how their children are sampled."""

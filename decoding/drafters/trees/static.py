@@ -1,0 +1,146 @@
+"""Draft trees of the same shape every round, as Medusa's (Cai et al. 2024, arXiv 2401.10774,
+section 2.3.3): a node is a path of ranks.
+
+Children are drawn where tokens are sampled (decoding/drafters/trees/sampled_children.py; a shape
+that is fixed asks nothing of them), or the model's best tokens: see
+decoding/drafters/trees/ranked.py, which also says why the model runs over its whole tree again at
+each level.
+
+Shapes: B rows, P nodes of the deepest level, K children of a node, N nodes, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.trees.sampled_children import Draws, are_drawn, check_kind
+from decoding.errors import UserError
+from decoding.interfaces import Caps, Proposal
+from decoding.sampling.token_chooser import Chooser
+from decoding.stopping.base import Stopping
+
+
+class StaticTree(ChainDrafter):
+    """A tree of fixed shape. Hydra: `_target_: decoding.drafters.trees.static.StaticTree`.
+
+    choices: nodes as paths of ranks, such as [0], [0, 0], [1]: the best token, the best one after
+    it, the second best token; drawn, the first token and so on. A path's beginnings are added where
+    they are missing. The draft length cuts the depth. draws: `drawn` or `picked`. The other
+    arguments are ChainDrafter's.
+    """
+
+    caps = Caps(shape="tree")
+    DEFAULT = ((0, 0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 2), (1, 1), (2, 0), (3,))
+
+    def __init__(
+        self,
+        *arguments: Any,
+        choices: Sequence[Sequence[int]] = DEFAULT,
+        draws: str = "drawn",
+        **named: Any,
+    ) -> None:
+        super().__init__(*arguments, **named)
+        self.draws = check_kind(draws, self.name)
+        self.caps = Caps(shape="tree", has_q=draws == "drawn")
+        paths = {tuple(path[:end]) for path in choices for end in range(1, len(path) + 1)}
+        if not paths or min(min(path) for path in paths) < 0:
+            raise UserError(
+                f"choices is {list(choices)}, expected paths of ranks from 0 up, such as [[0, 0], "
+                f"[1]]."
+            )
+        self.paths = sorted(paths, key=lambda path: (len(path), path))
+        self._index = {path: n for n, path in enumerate(self.paths)}
+        parents = [path[:-1] for path in self.paths]
+        # among its siblings
+        self._place = {path: parents[:n].count(path[:-1]) for n, path in enumerate(self.paths)}
+        self._most_siblings = max(self._place.values()) + 1
+        self._width = 1
+
+    def width(self, gamma: int) -> int:
+        """Nodes of depth at most gamma."""
+        return sum(len(path) <= gamma for path in self.paths)
+
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        """As a chain drafter; the tree needs no more room than its proposal."""
+        super().open(prompts_B, prefill_hidden_BNC, capacity + 1)
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """The tree of each row, as deep as its budget; rows beyond this model's own context get
+        none.
+        """
+        depths_B = self._within_context(sequences_B, budgets_B)
+        depth = min(max(depths_B), len(self.paths[-1]))
+        if depth == 0:
+            return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), [0] * len(depths_B))
+        logits_BPV = self._fit(self._catch_up(sequences_B, depths_B), chooser)[:, None]
+        draws = Draws(chooser, logits_BPV[:, 0], depth) if are_drawn(self.draws, chooser) else None
+        level: list[tuple[int, ...]] = [()]
+        tokens: list[Tensor] = []
+        for d in range(depth):
+            nodes = [path for path in self.paths if len(path) == d + 1]
+            ranks = [path[-1] if draws is None else self._place[path] for path in nodes]
+            K = min(max(ranks) + 1, logits_BPV.shape[-1])
+            if draws is None:
+                best_BPK = chooser.log_scores(logits_BPV, d).topk(K, dim=-1).indices
+            else:
+                best_BPK = self._drawn(draws, d, len(level), K)
+            places = {path: p for p, path in enumerate(level)}
+            flat = [
+                places[path[:-1]] * K + min(rank, K - 1)
+                for path, rank in zip(nodes, ranks, strict=True)
+            ]
+            tokens.append(best_BPK.flatten(1)[:, devices.tensor(flat, best_BPK.device)])
+            if d + 1 < depth:
+                # Leaves run along: they are few, and the tree stays one block.
+                logits_BNV, _ = self.model.forward(
+                    self._fit_ids(torch.cat(tokens, 1), chooser),
+                    self._parents(d + 1, len(depths_B)),
+                )
+                logits_BPV = self._fit(logits_BNV[:, -len(nodes) :], chooser)
+                if draws is not None:
+                    draws.add(logits_BPV)
+            level = nodes
+        self._width = self.width(depth)
+        counts_B = [self.width(own) for own in depths_B]
+        parents_BN = self._parents(depth, len(depths_B))
+        q_BNV = None if draws is None else draws.q(parents_BN + 1)
+        return Proposal(
+            torch.cat(tokens, 1), counts_B, parents_BN, q_BNV, depth, siblings=self._most_siblings
+        )
+
+    def _drawn(self, draws: Draws, depth: int, nodes: int, count: int) -> Tensor:
+        """`count` draws (B, P, K) after each of the level's nodes, whose distributions were added
+        last.
+        """
+        first = self.width(depth - 1) + 1 if depth else 0
+        rows_P = torch.arange(first, first + nodes, device=draws.chooser.device)
+        return draws.children(draws.q(rows_P.expand(len(draws.tips()), -1)), count, depth)[0]
+
+    def _parents(self, depth: int, rows: int) -> Tensor:
+        parents = [self._index.get(path[:-1], -1) for path in self.paths if len(path) <= depth]
+        return devices.tensor(parents, self.model.device).expand(rows, -1)
+
+    def time_step(self, beams: int = 1) -> None:
+        """One forward over the nodes that a level's turn runs over on average; nothing is
+        committed.
+        """
+        self.model.forward(
+            torch.zeros(
+                len(self.model.lengths_B),
+                max(1, self._width // 2),
+                dtype=torch.long,
+                device=self.model.device,
+            )
+        )

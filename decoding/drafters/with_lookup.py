@@ -1,0 +1,211 @@
+"""Any model drafter, copying where it can: a long match in the row's own text stands in for its
+draft.
+
+Where the row's ending stood before for at least `min_match` tokens, what followed it is proposed
+and the model does not run; elsewhere the model drafts its chain or tree. The model reads what it
+missed in its next turn. Source: the hybrid of SAM Decoding (Hu et al. 2024, arXiv 2411.10666).
+
+Shapes: B rows, N drafted tokens, V vocabulary, P nodes with children, K tokens of a distribution.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoding import devices
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.lookahead import Lookahead
+from decoding.drafters.prompt_lookup import Lookup, continuation, point_masses
+from decoding.drafters.remote import RemoteChain
+from decoding.drafters.suffix_automaton import SuffixAutomaton
+from decoding.errors import UserError
+from decoding.interfaces import Drafter, Observation, Proposal, TopRows
+from decoding.models.load import Target
+from decoding.sampling.token_chooser import Chooser
+from decoding.stopping.base import RoundCosts, Stopping, cut
+
+
+class LookupFirst:
+    """Suffix lookup before a drafter, which is asked for the rows without a match alone.
+
+    min_match: tokens of a match that is trusted more than the drafter.
+    """
+
+    def __init__(self, drafter: Drafter, min_match: int = 6) -> None:
+        if min_match < 1:
+            raise UserError(f"min_match is {min_match}, expected a number of tokens from 1 up.")
+        self.drafter, self.min_match, self.name = drafter, min_match, drafter.name
+        # what the index has read cannot be taken back
+        self.caps = replace(drafter.caps, can_overlap=False)
+        self._indices: list[SuffixAutomaton] = []
+
+    @property
+    def num_layers(self) -> int:
+        """The drafter's."""
+        return self.drafter.num_layers
+
+    @property
+    def num_parameters(self) -> int:
+        """The drafter's."""
+        return self.drafter.num_parameters
+
+    def width(self, gamma: int) -> int:
+        """The drafter's own, or a copied chain."""
+        return max(self.drafter.width(gamma), gamma)
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """Tell the drafter."""
+        self.drafter.prepare(target, costs)
+
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        """Index the prompts, and have the model read them."""
+        self.drafter.open(prompts_B, prefill_hidden_BNC, capacity)
+        self._indices = [SuffixAutomaton(self.min_match) for _ in prompts_B]
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Have the model read what is new, and index the text again."""
+        self.drafter.resume(prompt, kept, hidden_NC)
+        self._indices = [SuffixAutomaton(self.min_match)]
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """Copied tokens for the rows that have a match, the drafter's for the others."""
+        copied_B = [
+            cut(continuation(sequence, index.find(sequence), budget), policy) if budget else []
+            for index, sequence, budget, policy in zip(
+                self._indices, sequences_B, budgets_B, stopping_B, strict=True
+            )
+        ]
+        copied = point_masses(copied_B, chooser)
+        # whatever a row's neighbours draft: on trees every node has noise of its own
+        if self.caps.shape == "tree":
+            chain_N = torch.arange(-1, copied.tokens_BN.shape[1] - 1, device=chooser.device)
+            copied.parents_BN = chain_N.expand_as(copied.tokens_BN)
+        left_B = [0 if tokens else budget for tokens, budget in zip(copied_B, budgets_B)]
+        if max(left_B) == 0:
+            return copied
+        drafted = self.drafter.propose(sequences_B, left_B, stopping_B, chooser)
+        if max(copied.counts_B) == 0:
+            return drafted
+        if max(drafted.counts_B) == 0:  # beyond the model's context, or not worth it
+            copied.steps, copied.beams = drafted.steps, drafted.beams
+            return copied
+        return _merged(drafted, copied, chooser)
+
+    def observe(self, observation: Observation) -> None:
+        """The drafter knows for which rows it drafted nothing."""
+        self.drafter.observe(observation)
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Only emitted tokens are indexed: what is rolled back is the drafter's."""
+        self.drafter.rollback(lengths_B)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self.drafter.select(rows)
+        self._indices = [self._indices[row] for row in rows]
+
+    def time_step(self, beams: int = 1) -> None:
+        """One of the drafter's: a look-up costs next to nothing."""
+        self.drafter.time_step(beams)
+
+
+class ChainWithLookup(LookupFirst):
+    """A chain drafter with suffix lookup before it. Hydra:
+    `_target_: decoding.drafters.with_lookup.ChainWithLookup`.
+
+    The other arguments are ChainDrafter's.
+    """
+
+    def __init__(self, *arguments: Any, min_match: int = 6, **named: Any) -> None:
+        super().__init__(ChainDrafter(*arguments, **named), min_match)
+
+
+def check_lookup_before(kind: type) -> None:
+    """Raise UserError for a class of drafters that lookup does not go before: it is for models that
+    draft while the target waits.
+    """
+    why = ""
+    if issubclass(kind, (Lookup, LookupFirst)):
+        why = "looks up by itself already"
+    elif issubclass(kind, Lookahead):
+        why = "has no model that drafts"
+    elif issubclass(kind, RemoteChain):
+        why = (
+            "drafts while the target verifies, and what a lookup has read of a chunk that is "
+            "thrown away cannot be taken back"
+        )
+    if why:
+        raise UserError(
+            f"lookup= goes before a model that drafts in turn with the target; {kind.__name__} "
+            f"{why}: leave lookup= out."
+        )
+
+
+def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
+    """One proposal of both; of a row at most one has tokens. A copied token is drawn from a point
+    mass.
+    """
+    width = max(drafted.tokens_BN.shape[1], copied.tokens_BN.shape[1])
+    sides_BN = [
+        F.pad(side.tokens_BN, (0, width - side.tokens_BN.shape[1])) for side in (drafted, copied)
+    ]
+    is_copied_B1 = devices.tensor(copied.counts_B, chooser.device)[:, None] > 0
+    merged = Proposal(
+        torch.where(is_copied_B1, sides_BN[1], sides_BN[0]),
+        [a or b for a, b in zip(drafted.counts_B, copied.counts_B, strict=True)],
+        steps=drafted.steps,
+        beams=drafted.beams,
+        siblings=drafted.siblings,
+        asks=drafted.asks,
+    )
+    if drafted.parents_BN is not None:
+        parents_BN = F.pad(drafted.parents_BN, (0, width - drafted.parents_BN.shape[1]), value=-1)
+        assert copied.parents_BN is not None
+        chain_BN = F.pad(copied.parents_BN, (0, width - copied.parents_BN.shape[1]), value=-1)
+        merged.parents_BN = torch.where(is_copied_B1, chain_BN, parents_BN)
+    if drafted.q_BNV is not None:
+        q_BNV = F.pad(drafted.q_BNV, (0, 0, 0, width - drafted.q_BNV.shape[1]))
+        masses_BNV = torch.zeros_like(q_BNV).scatter_(-1, merged.tokens_BN[:, :, None], 1.0)
+        merged.q_BNV = torch.where(is_copied_B1[:, :, None], masses_BNV, q_BNV)
+    if drafted.q_top is not None:
+        merged.q_top = _with_masses(
+            drafted.q_top, merged.tokens_BN, is_copied_B1[:, :, None], chooser.vocab_size
+        )
+    return merged
+
+
+def _with_masses(
+    drawn: TopRows, tokens_BN: Tensor, is_copied_B11: Tensor, vocab_size: int
+) -> TopRows:
+    """`drawn` with a point mass on node n in row n of the copied chains: node n is the only child
+    of the node before it.
+    """
+    _, P, K = drawn.ids_BPK.shape
+    N = tokens_BN.shape[1]
+    ids_BPK, probs_BPK = (
+        F.pad(part, (0, 0, 0, max(N - P, 0))) for part in (drawn.ids_BPK, drawn.probs_BPK)
+    )
+    tokens_BP = F.pad(tokens_BN, (0, max(P - N, 0)))
+    # Ids of a row are different; those behind the token have no share.
+    others_K = torch.arange(K, device=tokens_BN.device)
+    mass_BPK = torch.zeros_like(probs_BPK)
+    mass_BPK[:, :, 0] = 1.0
+    # without a share
+    tail_BPV = None if drawn.tail_BPV is None else F.pad(drawn.tail_BPV, (0, 0, 0, max(N - P, 0)))
+    return TopRows(
+        torch.where(is_copied_B11, (tokens_BP[:, :, None] + others_K) % vocab_size, ids_BPK),
+        torch.where(is_copied_B11, mass_BPK, probs_BPK),
+        tail_BPV,
+    )

@@ -1,0 +1,204 @@
+"""What the decode loop asks of a drafter, and the proposal that it answers with.
+
+A row's *sequence* is its prompt and the tokens emitted so far. Its last token, the *tip*, is in no
+cache yet: the round's target forward runs over the tip and the drafted tokens.
+
+Shapes: B rows, N drafted tokens, V vocabulary, C hidden size, P nodes with children, K tokens of a
+distribution.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from decoding.models.load import Target
+from decoding.sampling.token_chooser import Chooser
+from decoding.stopping.base import RoundCosts, Stopping
+
+NO_NODE = -2  # in place of a parent: padding, where only the device knows how many nodes a row has
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What a drafter can do and needs."""
+
+    shape: str = "chain"  # or "tree"
+    has_q: bool = False  # proposals carry the probabilities that the tokens were drawn from
+    needs_hidden: bool = False  # wants the target's hidden states
+    # of a prompt's only the last: `open` may be given that alone, as the only column
+    last_hidden: bool = False
+    can_overlap: bool = False  # can draft while the target verifies
+    needs_costs: bool = False  # weighs its proposal by the measured costs of a round
+    # what t_draft times: one drafted "token", or a whole "round" (trees, one-pass drafters)
+    steps: str = "token"
+    # Of a chain: the stopping policy is asked after every token; else it limits the length before a
+    # round alone.
+    stops_by_token: bool = True
+    # numbers that a draft step is timed from, fewest first; one where all steps are alike
+    beams: tuple[int, ...] = (1,)
+    # how many of them a search has by these costs, if it weighs that
+    worth_beams: Callable[[RoundCosts], int] | None = None
+    # and the tokens a millisecond that it expects of `costs.beams`
+    rate: Callable[[RoundCosts], float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TopRows:
+    """What a tree's tokens were drawn from, by few candidates: row 0 is of the tip's children, row
+    n + 1 of node n's.
+
+    Siblings stand in the order in which they were drawn, without replacement. Nodes at the end that
+    have no children may be left out. With a tail the last candidate is none but stands for all
+    tokens that are not among the others: the share is that of them together, and the id that of the
+    one that was drawn from them.
+    """
+
+    ids_BPK: Tensor  # different within a row
+    probs_BPK: Tensor  # in proportion
+    # in proportion, 0 at the candidates; None: other tokens have no share
+    tail_BPV: Tensor | None = None
+
+    def at(self, row: int, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One row of each."""
+        tail_V = None if self.tail_BPV is None else self.tail_BPV[row, place]
+        return self.ids_BPK[row, place], self.probs_BPK[row, place], tail_V
+
+
+@dataclass(slots=True)
+class Proposal:
+    """The tokens put forward in one round."""
+
+    tokens_BN: Tensor  # rows with fewer than N are padded on the right
+    counts_B: list[int]  # drafted tokens of each row; what a tree has behind them is not verified
+    # None: a chain; else the parent's index, -1 for the tip, NO_NODE for padding; parents first.
+    parents_BN: Tensor | None = None
+    # probabilities that each token was drawn from; None: none (greedy, coupled, n-gram)
+    q_BNV: Tensor | None = None
+    steps: int = 0  # the model's forwards that made it
+    q_top: TopRows | None = None  # of a tree, in place of q_BNV
+    siblings: int = 0  # of a tree with q_BNV: the most children that a node has
+    # From the target's logits (B, N + 1, V) to what the drafter wants to read with the outcome; see
+    # `Observation.answers`.
+    asks: Callable[[Tensor], Sequence[Tensor]] | None = None
+    beams: int = 0  # that its steps started from, summed; 0: one each
+
+    def counted(self) -> "Proposal | None":
+        """Without the nodes that no row counts: they ride along in the forward and are not
+        verified. None if no row counts any.
+        """
+        N = max(self.counts_B)
+        if self.tokens_BN.shape[1] == N:
+            return self
+        if N == 0:
+            return None
+        parents_BN = None if self.parents_BN is None else self.parents_BN[:, :N]
+        q_BNV = None if self.q_BNV is None else self.q_BNV[:, :N]
+        return replace(self, tokens_BN=self.tokens_BN[:, :N], parents_BN=parents_BN, q_BNV=q_BNV)
+
+    def drafted(self, parents: Sequence[Sequence[int]]) -> list[int]:
+        """Drafted tokens of each row of a tree, padding left out; parents: `parents_BN`
+        as lists.
+        """
+        pairs = zip(parents, self.counts_B, strict=True)
+        return [sum(parent != NO_NODE for parent in row[:count]) for row, count in pairs]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one round's proposal."""
+
+    # tokens gained by each row: the accepted ones and the target's own next one
+    tokens_B: list[list[int]]
+    # accepted nodes of the proposal; None: the first ones of the chain
+    paths_B: list[list[int]] | None
+    accepted_B: list[int]  # accepted tokens
+    tested_B: list[int]  # tested tokens along the path: the accepted ones and the one that failed
+    # drafted tokens, where padding may be among the proposal's; None: its counts
+    drafted_B: list[int] | None = None
+
+
+@dataclass(slots=True)
+class Observation:
+    """What a drafter may learn from after a round."""
+
+    outcome: Outcome
+    logits_BNV: Tensor  # of the tip and the drafted tokens
+    hidden_BNC: Tensor
+    answers: list[Any] = field(default_factory=list)  # what the proposal asked for, as lists
+
+
+class Drafter(Protocol):
+    """Proposes tokens. Rows are those of the running batch; `select` drops the finished ones."""
+
+    @property
+    def caps(self) -> Caps: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_parameters(self) -> int: ...
+
+    def width(self, gamma: int) -> int:
+        """The most tokens of a round's proposal at draft length (of a tree: depth) `gamma`."""
+        ...
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """The target that will verify and the measured costs of a round, if the settings have any;
+        told before `open`.
+        """
+        ...
+
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        """Start rows with these prompts; sequences will hold `capacity` tokens at most.
+
+        prefill_hidden_BNC: the target's hidden states of all prompt tokens but the last, if
+        `caps.needs_hidden`; or, if `caps.last_hidden`, maybe one column alone, each prompt's last
+        of these.
+        """
+        ...
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Go on with the one row of `open`: the first `kept` tokens of this prompt are those that
+        the row held, the others are new.
+
+        hidden_NC: the target's hidden states of the tokens that it has just read, at least one; the
+        last stands before the prompt's last token. Given if `caps.needs_hidden`.
+        """
+        ...
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """Draft at most budgets_B[b] tokens for each row, fewer where its policy says so."""
+        ...
+
+    def observe(self, observation: Observation) -> None:
+        """See what became of the proposal. A row for which nothing was drafted may have been given
+        tokens by another (decoding/drafters/with_lookup.py).
+        """
+        ...
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Forget cached tokens past these lengths (the committed tokens, the new tip
+        not counted).
+        """
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        ...
+
+    def time_step(self, beams: int = 1) -> None:
+        """Do the work of one draft step (see `Caps.steps`) that starts from so many beams, one of
+        `Caps.beams`, and leave no trace; for timing, after `open`.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Target models: loading, the two backends, several devices, and text to ids and back."""

@@ -1,0 +1,225 @@
+"""A target over several devices: tensor parallel (`tp`) or a run of layers each (`layers`), in
+ranks that it starts itself.
+
+This process is rank 0 and has the whole interface of `Target`; the other ranks are processes that
+follow it (decoding/models/distributed/processes.py from here,
+decoding/models/distributed/rank_process.py from there). On a CPU the ranks share this process's
+threads; on GPUs rank i has the card i places after the target's. It has no `partial` and no `taps`:
+what runs some of the target's layers needs a target in one process.
+
+Shapes: B rows, N new tokens, L tokens of a path, V vocabulary, C hidden size.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decoding import devices as cuda
+from decoding.errors import UserError
+from decoding.models.distributed.processes import Ranks
+from decoding.models.distributed.rank_process import Setup, join, load_part
+from decoding.models.distributed.shards import KINDS, Shard, check_divisible
+from decoding.models.folder import read_config
+from decoding.models.native.weights import NativeConfig
+
+PARALLEL = ("none", *KINDS)
+
+
+def processes_of(parallel: str, processes: int, backend: str, device: str) -> int:
+    """How many processes run a target, 1 where it is not split. device: cpu, cuda or cuda:N.
+
+    Raises UserError where the settings contradict each other or the machine.
+    """
+    if parallel not in PARALLEL:
+        raise UserError(f"parallel '{parallel}' is unknown, expected one of {', '.join(PARALLEL)}.")
+    if parallel == "none":
+        if processes > 1:
+            raise UserError(
+                f"processes is {processes} with parallel=none: take parallel=tp or parallel=layers."
+            )
+        return 1
+    if backend != "native":
+        raise UserError(
+            f"parallel={parallel} splits a target of the native backend, not of {backend}: take "
+            f"native."
+        )
+    cards = cuda.cards() - _first_card(device) if device.startswith("cuda") else 0
+    wanted = processes or cards
+    if wanted < 2:
+        found = (
+            f"processes is {processes}" if processes else f"{cards} GPUs are free from {device} on"
+        )
+        raise UserError(f"parallel={parallel} needs processes=N, 2 or more; {found}.")
+    if device.startswith("cuda") and cards < wanted:
+        raise UserError(
+            f"parallel={parallel} over {wanted} processes needs as many GPUs from {device} on; "
+            f"found {cards}."
+        )
+    return wanted
+
+
+class ParallelTarget:
+    """A `Target` (decoding/models/load.py) whose weights and work are split over processes."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        kind: str,
+        processes: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        max_length: int | None = None,
+        link: str | None = None,
+    ) -> None:
+        """kind: tp or layers. link: sockets, gloo or nccl (decoding/models/distributed/links.py);
+        None takes sockets on a CPU and nccl on GPUs.
+
+        Raises UserError for a model that cannot be split so, a damaged folder, and a rank that
+        cannot start.
+        """
+        config = NativeConfig.from_dict(read_config(folder))
+        check_divisible(config, kind, processes, str(folder))
+        self.name, self.backend = (
+            Path(folder).resolve().name,
+            f"native ({kind} over {processes} processes)",
+        )
+        self.num_layers, self.vocab_size, self.hidden_size = (
+            config.num_layers,
+            config.vocab_size,
+            config.hidden_size,
+        )
+        self.max_length = max_length or config.max_positions
+        self.devices = _devices(device, processes)
+        self.device, self.dtype = torch.device(self.devices[0]), str(dtype).removeprefix("torch.")
+        self._cuts_head = kind == "tp"
+        threads = max(1, torch.get_num_threads() // processes)
+        link = link or ("nccl" if self.device.type == "cuda" else "sockets")
+        setup = Setup(
+            str(folder),
+            Shard(kind, 0, processes),
+            dtype,
+            self.devices[0],
+            self.max_length,
+            threads,
+            link,
+        )
+        self.ranks = Ranks(self.name, setup, self.devices)
+        with self.ranks.together():
+            weights, self.num_parameters = load_part(setup)  # while the others load theirs
+            self._link = self.ranks.connect()
+            self._target = join(weights, setup, self.name, self._link)
+
+    @property
+    def lengths_B(self) -> list[int]:
+        """Committed tokens in the cache, by row."""
+        return self._target.lengths_B
+
+    def open(self, batch_size: int, capacity: int | None = None) -> None:
+        """See `Target.open`; every rank allocates its part of the cache."""
+        capacity = capacity or self.max_length
+        with self.ranks.together():
+            self.ranks.tell("open", batch_size, capacity)
+            self._target.open(batch_size, capacity)
+            self.ranks.wait()
+
+    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `Target.forward`."""
+        self._target.slots.end_of(tokens_BN.shape[1])  # refused here, before the other ranks begin
+        with self.ranks.together():
+            self.ranks.tell("run", *_arrays(tokens_BN, parents_BN), True)
+            hidden_BNC = self._target.features(tokens_BN, parents_BN)
+            return self._target.lm_head(hidden_BNC), hidden_BNC
+
+    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+        """See `Target.features`."""
+        self._target.slots.end_of(tokens_BN.shape[1])
+        with self.ranks.together():
+            self.ranks.tell("run", *_arrays(tokens_BN, parents_BN), False)
+            return self._target.features(tokens_BN, parents_BN)
+
+    def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
+        """See `Target.commit`; nothing is waited for."""
+        with self.ranks.together():
+            self.ranks.tell("commit", paths_BL, list(counts_B))
+            self._target.commit(paths_BL, counts_B)
+
+    def truncate(self, lengths_B: Sequence[int]) -> None:
+        """See `Target.truncate`."""
+        with self.ranks.together():
+            self.ranks.tell("truncate", list(lengths_B))
+            self._target.truncate(lengths_B)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """See `Target.select`."""
+        with self.ranks.together():
+            self.ranks.tell("select", list(rows))
+            self._target.select(rows)
+
+    def keep(self, row: int, name: int) -> None:
+        """See `Target.keep`; every rank keeps its part."""
+        with self.ranks.together():
+            self.ranks.tell("keep", row, name)
+            self._target.keep(row, name)
+
+    def begin(self, row: int, name: int, length: int) -> None:
+        """See `Target.begin`."""
+        with self.ranks.together():
+            self.ranks.tell("begin", row, name, length)
+            self._target.begin(row, name, length)
+
+    def forget(self) -> None:
+        """See `Target.forget`."""
+        with self.ranks.together():
+            self.ranks.tell("forget")
+            self._target.forget()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings, (..., C); rank 0 has them all."""
+        return self._target.embed(ids)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states after the final norm."""
+        if not self._cuts_head:
+            return self._target.lm_head(hidden)
+        with self.ranks.together():
+            self.ranks.tell("head", tuple(hidden.shape))
+            for rank in range(1, self.ranks.size):
+                self._link.send(hidden, rank)
+            return self._target.lm_head(hidden)
+
+    def close(self) -> None:
+        """End the other ranks. They end with this process too, and with this object."""
+        self.ranks.close()
+
+
+def device_beside(target: Any) -> str:
+    """Where a drafter that runs at the same time as the target belongs: the first free card after
+    the target's last, else the first free one before it, else the target's own.
+    """
+    devices = target.devices if isinstance(target, ParallelTarget) else [str(target.device)]
+    if not devices[0].startswith("cuda"):
+        return devices[0]
+    taken = {_first_card(device) for device in devices}
+    free = [
+        card for card in (*range(max(taken), cuda.cards()), *range(max(taken))) if card not in taken
+    ]
+    return f"cuda:{free[0]}" if free else devices[0]
+
+
+def _first_card(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
+
+
+def _devices(device: str, size: int) -> list[str]:
+    if not device.startswith("cuda"):
+        return [device] * size
+    return [f"cuda:{_first_card(device) + rank}" for rank in range(size)]
+
+
+def _arrays(tokens_BN: Tensor, parents_BN: Tensor | None) -> tuple[Any, Any]:
+    """Token ids for the pipe. From a GPU that waits for them, once a forward."""
+    return tokens_BN.cpu().numpy(), None if parents_BN is None else parents_BN.cpu().numpy()

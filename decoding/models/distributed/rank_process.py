@@ -1,0 +1,220 @@
+"""One rank of a parallel target: the native target over its part of the weights, and the process
+that serves it.
+
+No arithmetic is written twice. In tp a rank is a `NativeTarget` with fewer heads whose two output
+products sum over the ranks; in layers it is one with fewer layers that takes its input from the
+rank before and hands on what comes out. Rank 0 is the caller's own process
+(decoding/models/distributed/parallel.py, decoding/models/distributed/processes.py); it tells the
+others which method to call, and sums and hidden states are the only tensors that travel.
+
+Shapes: B rows, N new tokens, V vocabulary, C hidden size, I input size, O output size.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoding.errors import UserError
+from decoding.models.distributed.links import Collectives, Link, Sockets
+from decoding.models.distributed.shards import Shard, local_config, read_shard
+from decoding.models.folder import read_config
+from decoding.models.native.linear import Linear, can_pack
+from decoding.models.native.model import NativeTarget
+from decoding.models.native.weights import NativeConfig, Weights
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a rank is told at its start."""
+
+    folder: str
+    shard: Shard
+    dtype: torch.dtype
+    device: str
+    max_length: int | None
+    threads: int
+    link: str  # see decoding/models/distributed/links.py
+    meeting_file: str = ""  # of gloo and nccl
+    sockets: dict[int, int] = field(default_factory=dict)  # of `sockets`: file descriptor by rank
+
+
+class Summed:
+    """A product whose input is cut: the ranks' parts are summed."""
+
+    def __init__(self, inner: Linear, link: Link) -> None:
+        self.inner, self.link = inner, link
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        return self.link.reduce(self.inner(x_NI))
+
+
+class Gathered:
+    """A product whose output is cut: rank 0 gets all of it, another rank only what it
+    has computed.
+    """
+
+    def __init__(self, inner: Linear, link: Link, shard: Shard, num_outputs: int) -> None:
+        self.inner, self.link, self.rank = inner, link, shard.rank
+        spans = [
+            Shard(shard.kind, rank, shard.size).span(num_outputs) for rank in range(shard.size)
+        ]
+        self.sizes = [span.stop - span.start for span in spans]
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        part_NO = self.inner(x_NI)
+        if self.rank:
+            self.link.send(part_NO, 0)
+            return part_NO
+        parts = [part_NO]
+        for rank, size in enumerate(self.sizes[1:], 1):
+            parts.append(self.link.receive(part_NO.new_empty(*part_NO.shape[:-1], size), rank))
+        return torch.cat(parts, -1)
+
+
+class Stage(NativeTarget):
+    """Some of the layers; what enters the first one on rank 0 leaves there too, after the last one
+    on the last rank.
+    """
+
+    def __init__(
+        self, weights: Weights, name: str, max_length: int | None, link: Link, shard: Shard
+    ) -> None:
+        super().__init__(weights, name, max_length, execution="eager")
+        self.link, self.shard = link, shard
+
+    def through_layers(self, x_BNC: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+        """On rank 0 all layers of the model; on another rank x_BNC is only the room for what comes
+        in.
+        """
+        rank, size = self.shard.rank, self.shard.size
+        if rank:
+            x_BNC = self.link.receive(x_BNC, rank - 1)
+        x_BNC = super().through_layers(x_BNC, parents_BN)
+        self.link.send(x_BNC, (rank + 1) % size)
+        return x_BNC if rank else self.link.receive(torch.empty_like(x_BNC), size - 1)
+
+
+def load_part(setup: Setup) -> tuple[Weights, int]:
+    """(a rank's weights, parameters of the whole model). Raises UserError for a damaged folder."""
+    config, shard = NativeConfig.from_dict(read_config(setup.folder)), setup.shard
+    state, parameters = read_shard(setup.folder, config, shard)
+    place = torch.device(setup.device)
+    has_ends = shard.kind == "tp" or shard.rank == 0
+    packed = can_pack(place, setup.dtype)
+    return Weights(
+        local_config(config, shard), state, setup.dtype, place, packed, has_ends
+    ), parameters
+
+
+def connect(setup: Setup) -> Link:
+    """The way to the other ranks."""
+    if setup.link == "sockets":
+        peers = {rank: socket.socket(fileno=number) for rank, number in setup.sockets.items()}
+        return Sockets(setup.shard.rank, peers)
+    return Collectives(setup.link, setup.shard.rank, setup.shard.size, setup.meeting_file)
+
+
+def join(weights: Weights, setup: Setup, name: str, link: Link) -> NativeTarget:
+    """A rank's target, with its products or its layers tied to the other ranks'."""
+    if setup.shard.kind == "layers":
+        return Stage(weights, name, setup.max_length, link, setup.shard)
+    for layer in weights.layers:
+        layer.out, layer.down = Summed(layer.out, link), Summed(layer.down, link)
+    weights.head = Gathered(weights.head, link, setup.shard, weights.config.vocab_size)
+    return NativeTarget(weights, name, setup.max_length, execution="eager")
+
+
+class _Rank:
+    """What a rank does when rank 0 says so."""
+
+    def __init__(self, target: NativeTarget, setup: Setup, link: Link, pipe: Connection) -> None:
+        self.target, self.setup, self.link, self.pipe = target, setup, link, pipe
+
+    def open(self, batch_size: int, capacity: int) -> None:
+        self.target.open(batch_size, capacity)
+        self.pipe.send(("value", None))  # so that a lack of memory shows there
+
+    def run(self, tokens_BN: Array, parents_BN: Array | None, with_head: bool) -> None:
+        parents = (
+            None if parents_BN is None else torch.from_numpy(parents_BN).to(self.target.device)
+        )
+        if isinstance(self.target, Stage):
+            self.target.through_layers(
+                self._room((*tokens_BN.shape, self.target.hidden_size)), parents
+            )
+            return
+        hidden_BNC = self.target.features(
+            torch.from_numpy(tokens_BN).to(self.target.device), parents
+        )
+        if with_head:
+            self.target.lm_head(hidden_BNC)
+
+    def head(self, shape: Sequence[int]) -> None:
+        self.target.lm_head(self.link.receive(self._room(shape), 0))
+
+    def _room(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(*shape, dtype=self.setup.dtype, device=self.target.device)
+
+    def bind(self, cores: Sequence[int], threads: int) -> None:
+        bind_threads(cores)
+        torch.set_num_threads(threads)
+
+
+def bind_threads(cores: Sequence[int]) -> None:
+    """Bind every thread of this process to these cores."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
+@torch.inference_mode()
+def serve(pipe: Connection) -> None:
+    """Do what rank 0 says until it closes its end."""
+    setup: Setup = pipe.recv()
+    torch.set_num_threads(setup.threads)
+    try:
+        weights, _ = load_part(setup)
+    except UserError as error:
+        pipe.send(("error", str(error)))
+        return
+    pipe.send(("value", None))
+    link = connect(setup)
+    target = join(weights, setup, "", link)
+    rank = _Rank(target, setup, link, pipe)
+    does: dict[str, Callable[..., None]] = {
+        "open": rank.open,
+        "run": rank.run,
+        "head": rank.head,
+        "bind": rank.bind,
+        "commit": target.commit,
+        "truncate": target.truncate,
+        "select": target.select,
+        "keep": target.keep,
+        "begin": target.begin,
+        "forget": target.forget,
+    }
+    try:
+        while True:
+            try:
+                name, arguments = pipe.recv()
+            except EOFError:
+                return
+            does[name](*arguments)
+    except OSError as error:
+        sys.exit(f"rank {setup.shard.rank} of the target ends: {error}")
+    finally:
+        link.close()
+
+
+def main() -> None:
+    """The rank's process; its argument is the file descriptor of its pipe."""
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,157 @@
+"""Which part of a model each rank of a parallel target holds, and how it reads that part and no
+other from the disk.
+
+*tp* cuts every layer (Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053, section 3): a rank has
+its own attention heads and its own columns of the MLP, and the parts of the two output products are
+summed. The embedding is whole on every rank, as looking up a row costs nothing; the head is cut by
+vocabulary rows, as it is the largest product of a model (a quarter of a small one). *layers* gives
+each rank a run of layers; the first rank has the embedding, the final norm and the head too, so
+only hidden states travel.
+
+Shapes: V vocabulary, C hidden size.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from torch import Tensor
+
+from decoding.errors import UserError
+from decoding.models.folder import load_state
+from decoding.models.native.weights import NativeConfig
+
+KINDS = ("tp", "layers")
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_ROWS = re.compile(r"(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias)")
+_COLUMNS = re.compile(r"(self_attn\.o_proj|mlp\.down_proj)\.weight")
+_ONCE = re.compile(r"(self_attn\.o_proj|mlp\.down_proj)\.bias")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part."""
+
+    kind: str  # tp | layers
+    rank: int
+    size: int
+
+    def span(self, whole: int) -> slice:
+        """This rank's share of `whole` rows, columns or heads, the first ones to rank 0."""
+        return slice(whole * self.rank // self.size, whole * (self.rank + 1) // self.size)
+
+
+def check_divisible(config: NativeConfig, kind: str, size: int, where: str) -> None:
+    """Raise UserError for a model that cannot be cut into `size` parts. where: what the message
+    starts with.
+    """
+    if kind == "layers":
+        if config.num_layers < size:
+            raise UserError(
+                f"{where}: has {config.num_layers} layers, too few for {size} processes with a "
+                f"layer each."
+            )
+        return
+    for what, count in (
+        ("attention heads", config.num_heads),
+        ("key/value heads", config.num_kv_heads),
+    ):
+        if count % size:
+            fitting = [
+                n
+                for n in range(2, config.num_kv_heads + 1)
+                if not (config.num_heads % n or config.num_kv_heads % n)
+            ]
+            advice = f"take {' or '.join(map(str, fitting))} processes, or" if fitting else "take"
+            raise UserError(
+                f"{where}: {count} {what} cannot be split evenly over {size} processes: {advice} "
+                f"parallel=layers."
+            )
+
+
+def layer_span(config: NativeConfig, shard: Shard) -> range:
+    """The layers of a rank in `layers`: even by parameters, the first rank's embedding and head
+    counted.
+    """
+    C, D = config.hidden_size, config.head_dim
+    a_layer = (
+        C * D * 2 * (config.num_heads + config.num_kv_heads) + 3 * C * config.intermediate_size
+    )
+    ends = config.vocab_size * C * (1 if config.tied else 2) / a_layer  # in layers
+    others = shard.size - 1
+    first = round((config.num_layers + ends) / shard.size - ends)
+    first = min(max(first, 1), config.num_layers - others)
+    if shard.rank == 0:
+        return range(first)
+    rest, index = config.num_layers - first, shard.rank - 1
+    return range(first + rest * index // others, first + rest * (index + 1) // others)
+
+
+def local_config(config: NativeConfig, shard: Shard) -> NativeConfig:
+    """The shape of a rank's part."""
+    if shard.kind == "layers":
+        return replace(config, num_layers=len(layer_span(config, shard)))
+    width = shard.span(config.intermediate_size)
+    return replace(
+        config,
+        num_heads=config.num_heads // shard.size,
+        num_kv_heads=config.num_kv_heads // shard.size,
+        intermediate_size=width.stop - width.start,
+        tied=False,  # the head is a part of the embedding, which is whole
+    )
+
+
+def cut(
+    name: str, shape: list[int], config: NativeConfig, shard: Shard
+) -> tuple[slice, ...] | None:
+    """What of a tensor a rank holds, as an index; None: nothing."""
+    everything = (slice(None),) * len(shape)
+    layer = _LAYER.fullmatch(name)
+    if shard.kind == "layers":
+        mine = shard.rank == 0 if layer is None else int(layer[1]) in layer_span(config, shard)
+        return everything if mine else None
+    if layer is None:
+        return (shard.span(shape[0]), *everything[1:]) if name == HEAD else everything
+    if _ROWS.fullmatch(layer[2]):
+        return (shard.span(shape[0]), *everything[1:])
+    if _COLUMNS.fullmatch(layer[2]):
+        return (slice(None), shard.span(shape[1]))
+    if _ONCE.fullmatch(layer[2]) and shard.rank:
+        return None  # the parts are summed: one of them brings the bias
+    return everything
+
+
+def read_shard(
+    folder: str | Path, config: NativeConfig, shard: Shard
+) -> tuple[dict[str, Tensor], int]:
+    """(a rank's tensors, named as those of a model of `local_config`; parameters of the whole
+    model).
+
+    Raises UserError for a damaged folder.
+    """
+    parameters = 0
+
+    def taken(name: str, shape: list[int]) -> tuple[slice, ...] | None:
+        nonlocal parameters
+        if (
+            _LAYER.fullmatch(name)
+            or name in (EMBEDDING, NORM)
+            or (name == HEAD and not config.tied)
+        ):
+            parameters += prod(shape)
+        return cut(name, shape, config, shard)
+
+    state = load_state(folder, taken)
+    if shard.kind == "tp" and config.tied and EMBEDDING in state:
+        state[HEAD] = state[EMBEDDING][shard.span(config.vocab_size)]
+    if shard.kind == "layers":
+        first = layer_span(config, shard).start
+        state = {_renumbered(name, first): tensor for name, tensor in state.items()}
+    return state, parameters
+
+
+def _renumbered(name: str, first: int) -> str:
+    layer = _LAYER.fullmatch(name)
+    return name if layer is None else f"model.layers.{int(layer[1]) - first}.{layer[2]}"

@@ -1,0 +1,354 @@
+"""The reference target: any decoder-only, full-attention causal LM of `transformers`, with our own
+cache and mask.
+
+`transformers` does the arithmetic; this module hands it a cache that writes each row's tokens to
+that row's own slots, an explicit 4-D mask and explicit positions. That needs a model which takes
+all three; one that ignores the mask or the positions would be silently wrong, so `HFTarget` tries a
+two-branch tree on loading and refuses a model whose answer differs from running the branches apart.
+
+`compiled` traces the whole model once for single tokens and once for all wider forwards, with sizes
+left open: slots come as a tensor then, so that no length is built into the code. Prompts are read
+uncompiled.
+
+Shapes: B rows, N new tokens, V vocabulary, C hidden size, H key/value heads, D head size, T cache
+slots.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from decoding import devices
+from decoding.errors import UserError
+from decoding.models.cache import BAND_ROWS, Plan, Slots
+from decoding.models.folder import (
+    own_code_error,
+    read_config,
+    refuse_unsupported_attention,
+    weight_files,
+)
+from decoding.models.model_check import check_loaded
+
+EXECUTIONS = ("eager", "compiled")  # operation by operation; traced by torch.compile
+WIDEST = BAND_ROWS  # new tokens of a compiled forward: what is wider is a prompt
+# share of the largest logit; a model that ignores mask or positions is off by far more
+PROBE_TOLERANCE = 0.05
+
+
+class RowLayer(CacheLayerMixin):
+    """One layer of the cache; `plan` says where the tokens of the running forward go."""
+
+    def __init__(self, owner: "RowCache") -> None:
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate all slots; the first forward tells the shapes, which may differ between keys and
+        values.
+        """
+        _, heads, _, key_size = key_states.shape
+        B, T = self.owner.row_count, self.owner.slot_count
+        with torch.inference_mode(False):
+            self.keys = torch.zeros(
+                B, heads, T, key_size, dtype=key_states.dtype, device=key_states.device
+            )
+            self.values = self.keys.new_zeros(B, heads, T, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write (B, H, N, D) keys and values to their slots; returns all slots that the forward
+        reads.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None and self.owner.plan is not None
+        plan = self.owner.plan
+        B, _, N, _ = key_states.shape
+        if plan.slots_BN is None:
+            assert plan.start is not None
+            self.keys[:B, :, plan.start : plan.start + N] = key_states
+            self.values[:B, :, plan.start : plan.start + N] = value_states
+        else:
+            rows = torch.arange(B, device=key_states.device)[:, None]
+            self.keys[rows, :, plan.slots_BN] = key_states.transpose(1, 2)
+            self.values[rows, :, plan.slots_BN] = value_states.transpose(1, 2)
+        return self.keys[:B, :, : plan.end], self.values[:B, :, : plan.end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        assert self.owner.plan is not None
+        return self.owner.plan.end, 0
+
+    def get_seq_length(self) -> int:
+        assert self.owner.plan is not None
+        return self.owner.plan.start or 0
+
+    def get_max_length(self) -> int:
+        return self.owner.slot_count
+
+
+class RowCache(Cache):
+    """A `transformers` cache whose rows have their own lengths."""
+
+    def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
+        self.row_count, self.slot_count = batch_size, capacity
+        self.plan: Plan | None = None
+        self.rows = [RowLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self.rows))
+
+    def stores(self) -> list[Tensor]:
+        """The key and value tensors of all layers that have run, each (B, H, T, D)."""
+        return [
+            t
+            for layer in self.rows
+            if layer.is_initialized
+            for t in (layer.keys, layer.values)
+            if t is not None
+        ]
+
+
+class HFTarget:
+    """A `Target` (decoding/models/load.py) around a `transformers` model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str,
+        max_length: int | None = None,
+        execution: str | None = None,
+    ) -> None:
+        """execution: one of EXECUTIONS; None is eager. Raises UserError for another word."""
+        self.execution = execution or "eager"
+        if self.execution not in EXECUTIONS:
+            raise UserError(
+                f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}."
+            )
+        self.model = model.eval().requires_grad_(False)
+        config = model.config
+        self.name, self.device = name, model.device
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.num_layers = config.num_hidden_layers
+        self.context = config.max_position_embeddings
+        self.max_length = max_length or self.context
+        self.num_parameters = model.num_parameters()
+        self.slots = Slots(model.dtype, model.device)
+        self.cache = RowCache(self.num_layers, 0, 0)
+        self._hidden: Tensor | None = None
+        self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
+        self._kept: dict[
+            int, list[tuple[Tensor, Tensor]]
+        ] = {}  # name -> keys and values of every layer, (1, H, tokens, D)
+        model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
+        self._refuse_deaf_model()
+        if self.execution == "compiled":
+            self._compiled = devices.compiled(self._step, self.device, sizes_open=True)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | Path,
+        name: str,
+        dtype: torch.dtype,
+        device: str,
+        max_length: int | None,
+        trust_remote_code: bool,
+        execution: str | None = None,
+    ) -> "HFTarget":
+        """Raises UserError for damaged folders and for models whose attention is not full and
+        causal.
+        """
+        refuse_unsupported_attention(read_config(folder), str(folder))
+        weight_files(folder)
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except (
+            ValueError,
+            OSError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RuntimeError,
+            StrictDataclassError,
+        ) as error:
+            reason = " ".join(str(error).split())
+            if not trust_remote_code and "trust_remote_code" in reason:
+                raise own_code_error(folder) from error
+            raise UserError(
+                f"{folder}: transformers cannot load it as a causal LM: {reason}"
+            ) from error
+        model, info = loaded
+        check_loaded(folder, info)
+        refuse_unsupported_attention(config.to_dict(), str(folder))
+        torch.nn.Module.to(model, torch.device(device))
+        return cls(model, name, max_length, execution)
+
+    def _keep_hidden(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        """The input of the output embedding is the hidden state after the final norm, in every
+        architecture.
+        """
+        self._hidden = args[0]
+
+    def _refuse_deaf_model(self) -> None:
+        """Run the tree 0 -> (1, 2) and the chain 0 -> 2; node 2 must not notice node 1."""
+        with torch.inference_mode():
+            self.open(1, 8)
+            ids = torch.tensor([[1, 2, 3]], device=self.device).remainder(self.vocab_size)
+            tree, _ = self.forward(ids, torch.tensor([[-1, 0, 0]], device=self.device))
+            plain = self.model(input_ids=ids[:, [0, 2]]).logits
+            if (tree[:, [0, 2]] - plain).abs().max() > PROBE_TOLERANCE * plain.abs().max():
+                raise UserError(
+                    f"{self.name}: this {self.model.config.model_type} model ignores the 4-D "
+                    f"attention mask or the position ids that it is given, so drafted tokens "
+                    f"cannot be verified with it. Choose another target."
+                )
+
+    @property
+    def backend(self) -> str:
+        """The backend's word in results, with how it runs where that is not operation
+        by operation.
+        """
+        return "hf" if self.execution == "eager" else f"hf {self.execution}"
+
+    @property
+    def lengths_B(self) -> list[int]:
+        """Committed tokens in the cache, by row."""
+        return self.slots.lengths_B
+
+    def open(self, batch_size: int, capacity: int | None = None) -> None:
+        """Start `batch_size` empty rows with `capacity` cache slots each (default: max_length)."""
+        capacity = capacity or self.max_length
+        if self.cache.row_count < batch_size or self.cache.slot_count < capacity:
+            rows, slots = (
+                max(self.cache.row_count, batch_size),
+                max(self.cache.slot_count, capacity),
+            )
+            self.cache = RowCache(self.num_layers, rows, slots)
+        self.slots.open(batch_size, capacity)
+
+    def _inputs(self, tokens_BN: Tensor, parents_BN: Tensor | None) -> dict[str, Any]:
+        N = tokens_BN.shape[1]
+        plan = self.cache.plan = self.slots.plan(N, parents_BN)
+        positions_BN = plan.positions_BN
+        if positions_BN is None:
+            positions_BN = torch.arange(plan.end - N, plan.end, device=self.device)[None]
+        # Only padding can lie past the context; a table of learned positions must not be read
+        # beyond its end.
+        positions_BN = positions_BN.clamp(max=self.context - 1)
+        mask = plan.mask
+        if plan.causal:
+            visible = torch.ones(N, N, dtype=torch.bool, device=self.device).tril_()
+            mask = torch.zeros(1, 1, N, N, dtype=self.slots.dtype, device=self.device).masked_fill_(
+                ~visible, float("-inf")
+            )
+        if mask is None:
+            mask = torch.zeros(1, 1, N, plan.end, dtype=self.slots.dtype, device=self.device)
+        return {
+            "input_ids": tokens_BN,
+            "attention_mask": mask.expand(len(tokens_BN), -1, -1, -1),
+            "position_ids": positions_BN.expand(len(tokens_BN), -1),
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+
+    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(logits_BNV, hidden_BNC); see `Target.forward`."""
+        inputs = self._inputs(tokens_BN, parents_BN)
+        if self._compiled is None or tokens_BN.shape[1] > WIDEST or not self.cache.stores():
+            return self._run(inputs)
+        B, N = tokens_BN.shape
+        plan = self.cache.plan
+        assert plan is not None
+        slots_BN = plan.slots_BN
+        if slots_BN is None:
+            slots_BN = torch.arange(plan.end - N, plan.end, device=self.device).expand(B, N)
+        # A copy: a view of the band, made outside inference, would be traced once more.
+        return self._compiled(
+            tokens_BN, inputs["attention_mask"].clone(), inputs["position_ids"], slots_BN
+        )
+
+    def _run(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        logits_BNV = self.model(**inputs).logits
+        assert self._hidden is not None
+        return logits_BNV, self._hidden
+
+    def _step(
+        self, tokens_BN: Tensor, mask: Tensor, positions_BN: Tensor, slots_BN: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What is compiled: a forward in which every length is a tensor's size."""
+        self.cache.plan = Plan(mask.shape[-1], None, slots_BN, positions_BN, mask, False)
+        inputs = {"input_ids": tokens_BN, "attention_mask": mask, "position_ids": positions_BN}
+        return self._run({**inputs, "past_key_values": self.cache, "use_cache": True})
+
+    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+        """hidden_BNC without the logits of all positions: only the last one's are computed, and
+        dropped.
+        """
+        return self.model.base_model(**self._inputs(tokens_BN, parents_BN)).last_hidden_state
+
+    def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
+        """Keep accepted nodes (see `Slots.commit`)."""
+        self.slots.commit(paths_BL, counts_B, self._move)
+
+    def _move(self, src_BL: Tensor, dst_BL: Tensor) -> None:
+        rows = torch.arange(len(src_BL), device=self.device)[:, None]
+        for store in self.cache.stores():
+            store[rows, :, dst_BL] = store[rows, :, src_BL]
+
+    def truncate(self, lengths_B: Sequence[int]) -> None:
+        """Roll rows back to `lengths_B` tokens."""
+        self.slots.truncate(lengths_B)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only `rows` of the batch, in that order."""
+        moves = self.slots.select(rows)
+        if moves:
+            src, dst = [m[0] for m in moves], [m[1] for m in moves]
+            for store in self.cache.stores():
+                store[dst] = store[src]
+
+    def keep(self, row: int, name: int) -> None:
+        """Put a copy of what a row has committed aside (see `Target.keep`)."""
+        length, stores = self.lengths_B[row], self.cache.stores()
+        copies = [store[row : row + 1, :, :length].clone() for store in stores]
+        self._kept[name] = list(zip(copies[::2], copies[1::2], strict=True))
+
+    def begin(self, row: int, name: int, length: int) -> None:
+        """Let a row begin with the first `length` tokens of what was kept."""
+        for layer, (keys, values) in zip(self.cache.rows, self._kept[name], strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys, values)
+            assert layer.keys is not None and layer.values is not None
+            layer.keys[row, :, :length], layer.values[row, :, :length] = (
+                keys[0, :, :length],
+                values[0, :, :length],
+            )
+        self.slots.lengths_B[row] = length
+
+    def forget(self) -> None:
+        """Drop all that was kept."""
+        self._kept = {}
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings, (..., C)."""
+        return self.model.get_input_embeddings()(ids)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states after the final norm."""
+        return self.model.get_output_embeddings()(hidden)

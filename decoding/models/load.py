@@ -1,0 +1,240 @@
+"""What the decode loop asks of a target model, and `load_target`, which makes one from a model
+folder.
+
+Shapes: B rows, N new tokens (nodes), L tokens of an accepted path, V vocabulary, C hidden size.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.devices import device_of
+from decoding.errors import UserError
+from decoding.models.distributed.parallel import ParallelTarget, processes_of
+from decoding.models.folder import load_state, read_config, refuse_unsupported_attention
+from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
+from decoding.models.hf import HFTarget
+from decoding.models.model_check import check_model, check_tied_head
+from decoding.models.native.model import EXECUTIONS, NativeTarget
+from decoding.models.native.weights import FAMILIES
+from decoding.values import check_choice, check_values
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+BACKENDS = ("native", "hf")
+
+
+class Target(Protocol):
+    """A causal LM with a cache whose rows have their own lengths."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def max_length(self) -> int:
+        """Most tokens a row may hold, prompt and output together."""
+        ...
+
+    @property
+    def lengths_B(self) -> list[int]:
+        """Committed tokens in the cache, by row."""
+        ...
+
+    def open(self, batch_size: int, capacity: int | None = None) -> None:
+        """Start `batch_size` empty rows of at most `capacity` cache slots (default max_length)."""
+        ...
+
+    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(logits_BNV, hidden_BNC) of new tokens after each row's committed ones; nothing is
+        committed by it.
+
+        parents_BN[b, n] is the index of node n's parent among the new tokens, -1 for the committed
+        tip, and always smaller than n; None is a chain. hidden is after the final norm. Rows with
+        fewer tokens are padded on the right with any id and commit fewer.
+        """
+        ...
+
+    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+        """hidden_BNC alone, without the product with the vocabulary (for prefill)."""
+        ...
+
+    def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
+        """Keep the first counts_B[b] nodes of paths_BL[b] of the last forward; None is the chain 0,
+        1, 2 ...
+        """
+        ...
+
+    def truncate(self, lengths_B: Sequence[int]) -> None:
+        """Roll rows back to at most these lengths."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of the batch, in this order."""
+        ...
+
+    def keep(self, row: int, name: int) -> None:
+        """Put a copy of what a row has committed aside under a name, for `begin`; it stays until
+        `forget`.
+        """
+        ...
+
+    def begin(self, row: int, name: int, length: int) -> None:
+        """Let a row, empty since `open`, begin with the first `length` tokens of what was kept
+        under a name.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Drop all that was kept."""
+        ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings (..., C)."""
+        ...
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states after the final norm."""
+        ...
+
+
+def load_target(
+    folder: str | Path,
+    *,
+    backend: str = "native",
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_length: int | None = None,
+    batch_size: int | None = None,
+    trust_remote_code: bool = False,
+    parallel: str = "none",
+    processes: int = 0,
+    execution: str | None = None,
+) -> Target:
+    """The model in a Hugging Face folder as a target.
+
+    backend: 'native' (llama, mistral without window, qwen2, qwen3) or 'hf' (any decoder-only
+    full-attention causal LM).
+    max_length: tokens a row may hold; default and upper bound is the context length of the model.
+    device: cpu, cuda, cuda:N, or auto (a GPU where there is one).
+    batch_size: cache rows of max_length tokens to reserve now, so that a lack of memory shows at
+    once; by default the cache grows with what is decoded.
+    parallel: 'none', or over several processes 'tp' (every layer cut) or 'layers' (some layers
+    each); native alone.
+    processes: how many, this one included; 0 is one a visible GPU.
+    execution: of the native backend 'eager', 'graph' (steps recorded as CUDA graphs) or 'compiled'
+    (recorded with fused layers); None is graph on a GPU and eager on a CPU, where the others run
+    unrecorded and serve tests. Of the hf backend 'eager' (None) or 'compiled'. Raises UserError if
+    the folder is missing, empty, damaged, holds only pickled weights, or its kind is unsupported.
+    """
+    given = {
+        "device": device,
+        "max_length": max_length,
+        "batch_size": batch_size,
+        "processes": processes,
+    }
+    check_values({**given, "trust_remote_code": trust_remote_code})
+    config, device = read_config(folder), device_of(device)
+    _check_folder(folder, config, backend, dtype, max_length)
+    count = processes_of(parallel, processes, backend, device)
+    _check_execution(execution, backend, count)
+    check_tied_head(folder)
+    name = Path(folder).resolve().name
+    target: NativeTarget | HFTarget | ParallelTarget
+    place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device, "max_length": max_length}
+    try:
+        if backend == "hf":
+            target = HFTarget.from_folder(
+                folder, name, DTYPES[dtype], device, max_length, trust_remote_code, execution
+            )
+        elif count > 1:
+            target = ParallelTarget(folder, kind=parallel, processes=count, **place)
+        else:
+            target = NativeTarget.from_state(
+                config, load_state(folder), name=name, execution=execution, **place
+            )
+    except UserError as error:
+        raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from error
+    if batch_size is not None:
+        target.open(batch_size)
+    return target
+
+
+def _check_folder(
+    folder: str | Path, config: dict[str, Any], backend: str, dtype: str, max_length: int | None
+) -> None:
+    """Raise UserError for a dtype, backend or length that the model cannot have, before its weights
+    are read.
+    """
+    check_choice("dtype", dtype, tuple(DTYPES))
+    check_choice("backend", backend, BACKENDS)
+    context = config.get("max_position_embeddings") or config.get("n_positions")
+    if max_length is not None and context is not None and max_length > context:
+        raise UserError(
+            f"{folder}: max_length {max_length} is more than the model's context of {context} "
+            f"tokens."
+        )
+    if backend == "native" and config["model_type"] not in FAMILIES:
+        raise UserError(
+            f"{folder}: model_type '{config['model_type']}' is not one of the native backend's "
+            f"({', '.join(FAMILIES)}). Use backend=hf for other decoder-only full-attention models."
+        )
+    refuse_unsupported_attention(config, str(folder))
+    check_model(folder)
+
+
+def _check_execution(execution: str | None, backend: str, processes: int) -> None:
+    known = EXECUTIONS if backend == "native" else HF_EXECUTIONS
+    if execution is not None and execution not in known:
+        raise UserError(
+            f"execution '{execution}': expected one of {', '.join(known)} with backend={backend}."
+        )
+    if processes > 1 and execution not in (None, "eager"):
+        raise UserError(
+            f"execution '{execution}': a target over several processes runs eager; its sums are "
+            f"not recorded."
+        )
+
+
+PREFILL_CHUNK = 512  # tokens a row that a prefill forward takes at once, to bound memory
+
+
+def prefill(
+    target: Target, prompts_B: Sequence[Sequence[int]], keep_hidden: bool = False
+) -> Tensor | None:
+    """Read prompts into an opened, empty target; rows may be empty. Returns hidden_BNC if asked,
+    padded on the right.
+    """
+    longest = max(len(prompt) for prompt in prompts_B)
+    hidden: list[Tensor] = []
+    for start in range(0, longest, PREFILL_CHUNK):
+        parts = [list(prompt[start : start + PREFILL_CHUNK]) for prompt in prompts_B]
+        width = max(len(part) for part in parts)
+        tokens_BN = devices.tensor(
+            [part + [0] * (width - len(part)) for part in parts], target.device
+        )
+        hidden_BNC = target.features(tokens_BN)
+        target.commit(None, [len(part) for part in parts])
+        if keep_hidden:
+            hidden.append(hidden_BNC)
+    return torch.cat(hidden, 1) if hidden else None

@@ -1,0 +1,374 @@
+"""Whether a model folder's config.json describes the weights beside it, from the headers of the
+safetensors files alone.
+
+Loaders take what they find: layers that a configuration does not count are left out, tensors that
+it does not name are never read, and the model that runs is another one than the folder's. So every
+tensor's shape is compared with the configuration before weights are read. Families that are not
+known here (hf backend) are held to what holds for all: as many layers as the files have, and what
+`transformers` reports after loading.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from decoding.errors import UserError
+from decoding.models.folder import Tensors, load_state, read_config, read_headers
+from decoding.models.native.weights import FAMILIES
+from decoding.values import Rule, check_value, is_int, is_number, optional, shown, whole
+
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors spells them
+# computed anew by whoever loads them; older versions of transformers stored them
+HARMLESS = re.compile(r".*rotary_emb\.inv_freq")
+_INDEXED = re.compile(r"\.(\d+)\.")
+
+_COUNT = whole(1)
+_POSITIVE = Rule(lambda value: is_number(value) and value > 0, "a number more than 0")
+_TRUTH = Rule(lambda value: isinstance(value, bool), "true or false")
+_DTYPE = Rule(
+    lambda value: value in ("float64", "float32", "float16", "bfloat16"),
+    "float64, float32, float16 or bfloat16",
+)
+_OBJECT = Rule(lambda value: isinstance(value, dict), "an object with named fields")
+_WORDS = Rule(
+    lambda value: isinstance(value, list) and all(isinstance(word, str) for word in value),
+    "a list of texts",
+)
+_TOKENS = Rule(
+    lambda value: is_int(value) or (isinstance(value, list) and all(map(is_int, value))),
+    "a token id, or a list of them",
+)
+_REQUIRED = dict.fromkeys(
+    ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    _COUNT,
+)
+_OPTIONAL = {
+    "num_key_value_heads": _COUNT,
+    "head_dim": _COUNT,
+    "max_position_embeddings": whole(2),
+    "rms_norm_eps": Rule(
+        lambda value: is_number(value) and 0 < value < 1, "a number more than 0 and less than 1"
+    ),
+    "rope_theta": _POSITIVE,
+    "tie_word_embeddings": _TRUTH,
+    "attention_bias": _TRUTH,
+    "mlp_bias": _TRUTH,
+    "use_cache": _TRUTH,
+    "use_sliding_window": _TRUTH,
+    "hidden_act": Rule(lambda value: isinstance(value, str), "a text such as 'silu'"),
+    "dtype": _DTYPE,
+    "torch_dtype": _DTYPE,
+    "architectures": _WORDS,
+    "layer_types": _WORDS,
+    "rope_parameters": _OBJECT,
+    "rope_scaling": _OBJECT,
+    "bos_token_id": _TOKENS,
+    "eos_token_id": _TOKENS,
+    "pad_token_id": _TOKENS,
+    "sliding_window": _COUNT,
+    "initializer_range": Rule(
+        lambda value: is_number(value) and value >= 0, "a number of 0 or more"
+    ),
+    "attention_dropout": Rule(
+        lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to less than 1"
+    ),
+}
+_ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+_ROPE_KIND = Rule(
+    lambda value: isinstance(value, str) and value in _ROPE_KINDS,
+    f"one of {', '.join(_ROPE_KINDS)}",
+)
+_ROPE = {
+    "rope_theta": _POSITIVE,
+    "factor": _POSITIVE,
+    "low_freq_factor": _POSITIVE,
+    "high_freq_factor": _POSITIVE,
+    "original_max_position_embeddings": _POSITIVE,
+    "rope_type": _ROPE_KIND,
+    "type": _ROPE_KIND,
+}
+_OF_KIND = {  # the fields that a kind of rope cannot be without
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
+}
+
+
+class Expected(NamedTuple):
+    """A tensor that the configuration describes."""
+
+    name: str
+    shape: list[int]
+    why: str  # the fields that it follows from
+
+
+def check_model(folder: str | Path) -> None:
+    """Raise UserError that names the first contradiction between a folder's config.json and its
+    weights: file, tensor, found, expected.
+
+    Also for a folder that cannot be read, and for fields of config.json that no model can have. No
+    weights are read.
+    """
+    folder = Path(folder)
+    config, tensors = read_config(folder), read_headers(folder)
+    check_config(folder, config)
+    _check_layers(folder, config, tensors)
+    if config["model_type"] not in FAMILIES:
+        return
+    wanted = {tensor.name: tensor for tensor in expected_tensors(config)}
+    for tensor in wanted.values():
+        _check_tensor(folder, tensor, tensors)
+    tied = config.get("tie_word_embeddings") or False
+    if tied and "lm_head.weight" in tensors:
+        _check_tensor(
+            folder, Expected("lm_head.weight", *wanted["model.embed_tokens.weight"][1:]), tensors
+        )
+    unused = sorted(name for name in tensors if name not in wanted and not HARMLESS.fullmatch(name))
+    unused = [name for name in unused if not (tied and name == "lm_head.weight")]
+    if unused:
+        raise UserError(
+            f"{tensors[unused[0]].file}: tensor '{unused[0]}' has no place in the "
+            f"{config['model_type']} model of {folder / 'config.json'}, expected "
+            f"every tensor to be used ({_count(len(unused))}). Take config.json and weights from "
+            f"one model."
+        )
+
+
+def _check_finite(file: Path, values: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise UserError for a NaN or an infinity anywhere in a configuration: JSON has none, and
+    Python reads them all the same.
+    """
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _check_finite(file, value, f"{prefix}{key}.")
+        elif isinstance(value, float) and not is_number(value):
+            raise UserError(f"{file}: {prefix}{key} is {value}, expected a finite number.")
+
+
+def _check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise UserError for weights quantized in a way that `transformers` does not know, and would
+    skip.
+    """
+    found = config.get("quantization_config")
+    if found is None:
+        return
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise UserError(
+            f"{folder / 'config.json'}: quantization_config is {shown(found)}, expected one with a "
+            f"quant_method that transformers knows "
+            f"({', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))})."
+        )
+
+
+def check_config(folder: Path, config: Mapping[str, Any], *, complete: bool = True) -> None:
+    """Raise UserError for a value in config.json that no model can have. complete: refuse a missing
+    field, too.
+    """
+    _check_finite(folder / "config.json", config)
+    if config["model_type"] in FAMILIES:
+        _check_fields(folder, config, complete)
+    else:
+        _check_quantization(folder, config)
+
+
+def _check_fields(folder: Path, config: Mapping[str, Any], complete: bool) -> None:
+    """Raise UserError for a field of a known family's config.json with a value that no model can
+    have.
+
+    complete: refuse a missing field that every model needs, too.
+    """
+    file = folder / "config.json"
+    missing = [key for key in _REQUIRED if key not in config]
+    if missing and complete:
+        raise UserError(f"{file}: has no {missing[0]}, expected {_REQUIRED[missing[0]].expected}.")
+    for key, rule in _REQUIRED.items():
+        if key in config:
+            check_value(key, config[key], rule, f"{file}: {key}")
+    for key, rule in _OPTIONAL.items():
+        check_value(key, config.get(key), optional(rule), f"{file}: {key}")
+    _check_rope(file, config)
+    if config.get("quantization_config") is not None:
+        raise UserError(
+            f"{file}: quantization_config is {shown(config['quantization_config'])}, expected "
+            f"none: quantized weights are not read here. Take the folder of the model before it "
+            f"was quantized."
+        )
+    if missing:
+        return
+    hidden, heads, groups = config["hidden_size"], config["num_attention_heads"], _groups(config)
+    if config.get("head_dim") is None and hidden % heads:
+        raise UserError(
+            f"{file}: hidden_size {hidden} is no multiple of num_attention_heads {heads}, expected "
+            f"one, or head_dim."
+        )
+    if heads % groups:
+        raise UserError(
+            f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}, "
+            f"expected one."
+        )
+    if _head_dim(config) % 2:
+        raise UserError(
+            f"{file}: head_dim is {_head_dim(config)}, expected an even number: rotary positions "
+            f"turn pairs."
+        )
+
+
+def _check_rope(file: Path, config: Mapping[str, Any]) -> None:
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key) or {}
+        for name, rule in _ROPE.items():
+            check_value(name, rope.get(name), optional(rule), f"{file}: {key}.{name}")
+        for name in _OF_KIND.get(rope.get("rope_type") or rope.get("type") or "default", ()):
+            check_value(name, rope.get(name), _POSITIVE, f"{file}: {key}.{name}")
+
+
+def expected_tensors(config: Mapping[str, Any]) -> Iterator[Expected]:
+    """Every tensor of a known family's model, in the names of Hugging Face."""
+    V, C = config["vocab_size"], config["hidden_size"]
+    yield Expected("model.embed_tokens.weight", [V, C], "vocab_size, hidden_size")
+    yield Expected("model.norm.weight", [C], "hidden_size")
+    if not config.get("tie_word_embeddings"):
+        yield Expected(
+            "lm_head.weight", [V, C], "vocab_size, hidden_size; tie_word_embeddings is false"
+        )
+    for index in range(config["num_hidden_layers"]):
+        for name, shape, why in _of_a_layer(config):
+            yield Expected(f"model.layers.{index}.{name}", shape, why)
+
+
+def _of_a_layer(config: Mapping[str, Any]) -> Iterator[Expected]:
+    family, C, F, D = (
+        config["model_type"],
+        config["hidden_size"],
+        config["intermediate_size"],
+        _head_dim(config),
+    )
+    queries, keys = config["num_attention_heads"] * D, _groups(config) * D
+    of_queries, of_keys = "num_attention_heads x head_dim", "num_key_value_heads x head_dim"
+    # Whether a bias is there: Qwen2 has them at queries, keys and values always, Mistral nowhere.
+    attention_bias = family in ("llama", "qwen3") and bool(config.get("attention_bias"))
+    mlp_bias = family == "llama" and bool(config.get("mlp_bias"))
+    for name, rows, columns, why, has_bias in (
+        ("self_attn.q_proj", queries, C, of_queries, attention_bias or family == "qwen2"),
+        ("self_attn.k_proj", keys, C, of_keys, attention_bias or family == "qwen2"),
+        ("self_attn.v_proj", keys, C, of_keys, attention_bias or family == "qwen2"),
+        ("self_attn.o_proj", C, queries, of_queries, attention_bias),
+        ("mlp.gate_proj", F, C, "intermediate_size", mlp_bias),
+        ("mlp.up_proj", F, C, "intermediate_size", mlp_bias),
+        ("mlp.down_proj", C, F, "intermediate_size", mlp_bias),
+    ):
+        yield Expected(f"{name}.weight", [rows, columns], f"{why}, hidden_size")
+        if has_bias:
+            yield Expected(f"{name}.bias", [rows], f"a bias of a {family} model; {why}")
+    yield Expected("input_layernorm.weight", [C], "hidden_size")
+    yield Expected("post_attention_layernorm.weight", [C], "hidden_size")
+    if family == "qwen3":
+        yield Expected("self_attn.q_norm.weight", [D], "head_dim")
+        yield Expected("self_attn.k_norm.weight", [D], "head_dim")
+
+
+def _groups(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _check_tensor(folder: Path, wanted: Expected, tensors: Tensors) -> None:
+    found = tensors.get(wanted.name)
+    if found is None:
+        raise UserError(
+            f"{folder}: the weights have no tensor '{wanted.name}', expected one of shape "
+            f"{wanted.shape} by config.json ({wanted.why}). Take config.json and weights from one "
+            f"model."
+        )
+    if found.shape != wanted.shape:
+        raise UserError(
+            f"{found.file}: tensor '{wanted.name}' has shape {found.shape}, expected "
+            f"{wanted.shape} by {folder / 'config.json'} ({wanted.why}). Take config.json and "
+            f"weights from one model."
+        )
+    if found.dtype not in FLOATS:
+        raise UserError(
+            f"{found.file}: tensor '{wanted.name}' is stored as {found.dtype}, expected one of "
+            f"{', '.join(FLOATS)}: quantized weights are not read here."
+        )
+
+
+def _check_layers(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
+    """Raise UserError for more layers than the files have, of a known family for fewer too, before
+    anything is built by their number.
+    """
+    key = next(
+        (key for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config), None
+    )
+    if key is None:
+        return
+    check_value(key, config[key], _COUNT, f"{folder / 'config.json'}: {key}")
+    held = 1 + max(
+        (int(match[1]) for name in tensors if (match := _INDEXED.search(name))), default=-1
+    )
+    # Some families store layers that their causal LM leaves out, such as those that predict further
+    # tokens.
+    if config[key] > held or (config["model_type"] in FAMILIES and config[key] != held):
+        raise UserError(
+            f"{folder / 'config.json'}: {key} is {config[key]}, but the weights hold {held} "
+            f"layers, expected the same number. Take config.json and weights from one model."
+        )
+
+
+def check_tied_head(folder: str | Path) -> None:
+    """Raise UserError for a stored lm_head other than the embedding that config.json ties it to.
+    Reads these two tensors.
+
+    Such a model was trained with a head of its own, which a loader that ties it would drop.
+    """
+    config, names = read_config(folder), ("model.embed_tokens.weight", "lm_head.weight")
+    if config["model_type"] not in FAMILIES or not config.get("tie_word_embeddings"):
+        return
+    if names[1] not in read_headers(folder):
+        return
+    state = load_state(
+        folder, lambda name, shape: (slice(None),) * len(shape) if name in names else None
+    )
+    # In blocks of rows: the comparison of two large tensors at once would be a third one in memory.
+    blocks = zip(*(state[name].split(4096) for name in names))
+    if not all(bool((embedding == head).all()) for embedding, head in blocks):
+        raise UserError(
+            f"{folder}: tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but "
+            f"config.json has tie_word_embeddings true, expected equal ones. Set "
+            f"tie_word_embeddings to false if the model was trained with a head of its own, or "
+            f"remove lm_head.weight if it was not."
+        )
+
+
+def check_loaded(folder: str | Path, info: Mapping[str, Any]) -> None:
+    """Raise UserError for what `transformers` found after loading a model: tensors that were
+    missing, left over or of another shape.
+    """
+    kinds: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+        ("missing_keys", "is in none of the weights, and would be random", str),
+        ("unexpected_keys", "is in the weights and has no place in the model", str),
+        (
+            "mismatched_keys",
+            "has another shape than config.json gives it",
+            lambda entry: str(entry[0]),
+        ),
+    )
+    for kind, what, name_of in kinds:
+        names = sorted(name_of(entry) for entry in info.get(kind) or ())
+        names = [name for name in names if not HARMLESS.fullmatch(name)]
+        if names:
+            raise UserError(
+                f"{folder}: tensor '{names[0]}' {what} ({_count(len(names))}), expected weights "
+                f"that config.json describes. Take both from one model."
+            )
+
+
+def _count(number: int) -> str:
+    return "this one tensor" if number == 1 else f"{number} such tensors"

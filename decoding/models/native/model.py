@@ -1,0 +1,366 @@
+"""The native target: Llama, Mistral without window, Qwen2 and Qwen3 in few, small operations.
+
+Fused qkv and gate/up products, one cache tensor for all layers, rope in three operations, one mask
+a forward. At the sizes that fit a laptop, batch-1 decoding on a CPU is a matter of operation count,
+not of bytes; every line here was weighed with that in mind. The logits are tested against the hf
+backend. On a GPU the same layers run as recorded steps (decoding/models/native/static.py);
+`execution` chooses.
+
+Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q /
+H, D head size, F feed-forward size, T cache slots, L layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoding import devices
+from decoding.errors import UserError
+from decoding.models.cache import Plan, Slots
+from decoding.models.native.linear import can_pack, rms_norm
+from decoding.models.native.rope import inverse_frequencies, rope_tables
+from decoding.models.native.static import SLOT_MULTIPLE, WIDEST, StaticForward, bucket
+from decoding.models.native.weights import Layer, NativeConfig, Weights
+
+EXECUTIONS = ("eager", "graph", "compiled")  # one by one; recorded; recorded with fused layers
+
+
+@dataclass(frozen=True)
+class Skips:
+    """Sub-layers that are left out, by layer from 0."""
+
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.attention) + len(self.mlp)
+
+
+class NativeTarget:
+    """A `Target` (decoding/models/load.py) over `Weights`. Made by `load_target`, or from a state
+    dict with `from_state`.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        max_length: int | None = None,
+        skips: Skips | None = None,
+        execution: str | None = None,
+    ) -> None:
+        """execution: one of EXECUTIONS; None takes graph on a GPU and eager on a CPU. Raises
+        UserError for another word.
+        """
+        if execution is None:
+            execution = "graph" if devices.runs_ahead(weights.device) else "eager"
+        if execution not in EXECUTIONS:
+            raise UserError(
+                f"execution '{execution}' is unknown, expected one of {', '.join(EXECUTIONS)}."
+            )
+        config = weights.config
+        self.weights, self.config, self.name, self.execution = weights, config, name, execution
+        skips = skips or Skips()
+        # (layer, whether its attention runs, whether its MLP runs); layers without either are left
+        # out.
+        self._plan = [
+            (i, i not in skips.attention, i not in skips.mlp) for i in range(config.num_layers)
+        ]
+        self._plan = [step for step in self._plan if step[1] or step[2]]
+        self.layer_ids = tuple(step[0] for step in self._plan)
+        self.vocab_size, self.hidden_size, self.num_layers = (
+            config.vocab_size,
+            config.hidden_size,
+            len(self.layer_ids),
+        )
+        self.max_length = max_length or config.max_positions
+        self.dtype, self.device = str(weights.dtype).removeprefix("torch."), weights.device
+        self.num_parameters = weights.num_parameters
+        self.taps: tuple[int, ...] = ()
+        self.tapped: dict[int, Tensor] = {}
+        self.slots = Slots(weights.dtype, weights.device)
+        self._layers = [(weights.layers[i], attends, feeds) for i, attends, feeds in self._plan]
+        self._static: StaticForward | None = None
+        if execution != "eager":
+            steps = [(i, weights.layers[i], attends, feeds) for i, attends, feeds in self._plan]
+            self._static = StaticForward(weights, steps, compiled=execution == "compiled")
+        self._cache_L2BHTD: Tensor | None = None
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._kept: dict[int, Tensor] = {}  # name -> (L, 2, H, tokens, D)
+        self._rope: tuple[Tensor, Tensor] | None = None
+        self._frequencies = inverse_frequencies(config.rope, config.head_dim, config.max_positions)
+
+    @classmethod
+    def from_state(
+        cls,
+        config: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        *,
+        name: str = "in-memory",
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        max_length: int | None = None,
+        packed: bool | None = None,
+        execution: str | None = None,
+    ) -> "NativeTarget":
+        """From config.json's fields and the tensors of a Hugging Face state dict.
+
+        packed: True or False chooses oneDNN's packed products or the plain ones; None takes packed
+        where they exist.
+        execution: see `__init__`.
+        """
+        place = torch.device(device)
+        if packed is None:
+            packed = can_pack(place, dtype)
+        return cls(
+            Weights(NativeConfig.from_dict(config), state, dtype, place, packed),
+            name,
+            max_length,
+            None,
+            execution,
+        )
+
+    @property
+    def backend(self) -> str:
+        """`native`, with the execution where it is not the CPU's plain one."""
+        plain = self.execution == "eager" and not devices.runs_ahead(self.device)
+        return "native" if plain else f"native {self.execution}"
+
+    @property
+    def lengths_B(self) -> list[int]:
+        """Committed tokens in the cache, by row."""
+        return self.slots.lengths_B
+
+    @property
+    def packed(self) -> bool:
+        """Whether the products run on packed weights."""
+        return self.weights.packed
+
+    def open(self, batch_size: int, capacity: int | None = None) -> None:
+        """Start `batch_size` empty rows with `capacity` cache slots each (default: max_length).
+
+        The cache grows as needed and is kept for the next call; what it holds from before is behind
+        every mask.
+        """
+        capacity = capacity or self.max_length
+        held = (
+            (0, 0)
+            if self._cache_L2BHTD is None
+            else (self._cache_L2BHTD.shape[2], self._cache_L2BHTD.shape[4])
+        )
+        if held[0] < batch_size or held[1] < capacity:
+            rows, slots = max(held[0], batch_size), max(held[1], capacity)
+            # a whole bucket, or the context: masked attention wants an even number of slots
+            if self._static is not None:
+                slots = bucket(
+                    slots, -(-max(slots, self.max_length) // SLOT_MULTIPLE) * SLOT_MULTIPLE
+                )
+            config = self.config
+            shape = (config.num_layers, 2, rows, config.num_kv_heads, slots, config.head_dim)
+            self._cache_L2BHTD = None  # give the old one back first
+            with torch.inference_mode(False):
+                # Zeros, not empty: a masked slot still meets a product with weight 0, and 0 x NaN
+                # would spread.
+                self._cache_L2BHTD = torch.zeros(
+                    shape, dtype=self.weights.dtype, device=self.device
+                )
+                tables = rope_tables(self._frequencies, slots, self.weights.dtype)
+                self._rope = (tables[0].to(self.device), tables[1].to(self.device))
+            if self._static is not None:
+                self._static.bind(self._cache_L2BHTD, self._rope)
+        self._view_rows(batch_size)
+        self.slots.open(batch_size, capacity)
+
+    def _view_rows(self, num_rows: int) -> None:
+        assert self._cache_L2BHTD is not None
+        self._keys = [self._cache_L2BHTD[i, 0, :num_rows] for i in self.layer_ids]
+        self._values = [self._cache_L2BHTD[i, 1, :num_rows] for i in self.layer_ids]
+
+    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(logits_BNV, hidden_BNC) of new tokens after the committed ones; hidden is after the
+        final norm.
+
+        parents_BN: a tree (see `Slots.plan`); None is a chain. Rows with fewer tokens are padded on
+        the right.
+        """
+        if self._static is not None and tokens_BN.shape[1] <= WIDEST:
+            self.slots.end_of(tokens_BN.shape[1])
+            out = self._static(tokens_BN, parents_BN, self.slots.lengths_B, self.taps)
+            self.tapped = out.tapped
+            return out.logits_BNV, out.hidden_BNC
+        hidden_BNC = self.features(tokens_BN, parents_BN)
+        return self.weights.head(hidden_BNC), hidden_BNC
+
+    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+        """The hidden states of `forward` without the product with the vocabulary; always operation
+        by operation.
+        """
+        x_BNC = self.through_layers(F.embedding(tokens_BN, self.weights.embedding_VC), parents_BN)
+        return rms_norm(x_BNC, self.weights.norm_C, self.config.norm_eps)
+
+    def through_layers(self, x_BNC: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+        """The layers alone, from embedded tokens to what the final norm takes."""
+        eps = self.config.norm_eps
+        plan = self.slots.plan(x_BNC.shape[1], parents_BN)
+        cos, sin = self._rope_rows(plan, x_BNC.shape[1])
+        mask = self._grouped_mask(plan)
+        if self.taps:
+            self.tapped = {}
+        for index, (layer, attends, feeds) in enumerate(self._layers):
+            if attends:
+                x_BNC = x_BNC + self._attention(
+                    index, layer, rms_norm(x_BNC, layer.attention_norm_C, eps), plan, cos, sin, mask
+                )
+            if feeds:
+                gate, up = layer.gate_up(rms_norm(x_BNC, layer.mlp_norm_C, eps)).chunk(2, -1)
+                x_BNC = x_BNC + layer.down(F.silu(gate).mul_(up))
+            if index in self.taps:
+                self.tapped[index] = x_BNC
+        return x_BNC
+
+    def _rope_rows(self, plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """cos and sin for this forward's positions, (1 or B, N, 1, D)."""
+        assert self._rope is not None, "open() comes before forward()"
+        cos_TD, sin_TD = self._rope
+        if plan.positions_BN is not None:
+            return cos_TD[plan.positions_BN][:, :, None], sin_TD[plan.positions_BN][:, :, None]
+        start, stop = plan.end - num_tokens, plan.end
+        return cos_TD[None, start:stop, None], sin_TD[None, start:stop, None]
+
+    def _grouped_mask(self, plan: Plan) -> Tensor | None:
+        """The mask for queries folded as (B, H, G * N, D)."""
+        group = self.config.num_heads // self.config.num_kv_heads
+        if plan.mask is None or group == 1:
+            return plan.mask
+        return plan.mask.repeat(1, 1, group, 1)
+
+    def _attention(
+        self,
+        index: int,
+        layer: Layer,
+        x_BNC: Tensor,
+        plan: Plan,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
+        config = self.config
+        Q, H, D = config.num_heads, config.num_kv_heads, config.head_dim
+        B, N, _ = x_BNC.shape
+        qkv = layer.qkv(x_BNC).view(B, N, Q + 2 * H, D)
+        qk, v_BNHD = qkv[:, :, : Q + H], qkv[:, :, Q + H :]
+        if layer.query_key_norm_QHD is not None:
+            qk = F.rms_norm(qk, (D,), None, config.norm_eps) * layer.query_key_norm_QHD
+        qk = (qk * cos).addcmul_(qk.roll(D // 2, -1), sin)
+        q, k_BNHD = qk[:, :, :Q], qk[:, :, Q:]
+        keys, values = self._keys[index], self._values[index]
+        if plan.start is not None:
+            keys.narrow(2, plan.start, N).copy_(k_BNHD.transpose(1, 2))
+            values.narrow(2, plan.start, N).copy_(v_BNHD.transpose(1, 2))
+        else:
+            rows = torch.arange(B, device=self.device)[:, None]
+            keys[rows, :, plan.slots_BN] = k_BNHD
+            values[rows, :, plan.slots_BN] = v_BNHD
+        keys, values = keys.narrow(2, 0, plan.end), values.narrow(2, 0, plan.end)
+        if plan.causal or Q == H:
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=plan.causal,
+                enable_gqa=Q != H,
+            )
+            return layer.out(out.transpose(1, 2).reshape(B, N, Q * D))
+        # Grouped heads: the G queries that share a key head become further rows of it, so no key is
+        # copied.
+        q = q.view(B, N, H, Q // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return layer.out(out.view(B, H, Q // H, N, D).permute(0, 3, 1, 2, 4).reshape(B, N, Q * D))
+
+    def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
+        """Keep accepted nodes (see `Slots.commit`); None is the chain and costs a length update."""
+        self.slots.commit(paths_BL, counts_B, self._move)
+
+    def _move(self, src_BL: Tensor, dst_BL: Tensor) -> None:
+        assert self._cache_L2BHTD is not None
+        cache = self._cache_L2BHTD
+        rows = torch.arange(len(src_BL), device=self.device)[:, None]
+        cache[:, :, rows, :, dst_BL] = cache[:, :, rows, :, src_BL]
+
+    def truncate(self, lengths_B: Sequence[int]) -> None:
+        """Roll rows back to `lengths_B` tokens."""
+        self.slots.truncate(lengths_B)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only `rows` of the batch, in that order; the others stop costing."""
+        moves = self.slots.select(rows)
+        if moves:
+            assert self._cache_L2BHTD is not None
+            src, dst = (devices.tensor(list(ends), self.device) for ends in zip(*moves))
+            self._cache_L2BHTD[:, :, dst] = self._cache_L2BHTD[:, :, src]
+        self._view_rows(len(rows))
+
+    def keep(self, row: int, name: int) -> None:
+        """Put a copy of what a row has committed aside (see `Target.keep`)."""
+        assert self._cache_L2BHTD is not None
+        self._kept[name] = self._cache_L2BHTD[:, :, row, :, : self.lengths_B[row]].clone()
+
+    def begin(self, row: int, name: int, length: int) -> None:
+        """Let a row begin with the first `length` tokens of what was kept."""
+        assert self._cache_L2BHTD is not None
+        self._cache_L2BHTD[:, :, row, :, :length] = self._kept[name][..., :length, :]
+        self.slots.lengths_B[row] = length
+
+    def forget(self) -> None:
+        """Drop all that was kept."""
+        self._kept = {}
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings, (..., C)."""
+        return F.embedding(ids, self.weights.embedding_VC)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states after the final norm."""
+        return self.weights.head(hidden)
+
+    def partial(self, skips: Skips) -> "NativeTarget":
+        """A view that leaves out the sub-layers in `skips`, sharing weights and the keys and values
+        that this target committed.
+
+        The view keeps its own lengths and writes beyond the committed tokens only, where this
+        target's next forward overwrites it. Open this target first; follow its commits with
+        `follow`.
+        """
+        view = NativeTarget(
+            self.weights,
+            f"{self.name} without {len(skips)} sub-layers",
+            self.max_length,
+            skips,
+            self.execution,
+        )
+        view.follow(self)
+        return view
+
+    def follow(self, whole: "NativeTarget") -> None:
+        """Take the committed lengths and rows of the target that this is a partial view of, and its
+        cache where that is a new one.
+
+        As long as it is the same one, what the view has recorded on it stays.
+        """
+        if self._cache_L2BHTD is not whole._cache_L2BHTD:
+            self._cache_L2BHTD, self._rope = whole._cache_L2BHTD, whole._rope
+            if (
+                self._static is not None
+                and self._cache_L2BHTD is not None
+                and self._rope is not None
+            ):
+                self._static.bind(self._cache_L2BHTD, self._rope)
+        self.slots.capacity = whole.slots.capacity
+        self.slots.lengths_B = list(whole.lengths_B)
+        self._view_rows(len(self.lengths_B))

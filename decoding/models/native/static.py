@@ -1,0 +1,236 @@
+"""A forward of the native target that a CUDA graph can hold: fixed shapes, fixed buffers, nothing
+asked of the host.
+
+The eager twin is `NativeTarget.features`. There, the host knows the rows' lengths and cuts the
+cache and the mask to them; here lengths are a tensor, the keys of a whole *bucket* of the cache are
+read, and a mask made on the device hides what lies past each row's length. Buckets grow by a
+quarter or less, so that short contexts do not pay for long ones. One step is recorded for every
+(rows, tokens, chain or tree, bucket) on first use and replayed from then on. On a CPU the same body
+runs unrecorded: so the tests compare it with its twin.
+
+Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q /
+H, D head size, T slots of a bucket, S slots of the cache, L layers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoding import devices
+from decoding.models.cache import ancestors
+from decoding.models.native.linear import rms_norm
+from decoding.models.native.weights import Layer, NativeConfig, Weights
+
+SMALLEST_BUCKET = 512  # slots; then four buckets to each doubling: 640, 768, 896, 1024, 1280 ...
+SLOT_MULTIPLE = 64  # slots of a cache come in multiples of it
+# new tokens of a recorded step: wide beams are 257 and more; what is wider still waits for its
+# products, not for launches
+WIDEST = 512
+
+
+def bucket(slots: int, most: int) -> int:
+    """The smallest bucket of at least `slots`, and no more than `most` slots of the cache."""
+    size = SMALLEST_BUCKET
+    while size < slots:
+        size += (1 << size.bit_length() - 1) // 4
+    return min(size, most)
+
+
+@dataclass(slots=True)
+class Output:
+    """What a step leaves in its buffers."""
+
+    logits_BNV: Tensor
+    hidden_BNC: Tensor
+    tapped: dict[int, Tensor] = field(default_factory=dict)
+
+
+class StaticForward:
+    """The recorded steps of one target. Steps hold addresses, so a new cache (`bind`) drops them
+    all.
+    """
+
+    def __init__(
+        self, weights: Weights, layers: Sequence[tuple[int, Layer, bool, bool]], compiled: bool
+    ) -> None:
+        """layers: (index in the cache, weights, whether its attention runs, whether its
+        MLP runs).
+        """
+        self.weights, self.layers, self.device = weights, layers, weights.device
+        self.layer: Callable[..., Tensor] = (
+            devices.compiled(decoder_layer, self.device) if compiled else decoder_layer
+        )
+        self._steps: dict[tuple[Any, ...], _Step] = {}
+
+    def bind(self, cache_L2BHSD: Tensor, rope: tuple[Tensor, Tensor]) -> None:
+        """Run on this cache and these cosines and sines from now on."""
+        self.cache_L2BHSD = cache_L2BHSD
+        with torch.inference_mode(False):
+            self.rope_S2D = torch.stack(rope, 1)
+        self._steps = {}
+        self._memory = devices.pool(self.device)
+
+    def __call__(
+        self,
+        tokens_BN: Tensor,
+        parents_BN: Tensor | None,
+        lengths_B: Sequence[int],
+        taps: tuple[int, ...],
+    ) -> Output:
+        """Logits and hidden states of new tokens after `lengths_B` committed ones;
+        fresh tensors.
+        """
+        B, N = tokens_BN.shape
+        T = bucket(max(lengths_B) + N, self.cache_L2BHSD.shape[4])
+        key = (B, N, T, parents_BN is not None, taps)
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = _Step(self, B, N, T, taps)
+        step.fill(tokens_BN, parents_BN, lengths_B)
+        if step.run is None:
+            step.run = devices.capture(step.body, self.device, self._memory)
+        out = step.run()
+        return Output(
+            out.logits_BNV.clone(),
+            out.hidden_BNC.clone(),
+            {i: x.clone() for i, x in out.tapped.items()},
+        )
+
+
+class _Step:
+    """One shape: its input buffers, its constants and what is recorded."""
+
+    run: Callable[[], Output] | None = None
+
+    def __init__(
+        self, owner: StaticForward, rows: int, tokens: int, slots: int, taps: tuple[int, ...]
+    ) -> None:
+        self.owner, self.taps, self.slots = owner, taps, slots
+        device, dtype = owner.device, owner.weights.dtype
+        with torch.inference_mode(False):
+            self.tokens_BN = torch.zeros(rows, tokens, dtype=torch.long, device=device)
+            self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
+            self.parents_BN: Tensor | None = None
+            self.rows_B1 = torch.arange(rows, device=device)[:, None]
+            self.offsets_N = torch.arange(tokens, device=device)
+            self.columns_T = torch.arange(slots, device=device)
+            self.seen = torch.zeros((), dtype=dtype, device=device)
+            self.hidden = torch.full((), float("-inf"), dtype=dtype, device=device)
+
+    def fill(self, tokens_BN: Tensor, parents_BN: Tensor | None, lengths_B: Sequence[int]) -> None:
+        """Put a forward's inputs where the step reads them."""
+        self.tokens_BN.copy_(tokens_BN)
+        devices.fill(self.lengths_B, list(lengths_B))
+        if parents_BN is not None:
+            if self.parents_BN is None:
+                with torch.inference_mode(False):
+                    self.parents_BN = torch.empty_like(self.tokens_BN)
+            self.parents_BN.copy_(parents_BN)
+
+    def body(self) -> Output:
+        """The forward itself."""
+        owner, config = self.owner, self.owner.weights.config
+        slots_BN, positions_BN, mask = self._where()
+        cos_sin_BN2D = owner.rope_S2D[positions_BN]
+        cos, sin = cos_sin_BN2D[:, :, :1], cos_sin_BN2D[:, :, 1:]
+        x_BNC = F.embedding(self.tokens_BN, owner.weights.embedding_VC)
+        tapped = {}
+        rows = len(self.lengths_B)
+        for index, (cached, layer, attends, feeds) in enumerate(owner.layers):
+            cache_2BHSD = owner.cache_L2BHSD[cached, :, :rows]
+            x_BNC = owner.layer(
+                config,
+                layer,
+                x_BNC,
+                cache_2BHSD,
+                self.rows_B1,
+                slots_BN,
+                cos,
+                sin,
+                mask,
+                attends,
+                feeds,
+            )
+            if index in self.taps:
+                tapped[index] = x_BNC
+        hidden_BNC = rms_norm(x_BNC, owner.weights.norm_C, config.norm_eps)
+        return Output(owner.weights.head(hidden_BNC), hidden_BNC, tapped)
+
+    def _where(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(slots_BN written, rope positions_BN, additive mask (B, 1, G * N, T)) from the buffers,
+        on the device.
+        """
+        config = self.owner.weights.config
+        slots_BN = self.lengths_B[:, None] + self.offsets_N
+        if self.parents_BN is None:
+            positions_BN = slots_BN
+            visible_BNT = self.columns_T <= slots_BN[:, :, None]
+        else:
+            B, N = slots_BN.shape
+            ancestors_BNN = ancestors(self.parents_BN)
+            positions_BN = self.lengths_B[:, None] + ancestors_BNN.sum(-1) - 1
+            visible_BNT = (self.columns_T < self.lengths_B[:, None, None]).repeat(1, N, 1)
+            visible_BNT.scatter_(2, slots_BN[:, None].expand(B, N, N), ancestors_BNN)
+        mask = torch.where(visible_BNT, self.seen, self.hidden)[:, None]
+        group = config.num_heads // config.num_kv_heads
+        return slots_BN, positions_BN, mask if group == 1 else mask.repeat(1, 1, group, 1)
+
+
+def decoder_layer(
+    config: NativeConfig,
+    layer: Layer,
+    x_BNC: Tensor,
+    cache_2BHSD: Tensor,
+    rows_B1: Tensor,
+    slots_BN: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Tensor,
+    attends: bool,
+    feeds: bool,
+) -> Tensor:
+    """One decoder layer on static shapes: x_BNC after it; keys and values go to `slots_BN` of
+    `cache_2BHSD`.
+
+    cos, sin: (B, N, 1, D). mask: (B, 1, G * N, T) over the first T slots. All layers of a model
+    share one compiled form.
+    """
+    if attends:
+        normed_BNC = rms_norm(x_BNC, layer.attention_norm_C, config.norm_eps)
+        x_BNC = x_BNC + _attention(
+            config, layer, normed_BNC, cache_2BHSD, rows_B1, slots_BN, cos, sin, mask
+        )
+    if feeds:
+        gate, up = layer.gate_up(rms_norm(x_BNC, layer.mlp_norm_C, config.norm_eps)).chunk(2, -1)
+        x_BNC = x_BNC + layer.down(F.silu(gate) * up)
+    return x_BNC
+
+
+def _attention(
+    config: NativeConfig,
+    layer: Layer,
+    x_BNC: Tensor,
+    cache_2BHSD: Tensor,
+    rows_B1: Tensor,
+    slots_BN: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    Q, H, D = config.num_heads, config.num_kv_heads, config.head_dim
+    B, N, _ = x_BNC.shape
+    qkv = layer.qkv(x_BNC).view(B, N, Q + 2 * H, D)
+    qk, v_BNHD = qkv[:, :, : Q + H], qkv[:, :, Q + H :]
+    if layer.query_key_norm_QHD is not None:
+        qk = F.rms_norm(qk, (D,), None, config.norm_eps) * layer.query_key_norm_QHD
+    qk = qk * cos + qk.roll(D // 2, -1) * sin
+    cache_2BHSD[:, rows_B1, :, slots_BN] = torch.stack((qk[:, :, Q:], v_BNHD), 2)
+    keys, values = cache_2BHSD[0, :, :, : mask.shape[-1]], cache_2BHSD[1, :, :, : mask.shape[-1]]
+    # The G queries that share a key head become further rows of it, so no key is copied.
+    q = qk[:, :, :Q].view(B, N, H, Q // H, D).permute(0, 2, 3, 1, 4).reshape(B, H, -1, D)
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    return layer.out(out.view(B, H, Q // H, N, D).permute(0, 3, 1, 2, 4).reshape(B, N, Q * D))

@@ -1,0 +1,150 @@
+"""The weights of the native target: read from a Hugging Face state dict, fused, and put on one
+device in one dtype.
+
+Shapes: V vocabulary, C hidden size, Q query heads, H key/value heads, D head size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decoding.errors import UserError
+from decoding.models.folder import refuse_unsupported_attention
+from decoding.models.native.linear import Linear, make_linear
+from decoding.models.native.rope import rope_parameters
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class NativeConfig:
+    """The shape of a model, from the fields of config.json."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+    tied: bool
+    rope: dict[str, Any]
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "NativeConfig":
+        """Raises UserError for a family, activation or rope kind that this backend does
+        not have.
+        """
+        family = config["model_type"]
+        if family not in FAMILIES:
+            raise UserError(
+                f"model_type '{family}' is not one of {', '.join(FAMILIES)}: use backend=hf for it."
+            )
+        refuse_unsupported_attention(dict(config), "config.json")
+        activation = config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise UserError(
+                f"config.json: hidden_act '{activation}' is not 'silu': use backend=hf for it."
+            )
+        heads = config["num_attention_heads"]
+        return cls(
+            family=family,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            max_positions=config.get("max_position_embeddings", 2048),
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            rope=rope_parameters(dict(config)),
+        )
+
+
+@dataclass(slots=True)
+class Layer:
+    """The weights of one decoder layer, fused."""
+
+    attention_norm_C: Tensor
+    qkv: Linear
+    query_key_norm_QHD: Tensor | None  # Qwen3: the two head norms, one row a head
+    out: Linear
+    mlp_norm_C: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Weights:
+    """All weights of a model on one device in one dtype; shared by a target and its
+    partial views.
+    """
+
+    def __init__(
+        self,
+        config: NativeConfig,
+        state: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        packed: bool,
+        has_ends: bool = True,
+    ) -> None:
+        """has_ends: False for layers from the middle of a model, which have no embedding, final
+        norm or head.
+        """
+        self.config, self.dtype, self.device, self.packed = config, dtype, device, packed
+        self._state = state
+        self.num_parameters = 0  # of the tensors taken, a tied embedding once
+        self.embedding_VC = self.norm_C = torch.empty(0)
+        self.head = make_linear(self.embedding_VC, None, False)
+        if has_ends:
+            self.embedding_VC = self._take("model.embed_tokens.weight")
+            self.norm_C = self._take("model.norm.weight")
+            head_VC = self.embedding_VC if config.tied else self._take("lm_head.weight")
+            self.head = make_linear(head_VC, None, packed)
+        self.layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
+        self._state = {}
+
+    def _take(self, *names: str) -> Tensor:
+        missing = [name for name in names if name not in self._state]
+        if missing:
+            raise UserError(
+                f"the weights have no tensor '{missing[0]}', which a {self.config.family} model "
+                f"needs."
+            )
+        self.num_parameters += sum(self._state[name].numel() for name in names)
+        tensors = [self._state[name].detach().to(self.device, self.dtype) for name in names]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+    def _linear(self, prefix: str, names: Sequence[str]) -> Linear:
+        weight = self._take(*(f"{prefix}{name}.weight" for name in names))
+        has_bias = f"{prefix}{names[0]}.bias" in self._state
+        bias = self._take(*(f"{prefix}{name}.bias" for name in names)) if has_bias else None
+        return make_linear(weight, bias, self.packed)
+
+    def _layer(self, prefix: str) -> Layer:
+        config, head_norms = self.config, None
+        if config.family == "qwen3":
+            query, key = (
+                self._take(f"{prefix}self_attn.q_norm.weight"),
+                self._take(f"{prefix}self_attn.k_norm.weight"),
+            )
+            head_norms = torch.cat(
+                (query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1))
+            )
+        return Layer(
+            attention_norm_C=self._take(f"{prefix}input_layernorm.weight"),
+            qkv=self._linear(f"{prefix}self_attn.", ("q_proj", "k_proj", "v_proj")),
+            query_key_norm_QHD=head_norms,
+            out=self._linear(f"{prefix}self_attn.", ("o_proj",)),
+            mlp_norm_C=self._take(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=self._linear(f"{prefix}mlp.", ("gate_proj", "up_proj")),
+            down=self._linear(f"{prefix}mlp.", ("down_proj",)),
+        )

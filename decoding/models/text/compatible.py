@@ -1,0 +1,87 @@
+"""Whether two folders have the same tokenizer: the same token behind every id, and the same ids for
+probe texts.
+"""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from decoding.errors import UserError
+from decoding.models.folder import read_config
+from decoding.models.text.tokenizer import has_tokenizer, load_tokenizer
+from decoding.models.text.tokenizer_repair import PROBES, differences, encoder, probes_of
+
+SHOWN = 3  # differing ids that a message lists
+
+
+def check_same_tokenizer(target_folder: str | Path, drafter_folder: str | Path) -> None:
+    """Raise UserError, with the first difference, unless both folders have the same tokenizer.
+
+    Every id is compared, added and special tokens too, the ids of the beginning and end of text,
+    and the ids of probe texts. Either may end in added tokens that the other lacks, such as a
+    [PAD]. What a tokenizer does behind special tokens is not compared, as drafters read the
+    target's ids.
+    """
+    target, drafter = load_tokenizer(target_folder), load_tokenizer(drafter_folder)
+    where = f"{drafter_folder} cannot draft for {target_folder}: their tokenizers differ"
+    if told := _differing(target, drafter, "drafter") or _differing_text(
+        target, drafter, list(PROBES)
+    ):
+        raise UserError(
+            f"{where} {told}. Take a drafter that was made with the target's tokenizer."
+        )
+    for role in ("bos_token_id", "eos_token_id"):
+        ours, theirs = getattr(target, role), getattr(drafter, role)
+        if ours != theirs:
+            raise UserError(f"{where}: {role} is {ours} in the target and {theirs} in the drafter.")
+
+
+def check_tokenizer_of(
+    tokenizer: PreTrainedTokenizerBase, target_folder: str | Path, where: str
+) -> None:
+    """Raise UserError, beginning with `where`, for a tokenizer that is not the target's: by its own
+    where it has one, else by its ids alone.
+    """
+    highest, holds = (
+        max(tokenizer.get_vocab().values()),
+        read_config(target_folder).get("vocab_size"),
+    )
+    if isinstance(holds, int) and highest >= holds:
+        raise UserError(
+            f"{where} has ids up to {highest}, but the vocabulary of {target_folder} has {holds} "
+            f"tokens: give the tokenizer that the target was trained with."
+        )
+    if has_tokenizer(target_folder):
+        target = load_tokenizer(target_folder)
+        told = _differing(target, tokenizer, "given one") or _differing_text(
+            target, tokenizer, probes_of(target)
+        )
+        if told:
+            raise UserError(
+                f"{where} is not that of {target_folder}: they differ {told}. Leave it out to take "
+                f"the target's own."
+            )
+
+
+def _differing(target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> str:
+    """How many ids mean another token, and the first of them; empty where there are none."""
+    ours, theirs = ({i: token for token, i in each.get_vocab().items()} for each in (target, other))
+    last = min(max(ours), max(theirs))  # of the ids that both have
+    beyond = target.added_tokens_decoder.keys() | other.added_tokens_decoder.keys()
+    ids = sorted(ours.keys() | theirs.keys())
+    differing = [i for i in ids if ours.get(i) != theirs.get(i) and not (i > last and i in beyond)]
+    shown = "; ".join(
+        f"id {i} is {ours.get(i)!r} in the target and {theirs.get(i)!r} in the {name}"
+        for i in differing[:SHOWN]
+    )
+    return f"in {len(differing)} of {len(ids)} ids: {shown}" if differing else ""
+
+
+def _differing_text(
+    target: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, texts: list[str]
+) -> str:
+    """The first text of which the other tokenizer has other ids than the target's; empty where
+    there is none.
+    """
+    found = differences(encoder(other), encoder(target), texts)
+    return f"though every id is the same token: {found[0]}" if found else ""

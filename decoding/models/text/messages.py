@@ -1,0 +1,119 @@
+"""Prompts as callers give them: texts, chats and token ids, each checked, and the one function that
+renders a chat.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from decoding.errors import UserError
+from decoding.models.text.templates import render
+from decoding.values import is_int, lone_surrogate, shown
+
+ROLES = ("system", "user", "assistant", "tool")
+Messages = Sequence[Mapping[str, str]]
+Prompt = str | Messages | Sequence[int]
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, vocab_size: int, name: str
+) -> list[int]:
+    """Token ids of a text, of a chat rendered with its generation prompt, or of the ids themselves.
+    name: the target's.
+
+    Raises UserError for what is none of them, and for what the tokenizer or its chat template
+    cannot take.
+    """
+    if isinstance(prompt, str):
+        check_text(prompt, "the prompt")
+        return list(tokenizer(prompt)["input_ids"])
+    if isinstance(prompt, bytes | bytearray | Mapping | Set) or not hasattr(prompt, "__iter__"):
+        raise UserError(
+            f"the prompt is {shown(prompt)}, expected a text, a list of messages such as {{'role': "
+            f"'user', 'content': '...'}}, or a list of token ids."
+        )
+    parts: list[Any] = list(prompt)
+    if not parts:
+        raise UserError(
+            "the prompt is empty, expected a text, at least one message, or at least one token id."
+        )
+    if not isinstance(parts[0], Mapping | str):
+        return _token_ids(parts, vocab_size, name)
+    messages = check_messages(parts)
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer of '{name}' has no chat template: pass a text, not messages."
+        )
+    try:
+        rendered = render(tokenizer, messages, add_generation_prompt=True)
+    except TemplateError as error:
+        raise UserError(f"the chat template of '{name}' refuses the messages: {error}") from error
+    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+
+def check_text(text: str, where: str) -> None:
+    """Raise UserError for a text that no tokenizer can read. where: what the message calls it."""
+    at = lone_surrogate(text)
+    if at is not None:
+        raise UserError(
+            f"{where} holds half a surrogate pair ({text[at]!a}) at character {at + 1}, expected "
+            f"text that UTF-8 can encode: a character such as an emoji was cut in two."
+        )
+
+
+def check_messages(messages: Sequence[Any]) -> list[dict[str, str]]:
+    """The messages as dicts. Raises UserError, naming the message, for a role or content that no
+    chat template can take.
+    """
+    for number, message in enumerate(messages, 1):
+        where = f"message {number} of the chat"
+        if not isinstance(message, Mapping):
+            raise UserError(
+                f"{where} is {shown(message)}, expected a mapping such as {{'role': 'user', "
+                f"'content': '...'}}."
+            )
+        for key in ("role", "content"):
+            if key not in message:
+                raise UserError(
+                    f"{where} has no {key} (found {shown(sorted(map(str, message)))}), expected "
+                    f"'role' and 'content'."
+                )
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or role not in ROLES:
+            raise UserError(
+                f"the role of {where} is {shown(role)}, expected one of {', '.join(ROLES)}."
+            )
+        if not isinstance(content, str):
+            raise UserError(f"the content of {where} is {shown(content)}, expected a text.")
+        if role == "user" and not content.strip():
+            raise UserError(
+                f"the content of {where} is empty (found {shown(content)}), expected a text."
+            )
+        check_text(content, f"the content of {where}")
+    return [dict(message) for message in messages]
+
+
+def _token_ids(parts: list[Any], vocab_size: int, name: str) -> list[int]:
+    """Token ids as Python ints; those of NumPy and PyTorch are taken too."""
+    ids = []
+    for place, part in enumerate(parts):
+        try:
+            token = (
+                part
+                if is_int(part)
+                else None
+                if isinstance(part, bool | float)
+                else operator.index(part)
+            )
+        except TypeError:
+            token = None
+        if token is None or not 0 <= token < vocab_size:
+            raise UserError(
+                f"item {place} of the prompt is {shown(part)}, expected messages alone, or token "
+                f"ids alone: whole numbers from 0 to {vocab_size - 1}, the vocabulary of '{name}'."
+            )
+        ids.append(token)
+    return ids

@@ -1,0 +1,178 @@
+"""Rendering a chat by a template that came with a model: somebody else's program, so it runs with
+limits on time and output.
+
+One thread watches all renderings. A rendering that takes too long gets an exception raised in its
+own thread, whichever that is (`PyThreadState_SetAsyncExc`); so no process is started for a chat,
+and a rendering that is quick costs two entries of a dictionary. What a template writes, and what
+each operation of it computes, has limits of its own (decoding/models/text/template_sandbox.py).
+"""
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from jinja2 import Template
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+from decoding.errors import UserError
+from decoding.models.text import template_sandbox
+from decoding.models.text.template_sandbox import TooLargeError, TooMuchError, compile_bounded
+
+MAX_SECONDS = 5.0  # of the rendering thread's own computing
+_LOOK_SECONDS = 0.25  # between two looks of the watching thread
+
+Result = TypeVar("Result")
+
+
+class _Here(threading.local):
+    """Whether this thread renders a template."""
+
+    rendering = False
+
+
+class _TooLongError(BaseException):
+    """Raised in a thread whose rendering takes too long; no `except Exception` on the
+    way stops it.
+    """
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Any],
+    source: str | None = None,
+    *,
+    add_generation_prompt: bool = False,
+) -> str:
+    """The text of a chat by a template's source; None takes the tokenizer's own.
+
+    Raises UserError, naming the tokenizer's folder, for a template that is no Jinja, runs too long,
+    writes too much or fails in its own code; jinja2.TemplateError where the template itself refuses
+    the messages.
+    """
+    where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+    source = tokenizer.get_chat_template() if source is None else source
+    try:
+
+        def apply() -> Any:
+            _here.rendering = True
+            try:
+                return tokenizer.apply_chat_template(
+                    list(messages),
+                    chat_template=source,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+            finally:
+                _here.rendering = False
+
+        return str(_watch.run(apply, MAX_SECONDS))
+    except _TooLongError:
+        raise UserError(
+            f"{where} computed for more than {MAX_SECONDS:g} seconds on one chat, expected a "
+            f"moment. Mend the template."
+        ) from None
+    except TooMuchError:
+        raise UserError(
+            f"{where} wrote more than {template_sandbox.MAX_CHARACTERS:,} characters for one chat, "
+            f"expected fewer. Mend the template."
+        ) from None
+    except TooLargeError as error:
+        raise UserError(f"{where} computes {error}. Mend the template.") from None
+    except (
+        TypeError,
+        AttributeError,
+        KeyError,
+        ArithmeticError,
+        RecursionError,
+        MemoryError,
+        ValueError,
+    ) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{where} fails on this chat ({reason}), expected a text. Mend the template."
+        ) from error
+
+
+def _seconds_of(thread: int) -> float:
+    """Seconds that a thread has computed; of those that it waits for others none counts. Where no
+    system clock has them, the time of day.
+    """
+    if sys.platform == "linux":
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+    return time.monotonic()
+
+
+def _compile(source: str) -> Template:
+    """Return the compiled template: with limits in a thread that renders one here, else as
+    `transformers` does.
+    """
+    return compile_bounded(source) if _here.rendering else _compile_plain(source)
+
+
+class _Watch:
+    """The deadlines of the renderings under way, by thread, and the thread that keeps them. It
+    sleeps where there is none.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted = threading.Event()
+        self._deadlines: dict[int, float] = {}
+        self._fired: set[int] = set()
+        self._thread: threading.Thread | None = None
+
+    def run(self, action: Callable[[], Result], seconds: float) -> Result:
+        """What the action returns; _TooLongError where it takes longer."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._deadlines[thread] = _seconds_of(thread) + seconds
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._keep, name="chat templates", daemon=True
+                )
+                self._thread.start()
+        if not self._wanted.is_set():
+            self._wanted.set()
+        try:
+            return action()
+        finally:
+            with self._lock:
+                self._deadlines.pop(thread, None)
+                # In time after all, or raised already: nothing may be raised after this block.
+                if thread in self._fired:
+                    self._fired.discard(thread)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+
+    def _keep(self) -> None:
+        while True:
+            self._wanted.wait()
+            time.sleep(_LOOK_SECONDS)
+            with self._lock:
+                for thread, deadline in list(self._deadlines.items()):
+                    if _seconds_of(thread) > deadline:
+                        del self._deadlines[thread]
+                        self._fired.add(thread)
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                            ctypes.c_ulong(thread), ctypes.py_object(_TooLongError)
+                        )
+                if not self._deadlines:
+                    self._wanted.clear()
+
+
+def _new_watch() -> None:
+    """A forked process has no watching thread, and maybe a lock that nobody gives back."""
+    global _watch
+    _watch = _Watch()
+
+
+_watch = _Watch()
+os.register_at_fork(after_in_child=_new_watch)
+_here = _Here()
+# Compiling computes a template's constant parts, so the limits have to be in place before it.
+_compile_plain = chat_template_utils._compile_jinja_template
+chat_template_utils._compile_jinja_template = _compile  # type: ignore[assignment]  # a function without a cache

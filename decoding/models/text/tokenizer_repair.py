@@ -1,0 +1,285 @@
+"""Whether a folder's tokenizer gives the ids with which its model was trained, and one that does
+where it gives others.
+
+`transformers` 5 builds a `LlamaTokenizer` from its pieces anew. Other ids come out wherever two
+blanks meet, for a text that begins with blanks, and behind `</s>`; without `add_bos_token` in the
+settings the beginning of text is missing. Probe texts find that: against SentencePiece where the
+folder has a tokenizer.model, else against its tokenizer.json.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from tokenizers import Tokenizer, processors
+from transformers import LlamaTokenizer, PreTrainedTokenizerBase
+
+from decoding.errors import UserError
+
+if TYPE_CHECKING:
+    from decoding.models.text.sentence_pieces import SentencePieces
+
+CORE, MODEL, SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
+PROBES = (
+    "def f(x):\n    return x",
+    "class A:\n\n\n        y = [\n\t\t1,\n    ]\n",
+    "".join("x" + " " * count for count in range(1, 34)),
+    " one",
+    "  two",
+    "   three\n",
+    "     \n  x",
+    "trailing  ",
+    "\n\n  x",
+    "\t\tif a:\t# b",
+    "I've 1234567 apples; see http://x.org/a?b=1&c=%20.",
+    "你好，世界。 日本 語 한국어 Привет",
+    "😀👩‍👩‍👧 é naïve ⌘ \U0001fae0 \x01",
+    "ﬁne ½ Ａ１ e\u0301",
+)
+_VICUNA = (
+    "A chat between a curious user and an assistant. USER: Write code. ASSISTANT: def f():\n    "
+    "pass{0}"
+    "USER: Again ASSISTANT:  ok {0} USER: Thanks ASSISTANT:"
+)
+_AROUND_SPECIAL = (
+    "hi{0}USER: x",
+    "hi{0} USER: x",
+    "hi{0}  x{0}\n y",
+    "{0}x",
+    "{0}  x",
+    " {0}{0}    x ",
+    _VICUNA,
+)
+_MOST_SPECIAL = 16  # special tokens that are probed
+_SHOWN = 6  # ids that a message shows
+# settings that tokenizer.json replaces
+_REBUILDING = ("added_tokens_decoder", "add_prefix_space", "sp_model_kwargs")
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A text and its ids by two tokenizers."""
+
+    text: str
+    found: list[int]
+    expected: list[int]
+
+    def __str__(self) -> str:
+        """Name the text and the ids from the first different one on."""
+        pairs = zip(self.found, self.expected)
+        first = next(
+            (i for i, (a, b) in enumerate(pairs) if a != b),
+            min(len(self.found), len(self.expected)),
+        )
+        found, expected = (ids[first : first + _SHOWN] for ids in (self.found, self.expected))
+        return f"the ids of {self.text!r} from place {first} on are {found}, expected {expected}"
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What replaces a folder's tokenizer.json and tokenizer_config.json."""
+
+    core: str
+    settings: str
+    note: str
+
+
+def differences(encode: Encode, reference: Encode, texts: Iterable[str]) -> list[Difference]:
+    """Return the texts for which two tokenizers differ."""
+    both = [Difference(text, encode(text), reference(text)) for text in texts]
+    return [one for one in both if one.found != one.expected]
+
+
+def probes_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the probe texts, and those in which a tokenizer's special tokens have text before and
+    behind them.
+    """
+    added = [
+        token.content
+        for _, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special
+    ]
+    special = list(dict.fromkeys([*filter(None, [tokenizer.eos_token]), *added]))[:_MOST_SPECIAL]
+    return [*PROBES, *(form.format(token) for token in special for form in _AROUND_SPECIAL)]
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
+    """Return the function from a text to its ids, without those at its beginning and end."""
+    return lambda text: cast(
+        list[int], tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    )
+
+
+def find_repair(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, held: dict[str, bytes], model_type: Any = None
+) -> Repair | None:
+    """Return what makes a tokenizer right; None where it is. held: a folder's tokenizer files by
+    name.
+
+    model_type: that of the folder's config.json. Raises UserError where no repair gives
+    SentencePiece's ids.
+    """
+    settings = json.loads(held.get(SETTINGS, b"{}"))
+    # A LLaMA model's tokenizer.model alone means LlamaTokenizer and its defaults, though
+    # `transformers` takes another.
+    rebuilt = isinstance(tokenizer, LlamaTokenizer) or (
+        model_type == "llama" and CORE not in held and "tokenizer_class" not in settings
+    )
+    if MODEL not in held:
+        return _repair_by_core(tokenizer, settings, held[CORE].decode()) if rebuilt else None
+    legacy, prefix = settings.get("legacy"), settings.get("add_prefix_space") is not False
+    # `legacy` absent means true for LLaMA. Another class comes with a tokenizer.json, which shows
+    # what is meant.
+    conventions = [legacy] if isinstance(legacy, bool) else [True] if rebuilt else [True, False]
+    added = tokenizer.added_tokens_decoder
+    # Here alone: a machine that only runs models may lack the package, and this is the one use of
+    # it.
+    from decoding.models.text.sentence_pieces import SentencePieces
+
+    try:
+        references = [
+            SentencePieces(held[MODEL], added, convention, prefix) for convention in conventions
+        ]
+    except ValueError as error:
+        raise UserError(
+            f"{folder / MODEL}: is no SentencePiece model ({error}). Copy it again, or remove it "
+            f"where the model has a "
+            "tokenizer of another kind."
+        ) from error
+    texts = probes_of(tokenizer)
+    found = [
+        (differences(encoder(tokenizer), reference.encode, texts), reference)
+        for reference in references
+    ]
+    wrong, reference = min(found, key=lambda pair: len(pair[0]))
+    bos, eos = _ends(tokenizer, settings) if rebuilt else ("", "")
+    if rebuilt:
+        ends = cast(
+            list[int], tokenizer.convert_tokens_to_ids([token for token in (bos, eos) if token])
+        )
+        wrong += differences(
+            lambda text: cast(list[int], tokenizer(text)["input_ids"]), lambda _: ends, [""]
+        )
+    if not wrong:
+        return None
+    _check_same_pieces(folder, tokenizer, reference, wrong[0])
+    twin = _twin(folder, reference, texts, wrong[0])
+    twin.post_processor = (
+        _frame(tokenizer, bos, eos) if rebuilt else tokenizer.backend_tokenizer.post_processor
+    )
+    kept = settings | {"legacy": reference.legacy}
+    if rebuilt:
+        kept |= {"add_bos_token": bool(bos), "add_eos_token": bool(eos)}
+    return Repair(twin.to_str(), _settings(tokenizer, kept), _note(wrong[0], MODEL))
+
+
+def _repair_by_core(
+    tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any], core: str
+) -> Repair | None:
+    """Let a folder's tokenizer.json count as it is where the tokenizer that was built from its
+    pieces differs.
+    """
+    own = Tokenizer.from_str(core)
+    wrong = differences(
+        encoder(tokenizer),
+        lambda text: own.encode(text, add_special_tokens=False).ids,
+        probes_of(tokenizer),
+    )
+    return Repair(core, _settings(tokenizer, settings), _note(wrong[0], CORE)) if wrong else None
+
+
+def _check_same_pieces(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, reference: "SentencePieces", wrong: Difference
+) -> None:
+    """Raise UserError where the tokenizer's vocabulary is another one than the model's: which of
+    them is right is not known.
+    """
+    ours, theirs = tokenizer.get_vocab(), reference.vocabulary()
+    odd = sorted(ours.items() ^ theirs.items(), key=lambda entry: entry[1])
+    if odd:
+        token, i = odd[0]
+        raise UserError(
+            f"{folder}: {MODEL} and the tokenizer beside it have different vocabularies "
+            f"({len(theirs)} and {len(ours)} "
+            f"tokens; id {i} is {token!r} in one of them alone): {wrong} by {MODEL}. Copy both "
+            f"from the same model, "
+            f"or remove {MODEL} if it is another model's."
+        )
+
+
+def _twin(
+    folder: Path, reference: "SentencePieces", texts: list[str], wrong: Difference
+) -> Tokenizer:
+    """Return a tokenizer that gives the reference's ids for all texts. Raises UserError where none
+    does.
+    """
+    from decoding.models.text.sentence_pieces import fast_twin
+
+    try:
+        twin = fast_twin(reference)
+    except ValueError as error:
+        raise UserError(
+            f"{folder}: {wrong} by {MODEL}, and it cannot be repaired: {error}."
+        ) from error
+    left = differences(
+        lambda text: twin.encode(text, add_special_tokens=False).ids, reference.encode, texts
+    )
+    if left:
+        raise UserError(
+            f"{folder}: {wrong} by {MODEL}, and in a tokenizer with that model's scores, "
+            f"{left[0]}. Training and drafting "
+            f"would be of other text than the model's: give tokenizer files whose ids are those of "
+            f"{MODEL}, or remove "
+            f"{MODEL} if it is another model's."
+        )
+    return twin
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> tuple[str, str]:
+    """Return what LLaMA's released tokenizer writes before and after a text; empty
+    where nothing.
+    """
+    bos = tokenizer.bos_token if settings.get("add_bos_token", True) else ""
+    eos = tokenizer.eos_token if settings.get("add_eos_token", False) else ""
+    return bos or "", eos or ""
+
+
+def _frame(tokenizer: PreTrainedTokenizerBase, bos: str, eos: str) -> processors.TemplateProcessing:
+    """Return the post-processor that writes them."""
+    ids = [
+        (token, tokenizer.convert_tokens_to_ids(token))
+        for token in dict.fromkeys(filter(None, (bos, eos)))
+    ]
+    return processors.TemplateProcessing(
+        single=[*filter(None, (bos, "$A:0", eos))],
+        pair=[*filter(None, (bos, "$A:0", eos, bos and f"{bos}:1", "$B:1", eos and f"{eos}:1"))],
+        special_tokens=ids,
+    )
+
+
+def _settings(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> str:
+    """Return tokenizer_config.json of a repaired tokenizer: the folder's, with a class that takes
+    tokenizer.json as it is.
+    """
+    kept = {key: value for key, value in settings.items() if key not in _REBUILDING}
+    named = {
+        role: getattr(tokenizer, role)
+        for role in ("bos_token", "eos_token", "unk_token", "pad_token")
+    }
+    plain = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": tokenizer.clean_up_tokenization_spaces,
+    }
+    return json.dumps(kept | named | plain, indent=2, ensure_ascii=False) + "\n"
+
+
+def _note(wrong: Difference, truth: str) -> str:
+    """Return the line about a repair."""
+    return (
+        f"transformers loads this tokenizer wrongly ({wrong} by {truth}): repaired, here and in "
+        f"exports"
+    )

@@ -1,0 +1,1 @@
+"""A decode call: its settings, its batch of rows and their rounds, and what they counted."""

@@ -1,0 +1,278 @@
+"""The running rows of one `decode` call, and the steps of a round: propose, one target forward,
+verify, commit, emit.
+
+The cache holds a row's tokens but the last one, the tip; each round's forward runs over the tip and
+the drafted tokens. Rows that finish leave the batch and cost nothing from then on. A row's random
+numbers hang on its request id, so neither its neighbours nor its place in the batch change its
+output.
+
+Shapes: B running rows, N drafted tokens, V vocabulary, C hidden size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.errors import UserError
+from decoding.interfaces import Drafter, Observation, Proposal
+from decoding.models.load import Target, prefill
+from decoding.rounds.claims import Claim
+from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
+from decoding.sampling.logits_processors import make_processors
+from decoding.sampling.readback import Reading, Watch, watch
+from decoding.sampling.token_chooser import Chooser
+from decoding.stopping.base import Stopping
+from decoding.verification.rules import RULES
+
+OnTokens = Callable[[int, list[int]], None]
+
+
+@dataclass(slots=True)
+class Row:
+    """One running request."""
+
+    index: int  # of its prompt
+    key: int  # of (seed, request id)
+    sequence: list[int]  # prompt and emitted tokens
+    limit: int  # tokens that the sequence may reach
+    generation: Generation
+    stopping: Stopping
+
+
+class Batch:
+    """The running rows of one `decode` call and the steps of a round."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        rows: list[Row],
+        settings: Settings,
+        on_tokens: OnTokens | None,
+    ) -> None:
+        self.target, self.drafter, self.rows, self.on_tokens = target, drafter, rows, on_tokens
+        self.gamma = settings.num_draft_tokens if drafter is not None else 0
+        self.stops = frozenset() if settings.ignore_eos else frozenset(settings.stop_token_ids)
+        self.chooser = Chooser(
+            settings.warper, settings.verify, settings.seed, target.vocab_size, target.device
+        )
+        self.chooser.processors = make_processors(settings.repetition_penalty, settings.allowed)
+        self.rule = RULES[self.chooser.rule]
+        self.stop_strings, self.text_of = settings.stop_strings, settings.text_of
+        # Called with the place and the row of each row that ends, while its keys and values are
+        # still there.
+        self.on_end: Callable[[int, Row], None] | None = None
+        self.claim = Claim(target, drafter)
+
+    def width(self) -> int:
+        """The most tokens that a round puts behind the tip."""
+        return self.drafter.width(self.gamma) if self.drafter is not None else 0
+
+    def open(self) -> None:
+        """Fill the caches with all prompt tokens but the last."""
+        began = perf_counter()
+        prompts_B = [row.sequence for row in self.rows]
+        # rows near their limit are padded past it
+        capacity = max(row.limit for row in self.rows) + self.width() + 1
+        self.target.open(len(prompts_B), capacity)
+        wants_hidden = self.drafter is not None and self.drafter.caps.needs_hidden
+        hidden_BNC = prefill(self.target, [prompt[:-1] for prompt in prompts_B], wants_hidden)
+        if self.drafter is not None:
+            self.drafter.open(prompts_B, hidden_BNC, capacity)
+        for row in self.rows:
+            row.generation.prefilled = len(row.sequence) - 1
+            row.generation.prefill_seconds = perf_counter() - began
+
+    def close(self) -> None:
+        """Give back what `open` took of the process."""
+
+    def round(self) -> None:
+        """Run a round. Raises UserError where another call has overwritten the caches, and for
+        logits that are NaN or infinite.
+        """
+        with self.claim:
+            if not self.claim.holds:
+                raise UserError(
+                    f"this call cannot continue: another one has used the target "
+                    f"'{self.target.name}' or its drafter since, and their caches "
+                    "hold its text. Finish or close a stream before the next call, or load a "
+                    "second engine."
+                )
+            self._round()
+
+    def _round(self) -> None:
+        """Propose, verify, commit, emit; then drop the rows that are done."""
+        began = perf_counter()
+        rows = self.rows
+        rounds_B = [row.generation.rounds for row in rows]
+        lengths_B = [len(row.sequence) for row in rows]
+        self.chooser.begin([row.key for row in rows], rounds_B, lengths_B, self.gamma + 1)
+        proposal = self._propose()
+        drafted_at = perf_counter()
+        logits_BNV, hidden_BNC = self._forward(proposal)
+        counted = None if proposal is None else proposal.counted()
+        width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
+        asked = () if proposal is None or proposal.asks is None else proposal.asks(logits_BNV)
+        self.chooser.read = Reading(*asked, watched=self._watched(logits_BNV[:, :width], counted))
+        outcome = self.rule(logits_BNV[:, :width], counted, self.chooser)
+        seen = Observation(outcome, logits_BNV, hidden_BNC, self.chooser.read.answers())
+        drafted_B = [0] * len(rows) if proposal is None else outcome.drafted_B or proposal.counts_B
+        keep = self._emit(outcome.tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
+        self._commit(seen, drafted_B)
+        ended = perf_counter()
+        for row in rows:
+            row.generation.decode_seconds += ended - began
+            row.generation.draft_seconds += drafted_at - began
+            if proposal is not None:
+                row.generation.draft_steps += proposal.steps
+                row.generation.draft_beams += proposal.beams or proposal.steps
+                row.generation.verified += proposal.tokens_BN.shape[1]
+            if row.generation.rounds == 1:
+                row.generation.first_token_seconds = row.generation.prefill_seconds + ended - began
+        if len(keep) < len(rows):
+            if self.on_end is not None:
+                for b in sorted({*range(len(rows))} - {*keep}):
+                    self.on_end(b, rows[b])
+            self._select(keep)
+
+    def _propose(self) -> Proposal | None:
+        """This round's proposal; None if no row drafts anything."""
+        if self.drafter is None or self.gamma == 0:
+            return None
+        # The target adds a token of its own to each round, so the last token is never worth a
+        # draft.
+        room_B = [min(self.gamma, row.limit - len(row.sequence) - 1) for row in self.rows]
+        budgets_B = [row.stopping.limit(room) for row, room in zip(self.rows, room_B)]
+        if max(budgets_B) == 0:
+            return None
+        stopping_B = [row.stopping for row in self.rows]
+        proposal = self.drafter.propose(
+            [row.sequence for row in self.rows], budgets_B, stopping_B, self.chooser
+        )
+        return proposal if proposal.tokens_BN.shape[1] else None
+
+    def _forward(self, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states of the tip and the drafted tokens."""
+        tips_B1 = devices.tensor([row.sequence[-1:] for row in self.rows], self.target.device)
+        if proposal is None:
+            return self._processed(*self.target.forward(tips_B1))
+        tokens_BN = torch.cat((tips_B1, proposal.tokens_BN), 1)
+        if proposal.parents_BN is None:
+            return self._processed(*self.target.forward(tokens_BN), proposal.tokens_BN)
+        parents_BN = torch.cat((torch.full_like(tips_B1, -1), proposal.parents_BN + 1), 1)
+        return self._processed(
+            *self.target.forward(tokens_BN, parents_BN), proposal.tokens_BN, proposal.parents_BN
+        )
+
+    def _processed(
+        self,
+        logits_BNV: Tensor,
+        hidden_BNC: Tensor,
+        tokens_BN: Tensor | None = None,
+        parents_BN: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """A forward's output with the processors' changes, each node's by its own text."""
+        if self.chooser.processors is not None:
+            sequences_B = [row.sequence for row in self.rows]
+            logits_BNV = self.chooser.processors(logits_BNV, sequences_B, tokens_BN, parents_BN)
+        return logits_BNV, hidden_BNC
+
+    def _watched(self, logits_BNV: Tensor, proposal: Proposal | None) -> list[Watch]:
+        """The numbers that a round rests on, for `Reading`, which refuses NaN and infinities among
+        them.
+
+        Rows of top probabilities come from heads and trees, whose weights were checked when they
+        were loaded.
+        """
+        found = [watch(logits_BNV, f"the target '{self.target.name}'", "logits")]
+        if (
+            proposal is not None
+            and proposal.q_BNV is not None
+            and proposal.q_BNV.numel()
+            and self.drafter is not None
+        ):
+            found.append(
+                watch(proposal.q_BNV, f"the drafter '{self.drafter.name}'", "probabilities")
+            )
+        return found
+
+    def _emit(
+        self,
+        tokens_B: list[list[int]],
+        drafted_B: list[int],
+        tested_B: list[int],
+        accepted_B: list[int],
+    ) -> list[int]:
+        """Append each row's tokens up to its first stop token and its limit; returns the rows that
+        go on.
+        """
+        keep = []
+        for b, row in enumerate(self.rows):
+            tokens, tested, accepted = tokens_B[b], tested_B[b], accepted_B[b]
+            generation = row.generation
+            stop = (
+                next((i for i, token in enumerate(tokens) if token in self.stops), None)
+                if self.stops
+                else None
+            )
+            if self.stop_strings:
+                stop = self._stop_string(
+                    generation.tokens, tokens if stop is None else tokens[:stop], stop
+                )
+            end = min(row.limit - len(row.sequence), len(tokens) if stop is None else stop + 1)
+            if end < len(tokens):
+                tokens, tested, accepted = tokens[:end], min(tested, end), min(accepted, end)
+            if stop is not None and stop < end:
+                generation.finish = "stop"
+            else:
+                stop = None
+            generation.count(drafted_B[b], tested, accepted, len(tokens))
+            row.sequence += tokens
+            generation.tokens += tokens
+            if stop is None and len(row.sequence) < row.limit:
+                keep.append(b)
+            if self.on_tokens is not None:
+                self.on_tokens(row.index, tokens)
+        return keep
+
+    def _stop_string(self, before: list[int], new: list[int], otherwise: int | None) -> int | None:
+        """Index in `new` of the token that completes a stop string; `otherwise` if none does."""
+        assert self.text_of is not None
+        # a token adds at least a character, or completes one
+        reach = max(len(text) for text in self.stop_strings)
+        recent = before[-4 * reach :]
+        for end in range(len(new)):
+            text = self.text_of([*recent, *new[: end + 1]])
+            old = len(self.text_of(recent)) - reach
+            if any(stop in text[max(old, 0) :] for stop in self.stop_strings):
+                return end
+        return otherwise
+
+    def _commit(self, seen: Observation, drafted_B: list[int]) -> None:
+        """Keep the tip and the accepted tokens in the caches."""
+        outcome = seen.outcome
+        paths_BL = (
+            None
+            if outcome.paths_B is None
+            else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
+        )
+        self.target.commit(paths_BL, [accepted + 1 for accepted in outcome.accepted_B])
+        if self.drafter is not None:
+            self.drafter.observe(seen)
+            self.drafter.rollback(self.target.lengths_B)
+            for row, drafted, accepted in zip(
+                self.rows, drafted_B, outcome.accepted_B, strict=True
+            ):
+                row.stopping.update(drafted, accepted)
+
+    def _select(self, keep: list[int]) -> None:
+        self.rows = [self.rows[b] for b in keep]
+        if keep:
+            self.target.select(keep)
+            if self.drafter is not None:
+                self.drafter.select(keep)

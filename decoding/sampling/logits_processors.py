@@ -1,0 +1,196 @@
+"""Changes to the logits that hang on the text so far: repetition penalty, and the tokens that a
+caller allows.
+
+Every node of a draft has a text of its own, the row's and the path to it, and gets its own change:
+so the target's choice at a node is the one that autoregressive decoding would make there, and the
+laws hold. A drafter that knows the processors drafts what will be allowed; one that does not only
+loses acceptance.
+
+The penalty asks which tokens a text holds. Their ids are kept on the device, where a drafted token
+joins them as it is drawn: a host that runs ahead waits for none of them. `allowed` is a Python
+function of the whole text, whatever it computes: the host must know every drafted token before it
+can ask. There a round waits once more for its draft, and a chain for every token that it goes on
+from.
+
+Shapes: B rows, N drafted nodes, V vocabulary, X ids that a text holds. Logits have one node more:
+the tip comes first.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.errors import UserError
+from decoding.models.cache import ancestors
+from decoding.values import check_value
+
+Allowed = Callable[[Sequence[int]], Sequence[int] | None]
+
+
+class Processors:
+    """Repetition penalty (Keskar et al. 2019, arXiv 1909.05858), then the allowed tokens."""
+
+    def __init__(self, repetition_penalty: float, allowed: Allowed | None) -> None:
+        self.repetition_penalty, self.allowed = repetition_penalty, allowed
+
+    def __call__(
+        self,
+        logits_BNV: Tensor,
+        sequences_B: Sequence[Sequence[int]],
+        tokens_BN: Tensor | None = None,
+        parents_BN: Tensor | None = None,
+    ) -> Tensor:
+        """The changed logits of the tip and of each node; without `parents_BN` the nodes are a
+        chain.
+
+        Raises UserError when `allowed` allows nothing after a row's own text.
+        """
+        paths_BNN = None
+        if tokens_BN is not None and tokens_BN.shape[1]:
+            paths_BNN = _ways(tokens_BN, parents_BN)
+        if self.repetition_penalty != 1:
+            held_BNX = held_by(sequences_B, logits_BNV)[:, None]
+            if tokens_BN is not None and paths_BNN is not None:
+                held_BNX = _held_at_nodes(
+                    held_BNX, tokens_BN.clamp(max=logits_BNV.shape[-1] - 1), paths_BNN
+                )
+            logits_BNV = self.penalised(logits_BNV, held_BNX)
+        if self.allowed is not None:
+            texts_BN = [[list(sequence)] for sequence in sequences_B]
+            if tokens_BN is not None and paths_BNN is not None:
+                texts_BN = _texts_at_nodes(sequences_B, tokens_BN, paths_BNN)
+            logits_BNV = self.masked(logits_BNV, texts_BN)
+        return logits_BNV
+
+    def drafting(self, texts_B: Sequence[Sequence[int]]) -> "Drafting":
+        """The same changes for a drafter that goes on from these texts, token by token."""
+        return Drafting(self, texts_B)
+
+    def penalised(self, logits_BNV: Tensor, held_BNX: Tensor) -> Tensor:
+        """Logits with the penalty on the tokens that each node's text holds; an id may be named
+        more than once.
+        """
+        of_held_BNX = logits_BNV.gather(-1, held_BNX)
+        penalty = self.repetition_penalty
+        changed_BNX = torch.where(of_held_BNX > 0, of_held_BNX / penalty, of_held_BNX * penalty)
+        return logits_BNV.scatter(-1, held_BNX, changed_BNX)
+
+    def masked(
+        self, logits_BNV: Tensor, texts_BN: Sequence[Sequence[Sequence[int]]], may_end: bool = False
+    ) -> Tensor:
+        """Logits of what `allowed` allows after each node's text; -inf for the others.
+
+        may_end: a row's own text after which nothing is allowed has no rule, rather than being an
+        error.
+        """
+        assert self.allowed is not None
+        forbidden_BNV = np.zeros(logits_BNV.shape, dtype=bool)
+        for row, texts_N in enumerate(texts_BN):
+            for node, text in enumerate(texts_N):
+                ids = self.allowed(text)
+                # Behind a token that ends the text, or is not allowed itself, there is no rule.
+                if ids is None or (not len(ids) and (node or may_end)):
+                    continue
+                if not len(ids):
+                    raise UserError(
+                        f"allowed() allows no token after {len(text)} tokens: let it allow a stop "
+                        f"token there."
+                    )
+                forbidden_BNV[row, node] = True
+                forbidden_BNV[row, node, list(ids)] = False
+        return logits_BNV.masked_fill(
+            devices.tensor(forbidden_BNV, logits_BNV.device), float("-inf")
+        )
+
+
+class Drafting:
+    """The changes along the chains of one proposal.
+
+    A text may end with drafted tokens that decoding never comes to: behind a stop token a caller
+    need not allow anything.
+    """
+
+    def __init__(self, processors: Processors, texts_B: Sequence[Sequence[int]]) -> None:
+        self._processors = processors
+        self._texts_B = [list(text) for text in texts_B]
+        self._held_BX: Tensor | None = None
+
+    def __call__(self, logits_BV: Tensor) -> Tensor:
+        """The changed logits after the texts and what was drawn behind them; free where nothing
+        that is allowed could be said.
+        """
+        processors = self._processors
+        if processors.repetition_penalty != 1:
+            if self._held_BX is None:
+                self._held_BX = held_by(self._texts_B, logits_BV)
+            logits_BV = processors.penalised(logits_BV, self._held_BX)
+        if processors.allowed is not None:
+            # Copies: what a caller does with its own is not ours to know.
+            texts_BN = [[list(text)] for text in self._texts_B]
+            masked_BNV = processors.masked(logits_BV[:, None], texts_BN, may_end=True)
+            silent_B1 = masked_BNV[:, 0].isneginf().all(-1, keepdim=True)
+            logits_BV = torch.where(silent_B1, logits_BV, masked_BNV[:, 0])
+        return logits_BV
+
+    def add(self, tokens_B: Tensor) -> None:
+        """A token was drawn behind each text."""
+        if self._held_BX is not None:
+            self._held_BX = torch.cat((self._held_BX, tokens_B[:, None]), 1)
+        if self._processors.allowed is not None:
+            (drawn_B,) = devices.read(tokens_B)
+            for text, token in zip(self._texts_B, drawn_B, strict=True):
+                text.append(token)
+
+
+def held_by(texts_B: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+    """Ids (B, X) that each text holds, for logits (B, ..., V) and on their device; shorter rows
+    name one of theirs again.
+    """
+    ids_B = [list(set(text)) for text in texts_B]
+    most = max(len(ids) for ids in ids_B)
+    padded = [ids + ids[-1:] * (most - len(ids)) for ids in ids_B]
+    return devices.tensor(padded, logits.device).clamp_(max=logits.shape[-1] - 1)
+
+
+def _ways(tokens_BN: Tensor, parents_BN: Tensor | None) -> Tensor:
+    """Which nodes (B, N, N) lie on the way to each, itself among them; without parents the nodes
+    are a chain.
+    """
+    if parents_BN is not None:
+        return ancestors(parents_BN)
+    B, N = tokens_BN.shape
+    return torch.ones(N, N, dtype=torch.bool, device=tokens_BN.device).tril_().expand(B, N, N)
+
+
+def _held_at_nodes(held_B1X: Tensor, tokens_BN: Tensor, paths_BNN: Tensor) -> Tensor:
+    """Ids (B, N + 1, X + N) that the texts of the tip and of each node hold."""
+    B, N = tokens_BN.shape
+    # In place of what is not on the way stands the node's own token, which is.
+    on_way_BNN = torch.where(paths_BNN, tokens_BN[:, None], tokens_BN[:, :, None])
+    below_tip_BNN = torch.cat((held_B1X[:, :, :1].expand(B, 1, N), on_way_BNN), 1)
+    return torch.cat((held_B1X.expand(B, N + 1, -1), below_tip_BNN), 2)
+
+
+def _texts_at_nodes(
+    sequences_B: Sequence[Sequence[int]], tokens_BN: Tensor, paths_BNN: Tensor
+) -> list[list[list[int]]]:
+    """The texts of the tip and of each node; reads the nodes."""
+    drafted, paths = devices.read(tokens_BN, paths_BNN)
+    return [
+        [list(sequence)]
+        + [[*sequence, *(token for token, on in zip(tokens, way) if on)] for way in ways]
+        for sequence, tokens, ways in zip(sequences_B, drafted, paths, strict=True)
+    ]
+
+
+def make_processors(repetition_penalty: float, allowed: Allowed | None) -> Processors | None:
+    """None where nothing is to be changed. Raises UserError for a penalty that is none."""
+    check_value("repetition_penalty", repetition_penalty)
+    return (
+        None
+        if repetition_penalty == 1 and allowed is None
+        else Processors(repetition_penalty, allowed)
+    )

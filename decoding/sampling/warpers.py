@@ -1,0 +1,212 @@
+"""From logits to the probabilities that are sampled: temperature -> top-k -> top-p -> min-p ->
+softmax.
+
+Row functions: each row of the last dimension is warped on its own. Ties are broken by token id (the
+lower one stays), so equal logits give equal choices on every device. A warper that is off costs
+nothing.
+
+Shapes: R rows (any leading dimensions), V vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoding import devices
+from decoding.values import check_values
+
+# draws for each of a node's children: one of them that has been drawn already counts once
+TRIES = 16
+# survivors that partial sorts allow for, tried in turn before a full sort (40x the cost of 128)
+GUESSES = (128, 1024)
+
+
+@dataclass(frozen=True)
+class Warper:
+    """Sampling settings. temperature 0 means greedy, top_k 0, top_p 1 and min_p 0 mean off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_values(vars(self))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any warper removes tokens."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def probs(self, logits_RV: Tensor) -> Tensor:
+        """Warped probabilities, (R, V), float32 or the float64 of the logits. Not for temperature
+        0.
+        """
+        if not self.truncates:
+            return self._tempered(logits_RV).softmax(-1)
+        probs_RK, ids_RK = self.survivors(logits_RV)
+        dense_RV = torch.zeros(logits_RV.shape, dtype=probs_RK.dtype, device=probs_RK.device)
+        return dense_RV.scatter_(-1, ids_RK, probs_RK)
+
+    def survivors(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """Warped probabilities and ids (R, K) of the tokens that stay, likeliest first; shorter
+        rows are filled with 0.
+
+        Every warper keeps a beginning of the row in the order (likelier first, then lower id). A
+        partial sort finds it unless it is long, or ends between equal logits, whose order a partial
+        sort leaves open.
+        """
+        logits_RV = self._tempered(logits_RV)
+        V = logits_RV.shape[-1]
+        for guess in GUESSES:
+            guess = max(guess, self.top_k + 1)
+            # On a GPU a full sort costs less than asking whether it was needed.
+            if guess < V and not devices.runs_ahead(logits_RV.device):
+                found = self._beginning(logits_RV, *logits_RV.topk(guess, dim=-1))
+                if found is not None:
+                    return found
+        found = self._beginning(logits_RV, *logits_RV.sort(dim=-1, descending=True, stable=True))
+        assert found is not None, "a full stable sort decides every row"
+        return found
+
+    def of_likeliest(self, logits_RK: Tensor) -> Tensor:
+        """Warped probabilities, in proportion, of the K highest logits of a row, highest first, as
+        if there were no other tokens: in few operations of fixed shape, for drafts, which need not
+        say exactly what the target's warpers would leave. Of the token that brings the sum to top_p
+        only its share below top_p stays, and min_p takes its threshold off all that stay.
+        """
+        if logits_RK.dtype != torch.float64:
+            logits_RK = logits_RK.float()
+        cut = cuts(self, logits_RK.shape[-1], logits_RK.dtype, logits_RK.device)
+        if self.top_k or self.temperature != 1:
+            logits_RK = torch.add(cut.top_k_K, logits_RK, alpha=1 / self.temperature)
+        probs_RK = logits_RK.softmax(-1)
+        if self.top_p < 1:
+            room_RK = F.linear(probs_RK, cut.before_KK, cut.top_p_K)
+            probs_RK = torch.clamp(room_RK, min=cut.zero, max=probs_RK)
+        if self.min_p > 0:
+            probs_RK = torch.sub(probs_RK, probs_RK[..., :1], alpha=self.min_p).clamp_(min=0)
+        return probs_RK
+
+    def _tempered(self, logits_RV: Tensor) -> Tensor:
+        if self.temperature == 1:
+            return logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+        if logits_RV.dtype in (torch.float32, torch.float64):
+            return logits_RV / self.temperature
+        # which makes them float32 in the same operation
+        return logits_RV / _single(self.temperature, logits_RV.device)
+
+    def _beginning(
+        self, logits_RV: Tensor, sorted_RK: Tensor, ids_RK: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """`survivors` from the K highest logits, or None if K < V is too few to tell."""
+        K, partial = sorted_RK.shape[-1], sorted_RK.shape[-1] < logits_RV.shape[-1]
+        if 0 < self.top_k < K:
+            counts_R1 = torch.full_like(ids_RK[..., :1], self.top_k)
+            probs_RK = sorted_RK[..., : self.top_k].softmax(-1)
+        else:
+            counts_R1 = torch.full_like(ids_RK[..., :1], K)
+            probs_RK = (sorted_RK - logits_RV.logsumexp(-1, keepdim=True)).exp_()
+        if self.top_p < 1:
+            reached_R1 = (probs_RK.cumsum(-1) < self.top_p).sum(-1, keepdim=True) + 1
+            counts_R1 = torch.minimum(counts_R1, reached_R1)
+        if self.min_p > 0:
+            counts_R1 = torch.minimum(
+                counts_R1, (probs_RK >= self.min_p * probs_RK[..., :1]).sum(-1, keepdim=True)
+            )
+        # then rows of zeros cost less than asking how long the longest is
+        ahead = devices.runs_ahead(ids_RK.device)
+        longest = probs_RK.shape[-1] if ahead else int(counts_R1.max())
+        if partial and longest >= K:
+            return None
+        if partial and bool(
+            (sorted_RK.gather(-1, counts_R1) == sorted_RK.gather(-1, counts_R1 - 1)).any()
+        ):
+            return None
+        probs_RK = probs_RK[..., :longest]
+        if counts_R1.numel() > 1 or ahead:
+            probs_RK = probs_RK * (torch.arange(longest, device=ids_RK.device) < counts_R1)
+        return probs_RK / probs_RK.sum(-1, keepdim=True), ids_RK[..., :longest]
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What `Warper.of_likeliest` adds and multiplies by."""
+
+    top_k_K: Tensor  # 0, and -inf from top_k on
+    before_KK: Tensor  # probabilities times this: less the sum of those before
+    top_p_K: Tensor
+    zero: Tensor
+
+
+@lru_cache
+def cuts(warper: Warper, count: int, dtype: torch.dtype, device: torch.device) -> Cuts:
+    """For so many logits; made once, as each is an operation."""
+    with torch.inference_mode(False):
+        top_k_K = torch.zeros(count, dtype=dtype, device=device)
+        top_k_K[warper.top_k or count :] = float("-inf")
+        before_KK = torch.full((count, count), -1.0, dtype=dtype, device=device).tril(-1)
+        top_p_K = torch.full((count,), warper.top_p, dtype=dtype, device=device)
+        return Cuts(top_k_K, before_KK, top_p_K, torch.zeros((), dtype=dtype, device=device))
+
+
+@lru_cache
+def _single(value: float, device: torch.device) -> Tensor:
+    """A float32 tensor of one element, which has a say in the dtype of results as a
+    number has not.
+    """
+    with torch.inference_mode(False):
+        return torch.full((1,), value, dtype=torch.float32, device=device)
+
+
+def draw(weights_RV: Tensor, uniforms_R: list[float]) -> Tensor:
+    """One token a row, (R,), from weights that need not sum to one, by inverting the cumulative
+    sum.
+
+    uniforms_R: numbers in [2^-53, 1 - 2^-53]. In float64 their product with the total stays below
+    the total, so the first sum above it belongs to a token of positive weight.
+    """
+    return draw_at(
+        weights_RV, devices.tensor(uniforms_R, weights_RV.device, torch.float64)[:, None]
+    )
+
+
+def draw_at(weights_RV: Tensor, uniforms_R1: Tensor) -> Tensor:
+    """`draw` with float64 uniforms that are on the device already."""
+    return draw_from(weights_RV.cumsum(-1, dtype=torch.float64), uniforms_R1)
+
+
+def draw_from(cumulative_RV: Tensor, uniforms_R1: Tensor) -> Tensor:
+    """`draw_at` from cumulative sums; V where a row has no weight."""
+    points_R1 = uniforms_R1 * cumulative_RV[..., -1:]
+    return torch.searchsorted(cumulative_RV, points_R1, right=True).squeeze(-1)
+
+
+def draw_different(probs_BPV: Tensor, uniforms_BPM: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` different ones of M tokens that are drawn alike at each of P nodes: tokens
+    and probabilities (B, P, count).
+
+    They are drawn without replacement in this order: the first draw that is none of those before it
+    is one of q without them, however many draws it took. Where M draws hold fewer different ones,
+    the last places repeat some, with probability 0: nothing was drawn there. That hangs on the ones
+    before, and not on what a further draw would have been.
+    """
+    ends_BPV = probs_BPV.cumsum(-1, dtype=torch.float64)
+    tokens_BPM = torch.searchsorted(ends_BPV, uniforms_BPM * ends_BPV[..., -1:], right=True)
+    tokens_BPM.clamp_(max=probs_BPV.shape[-1] - 1)  # of NaN, past the end
+    M = tokens_BPM.shape[-1]
+    again_BPM = (tokens_BPM[..., None] == tokens_BPM[..., None, :]).tril_(-1).any(-1)
+    places_M = torch.arange(M, device=again_BPM.device)
+    order_BPK = (again_BPM * M + places_M).topk(count, largest=False).indices
+    tokens_BPK = tokens_BPM.gather(-1, order_BPK)
+    return tokens_BPK, probs_BPV.gather(-1, tokens_BPK).masked_fill_(
+        again_BPM.gather(-1, order_BPK), 0.0
+    )

@@ -1,0 +1,1 @@
+"""Overlapped schedules: PEARL and its variants, by name."""

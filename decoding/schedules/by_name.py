@@ -1,0 +1,95 @@
+"""The overlapped schedules by name. `serial`, the loop's own, is none of them."""
+
+from decoding.drafters.remote import RemoteChain
+from decoding.errors import UserError
+from decoding.interfaces import Caps, Drafter
+from decoding.rounds.batch import Batch
+from decoding.schedules.pearl import Pearl, PearlWithoutPost, PearlWithoutPre
+from decoding.schedules.pearl_plus import PearlPlus, PearlPlusWall
+from decoding.schedules.pearl_wall import PearlWall, PearlWallWithoutPost, PearlWallWithoutPre
+from decoding.stopping.base import RoundCosts
+
+VIRTUAL: dict[str, type[Pearl]] = {
+    "pearl_virtual": Pearl,
+    "pearl_plus_virtual": PearlPlus,
+    "pearl_virtual_wo_pre": PearlWithoutPre,
+    "pearl_virtual_wo_post": PearlWithoutPost,
+}
+WALL: dict[str, type[Pearl]] = {
+    "pearl_wall": PearlWall,
+    "pearl_plus_wall": PearlPlusWall,
+    "pearl_wall_wo_pre": PearlWallWithoutPre,
+    "pearl_wall_wo_post": PearlWallWithoutPost,
+}
+SCHEDULES = VIRTUAL | WALL
+UNTAUGHT = ("fixed", "confidence")  # policies that learn nothing from a round
+
+
+def usual_stopping(caps: Caps, schedule: str) -> str:
+    """The policy where none is named: `cost_ratio` for tokens drawn one after the other from a
+    distribution that can be read.
+
+    Trees and lookups come whole, and the length of an overlapped chunk is its schedule's to choose:
+    `fixed`.
+    """
+    return "cost_ratio" if token_by_token(caps) and schedule == "serial" else "fixed"
+
+
+def token_by_token(caps: Caps) -> bool:
+    """Whether a policy sees every drafted token before the next one is drawn, and can end the draft
+    there.
+    """
+    return caps.shape == "chain" and caps.has_q and caps.steps == "token" and caps.stops_by_token
+
+
+def weighs_costs(caps: Caps, schedule: str, stopping: str | None) -> bool:
+    """Whether such a drafter, used so, decides by measured costs (stopping: None is the
+    usual one).
+    """
+    policy = stopping or usual_stopping(caps, schedule)
+    return policy == "cost_ratio" or caps.needs_costs or "plus" in schedule
+
+
+def batch_type(
+    schedule: str,
+    drafter: Drafter,
+    verify: str,
+    stopping: str,
+    costs: RoundCosts | None,
+    num_rows: int,
+) -> type[Batch]:
+    """The batch that runs a schedule. Raises UserError where drafter, rule, policy, costs or rows
+    do not fit it.
+    """
+    if schedule not in SCHEDULES:
+        raise UserError(
+            f"schedule '{schedule}' is unknown, expected one of serial, {', '.join(SCHEDULES)}."
+        )
+    if not drafter.caps.can_overlap:
+        raise UserError(
+            f"schedule '{schedule}' needs a drafter that can overlap: chains of a model that runs "
+            f"beside the target and forgets what it has read of a chunk that is thrown away. "
+            f"'{drafter.name}' cannot: take serial."
+        )
+    if schedule in WALL and not isinstance(drafter, RemoteChain):
+        raise UserError(
+            f"schedule '{schedule}' needs a drafter in a process of its own: make it with "
+            f"decoding.drafters.remote.RemoteChain(folder)."
+        )
+    if verify == "block":
+        raise UserError(
+            f"schedule '{schedule}' tests chunks that go on; take verify=token or coupled, not "
+            f"block."
+        )
+    if stopping not in UNTAUGHT:
+        raise UserError(
+            f"schedule '{schedule}' verifies a chunk while the next one is drafted, which stopping "
+            f"'{stopping}' cannot learn from; take {' or '.join(UNTAUGHT)}."
+        )
+    if issubclass(SCHEDULES[schedule], PearlPlus) and costs is None:
+        raise UserError(
+            f"schedule '{schedule}' needs measured costs: Settings(costs=time_parts(...).costs)."
+        )
+    if num_rows > 1 and SCHEDULES[schedule].one_row:
+        raise UserError(f"schedule '{schedule}' runs one prompt at a time, found {num_rows}.")
+    return SCHEDULES[schedule]

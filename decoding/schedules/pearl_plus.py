@@ -1,0 +1,281 @@
+"""PEARL+: per request, and from cycle to cycle, the schedule and the draft length that promise the
+most tokens a millisecond.
+
+PEARL (Liu et al. 2025, arXiv 2408.11850) spends a whole target forward on one token in pre-verify,
+and fixes its chunk. That loses to serial decoding where the drafter is fast or often wrong. Here
+every cycle (from one empty draft to the next) begins with a choice, by closed forms of the
+request's own acceptance so far and of the measured costs:
+
+- serial: draft, then verify, nothing at the same time;
+- pearl: pre-verify and post-verify;
+- eager: draft a chunk at once in place of a pre-verify, then verify it while the next one is
+  drafted.
+
+The draft length is part of the choice: where the lanes overlap, the best one has the drafter go on
+until the target is done. It is chosen anew for every chunk, the schedule for every cycle. What is
+chosen hangs on verified tokens and on the clock, never on drafts that are not verified yet, so all
+rules keep their laws. With costs that are given and on the virtual clock it hangs on the tokens
+alone, and the same seed gives the same text under every rule.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from time import perf_counter
+
+from decoding.interfaces import Drafter
+from decoding.models.load import Target
+from decoding.rounds.batch import OnTokens, Row
+from decoding.rounds.settings import Settings
+from decoding.schedules.pearl import Pearl, Took
+from decoding.schedules.pearl_wall import PearlWall
+from decoding.stopping.base import RoundCosts
+
+PRIOR, WEIGHT = 0.7, 4.0  # acceptance before anything was seen, and the tests it stands for
+SPLIT = 16.0  # tests that the acceptance of all tokens stands for in each of the two kinds
+DISCOUNT = 0.95  # of what was seen, every round
+HIGHEST = 0.995  # acceptance in the closed forms, whose cycles never end at 1
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Chances of a drafted token to pass. Acceptance comes in runs, so one number for both promises
+    too little of long chunks.
+    """
+
+    first: float  # behind a token of the target's own
+    next: float  # behind one that passed
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule and its draft length, with what they promise."""
+
+    mode: str  # serial, pearl or eager
+    gamma: int
+    rate: float  # tokens a millisecond
+
+
+def serial_rate(chance: Acceptance, gamma: int, costs: RoundCosts) -> float:
+    """Tokens a millisecond of draft-then-verify: E(gamma) / (gamma t_draft +
+    t_target(gamma + 1)).
+    """
+    tokens = 1 + chance.first * (1 - chance.next**gamma) / (1 - chance.next)
+    return tokens / costs.round_ms(gamma, gamma)
+
+
+def pearl_rate(
+    chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, rest_ms: float
+) -> float:
+    """Tokens a millisecond of PEARL's cycle: 1 / first pre-verify rounds of a token, then 1 / (1 -
+    next^gamma) post-verify rounds.
+
+    rest_ms: what a round of two lanes takes beside them.
+    """
+    before, after = 1 / chance.first, 1 / (1 - chance.next**gamma)
+    tokens = before + 1 / (1 - chance.next)
+    spent = before * _lanes(gamma, 1, costs, overlap) + after * _lanes(gamma, gamma, costs, overlap)
+    return tokens / (spent + (before + after) * rest_ms)
+
+
+def eager_rate(
+    chance: Acceptance, gamma: int, costs: RoundCosts, overlap: float, rest_ms: float
+) -> float:
+    """Tokens a millisecond of: a chunk drafted alone, a round that tests it and the next one's
+    first token, then post-verify rounds.
+    """
+    later = chance.first * chance.next**gamma / (1 - chance.next**gamma)
+    tokens = 1 + chance.first / (1 - chance.next)
+    # nothing is assumed behind a chunk of one token: the cycle ends with its first round
+    if gamma == 1:
+        later, tokens = 0.0, 1 + chance.first
+    spent = (
+        gamma * costs.t_draft_ms
+        + _lanes(gamma, gamma + 1, costs, overlap)
+        + later * _lanes(gamma, gamma, costs, overlap)
+    )
+    return tokens / (spent + (1 + later) * rest_ms)
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    first: float, next_: float, longest: int, costs: RoundCosts, overlap: float, rest_ms: float
+) -> dict[str, Choice]:
+    """The best draft length of each schedule at these chances; remembered, so ask in
+    round numbers.
+    """
+    chance = Acceptance(*(min(max(rate, 0.01), HIGHEST) for rate in (first, next_)))
+    best = {}
+    for mode, rate in (
+        ("serial", partial(serial_rate, chance, costs=costs)),
+        ("pearl", partial(pearl_rate, chance, costs=costs, overlap=overlap, rest_ms=rest_ms)),
+        ("eager", partial(eager_rate, chance, costs=costs, overlap=overlap, rest_ms=rest_ms)),
+    ):
+        best[mode] = max(
+            (Choice(mode, g, rate(g)) for g in range(1, longest + 1)),
+            key=lambda choice: choice.rate,
+        )
+    return best
+
+
+def _coarse(share: float) -> float:
+    """In steps of 1/40: choices hardly differ between, and are then remembered rather than made
+    again.
+    """
+    return round(40 * share) / 40
+
+
+class Count:
+    """A running acceptance that forgets."""
+
+    def __init__(self) -> None:
+        self.passed = self.tested = 0.0
+
+    def rate(self, prior: float, weight: float) -> float:
+        """Passed over tested, with a prior that stands for `weight` tests."""
+        return (self.passed + prior * weight) / (self.tested + weight)
+
+    def add(self, passed: int, tested: int) -> None:
+        """A round's tests."""
+        self.passed = self.passed * DISCOUNT + passed
+        self.tested = self.tested * DISCOUNT + tested
+
+
+def _lanes(drafted: int, width: int, costs: RoundCosts, overlap: float) -> float:
+    """Milliseconds of both lanes: their sum less the share of the shorter one that is hidden."""
+    draft_ms, target_ms = drafted * costs.t_draft_ms, costs.target_ms(width)
+    return draft_ms + target_ms - overlap * min(draft_ms, target_ms)
+
+
+class PearlPlus(Pearl):
+    """One row under the schedule that pays, with a virtual clock."""
+
+    one_row = True
+    overlap = 1.0  # the virtual clock's
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        rows: list[Row],
+        settings: Settings,
+        on_tokens: OnTokens | None,
+    ) -> None:
+        super().__init__(target, drafter, rows, settings, on_tokens)
+        assert settings.costs is not None, "decoding.schedules.by_name asks for them"
+        self._costs = settings.costs
+        self.overall, self.first, self.next = Count(), Count(), Count()
+        self.chosen: list[Choice] = []  # of all cycles
+        self._deciding = 0.0  # seconds of this round
+
+    def _round(self) -> None:
+        """At the start of a cycle choose; then a round as PEARL's, its states switched
+        on and off.
+        """
+        began = perf_counter()
+        choices = self._choices()
+        self._deciding = perf_counter() - began
+        if not self.lanes[0].tokens:
+            choice = max(choices.values(), key=lambda choice: choice.rate)
+            self.chosen.append(choice)
+            self.pre_verify, self.post_verify = choice.mode == "pearl", choice.mode != "serial"
+            self._fresh = True
+        # A cycle keeps its schedule, but each chunk is as long as pays now: a run of accepted
+        # tokens lengthens them.
+        self._ask_for(choices[self.chosen[-1].mode].gamma)
+        generation = self.rows[0].generation
+        passed, tested = generation.accepted, generation.tested
+        super()._round()
+        self._learn(generation.accepted - passed, generation.tested - tested)
+
+    def _charge(self, rows: list[Row], steps: int, took: Took, rest: float) -> None:
+        """As PEARL's; what the choice took is of the rest, on the virtual clock too: nothing else
+        runs meanwhile.
+        """
+        super()._charge(rows, steps, took, rest + self._deciding)
+
+    def _learn(self, passed: int, tested: int) -> None:
+        """What a round's tests say of the request's acceptance."""
+        if not tested:
+            return
+        firsts = int(self._fresh)
+        self._fresh = False
+        # All forget: what a choice no longer tests goes back to where it began, and is tried again
+        # some day.
+        self.overall.add(passed, tested)
+        self.first.add(min(passed, firsts), firsts)
+        self.next.add(passed - min(passed, firsts), tested - firsts)
+
+    def _ask_for(self, gamma: int) -> None:
+        """The next chunk."""
+        self.chunk = gamma
+
+    def _choices(self) -> dict[str, Choice]:
+        """What each schedule promises this request now."""
+        overall = self.overall.rate(PRIOR, WEIGHT)
+        first, next_ = (_coarse(count.rate(overall, SPLIT)) for count in (self.first, self.next))
+        return choose(
+            first,
+            next_,
+            self.gamma,
+            self._costs,
+            _coarse(self._measured_overlap()),
+            self._rest_ms(),
+        )
+
+    def _measured_overlap(self) -> float:
+        return self.overlap
+
+    def _rest_ms(self) -> float:
+        """What a round of two lanes takes beside them."""
+        return max(0.0, self._costs.overhead_ms)
+
+
+class PearlPlusWall(PearlPlus, PearlWall):
+    """The same with the drafter in a worker: the overlap, and what a round takes beside its lanes,
+    are what this request has measured so far.
+
+    The rest of a serial round is no measure of that: it holds the message to the worker and back,
+    which two lanes hide as far as they overlap.
+
+    A chunk that is drafted while the target verifies goes on past the length that promises most,
+    for as long as the target is not done: those tokens are free. So chunks end by the clock, which
+    greedy and coupled outputs do not see; token verification keeps the chosen length, and with it
+    the same text for the same seed and the same choices.
+
+    Where worker and target have cores of their own, they keep them in serial cycles too: changing
+    threads costs more than such a cycle gains.
+    """
+
+    overlap = 0.9  # until it is measured
+
+    def _measured_overlap(self) -> float:
+        return max(0.0, self._hidden / self._shorter) if self._shorter else self.overlap
+
+    def _rest_ms(self) -> float:
+        if not self._verifying:
+            return super()._rest_ms()
+        # In steps of the target, so that the machine's pace drops out.
+        return self._costs.target_ms(1) * _coarse(self._beside / self._verifying)
+
+    def _ask_for(self, gamma: int) -> None:
+        """At least gamma tokens, and more while the target is busy anyway."""
+        beside_target = self.pre_verify or bool(self.lanes[0].tokens)
+        goes_on = beside_target and self.post_verify and self.chooser.rule in ("greedy", "coupled")
+        self.chunk, self.least = (None, gamma) if goes_on else (gamma, None)
+
+    def open(self) -> None:
+        """As PEARL on the wall."""
+        # seconds of lanes that ran at the same time, and of the shorter lanes
+        self._hidden = self._shorter = 0.0
+        # of rounds with two lanes: seconds beside them, and in the target's lane
+        self._beside = self._verifying = 0.0
+        super().open()
+
+    def _charge(self, rows: list[Row], steps: int, took: Took, rest: float) -> None:
+        """As PEARL+'s; rounds with two lanes teach the overlap and the rest."""
+        super()._charge(rows, steps, took, rest)
+        if took.draft > 0 and took.target > 0:
+            self._hidden += took.draft + took.target - took.both
+            self._shorter += min(took.draft, took.target)
+            self._beside += rest + self._deciding
+            self._verifying += took.target

@@ -1,0 +1,1 @@
+"""Verification rules for chains and trees, and their twins that stay on the device."""

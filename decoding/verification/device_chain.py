@@ -1,0 +1,127 @@
+"""`token` and `block` verification of chains where the host runs ahead of the device: everything is
+decided there, and read back once.
+
+The eager twins are the rules of the same names in decoding/verification/rules.py, which ask for
+probabilities, decide on the host and then ask for the next token: three waits a round on a GPU, and
+fewer operations on a CPU. Same numbers, same float64 comparisons, same outcome.
+
+Shapes: B rows, N drafted tokens, V vocabulary. Target probabilities have one node more than the
+proposal: the tip comes first.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.interfaces import Outcome, Proposal
+from decoding.sampling import noise
+from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.warpers import draw_at
+
+
+def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
+    """Leviathan et al. 2023, Algorithm 1; see `verify.token`."""
+    accept_BN, last_BN = _uniforms(proposal, chooser)
+    p_BN, q_BN = _probabilities(probs_BNV, proposal)
+    accepted_B = (accept_BN * q_BN < p_BN).long().cumprod(1).sum(1)
+    p_BV, failed_BV = (
+        _at(probs_BNV, accepted_B),
+        _at(proposal.tokens_BN, _last_node(accepted_B, proposal)),
+    )
+    if proposal.q_BNV is None:
+        residual_BV = p_BV.scatter(1, failed_BV[:, None], 0.0)
+    else:
+        residual_BV = (p_BV - _at(proposal.q_BNV, _last_node(accepted_B, proposal))).clamp_(min=0)
+    return _outcome(p_BV, residual_BV, accepted_B, last_BN, proposal, chooser)
+
+
+def block(probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
+    """Sun et al. 2025, Algorithm 2; see `verify.block`. q_BNV: dense, a point mass where the
+    proposal has none.
+    """
+    accept_BN, last_BN = _uniforms(proposal, chooser)
+    w_BN = _running_ratios(*_probabilities(probs_BNV, proposal))  # w_0 .. w_N
+    surplus_BNV = (w_BN.to(probs_BNV.dtype)[:, :-1, None] * probs_BNV[:, :-1] - q_BNV).clamp_(min=0)
+    s_BN, inner_BN = surplus_BNV.sum(-1).double()[:, 1:], w_BN[:, 1:-1]
+    rest_BN = s_BN + 1 - inner_BN
+    # h_1 .. h_N
+    chance_BN = torch.cat((torch.where(rest_BN > 0, s_BN / rest_BN, 1.0), w_BN[:, -1:]), 1)
+    depths_N = torch.arange(1, w_BN.shape[1], device=w_BN.device)
+    counts_B1 = devices.tensor(proposal.counts_B, w_BN.device)[:, None]
+    passed_BN = accept_BN <= torch.where(depths_N == counts_B1, w_BN[:, 1:], chance_BN)
+    accepted_B = (passed_BN * depths_N).amax(1)
+    residual_BV = _at(surplus_BNV, _last_node(accepted_B, proposal))
+    return _outcome(_at(probs_BNV, accepted_B), residual_BV, accepted_B, last_BN, proposal, chooser)
+
+
+def _uniforms(proposal: Proposal, chooser: Chooser) -> tuple[Tensor, Tensor]:
+    """The uniforms that test each drafted token, (B, N), infinite where a row drafted none, and
+    those that draw the token after n accepted ones, (B, N + 1): float64, in one copy.
+    """
+    N = proposal.tokens_BN.shape[1]
+    numbers = [
+        [chooser.uniform(b, n, noise.ACCEPT) for n in range(count)]
+        + [math.inf] * (N - count)
+        + [chooser.uniform(b, n, noise.RESIDUAL) for n in range(count)]
+        + [chooser.uniform(b, count, noise.BONUS)] * (N - count + 1)
+        for b, count in enumerate(proposal.counts_B)
+    ]
+    both = devices.tensor(numbers, proposal.tokens_BN.device, torch.float64)
+    return both[:, :N], both[:, N:]
+
+
+def _probabilities(probs_BNV: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
+    """p and q of each drafted token, float64."""
+    tokens_BN1 = proposal.tokens_BN[:, :, None]
+    p_BN = probs_BNV[:, :-1].gather(-1, tokens_BN1).squeeze(-1).double()
+    if proposal.q_BNV is None:
+        return p_BN, torch.ones_like(p_BN)
+    return p_BN, proposal.q_BNV.gather(-1, tokens_BN1).squeeze(-1).double()
+
+
+def _running_ratios(p_BN: Tensor, q_BN: Tensor) -> Tensor:
+    """w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i), (B, N + 1). A padded node (q = 0) counts as
+    ratio 0.
+    """
+    ratios = [torch.ones_like(p_BN[:, 0])]
+    for n in range(p_BN.shape[1]):
+        ratio_B = (ratios[-1] * p_BN[:, n] / q_BN[:, n]).clamp_(max=1.0)
+        ratios.append(torch.where(q_BN[:, n] > 0, ratio_B, 0.0))
+    return torch.stack(ratios, 1)
+
+
+def _at(values_BN: Tensor, nodes_B: Tensor) -> Tensor:
+    """values_BN[b, nodes_B[b]] for each row."""
+    return values_BN[torch.arange(len(nodes_B), device=nodes_B.device), nodes_B]
+
+
+def _last_node(accepted_B: Tensor, proposal: Proposal) -> Tensor:
+    """The node whose test failed; where none did, any."""
+    return accepted_B.clamp(max=proposal.tokens_BN.shape[1] - 1)
+
+
+def _outcome(
+    p_BV: Tensor,
+    residual_BV: Tensor,
+    accepted_B: Tensor,
+    last_BN: Tensor,
+    proposal: Proposal,
+    chooser: Chooser,
+) -> Outcome:
+    """Draw the token after the accepted ones and read everything back."""
+    # No residual is p = q up to rounding, and the failed test was one of probability zero: then p
+    # itself is right.
+    residual_BV = torch.where(residual_BV.sum(-1, keepdim=True) > 0, residual_BV, p_BV)
+    counts_B = proposal.counts_B
+    failed_B1 = (accepted_B < devices.tensor(counts_B, accepted_B.device))[:, None]
+    next_B = draw_at(
+        torch.where(failed_B1, residual_BV, p_BV), last_BN.gather(1, accepted_B[:, None])
+    )
+    drafted, accepted, following = chooser.read(proposal.tokens_BN, accepted_B, next_B)
+    tokens_B = [
+        [*row[:kept], last] for row, kept, last in zip(drafted, accepted, following, strict=True)
+    ]
+    tested_B = [kept + (kept < count) for kept, count in zip(accepted, counts_B, strict=True)]
+    return Outcome(tokens_B, None, accepted, tested_B)

@@ -1,0 +1,276 @@
+"""What each part of a target contributes, by forward passes alone, kept on the disk: every shape
+after the first is free.
+
+Scores are Minitron's (Muralidharan et al. 2024, arXiv 2407.14679, section 2.2), the mean over a
+row's tokens first, then the root of the sum of squares over rows: an MLP unit by what it hands to
+the down projection, a head by the norm of what it hands to the output projection (a group by all
+its heads together), a residual channel by the norms' outputs, summed over layers. A layer's block
+influence is 1 - cos(what goes in, what comes out) (ShortGPT, Men et al. 2024, arXiv 2403.03853).
+And the mean square of every residual channel before each norm, from which a cut norm gets its scale
+back.
+
+Shapes: R rows, T tokens, L layers, C hidden size, Q query heads, H key/value heads, D head width, F
+MLP width.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from distill.prune.cut import Cut
+from jobs.progress import ProgressBar
+from training.checkpoint import disk_error, save_tensors, write_text
+from training.data.packing import Batch
+from training.models.shapes import target_widths
+from training.objectives import hidden_states
+
+
+@dataclass
+class Scores:
+    """Sums over rows, in float64 so that the scores of several ranks add up; `finished` turns the
+    sums of squares into roots.
+    """
+
+    units_LF: Tensor
+    heads_LQ: Tensor
+    groups_LH: Tensor
+    hidden_NC: Tensor  # by norm: two a layer, then the last one
+    square_NC: Tensor  # mean square before each norm
+    influence_L: Tensor
+    rows: Tensor  # that were read [1]
+
+    @staticmethod
+    def zeros(config: Any) -> "Scores":
+        """Before the first row."""
+        widths, layers = target_widths(config), config.num_hidden_layers
+        norms = (2 * layers + 1, widths["hidden_size"])
+
+        def sums(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64)
+
+        return Scores(
+            units_LF=sums(layers, widths["intermediate_size"]),
+            heads_LQ=sums(layers, widths["num_attention_heads"]),
+            groups_LH=sums(layers, widths["num_key_value_heads"]),
+            hidden_NC=sums(*norms),
+            square_NC=sums(*norms),
+            influence_L=sums(layers),
+            rows=sums(1),
+        )
+
+    def finished(self) -> "Scores":
+        """Roots of the sums of squares, means of the others."""
+        return Scores(
+            self.units_LF.sqrt(),
+            self.heads_LQ.sqrt(),
+            self.groups_LH.sqrt(),
+            self.hidden_NC.sqrt(),
+            self.square_NC / self.rows,
+            self.influence_L / self.rows,
+            self.rows,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, for a file."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def dealt(batches: Sequence[Batch], rank: int, ranks: int) -> list[tuple[Batch, float]]:
+    """A rank's batches, every `ranks`-th, and what each counts: 1.
+
+    All ranks get as many, as a model in shares is run by all of them together: where one would have
+    fewer, a batch more that counts 0.
+    """
+    places = range(rank, math.ceil(len(batches) / ranks) * ranks, ranks)
+    return [(batches[place % len(batches)], float(place < len(batches))) for place in places]
+
+
+@torch.no_grad()
+def collect(
+    model: Any, batches: Sequence[Batch], show: bool = True, rank: int = 0, ranks: int = 1
+) -> Scores:
+    """Sums over the rows of `batches` that are this rank's, for a Hugging Face model built with
+    packed attention; ranks' sums add up.
+    """
+    scores, mine = Scores.zeros(model.config), dealt(batches, rank, ranks)
+    with ProgressBar("importance", len(mine), 0, show) as bar, _watched(model, scores) as watch:
+        for number, (batch, counts) in enumerate(mine, start=1):
+            watch.weights_RT = (batch.documents_RT > 0).float()
+            watch.weights_RT *= counts / watch.weights_RT.sum(1, keepdim=True).clamp_(min=1)
+            hidden_states(model, batch)
+            scores.rows += counts * len(batch.ids_RT)
+            bar.update(number)
+    return scores
+
+
+class _Watch:
+    """Hooks that add what passes by to the scores, rows weighted so that each counts the same
+    whatever its padding.
+    """
+
+    def __init__(self, scores: Scores) -> None:
+        self.scores = scores
+        self.weights_RT = torch.empty(0)
+
+    def _mean(self, values_RTX: Tensor) -> Tensor:
+        return torch.bmm(self.weights_RT[:, None], values_RTX.float())[:, 0].double().cpu()
+
+    def norm(self, number: int, incoming_RTC: Tensor, outgoing_RTC: Tensor) -> None:
+        self.scores.hidden_NC[number] += self._mean(outgoing_RTC.abs()).square().sum(0)
+        self.scores.square_NC[number] += self._mean(incoming_RTC.float().square()).sum(0)
+
+    def units(self, layer: int, incoming_RTF: Tensor) -> None:
+        self.scores.units_LF[layer] += self._mean(incoming_RTF.abs()).square().sum(0)
+
+    def heads(self, layer: int, incoming_RTX: Tensor) -> None:
+        queries, groups = self.scores.heads_LQ.shape[1], self.scores.groups_LH.shape[1]
+        square_RTQ = incoming_RTX.float().unflatten(2, (queries, -1)).square().sum(-1)
+        square_RTH = square_RTQ.unflatten(2, (groups, -1)).sum(-1)
+        self.scores.heads_LQ[layer] += self._mean(square_RTQ.sqrt()).square().sum(0)
+        self.scores.groups_LH[layer] += self._mean(square_RTH.sqrt()).square().sum(0)
+
+    def layer(self, number: int, incoming_RTC: Tensor, outgoing_RTC: Tensor) -> None:
+        turned_RT = 1 - F.cosine_similarity(incoming_RTC.float(), outgoing_RTC.float(), dim=-1)
+        self.scores.influence_L[number] += (self.weights_RT * turned_RT).sum().double().cpu()
+
+
+@contextlib.contextmanager
+def _watched(model: Any, scores: Scores) -> Iterator[_Watch]:
+    """The model with hooks; they are taken off again."""
+    watch, handles = _Watch(scores), []
+
+    def norm(module: Any, number: int) -> None:
+        handles.append(
+            module.register_forward_hook(lambda _, given, out: watch.norm(number, given[0], out))
+        )
+
+    for number, layer in enumerate(model.model.layers):
+        norm(layer.input_layernorm, 2 * number)
+        norm(layer.post_attention_layernorm, 2 * number + 1)
+        for module, see in (
+            (layer.self_attn.o_proj, watch.heads),
+            (layer.mlp.down_proj, watch.units),
+        ):
+            handles.append(
+                module.register_forward_hook(
+                    lambda _, given, out, n=number, see=see: see(n, given[0])
+                )
+            )
+        handles.append(
+            layer.register_forward_hook(
+                lambda _, given, out, n=number: watch.layer(n, given[0], out)
+            )
+        )
+    norm(model.model.norm, 2 * len(model.model.layers))
+    try:
+        yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def strongest(
+    scores: Scores, layers: Sequence[int], student: Any, target: Any, rescale: bool = True
+) -> Cut:
+    """The cut to `student`'s widths that keeps these layers, and in them what scores highest.
+
+    student, target: Hugging Face configurations, checked with distill.shapes.refuse_wider. rescale:
+    give every norm the factor that its output had before channels went: a norm divides by the root
+    mean square of what it sees, and what stays is the loudest part.
+    """
+    ours, theirs = target_widths(student), target_widths(target)
+    kept = torch.tensor(list(layers))
+    groups, a_group = (
+        theirs["num_key_value_heads"],
+        theirs["num_attention_heads"] // theirs["num_key_value_heads"],
+    )
+    hidden_K = _top(scores.hidden_NC.sum(0), ours["hidden_size"])
+    groups_LK = _top(scores.groups_LH[kept], ours["num_key_value_heads"])
+    in_group_LHG = scores.heads_LQ[kept].unflatten(1, (groups, a_group))
+    chosen_LKG = in_group_LHG.gather(1, groups_LK[:, :, None].expand(-1, -1, a_group))
+    norms = torch.tensor([2 * layer + half for layer in layers for half in (0, 1)] + [-1])
+    squares_NC = scores.square_NC[norms]
+    scale = (
+        (squares_NC[:, hidden_K].mean(1) / squares_NC.mean(1)).sqrt()
+        if rescale
+        else torch.ones(len(norms))
+    )
+    return Cut(
+        tuple(layers),
+        hidden_K,
+        groups_LK,
+        _top(chosen_LKG, ours["num_attention_heads"] // ours["num_key_value_heads"]),
+        _top(scores.units_LF[kept], ours["intermediate_size"]),
+        scale.float(),
+        a_group,
+    )
+
+
+def _top(scores: Tensor, count: int) -> Tensor:
+    """Rising indices of the `count` highest along the last dimension; ties by the lower index."""
+    order = torch.argsort(scores, dim=-1, descending=True, stable=True)
+    return order[..., :count].sort(dim=-1).values
+
+
+def cache_key(target_hash: str, samples_hash: str) -> str:
+    """Names the scores of one target on one set of samples."""
+    return hashlib.sha256(f"{target_hash} {samples_hash}".encode()).hexdigest()[:16]
+
+
+def read_scores(path: Path) -> Scores | None:
+    """Scores that `write_scores` left; None where there are none, or not whole ones (they are made
+    again).
+    """
+    try:
+        return Scores(**load_file(path)) if path.is_file() else None
+    except (SafetensorError, TypeError):
+        print(f"{path} is damaged: its scores are collected again")
+        return None
+
+
+def write_scores(path: Path, scores: Scores, notes: dict[str, Any]) -> None:
+    """Written to a temporary name of its own first, so that what is there is whole: the members of
+    a sweep may find the same scores at once.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_tensors(scores.tensors(), part, {"notes": json.dumps(notes)})
+        part.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise disk_error(path, error) from error
+
+
+def read_order(path: Path, layers: int) -> list[int]:
+    """The order that `write_order` left, as far as it came; empty where there is none, or none of
+    so many layers.
+    """
+    try:
+        found: Any = (
+            json.loads(path.read_text()) if path.is_file() else {"layers": layers, "removed": []}
+        )
+        of, removed = found["layers"], [int(layer) for layer in found["removed"]]
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+        of, removed = 0, []
+    if of != layers or len(removed) >= layers or len({*removed} & {*range(layers)}) != len(removed):
+        print(f"{path} is damaged: the layers are ordered again")
+        return []
+    return removed
+
+
+def write_order(path: Path, removed: list[int], layers: int) -> None:
+    """Keep the first layers that were taken away, of so many, beside the scores."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps({"layers": layers, "removed": removed}))

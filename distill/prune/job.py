@@ -1,0 +1,406 @@
+"""`python -m distill.prune`: cut a target down to a smaller LLaMA; leaves a complete student folder
+for `distill.train` to go on from.
+
+Severe cuts go in stages (`depths`), with a short distillation between; what a stage has finished is
+not done again.
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.errors import UserError
+from decoding.models.folder import WEIGHTS
+from decoding.models.model_check import check_model
+from decoding.models.text.tokenizer import load_tokenizer
+from distill.config import PruneConfig
+from distill.drafter_folder import write_card
+from distill.dry_run import dry_prune, wide_dtype
+from distill.prune.cut import cut_model, load_cut, refuse_other_shape, save_cut
+from distill.prune.layer_choice import CRITERIA
+from distill.prune.masks import BETA, Masks
+from distill.prune.modes import MODES, record_stages
+from distill.prune.workbench import Source, Workbench, read_source
+from distill.shapes import odd_widths, other_size, refuse_wider, student_config
+from distill.student import chosen_layers
+from jobs.amounts import PLANNED
+from jobs.launch import is_worker, launch, processes_wanted
+from jobs.paths import resolve
+from jobs.ranks import SHARDED_WEIGHTS
+from jobs.run_files import read_object
+from jobs.run_folder import RunFolder, hash_input
+from jobs.tracker import Recording
+from training.checkpoint import write_text
+from training.config import DataConfig, check_values, refuse_parallel
+from training.data.from_config import (
+    data_files,
+    held_out_domains,
+    read_samples,
+    sources,
+    training_texts,
+)
+from training.data.mixture import check_mixture
+from training.data.packing import PackedData, Sample
+from training.drafter_folder import Origin, write_model
+from training.models.build import (
+    check_context,
+    dtype_of,
+    folder_of,
+    load_causal_lm,
+    refuse_own_code,
+    target_config,
+)
+from training.models.shapes import bytes_a_step, layers_of, millions, parameter_counts
+from training.parallel.strategy import Parallel
+
+CHOICES = ("probe", *CRITERIA)
+MASKS = "masks.safetensors"
+_MODEL = "model_hash"  # of a stage, in its done.json
+
+
+def run(config: PruneConfig) -> Path:
+    """Prune, and write the student to output_dir/student. Returns that folder."""
+    check(config)
+    source = target_config(config.target)
+    target_folder = folder_of(config.target, config.dry_run)
+    shapes = stage_shapes(config, source)
+    run_folder = RunFolder(config)
+    folder = run_folder.path / "student"
+    if run_folder.finished(folder, also=[run_folder.path / MASKS]):
+        print(f"finished before: {folder}")
+        return folder
+    inputs = [target_folder, *data_files(config.data)]
+    if config.dry_run:
+        run_folder.write_manifest(inputs, {}, finished=False)
+        planned = dry_prune(config, source, shapes, target_folder, folder, run_folder.was_dry)
+        # with saved masks, or at random, it is nothing
+        counted = {PLANNED: planned} if planned else {}
+        run_folder.write_manifest(inputs, counted, finished=False)
+        return folder
+    check_model(target_folder)
+    check_context(config.target, config.data, target_folder)
+    if (hint := wide_dtype(config, source)) and not is_worker():
+        print(hint)
+    processes = processes_wanted(config.parallel)
+    if processes > 1 and not is_worker():
+        launch(config.job, run_folder.path / "config.yaml", processes)
+        return folder
+    prune(config, run_folder, target_folder, folder, shapes, inputs)
+    return folder
+
+
+def check(config: PruneConfig) -> None:
+    """Raise UserError for values that would fail, or mislead, only after the target is loaded."""
+    dtype_of(config.target.dtype)
+    refuse_parallel(config.target)
+    refuse_own_code(config.target)
+    check_mixture(config.data, ())
+    for key, value, known in (
+        ("mode", config.mode, (*MODES,)),
+        ("importance.choice", config.importance.choice, CHOICES),
+        ("l0.beta", config.l0.beta, (*BETA,)),
+    ):
+        if value not in known:
+            raise UserError(f"{key} is '{value}'; expected one of {', '.join(known)}")
+    counts = {
+        f"importance.{name}": getattr(config.importance, name)
+        for name in ("sequences", "greedy_sequences", "probe_sequences", "probe_candidates")
+    }
+    check_values(
+        config,
+        {
+            **{key: (value >= 1, "1 or more") for key, value in counts.items()},
+            "importance.probe_steps": (config.importance.probe_steps >= 0, "0 (none) or more"),
+            "l0.warmup_share": (0 <= config.l0.warmup_share <= 1, "a share from 0 to 1"),
+            "l0.mask_lr": (config.l0.mask_lr > 0, "more than 0"),
+            "l0.train_weights": (
+                config.mode != "l0"
+                or config.l0.train_weights
+                or config.parallel.kind in ("single", "ddp"),
+                "true with zero kinds and fsdp, which share what is trained: masks alone are few "
+                "(parallel=ddp trains them)",
+            ),
+            "loop.max_steps": (
+                config.mode != "l0" or config.loop.max_steps > 0,
+                "more than 0: masks follow a schedule",
+            ),
+            "loop.optimizer.warmup_steps": (
+                config.mode != "l0"
+                or 0 <= config.loop.optimizer.warmup_steps < config.loop.max_steps,
+                f"less than loop.max_steps={config.loop.max_steps}: masks would end before their "
+                f"learning rate has come up",
+            ),
+            "largest_cut": (0 < config.largest_cut <= 1, "a share above 0, up to 1"),
+            "masks": (
+                not config.masks or not config.depths,
+                "empty where depths are given: a file holds one cut",
+            ),
+            "cache_mb": (
+                config.cache_mb == 0
+                or (config.cache_mb > 0 and config.parallel.kind not in SHARDED_WEIGHTS),
+                "0 (none) or more, and 0 with zero3 and fsdp: a target in shares is read by all "
+                "ranks together, so none can skip its forward",
+            ),
+            "between.max_steps": (config.between.max_steps > 0, "more than 0"),
+        },
+    )
+
+
+def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
+    """The configuration of the student after each stage, checked against the target and
+    each other.
+    """
+    final = student_config(config.drafter, target)
+    depths = config.depths
+    if not depths and not config.masks:  # a file of masks holds one cut
+        depths = between_depths(
+            target.num_hidden_layers, final.num_hidden_layers, config.largest_cut
+        )
+    deeper = [target.num_hidden_layers, *depths, final.num_hidden_layers]
+    if config.depths and any(later >= before for before, later in pairwise(deeper)):
+        raise UserError(
+            f"depths is {config.depths}: expected falling numbers of layers between the target's "
+            f"{deeper[0]} and the student's {deeper[-1]}"
+        )
+    shapes = []
+    for depth in deeper[1:]:
+        shape = dataclasses.replace(config.drafter, num_hidden_layers=depth)
+        shapes.append(student_config(shape, target))
+    if config.mode == "random":
+        return shapes[-1:]
+    refuse_wider(final, target)
+    if config.drafter.layers:
+        chosen_layers(config.drafter, deeper[-2])
+    if config.mode == "l0":
+        for before, after in zip([target, *shapes[:-1]], shapes, strict=True):
+            with torch.device("meta"):
+                Masks(after, before, BETA[config.l0.beta], 0)  # refuses what it cannot reach
+    return shapes
+
+
+def between_depths(layers: int, final: int, largest_cut: float) -> list[int]:
+    """Numbers of layers between, so that no stage takes a larger share than `largest_cut`, or one
+    layer: 32, 3, 0.625 -> [12, 5].
+    """
+    depths = []
+    while (layers := min(layers - 1, math.ceil(layers * (1 - largest_cut)))) > final:
+        depths.append(layers)
+    return depths
+
+
+def prune(
+    config: PruneConfig,
+    run_folder: RunFolder,
+    target_folder: Path,
+    folder: Path,
+    shapes: list[Any],
+    inputs: list[Path],
+) -> None:
+    """The work of one rank."""
+    torch.manual_seed(config.seed)
+    bench = workbench(config, target_folder)
+    describe(config, bench, shapes[-1])
+    refuse_early(config, bench, shapes[-1], target_folder)
+    if bench.parallel.is_main:
+        run_folder.write_manifest(inputs, {}, finished=False)
+    source, told = Source(bench.teacher, target_folder), []
+    for number, shape in enumerate(shapes, start=1):
+        last = number == len(shapes)
+        place = (
+            folder
+            if last
+            else run_folder.path / "stages" / f"{number}_{shape.num_hidden_layers}_layers"
+        )
+        notes = stage(
+            bench, source, shape, place, run_folder.path / "work" / str(number), distil=not last
+        )
+        told.append(notes)
+        if not last:
+            source = read_source(config, place, bench.parallel)
+    if bench.parallel.is_main:
+        finish(config, run_folder, bench, folder, told, inputs)
+    bench.parallel.close()
+
+
+def refuse_early(config: PruneConfig, bench: Workbench, shape: Any, target_folder: Path) -> None:
+    """Raise UserError for masks and texts that do not suit, before the run holds its folder: the
+    mended command takes the same one.
+    """
+    if config.masks:
+        refuse_other_shape(
+            load_cut(resolve(config.masks), hash_input(target_folder)), shape, config.masks
+        )
+    elif config.mode != "random":
+        bench.data(1)
+
+
+def workbench(config: PruneConfig, target_folder: Path) -> Workbench:
+    """The target, the text and the processes."""
+    parallel = Parallel(config.parallel, config.target.device)
+    tokenizer = load_tokenizer(target_folder)
+    texts = training_texts(tokenizer, config.data, parallel.is_main)
+    held_out = held_out_texts(tokenizer, config.data, parallel.is_main)
+    packed = PackedData(held_out, config.data.max_length, 1, config.seed)
+    rows = [
+        packed.step_rows(step)[0]
+        for step in range(min(config.importance.probe_sequences, len(packed.rows)))
+    ]
+    teacher = read_source(config, target_folder, parallel).model
+    return Workbench(
+        config, teacher, texts, [held_out[index] for row in rows for index in row], parallel
+    )
+
+
+def held_out_texts(tokenizer: Any, data: DataConfig, show: bool) -> list[Sample]:
+    """The held-out split, of domains all together. Raises UserError where there is none."""
+    if not data.domains:
+        return read_samples(tokenizer, data, "held_out", show)
+    found = [
+        sample for samples in held_out_domains(tokenizer, data, show).values() for sample in samples
+    ]
+    if not found:
+        raise UserError(
+            f"no domain has held-out text ({', '.join(data.domains)}): give at least one "
+            f"held_out_chats or held_out_texts"
+        )
+    return found
+
+
+def stage(
+    bench: Workbench, source: Source, shape: Any, place: Path, work: Path, distil: bool
+) -> dict[str, Any]:
+    """One cut, and the distillation behind it where another cut follows; the model is written to
+    `place`. Returns notes.
+    """
+    config, parallel, done = bench.config, bench.parallel, work / "done.json"
+    # Rank 0 looks for all: it may end the stage before another one has looked.
+    before = parallel.broadcast(finished_stage(done, place) if parallel.is_main else None)
+    if before is not None:
+        return before
+    target_hash = hash_input(source.folder)
+    if config.masks:
+        cut = load_cut(resolve(config.masks), target_hash)
+        student = cut_model(source.model, cut, shape).requires_grad_(True)
+        notes: dict[str, Any] = {"layers": list(cut.layers), "masks": config.masks}
+    else:
+        student, notes, cut = MODES[config.mode](bench, source, shape, work)
+    notes["acceptance_before_distillation"] = bench.acceptance(student)["acceptance"]
+    if distil:
+        title = f"distil {shape.num_hidden_layers} layers"
+        tracker = bench.recording(title, work / "between")
+        progress = bench.distil(title, student, config.between, work / "distil", tracker)
+        if tracker is not None:
+            tracker.close()
+        notes["acceptance"] = progress.best["acceptance"]
+    notes |= {"seconds": dict(bench.seconds), "flops": dict(bench.flops)}
+    bench.seconds.clear()
+    bench.flops.clear()
+    if parallel.is_main:
+        work.mkdir(parents=True, exist_ok=True)
+        if cut is not None:
+            save_cut(cut, work / MASKS, target_hash, notes | {"source": str(source.folder)})
+        write_model(student, source.folder, place, stored_dtype(config))
+        write_text(done, json.dumps({**notes, _MODEL: hash_input(place)}, indent=1))
+        for checkpoints in ("probe", "distil", "checkpoints"):  # of what is finished now
+            shutil.rmtree(work / checkpoints, ignore_errors=True)
+    parallel.wait()
+    return notes
+
+
+def finished_stage(done: Path, place: Path) -> dict[str, Any] | None:
+    """The notes of a stage that has ended; None where it has not, or where its model is not what it
+    left, and is made again.
+    """
+    if not done.is_file() or not (place / WEIGHTS).is_file():
+        return None
+    notes = read_object(done, "Delete it: the stage is made again", _notes_of)
+    # stages of earlier versions have no hash
+    if notes.pop(_MODEL, None) in (None, hash_input(place)):
+        return notes
+    print(f"{place} has changed since its stage was finished: it is made again")
+    return None
+
+
+def _notes_of(values: dict[str, Any]) -> dict[str, Any]:
+    """The notes of a stage. Raises ValueError where some are missing."""
+    if missing := {"acceptance_before_distillation", "seconds", "flops"} - values.keys():
+        raise ValueError(f"{', '.join(sorted(missing))} is missing")
+    return values
+
+
+def stored_dtype(config: PruneConfig) -> torch.dtype:
+    """Of the student's weights on the disk: the target's, as it is run here."""
+    return dtype_of(config.target.dtype)
+
+
+def describe(config: PruneConfig, bench: Workbench, shape: Any) -> None:
+    """What is cut to what, before anything starts."""
+    if not bench.parallel.is_main:
+        return
+    counts = [parameter_counts(model)["all"] for model in (bench.teacher.config, shape)]
+    print(f"target: {millions(counts[0])} parameters, {layers_of(bench.teacher.config)}")
+    print(
+        f"student: {millions(counts[1])} parameters, {layers_of(shape)}, "
+        f"{bytes_a_step(shape) / 1e6:,.1f} MB a step in 16 bits"
+    )
+    for warning in odd_widths(shape):
+        print(f"warning: {warning}")
+    if note := other_size(config.drafter.name, shape):
+        print(note)
+
+
+def finish(
+    config: PruneConfig,
+    run_folder: RunFolder,
+    bench: Workbench,
+    folder: Path,
+    told: list[dict[str, Any]],
+    inputs: list[Path],
+) -> None:
+    """The student's card, the masks beside it, and the manifest with what every part cost."""
+    last = run_folder.path / "work" / str(len(told)) / MASKS
+    if last.is_file():
+        shutil.copyfile(last, run_folder.path / MASKS)
+    student = load_causal_lm(folder, torch.float32)
+    acceptance = {"acceptance": told[-1]["acceptance_before_distillation"]}
+    origin = Origin(
+        config.drafter.name,
+        config.target.path,
+        resolve(config.target.path),
+        {"sources": sources(config.data)},
+        {
+            "name": None,
+            "note": "random weights, not trained yet"
+            if config.mode == "random"
+            else "cut out of it, not distilled yet",
+        },
+        acceptance,
+    )
+    write_card(folder, student, origin, {"mode": config.mode, "stages": told})
+    tracked = dataclasses.replace(config, tracker=bench.tracked())
+    with Recording(run_folder, tracked, inputs, is_main=True) as tracker:
+        assert tracker is not None, "only rank 0 comes here"
+        record_stages(tracker, told)
+    seconds, flops = (
+        {part: sum(notes[what].get(part, 0.0) for notes in told) for part in _parts(told, what)}
+        for what in ("seconds", "flops")
+    )
+    run_folder.write_manifest(
+        inputs, {**acceptance, "stages": told, "seconds": seconds, "flops": flops}, finished=True
+    )
+    kept = "random weights" if config.mode == "random" else f"layers {told[-1]['layers']}"
+    print(f"{kept}; acceptance before distillation {acceptance['acceptance']:.3f}")
+    if seconds:
+        spent = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
+        print(f"spent: {spent}; {sum(flops.values()) / 1e12:,.2f} TFLOP in all")
+    print(f"student: {folder}")
+
+
+def _parts(told: list[dict[str, Any]], what: str) -> list[str]:
+    return list(dict.fromkeys(part for notes in told for part in notes[what]))

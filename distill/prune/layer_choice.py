@@ -1,0 +1,136 @@
+"""Which layers stay. At severe cuts no one-shot criterion is to be trusted, so candidate sets are
+held against each other by acceptance.
+
+Candidates: first, last and evenly spaced between; the same over all layers but the last; the layers
+of the largest block influence; what is left when the layer whose absence moves the target least (by
+KL of the next token) is taken away again and again; the first ones and the last; the first ones
+(early exit). Influence and greedy KL are free to drop any layer, but they look at the target before
+any distillation, where a student without the last layer drafts worse; a few steps may turn that
+round, as for learned masks, so two candidates leave it out.
+
+Shapes: N supervised tokens, C hidden size, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distill.prune.importance import dealt
+from distill.student import evenly_spaced
+from jobs.progress import ProgressBar
+from training.data.packing import Batch
+from training.models.attention import document_mask
+from training.objectives import hidden_states
+
+CRITERIA = ("even", "even_without_last", "influence", "greedy", "contiguous", "early_exit")
+
+
+def candidates(
+    count: int, layers: int, influence_L: Tensor, removal: Sequence[int], distinct: bool = True
+) -> dict[str, list[int]]:
+    """Sets of `count` of `layers` layers by the name of what proposes them; distinct: leave out a
+    set that was proposed before.
+
+    removal: layers in the order in which `removal_order` takes them away.
+    """
+    by_influence = torch.argsort(influence_L, descending=True, stable=True)[:count]
+    proposed = _by_place(count, layers) | {
+        "influence": sorted(by_influence.tolist()),
+        "greedy": sorted(set(range(layers)) - {*removal[: layers - count]}),
+    }
+    found: dict[str, list[int]] = {}
+    for name in CRITERIA:
+        if not distinct or proposed[name] not in found.values():
+            found[name] = proposed[name]
+    return found
+
+
+def most_candidates(count: int, layers: int) -> int:
+    """How many distinct sets `candidates` proposes at most, whatever the model: those by place, one
+    by influence and one by greedy KL.
+    """
+    by_place = {tuple(chosen) for chosen in _by_place(count, layers).values()}
+    return min(len(by_place) + 2, math.comb(layers, count))
+
+
+def _by_place(count: int, layers: int) -> dict[str, list[int]]:
+    """The sets that need no look at the model. Where all layers stay, the last one does too."""
+    return {
+        "even": evenly_spaced(count, layers),
+        "even_without_last": evenly_spaced(count, max(count, layers - 1)),
+        "contiguous": [*range(count - 1), layers - 1],
+        "early_exit": list(range(count)),
+    }
+
+
+@torch.no_grad()
+def removal_order(
+    model: Any,
+    batches: Sequence[Batch],
+    show: bool = True,
+    rank: int = 0,
+    ranks: int = 1,
+    add: Callable[[Tensor], Tensor] = lambda mine: mine,
+    begun: Sequence[int] = (),
+    keep: Callable[[list[int]], None] = lambda removed: None,
+) -> list[int]:
+    """All layers but one, in the order in which they are taken from a Hugging Face model: each time
+    the one whose absence leaves the next token's distribution nearest (forward KL) to the whole
+    model's. Ties go to the later layer.
+
+    What lies before a candidate is run once for all of them, so a step over k layers costs about
+    k^2 / 2 layers of forward. Ranks share the batches; add: the sum over them. begun: layers that
+    an interrupted search took away; keep: is told them all after each.
+    """
+    layers = [layer for layer in range(model.config.num_hidden_layers) if layer not in begun]
+    mine = dealt(batches, rank, ranks)
+    whole = [batch.at_supervised(hidden_states(model, batch)) for batch, _ in mine]
+    order = list(begun)
+    with ProgressBar("layers by KL", len(order) + len(layers) - 1, len(order), show) as bar:
+        while len(layers) > 1:
+            kl = torch.zeros(len(layers), dtype=torch.float64)
+            for (batch, counts), whole_NC in zip(mine, whole, strict=True):
+                whole_NV = F.linear(whole_NC, model.lm_head.weight).float().log_softmax(-1)
+                kl += counts * _kl_without_each(model, batch, layers, whole_NV)
+            kl = add(kl)
+            gone = int((kl == kl.min()).nonzero()[-1])
+            order.append(layers.pop(gone))
+            keep(order)
+            bar.update(len(order))
+    return order
+
+
+def _kl_without_each(model: Any, batch: Batch, layers: Sequence[int], whole_NV: Tensor) -> Tensor:
+    """Sums of KL over the supervised tokens, without each of the layers in turn."""
+    found = torch.zeros(len(layers), dtype=torch.float64)
+    before_RTC = model.model.embed_tokens(batch.ids_RT)
+    seen = {
+        "position_embeddings": model.model.rotary_emb(before_RTC, batch.positions_RT),
+        "position_ids": batch.positions_RT,
+        "attention_bias": document_mask(batch.documents_RT, model.dtype),
+    }
+    for place, layer in enumerate(layers):
+        without_RTC = _run(model, layers[place + 1 :], before_RTC, seen)
+        logits_NV = _logits(model, without_RTC, batch).float().log_softmax(-1)
+        found[place] = (
+            F.kl_div(logits_NV, whole_NV, reduction="sum", log_target=True).double().cpu()
+        )
+        before_RTC = _run(model, [layer], before_RTC, seen)
+    return found
+
+
+def _run(model: Any, layers: Sequence[int], hidden_RTC: Tensor, seen: dict[str, Any]) -> Tensor:
+    """These layers, one after the other, without the final norm; seen: where tokens stand and what
+    they attend to.
+    """
+    for layer in layers:
+        hidden_RTC = model.model.layers[layer](hidden_RTC, use_cache=False, **seen)
+    return hidden_RTC
+
+
+def _logits(model: Any, hidden_RTC: Tensor, batch: Batch) -> Tensor:
+    return F.linear(batch.at_supervised(model.model.norm(hidden_RTC)), model.lm_head.weight)

@@ -1,0 +1,322 @@
+"""The ways to prune, one function a mode: (workbench, source model, shape, folder) -> student and
+what there is to tell of it.
+
+The source is the target, or the student of the stage before; what acceptance is measured against is
+the target in every stage.
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.prune import importance
+from distill.prune.cut import Cut, cut_model
+from distill.prune.l0 import MaskedModel, masked
+from distill.prune.layer_choice import candidates, removal_order
+from distill.prune.masks import BETA, Masks, in_words
+from distill.prune.workbench import Source, Workbench
+from distill.shapes import removal_flops
+from jobs.run_folder import hash_input
+from jobs.tracker import Tracker
+from training.checkpoint import write_text
+from training.config import LoopConfig
+from training.data.from_config import rows_of_step
+from training.data.packing import Sample
+from training.loop import fit
+from training.models.build import dtype_of, load_causal_lm, random_model
+from training.models.shapes import forward_flops, parameter_counts
+
+
+def by_importance(
+    bench: Workbench, source: Source, shape: Any, folder: Path
+) -> tuple[Any, dict[str, Any], Any]:
+    """The strongest widths, and the layers that draft best. Returns (student, notes, cut)."""
+    settings, layers = bench.config.importance, shape.num_hidden_layers
+    scores = _scores(bench, source)
+    proposed = _proposed(bench, source, scores, layers)
+
+    def cut_to(name: str) -> tuple[Any, Cut]:
+        cut = importance.strongest(
+            scores, proposed[name], shape, source.model.config, settings.rescale_norms
+        )
+        return cut_model(source.model, cut, shape).requires_grad_(True), cut
+
+    as_cut: dict[str, float] = {}
+    distilled: dict[str, float] = {}
+    if len(proposed) > 1:
+        as_cut = _as_cut(
+            bench, proposed, shape, lambda name: cut_to(name)[0], folder / "probe" / "as_cut.json"
+        )
+        if settings.probe_steps:
+            # A distillation costs dozens of such looks, so that sets which are far behind as cut
+            # get none.
+            for name in sorted(proposed, key=lambda name: -as_cut[name])[
+                : settings.probe_candidates
+            ]:
+                distilled[name] = _probe(bench, cut_to(name)[0], name, folder / "probe" / name)
+    found = distilled or as_cut
+    best = max(found, key=lambda name: found[name]) if found else next(iter(proposed))
+    best = bench.parallel.broadcast(best)  # where ranks' last digits differ
+    notes = {
+        "layers": proposed[best],
+        "proposed_by": best,
+        "acceptance_as_cut": as_cut,
+        "probe_acceptance": found,
+        "candidates": proposed,
+    }
+    student, cut = cut_to(best)
+    return student, notes, cut
+
+
+def _scores(bench: Workbench, source: Source) -> importance.Scores:
+    """The source's scores: from the cache, else collected and put there."""
+    settings = bench.config.importance
+    path = _cached(bench, source, settings.sequences) / "scores.safetensors"
+    scores = importance.read_scores(path) if bench.parallel.is_main else None
+    scores = bench.parallel.broadcast(scores)
+    if scores is not None:
+        if bench.parallel.is_main:
+            print(f"scores of {source.folder} were collected before: {path}")
+        return scores
+    batches = bench.rows(settings.sequences)
+    tokens = len(batches) * bench.config.data.max_length
+    parallel = bench.parallel
+    with bench.account("scores", forward_flops(source.model.config) * tokens):
+        mine = importance.collect(
+            source.model, batches, parallel.is_main, parallel.rank, parallel.world_size
+        )
+        summed = {
+            name: parallel.sum(tensor.to(parallel.device)).cpu()
+            for name, tensor in mine.tensors().items()
+        }
+        scores = importance.Scores(**summed).finished()
+    if parallel.is_main:
+        importance.write_scores(path, scores, {"target": str(source.folder), "rows": len(batches)})
+    return scores
+
+
+def _cached(bench: Workbench, source: Source, rows: int) -> Path:
+    """Where what was found out about a source on so many rows of this text is kept."""
+    shares = {name: domain.share for name, domain in bench.config.data.domains.items()}
+    settings = (rows, bench.config.data.max_length, bench.config.seed, bench.config.target.dtype)
+    data = [*settings, _samples_hash(bench.texts), shares]
+    return Path(bench.config.importance.cache_dir) / importance.cache_key(
+        hash_input(source.folder), str(data)
+    )
+
+
+def _samples_hash(texts: dict[str, list[Sample]]) -> str:
+    digest = hashlib.sha256()
+    for samples in texts.values():
+        for sample in samples:
+            digest.update(sample.ids.tobytes())
+            digest.update(sample.mask.tobytes())
+    return digest.hexdigest()
+
+
+def _proposed(
+    bench: Workbench, source: Source, scores: importance.Scores, count: int
+) -> dict[str, list[int]]:
+    """The sets of layers to hold against each other; one, where the configuration names it."""
+    settings, layers = bench.config.importance, source.model.config.num_hidden_layers
+    given = bench.config.drafter.layers
+    if given and len(given) == count:
+        return {"given": list(given)}
+    asked = count < layers and settings.choice in ("probe", "greedy")
+    # else it is not looked at
+    removal = _removal(bench, source) if asked else list(range(layers - 1, 0, -1))
+    probing = settings.choice == "probe"
+    found = candidates(count, layers, scores.influence_L, removal, distinct=probing)
+    return found if probing else {settings.choice: found[settings.choice]}
+
+
+def _removal(bench: Workbench, source: Source) -> list[int]:
+    """Layers in the order in which the greedy search takes them away, by all ranks together; each
+    is kept beside the scores as it is found.
+    """
+    settings, parallel, layers = (
+        bench.config.importance,
+        bench.parallel,
+        source.model.config.num_hidden_layers,
+    )
+    path = _cached(bench, source, settings.greedy_sequences) / "removal.json"
+    begun = parallel.broadcast(importance.read_order(path, layers) if parallel.is_main else None)
+    if len(begun) == layers - 1:
+        return list(begun)
+
+    def add(mine: Tensor) -> Tensor:
+        return parallel.sum(mine.to(parallel.device)).cpu()
+
+    def keep(removed: list[int]) -> None:
+        if parallel.is_main:
+            importance.write_order(path, removed, layers)
+
+    batches = bench.rows(settings.greedy_sequences)
+    tokens = len(batches) * bench.config.data.max_length
+    with bench.account("layers by KL", tokens * removal_flops(source.model.config, len(begun))):
+        return removal_order(
+            source.model,
+            batches,
+            parallel.is_main,
+            parallel.rank,
+            parallel.world_size,
+            add,
+            begun,
+            keep,
+        )
+
+
+def _as_cut(
+    bench: Workbench,
+    proposed: Mapping[str, list[int]],
+    shape: Any,
+    student_of: Callable[[str], Any],
+    known: Path,
+) -> dict[str, float]:
+    """Acceptance of every candidate before any distillation: a forward over the held-out text each,
+    and one of the target for all.
+
+    Rank 0's figures, so that all ranks then try the same ones; found once, and kept in the file
+    `known`.
+    """
+    here = bench.parallel.is_main and known.is_file()
+    found = bench.parallel.broadcast(json.loads(known.read_text()) if here else None)
+    if found is not None:
+        return dict(found)
+    tokens = sum(len(sample.ids) for sample in bench.held_out)
+    flops = (len(proposed) * forward_flops(shape) + forward_flops(bench.teacher.config)) * tokens
+    with bench.account("probes", flops):
+        found = {name: bench.acceptance(student_of(name))["acceptance"] for name in proposed}
+    if bench.parallel.is_main:
+        for name, chosen in proposed.items():
+            print(f"probe: {name} {chosen} acceptance {found[name]:.3f} as cut")
+        known.parent.mkdir(parents=True, exist_ok=True)
+        write_text(known, json.dumps(found))
+    return dict(bench.parallel.broadcast(found))
+
+
+def _probe(bench: Workbench, student: Any, name: str, place: Path) -> float:
+    """Acceptance of a candidate after a short distillation; found once, and kept in `place`."""
+    known, steps = place / "acceptance.json", bench.config.importance.probe_steps
+    here = bench.parallel.is_main and known.is_file()
+    found = bench.parallel.broadcast(json.loads(known.read_text()) if here else None)
+    if found is None:
+        loop = _in_small(bench.config.between, steps)
+        found = bench.distil(f"probe {name}", student, loop, place).best["acceptance"]
+    if bench.parallel.is_main:
+        place.mkdir(parents=True, exist_ok=True)
+        write_text(known, json.dumps(found))
+        print(f"probe: {name} acceptance {found:.3f} after {steps} steps")
+        # Of a large student it is large, and there are several.
+        shutil.rmtree(place / "checkpoints", ignore_errors=True)
+    return found
+
+
+def _in_small(between: LoopConfig, steps: int) -> LoopConfig:
+    """The distillation between stages in `steps` steps, alike for all candidates, whatever else
+    bounds it.
+
+    Its warm-up is the same share of them, so that the learning rate comes to its peak.
+    """
+    warmup = round(between.optimizer.warmup_steps * steps / between.max_steps)
+    optimizer = dataclasses.replace(between.optimizer, warmup_steps=warmup)
+    return dataclasses.replace(
+        between,
+        max_steps=steps,
+        max_epochs=None,
+        max_tokens=0,
+        max_seconds=0.0,
+        optimizer=optimizer,
+        eval_every=0,
+        checkpoint_every=0,
+    )
+
+
+def by_masks(
+    bench: Workbench, source: Source, shape: Any, folder: Path
+) -> tuple[Any, dict[str, Any], Any]:
+    """Masks and weights learned together. Returns (student, notes, cut)."""
+    config = bench.config
+    masks = Masks(shape, source.model.config, BETA[config.l0.beta], config.seed).to(
+        bench.parallel.device
+    )
+    # A model of its own: the target stays what acceptance is measured against.
+    model = load_causal_lm(source.folder, dtype_of(config.loop.dtype)).train()
+    settings, lr = config.l0, config.loop.optimizer.lr
+    objective = MaskedModel(
+        model, masks, settings.warmup_share, settings.mask_lr, lr, settings.train_weights
+    )
+
+    def evaluate() -> dict[str, float]:
+        objective.unmask()
+        with masked(model, masks.binary()):
+            figures = bench.acceptance(model)
+        # The last masks are the ones that count.
+        return figures | masks.figures() | {"score": float(bench.parallel.inner.step)}
+
+    data = bench.data(rows_of_step(config.data, config.loop))
+    a_token = (6 if config.l0.train_weights else 4) * parameter_counts(model.config)["all"]
+    tracker = bench.recording(f"masks of {shape.num_hidden_layers} layers", folder)
+    with bench.account("masks", 0.0):
+        progress = fit(
+            "masks",
+            objective,
+            objective,
+            data,
+            config.loop,
+            bench.parallel,
+            folder,
+            tracker,
+            evaluate,
+        )
+    bench.flops["masks"] += float(a_token) * progress.step * config.loop.tokens_per_step
+    if tracker is not None:
+        tracker.close()
+    figures = {key: value for key, value in progress.best.items() if key not in ("step", "score")}
+    for line in in_words(figures) if bench.parallel.is_main else []:
+        print(line)
+    cut = bench.parallel.broadcast(masks.cut())
+    notes = {"layers": list(cut.layers), "steps": progress.step, "masks": figures}
+    return cut_model(model, cut, shape).requires_grad_(True), notes, cut
+
+
+def at_random(
+    bench: Workbench, source: Source, shape: Any, folder: Path
+) -> tuple[Any, dict[str, Any], None]:
+    """The same shape with random weights: the control. Returns (student, notes, None)."""
+    torch.manual_seed(bench.config.seed)
+    return random_model(shape, source.model.dtype).to(bench.parallel.device), {"layers": None}, None
+
+
+def record_stages(tracker: Tracker, told: list[dict[str, Any]]) -> None:
+    """Record each stage's figures at its number, and a table of the sets of layers that were
+    compared.
+    """
+    tracker.rewind(0)
+    rows = []
+    for number, notes in enumerate(told, start=1):
+        figures = {key: value for key, value in notes.items() if isinstance(value, float)}
+        for group in ("acceptance_as_cut", "probe_acceptance", "masks", "seconds", "flops"):
+            # `masks` may be the file that the cut was read from
+            if isinstance(notes.get(group), dict):
+                figures |= {f"{group}/{name}": value for name, value in notes[group].items()}
+        tracker.log(
+            number, figures | {"layers": len(notes["layers"])} if notes["layers"] else figures
+        )
+        for name, layers in notes.get("candidates", {}).items():
+            compared = {
+                key: notes[key].get(name) for key in ("acceptance_as_cut", "probe_acceptance")
+            }
+            rows.append({"stage": number, "candidate": name, "layers": str(layers), **compared})
+    tracker.show({"candidates": rows} if rows else {}, [], {})
+
+
+Mode = Callable[[Workbench, Source, Any, Path], tuple[Any, dict[str, Any], Any]]
+MODES: dict[str, Mode] = {"importance": by_importance, "l0": by_masks, "random": at_random}

@@ -1,0 +1,1 @@
+"""Regenerate chats: the target's own answers to their requests."""

@@ -1,0 +1,249 @@
+"""The target's answers to a batch of requests, by our own decoding in this process, with a drafter
+or without.
+
+Answers are drawn with noise that draft and target share and that is keyed by (seed, request), so
+neither the drafter, nor the batch, nor the order of the requests changes a word: greedy or sampled,
+each is what `decoding.decode` gives for the request alone. (In 32 bits and less up to near ties of
+two tokens, as everywhere.)
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from decoding.costs.measure import measure_costs, weighed_widths
+from decoding.engine import stop_tokens
+from decoding.errors import UserError
+from decoding.interfaces import Drafter
+from decoding.loop import Settings
+from decoding.models.load import Target, device_of, load_target
+from decoding.rounds.stats import Generation
+from decoding.sampling import noise
+from decoding.schedules.by_name import weighs_costs
+from decoding.session import Turns
+from decoding.stopping.base import RoundCosts
+from distill.config import RegenerateConfig
+from distill.regenerate.dialogues import Answer, Key, Message
+from jobs import ranks
+from jobs.drafter_use import Use, check_not_evaluated
+from jobs.drafters import build, describe, uses
+from jobs.run_files import read_object
+from training.checkpoint import write_text
+
+_PACE_TOKENS = 32  # an answer's tokens where only the pace is asked
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the target is to answer."""
+
+    key: Key
+    messages: list[Message]
+    ids: list[int]  # of the messages, with the generation prompt
+    last: bool  # of its chat
+
+
+# All that the job asks of a target, wherever it runs: one answer a request, in their order. The
+# second argument says that the requests are the next ones of chats of the last call, whose caches
+# may have stayed.
+Answering = Callable[[Sequence[Request], bool], list[Answer]]
+
+
+def request_id(key: Key) -> int:
+    """What keys a request's random numbers beside the seed."""
+    return noise.key(*key)
+
+
+class Local:
+    """The target in this process; it is loaded by the first request. costs_file: keeps what a
+    drafter's policy weighs.
+    """
+
+    def __init__(
+        self, config: RegenerateConfig, folder: Path, tokenizer: Any, costs_file: Path | None = None
+    ) -> None:
+        self.config, self.folder, self.tokenizer, self.costs_file = (
+            config,
+            folder,
+            tokenizer,
+            costs_file,
+        )
+        self.settings = Settings(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            num_draft_tokens=config.num_draft_tokens,
+            verify="coupled",  # the one rule under which a drafter changes no word at temperature
+            seed=config.seed,
+            stop_token_ids=stop_tokens(folder, tokenizer),
+        )
+        self._measured: RoundCosts | None = None
+
+    @cached_property
+    def target(self) -> Target:
+        target = self.config.target
+        return load_target(
+            self.folder,
+            backend=target.backend,
+            execution=target.execution or None,
+            dtype=target.dtype,
+            device=own_device(target.device),
+            max_length=self.config.data.max_length,
+            parallel=target.parallel,
+            processes=target.processes,
+            trust_remote_code=target.trust_remote_code,
+        )
+
+    @cached_property
+    def drafting(self) -> tuple[Drafter | None, Use]:
+        """The drafter and how it is used; what does not fit the target is told here."""
+        mappings = drafter_mapping(self.config)
+        if not mappings:
+            return None, Use()
+        used = uses(mappings, Use())
+        (drafter,) = build(mappings, used, self.folder).values()
+        drafter.prepare(self.target, None)
+        (use,) = used.values()
+        return drafter, use.settled(drafter.caps)
+
+    def load(self) -> None:
+        """Load what is loaded by the first request otherwise. Raises UserError for a target or
+        drafter that does not fit.
+        """
+        _ = self.target, self.drafting
+
+    @cached_property
+    def turns(self) -> Turns:
+        return Turns(self.target, self.drafting[0])
+
+    def __call__(self, requests: Sequence[Request], goes_on: bool = False) -> list[Answer]:
+        """One answer a request, in their order; all run as one ragged batch."""
+        settings = self._settings(requests)
+        if not goes_on:
+            self.turns.forget()
+        began = perf_counter()
+        generations = self._decode(requests, settings)
+        seconds = perf_counter() - began
+        tokens = sum(len(generation.tokens) for generation in generations)
+        return [
+            self._answer(request, generation, seconds * len(generation.tokens) / tokens)
+            for request, generation in zip(requests, generations, strict=True)
+        ]
+
+    def tokens_per_second(self, requests: Sequence[Request]) -> float:
+        """The pace on a batch, measured over a few tokens after a warm-up."""
+        few = min(_PACE_TOKENS, self.config.max_new_tokens)
+        settings = replace(self._settings(requests), max_new_tokens=few, ignore_eos=True)
+        self._decode(requests, settings)
+        self.turns.forget()
+        began = perf_counter()
+        generations = self._decode(requests, settings)
+        return sum(len(generation.tokens) for generation in generations) / (perf_counter() - began)
+
+    def _decode(self, requests: Sequence[Request], settings: Settings) -> list[Generation]:
+        chats, prompts = (
+            [request.key[:2] for request in requests],
+            [request.ids for request in requests],
+        )
+        last, keys = (
+            [request.last for request in requests],
+            [request_id(request.key) for request in requests],
+        )
+        return self.turns.decode(chats, prompts, last, settings, request_ids=keys)
+
+    def _answer(self, request: Request, generation: Generation, seconds: float) -> Answer:
+        tokens, stopped = list(generation.tokens), generation.finish == "stop"
+        text = str(
+            self.tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=True)
+        )
+        if not stopped:
+            text = text.rstrip("\ufffd")  # the bytes of a character that was cut in half
+        asked = len(request.ids), generation.prefilled
+        return Answer(
+            *request.key,
+            *asked,
+            tokens,
+            generation.finish,
+            text,
+            generation.rounds,
+            round(seconds, 6),
+        )
+
+    def _settings(self, requests: Sequence[Request]) -> Settings:
+        """The settings with what the drafter's policy needs.
+
+        The costs of a round that it weighs come from the file, or are measured on these requests
+        and written there first, so that a run that is taken up again drafts as it did before.
+        """
+        drafter, use = self.drafting
+        settings = replace(self.settings, **use.settings)
+        if drafter is None or not weighs_costs(drafter.caps, use.schedule, use.stopping):
+            return settings
+        file = self.costs_file
+        if self._measured is None and file is not None and file.is_file():
+            self._measured = read_object(
+                file, "Delete it: the costs are measured again", RoundCosts.read
+            )
+        if self._measured is None:
+            prompts = sorted((request.ids for request in requests), key=len)
+            self._measured = self._measure(
+                drafter, settings, prompts[len(prompts) // 2], len(prompts)
+            )
+            if file is not None:
+                write_text(file, json.dumps(asdict(self._measured), indent=1))
+        return replace(settings, costs=self._measured)
+
+    def _measure(
+        self, drafter: Drafter, settings: Settings, prompt: list[int], batch_size: int
+    ) -> RoundCosts:
+        return measure_costs(
+            self.target,
+            drafter,
+            prompt,
+            settings,
+            widths=weighed_widths(drafter, settings.num_draft_tokens),
+            context=len(prompt) + settings.max_new_tokens // 2,
+            batch_size=batch_size,
+        )
+
+
+def drafter_mapping(config: RegenerateConfig) -> dict[str, dict[str, Any]]:
+    """Its name -> what Hydra makes the drafter from; empty where there is none. Raises UserError
+    for more than one, or an overlapped one.
+    """
+    if not config.drafters:
+        return {}
+    target = replace(config.target, device=own_device(config.target.device))
+    mappings = describe(config.drafters, target, control=False)
+    if len(mappings) > 1:
+        raise UserError(
+            f"drafters names {len(mappings)} ({', '.join(mappings)}), expected one at most: they "
+            f"would all draw the same answers"
+        )
+    for name, use in uses(mappings, Use()).items():
+        check_not_evaluated(name, use)
+        if use.schedule != "serial":
+            raise UserError(
+                f"drafters: {name} has schedule={use.schedule}, expected serial: answers are drawn "
+                f"in batches"
+            )
+    return mappings
+
+
+def own_device(name: str) -> str:
+    """The device of this process: among several ranks on GPUs each has a card of its own. Raises
+    UserError where one is named for all.
+    """
+    if ranks.world_size() > 1 and ":" in name:
+        raise UserError(
+            f"target.device is '{name}', but every rank has a card of its own: use cuda, auto or "
+            f"cpu"
+        )
+    device = device_of(name)
+    return f"cuda:{ranks.local_rank()}" if device == "cuda" and ranks.world_size() > 1 else device

@@ -1,0 +1,149 @@
+"""What regeneration leaves: chats.json in the form that training reads, the account of the input,
+and figures of the answers.
+
+Training sees text, which its tokenizer cuts anew: an answer whose tokens come out otherwise is on
+the target's policy in its words alone. So every chat is rendered once as training will, and those
+that it cannot read are counted as failed.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from decoding.errors import UserError
+from decoding.rounds.stats import LOOPING_BELOW
+from distill.regenerate.dialogues import Account, Answer, Dialogue
+from training.data.chat import Rendered, render_chat
+from training.data.counts import Counts
+
+FILE = "chats.json"
+_MANY_LOOPS = 0.1  # of the answers: more are told on the terminal
+
+
+@dataclass(frozen=True)
+class Regenerated:
+    """The artefact, before it is written."""
+
+    records: list[dict[str, Any]]  # ShareGPT form, in input order
+    account: Account
+    kept: list[Answer]
+    as_drawn: int  # answers that training's tokenizer cuts into the very tokens that were drawn
+
+
+def gather(
+    dialogues: Sequence[Dialogue], counts: Counts, samples: int, tokenizer: Any, template: str
+) -> Regenerated:
+    """The chats of the dialogues, all of which have ended; counts: of the records that they were
+    read from.
+
+    Raises UserError, with the reasons, when no chat is left.
+    """
+    account = Account(counts.read * samples)
+    account.skipped = broken(counts, samples)
+    found = Regenerated([], account, [], 0)
+    as_drawn = 0
+    for dialogue in dialogues:
+        unreadable, same = "", 0
+        if dialogue.kept:
+            try:
+                same = same_tokens(
+                    render_chat(tokenizer, dialogue.messages, template=template), dialogue.answers
+                )
+            except UserError as error:
+                unreadable = f"training cannot read it: {error}"
+        if account.add(dialogue, unreadable):
+            found.records.append(dialogue.record(samples))
+            found.kept.extend(dialogue.answers)
+            as_drawn += same
+    account.check()
+    if not found.records:
+        raise UserError("no chat is left, expected one or more.\n" + "\n".join(account.lines()))
+    return Regenerated(found.records, account, found.kept, as_drawn)
+
+
+def broken(counts: Counts, samples: int) -> dict[str, list[str]]:
+    """Records that could not be read, as skipped ones: reason -> places."""
+    return {f"broken record, {reason}": places * samples for reason, places in counts.bad.items()}
+
+
+def same_tokens(rendered: Rendered, answers: Sequence[Answer]) -> int:
+    """How many answers stand in a rendered chat with the tokens that were drawn (what ends them
+    left out).
+    """
+    runs: list[list[int]] = []
+    for token, before, supervised in zip(
+        rendered.ids, [False, *rendered.mask], rendered.mask, strict=False
+    ):
+        if supervised and not before:
+            runs.append([])
+        if supervised:
+            runs[-1].append(token)
+    if len(runs) != len(answers):
+        return 0
+    return sum(
+        run[: len(answer.body)] == answer.body for run, answer in zip(runs, answers, strict=True)
+    )
+
+
+def chats_text(records: Iterable[Mapping[str, Any]]) -> str:
+    """The text of chats.json: a JSON array, one chat a line."""
+    return (
+        "[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n]\n"
+    )
+
+
+def figures(found: Regenerated, drawn_by_rank: Mapping[Path, Sequence[Answer]]) -> dict[str, Any]:
+    """For the manifest: counts, and the rates that they make. Answers that were left out again
+    count in the rates, not in the counts.
+
+    drawn_by_rank: a rank's journal -> its answers; the tokens a second of ranks, which work at the
+    same time, add up.
+    """
+    drawn = [answer for answers in drawn_by_rank.values() for answer in answers]
+    rates = [
+        sum(len(answer.tokens) for answer in answers) / sum(answer.seconds for answer in answers)
+        for answers in drawn_by_rank.values()
+        if answers
+    ]
+    kept = found.kept
+    return {
+        **found.account.figures(),
+        "answers": len(kept),
+        "answer_tokens": sum(len(answer.tokens) for answer in kept),
+        "prompt_tokens": sum(answer.prompt_tokens for answer in kept),
+        "read_tokens": sum(answer.read_tokens for answer in kept),
+        "finish": {how: sum(answer.finish == how for answer in kept) for how in ("stop", "length")},
+        "as_drawn_share": found.as_drawn / len(kept),
+        "distinct_4": fmean(answer.distinct_4 for answer in drawn),
+        "loop_share": fmean(answer.loops for answer in drawn),
+        "block_efficiency": sum(len(answer.tokens) for answer in drawn)
+        / sum(answer.rounds for answer in drawn),
+        "tokens_per_second": round(sum(rates), 1),
+    }
+
+
+def show(
+    found: Regenerated, metrics: Mapping[str, Any], temperature: float, drop_loops: bool
+) -> None:
+    """The account and the figures, for the terminal."""
+    print("\n".join(found.account.lines()))
+    print(
+        f"answers: {metrics['answers']:,} of {metrics['answer_tokens']:,} tokens, "
+        f"{metrics['finish']['length']:,} cut at max_new_tokens; {metrics['as_drawn_share']:.1%} "
+        f"are read back as the very tokens that were drawn"
+    )
+    print(
+        f"distinct-4 {metrics['distinct_4']:.2f}, {metrics['loop_share']:.1%} of the answers loop "
+        f"(below {LOOPING_BELOW}); {metrics['tokens_per_second']:,.0f} tokens/s, "
+        f"{metrics['block_efficiency']:.2f} a target forward; of {metrics['prompt_tokens']:,} "
+        f"tokens of prompts {metrics['read_tokens']:,} were read, the others stood in the cache"
+    )
+    if metrics["loop_share"] > _MANY_LOOPS and not drop_loops:
+        advice = " or a temperature above 0" if temperature == 0 else ""
+        print(
+            f"note: so many loops teach a drafter to loop; small targets do it most when greedy. "
+            f"Try drop_loops=true{advice}"
+        )

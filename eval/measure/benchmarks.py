@@ -1,0 +1,239 @@
+"""Evaluation prompts: read, narrowed down, rendered to token ids, spread over two parts, and every
+prompt left out is counted.
+
+A prompt has one or several user turns. With `turns: all` the later turns see the target's own
+earlier answers, so that all drafters face the same text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from decoding.errors import UserError
+from eval.config import BenchmarkConfig
+from training.data.chat import choose_rendering, render_prompt, render_text, template_names
+from training.data.readers import Prompt, read_prompts
+
+TURN = "{turn}"
+GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Prompts in the order of the file, and what was left out of it."""
+
+    name: str
+    prompts: list[Prompt]
+    render: str  # chat | text
+    chat_template: str  # of render=chat: auto (the tokenizer's own) or the name of one of ours
+    counts: dict[str, int]  # read, other_category, too_long, over_limit, measured
+    # another file's, for the sweep; empty: it takes of `prompts`
+    elsewhere: list[Prompt] = field(default_factory=list)
+
+
+def load_benchmark(
+    cfg: BenchmarkConfig, tokenizer: Any, *, max_length: int, max_new_tokens: int, limit: int
+) -> Benchmark:
+    """Read a prompt file, and another one for the sweep where one is named, and keep what can be
+    measured.
+
+    max_length: tokens that the target's context holds; limit: prompts to keep of the first file,
+    its first ones or (cfg.spread) some from all over it; 0: all. Raises UserError: an unknown
+    option; a category that no prompt has; with too_long=error, a first turn that leaves no room for
+    max_new_tokens; nothing left to measure.
+    """
+    _check_options(cfg)
+    render = choose_rendering(
+        tokenizer, cfg.render, cfg.chat_template, ("benchmark.render", "benchmark.chat_template")
+    )
+    cfg = replace(cfg, render=render)
+    everything = _read(cfg)
+    chosen = [prompt for prompt in everything if cfg.category in ("", prompt.category)]
+    if not chosen:
+        categories = ", ".join(sorted({prompt.category for prompt in everything}))
+        raise UserError(
+            f"{cfg.path}: no prompt of category {cfg.category!r}. Found: "
+            f"{categories or 'no prompt at all'}. Set benchmark.category to one of them, or leave "
+            f"it empty for all."
+        )
+    kept, too_long = _fitting(
+        chosen, cfg, tokenizer, max_length, max_new_tokens, 0 if cfg.spread else limit
+    )
+    if cfg.spread and limit:
+        kept, _ = spread(kept, limit)
+    counts = {
+        "read": len(everything),
+        "other_category": len(everything) - len(chosen),
+        "too_long": too_long,
+        "over_limit": len(chosen) - too_long - len(kept),
+        "kept": len(kept),
+    }
+    elsewhere: list[Prompt] = []
+    if cfg.sweep_path:
+        measured = [prompt.turns for prompt in kept]
+        apart = replace(cfg, path=cfg.sweep_path, ids="", first=0)
+        others = [prompt for prompt in _read(apart) if prompt.turns not in measured]
+        if not others:
+            raise UserError(
+                f"benchmark.sweep_path={cfg.sweep_path} holds no prompt besides the {len(kept)} "
+                f"that are measured. Expected a file with others."
+            )
+        elsewhere, _ = _fitting(others, apart, tokenizer, max_length, max_new_tokens, 0)
+    return Benchmark(
+        cfg.name or Path(cfg.path).stem, kept, render, cfg.chat_template, counts, elsewhere
+    )
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+    """(`count` prompts from all over the file, the others), both in its order.
+
+    One out of each of `count` equal stretches, so that a file ordered by category or language gives
+    some of all; each time from another place in the stretch (multiples of the golden ratio), so
+    that one which takes its categories in turn does too.
+    """
+    count = min(count, len(prompts))
+    bounds = [step * len(prompts) // count for step in range(count + 1)] if count else []
+    chosen = {
+        low + int((step * GOLDEN % 1) * (high - low))
+        for step, (low, high) in enumerate(pairwise(bounds), 1)
+    }
+    return (
+        [prompt for index, prompt in enumerate(prompts) if index in chosen],
+        [prompt for index, prompt in enumerate(prompts) if index not in chosen],
+    )
+
+
+def _read(cfg: BenchmarkConfig) -> list[Prompt]:
+    """The prompts of the file, those that the options name, with their turns as they are asked."""
+    prompts = read_prompts(cfg.path)
+    if cfg.turns == "first":
+        prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
+    if cfg.ids:
+        prompts = _picked(prompts, cfg)
+    if cfg.first:
+        prompts = prompts[: cfg.first]
+    if cfg.strip:
+        prompts = [
+            replace(prompt, turns=[turn.strip() for turn in prompt.turns]) for prompt in prompts
+        ]
+    if cfg.render == "text" and cfg.template != TURN:
+        prompts = [
+            replace(prompt, turns=[cfg.template.replace(TURN, t) for t in prompt.turns])
+            for prompt in prompts
+        ]
+    return prompts
+
+
+def _fitting(
+    prompts: Sequence[Prompt],
+    cfg: BenchmarkConfig,
+    tokenizer: Any,
+    max_length: int,
+    max_new_tokens: int,
+    limit: int,
+) -> tuple[list[Prompt], int]:
+    """(the prompts whose first turn leaves room for an answer, at most `limit` of them; how many do
+    not). UserError where one or all do not.
+    """
+    kept: list[Prompt] = []
+    too_long = 0
+    for prompt in prompts:
+        if limit and len(kept) == limit:
+            break
+        length = len(render_turns(prompt.turns[:1], [], tokenizer, cfg.render, cfg.chat_template))
+        if length + max_new_tokens <= max_length:
+            kept.append(prompt)
+        elif cfg.too_long == "skip":
+            too_long += 1
+        else:
+            raise UserError(
+                f"{cfg.path}: prompt {prompt.id!r} has {length} tokens; with "
+                f"max_new_tokens={max_new_tokens} that is over the target's context of "
+                f"{max_length}. Lower max_new_tokens, or set benchmark.too_long=skip to leave such "
+                f"prompts out (they are counted)."
+            )
+    if not kept:
+        raise UserError(
+            f"{cfg.path}: all {too_long} prompts are too long for the target's context of "
+            f"{max_length} tokens."
+        )
+    return kept, too_long
+
+
+def _picked(prompts: list[Prompt], cfg: BenchmarkConfig) -> list[Prompt]:
+    """The prompts that benchmark.ids names, in its order."""
+    try:
+        listed = json.loads(Path(cfg.ids).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"benchmark.ids={cfg.ids} cannot be read ({error}). Expected a JSON list of prompt ids."
+        ) from error
+    ids = listed.get("ids") if isinstance(listed, dict) else listed
+    if not isinstance(ids, list) or not ids:
+        raise UserError(
+            f'{cfg.ids}: expected a JSON list of prompt ids, or an object with "ids"; found '
+            f"{type(ids).__name__}."
+        )
+    by_id = {prompt.id: prompt for prompt in prompts}
+    missing = [one for one in ids if one not in by_id]
+    if missing:
+        raise UserError(
+            f"{cfg.ids}: {len(missing)} of {len(ids)} ids are not in {cfg.path}; the first is "
+            f"{missing[0]!r}."
+        )
+    return [by_id[one] for one in ids]
+
+
+def render_turns(
+    turns: list[str], answers: list[str], tokenizer: Any, render: str, chat_template: str = "auto"
+) -> list[int]:
+    """Token ids of the last of `turns`, after the turns before it and their answers, ready for the
+    target to answer.
+
+    render: chat (by chat_template) or text. Raises ValueError unless there is one answer fewer than
+    turns.
+    """
+    if len(answers) != len(turns) - 1:
+        raise ValueError(f"{len(turns)} turns need {len(turns) - 1} answers, got {len(answers)}")
+    if render == "text":
+        history = "".join(
+            f"{turn}\n{answer}\n" for turn, answer in zip(turns, answers, strict=False)
+        )
+        return render_text(tokenizer, history + turns[-1])
+    messages = []
+    for index, turn in enumerate(turns):
+        messages.append({"role": "user", "content": turn})
+        if index < len(answers):
+            messages.append({"role": "assistant", "content": answers[index]})
+    return render_prompt(tokenizer, messages, template=chat_template)
+
+
+def _check_options(cfg: BenchmarkConfig) -> None:
+    for key, found, allowed in (
+        ("chat_template", cfg.chat_template, template_names()),
+        ("turns", cfg.turns, ("first", "all")),
+        ("too_long", cfg.too_long, ("error", "skip")),
+    ):
+        if found not in allowed:
+            raise UserError(
+                f"benchmark.{key}={found!r} is not known. Expected one of: {', '.join(allowed)}."
+            )
+    if cfg.first < 0:
+        raise UserError(
+            f"benchmark.first={cfg.first} cannot be. Expected a number of prompts, or 0 for all."
+        )
+    if TURN not in cfg.template:
+        raise UserError(
+            f"benchmark.template={cfg.template!r} has no place for the turn. Expected a text with "
+            f"{TURN} in it."
+        )
+    if cfg.template != TURN and cfg.render != "text":
+        raise UserError(
+            "benchmark.template needs benchmark.render=text; a chat is rendered by the target's "
+            "own template."
+        )

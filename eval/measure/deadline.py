@@ -1,0 +1,90 @@
+"""A bound on the seconds of measuring: how many prompts still fit, and what was spent, kept in the
+run folder.
+
+Prompts are measured in blocks: the same ones under every condition, by every drafter and the
+baseline. A block that was begun is finished, so that all rows have the same prompts. Their order is
+shuffled by the seed; time decides how many of them are measured, never which.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from decoding.values import is_number
+from jobs.run_files import read_object
+from training.checkpoint import write_text
+
+FILE = "seconds.json"
+# blocks that are measured, whatever they take: of fewer than five prompts a speedup has no interval
+LEAST = {
+    "sweep": 2,
+    "main": 5,
+}
+UNTIL = {"sweep": 0.4, "main": 1.0}  # shares of the bound by which the parts end
+COSTS = 0.1  # share of the bound in which the costs that drafters weigh are measured, beforehand
+
+_REMEDY = "Delete it: what was spent before is not counted, and the records are kept"
+
+
+def _spent_of(values: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    """Return the seconds spent and those of each part's longest block, as `Deadline.count` wrote
+    them.
+    """
+    seconds, longest = values["seconds"], values["longest_block"]
+    if not is_number(seconds) or seconds < 0:
+        raise ValueError(f"seconds is {seconds!r}, expected a number from 0 up")
+    if not isinstance(longest, dict) or not all(
+        is_number(value) and value >= 0 for value in longest.values()
+    ):
+        raise ValueError(f"longest_block is {longest!r:.80}, expected seconds by part")
+    return seconds, longest
+
+
+class Deadline:
+    """The clock of a run. Without a bound it is never asked."""
+
+    def __init__(
+        self, max_seconds: float, folder: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """max_seconds: of all runs in this folder together; 0: no bound."""
+        self.max_seconds = max_seconds or math.inf
+        self._file, self._clock = folder / FILE, clock
+        self._earlier, self._longest = 0.0, dict[str, float]()
+        if self._file.is_file():
+            self._earlier, self._longest = read_object(self._file, _REMEDY, _spent_of)
+        self._began = clock()
+
+    @property
+    def bounds(self) -> bool:
+        """Whether there is a bound."""
+        return self.max_seconds < math.inf
+
+    @property
+    def seconds(self) -> float:
+        """Spent on measuring so far, by earlier runs too."""
+        return self._earlier + self._clock() - self._began
+
+    @property
+    def costs_seconds(self) -> float:
+        """For the costs that drafters weigh."""
+        return COSTS * self.max_seconds
+
+    def has_room(self, part: str, blocks: int) -> bool:
+        """Whether to measure another block of a part after `blocks` of them; it is expected to last
+        as long as the longest.
+        """
+        if not self.bounds or blocks < LEAST[part]:
+            return True
+        return self.seconds + self._longest.get(part, 0.0) <= self.max_seconds * UNTIL[part]
+
+    def count(self, part: str, seconds: float) -> None:
+        """Record the seconds that a block of a part took."""
+        self._longest[part] = max(seconds, self._longest.get(part, 0.0))
+        write_text(
+            self._file, json.dumps({"seconds": self.seconds, "longest_block": self._longest})
+        )

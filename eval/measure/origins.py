@@ -1,0 +1,104 @@
+"""What the folders of an evaluation's drafters say of them, kept beside the results.
+
+A drafter may be moved or trained again after it was evaluated, and its path is told from the folder
+where the evaluation was started. So eval.run writes down what eval.compare needs: drafters.json in
+the run folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decoding.models.folder import read_json
+from eval.statistics.schema import Row
+from jobs.run_files import read_object
+from training.checkpoint import write_text
+from training.drafter_folder import CARD
+from training.heads import head_of
+
+FILE = "drafters.json"
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a parameter
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a drafter's folder said when the drafter was evaluated."""
+
+    folder: str
+    card: dict[str, Any]  # drafter_card.json; empty where there is none
+    # parameters of the input embedding, of which a step reads one row; 0: it is the lm_head too
+    embedding: int | None
+    dtype: str  # in which it was run
+    note: str = ""  # why the card was left out, as a sentence
+
+    def bytes_per_step(self, row: Row) -> int | None:
+        """Bytes of weights that a draft step reads: the layers and the lm_head. None where the
+        folder does not tell its shape.
+        """
+        if self.embedding is None or self.dtype not in BYTES:
+            return None
+        return (row.drafter_parameters - self.embedding) * BYTES[self.dtype]
+
+    @property
+    def training_tokens(self) -> int | None:
+        """Tokens that it was distilled on, epochs included."""
+        return self.card.get("data", {}).get("tokens_seen")  # type: ignore[no-any-return]
+
+
+def origin_of(folder: Path, drafter_hash: str, dtype: str) -> Origin:
+    """That of a drafter's folder, whose content has this hash. A card of other weights is left out,
+    and a dry run's, which tells of no training.
+    """
+    card = read_json(folder / CARD) if (folder / CARD).is_file() else {}
+    told = card.get("drafter_hash")
+    note = ""
+    if told and told != drafter_hash:
+        note = f"the card in {folder} is of other weights than the folder holds: left out"
+    return Origin(
+        str(folder), card if told == drafter_hash else {}, _embedding(folder), dtype, note
+    )
+
+
+def write_origins(run_folder: Path, origins: Mapping[str, Origin]) -> None:
+    """Write drafters.json: drafter -> what its folder says."""
+    values = {name: dataclasses.asdict(origin) for name, origin in origins.items()}
+    write_text(run_folder / FILE, json.dumps(values, indent=2) + "\n")
+
+
+def read_origins(run_folder: Path) -> dict[str, Origin] | None:
+    """What write_origins wrote; None where the run is older than that. Raises UserError for a
+    damaged file.
+    """
+    file = run_folder / FILE
+    if not file.is_file():
+        return None
+    return read_object(file, "Evaluate again, with another output_dir=", _origins_of)
+
+
+def _origins_of(values: dict[str, Any]) -> dict[str, Origin]:
+    return {name: Origin(**origin) for name, origin in values.items()}
+
+
+def _embedding(folder: Path) -> int | None:
+    """Parameters of the input embedding that a step does not read; None where config.json does not
+    tell them.
+
+    A head has none of its own.
+    """
+    if head_of(folder):
+        return 0
+    if not (folder / "config.json").is_file():
+        return None
+    config = read_json(folder / "config.json")
+    if not {"vocab_size", "hidden_size"} <= config.keys():
+        return None
+    return (
+        0
+        if config.get("tie_word_embeddings")
+        else int(config["vocab_size"]) * int(config["hidden_size"])
+    )

@@ -1,0 +1,206 @@
+"""What the parts of a round cost, timed in slices all through the run, next to the generations that
+they explain.
+
+A machine changes pace from minute to minute, so parts that are timed once at the start explain
+little of what follows. A slice takes a few repeats of every part before every few units; a row
+takes the medians over the slices of its condition. The draft length is chosen from the slices of
+the sweep alone, which lie in the run folder before the first prompt of the main part, so that a run
+taken up again chooses the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from decoding.costs.measure import measure_costs, own_cores, weighed_widths
+from decoding.interfaces import Drafter
+from decoding.loop import Parts, time_parts
+from decoding.schedules.by_name import WALL, weighs_costs
+from decoding.stopping.base import RoundCosts
+from eval.measure.measurement import Bench
+from eval.measure.records import Arm, Condition
+from eval.statistics.schema import PartTimes
+from jobs.run_files import lines_of, read_lines, read_object
+from training.checkpoint import write_text
+
+UNITS_A_SLICE = 4  # about a tenth of a run goes into timing
+WARM_UP = 1
+MOST_REPEATS = 4  # times the usual, of a target that many drafters share
+COST_WINDOWS, COST_REPEATS, COST_TOKENS = 7, 5, 32
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One drafter's parts, timed once between two units."""
+
+    part: str  # sweep | main: the part of the run in which it was timed
+    temperature: float
+    batch_size: int
+    drafter: str
+    t_draft_ms: float
+    t_target_ms: dict[int, float]
+    context: int
+    # the target ran as it does without this drafter; not where the two have cores of their own
+    shared: bool = True
+    # empty where all steps are alike
+    t_draft_by_beams_ms: dict[int, float] = dataclasses.field(default_factory=dict)
+
+
+def time_slice(
+    bench: Bench,
+    condition: Condition,
+    part: str,
+    prompt: Sequence[int],
+    widths: Iterable[int],
+    repeats: int,
+) -> list[Slice]:
+    """Time every drafter's step, and the target at every width, after half of max_new_tokens;
+    `repeats` each.
+
+    The target is timed at all widths by itself, once for all drafters that share it, with more
+    repeats where they are several. Every drafter is then timed in the same way, in turn with a
+    target step, so that one model under two names costs the same.
+    """
+    slices: list[Slice] = []
+    sharing = sum(use.schedule not in WALL for use in bench.uses.values())
+    for name, drafter in bench.drafters.items():
+        shared = bench.uses[name].schedule not in WALL
+        often = repeats * min(sharing, MOST_REPEATS) if shared else repeats
+        with own_cores(bench.target, drafter, bench.uses[name].schedule):
+            step = _time(bench, drafter, condition.batch_size, prompt, (1,), repeats)
+            target_ms = step.t_target_ms
+            if not shared or not any(one.shared for one in slices):
+                target_ms = _time(
+                    bench, None, condition.batch_size, prompt, widths, often
+                ).t_target_ms
+        assert step.t_draft_ms is not None, "a drafter was timed"
+        place = (part, condition.temperature, condition.batch_size, name)
+        slices.append(
+            Slice(
+                *place, step.t_draft_ms, target_ms, step.context, shared, step.t_draft_by_beams_ms
+            )
+        )
+    return slices
+
+
+def _time(
+    bench: Bench,
+    drafter: Drafter | None,
+    batch_size: int,
+    prompt: Sequence[int],
+    widths: Iterable[int],
+    repeats: int,
+) -> Parts:
+    return time_parts(
+        bench.target,
+        drafter,
+        prompt,
+        widths=widths,
+        context=len(prompt) + bench.settings.max_new_tokens // 2,
+        batch_size=batch_size,
+        repeats=repeats,
+        warmup=WARM_UP,
+    )
+
+
+def frozen_costs(
+    bench: Bench,
+    conditions: Sequence[Condition],
+    prompt: Sequence[int],
+    deepest: Mapping[str, int],
+    path: Path,
+    seconds: float = math.inf,
+) -> None:
+    """Fill bench.costs for the policies and drafters that weigh costs: from the run folder, or
+    measured and written there first.
+
+    So a run that is taken up again decides as it did before. deepest: the longest draft of each
+    drafter. seconds: for all of them together.
+    """
+    weighing = [
+        name
+        for name, use in bench.uses.items()
+        if weighs_costs(bench.drafters[name].caps, use.schedule, use.stopping)
+    ]
+    measured = (
+        read_object(path, "Delete it: the costs are measured again", _costs_of)
+        if path.is_file()
+        else {}
+    )
+    for condition in conditions:
+        for name in weighing:
+            drafter = bench.drafters[name]
+            key = f"{name}, {condition.label}"
+            if key not in measured:
+                measured[key] = measure_costs(
+                    bench.target,
+                    drafter,
+                    prompt,
+                    bench.settings_at(condition, Arm(name, bench.settings.num_draft_tokens)),
+                    widths=weighed_widths(drafter, deepest[name]),
+                    context=len(prompt) + bench.settings.max_new_tokens // 2,
+                    batch_size=condition.batch_size,
+                    windows=COST_WINDOWS,
+                    repeats=COST_REPEATS,
+                    tokens=COST_TOKENS,
+                    seconds=seconds / (len(conditions) * len(weighing)),
+                )
+                values = {name: dataclasses.asdict(costs) for name, costs in measured.items()}
+                write_text(path, json.dumps(values, indent=1))
+            bench.costs[name, condition] = measured[key]
+
+
+def _costs_of(values: dict[str, Any]) -> dict[str, RoundCosts]:
+    return {key: RoundCosts.read(costs) for key, costs in values.items()}
+
+
+def median_parts(
+    slices: Sequence[Slice], drafter: str, condition: Condition, part: str
+) -> PartTimes:
+    """Medians over the slices of a part of the run: of the drafter's own for its step, for the
+    target of all drafters' that share it.
+
+    A machine's pace changes, so what is explained by parts is explained by those timed beside it.
+    Raises ValueError without a slice of this drafter under this condition.
+    """
+    place = (part, condition.temperature, condition.batch_size)
+    here = [s for s in slices if (s.part, s.temperature, s.batch_size) == place]
+    own = [s for s in here if s.drafter == drafter]
+    if not own:
+        raise ValueError(f"{drafter} was not timed at {condition.label}")
+    target = (
+        [s.t_target_ms for s in here if s.shared] if own[0].shared else [s.t_target_ms for s in own]
+    )
+    widths = sorted({n for times in target for n in times})
+    t_target_ms = {n: median(times[n] for times in target if n in times) for n in widths}
+    by_beams = {
+        n: median(s.t_draft_by_beams_ms[n] for s in own) for n in own[0].t_draft_by_beams_ms
+    }
+    return PartTimes(median(s.t_draft_ms for s in own), t_target_ms, own[0].context, by_beams)
+
+
+def append_slices(path: Path, slices: Iterable[Slice]) -> None:
+    """Add one line a slice, in one write."""
+    with path.open("ab") as file:
+        file.write(lines_of(map(dataclasses.asdict, slices)))
+
+
+def slice_from(values: dict[str, Any]) -> Slice:
+    """The slice in a line's values. Raises TypeError, ValueError or AttributeError for others."""
+    for key in ("t_target_ms", "t_draft_by_beams_ms"):  # JSON has no integer keys
+        values[key] = {int(n): milliseconds for n, milliseconds in values.get(key, {}).items()}
+    return Slice(**values)
+
+
+def read_slices(path: Path) -> list[Slice]:
+    """The slices of a run so far; a line that is torn (a killed run) or damaged is passed over."""
+    lines = read_lines(path, slice_from)
+    lines.report(path, "its parts are timed again where no others are left")
+    return lines.records

@@ -1,0 +1,381 @@
+"""From the configuration to loaded models and prompts; what cannot be measured is refused before
+anything is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.engine import stop_tokens
+from decoding.errors import UserError
+from decoding.loop import Settings
+from decoding.models.distributed.parallel import device_beside, processes_of
+from decoding.models.load import Target, device_of, load_target
+from decoding.models.native.model import EXECUTIONS
+from decoding.models.text.tokenizer import load_tokenizer
+from decoding.sampling.logits_processors import Allowed
+from decoding.sampling.token_chooser import SAMPLING
+from decoding.schedules.by_name import WALL
+from decoding.values import RULES, check_settings
+from eval.config import EvalConfig
+from eval.measure.benchmarks import load_benchmark, render_turns
+from eval.measure.lengths import longest, own_cap_of, rule_of, tried
+from eval.measure.measurement import Bench
+from eval.measure.records import Arm, Condition
+from eval.statistics.budgets import Shapes, shapes_of
+from eval.statistics.schema import DrafterFacts, RunFacts
+from jobs import drafters as drafter_list
+from jobs.paths import imported, resolve
+from jobs.run_folder import hardware
+
+WARM_UP_TOKENS = 24
+EMBEDDED = "embedded:"  # how a configuration names what ships with the project
+
+
+def conditions(cfg: EvalConfig) -> list[Condition]:
+    """Temperatures x batch sizes."""
+    return [
+        Condition(temperature, batch)
+        for batch in cfg.batch_sizes
+        for temperature in cfg.temperatures
+    ]
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def check(cfg: EvalConfig) -> None:
+    """Raise UserError for settings that cannot be measured, before any model is loaded."""
+    check_settings(
+        cfg,
+        (
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "stop_strings",
+            "stopping_threshold",
+            "seed",
+        ),
+    )
+    temperature = RULES["temperature"]
+    for key, found, fine, expected in (
+        (
+            "temperatures",
+            cfg.temperatures,
+            bool(cfg.temperatures) and all(map(temperature.fits, cfg.temperatures)),
+            f"one or more of these: {temperature.expected}",
+        ),
+        (
+            "batch_sizes",
+            cfg.batch_sizes,
+            min(cfg.batch_sizes, default=0) >= 1,
+            "one or more whole numbers from 1 up",
+        ),
+        (
+            "num_draft_tokens",
+            cfg.num_draft_tokens,
+            min(cfg.num_draft_tokens, default=1) >= 1,
+            "numbers from 1 up",
+        ),
+        (
+            "sweep",
+            cfg.sweep,
+            min(cfg.sweep, default=1) >= 1,
+            "numbers from 1 up, or [] for no sweep",
+        ),
+        (
+            "max_draft_tokens",
+            cfg.max_draft_tokens,
+            cfg.max_draft_tokens >= 1,
+            "a whole number from 1 up",
+        ),
+        ("samples", cfg.samples, cfg.samples >= 1, "1 or more"),
+        ("repeats", cfg.repeats, cfg.repeats >= 1, "1 or more"),
+        (
+            "max_seconds",
+            cfg.max_seconds,
+            0 <= cfg.max_seconds < math.inf,
+            "seconds, or 0 for all prompts",
+        ),
+        (
+            "max_new_tokens",
+            cfg.max_new_tokens,
+            cfg.max_new_tokens >= 2 and RULES["max_new_tokens"].fits(cfg.max_new_tokens),
+            "2 or more: one token leaves nothing to draft",
+        ),
+        ("verify", cfg.verify, cfg.verify in SAMPLING, _one_of(SAMPLING)),
+        (
+            "target.execution",
+            cfg.target.execution,
+            cfg.target.execution in ("", *EXECUTIONS),
+            _one_of(EXECUTIONS),
+        ),
+    ):
+        if not fine:
+            raise UserError(f"{key} is {found}, expected {expected}.")
+    drafter_list.check_entries(cfg.drafters)
+    processes_of(
+        cfg.target.parallel, cfg.target.processes, cfg.target.backend, device_of(cfg.target.device)
+    )
+    if cfg.allowed:
+        _allowed(cfg.allowed)
+    if not cfg.num_draft_tokens and not (cfg.sweep and cfg.sweep_prompts):
+        raise UserError(
+            "num_draft_tokens is empty, and so is the sweep that would choose it. "
+            "Set num_draft_tokens=[4], or sweep=[1,2,4] with sweep_prompts=8."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """Everything a run needs, and what the rows say of it."""
+
+    bench: Bench
+    run: RunFacts
+    facts: dict[str, DrafterFacts]
+    prompt_file: Path
+    inputs: list[Path]  # for the manifest
+    shapes: Shapes  # what its models read and compute
+    # drafter -> its folder, if it has one, and the dtype that it runs in
+    folders: dict[str, tuple[Path, str]]
+
+
+def load(cfg: EvalConfig) -> Loaded:
+    """Load target, drafters, tokenizer and prompts; UserError for whatever of it does not fit."""
+    folder = resolve(cfg.target.path)
+    device = device_of(cfg.target.device)
+    largest = max(cfg.batch_sizes)
+    mappings = drafter_list.describe(
+        cfg.drafters, dataclasses.replace(cfg.target, device=device), cfg.prompt_lookup_control
+    )
+    uses = drafter_list.uses(
+        mappings, drafter_list.Use(cfg.stopping, cfg.stopping_threshold, cfg.schedule)
+    )
+    target = load_target(
+        folder,
+        backend=cfg.target.backend,
+        execution=cfg.target.execution or None,
+        dtype=cfg.target.dtype,
+        device=device,
+        max_length=cfg.target.max_length or None,
+        batch_size=largest,
+        parallel=cfg.target.parallel,
+        processes=cfg.target.processes,
+        trust_remote_code=cfg.target.trust_remote_code,
+    )
+    _check_lengths(cfg, target)
+    drafters = drafter_list.build(
+        mappings, uses, folder, {device: _worker_device(target, uses.values())}
+    )
+    uses = {name: use.settled(drafters[name].caps) for name, use in uses.items()}
+    for drafter in drafters.values():
+        drafter.prepare(target, None)  # what does not fit the target is told now, not after an hour
+    tokenizer = load_tokenizer(folder, cfg.target.trust_remote_code)
+    prompt_file, sweep_file = resolve(cfg.benchmark.path), _sweep_file(cfg)
+    benchmark = load_benchmark(
+        dataclasses.replace(cfg.benchmark, path=str(prompt_file), sweep_path=str(sweep_file or "")),
+        tokenizer,
+        max_length=target.max_length,
+        max_new_tokens=cfg.max_new_tokens,
+        limit=cfg.max_prompts,
+    )
+    caps = {
+        name: own_cap_of(name, uses[name], drafter.caps, target, cfg.max_draft_tokens)
+        for name, drafter in drafters.items()
+    }
+    folders = {
+        name: (Path(mapping["folder"]), mapping.get("dtype") or cfg.target.dtype)
+        for name, mapping in mappings.items()
+        if "folder" in mapping
+    }
+    dtypes = {name: dtype for name, (_, dtype) in folders.items()}
+    facts = {
+        name: facts_of(
+            name, drafter, uses[name], bool(cfg.num_draft_tokens), caps[name], dtypes.get(name, "")
+        )
+        for name, drafter in drafters.items()
+    }
+    inputs = [folder, prompt_file, *([sweep_file] if sweep_file else [])]
+    inputs += [drafter_folder for drafter_folder, _ in folders.values()]
+    settings = settings_of(cfg, stop_tokens(folder, tokenizer), tokenizer)
+    bench = Bench(
+        target, drafters, tokenizer, benchmark, settings, cfg.verify, uses, cfg.samples, cfg.repeats
+    )
+    shapes = shapes_of(folder, target, mappings, drafters)
+    return Loaded(
+        bench,
+        run_facts(cfg, target, benchmark.name, device),
+        facts,
+        prompt_file,
+        inputs,
+        shapes,
+        folders,
+    )
+
+
+def _check_lengths(cfg: EvalConfig, target: Target) -> None:
+    """Raise UserError for drafts that are longer than the target's context: they would be timed
+    first.
+    """
+    for key, length in (
+        ("num_draft_tokens", max(cfg.num_draft_tokens, default=0)),
+        ("sweep", max(cfg.sweep, default=0)),
+        ("max_draft_tokens", cfg.max_draft_tokens),
+    ):
+        if length > target.max_length:
+            raise UserError(
+                f"{key} goes up to {length}, expected at most {target.max_length}, the context of "
+                f"'{target.name}' in tokens."
+            )
+
+
+def _sweep_file(cfg: EvalConfig) -> Path | None:
+    """The sweep's own prompts, where it runs and has some."""
+    return (
+        resolve(cfg.benchmark.sweep_path)
+        if cfg.benchmark.sweep_path and cfg.sweep and cfg.sweep_prompts
+        else None
+    )
+
+
+def _worker_device(target: Target, uses: Iterable[drafter_list.Use]) -> str:
+    """Where drafters work while the target does; says so where that is the target's own card."""
+    device = device_beside(target)
+    overlapping = any(use.schedule in WALL for use in uses)
+    if overlapping and target.device.type == "cuda" and torch.device(device) == target.device:
+        print(
+            f"note: no card is free beside the target's, so drafters in workers share {device} "
+            f"with it"
+        )
+    return device
+
+
+def settings_of(cfg: EvalConfig, stop_token_ids: tuple[int, ...], tokenizer: Any) -> Settings:
+    """The decoding settings that all conditions share."""
+    return Settings(
+        max_new_tokens=cfg.max_new_tokens,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        repetition_penalty=cfg.repetition_penalty,
+        allowed=_allowed(cfg.allowed)(tokenizer) if cfg.allowed else None,
+        stop_strings=tuple(cfg.stop_strings),
+        text_of=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+        seed=cfg.seed,
+        stop_token_ids=stop_token_ids if cfg.stop_at_eos else (),
+    )
+
+
+def _allowed(name: str) -> Callable[[Any], Allowed]:
+    """The caller's function of the tokenizer. Raises UserError where there is none of that name."""
+    try:
+        return imported(name)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise UserError(
+            f"allowed={name} cannot be had: {error}. Expected package.module.function, a function "
+            f"that takes the tokenizer and returns one from a text's ids to the ids that may "
+            f"follow."
+        ) from error
+
+
+def run_facts(cfg: EvalConfig, target: Target, benchmark: str, device: str) -> RunFacts:
+    """What every row of the run says."""
+    machine = hardware()
+    return RunFacts(
+        target=cfg.target.path.replace(":", " ")
+        if cfg.target.path.startswith(EMBEDDED)
+        else target.name,
+        target_layers=target.num_layers,
+        target_parameters=target.num_parameters,
+        benchmark=benchmark,
+        verify=cfg.verify,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        repetition_penalty=cfg.repetition_penalty,
+        allowed=cfg.allowed,
+        max_new_tokens=cfg.max_new_tokens,
+        backend=target.backend,
+        dtype=cfg.target.dtype,
+        device=device,
+        threads=torch.get_num_threads(),
+        hardware=machine["gpus"][0] if device.startswith("cuda") else machine["cpu"],
+        seed=cfg.seed,
+        bootstrap_resamples=cfg.bootstrap_resamples,
+    )
+
+
+def facts_of(
+    name: str,
+    drafter: Any,
+    use: drafter_list.Use,
+    lengths_given: bool,
+    own_cap: int | None,
+    dtype: str,
+) -> DrafterFacts:
+    """What rows say of a drafter; lengths_given: whether the user names the draft lengths; own_cap:
+    see eval.measure.lengths; dtype: of its own model.
+    """
+    return DrafterFacts(
+        name=name,
+        layers=drafter.num_layers,
+        parameters=drafter.num_parameters,
+        one_pass=drafter.caps.steps == "round",
+        stopping=use.stopping or "fixed",
+        schedule=use.schedule,
+        length_rule=rule_of(use.schedule, lengths_given, own_cap),
+        verify=use.verify,
+        dtype=dtype,
+        own_cap=own_cap,
+    )
+
+
+def widths(cfg: EvalConfig, loaded: Loaded) -> list[int]:
+    """Numbers of new tokens at which the target is timed: one, and every proposal with the token
+    before it.
+
+    Of wide trees, and of chains that are longer than any of the sweep, a few: V between two of them
+    is taken from the line through them.
+    """
+    drafters, deepest = loaded.bench.drafters, max([*cfg.num_draft_tokens, *cfg.sweep])
+    chain = range(1, deepest + 2)
+    capped = max((facts.own_cap or 0 for facts in loaded.facts.values()), default=0)
+    widest = (
+        max(drafter.width(longest(loaded.facts[name], cfg)) for name, drafter in drafters.items())
+        + 1
+    )
+    further = {*range(deepest + 5, capped + 1, 4), *range(16, widest, 16), capped + 1, widest}
+    return [*chain, *sorted(n for n in further if n > deepest + 1)]
+
+
+def middle_prompt(bench: Bench) -> list[int]:
+    """Token ids of the prompt of median length, for timing and warming up."""
+    render, template = bench.benchmark.render, bench.benchmark.chat_template
+    prompts = [
+        render_turns(prompt.turns[:1], [], bench.tokenizer, render, template)
+        for prompt in bench.benchmark.prompts
+    ]
+    return sorted(prompts, key=len)[len(prompts) // 2]
+
+
+def warm_up(loaded: Loaded, cfg: EvalConfig) -> None:
+    """Run every arm once, so that no measured generation is the first of its shape."""
+    ids = middle_prompt(loaded.bench)
+    brief = dataclasses.replace(
+        loaded.bench.settings, max_new_tokens=min(WARM_UP_TOKENS, cfg.max_new_tokens)
+    )
+    short = dataclasses.replace(loaded.bench, settings=brief)
+    for condition in conditions(cfg):
+        arms = [
+            Arm(name, gamma) for name, facts in loaded.facts.items() for gamma in tried(facts, cfg)
+        ]
+        for arm in [*loaded.bench.baselines(condition), *arms]:
+            short.decode(condition, arm, [ids] * condition.batch_size)

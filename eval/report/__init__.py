@@ -1,0 +1,1 @@
+"""What a run shows: tables, plots and the page."""

@@ -1,0 +1,1 @@
+"""What a comparison of runs shows: tables, plots and the page."""

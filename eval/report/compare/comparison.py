@@ -1,0 +1,234 @@
+"""Rows of several evaluations put side by side: what may be compared with what, who is ahead, and
+who lies on the Pareto front.
+
+Runs measured at different times are not compared for speed. What is compared are speedups, each a
+ratio to the baseline that was interleaved in its own run, and only where target, machine, threads,
+dtype and backend (`Setting`) and the work (`Workload`) are the same: a `Panel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from eval.report.compare.entries import Entry, Setting, Workload
+from eval.report.words import condition_label
+from eval.statistics.metrics import Interval, paired_speedups
+from eval.statistics.prediction import Costs
+from eval.statistics.schema import Row
+from eval.statistics.units import Unit
+from jobs.drafters import CONTROL
+
+# What a drafter may cost, for the Pareto front: less is better.
+COSTS: dict[str, Callable[[Entry], int | None]] = {
+    "parameters": lambda entry: entry.row.drafter_parameters,
+    "training_tokens": lambda entry: entry.training_tokens,
+}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where an entry stands in its panel."""
+
+    entry: Entry
+    rival: Entry | None = None  # the best of the others; None where it is not ranked or alone
+    # its speedup over the rival's on prompts that both ran; None where they share none
+    ratio: Interval | None = None
+    shared: int = 0  # prompts that both ran
+    # cost -> non-dominated; absent: unknown, or idle
+    on_front: dict[str, bool] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Entries whose speedups may be compared, in the order of the runs."""
+
+    setting: Setting
+    workload: Workload
+    label: str
+    standings: list[Standing]
+
+    @property
+    def slug(self) -> str:
+        """The label for names of files."""
+        return re.sub(r"[^\w.]+", "_", self.label)
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [standing.entry for standing in self.standings]
+
+    @property
+    def fastest(self) -> list[Entry]:
+        """Each drafter at its fastest draft length, the fastest drafter first, behind them those
+        that draft nothing; those that are not ranked are left out.
+        """
+        return _fastest(self.entries)
+
+
+def panels_of(entries: Sequence[Entry], resamples: int, seed: int) -> list[Panel]:
+    """The entries by what may be compared, each in exactly one panel; settings first, then
+    benchmark, batch and temperature.
+    """
+    groups: dict[tuple[Setting, Workload], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.setting, entry.workload), []).append(entry)
+    settings = list(dict.fromkeys(setting for setting, _ in groups))
+
+    def order(key: tuple[Setting, Workload]) -> tuple[Any, ...]:
+        setting, work = key
+        return settings.index(setting), work.benchmark, work.batch_size, work.temperature
+
+    keys = sorted(groups, key=order)
+    differing = telling(settings, "target", "target_hash") + telling(
+        [work for _, work in keys], "benchmark", "prompts_hash"
+    )
+    return [
+        Panel(
+            *key,
+            _label(key, differing, groups[key][0].row),
+            _standings(groups[key], resamples, seed),
+        )
+        for key in keys
+    ]
+
+
+def differing_fields(objects: Sequence[Any]) -> list[str]:
+    """Names of the fields in which instances of one dataclass are not all alike."""
+    return [
+        field.name
+        for field in dataclasses.fields(objects[0])
+        if len({vars(one)[field.name] for one in objects}) > 1
+    ]
+
+
+def telling(objects: Sequence[Any], name: str, hashed: str) -> list[str]:
+    """The fields to tell objects by: those that differ, the hash only where two have one name."""
+    enough = len({vars(one)[hashed] for one in objects}) <= len(
+        {vars(one)[name] for one in objects}
+    )
+    return [field for field in differing_fields(objects) if field != hashed or not enough]
+
+
+def _label(key: tuple[Setting, Workload], differing: Sequence[str], row: Row) -> str:
+    """Temperature and rule, the batch, and whatever else tells this panel from the others."""
+    values = {**vars(key[0]), **vars(key[1])}
+    said = {"temperature", "batch_size", "verify"}
+    more = [_said(name, values[name]) for name in differing if name not in said]
+    return ", ".join([condition_label(row), *more])
+
+
+def _said(name: str, value: Any) -> str:
+    if name in ("target", "benchmark", "hardware", "device", "dtype", "execution"):
+        return str(value)
+    if name.endswith("_hash"):
+        return f"{name.removesuffix('_hash')} {value[:8]}"
+    return f"{name.replace('_', ' ')} {value}"
+
+
+def _fastest(entries: Sequence[Entry]) -> list[Entry]:
+    fastest: dict[str, Entry] = {}
+    for entry in sorted(
+        (entry for entry in entries if not entry.not_ranked), key=_speed, reverse=True
+    ):
+        fastest.setdefault(entry.name, entry)
+    # whose speed is plain decoding's, and no drafter's
+    return sorted(fastest.values(), key=lambda entry: entry.idle)
+
+
+def _speed(entry: Entry) -> float:
+    assert entry.speedup is not None, "of ranked entries alone"
+    return entry.speedup.value
+
+
+def _standings(entries: Sequence[Entry], resamples: int, seed: int) -> list[Standing]:
+    ranked = _fastest(entries)
+    found = [_against(entry, ranked, resamples, seed) for entry in entries]
+    for cost, value_of in COSTS.items():
+        weighed = [(entry, value_of(entry)) for entry in ranked]
+        if not any(value for _, value in weighed):  # that nothing costs nothing is no news
+            continue
+        points = [
+            (entry, value) for entry, value in weighed if value is not None and not entry.idle
+        ]
+        front = pareto_front([(value, _speed(entry)) for entry, value in points])
+        marks = {id(entry): on_front for (entry, _), on_front in zip(points, front, strict=True)}
+        found = [
+            replace(one, on_front={**one.on_front, cost: marks[id(one.entry)]})
+            if id(one.entry) in marks
+            else one
+            for one in found
+        ]
+    return found
+
+
+def _against(entry: Entry, ranked: Sequence[Entry], resamples: int, seed: int) -> Standing:
+    """The entry against the fastest drafter that is not its own, the two paired by prompt."""
+    controls = entry.row.drafter == CONTROL  # those of two runs are one drafter
+    others = [
+        one
+        for one in ranked
+        if one.name != entry.name and not (controls and one.row.drafter == CONTROL)
+    ]
+    if entry.not_ranked or not others:
+        return Standing(entry)
+    mine, theirs = entry.counted(), others[0].counted()
+    shared = [ids for ids in mine if ids in theirs]
+    prompts = sum(len(ids) for ids in shared)
+    if not shared:
+        return Standing(entry, others[0])
+    ratio = paired_speedups(
+        _columns([mine[ids] for ids in shared]),
+        _columns([theirs[ids] for ids in shared]),
+        resamples=resamples,
+        seed=seed,
+    )
+    return Standing(entry, others[0], ratio, prompts)
+
+
+def _columns(units: Sequence[Unit]) -> list[list[float]]:
+    return [
+        [unit.tokens for unit in units],
+        [unit.seconds for unit in units],
+        [unit.base_tokens for unit in units],
+        [unit.base_seconds for unit in units],
+    ]
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """For each (cost, gain): is there none that costs no more, gains no less, and is better in one
+    of the two?
+    """
+    return [
+        not any(
+            other_cost <= cost and other_gain >= gain and (other_cost, other_gain) != (cost, gain)
+            for other_cost, other_gain in points
+        )
+        for cost, gain in points
+    ]
+
+
+def chains(panel: Panel) -> list[Entry]:
+    """The entries that the closed form holds for, each drafter at its fastest: models that draft a
+    token at a time, in turn with the target.
+    """
+    return [
+        entry
+        for entry in panel.fastest
+        if entry.row.drafter_parameters and entry.row.schedule == "serial"
+    ]
+
+
+def usual_costs(entries: Sequence[Entry]) -> Costs:
+    """V, o and o_1 as medians over entries, for the iso-speedup curves. c is not theirs to say."""
+    rows = [entry.row for entry in entries]
+    widths = set.intersection(*(set(row.V) for row in rows))
+    return Costs(
+        cost_ratio=0.0,
+        V={width: median(row.V[width] for row in rows) for width in sorted(widths)},
+        overhead=median(row.overhead * row.round_ms / row.t_target_ms[1] for row in rows),
+        baseline_overhead=median(row.baseline_round_ms / row.t_target_ms[1] for row in rows) - 1.0,
+    )

@@ -1,0 +1,161 @@
+"""A row of an evaluation as a comparison sees it: under what setting it was measured, on what work,
+and what is known of its drafter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from decoding.schedules.by_name import VIRTUAL
+from eval.report.compare.evaluations import Evaluation
+from eval.statistics.lossless import DIFFERS
+from eval.statistics.metrics import Interval
+from eval.statistics.rows import headline_units
+from eval.statistics.schema import Row
+from eval.statistics.units import Unit
+from jobs.drafters import ALONE
+
+HEADLINE, ALL = "headline", "all"  # the prompts that count
+# draft tokens of a mean round: fewer, and the rule that ends drafts has found that none pays
+IDLE_BELOW = 0.05
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What speeds must share to be compared, besides the work."""
+
+    target: str
+    target_hash: str
+    hardware: str
+    device: str
+    threads: int
+    dtype: str
+    backend: str
+    execution: str
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work: prompts, and how they are decoded."""
+
+    benchmark: str
+    prompts_hash: str
+    temperature: float
+    batch_size: int
+    verify: str
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    allowed: str
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of an evaluation, with what the comparison adds to it."""
+
+    run: str
+    folder: str
+    name: str  # of the drafter, and of the run where several have one of that name
+    row: Row
+    setting: Setting
+    workload: Workload
+    units: list[Unit]  # the pairs behind the row
+    card: dict[str, Any]
+    bytes_per_step: int | None
+    training_tokens: int | None
+    prompts: str = HEADLINE
+    series: str = ""  # points of one series differ in depth alone, and are joined
+
+    @property
+    def speedup(self) -> Interval | None:
+        """Over the prompts that count; None where every text loops."""
+        row = self.row
+        if self.prompts == ALL:
+            return Interval(row.speedup, row.speedup_low, row.speedup_high)
+        if row.headline_speedup is None:
+            return None
+        return Interval(row.headline_speedup, row.headline_speedup_low, row.headline_speedup_high)
+
+    @property
+    def alpha(self) -> float | None:
+        """Over the prompts that count."""
+        return self.row.alpha if self.prompts == ALL else self.row.headline_alpha
+
+    @property
+    def not_ranked(self) -> str:
+        """Why the row stands in no ranking and no plot; empty where it does."""
+        if self.row.schedule == ALONE:
+            return "another model's text"
+        if self.row.schedule in VIRTUAL:
+            return "a virtual clock"
+        if self.row.lossless == DIFFERS:
+            return "not the target's own text"
+        return "" if self.speedup is not None else "every text of the target loops"
+
+    @property
+    def idle(self) -> bool:
+        """Whether a model drafted next to nothing, so that its speed is plain decoding's and tells
+        nothing of the model.
+        """
+        return (
+            self.row.drafter_parameters > 0
+            and self.row.num_draft_tokens > 0
+            and self.row.drafted < IDLE_BELOW
+        )
+
+    def counted(self) -> dict[tuple[str, ...], Unit]:
+        """Prompt ids -> the unit, of the prompts that count."""
+        units = self.units if self.prompts == ALL else headline_units(self.units)
+        return {tuple(unit.ids): unit for unit in units}
+
+
+def entries_of(evaluations: Sequence[Evaluation], prompts: str) -> list[Entry]:
+    """One entry for every row, in order."""
+    runs_of: dict[str, set[str]] = {}
+    for evaluation in evaluations:
+        for row in evaluation.rows:
+            runs_of.setdefault(row.drafter, set()).add(evaluation.label)
+    return [
+        _entry(
+            evaluation,
+            row,
+            row.drafter
+            if len(runs_of[row.drafter]) == 1
+            else f"{row.drafter} ({evaluation.label})",
+            prompts,
+        )
+        for evaluation in evaluations
+        for row in evaluation.rows
+    ]
+
+
+def _entry(evaluation: Evaluation, row: Row, name: str, prompts: str) -> Entry:
+    target_hash, prompts_hash = evaluation.hashes
+    values = {**dataclasses.asdict(row), "target_hash": target_hash, "prompts_hash": prompts_hash}
+    values["execution"] = evaluation.execution
+    # a drafter with a rule of its own stands among those of its run
+    values["verify"] = row.shared_verify
+    origin = evaluation.origins.get(row.drafter)
+    modelless = 0 if row.drafter_parameters == 0 else None  # there is nothing to read or to train
+    return Entry(
+        run=evaluation.label,
+        folder=str(evaluation.folder),
+        name=name,
+        row=row,
+        setting=Setting(
+            **{field.name: values[field.name] for field in dataclasses.fields(Setting)}
+        ),
+        workload=Workload(
+            **{field.name: values[field.name] for field in dataclasses.fields(Workload)}
+        ),
+        units=evaluation.units(row),
+        card=origin.card if origin else {},
+        bytes_per_step=origin.bytes_per_step(row) if origin else modelless,
+        training_tokens=origin.training_tokens if origin else modelless,
+        prompts=prompts,
+    )

@@ -1,0 +1,148 @@
+"""Finished runs of eval.run as eval.compare reads them: their rows, their generations, and what
+their drafters' folders say.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decoding.errors import UserError
+from eval.measure.origins import FILE as ORIGINS
+from eval.measure.origins import Origin, read_origins
+from eval.measure.records import Record, read_records
+from eval.report.words import main_rows
+from eval.statistics.rows import units_at
+from eval.statistics.schema import Row, read_rows
+from eval.statistics.units import Unit
+from jobs.run_folder import changed_artefacts, read_manifest
+from jobs.saved_config import read_config
+
+JOB = "eval.run"
+AGAIN = "Evaluate again, with another output_dir="
+FILES = ("config.yaml", "manifest.json", "results.jsonl", "records.jsonl")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A finished run of eval.run."""
+
+    folder: Path
+    label: str  # what tells it from the others of the comparison
+    config: dict[str, Any]
+    manifest: dict[str, Any]
+    rows: list[Row]  # those that count: of the main part
+    records: list[Record]
+    origins: dict[str, Origin]  # drafter -> what its folder says; those without one are absent
+    notes: list[str]  # what could not be known, in sentences
+
+    @property
+    def hashes(self) -> tuple[str, str]:
+        """(of the target, of the prompts): the manifest names these two inputs first."""
+        target, prompts = list(self.manifest["inputs"].values())[:2]
+        return target, prompts
+
+    @property
+    def execution(self) -> str:
+        """How the backend ran, by the defaults of training.config.TargetConfig where the run did
+        not say.
+        """
+        asked = self.config["target"].get("execution", "")
+        return asked or (
+            "graph"
+            if self.rows[0].device.startswith("cuda") and self.rows[0].backend != "hf"
+            else "eager"
+        )
+
+    def units(self, row: Row) -> list[Unit]:
+        """The pairs behind a row. Raises UserError where rows and records do not belong
+        together.
+        """
+        try:
+            return units_at(row, self.records)
+        except KeyError as error:
+            raise UserError(
+                f"{self.folder}: records.jsonl does not hold the generations behind results.jsonl "
+                f"({error.args[0]}). Evaluate again, with another output_dir=."
+            ) from error
+
+
+def find_runs(patterns: Sequence[str]) -> list[Path]:
+    """The run folders of paths and globs, each once, in order. Raises UserError for a pattern that
+    finds no folder.
+    """
+    if not patterns:
+        raise UserError(
+            "runs is empty: name finished run folders of eval.run, such as runs=[runs/a,runs/b], "
+            'or a glob, runs=["runs/sweep/*/eval.run"]'
+        )
+    found: dict[Path, Path] = {}
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        matches = (
+            [path]
+            if path.exists()
+            else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        )
+        folders = [match for match in matches if match.is_dir()]
+        if not folders:
+            raise UserError(
+                f"runs: {pattern} finds no folder (working folder: {Path.cwd()}); expected a "
+                f"finished run folder of eval.run, or a glob that finds some"
+            )
+        for folder in folders:
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def labels_of(folders: Sequence[Path]) -> list[str]:
+    """What tells each folder from the others: its path without the parts that all share at either
+    end. One alone has its name.
+    """
+    parts = [folder.resolve().parts for folder in folders]
+    if len(parts) == 1:
+        return [parts[0][-1]]
+    while min(len(part) for part in parts) > 1 and len({part[0] for part in parts}) == 1:
+        parts = [part[1:] for part in parts]
+    while min(len(part) for part in parts) > 1 and len({part[-1] for part in parts}) == 1:
+        parts = [part[:-1] for part in parts]
+    return ["/".join(part) for part in parts]
+
+
+def read_evaluation(folder: Path, label: str) -> Evaluation:
+    """Read a run folder. Raises UserError for one that is no run of eval.run, is not finished, or
+    is damaged.
+    """
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    manifest = {} if "manifest.json" in missing else read_manifest(folder / "manifest.json")
+    if manifest and manifest["job"] != JOB:
+        raise UserError(f"runs: {folder} is a run of {manifest.get('job')}; expected one of {JOB}")
+    if manifest and not manifest.get("finished"):
+        raise UserError(f"runs: {folder} is not finished; end it with: {manifest.get('command')}")
+    if missing:
+        raise UserError(
+            f"runs: {folder} is no finished run of {JOB}: it has no {', '.join(missing)}. Name the "
+            f"folder that eval.run printed, or a glob of such"
+        )
+    if len(manifest["inputs"]) < 2:
+        raise UserError(
+            f"{folder / 'manifest.json'} is damaged: inputs names no target and prompts. {AGAIN}"
+        )
+    config = read_config(folder / "config.yaml", AGAIN)
+    rows = main_rows(read_rows(folder / "results.jsonl"))
+    records = read_records(folder / "records.jsonl")
+    origins = read_origins(folder)
+    if wrong := changed_artefacts(folder, manifest, (*FILES, ORIGINS)):
+        raise UserError(f"runs: {wrong[0]}. Make it again with: {manifest.get('command')}")
+    notes = [
+        f"{label}: {name}: {origin.note}" for name, origin in (origins or {}).items() if origin.note
+    ]
+    if origins is None:
+        notes.append(
+            f"{label} has no {ORIGINS}: bytes a step and training of its drafters are not known. "
+            f"Evaluate again to know them"
+        )
+    return Evaluation(folder, label, config, manifest, rows, records, origins or {}, notes)

@@ -1,0 +1,1 @@
+"""From records to the rows of results.jsonl: counts, costs, intervals, predictions."""

@@ -1,0 +1,197 @@
+"""Both budgets of a row's mean round, the bytes that it must read and its floating-point
+operations, and the shares of the machine's that it reached.
+
+They say what is left to gain: where bytes bind, more tokens a forward cost nothing; where neither
+is near its limit, the calls of single operations bind, as they do in small models. Counted is what
+no implementation can do without (decoding/costs/roofline.py): so of a drafter one token a row and
+step, though a tree's steps run over more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.costs.machine_limits import Limits, measure_limits
+from decoding.costs.roofline import Budget, forward_budget
+from decoding.drafters.self_speculation import SelfSpeculation
+from decoding.errors import UserError
+from decoding.interfaces import Drafter
+from decoding.models.distributed.parallel import ParallelTarget
+from decoding.models.folder import read_config
+from decoding.models.load import DTYPES, Target
+from decoding.models.native.weights import NativeConfig
+from decoding.schedules.by_name import VIRTUAL
+from decoding.values import is_number
+from eval.statistics.schema import DrafterFacts, RoundBudget
+from eval.statistics.units import Unit, mean_round_ms
+from jobs.drafter_use import ALONE
+from jobs.run_files import read_object
+from training.checkpoint import write_text
+from training.heads import head_of
+
+# Two seconds of yardsticks are for runs that take minutes. And a step that reads less than this
+# stands in a core's own cache.
+LEAST_TOKENS, LEAST_BYTES = 5_000, 4_000_000
+NO_LIMITS = (
+    "a run of at most 5,000 tokens and a target under 4 MB are trials; a target in several "
+    "processes, or of a family that is not native, has no single limit"
+)
+
+# (tokens a row, committed tokens a row, rows) -> what a forward needs.
+Forward = Callable[[float, int, float], Budget]
+NOTHING = Budget(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the models of a run must read and compute."""
+
+    target: Forward | None = None  # None: its family is not known
+    # drafter -> a step of its model; None: not known
+    drafts: Mapping[str, Forward | None] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32  # of the target
+    device: str = "cpu"
+    whole: bool = True  # whether the target runs in one process, on one device
+    limits: Limits | None = None  # None: not measured
+
+
+UNKNOWN = Shapes()
+
+
+def shapes_of(
+    folder: Path,
+    target: Target,
+    mappings: Mapping[str, Mapping[str, Any]],
+    drafters: Mapping[str, Drafter],
+) -> Shapes:
+    """The shapes of a target's folder and of drafters, by what they were made from."""
+    dtype = DTYPES[target.dtype]
+    config = _config(folder)
+    drafts = {
+        name: _step(mappings[name], drafter, config, dtype) for name, drafter in drafters.items()
+    }
+    whole = not isinstance(target, ParallelTarget)
+    return Shapes(_forward(config, dtype), drafts, dtype, str(target.device), whole)
+
+
+def _config(folder: str | Path) -> NativeConfig | None:
+    """A model's shape; None for a family that the native backend does not have."""
+    try:
+        return NativeConfig.from_dict(read_config(folder))
+    except UserError:
+        return None
+
+
+def _forward(
+    config: NativeConfig | None, dtype: torch.dtype, skipped: tuple[int, int] = (0, 0)
+) -> Forward | None:
+    if config is None:
+        return None
+    return lambda tokens, context, rows: forward_budget(
+        config, dtype, tokens, context, rows, skipped
+    )
+
+
+def _step(
+    mapping: Mapping[str, Any], drafter: Drafter, target: NativeConfig | None, dtype: torch.dtype
+) -> Forward | None:
+    """A step of a drafter's model: of a folder, of a head, of the target with sub-layers skipped,
+    or of none.
+    """
+    if isinstance(drafter, SelfSpeculation):
+        return _forward(target, dtype, (len(drafter.skips.attention), len(drafter.skips.mlp)))
+    if "folder" not in mapping:
+        return None if drafter.num_parameters else lambda *_: NOTHING
+    own = DTYPES[mapping["dtype"]] if "dtype" in mapping else dtype
+    if not head_of(mapping["folder"]):
+        return _forward(_config(mapping["folder"]), own)
+    # a head reads the target's embeddings and all of its own, and keeps no cache
+    parameters = drafter.num_parameters
+    return lambda tokens, _, rows: Budget(
+        parameters * own.itemsize, 0, round(2 * parameters * tokens * rows)
+    )
+
+
+def _limits_of(values: dict[str, Any]) -> Limits:
+    """Return the limits that `with_limits` wrote."""
+    names = [field.name for field in dataclasses.fields(Limits)]
+    if sorted(values) != sorted(names) or not all(
+        is_number(value) and value > 0 for value in values.values()
+    ):
+        raise ValueError(f"expected the numbers {' and '.join(names)}, found {values!r:.80}")
+    return Limits(**values)
+
+
+def with_limits(shapes: Shapes, tokens: int, path: Path) -> Shapes:
+    """The shapes with the machine's limits: those in the run folder, or measured now and written
+    there. None where they would explain nothing.
+
+    tokens: the most that the run decodes.
+    """
+    if shapes.target is None or not shapes.whole or tokens <= LEAST_TOKENS:
+        return shapes
+    step = shapes.target(1, 0, 1)
+    if step.weight_bytes < LEAST_BYTES:
+        return shapes
+    if path.is_file():
+        limits = read_object(path, "Delete it: the limits are measured again", _limits_of)
+    else:
+        limits = measure_limits(step.weight_bytes, shapes.dtype, shapes.device)
+        write_text(path, json.dumps(dataclasses.asdict(limits), indent=1))
+    return dataclasses.replace(shapes, limits=limits)
+
+
+def row_budgets(
+    shapes: Shapes, facts: DrafterFacts, units: Sequence[Unit], context: int
+) -> dict[str, Any]:
+    """The fields of a row that say what its rounds and the baseline's needed and reached."""
+    limits = shapes.limits
+    base_rounds = sum(unit.base_batch_rounds for unit in units)
+    base_ms = 1000 * sum(unit.base_seconds for unit in units) / base_rounds
+    # those that still run, in the mean
+    base_rows = sum(unit.base_tokens for unit in units) / base_rounds
+    step = shapes.target(1, context, base_rows) if shapes.target else None
+    mean = round_budget(shapes, facts, units, context)
+    # On a virtual clock two lanes read at once what one machine never did.
+    reached = None if facts.schedule in VIRTUAL else limits
+    return {
+        "budget": _reached(mean, mean_round_ms(units), reached) if mean else None,
+        "baseline_budget": _reached(step, base_ms, limits) if step else None,
+        "reading_gigabytes_per_second": limits.bytes_a_second / 1e9 if limits else None,
+        "product_gigaflop_per_second": limits.operations_a_second / 1e9 if limits else None,
+    }
+
+
+def round_budget(
+    shapes: Shapes, facts: DrafterFacts, units: Sequence[Unit], context: int
+) -> Budget | None:
+    """Of the units' mean round: its draft steps, and the target's forward over what they drew and
+    the tips. None where either is not known.
+    """
+    rounds = sum(unit.batch_rounds for unit in units)
+    rows = sum(unit.rounds for unit in units) / rounds  # those that still run, in the mean
+    draft = shapes.drafts.get(facts.name)
+    if draft is None or shapes.target is None:
+        return None
+    one_step = draft(1, context, rows)
+    if facts.schedule == ALONE:
+        return one_step
+    width = 1 + sum(unit.verified for unit in units) / rounds
+    steps = sum(unit.draft_steps for unit in units) / rounds
+    return shapes.target(width, context, rows) + one_step.times(steps)
+
+
+def _reached(budget: Budget, milliseconds: float, limits: Limits | None) -> RoundBudget:
+    seconds = milliseconds / 1000
+    shares: tuple[float | None, float | None] = (None, None)
+    if limits is not None:
+        moved, computed = budget.bytes_read / seconds, budget.operations / seconds
+        shares = (moved / limits.bytes_a_second, computed / limits.operations_a_second)
+    return RoundBudget(budget.bytes_read / 1e6, budget.operations / 1e6, *shares)

@@ -1,0 +1,70 @@
+"""Whether a drafter's outputs are the target's own: token by token where they can be compared, else
+by proof.
+
+Greedy decoding and coupled sampling give the same tokens with and without a drafter. Token
+verification gives the same *distribution*, so single outputs differ and there is nothing to
+compare; its law is held by decoding's own tests. Floating point leaves one hole: a forward over n
+tokens rounds differently from n forwards over one, so where the two best tokens are (nearly) tied
+the choice may flip. Such ties are counted, and told apart from real differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decoding.rounds.ties import TIE_GAP
+from eval.measure.records import Record
+
+TOKENS_PER_TIE = 10_000  # more ties than one in so many tokens are not accepted as chance
+
+EQUAL, TIES, BY_RULE, HALF, DIFFERS = "equal", "ties", "by rule", "half precision", "differs"
+OTHER = "another model"  # of a row that is not the target at all
+
+
+@dataclass(frozen=True)
+class Equality:
+    """One of the words above, and a sentence with the counts."""
+
+    word: str
+    detail: str
+
+    @property
+    def broken(self) -> bool:
+        return self.word == DIFFERS
+
+
+def is_compared(temperature: float, verify: str) -> bool:
+    """Greedy and coupled outputs are functions of the seed and the prompt; others are
+    random draws.
+    """
+    return temperature == 0 or verify == "coupled"
+
+
+def judge(records: Sequence[Record], *, verify: str, dtype: str) -> Equality:
+    """Sum up one drafter's records under one condition; verify is the rule where
+    temperature > 0.
+    """
+    if not is_compared(records[0].temperature, verify):
+        return Equality(
+            BY_RULE,
+            f"verify={verify} keeps the distribution; single outputs are random and not compared",
+        )
+    different = [record for record in records if record.differs_at is not None]
+    gaps = [record.gap for record in different if record.gap is not None]
+    tokens = sum(len(record.tokens) for record in records)
+    some = f"{len(different)} of {len(records)} generations differ"
+    if gaps:
+        some += f"; gap between the two best tokens there: {min(gaps):.1e} to {max(gaps):.1e}"
+    if dtype in ("bfloat16", "float16"):
+        found = some if different else f"no difference in {len(records)} generations"
+        return Equality(HALF, f"{found}; {dtype} rounds too coarsely to promise equality")
+    if not different:
+        return Equality(
+            EQUAL, f"all {len(records)} generations equal the target's own, token by token"
+        )
+    only_ties = len(gaps) == len(different) and max(gaps) < TIE_GAP
+    if only_ties and len(different) <= max(1, tokens // TOKENS_PER_TIE):
+        return Equality(TIES, f"{some}, which is rounding: below {TIE_GAP:g} in {tokens} tokens")
+    worst = different[0]
+    return Equality(DIFFERS, f"{some}; first: prompt {worst.prompt_id!r}, token {worst.differs_at}")

@@ -1,0 +1,215 @@
+"""What a drafter is worth, as pure functions of counts and seconds: acceptance, costs, speed and
+its interval, and where two texts part.
+
+Words (the same in every table): alpha_k is the share of the draft tokens at depth k that pass, of
+those that are tested at all (the k-1 before them passed); tau is tokens emitted per target forward.
+What follows from them stands in eval/statistics/prediction.py.
+
+Legend: D depths of a chain, P prompts (or groups of prompts that are decoded together), R bootstrap
+resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+# A depth that was tested fewer times than this is not used to predict (a 95 % interval of alpha
+# wider than +-0.22).
+MIN_TESTS = 20
+# Of fewer prompts no interval is given: resampling them shows a spread that is far too small.
+MIN_PROMPTS = 5
+
+
+# --------------------------------------------------------------------------------------- acceptance
+def alpha(tested_D: Sequence[int], accepted_D: Sequence[int]) -> float | None:
+    """Acceptance rate over all depths: sum of accepted / sum of tested; None when nothing was
+    tested.
+    """
+    tested = sum(tested_D)
+    return sum(accepted_D) / tested if tested else None
+
+
+def alpha_by_depth(tested_D: Sequence[int], accepted_D: Sequence[int]) -> list[float | None]:
+    """alpha_k = accepted_k / tested_k for k = 1 .. D; None at a depth that no round reached.
+
+    Raises ValueError when a depth accepts more than it tests, or tests more than the depth before
+    it accepted: such counts are not those of a chain.
+    """
+    if len(tested_D) != len(accepted_D):
+        raise ValueError(f"{len(tested_D)} tested counts but {len(accepted_D)} accepted counts")
+    reached = None
+    for depth, (tested, accepted) in enumerate(zip(tested_D, accepted_D, strict=True), start=1):
+        if accepted > tested or (reached is not None and tested > reached):
+            raise ValueError(
+                f"depth {depth}: tested {tested}, accepted {accepted}, accepted one depth before "
+                f"{reached}"
+            )
+        reached = accepted
+    return [
+        accepted / tested if tested else None
+        for tested, accepted in zip(tested_D, accepted_D, strict=True)
+    ]
+
+
+def usable_alpha(tested_D: Sequence[int], accepted_D: Sequence[int]) -> list[float | None]:
+    """alpha by depth for predictions: None where a depth below the first has fewer than MIN_TESTS
+    tests.
+    """
+    rates = alpha_by_depth(tested_D, accepted_D)
+    return [
+        rate if depth == 0 or tested_D[depth] >= MIN_TESTS else None
+        for depth, rate in enumerate(rates)
+    ]
+
+
+def add_by_depth(counts: Sequence[Sequence[int]]) -> list[int]:
+    """Sum of count lists of unequal length, depth by depth."""
+    depths = max((len(count_D) for count_D in counts), default=0)
+    return [sum(count_D[k] for count_D in counts if k < len(count_D)) for k in range(depths)]
+
+
+def tau(tokens: int, rounds: int) -> float | None:
+    """Block efficiency: tokens emitted / target forwards; the prefill, which emits nothing, is not
+    one.
+    """
+    return tokens / rounds if rounds else None
+
+
+# ----------------------------------------------------------------------------------- measured costs
+def overhead(round_seconds: float, busy_seconds: float) -> float:
+    """1 - (draft steps x t_draft + t_target(n)) / round; the parts are timed back to back at the
+    same shapes.
+
+    A small negative value is noise of the clock: the parts were timed apart from the round.
+    """
+    return 1.0 - busy_seconds / round_seconds
+
+
+def overlap(
+    draft_seconds: float, target_seconds: float, both_seconds: float, shorter_seconds: float
+) -> float | None:
+    """(t_D + t_T - t_both) / min(t_D, t_T), each summed over rounds: the share of the shorter lane
+    that ran while the longer one did.
+
+    1 hides it whole, 0 nothing, whatever the clock's noise says below that; None where no round had
+    two lanes.
+    """
+    return (
+        max(0.0, draft_seconds + target_seconds - both_seconds) / shorter_seconds
+        if shorter_seconds
+        else None
+    )
+
+
+def cost_table(t_target_ms: Mapping[int, float]) -> dict[int, float]:
+    """V(n) = t_target(n) / t_target(1). Raises KeyError when one new token was not timed."""
+    single = t_target_ms[1]
+    return {n: milliseconds / single for n, milliseconds in sorted(t_target_ms.items())}
+
+
+# -------------------------------------------------------------------------------------------- speed
+@dataclass(frozen=True)
+class Interval:
+    """A point estimate with a 95 % interval; low and high are None when there are too few prompts
+    for one.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def rate_ratio(
+    tokens_P: ArrayLike, seconds_P: ArrayLike, base_tokens_P: ArrayLike, base_seconds_P: ArrayLike
+) -> float:
+    """(sum tokens / sum seconds) of the drafter over the same of the baseline."""
+    return float(
+        _ratio(*(np.sum(column) for column in (tokens_P, seconds_P, base_tokens_P, base_seconds_P)))
+    )
+
+
+def paired_bootstrap(
+    tokens_P: ArrayLike,
+    seconds_P: ArrayLike,
+    base_tokens_P: ArrayLike,
+    base_seconds_P: ArrayLike,
+    *,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Percentile 95 % interval of `rate_ratio` over prompts, drafter and baseline resampled
+    together; none for fewer than MIN_PROMPTS.
+
+    A prompt keeps its pair: slow prompts are slow on both sides, and that part of the noise
+    cancels. Few prompts vary less under resampling than they would anew, so the percentiles are
+    moved out to where Student's t has its own.
+    Sources: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13; Hesterberg
+    (2015), "What Teachers Should Know About the Bootstrap", section 5.2, the expanded percentile
+    interval.
+    """
+    return _bootstrap((tokens_P, seconds_P, base_tokens_P, base_seconds_P), _ratio, resamples, seed)
+
+
+def paired_speedups(
+    one_P: Sequence[ArrayLike],
+    other_P: Sequence[ArrayLike],
+    *,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """One speedup over another on the same prompts, with the interval of `paired_bootstrap`; a
+    prompt keeps all of its sides.
+
+    Each is (tokens_P, seconds_P, base_tokens_P, base_seconds_P) against the baseline of its own
+    run, so the two may have been measured apart: a machine that was slower in one of the runs was
+    slower for its baseline too. Against one baseline it is the ratio of the tokens a second.
+    """
+    return _bootstrap(
+        (*one_P, *other_P), lambda *sums: _ratio(*sums[:4]) / _ratio(*sums[4:]), resamples, seed
+    )
+
+
+def _ratio(tokens: Any, seconds: Any, base_tokens: Any, base_seconds: Any) -> Any:
+    return tokens / seconds * base_seconds / base_tokens
+
+
+def _bootstrap(
+    columns_P: Sequence[ArrayLike], statistic: Callable[..., Any], resamples: int, seed: int
+) -> Interval:
+    """The statistic of the columns' sums, and its interval when prompts are resampled, all columns
+    together.
+    """
+    columns = [np.asarray(x, dtype=float) for x in columns_P]
+    prompts = len(columns[0])
+    if any(len(column) != prompts for column in columns):
+        raise ValueError(f"unpaired lengths {[len(column) for column in columns]}")
+    value = float(statistic(*(np.sum(column) for column in columns)))
+    if prompts < MIN_PROMPTS:
+        return Interval(value, None, None)
+    draws_RP = np.random.default_rng(seed).multinomial(
+        prompts, np.full(prompts, 1 / prompts), size=resamples
+    )
+    ratio_R = statistic(*(draws_RP @ column for column in columns))
+    outside = 100 * NormalDist().cdf(-(_student_t(prompts - 1) * (prompts / (prompts - 1)) ** 0.5))
+    low, high = np.percentile(ratio_R, [outside, 100 - outside])
+    return Interval(value, float(low), float(high))
+
+
+def _student_t(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t by its expansion in 1 / freedom, within 0.1 % from 4
+    degrees on (Abramowitz and Stegun, 26.7.5).
+    """
+    z = NormalDist().inv_cdf(0.975)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))

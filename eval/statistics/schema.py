@@ -1,0 +1,259 @@
+"""The form of a row of results.jsonl, and the facts that go into it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decoding.errors import UserError
+from jobs.run_files import WRONG, reason_of
+
+
+@dataclass(frozen=True)
+class DrafterFacts:
+    """What a table says of a drafter, and how its proposals cost."""
+
+    name: str
+    layers: int
+    parameters: int
+    one_pass: bool  # a proposal costs the same whatever its length
+    stopping: str = "fixed"  # the policy that ends a draft early
+    schedule: str = "serial"
+    length_rule: str = "predicted"  # by which it got its draft length: see eval.measure.lengths
+    verify: str | None = None  # its own rule where temperature > 0; None: the run's
+    dtype: str = ""  # of its own model; empty: it has none
+    # where its stopping rule chooses the lengths: the most of them (length_rule "cap")
+    own_cap: int | None = None
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Medians of the parts of a round, timed back to back in this process at the shapes
+    of the run.
+    """
+
+    t_draft_ms: float  # one draft step (one proposal for a one-pass drafter)
+    t_target_ms: dict[int, float]  # n new tokens -> one target forward
+    context: int  # committed tokens in the caches while timing
+    # beams that a step starts from; empty: all alike
+    t_draft_by_beams_ms: dict[int, float] = field(default_factory=dict)
+
+    def at(self, beams: float) -> PartTimes:
+        """With a draft step from so many beams, which may be a mean; linear between those timed."""
+        if not self.t_draft_by_beams_ms:
+            return self
+        timed = sorted(self.t_draft_by_beams_ms)
+        step_ms = float(np.interp(beams, timed, [self.t_draft_by_beams_ms[n] for n in timed]))
+        return replace(self, t_draft_ms=step_ms)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What all rows of a run share."""
+
+    target: str
+    target_layers: int
+    target_parameters: int
+    benchmark: str
+    verify: str  # the rule where temperature > 0
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    allowed: str  # the function that says which tokens may follow; empty: all
+    max_new_tokens: int
+    backend: str
+    dtype: str
+    device: str
+    threads: int
+    hardware: str
+    seed: int
+    bootstrap_resamples: int
+
+
+@dataclass(frozen=True)
+class Category:
+    """A slice of a row by prompt category."""
+
+    category: str
+    prompts: int
+    alpha: float | None
+    tau: float | None
+    speedup: float
+    speedup_low: float | None
+    speedup_high: float | None
+
+
+@dataclass(frozen=True)
+class RoundBudget:
+    """What a mean round of a batch must read and compute at least, and the share of what the
+    machine can do that it reached.
+    """
+
+    megabytes: float  # weights, and keys and values of the committed tokens
+    megaflop: float  # a multiplication and an addition are two
+    bandwidth_share: float | None  # of plain reading; None: not measured
+    operations_share: float | None  # of a plain product; None: not measured
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of results.jsonl. Times in ms, rates in tokens/s without prefill, ratios plain."""
+
+    part: str  # main | sweep
+    target: str
+    target_layers: int
+    target_parameters: int
+    drafter: str
+    drafter_layers: int
+    drafter_parameters: int
+    benchmark: str
+    prompts: int
+    tokens: int  # emitted by the drafter's runs
+    rounds: int
+    batch_size: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    allowed: str
+    max_new_tokens: int
+    num_draft_tokens: (
+        # the most of a round: a given or chosen length, or the cap of a rule that chooses lengths
+        # itself
+        int
+    )
+    length_rule: str  # which of these, and by what it was found: see eval.measure.lengths
+    schedule: str
+    stopping: str
+    verify: str  # the row's own rule
+    lossless: str  # see eval.statistics.lossless
+    lossless_detail: str
+    alpha: float | None
+    alpha_by_depth: list[float | None]
+    tested_by_depth: list[int]
+    accepted_by_depth: list[int]
+    tau: float | None
+    drafted: float  # tokens a round of one row
+    t_draft_ms: float  # of beams, at the mean number that a step of this row started from
+    t_target_ms: dict[int, float]
+    V: dict[int, float]
+    cost_ratio: float
+    draft_ms_per_round: float
+    target_ms_per_round: float
+    round_ms: float
+    overhead: float
+    # of an overlapped schedule's lanes: share of the shorter one that the longer one hides;
+    # virtual: 1 by definition
+    overlap: float | None
+    baseline_round_ms: float
+    prefill_ms: float  # mean of a batch, drafter's prefill included
+    baseline_prefill_ms: float
+    tokens_per_second: float
+    baseline_tokens_per_second: float
+    speedup: float
+    speedup_low: float | None
+    speedup_high: float | None
+    speedup_with_prefill: float
+    predicted_speedup: float | None  # None: no closed form for this schedule
+    # of overlapped schedules, one prompt at a time: see eval.statistics.replay
+    replayed_speedup: float | None
+    headline_prompts: int  # prompts that do not loop: distinct-4 of the target's text >= 0.5
+    headline_alpha: float | None
+    headline_tau: float | None
+    headline_speedup: float | None
+    headline_speedup_low: float | None
+    headline_speedup_high: float | None
+    distinct_4: float  # mean over prompts, of the baseline's text
+    # of wall time, how much decoding had its processors (eval/measure/neighbours.py); well below 1
+    # on a
+    # CPU: others used the machine
+    cpu_share: float
+    slower_prompts: int  # units on which the drafter loses
+    worst_prompt: str
+    worst_speedup: float
+    categories: list[Category]
+    best_gamma: int  # by the formula, from the row's own prompts: nothing was chosen by it
+    best_gamma_speedup: float  # predicted there
+    helps: bool
+    verdict: str
+    backend: str
+    dtype: str
+    device: str
+    threads: int
+    context: int
+    seed: int
+    hardware: str
+    drafter_dtype: str = ""  # of its own model; empty: it has none
+    # the rule of the run and its baseline; `verify` is another one where the drafter has its own
+    run_verify: str = ""
+    budget: RoundBudget | None = None  # None: what a step reads is not known
+    baseline_budget: RoundBudget | None = None  # of an autoregressive step
+    reading_gigabytes_per_second: float | None = None  # plain, on this machine; None: not measured
+    product_gigaflop_per_second: float | None = None  # plain, on this machine; None: not measured
+    max_seconds: float = 0.0  # that the run's measuring was bounded by; 0: nothing
+    prompts_asked: int = 0  # of the part, where there was a bound: `prompts` of them were measured
+
+    @property
+    def shared_verify(self) -> str:
+        """The rule that rows under one condition stand under together."""
+        return self.run_verify or self.verify
+
+
+def flat(record: Row | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a row, or of a line made of one, that go into a cell."""
+    fields = record if isinstance(record, Mapping) else vars(record)
+    return {
+        key: value for key, value in fields.items() if isinstance(value, str | int | float | None)
+    }
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write results.jsonl under a temporary name, then rename it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(
+        "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows), encoding="utf-8"
+    )
+    partial.rename(path)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows that write_rows wrote. Raises UserError for rows of another version, damaged ones,
+    and where there are none.
+    """
+    content = path.read_bytes()
+    try:
+        rows = [_row(json.loads(line)) for line in content.decode().splitlines()]
+    except WRONG as error:
+        raise UserError(
+            f"{path}: not the rows of this version of eval.run ({reason_of(error, content)}). "
+            f"Evaluate again, with another output_dir="
+        ) from error
+    if not rows:
+        raise UserError(f"{path} has no rows. Evaluate again, with another output_dir=")
+    return rows
+
+
+def _row(values: dict[str, Any]) -> Row:
+    if unknown := values.keys() - {one.name for one in dataclasses.fields(Row)}:
+        raise ValueError(f"found {', '.join(sorted(unknown))}, which no row has")
+    needed = {
+        one.name
+        for one in dataclasses.fields(Row)
+        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+    }
+    if missing := needed - values.keys():
+        raise ValueError(f"a row lacks {', '.join(sorted(missing))}")
+    for key in ("t_target_ms", "V"):  # JSON has no integer keys
+        values[key] = {int(n): value for n, value in values[key].items()}
+    values["categories"] = [Category(**part) for part in values["categories"]]
+    for key in ("budget", "baseline_budget"):
+        values[key] = RoundBudget(**values[key]) if values.get(key) else None
+    return Row(**values)

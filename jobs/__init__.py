@@ -1,0 +1,1 @@
+"""What every job shares: composing, stages, run folders, trackers, launching, help, progress."""

@@ -1,0 +1,336 @@
+"""How every job starts: Hydra composes, the result is typed and checked, and the job's function
+runs on it.
+
+A single run happens in this process. The members of a sweep (`-m`) and the stages of an experiment
+are fresh processes, each on a saved config.yaml, so that one cannot disturb another and every one
+can be run again by hand.
+"""
+
+import dataclasses
+import errno
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from decoding.errors import UserError
+from jobs import ranks
+from jobs.config_checks import check_job
+from jobs.help import print_help
+from jobs.interrupts import INTERRUPTED, Terminated, interrupting
+from jobs.malloc import keep_memory
+from jobs.run_lock import locked
+from jobs.saved_config import as_of_now
+from jobs.stages import ON_FILE, check_given, run_on_file, run_stages
+from jobs.syntax import check_syntax, composition_error
+from jobs.tracker import check_tracker
+from training.checkpoint import disk_error
+from training.config import JobConfig, open_fields, typed, unknown_key, valid_keys
+from training.loop import Interrupted
+
+Config = TypeVar("Config", bound=JobConfig)
+CONF = Path(__file__).resolve().parent.parent / "conf"
+_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+
+def job_main(
+    job: str,
+    schema: type[Config],
+    function: Callable[[Config], Any],
+    check: Callable[[Config], None] | None = None,
+) -> None:
+    """Entry of `python -m <job>`: Hydra overrides on the command line, or
+    `--config-file config.yaml`.
+
+    check: raises UserError for a configuration that the job cannot run; it is asked before the
+    stages of an experiment, which may take hours.
+
+    A UserError is printed without a traceback and ends the process with status 2; a signal with
+    130.
+    """
+    # A rank that waits for another one in native code would not see SIGTERM as an exception.
+    with interrupting(by_sigterm=not ranks.is_rank()):
+        _guarded(lambda: _command(job, schema, function, check))
+
+
+def _command(
+    job: str,
+    schema: type[Config],
+    function: Callable[[Config], Any],
+    check: Callable[[Config], None] | None,
+) -> None:
+    given = ranks.take_local_rank(sys.argv[1:])
+    # Hydra takes -m only before or after all overrides; anywhere is what people type.
+    arguments = sorted(given, key=lambda argument: argument not in ("-m", "--multirun"))
+    sys.argv[1:] = arguments
+    if arguments[:1] == [ON_FILE]:
+        if len(arguments) != 2:
+            sys.exit(f"error: {ON_FILE} takes one file and no overrides, found {arguments[1:]}")
+        saved = OmegaConf.to_container(OmegaConf.load(arguments[1]))
+        assert isinstance(saved, dict)
+        run_typed(OmegaConf.create(as_of_now(saved)), job, schema, function, check)
+        return
+    check_arguments(arguments, job, schema)
+    register(job, schema)
+    if {"--help", "-h"} & {*arguments}:
+        _composing(lambda: print_help(job, schema, CONF, _overrides(arguments)))
+        return
+    sweep, failed = Sweep(), []
+    single: list[DictConfig] = []
+
+    def task(composed: DictConfig) -> None:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            failed.extend(_run_member(composed, job, schema, arguments, sweep))
+        else:
+            single.append(composed)
+
+    started = hydra.main(
+        version_base="1.3", config_path=str(CONF), config_name=job.replace(".", "_")
+    )(task)
+    # Hydra raises what it finds wrong, instead of printing it with advice
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    _composing(started)
+    if single:  # outside of Hydra, whose frames would stand around every traceback
+        run_typed(single[0], job, schema, function, check)
+    if failed:
+        sys.exit(
+            f"error: {len(failed)} of the sweep's members failed: {'; '.join(failed)}. Run the "
+            f"same command again"
+        )
+
+
+def _composing(action: Callable[[], Any]) -> Any:
+    """Run what composes a configuration; UserError where it cannot."""
+    try:
+        return action()
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise composition_error(error) from error
+
+
+def register(job: str, schema: type[Any]) -> None:
+    """Give Hydra the schema's fields with their defaults, so that each can be overridden and
+    `--help` shows all.
+
+    They are stored as plain values: `typed` checks keys and types, and names the nearest key, after
+    all files are merged.
+    """
+    fields = OmegaConf.to_container(OmegaConf.structured(schema))
+    ConfigStore.instance().store(
+        name=f"{job.replace('.', '_')}_defaults", node=OmegaConf.create(fields)
+    )
+
+
+def run_typed(
+    composed: DictConfig,
+    job: str,
+    schema: type[Config],
+    function: Callable[[Config], Any],
+    check: Callable[[Config], None] | None = None,
+) -> Any:
+    """Check a composed configuration and run the job, or the stages it lists; `check` is asked
+    before those.
+    """
+    config = typed(composed, schema)
+    check_given(composed)
+    if config.job != job:
+        raise wrong_job(config.experiment, config.job, job)
+    check_job(config)
+    prepare_process(config)
+    ranks.adopt(config)
+    check_tracker(config)
+    if config.stages:
+        ranks.refuse_idle(config)
+    elif ranks.sits_out(config):
+        return None
+    if config.stages and check is not None:
+        check(config)
+    try:
+        if not config.stages:
+            return function(config)
+        with locked(Path(config.output_dir)):
+            return run_stages(config, composed)
+    except OSError as error:  # any file of the run: its log, its records, its report
+        if error.errno not in _NO_ROOM:
+            raise
+        raise disk_error(Path(error.filename or config.output_dir), error) from error
+
+
+def prepare_process(config: JobConfig) -> None:
+    """Malloc settings and thread count before the first tensor; no progress bars but our own."""
+    keep_memory()
+    # else DeepSpeed, where it is installed, says at every start that it found no card
+    if shutil.which("nvidia-smi") is None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if config.threads > 0:
+        import torch
+
+        torch.set_num_threads(config.threads)
+
+
+def check_arguments(arguments: list[str], job: str, schema: type[Any]) -> None:
+    """Find what is no override, unknown keys and the wrong job before Hydra does, whose own message
+    names neither place nor nearest key.
+    """
+    check_syntax(arguments)
+    keys = valid_keys(schema)
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    for argument in arguments:
+        match = re.match(r"^(\+\+|\+|~)?([\w./@:]+)=", argument)
+        if argument.startswith("-") or not match:
+            continue
+        key = match.group(2)
+        if key == "experiment":
+            if not match.group(1):
+                raise UserError(f"an experiment is added with a plus: +{argument}")
+            _check_experiment(argument.split("=", 1)[1], job)
+        elif key == "hydra/launcher" and argument.endswith("=slurm"):
+            _check_slurm()
+        elif not key.startswith(("hydra.", "hydra/")) and not (match.group(1) and key in groups):
+            _check_key(key, keys, schema)
+
+
+def _check_key(key: str, choices: list[str], schema: type[Any]) -> None:
+    """Raise UserError for a key that is neither a field nor lies inside one that takes any entry,
+    or an entry of its kind.
+    """
+    for name, kind in open_fields(schema).items():
+        entry = key.removeprefix(f"{name}.").partition(".")[0] if key.startswith(f"{name}.") else ""
+        if entry and dataclasses.is_dataclass(kind):
+            inner = valid_keys(cast(type[Any], kind))
+            choices = [*choices, f"{name}.{entry}", *(f"{name}.{entry}.{field}" for field in inner)]
+        elif entry:
+            return
+    if key not in choices:
+        raise unknown_key(key, choices)
+
+
+def _check_slurm() -> None:
+    """Raise UserError where the members of a sweep cannot become Slurm jobs."""
+    if importlib.util.find_spec("submitit") is None:
+        raise UserError(
+            "hydra/launcher=slurm needs Hydra's submitit launcher: pip install "
+            "'shallow-draft[slurm]'"
+        )
+    if shutil.which("srun") is None:
+        raise UserError(
+            "hydra/launcher=slurm hands every member to Slurm, but srun is not on the PATH here. "
+            "Run the same command on a node of the cluster, or leave hydra/launcher out: the "
+            "members then run here, one after another"
+        )
+
+
+def _check_experiment(name: str, job: str) -> None:
+    for one in name.split(","):
+        path = CONF / "experiment" / f"{one}.yaml"
+        if not path.is_file():
+            known = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+            raise UserError(f"no experiment '{one}'; there are: {', '.join(known)}")
+        try:
+            belongs = OmegaConf.to_container(OmegaConf.load(path)).get("job")  # type: ignore[union-attr]
+        except yaml.YAMLError as error:
+            raise UserError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
+        if belongs != job:
+            raise wrong_job(one, str(belongs), job)
+
+
+def wrong_job(experiment: str, right: str, called: str) -> UserError:
+    """The error of an experiment that was called with another job than its own."""
+    return UserError(
+        f"experiment '{experiment}' belongs to {right}, not to {called}; run: python -m {right} "
+        f"+experiment={experiment}"
+    )
+
+
+class Sweep:
+    """The members that this process has run; where it is one rank of several, all run every member
+    together.
+    """
+
+    def __init__(self) -> None:
+        self.members = 0
+        self._meeting: ranks.Meeting | None = None
+
+    def run(self, plain: DictConfig, job: str, config: JobConfig) -> int:
+        """One member in a process of its own. Returns its exit status."""
+        if self._meeting is None:
+            ranks.adopt(config)
+            ranks.refuse_idle(config)
+            self._meeting = ranks.Meeting()
+        self.members += 1
+        status = run_on_file(plain, job, self._meeting.environment(self.members))
+        self._meeting.wait(f"member {self.members}")
+        return status
+
+
+def _run_member(
+    composed: DictConfig, job: str, schema: type[Config], arguments: list[str], sweep: Sweep
+) -> list[str]:
+    """One member of a sweep: its own folder, named by the overrides that vary, and its own process.
+
+    Returns what went wrong, so that the other members still run; a signal ends the whole sweep.
+    Where another launcher than Hydra's own (submitit) runs members, nobody reads this process's
+    memory, and what went wrong is a UserError.
+    """
+    varying = {
+        override.key_or_group
+        for override in OverridesParser.create().parse_overrides(_overrides(arguments))
+        if override.is_sweep_override()
+    }
+    mine = [
+        text
+        for text in HydraConfig.get().overrides.task
+        if text.lstrip("+").split("=")[0] in varying
+    ]
+    name = ",".join(text.lstrip("+") for text in mine) or "member"
+    plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    # Hydra's own record of a sweep; every member has its config.yaml.
+    Path(str(plain["output_dir"]), "multirun.yaml").unlink(missing_ok=True)
+    plain["output_dir"] = os.path.join(str(plain["output_dir"]), re.sub(r"[^\w.,=+-]+", "_", name))
+    if "tracker" in plain and not plain.tracker.group:
+        plain.tracker.group = str(plain.experiment)  # one W&B group a sweep
+    status = sweep.run(plain, job, typed(plain, schema))
+    wrong = f"'{name}' with status {status} ({plain['output_dir']})"
+    if status and not str(HydraConfig.get().launcher._target_).endswith("BasicLauncher"):
+        raise UserError(f"a member of the sweep failed: {wrong}")
+    return [wrong] if status else []
+
+
+def _overrides(arguments: list[str]) -> list[str]:
+    return [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+
+
+def _guarded(action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Interrupted as stop:
+        print(f"interrupted: {stop}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt as stop:
+        # Outside the training loop there is no step to finish: what is on the disk is whole.
+        by = " (SIGTERM)" if isinstance(stop, Terminated) else ""
+        print(
+            f"interrupted: what was finished is kept. Run the same command to go on{by}",
+            file=sys.stderr,
+        )
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,191 @@
+"""Child processes of a job: its ranks, the stages of an experiment, the members of a sweep.
+
+Children run in sessions of their own, so that Ctrl-C on a terminal reaches them once, through us:
+they save a checkpoint and end, and we wait for them. A worker that dies ends the job: the others
+are stopped and the error names the rank.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from decoding import devices
+from decoding.errors import UserError
+from jobs import ranks
+from jobs.interrupts import INTERRUPTED
+from jobs.run_lock import held_descriptors
+from training.config import ParallelConfig
+from training.loop import Interrupted
+
+_GRACE_SECONDS = 30.0
+
+
+class Children:
+    """Processes that are started, signalled and awaited together:
+    `with Children() as children: children.start(...)`.
+    """
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.signalled = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Children":
+        self._before = {
+            number: signal.signal(number, self._hand_on)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def start(self, command: list[str], environment: dict[str, str] | None = None) -> None:
+        """Start one more child; environment None: ours."""
+        started = subprocess.Popen(
+            command, env=environment, start_new_session=True, pass_fds=held_descriptors()
+        )
+        self.processes.append(started)
+
+    def wait(self) -> list[int | None]:
+        """Wait until all have ended or, unless a signal came, one has failed. Returns exit
+        statuses, None for those still running.
+        """
+        while True:
+            states = [process.poll() for process in self.processes]
+            if all(state is not None for state in states):
+                return states
+            if any(state not in (None, 0) for state in states) and not self.signalled:
+                return states
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """End what still runs: SIGTERM, and SIGKILL after a grace time."""
+        running = [process for process in self.processes if process.poll() is None]
+        for process in running:
+            process.terminate()
+        end = time.monotonic() + _GRACE_SECONDS
+        for process in running:
+            try:
+                process.wait(timeout=max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        self.signalled = True
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+
+def run_child(command: list[str], what: str, environment: dict[str, str] | None = None) -> int:
+    """Run one command to its end; environment None: ours. Returns its exit status; raises
+    Interrupted when a signal stopped it.
+    """
+    with Children() as children:
+        children.start(command, environment)
+        status = children.wait()[0]
+    if status == INTERRUPTED or children.signalled:
+        raise Interrupted(f"{what} was stopped by a signal. Run the same command to go on")
+    assert status is not None
+    return status
+
+
+def is_worker() -> bool:
+    """True inside a rank that `launch`, torchrun or Slurm started."""
+    return ranks.is_rank()
+
+
+def processes_wanted(config: ParallelConfig) -> int:
+    """How many ranks the job has, which `launch` is to start unless this process is one of them.
+
+    Raises UserError where kind and number contradict each other.
+    """
+    if ranks.is_rank():
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        if config.processes and here and config.processes != here:
+            raise UserError(
+                f"parallel.processes is {config.processes}, but this process was started as one of "
+                f"{here} ranks on its machine: leave it at 0"
+            )
+        ranks.check_kind(config.kind, ranks.world_size())
+        return ranks.world_size()
+    if config.kind == "single":
+        if config.processes > 1:
+            raise UserError(
+                f"parallel.processes is {config.processes} with parallel=single; use parallel=ddp, "
+                f"zero1, zero2, zero3 or fsdp"
+            )
+        return 1
+    processes = config.processes or devices.cards()
+    if processes == 0:
+        raise UserError(
+            f"parallel={config.kind} on a machine without a GPU needs parallel.processes=N"
+        )
+    ranks.check_kind(config.kind, processes)
+    return processes
+
+
+def launch(job: str, config_file: Path, processes: int) -> None:
+    """Run `python -m <job> --config-file <config_file>` in `processes` ranks and wait.
+
+    Raises UserError naming the first rank that failed, and Interrupted when a signal stopped the
+    ranks.
+    """
+    port = _free_port()
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    with Children() as children:
+        for rank in range(processes):
+            places = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": processes,
+                "LOCAL_WORLD_SIZE": processes,
+                "MASTER_PORT": port,
+            }
+            environment = {
+                **os.environ,
+                **{key: str(value) for key, value in places.items()},
+                "MASTER_ADDR": "127.0.0.1",
+            }
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
+            children.start(
+                [sys.executable, "-m", job, "--config-file", str(config_file)], environment
+            )
+        states = children.wait()
+    failed = [rank for rank, state in enumerate(states) if state not in (None, 0)]
+    if failed and (children.signalled or states[failed[0]] == INTERRUPTED):
+        raise Interrupted(
+            f"the {processes} ranks were stopped by a signal. Run the same command to go on"
+        )
+    if failed:
+        # A rank that a signal ended takes the others' connections with it, so it is the one to
+        # name.
+        first = min(failed, key=lambda rank: (states[rank] or 0) > 0)
+        raise UserError(
+            f"rank {first} of {processes} {_end(states[first] or 0)}; the other ranks were "
+            f"stopped. Its last words stand above; run the same command to resume from the last "
+            f"checkpoint"
+        )
+
+
+def _end(status: int) -> str:
+    """An exit status in words: `subprocess` gives a process that signal N ended the status -N."""
+    if status >= 0:
+        return f"ended with status {status}"
+    hint = " (often the machine's memory was full)" if -status == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-status).name}{hint}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,243 @@
+"""Which rank of how many this process is, and where the ranks of one job wait for each other.
+
+torchrun, deepspeed, our own launcher (jobs/launch.py) and `parallel.launcher=slurm` all give it
+by torchrun's environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT. A job that finds them starts no ranks of its own.
+"""
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from decoding.errors import UserError
+from training.config import JobConfig, ParallelConfig
+
+ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}
+KINDS = ("single", "ddp", *ZERO, "fsdp")
+SHARDED_WEIGHTS = ("zero3", "fsdp")  # kinds that cut weights too, of a frozen target as well
+_SIZES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_PLACES = (
+    *_SIZES,
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RUN_ID",
+)
+_LOCAL_RANK = re.compile(r"--local[-_]rank=(\d+)")
+_STAGE = "SHALLOW_DRAFT_STAGE"  # set in the stages of an experiment that several ranks run
+_PATIENCE = timedelta(days=30)  # a stage that one rank runs may take long
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Number of this rank on its machine, which is that of its card."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_rank() -> bool:
+    """True inside a process that something else started as one rank of a job."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_kind(kind: str, size: int) -> None:
+    """Raise UserError for a kind of parallelism that is unknown or that `size`
+    processes cannot be.
+    """
+    if kind not in KINDS:
+        raise UserError(f"parallel.kind is '{kind}'; expected one of {', '.join(KINDS)}")
+    if kind == "single" and size > 1:
+        raise UserError(
+            f"parallel.kind is single in a job of {size} ranks: give parallel=ddp, zero1, zero2, "
+            f"zero3 or fsdp"
+        )
+    if size == 1 and kind not in ("single", "ddp"):
+        raise UserError(
+            f"parallel.kind is {kind} with one process, which has nobody to share with: use "
+            f"parallel=single, or parallel.processes=2 or more"
+        )
+
+
+def take_local_rank(arguments: Sequence[str]) -> list[str]:
+    """Return the command line without the `--local_rank=N` that the deepspeed launcher puts into
+    it.
+
+    That launcher sets torchrun's variables, but calls LOCAL_WORLD_SIZE LOCAL_SIZE. Raises UserError
+    where no launcher set them, or where it set another rank.
+    """
+    given = [match[1] for text in arguments if (match := _LOCAL_RANK.fullmatch(text))]
+    if not given:
+        return list(arguments)
+    if not is_rank():
+        raise UserError(
+            f"--local_rank={given[-1]} was given, but RANK and WORLD_SIZE are not set: a launcher "
+            f"(deepspeed, torchrun) gives all of them. Start the job with one, or leave "
+            f"--local_rank out"
+        )
+    if "LOCAL_SIZE" in os.environ:
+        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
+    if os.environ.setdefault("LOCAL_RANK", given[-1]) != given[-1]:
+        raise UserError(
+            f"--local_rank is {given[-1]} and LOCAL_RANK is {os.environ['LOCAL_RANK']}: expected "
+            f"one number. Leave --local_rank out"
+        )
+    return [text for text in arguments if not _LOCAL_RANK.fullmatch(text)]
+
+
+def adopt(config: JobConfig) -> None:
+    """Where parallel.launcher says Slurm, put Slurm's word for this process's rank into torchrun's
+    variables.
+    """
+    parallel = vars(config).get("parallel")
+    if not isinstance(parallel, ParallelConfig):
+        return
+    if parallel.launcher not in ("auto", "slurm"):
+        raise UserError(f"parallel.launcher is '{parallel.launcher}'; expected auto or slurm")
+    if config.dry_run and "SLURM_PROCID" not in os.environ:  # it runs anywhere, and starts no ranks
+        return
+    if parallel.launcher == "slurm" and not is_rank():
+        os.environ.update(slurm_ranks(os.environ))
+
+
+def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables from those of a Slurm step with one task a rank.
+
+    The master is the first node of the step, at a port that follows from the job's number. Raises
+    UserError outside of a step.
+    """
+    wanted = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
+    missing = [name for name in wanted if name not in environment]
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    if missing or not nodes:
+        raise UserError(
+            f"parallel.launcher=slurm, but {(missing or ['SLURM_JOB_NODELIST'])[0]} is not set: "
+            f"start the job with srun, as scripts/slurm/train.sbatch does, or take "
+            f"parallel.launcher=auto"
+        )
+    here = (
+        environment.get("SLURM_STEP_TASKS_PER_NODE")
+        or environment.get("SLURM_TASKS_PER_NODE")
+        or "1"
+    )
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment.get("SLURM_STEP_NUM_TASKS", environment["SLURM_NTASKS"]),
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": re.split(r"[(,]", here)[0],
+        "MASTER_ADDR": first_node(nodes),
+        "MASTER_PORT": str(15000 + int(environment["SLURM_JOB_ID"]) % 20000),
+    }
+
+
+def first_node(nodes: str) -> str:
+    """The first host of a Slurm node list, such as `node003` of `node[003-006,010],other1`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
+    if match is None:
+        raise UserError(f"'{nodes}' is no Slurm node list; expected one such as node[003-006]")
+    return match.group(1) + (match.group(2) or "")
+
+
+def refuse_idle(config: JobConfig) -> None:
+    """Raise UserError where several ranks were started for a job of one process: all but one would
+    stand idle, unseen.
+
+    Of an experiment and of a sweep the called job is asked; stages and members are not, as some may
+    be of one process, which rank 0 runs.
+    """
+    parallel = vars(config).get("parallel")
+    if world_size() == 1 or config.dry_run or _STAGE in os.environ or _shares_work(config):
+        return
+    hint = (
+        "give parallel=ddp, zero1, zero2, zero3 or fsdp, or start it"
+        if parallel is not None
+        else "start it"
+    )
+    raise UserError(
+        f"{config.job} runs in one process, but was started in {world_size()} ranks: {hint} "
+        f"without torchrun, deepspeed or srun"
+    )
+
+
+def _shares_work(config: JobConfig) -> bool:
+    parallel = vars(config).get("parallel")
+    return isinstance(parallel, ParallelConfig) and parallel.kind != "single"
+
+
+def sits_out(config: JobConfig) -> bool:
+    """True on ranks that have no part in a job of one process: rank 0 does it. Raises UserError
+    where nobody wants such ranks (`refuse_idle`).
+    """
+    if world_size() == 1 or (_shares_work(config) and not config.dry_run):
+        return False
+    refuse_idle(config)
+    if rank() > 0:
+        return True
+    for name in _PLACES:  # what this rank now starts is no rank
+        os.environ.pop(name, None)
+    return False
+
+
+class Meeting:
+    """Where the ranks that run an experiment's stages, or a sweep's members, wait for each other;
+    one rank waits for nobody.
+
+    A key-value store at rank 0, on the port after the master's. Each stage gets a port of its own,
+    as a process group leaves its keys behind.
+    """
+
+    def __init__(self) -> None:
+        self.size, self.rank = world_size(), rank()
+        self.store: Any = None
+        if self.size > 1:
+            from torch.distributed import TCPStore
+
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1
+            # The others may come minutes later, and leave before rank 0 does.
+            self.store = TCPStore(
+                host, port, is_master=self.rank == 0, timeout=_PATIENCE, wait_for_workers=False
+            )
+
+    def environment(self, number: int) -> dict[str, str] | None:
+        """The environment of this rank's process for stage `number`; None: ours."""
+        if self.size == 1:
+            return None
+        port = int(os.environ["MASTER_PORT"]) + 1 + number
+        ours = {
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            _STAGE: str(number),
+        }
+        return {**os.environ, **ours}
+
+    def wait(self, name: str) -> None:
+        """Return when every rank has called this with `name`; rank 0, which keeps the store,
+        returns last.
+        """
+        if self.size == 1:
+            return
+        from torch.distributed import DistNetworkError
+
+        try:
+            self._until_all(f"{name} reached")
+            self.store.add(f"{name} left", 1)
+            if self.rank == 0:
+                self._until_all(f"{name} left", mine=0)
+        except DistNetworkError as error:
+            raise UserError(
+                f"rank 0 has ended while rank {self.rank} waited for it at {name}; its last words "
+                f"say why"
+            ) from error
+
+    def _until_all(self, key: str, mine: int = 1) -> None:
+        self.store.add(key, mine)
+        while self.store.add(key, 0) < self.size:
+            time.sleep(0.1)

@@ -1,0 +1,334 @@
+"""The folder of a run: its configuration, its manifest, and the refusal to mix two configurations
+in one folder.
+"""
+
+import functools
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from decoding import devices
+from decoding.errors import UserError
+from decoding.models.folder import INDEX, WEIGHTS
+from jobs import ranks
+from jobs.paths import is_here
+from jobs.run_files import read_object
+from jobs.run_lock import CONFIG, hold
+from jobs.saved_config import as_of_now, read_config, stamped, with_defaults
+from training.checkpoint import sha256, write_text
+from training.config import JobConfig, plain
+
+# What may differ when a run is continued: nothing of it changes the result but by the order of
+# additions, so that a run may move to another machine.
+_FREE_KEYS = (
+    "threads",
+    "dry_run",
+    "assumed_tflops",
+    "tracker",
+    "output_dir",
+    "parallel",
+    "loop.micro_batch_tokens",
+    "loop.activation_checkpointing",
+)
+_LARGE = 64 * 2**20  # bytes of a file that is not hashed twice
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "hydra-core",
+    "safetensors",
+    "sentencepiece",
+    "wandb",
+    "deepspeed",
+)
+
+
+class RunFolder:
+    """A run folder that is open for one configuration.
+
+    It stays locked as long as the object lives. Raises UserError when another command works in the
+    folder (jobs/run_lock.py), and when it belongs to another configuration, naming the keys
+    that differ.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self.path = Path(config.output_dir)
+        self._schema = type(config)
+        self.config = _read_alone(plain(config))
+        self.was_dry = False  # whether all that the folder holds is of a dry run
+        self._lock = hold(self.path)
+        self._artefacts: tuple[Path, ...] = ()
+        self._refuse_other_config()
+        if ranks.rank() == 0:  # it writes for all
+            write_text(
+                self.path / CONFIG, stamped(OmegaConf.to_yaml(OmegaConf.create(self.config)))
+            )
+        self.started = time.time()
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What manifest.json says so far; empty before the first write. Raises UserError for a
+        damaged one.
+        """
+        path = self.path / "manifest.json"
+        return read_manifest(path) if path.is_file() else {}
+
+    def finished(self, *artefacts: Path, also: Sequence[Path] = ()) -> bool:
+        """True when the run is done and its artefacts are as it left them; else they are made again
+        from what the folder holds.
+
+        artefacts: files, or model folders. also: further files whose hashes are recorded, which
+        runs of earlier versions may lack. Raises UserError when something that the run read has
+        changed since.
+        """
+        self._artefacts = (*artefacts, *also)
+        manifest = self.manifest
+        if not manifest.get("finished"):
+            return False
+        for path, digest in manifest["inputs"].items():
+            if hash_input(Path(path)) not in (digest, "absent"):
+                raise UserError(
+                    f"{path} has changed since {self.path} was finished with it. Give another "
+                    f"output_dir=, or delete the folder to start over"
+                )
+        wrong = changed_artefacts(self.path, manifest) or [
+            f"{artefact} is missing from a finished run"
+            for artefact in artefacts
+            if not _is_whole(artefact)
+        ]
+        for what in wrong:
+            print(f"{what}: it is written again")
+        return not wrong
+
+    def write_manifest(self, inputs: list[Path], metrics: dict[str, Any], finished: bool) -> None:
+        """inputs: files or folders that the run read; their hashes are recorded. A dry run has read
+        none.
+        """
+        dry = self.config["dry_run"]
+        manifest = {
+            "job": self.config["job"],
+            "experiment": self.config["experiment"],
+            "finished": finished,
+            "command": self.command(),
+            "inputs": {
+                str(path): "not read (dry run)" if dry else hash_input(path) for path in inputs
+            },
+            **({"artefacts": hash_artefacts(self.path, self._artefacts)} if finished else {}),
+            "git_revision": git_revision(),
+            "versions": versions(),
+            "hardware": hardware(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(self.started)),
+            "seconds": round(time.time() - self.started, 1),
+            "metrics": metrics,
+        }
+        write_text(self.path / "manifest.json", json.dumps(manifest, indent=1))
+
+    def command(self) -> str:
+        """The command line that makes this run again."""
+        arguments = sys.argv[1:]
+        # a stage, a member of a sweep or a rank: its file was a temporary one
+        if arguments[:1] == ["--config-file"]:
+            arguments = ["--config-file", str(self.path / "config.yaml")]
+        return shlex.join(["python", "-m", self.config["job"], *arguments])
+
+    def _refuse_other_config(self) -> None:
+        path = self.path / CONFIG
+        if not path.is_file() or not (self.path / "manifest.json").is_file():
+            # without a manifest nothing was begun: a start that failed does not hold the folder
+            return
+        before = read_config(
+            path,
+            f"If this command is the one that began {self.path}, delete the file and run the "
+            f"command again; else give another output_dir=",
+        )
+        before = with_defaults(as_of_now(before), plain(self._schema()))
+        begun = self.manifest.get("finished") or (self.path / "checkpoints").exists()
+        self.was_dry = bool(before.get("dry_run")) and not begun
+        if self.was_dry:
+            return  # a dry run is a question: the next one may differ
+        differing = [
+            key for key in _differences(before, self.config) if not _is_free(key.split(" ")[0])
+        ]
+        if differing:
+            raise UserError(
+                f"{self.path} belongs to another configuration; different: {', '.join(differing)}. "
+                "Give another output_dir=, or delete the folder to start over"
+            )
+
+
+def _read_alone(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without the target's published one where the target's folder is there:
+    nothing reads it then.
+    """
+    target = config.get("target")
+    if not isinstance(target, dict) or not target.get("config") or not is_here(target["path"]):
+        return config
+    return {**config, "target": {**target, "config": {}}}
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)
+
+
+def _differences(before: Any, now: Any, prefix: str = "") -> list[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = sorted({*before, *now})
+        return [
+            name
+            for key in keys
+            for name in _differences(before.get(key), now.get(key), f"{prefix}{key}.")
+        ]
+    return [] if before == now else [f"{prefix[:-1]} ({before} -> {now})"]
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The object in a manifest.json. Raises UserError for a damaged one."""
+
+    def check(manifest: dict[str, Any]) -> dict[str, Any]:
+        for key in ("inputs", "artefacts"):
+            if not isinstance(manifest.get(key, {}), dict):
+                raise ValueError(
+                    f"{key} is {manifest[key]!r:.40}, expected an object of paths and hashes"
+                )
+        if "job" not in manifest or (manifest.get("finished") and "inputs" not in manifest):
+            raise ValueError(
+                f"expected the keys job and inputs, found {', '.join(manifest) or 'nothing'}"
+            )
+        return manifest
+
+    remedy = (
+        f"Delete it and run the command that began {path.parent} again: the rest of the "
+        f"folder is kept"
+    )
+    return read_object(path, remedy, check)
+
+
+def hash_artefacts(root: Path, artefacts: Sequence[Path]) -> dict[str, str]:
+    """Hashes of a run's artefacts by their path in its folder; of a model folder all files but the
+    page that people read.
+    """
+    files = [
+        file
+        for artefact in artefacts
+        for file in (sorted(artefact.iterdir()) if artefact.is_dir() else [artefact])
+        if file.is_file() and file.name != "README.md"
+    ]
+    return {str(file.relative_to(root)): _hash_file(file) for file in files}
+
+
+def changed_artefacts(
+    root: Path, manifest: dict[str, Any], names: Sequence[str] | None = None
+) -> list[str]:
+    """What is missing or changed of the artefacts that a manifest lists, in words; runs of earlier
+    versions list none.
+
+    names: of those to look at; None: all.
+    """
+    wrong = []
+    for name, digest in manifest.get("artefacts", {}).items():
+        if names is not None and name not in names:
+            continue
+        if not (root / name).is_file():
+            wrong.append(f"{root / name} is missing from a finished run")
+        elif _hash_file(root / name) != digest:
+            wrong.append(f"{root / name} has changed since the run was finished")
+    return wrong
+
+
+def _is_whole(artefact: Path) -> bool:
+    """Whether a file is there, or a model folder's configuration and weights."""
+    if artefact.suffix:
+        return artefact.is_file()
+    return (artefact / "config.json").is_file() and any(
+        (artefact / name).is_file() for name in (WEIGHTS, INDEX)
+    )
+
+
+def hash_input(path: Path) -> str:
+    """SHA-256 of a file, or of the names and hashes of a model folder's weights, configuration and
+    tokenizer (its card left out).
+    """
+    if path.is_file():
+        return _hash_file(path)
+    if not path.exists():
+        return "absent"
+    import hashlib
+
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.is_file() and file.name not in ("drafter_card.json", "README.md"):
+            digest.update(f"{file.name}:{_hash_file(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _hash_file(path: Path) -> str:
+    """A large file is read once a process, however often it is asked for: a job names its target's
+    hash in several places.
+    """
+    stat = path.stat()
+    if stat.st_size < _LARGE:
+        return sha256(path)
+    return _hash_large(path.resolve(), stat.st_size, stat.st_mtime_ns)
+
+
+@functools.cache
+def _hash_large(path: Path, size: int, changed_ns: int) -> str:
+    return sha256(path)
+
+
+@functools.cache
+def git_revision() -> str:
+    """Revision of the checkout this code runs from, with `+changes` when the tree is dirty;
+    `unknown` outside a checkout.
+    """
+    root = Path(__file__).resolve().parent.parent
+    try:
+        revision = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return revision + ("+changes" if dirty else "")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages a result may depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, threads and cards, for manifests and tables."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    return {"cpu": model, "threads": torch.get_num_threads(), "gpus": devices.names()}

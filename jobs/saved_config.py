@@ -1,0 +1,70 @@
+"""A run's saved configuration: written with a hash, read back with what is damaged named, and one
+of an earlier version read as today's.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from jobs.run_files import WRONG, damaged, json_kind
+
+_STAMP = "# sha256 of the lines below: "
+
+
+def as_of_now(saved: dict[Any, Any]) -> dict[Any, Any]:
+    """A saved configuration as today's: before `max_seconds` there was, `max_epochs` bounded
+    nothing beside `max_steps`.
+    """
+
+    def loop_of_now(loop: Any) -> Any:
+        before = isinstance(loop, dict) and loop.get("max_steps") and "max_seconds" not in loop
+        return {**loop, "max_epochs": None} if before else loop
+
+    return saved | {key: loop_of_now(saved[key]) for key in ("loop", "between") if key in saved}
+
+
+def with_defaults(saved: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """Fill in the keys that a saved configuration lacks because they came later. usual: today's
+    configuration with every default.
+    """
+    inner = {
+        key: with_defaults(value, usual[key])
+        if isinstance(value, dict) and isinstance(usual.get(key), dict)
+        else value
+        for key, value in saved.items()
+    }
+    return {**usual, **inner}
+
+
+def stamped(text: str) -> str:
+    """A configuration's text below a line with its hash, so that a torn file is not taken for
+    another configuration.
+    """
+    return f"{_STAMP}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def read_config(path: Path, remedy: str) -> dict[str, Any]:
+    """The mapping in a config.yaml, stamped or of an earlier version. Raises UserError, with the
+    remedy, for anything else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise ValueError("it is empty")
+        first, _, rest = text.partition("\n")
+        if first.startswith(_STAMP) and first != stamped(rest).partition("\n")[0]:
+            raise ValueError("its lines are not those that were written")
+        value = yaml.safe_load(text)
+        if type(value) is not dict:
+            raise ValueError(f"expected a mapping of keys, found {json_kind(value)}")
+        found = OmegaConf.to_container(OmegaConf.create(text))
+        assert isinstance(found, dict)
+        if not isinstance(found.get("job"), str):
+            raise ValueError(f"job is {found.get('job')!r}, expected the name of one")
+    except (*WRONG, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise damaged(path, error, remedy) from error
+    return {str(key): value for key, value in found.items()}

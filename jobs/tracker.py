@@ -1,0 +1,258 @@
+"""Metrics: metrics.jsonl is the truth, Weights & Biases and tensorboard mirror it."""
+
+import json
+import netrc
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from decoding.errors import UserError
+from jobs.ranks import rank
+from jobs.run_files import WRONG, DamagedLineError, damaged, record_of
+from jobs.run_folder import RunFolder
+from training.checkpoint import write_bytes, write_text
+from training.config import JobConfig, TrackerConfig
+
+# its public server, under which logins are stored whatever address now leads there
+_WANDB_HOST = "api.wandb.ai"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A scatter chart: a point for every row, at its columns x and y."""
+
+    name: str
+    title: str
+    rows: list[dict[str, Any]]
+    x: str
+    y: str
+
+
+class Tracker:
+    """Appends one JSON object a record to metrics.jsonl and hands numbers on to the mirrors that
+    are switched on.
+    """
+
+    def __init__(
+        self, folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any]
+    ) -> None:
+        self.path = folder / "metrics.jsonl"
+        self._file = self.path.open("a", encoding="utf-8")
+        self._wandb = _start_wandb(folder, config, run_name, job_config)
+        self._board = _start_tensorboard(folder, None) if config.tensorboard else None
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        """One record. Values are numbers, strings or lists; numbers go to the mirrors."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=step)
+        if self._board is not None:
+            for key, value in numbers.items():
+                self._board.add_scalar(key, value, step)
+
+    def show(
+        self,
+        tables: dict[str, list[dict[str, Any]]],
+        charts: Sequence[Chart],
+        images: dict[str, Path],
+    ) -> None:
+        """What is no number of a step, by name: Weights & Biases takes all of it, tensorboard the
+        images.
+
+        tables: rows; what one lacks of the columns stays empty. images: files that both can read,
+        such as PNG.
+        """
+        if self._wandb is not None:
+            self._wandb.log(_wandb_media(tables, charts, images))
+        if self._board is not None:
+            from matplotlib.image import imread
+
+            for name, path in images.items():
+                self._board.add_image(name, imread(path)[..., :3], dataformats="HWC")
+
+    def close(self) -> None:
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        if self._board is not None:
+            self._board.close()
+
+    def rewind(self, step: int) -> None:
+        """Drop records of steps after `step`, which a resumed run makes again, and a last line that
+        was cut off.
+
+        Tensorboard drops them too; Weights & Biases cannot, and passes over steps that it has,
+        whose values are the same.
+        """
+        self._file.close()
+        lines = self.path.read_bytes().splitlines()
+        kept = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                if record_of(line)["step"] <= step:
+                    kept.append(line + b"\n")
+            except WRONG as error:
+                # else the write that a kill interrupted: its step is made again
+                if number < len(lines):
+                    remedy = (
+                        "Take this line out, or delete the file: training continues without "
+                        "its records"
+                    )
+                    raise damaged(
+                        self.path, DamagedLineError(f"line {number}: {error}"), remedy
+                    ) from error
+        write_bytes(self.path, b"".join(kept))
+        self._file = self.path.open("a", encoding="utf-8")
+        if self._board is not None:
+            self._board.close()
+            self._board = _start_tensorboard(self.path.parent, step + 1)
+
+
+class Recording:
+    """`with Recording(...) as tracker`: the main rank's manifest is written first and its tracker
+    closed last; other ranks get None.
+    """
+
+    def __init__(
+        self, run_folder: RunFolder, config: Any, inputs: list[Path], is_main: bool
+    ) -> None:
+        self.tracker: Tracker | None = None
+        if is_main:
+            run_folder.write_manifest(inputs, {}, finished=False)
+            self.tracker = Tracker(
+                run_folder.path, config.tracker, config.experiment, run_folder.config
+            )
+
+    def __enter__(self) -> Tracker | None:
+        return self.tracker
+
+    def __exit__(self, *_: object) -> None:
+        if self.tracker is not None:
+            self.tracker.close()
+
+
+def check_tracker(config: JobConfig) -> None:
+    """Raise UserError where this job's mirrors cannot be started: an unknown mode, no login, no
+    package.
+
+    Checked before models are loaded and without a network: whether a login is there, not whether
+    the server takes it. Only rank 0 tracks, and a dry run does not.
+    """
+    tracker = vars(config).get("tracker")
+    if not isinstance(tracker, TrackerConfig) or config.dry_run or rank() > 0:
+        return
+    _check_mode(tracker)
+    if tracker.tensorboard:
+        _summary_writer()
+    if tracker.wandb == "online" and not _has_login():
+        raise UserError(
+            "tracker.wandb is online, but no login to Weights & Biases was found here: run `wandb "
+            "login` once, or set WANDB_API_KEY; tracker=wandb_offline records without one (`wandb "
+            "sync` uploads later), tracker=none does without"
+        )
+
+
+def _check_mode(config: TrackerConfig) -> None:
+    if config.wandb not in ("online", "offline", "disabled"):
+        raise UserError(f"tracker.wandb is '{config.wandb}'; expected online, offline or disabled")
+
+
+def _has_login() -> bool:
+    """Whether wandb would find credentials: in the environment, in its settings, or in the user's
+    netrc file.
+    """
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    import wandb
+
+    settings = wandb.setup().settings
+    if settings.api_key:
+        return True
+    usual = (Path(name).expanduser() for name in ("~/.netrc", "~/_netrc"))
+    file = os.environ.get("NETRC") or next((str(path) for path in usual if path.is_file()), None)
+    if file is None:
+        return False
+    try:
+        known = netrc.netrc(Path(file).expanduser()).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return bool({urlsplit(settings.base_url).netloc, _WANDB_HOST} & known.keys())
+
+
+def _identity_of(folder: Path) -> str:
+    """Return the id of the W&B run that a run folder belongs to; a resumed run continues it. Raises
+    UserError for a damaged one.
+    """
+    path = folder / "wandb_id"
+    if not path.is_file():
+        write_text(path, secrets.token_hex(4))
+    content = path.read_bytes()
+    if not re.fullmatch(rb"[\w-]{1,128}\s*", content):
+        raise UserError(
+            f"{path} is damaged: found {content[:40]!r}, expected the id of a W&B run. Delete it "
+            f"to begin another W&B run"
+        )
+    return content.decode().strip()
+
+
+def _start_wandb(
+    folder: Path, config: TrackerConfig, run_name: str, job_config: dict[str, Any]
+) -> Any:
+    _check_mode(config)
+    if config.wandb == "disabled":
+        return None
+    import wandb
+
+    return wandb.init(
+        project=config.project,
+        group=config.group or None,
+        name=config.name or run_name,
+        job_type=job_config.get("job"),
+        dir=str(folder),
+        mode="online" if config.wandb == "online" else "offline",
+        config=job_config,
+        id=_identity_of(folder),
+        resume="allow",
+    )
+
+
+def _wandb_media(
+    tables: dict[str, list[dict[str, Any]]], charts: Sequence[Chart], images: dict[str, Path]
+) -> dict[str, Any]:
+    import wandb
+
+    def table(rows: list[dict[str, Any]]) -> Any:
+        columns: list[str | int] = list(dict.fromkeys(key for row in rows for key in row))
+        return wandb.Table(
+            columns=columns, data=[[row.get(str(name)) for name in columns] for row in rows]
+        )
+
+    scatters = {
+        chart.name: wandb.plot.scatter(table(chart.rows), chart.x, chart.y, chart.title)
+        for chart in charts
+    }
+    pictures = {name: wandb.Image(str(path)) for name, path in images.items()}
+    return {**{name: table(rows) for name, rows in tables.items()}, **scatters, **pictures}
+
+
+def _summary_writer() -> Any:
+    """Return tensorboard's writer. Raises UserError where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"tracker.tensorboard needs a package that is not installed ({error.name}): pip "
+            f'install -e ".[train]", or take tracker=none'
+        ) from error
+    return SummaryWriter
+
+
+def _start_tensorboard(folder: Path, purge_step: int | None) -> Any:
+    return _summary_writer()(log_dir=str(folder / "tensorboard"), purge_step=purge_step)

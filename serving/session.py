@@ -1,0 +1,192 @@
+"""A conversation with a target and its drafter: the turns, the caches that stay between them, and
+what every answer cost.
+
+The speedup that is told is measured in the chat itself: after an answer its last few tokens are
+decoded again without the drafter, at the same place of the same text and in the same cache. The
+plain speed is that of all these tokens so far, so it settles as the chat goes on.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+
+import torch
+
+from decoding.engine import text_of, with_costs
+from decoding.errors import UserError
+from decoding.loop import Generation, decode
+from decoding.models.text.text_stream import BROKEN, TextStream
+from decoding.rounds.ties import first_difference
+from decoding.session import Session
+from serving.config import GenerateConfig
+from serving.setup import Loaded
+from training.data.chat import render_next, render_prompt
+
+# that the plain decoding behind an answer may take, once it has a few tokens
+PATIENCE_SECONDS = 2.0
+FEWEST = 4  # plain tokens behind an answer, however slow they are
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some text of an answer, and whether it was drafted and accepted; else it is the target's own
+    token.
+    """
+
+    text: str
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one answer cost."""
+
+    generation: Generation
+    prompt_tokens: int
+    stopped: bool  # by the user
+    context_full: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens over the seconds of decoding, the prefill excluded."""
+        return len(self.generation.tokens) / max(self.generation.decode_seconds, 1e-9)
+
+
+class ChatSession:
+    """One conversation. `reply` yields an answer's text as it comes; `last` is what it cost,
+    `time_plain` measures beside it.
+    """
+
+    def __init__(self, loaded: Loaded, cfg: GenerateConfig) -> None:
+        """Warms the models up, and measures the costs of a round where the drafter
+        decides by them.
+        """
+        self.engine, self.cfg, self.template = loaded.engine, cfg, loaded.template
+        self.prompt: list[int] = []  # ids of the last turn's, with all that was before it
+        self.reset()
+        hello = self._rendered([{"role": "user", "content": "Hello"}])
+        self.settings = with_costs(self.engine, hello, loaded.settings)
+        self._warm_up(hello)
+        self.session = Session(self.engine.target, self.engine.drafter, self.settings)
+        self.last: Answer | None = None
+        self.plain_tokens, self.plain_seconds = 0, 0.0
+        self._turn = 0
+
+    def reset(self) -> None:
+        """Forget the conversation; what the next one begins with alike stays in the cache."""
+        self.messages = [{"role": "system", "content": self.cfg.system}] if self.cfg.system else []
+        # the last answer's ids, where the next turn may follow them as they are
+        self._written: list[int] = []
+
+    @property
+    def plain_rate(self) -> float | None:
+        """Tokens/s of plain decoding, of all tokens measured so far."""
+        return self.plain_tokens / self.plain_seconds if self.plain_seconds else None
+
+    def reply(
+        self, text: str, stop: Callable[[], bool] = lambda: False
+    ) -> Generator[Piece, None, None]:
+        """Answer a message. `stop` is asked between two rounds and ends the answer there; what was
+        said stays in the conversation.
+
+        Raises UserError for a message that leaves no room for an answer; the conversation is then
+        as before.
+        """
+        said = {"role": "user", "content": text}
+        prompt = self._rendered([*self.messages, said])
+        self._check_room(prompt)
+        self._turn, self.last, self.prompt, self._written = self._turn + 1, None, prompt, []
+        fresh: list[tuple[int, bool]] = []
+        batch = self.session.start(
+            prompt, request_id=self._turn, on_tokens=lambda _, new: fresh.extend(marked(new))
+        )
+        generation = batch.rows[0].generation
+
+        def marked(tokens: list[int]) -> list[tuple[int, bool]]:
+            return [
+                (token, mark == "1")
+                for token, mark in zip(tokens, generation.trace[-len(tokens) :], strict=True)
+            ]
+
+        stream, last = TextStream(lambda ids: text_of(self.engine, ids)), False
+        try:
+            while batch.rows and not stop():
+                with torch.inference_mode():
+                    batch.round()
+                for token, accepted in fresh:
+                    last = accepted
+                    if piece := stream.add([token]):
+                        yield Piece(piece, accepted)
+                fresh.clear()
+            # bytes that no token completed are no text to show
+            if rest := stream.end().rstrip(BROKEN):
+                yield Piece(rest, last)
+        finally:
+            full = len(prompt) + len(generation.tokens) >= self.engine.target.max_length
+            self.last = Answer(generation, len(prompt), bool(batch.rows), full)
+            if generation.tokens:
+                written = text_of(self.engine, generation.tokens)
+                self.messages += [said, {"role": "assistant", "content": written.rstrip(BROKEN)}]
+                self._written = [] if written.endswith(BROKEN) else generation.tokens
+
+    def time_plain(self) -> int | None:
+        """Decode the end of the last answer again without the drafter; adds to `plain_rate`.
+
+        Returns where the two differ (index from the first token decoded again) if they had to be
+        equal and are not.
+        """
+        if self.last is None or self.engine.drafter is None:
+            return None
+        tokens = self.last.generation.tokens
+        count = min(self.cfg.baseline_tokens, len(tokens))
+        if count == 0:
+            return None
+        before = [*self.prompt, *tokens[: len(tokens) - count]]
+        batch = self.session.start(
+            before, drafted=False, max_new_tokens=count, request_id=self._turn
+        )
+        plain = batch.rows[0].generation
+        with torch.inference_mode():
+            while batch.rows and (
+                len(plain.tokens) < FEWEST or plain.decode_seconds < PATIENCE_SECONDS
+            ):
+                batch.round()
+        self.plain_tokens += len(plain.tokens)
+        self.plain_seconds += plain.decode_seconds
+        written = tokens[len(tokens) - count :][: len(plain.tokens)]
+        differs = first_difference(written, plain.tokens)
+        # put the answer itself back, before the next message asks for it
+        if differs is not None and not self.last.context_full:
+            self.session.start([*self.prompt, *tokens])
+        return (
+            differs if self.settings.temperature == 0 or self.settings.verify == "coupled" else None
+        )
+
+    def _rendered(self, messages: list[dict[str, str]]) -> list[int]:
+        tokenizer, template = self.engine.tokenizer, self.template
+        if self._written:
+            return render_next(tokenizer, messages, self.prompt, self._written, template=template)
+        return render_prompt(tokenizer, messages, template=template)
+
+    def _check_room(self, prompt: list[int]) -> None:
+        holds, limit = self.engine.target.max_length, self.cfg.max_prompt_tokens
+        earlier = "with all turns before it" if self.messages else "as the chat template renders it"
+        if len(prompt) >= holds:
+            raise UserError(
+                f"your message {earlier} is {len(prompt)} tokens, and the target's context holds "
+                f"{holds} with the answer. "
+                f"{'/reset starts a new conversation' if self.messages else 'Say it shorter'}."
+            )
+        if limit and len(prompt) > limit:
+            raise UserError(
+                f"your message {earlier} is {len(prompt)} tokens, over max_prompt_tokens={limit} "
+                f"(--max_prompt_length). "
+                f"{'/reset starts a new conversation' if self.messages else 'Say it shorter'}."
+            )
+
+    def _warm_up(self, prompt: list[int]) -> None:
+        """Run both ways once, so that no measured token is the first of its shape."""
+        few = replace(self.settings, max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
+        decode(self.engine.target, None, [prompt], few)
+        if self.engine.drafter is not None:
+            decode(self.engine.target, self.engine.drafter, [prompt], few)

@@ -1,0 +1,270 @@
+"""From the configuration of the generate job to loaded models; what cannot be decoded is refused
+before anything is loaded.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from decoding.devices import device_of
+from decoding.engine import Engine, stop_tokens, text_of
+from decoding.errors import UserError
+from decoding.interfaces import Drafter
+from decoding.loop import Settings
+from decoding.models.folder import read_config, read_json
+from decoding.models.load import load_target
+from decoding.models.text.compatible import check_tokenizer_of
+from decoding.models.text.tokenizer import load_tokenizer
+from decoding.sampling.token_chooser import RULES as VERIFY
+from decoding.stopping.policies import NAMES
+from decoding.values import check_choice, check_settings
+from decoding.verification.rules import check_rule
+from jobs.drafter_use import Use, check_not_evaluated
+from jobs.drafters import build, describe, name_on_card, uses
+from jobs.paths import resolve
+from serving.config import GenerateConfig
+from training.config import refuse_parallel
+from training.drafter_folder import CARD
+from training.heads import check_fits
+
+NONE = "none"  # drafter=none: plain decoding
+USUAL = "prompt_lookup"  # where no drafter is named
+VICUNA = "vicuna"
+HEAD = "recurrent_drafting.drafter.RecurrentDrafter"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The models, how they decode, and how they are called."""
+
+    engine: Engine
+    settings: Settings  # without measured costs
+    about: str  # one line: target, drafter, sampling
+    template: str = "auto"  # chat template: the tokenizer's own, or the name of one of ours
+
+
+def check(cfg: GenerateConfig) -> None:
+    """Raise UserError, with the key, for a value that nothing can be decoded by."""
+    refuse_parallel(cfg.target)
+    rules = {
+        "beam_width": (cfg.beam_width >= 1, "1 or more beams"),
+        "beam_length": (
+            cfg.beam_length >= 1,
+            "1 (nothing is drafted) or more tokens, the target's own first one among them",
+        ),
+        "draws": (cfg.draws in ("picked", "drawn"), "picked or drawn"),
+        "max_prompt_tokens": (
+            cfg.max_prompt_tokens >= 0,
+            "0 (as many as the context holds) or more",
+        ),
+        "turns": (cfg.turns in ("all", "first"), "all or first"),
+        "max_prompts": (cfg.max_prompts >= 0, "0 (all) or more"),
+        "batch_size": (cfg.batch_size >= 1, "1 or more"),
+        "baseline_tokens": (cfg.baseline_tokens >= 0, "0 (no speedup is told) or more"),
+    }
+    for key, (fine, expected) in rules.items():
+        if not fine:
+            raise UserError(f"{key} is {vars(cfg)[key]}, expected {expected}.")
+    check_settings(cfg, ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed"))
+    check_choice("verify", cfg.verify, VERIFY)
+    if cfg.stopping is not None:
+        check_choice("stopping", cfg.stopping, NAMES)
+    if not cfg.prompts and cfg.batch_size > 1:
+        raise UserError(
+            f"batch_size is {cfg.batch_size}, but a chat is one conversation: give prompts=FILE, "
+            f"or batch_size=1."
+        )
+    if cfg.max_prompts and not cfg.prompts:
+        raise UserError(
+            f"max_prompts is {cfg.max_prompts}, but a chat is typed: give prompts=FILE "
+            f"(--eval_mt_bench), or leave it out."
+        )
+    if cfg.output and not cfg.prompts:
+        raise UserError(
+            f"output={cfg.output} is written of prompts= alone; a chat is not recorded."
+        )
+    if cfg.output and not cfg.dry_run:
+        _check_writable(Path(cfg.output))
+
+
+def load(cfg: GenerateConfig) -> Loaded:
+    """Load target, tokenizer and drafter. Raises UserError for whatever of it does not fit."""
+    folder = _folder(cfg.target.path)
+    device = device_of(cfg.target.device)
+    trusted = cfg.target.trust_remote_code
+    tokenizer = (
+        load_tokenizer(_folder(cfg.tokenizer), of_model=False)
+        if cfg.tokenizer
+        else load_tokenizer(folder, trusted)
+    )
+    if cfg.tokenizer:
+        check_tokenizer_of(tokenizer, folder, f"tokenizer={cfg.tokenizer} (--hf_tokenizer)")
+    template, named = choose_template(cfg, tokenizer, folder)
+    drafter, use = drafter_of(cfg, folder, device)
+    if drafter is not None:
+        # before the larger model is read
+        check_rule(cfg.verify, cfg.temperature, drafter.caps, drafter.name)
+    target = load_target(
+        folder,
+        backend=cfg.target.backend,
+        execution=cfg.target.execution or None,
+        dtype=cfg.target.dtype,
+        device=device,
+        max_length=cfg.target.max_length or None,
+        trust_remote_code=trusted,
+    )
+    if drafter is not None:
+        # what does not fit the target is told now, not after the first message
+        drafter.prepare(target, None)
+    engine = Engine(target, drafter, tokenizer, stop_tokens(folder, tokenizer))
+    settings = Settings(
+        max_new_tokens=cfg.max_new_tokens,
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        num_draft_tokens=cfg.beam_length - 1,
+        verify=cfg.verify,
+        seed=cfg.seed,
+        stop_token_ids=engine.stop_token_ids,
+        text_of=lambda ids: text_of(engine, ids),
+        **use.settings,
+    )
+    about = (
+        f"target {target.name} ({target.backend}, {target.dtype}, {device}); "
+        f"{_decoding(cfg, drafter, device)}"
+    )
+    if named:
+        about += f"; chat template {template}, {named}"
+    return Loaded(engine, settings, about, template)
+
+
+def _decoding(cfg: GenerateConfig, drafter: Drafter | None, device: str) -> str:
+    """Drafter and sampling in a few words; the drafter's dtype where it is not the target's."""
+    sampling = f"temperature {cfg.temperature:g}" if cfg.temperature else "greedy"
+    if drafter is None:
+        return f"no drafter; {sampling}"
+    verified = f", verified by {cfg.verify}" if cfg.temperature else ""
+    found = _mapping(cfg, device)
+    dtype = found[1].get("dtype", cfg.target.dtype) if found else cfg.target.dtype
+    name = drafter.name if dtype == cfg.target.dtype else f"{drafter.name} ({dtype})"
+    return (
+        f"drafter {name}, up to {cfg.beam_length - 1} drafted tokens a round; {sampling}{verified}"
+    )
+
+
+def drafter_of(cfg: GenerateConfig, target_folder: Path, device: str) -> tuple[Drafter | None, Use]:
+    """The drafter that the configuration names, and how the loop uses it; None for
+    plain decoding.
+    """
+    found = _mapping(cfg, device)
+    if found is None:
+        return None, Use()
+    name, mapping = found
+    use = uses({name: mapping}, Use(cfg.stopping))
+    check_not_evaluated(name, use[name])
+    if use[name].schedule != "serial":
+        raise UserError(
+            f"drafter {name} has schedule={use[name].schedule}, expected serial: eval.run measures "
+            f"the others."
+        )
+    drafter: Drafter = build({name: mapping}, use, target_folder)[name]
+    return drafter, use[name]
+
+
+def check_drafter(cfg: GenerateConfig, target_folder: Path) -> None:
+    """Raise UserError for a drafter that is not there, or a head that is not this target's; nothing
+    is loaded.
+    """
+    if head := _head_folder(cfg):
+        check_fits(target_folder, head)
+
+
+def _mapping(cfg: GenerateConfig, device: str) -> tuple[str, dict[str, Any]] | None:
+    """Name and Hydra mapping of the drafter that the configuration names; None for
+    plain decoding.
+    """
+    entry: dict[str, Any] = dict(cfg.drafter) or {"use": USUAL}
+    if entry.get("use") == NONE:
+        return None
+    use_name = str(entry.get("use", ""))
+    # such folders are all called `drafter`
+    if "name" not in entry and Path(use_name).expanduser().is_dir():
+        entry["name"] = name_on_card(Path(use_name).expanduser())
+    mappings = describe([entry], replace(cfg.target, device=device), control=False)
+    ((name, mapping),) = mappings.items()
+    if mapping["_target_"] == HEAD:
+        shape = {"beam_width": cfg.beam_width, "draws": cfg.draws, "by_cost": cfg.by_cost}
+        mapping |= {key: value for key, value in shape.items() if key not in entry}
+    return name, mapping
+
+
+def _check_writable(file: Path) -> None:
+    """Raise UserError now, not after an hour of decoding, and for a file that would be lost."""
+    if file.is_file() and file.stat().st_size:
+        raise UserError(
+            f"output={file} is there already: give another file, or delete it to answer anew."
+        )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+    except OSError as error:
+        raise UserError(f"output={file} cannot be written: {error}. Give another file.") from error
+
+
+def choose_template(
+    cfg: GenerateConfig, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> tuple[str, str]:
+    """Return the chat template by name and, where the tokenizer has none and none was given, what
+    named it.
+
+    The head's card names the one that it was trained with. Heads in the published layout have no
+    card and mean Vicuna's, as the published code knows no other; so does a target that is called
+    so. Raises UserError where nothing names one.
+    """
+    if cfg.template != "auto" or tokenizer.chat_template:
+        return cfg.template, ""
+    if head := _head_folder(cfg):
+        card = head / CARD
+        if not card.is_file():
+            return VICUNA, "the published heads'"
+        if (trained := read_json(card).get("data", {}).get("template", "auto")) != "auto":
+            return trained, "of the head's card"
+    # folders of the Hub's cache
+    cached = [part for part in folder.parts if part.startswith("models--")]
+    named = (
+        folder.name,
+        Path(cfg.tokenizer).name,
+        str(read_config(folder).get("_name_or_path", "")),
+        *cached,
+    )
+    if any(VICUNA in name.lower() for name in named):
+        return VICUNA, "by the target's name"
+    raise UserError(
+        f"the tokenizer of {cfg.tokenizer or cfg.target.path} has no chat template: name the one "
+        f"that the target was trained with, such as template=vicuna."
+    )
+
+
+def _head_folder(cfg: GenerateConfig) -> Path | None:
+    """The folder of the recurrent head that the configuration names; None where it names none."""
+    found = _mapping(cfg, "cpu")
+    if found is None or found[1]["_target_"] != HEAD or not found[1].get("folder"):
+        return None
+    return resolve(found[1]["folder"])
+
+
+def _folder(name: str) -> Path:
+    """A model folder; where the name looks like one of the Hub's, the error says how to
+    fetch it.
+    """
+    try:
+        return resolve(name)
+    except UserError as error:
+        if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+            raise UserError(
+                f"{error}. From the Hub it comes with: hf download {name} --local-dir FOLDER"
+            ) from error
+        raise

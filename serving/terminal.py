@@ -1,0 +1,186 @@
+"""The terminal side of a chat: reads messages, streams answers with the drafted and accepted tokens
+in colour, tells what each cost.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from types import FrameType
+
+from rich.console import Console
+from rich.text import Text
+
+from decoding.errors import UserError
+from jobs.interrupts import Terminated
+from serving.config import GenerateConfig
+from serving.session import Answer, ChatSession
+from serving.setup import Loaded
+
+with suppress(ImportError):  # gives input() line editing and a history, where Python has it
+    import readline  # noqa: F401
+
+PROMPT = "chat> "
+ENDS = ("exit", "quit", "/exit", "/quit")
+ACCEPTED = "green"
+HINT = "exit, quit or Ctrl-D ends; Ctrl-C stops an answer; /reset starts a new conversation"
+
+
+class Interrupt:
+    """Ctrl-C while an answer runs: the first one asks it to end after its round, the next one ends
+    it at once.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@contextmanager
+def interrupts() -> Iterator[Interrupt]:
+    """Ctrl-C is an `Interrupt` while the block runs."""
+    interrupt = Interrupt()
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def chat(loaded: Loaded, cfg: GenerateConfig, console: Console) -> None:
+    """Answer what is typed until exit, quit or the end of the input."""
+    show(console, loaded.about)
+    session = ChatSession(loaded, cfg)
+    if loaded.engine.drafter is not None:
+        colours = console.color_system is not None and not console.no_color
+        show(
+            console,
+            f"drafted and accepted tokens are {ACCEPTED}"
+            if colours
+            else "no colours here: drafted tokens are not marked",
+        )
+        if cfg.baseline_tokens:
+            show(
+                console,
+                f"behind an answer its last {cfg.baseline_tokens} tokens are decoded again without "
+                f"the drafter, for the speedup",
+            )
+    show(console, HINT)
+    while (text := read_message(console)) is not None:
+        if text == "/reset":
+            session.reset()
+            show(console, "a new conversation")
+        elif not text:
+            show(console, f"an empty message: type something ({HINT})")
+        else:
+            try:
+                turn(session, text, console)
+            except UserError as error:
+                show(console, f"error: {error}", "red")
+
+
+def read_message(console: Console) -> str | None:
+    """The next message without the white space around it; None at the end: exit, quit, Ctrl-D, or
+    Ctrl-C twice.
+    """
+    again = False
+    while True:
+        try:
+            text = input(PROMPT).strip()
+        except EOFError:
+            console.print()
+            return None
+        except Terminated:
+            raise
+        except KeyboardInterrupt:
+            console.print()
+            if again:
+                return None
+            again = True
+            show(console, HINT)
+            continue
+        except UnicodeDecodeError as error:
+            show(console, f"error: that was no UTF-8 text ({error.reason}): say it again", "red")
+            continue
+        # a terminal's stray bytes come as lone surrogates
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        return None if text.lower() in ENDS else text
+
+
+def turn(session: ChatSession, text: str, console: Console) -> None:
+    """Stream one answer and tell what it cost."""
+    differs = None
+    with interrupts() as interrupt:
+        try:
+            with closing(session.reply(text, lambda: interrupt.asked)) as pieces:
+                for piece in pieces:
+                    console.print(
+                        Text(visible(piece.text), ACCEPTED if piece.accepted else ""),
+                        end="",
+                        soft_wrap=True,
+                    )
+                    console.file.flush()
+            console.print()
+            if not interrupt.asked:
+                differs = session.time_plain()
+        except Terminated:
+            raise
+        except KeyboardInterrupt:
+            console.print()
+    if session.last is not None:
+        show(console, cost_line(session, session.last))
+    if differs is not None:
+        show(
+            console,
+            f"note: decoded again without the drafter, token {differs + 1} of these differs: "
+            f"rounding, or two tokens nearly tied",
+            "red",
+        )
+
+
+def cost_line(session: ChatSession, answer: Answer) -> str:
+    """Tokens/s, block efficiency and speedup of an answer, how it ended, and how much of its prompt
+    was read.
+    """
+    generation, plain = answer.generation, session.plain_rate
+    words = [f"{len(generation.tokens)} tokens", f"{answer.tokens_per_second:.1f} tokens/s"]
+    if session.engine.drafter is not None:
+        words.append(f"block efficiency {generation.block_efficiency:.2f}")
+        if plain is None:
+            words.append("speedup not measured")
+        else:
+            words.append(
+                f"speedup {answer.tokens_per_second / plain:.2f}x over plain decoding ({plain:.1f} "
+                f"tokens/s, timed on {session.plain_tokens} tokens)"
+            )
+    words.append(f"read {generation.prefilled} of {answer.prompt_tokens} prompt tokens")
+    if answer.stopped:
+        words.append("stopped")
+    elif answer.context_full:
+        words.append("the context is full: /reset starts a new conversation")
+    elif generation.finish == "length":
+        words.append(
+            f"ended at max_new_tokens={session.settings.max_new_tokens} (--max_generation_length)"
+        )
+    return f"[{'; '.join(words)}]"
+
+
+def show(console: Console, text: str, style: str = "dim") -> None:
+    """A line of the program's own."""
+    console.print(Text(text, style), soft_wrap=True)
+
+
+def visible(text: str) -> str:
+    """The text with control characters spelled out but for tabs and line ends: a model must not
+    steer the terminal.
+    """
+    return "".join(c if c in "\n\t" or not is_control(c) else f"\\x{ord(c):02x}" for c in text)
+
+
+def is_control(character: str) -> bool:
+    """C0, DEL and C1."""
+    code = ord(character)
+    return code < 0x20 or 0x7F <= code < 0xA0

@@ -1,0 +1,1 @@
+"""Chats and texts to token ids and loss masks: readers, packing, mixtures."""

@@ -1,0 +1,375 @@
+"""Chats -> token ids and the mask of what is supervised: the assistant's answers with their end
+tokens.
+
+A mask that is wrong by a few tokens trains a drafter that is accepted rarely, and nothing else
+shows it. So the chat is rendered to text once, the answers are found as spans of that text, and the
+text is tokenized once, without special tokens (the template writes them; a tokenizer that adds its
+own would double the BOS). Spans are found
+
+1. by the template's `{% generation %}` marks, where it has them;
+2. else by prefix rendering: turns up to i with the generation prompt must be a prefix of turns up
+   to i + 1, and the difference is supervised;
+3. else with our own template of the same family (`training.data.templates`), which has marks; else
+   the error names the turn.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from decoding.errors import UserError
+from decoding.models.text.templates import render
+from training.data.counts import print_note
+from training.data.templates import TEMPLATES, family_of
+
+Message = dict[str, str]
+Span = tuple[int, int]
+RENDERINGS = ("auto", "chat", "text")  # how prompts are shown to a target: see `choose_rendering`
+
+# Unicode noncharacters, "for internal use": they mark answers in the rendered text and are taken
+# out again.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_MARK = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """One chat as tokens; `mask[i]` is True where token i belongs to an answer (its end token
+    included).
+    """
+
+    ids: list[int]
+    mask: list[bool]
+
+
+class _NoPrefixError(Exception):
+    """Prefix rendering does not hold; the message names the turn and says why."""
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, template: str = "auto"
+) -> Rendered:
+    """Render `messages` ({"role", "content"}) with the tokenizer's chat template, or with one of
+    ours by name.
+
+    Raises UserError, naming the turn, where the template refuses a role or an order of turns, where
+    no way shows which tokens are the answer, or where there is no answer.
+    """
+    messages = list(messages)
+    source = template_source(tokenizer, template)
+    _check(messages, source)
+    if _MARK.search(source):
+        text, spans = _marked(tokenizer, source, messages)
+    else:
+        try:
+            text, spans = _by_prefixes(tokenizer, source, messages)
+        except _NoPrefixError as reason:
+            text, spans = _marked(tokenizer, TEMPLATES[_family(source, str(reason))], messages)
+    return _tokenize(tokenizer, text, spans, messages)
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, template: str = "auto"
+) -> list[int]:
+    """Return the ids of `messages` followed by the generation prompt: what a target is asked to
+    continue.
+    """
+    messages = list(messages)
+    text = _render(tokenizer, template_source(tokenizer, template), messages, prompt=True)
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def render_next(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    *,
+    template: str = "auto",
+) -> list[int]:
+    """As `render_prompt`, for a turn after one that was decoded: the last message but one is its
+    answer.
+
+    prompt, answer: ids of that turn as they were decoded. A model may spell a text in other tokens
+    than its tokenizer does, and caches hold what it wrote; so these ids stand as they are, and the
+    new ones follow. Where the rendered text does not show where they end (a template that trims the
+    answer, a tokenizer without offsets), all is tokenized anew.
+    """
+    messages, source = list(messages), template_source(tokenizer, template)
+    text = _render(tokenizer, source, messages, prompt=True)
+    encoded = tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False
+    )
+    ids = list(encoded["input_ids"])
+    if not tokenizer.is_fast:
+        return ids
+    before = _render(tokenizer, source, messages[:-2], prompt=True)
+    end = _end_of_said(tokenizer, text, before, messages[-2]["content"], answer)
+    starts = [start for start, _ in encoded["offset_mapping"]]
+    return [*prompt, *answer, *ids[starts.index(end) :]] if end in starts else ids
+
+
+def _end_of_said(
+    tokenizer: PreTrainedTokenizerBase, text: str, before: str, content: str, answer: Sequence[int]
+) -> int | None:
+    """Where in the text the answer ends that follows `before`, its end token included if it has
+    one; None: that cannot be told.
+    """
+    at = text.find(content, len(before)) if text.startswith(before) else -1
+    if at < 0 or text[len(before) : at].strip():
+        return None
+    end, last = at + len(content), tokenizer.convert_ids_to_tokens(answer[-1])
+    if last not in tokenizer.all_special_tokens:
+        return end
+    return end + len(last) if text.startswith(last, end) else None
+
+
+def choose_rendering(
+    tokenizer: PreTrainedTokenizerBase,
+    render: str,
+    template: str,
+    keys: tuple[str, str],
+    show: bool = True,
+) -> str:
+    """Return how prompts are shown to a target: `chat` or `text`.
+
+    render: chat, text, or auto, which is chat where the tokenizer has a chat template or `template`
+    names one of ours, and plain text, with a note, for base models. keys: what the two are called
+    in the configuration. Raises UserError for an unknown one, and for chat without a template.
+    """
+    if render not in RENDERINGS:
+        raise UserError(
+            f"{keys[0]}={render!r} is not known. Expected one of: {', '.join(RENDERINGS)}."
+        )
+    if render == "text":
+        return render
+    if template != "auto" or tokenizer.chat_template is not None:
+        template_source(tokenizer, template)
+        return "chat"
+    ours = f"{keys[1]}={'|'.join(TEMPLATES)}"
+    if render == "chat":
+        raise UserError(
+            f"{tokenizer.name_or_path}: the tokenizer has no chat template to render prompts by; "
+            f"{keys[0]}=text takes them as they stand (base models), {ours} names one of ours "
+            f"(chat models)"
+        )
+    if show:
+        print(
+            f"note: {tokenizer.name_or_path}: the tokenizer has no chat template, so prompts are "
+            f"shown as plain text; for a chat model name its template: {ours}"
+        )
+    return "text"
+
+
+def render_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of a plain text to continue, with the first token (BOS) where the tokenizer
+    adds one.
+    """
+    # not verbose: prompts over the context are counted, not run, so its warning of them would
+    # mislead
+    return list(tokenizer(text, verbose=False)["input_ids"])
+
+
+def template_names() -> tuple[str, ...]:
+    """Return what a configuration may call a chat template."""
+    return ("auto", *TEMPLATES)
+
+
+def template_source(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """Return the Jinja source that `template` names. Raises UserError for an unknown one, and for a
+    tokenizer that has none of its own.
+    """
+    if template in TEMPLATES:
+        return TEMPLATES[template]
+    if template != "auto":
+        raise UserError(
+            f"unknown chat template '{template}'; expected auto or one of: {', '.join(TEMPLATES)}"
+        )
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{tokenizer.name_or_path}: the tokenizer has no chat template; name one of ours "
+            f"(data.template=...): {', '.join(TEMPLATES)}"
+        )
+    return tokenizer.get_chat_template()
+
+
+def _check(messages: list[Message], source: str) -> None:
+    """Refuse what no template can render, and the noncharacters that would be taken for marks."""
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UserError(
+            f"the chat has {len(messages)} turns and no answer (role assistant); nothing to learn "
+            f"from it"
+        )
+    if messages[0]["role"] == "assistant" and not _MARK.search(source):
+        raise UserError(
+            "turn 1 is from the assistant; this template can only be used when a user or system "
+            "turn comes first"
+        )
+    for number, message in enumerate(messages, 1):
+        if _OPEN in message["content"] or _CLOSE in message["content"]:
+            raise UserError(
+                f"turn {number} ({message['role']}) holds U+FDD0 or U+FDD1, which are no "
+                f"characters; remove them"
+            )
+
+
+def _family(source: str, reason: str) -> str:
+    """Return the name of our template for a template without marks whose prefixes do not hold."""
+    family = family_of(source)
+    if family is None:
+        raise UserError(
+            f"cannot tell which tokens are the answer: {reason}. Give the tokenizer's chat "
+            f"template {{% generation %}} marks, or choose one of ours (data.template=...): "
+            f"{', '.join(TEMPLATES)}"
+        )
+    _say_once(
+        f"the tokenizer's chat template shows no answers ({reason}); chats are rendered with ours: "
+        f"'{family}'"
+    )
+    return family
+
+
+@lru_cache(maxsize=64)
+def _say_once(text: str) -> None:
+    print_note(text)
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    messages: list[Message],
+    *,
+    prompt: bool = False,
+) -> str:
+    """Render to text; an error of the template becomes a UserError that names the first turn at
+    which it is raised.
+    """
+    try:
+        return _apply(tokenizer, source, messages, prompt)
+    except TemplateError as error:
+        for count in range(1, len(messages) + 1):
+            try:
+                _apply(tokenizer, source, messages[:count], prompt)
+            except TemplateError as first:
+                role = messages[count - 1]["role"]
+                raise UserError(
+                    f"turn {count} ({role}): the chat template refuses it: {first}"
+                ) from error
+        raise UserError(f"the chat template refuses the chat: {error}") from error
+
+
+def _apply(
+    tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message], prompt: bool
+) -> str:
+    return render(tokenizer, messages, source, add_generation_prompt=prompt)
+
+
+@lru_cache(maxsize=64)
+def _with_sentinels(source: str) -> str:
+    """Replace generation marks by blocks that write a sentinel; blocks, so that Jinja trims white
+    space as before.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        sentinel = _CLOSE if match["end"] else _OPEN
+        return f"{{%{match['left']} if true %}}{{{{ '{sentinel}' }}}}{{% endif {match['right']}%}}"
+
+    return _MARK.sub(block, source)
+
+
+def _marked(
+    tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]
+) -> tuple[str, list[Span]]:
+    """Return the text and the spans inside the template's generation marks, one span an answer."""
+    pieces = re.split(f"([{_OPEN}{_CLOSE}])", _render(tokenizer, _with_sentinels(source), messages))
+    text, starts, ends = "", [], []
+    for piece in pieces:
+        if piece == _OPEN:
+            starts.append(len(text))
+        elif piece == _CLOSE:
+            ends.append(len(text))
+        else:
+            text += piece
+    answers = sum(message["role"] == "assistant" for message in messages)
+    if len(starts) != answers or len(ends) != answers:
+        raise UserError(
+            f"the chat template marks {len(starts)} answers and the chat has {answers}: it drops "
+            f"turns or marks others"
+        )
+    return text, list(zip(starts, ends, strict=True))
+
+
+def _by_prefixes(
+    tokenizer: PreTrainedTokenizerBase, source: str, messages: list[Message]
+) -> tuple[str, list[Span]]:
+    """Return the text and, for each answer, what its turn adds to the turns before it with the
+    generation prompt.
+    """
+    text = _render(tokenizer, source, messages)
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        turn = f"turn {index + 1} (assistant)"
+        before = _render(tokenizer, source, messages[:index], prompt=True)
+        after = (
+            text
+            if index + 1 == len(messages)
+            else _render(tokenizer, source, messages[: index + 1])
+        )
+        if not text.startswith(after):
+            raise _NoPrefixError(f"{turn} is rendered differently when other turns follow it")
+        if not after.startswith(before):
+            raise _NoPrefixError(f"{turn} does not begin with the template's generation prompt")
+        if len(after) == len(before):
+            raise _NoPrefixError(f"{turn} leaves no text")
+        spans.append((len(before), _end_of_answer(tokenizer, after, len(before))))
+    return text, spans
+
+
+def _end_of_answer(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> int:
+    """Return where the answer ends: white space after its end token (ChatML's line end) is written
+    by no model.
+    """
+    stripped = text[start:].rstrip()
+    if any(stripped.endswith(token) for token in tokenizer.all_special_tokens):
+        return start + len(stripped)
+    return len(text)
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], messages: list[Message]
+) -> Rendered:
+    """Tokenize once and mark the tokens that lie in a span by their character offsets.
+
+    A token that begins before a span counts where only white space of it lies outside (" Hello"
+    after a prompt that ends in a blank); one that mixes text of the prompt with text of the answer
+    is not supervised.
+    """
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"{tokenizer.name_or_path}: a slow tokenizer gives no character offsets; save it with "
+            f"a tokenizer.json"
+        )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets: list[Span] = encoded["offset_mapping"]
+    mask = [False] * len(offsets)
+    turns = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    token = 0
+    for turn, (start, end) in zip(turns, spans, strict=True):
+        while token < len(offsets) and offsets[token][1] <= start and offsets[token][0] < start:
+            token += 1
+        first = token
+        while token < len(offsets) and offsets[token][0] < end:
+            mask[token] = not text[offsets[token][0] : start].strip()
+            token += 1
+        if not any(mask[first:token]):
+            raise UserError(
+                f"turn {turn} (assistant): no token of its own; the tokenizer merges it with the "
+                f"prompt"
+            )
+    return Rendered(list(encoded["input_ids"]), mask)

@@ -1,0 +1,65 @@
+"""What became of the records of a file: used, or skipped with a reason and a place."""
+
+import sys
+from dataclasses import dataclass, field
+
+from decoding.errors import UserError
+from jobs import ranks
+
+SHOWN_PLACES = 5
+
+
+def print_note(text: str) -> None:
+    """Print a note on stderr, from the first rank alone: jobs configure no logging, which would
+    hide it.
+    """
+    if ranks.rank() == 0:
+        print(f"note: {text}", file=sys.stderr)
+
+
+@dataclass
+class Counts:
+    """What became of the records: read = used + skipped; `bad` maps a reason to the places
+    ("file:line") it was met.
+
+    `cut` does so for records that are used without a part of them.
+    """
+
+    read: int = 0
+    used: int = 0
+    bad: dict[str, list[str]] = field(default_factory=dict)
+    cut: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def skipped(self) -> int:
+        return sum(len(places) for places in self.bad.values())
+
+    def skip(self, reason: str, place: str) -> None:
+        self.bad.setdefault(reason, []).append(place)
+
+    def line(self, what: str) -> str:
+        """Return one line for the terminal: how many were used, and where and why the others were
+        not.
+        """
+        told = [("skipped", *found) for found in self.bad.items()] + [
+            ("cut", *found) for found in self.cut.items()
+        ]
+        return f"{what}: {self.used:,} of {self.read:,} used" + "".join(
+            f"; {len(places):,} {fate}: {reason} "
+            f"({', '.join(places[:SHOWN_PLACES])}{', ...' if len(places) > SHOWN_PLACES else ''})"
+            for fate, reason, places in told
+        )
+
+    def check(self, what: str, expected: str, max_bad: float) -> None:
+        """Print a note of skipped and cut records; raise UserError when they are more than the
+        share `max_bad` of those read.
+        """
+        if self.skipped > max_bad * self.read:
+            # Jobs that measure have no such key.
+            remedy = "" if what == "prompts" else " (data.max_bad raises that limit)"
+            raise UserError(
+                f"{self.line(what)}. Expected {expected}; more than {max_bad:.1%} are bad{remedy}: "
+                f"mend or remove these lines"
+            )
+        if self.skipped or self.cut:
+            print_note(self.line(what))

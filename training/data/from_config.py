@@ -1,0 +1,240 @@
+"""The samples of a job: chats and texts from files, or from the standard library of this Python; as
+one heap, or by domain.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from decoding.errors import UserError
+from jobs.paths import resolve
+from training.config import DataConfig, LoopConfig
+from training.data import corpus
+from training.data.counts import Counts
+from training.data.mixture import MixedData
+from training.data.packing import PackedData, Sample
+from training.data.readers import Chat, read_chats, read_texts
+from training.data.samples import chat_samples, text_samples
+
+
+def training_data(
+    tokenizer: Any, data: DataConfig, loop: LoopConfig, seed: int, show: bool = True
+) -> PackedData:
+    """The train split as rows of data.max_length tokens, loop.tokens_per_step of them a step; of
+    domains, if there are any.
+    """
+    made = row_data(training_texts(tokenizer, data, show), data, rows_of_step(data, loop), seed)
+    if show and isinstance(made, MixedData):
+        print(made.describe())
+    return made
+
+
+def training_texts(tokenizer: Any, data: DataConfig, show: bool = True) -> dict[str, list[Sample]]:
+    """The train split by domain; without domains under an empty name."""
+    if show and (shared := trained_and_held_out(data)):
+        print(
+            f"warning: {', '.join(shared)} is both trained on and held out: what is measured there "
+            f"says little of other text. Hold out another file"
+        )
+    if not data.domains:
+        return {"": read_samples(tokenizer, data, "train", show)}
+    return {
+        name: read_samples(
+            tokenizer, domain_data(data, name), "train", show, f"data.domains.{name}"
+        )
+        for name in data.domains
+    }
+
+
+def row_data(
+    texts: dict[str, list[Sample]], data: DataConfig, rows_per_step: int, seed: int
+) -> PackedData:
+    """What `training_texts` read, in rows of data.max_length tokens; of domains by their shares."""
+    if data.domains:
+        return MixedData(texts, data, rows_per_step, seed)
+    return PackedData(texts[""], data.max_length, rows_per_step, seed)
+
+
+def held_out_domains(
+    tokenizer: Any, data: DataConfig, show: bool = True
+) -> dict[str, list[Sample]]:
+    """Held-out samples of every domain that has some, about data.held_out_tokens tokens of each."""
+    found = {}
+    for name, domain in data.domains.items():
+        if not (domain.held_out_chats or domain.held_out_texts):
+            if show:
+                print(f"domain {name} has no held-out text: it is not measured")
+            continue
+        samples = read_samples(
+            tokenizer, domain_data(data, name), "held_out", show, f"data.domains.{name}"
+        )
+        found[name] = drawn_evenly(samples, data.held_out_tokens)
+        if not any(sample.mask.any() for sample in found[name]):
+            raise UserError(
+                f"data.domains.{name}: no token of its held-out text is supervised: look at the "
+                f"chat template and data.train_on"
+            )
+    return found
+
+
+def drawn_evenly(samples: list[Sample], tokens: int) -> list[Sample]:
+    """Every n-th sample, so that about `tokens` tokens are left; all of them where tokens is 0 or
+    there are not more.
+    """
+    total = sum(len(sample.ids) for sample in samples)
+    return samples[:: max(1, math.ceil(total / tokens))] if tokens else samples
+
+
+def domain_data(data: DataConfig, name: str) -> DataConfig:
+    """The data of one domain as data of its own, with its paths started from data.root."""
+    domain = data.domains[name]
+
+    def rooted(paths: list[str]) -> list[str]:
+        return [
+            path if path.startswith("embedded:") else str(Path(data.root, path)) for path in paths
+        ]
+
+    return dataclasses.replace(
+        data,
+        chats=rooted(domain.chats),
+        texts=rooted(domain.texts),
+        held_out_chats=rooted(domain.held_out_chats),
+        held_out_texts=rooted(domain.held_out_texts),
+        domains={},
+    )
+
+
+def each_data(data: DataConfig) -> list[DataConfig]:
+    """The data of every domain; where there are none, the data itself."""
+    return [domain_data(data, name) for name in data.domains] or [data]
+
+
+def sources(data: DataConfig) -> list[str]:
+    """What is trained on, as it was named."""
+    return [path for one in each_data(data) for path in (*one.chats, *one.texts)]
+
+
+def trained_and_held_out(data: DataConfig) -> list[str]:
+    """Files that both splits name; the standard library keeps its own splits apart."""
+    held_out = {
+        path for one in each_data(data) for path in (*one.held_out_chats, *one.held_out_texts)
+    }
+    return [
+        path
+        for path in dict.fromkeys(sources(data))
+        if path in held_out and path != "embedded:stdlib"
+    ]
+
+
+def rows_of_step(data: DataConfig, loop: LoopConfig) -> int:
+    """Rows that an optimizer step sees. Raises UserError for a step that holds none."""
+    rows_per_step = loop.tokens_per_step // data.max_length
+    if rows_per_step == 0:
+        raise UserError(
+            f"loop.tokens_per_step is {loop.tokens_per_step}, less than one row of data.max_length "
+            f"({data.max_length}) tokens: raise the one or lower the other"
+        )
+    return rows_per_step
+
+
+def data_files(data: DataConfig, dry_run: bool = False) -> list[Path]:
+    """Files and folders that a job reads of both splits, for its manifest; `embedded:stdlib` is
+    this Python's own, whose version is noted.
+
+    dry_run: one that is not there is told and left out, as an earlier stage may have yet to write
+    it.
+    """
+    named = [
+        path
+        for one in each_data(data)
+        for path in (*one.chats, *one.texts, *one.held_out_chats, *one.held_out_texts)
+        if path != "embedded:stdlib"
+    ]
+    absent = [
+        path
+        for path in named
+        if not path.startswith("embedded:") and not Path(path).expanduser().exists()
+    ]
+    if dry_run and absent:
+        print(f"note: {', '.join(absent)} is not there yet: its tokens are not counted")
+        named = [path for path in named if path not in absent]
+    return [resolve(path) for path in named]
+
+
+def split_chats(data: DataConfig, split: corpus.Split) -> tuple[list[Chat], Counts]:
+    """Chats of the `train` or `held_out` split, and what became of the records that they were read
+    from.
+    """
+    paths = data.chats if split == "train" else data.held_out_chats
+    chats: list[Chat] = []
+    if "embedded:stdlib" in paths:
+        chats += [
+            Chat(str(number), messages, f"embedded:stdlib:{number}")
+            for number, messages in enumerate(corpus.chats(split))
+        ]
+    counts = Counts(read=len(chats), used=len(chats))
+    files = [resolve(path) for path in paths if path != "embedded:stdlib"]
+    if files:
+        found, of_files = read_chats(files, max_bad=data.max_bad)
+        chats += found
+        counts = Counts(
+            counts.read + of_files.read, counts.used + of_files.used, of_files.bad, of_files.cut
+        )
+    return chats, counts
+
+
+def read_samples(
+    tokenizer: Any, data: DataConfig, split: corpus.Split, show: bool = True, key: str = "data"
+) -> list[Sample]:
+    """Samples of the `train` or `held_out` split and, with `show`, a printed account of what was
+    used and what was not.
+
+    key: the configuration key that the paths stand under, for messages.
+    """
+    text_paths = data.texts if split == "train" else data.held_out_texts
+    samples: list[Sample] = []
+    documents: list[str] = []
+    if "embedded:stdlib" in text_paths:
+        documents += corpus.documents(split)
+    text_files = [resolve(path) for path in text_paths if path != "embedded:stdlib"]
+    text_counts = Counts()
+    if text_files:
+        found, text_counts = read_texts(text_files, max_bad=data.max_bad)
+        documents += found
+    chats, chat_counts = split_chats(data, split)
+    limit = data.max_samples or None
+    of_chats = chat_samples(
+        tokenizer, chats[:limit], data.template, data.max_length, data.train_on, data.max_bad
+    )
+    for what, left_out, counts, (new, account) in (
+        (
+            "texts",
+            documents[limit:],
+            text_counts,
+            text_samples(tokenizer, documents[:limit], data.max_length),
+        ),
+        ("chats", chats[limit:], chat_counts, of_chats),
+    ):
+        for reason, places in counts.bad.items():
+            account.leave_out(reason, len(places))
+        account.leave_out("over data.max_samples", len(left_out) if limit else 0)
+        if account.read and show:
+            print(
+                f"{key.removeprefix('data').removeprefix('.domains.')} {split} "
+                f"{account.line(what)}".lstrip()
+            )
+        samples += new
+    if not samples and (documents or chats):
+        raise UserError(
+            f"the {split} split is empty: zero supervised tokens in "
+            f"{len(documents) + len(chats):,} texts and chats of {key}. The line above says why: "
+            f"look at data.max_length, the chat template and data.train_on"
+        )
+    if not samples:
+        held = "" if split == "train" else "held_out_"
+        raise UserError(
+            f"the {split} split is empty: give {key}.{held}chats=[CHATS.json], "
+            f"{key}.{held}texts=[TEXT.txt], or both"
+        )
+    return samples

@@ -1,0 +1,316 @@
+"""Dynamic batch loading: rows from named domains by a share each, and shares that follow the
+held-out figures.
+
+A drafter is judged by the domain that it drafts worst, and a mixture that suits the start of a
+training does not suit its end. Shares move at evaluations only: by the gap to reference losses
+(Sheared-LLaMA, arXiv 2310.06694, section 2.2 and appendix A, algorithm 1), or by the gap in
+held-out acceptance, which is ours: what a drafter is for, and no reference model has to be trained
+or fitted.
+
+A step's rows are a pure function of (seed, step, shares so far): a generator keyed by seed and step
+draws each row's domain, and every domain goes through its own rows in its own shuffled epochs. How
+far each has come and the present shares are all that a checkpoint has to hold.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from decoding.errors import UserError
+from training.config import DataConfig
+from training.data.packing import PackedData, Sample
+
+MIXINGS = ("fixed", "loss", "acceptance")
+EXHAUSTED = ("wrap", "stop")
+# third word of the key of the draws, so that they share no numbers with the epochs' orders
+_DRAW = 1
+
+
+class MixedData(PackedData):
+    """PackedData whose rows each belong to one domain; `samples` are those of all domains, one
+    domain after another.
+    """
+
+    def __init__(
+        self,
+        domains: Mapping[str, Sequence[Sample]],
+        config: DataConfig,
+        rows_per_step: int,
+        seed: int,
+    ) -> None:
+        """domains: the samples by name; shares, references and rules are of `config`. Raises
+        UserError for a domain without supervised tokens, and with when_exhausted=stop for one that
+        is too small for the first step.
+        """
+        self.config = config
+        self.domains = {
+            name: _packed(name, samples, config.max_length, rows_per_step, seed)
+            for name, samples in domains.items()
+        }
+        starts = np.cumsum([0, *(len(of.samples) for of in self.domains.values())])
+        self._start = {
+            name: int(start) for name, start in zip(self.domains, starts[:-1], strict=True)
+        }
+        samples = [sample for of in self.domains.values() for sample in of.samples]
+        rows = [self._global(name, row) for name, of in self.domains.items() for row in of.rows]
+        super().__init__(samples, config.max_length, rows_per_step, seed, rows)
+        self.load({})
+        if self.ended:
+            raise UserError(
+                f"{self.ended}: give it more text, or lower its share or loop.tokens_per_step"
+            )
+
+    def step_rows(self, step: int) -> list[list[int]]:
+        """The rows of the next step; `step` is its number. Moves on by that step, so it is asked
+        for once, in order.
+        """
+        if step != self.step:
+            raise ValueError(
+                f"step {step} was asked for, the next one is {self.step}: load a state first"
+            )
+        rows = []
+        for name in self._drawn():
+            rows.append(self._global(name, self.domains[name].row(self.used[name])))
+            self.used[name] += 1
+        self.step += 1
+        return rows
+
+    def state(self) -> dict[str, Any]:
+        """The next step's number, and by domain: share, rows used so far, and the moving average of
+        its gap.
+        """
+        return {
+            "step": self.step,
+            "shares": dict(self.shares),
+            "used": dict(self.used),
+            "gaps": dict(self.gaps),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`; an empty one is the start, with the shares of the configuration."""
+        given = {name: self.config.domains[name].share for name in self.domains}
+        total = sum(given.values())
+        self.step: int = state.get("step", 0)
+        self.shares: dict[str, float] = dict(
+            state.get("shares", {name: share / total for name, share in given.items()})
+        )
+        self.used: dict[str, int] = dict(state.get("used", dict.fromkeys(self.domains, 0)))
+        self.gaps: dict[str, float] = dict(state.get("gaps", {}))
+
+    @property
+    def ended(self) -> str:
+        """With when_exhausted=stop: the domain that has fewer rows left than the next step wants of
+        it.
+        """
+        if self.config.when_exhausted == "wrap":
+            return ""
+        for name, wanted in Counter(self._drawn()).items():
+            size, used = len(self.domains[name].rows), self.used[name]
+            if used + wanted > size:
+                return (
+                    f"domain '{name}' has {size - used} of its {size} rows left and step "
+                    f"{self.step + 1} wants {wanted} (data.when_exhausted=stop; wrap goes through "
+                    f"a domain again)"
+                )
+        return ""
+
+    def look(self, figures: dict[str, float]) -> dict[str, float]:
+        """Move the shares by `loss/NAME` or `acceptance/NAME`. Returns share/NAME and rows/NAME
+        (used so far) for the record.
+
+        Figures that are not finite say nothing of the mixture: the shares stay, and the loop says
+        what is wrong.
+        """
+        if self.config.mixing != "fixed":
+            self._move({name: figures[f"{self.config.mixing}/{name}"] for name in self.domains})
+        shares = {f"share/{name}": share for name, share in self.shares.items()}
+        return shares | {f"rows/{name}": float(rows) for name, rows in self.used.items()}
+
+    def describe(self) -> str:
+        """The mixture in one line for the terminal."""
+        parts = (
+            f"{name} {self.shares[name]:.1%} of {len(of.rows):,} rows ({of.tokens:,} tokens)"
+            for name, of in self.domains.items()
+        )
+        return f"mixture ({self.config.mixing}): {', '.join(parts)}"
+
+    def _move(self, measured: Mapping[str, float]) -> None:
+        """Move the shares by the held-out losses or acceptances `measured` of the domains; not by
+        ones that are not finite.
+        """
+        config = self.config
+        if not all(map(math.isfinite, measured.values())):
+            return
+        if config.mixing == "loss":
+            references = {name: config.domains[name].reference for name in self.domains}
+            self.gaps = loss_gaps(measured, references, config.clip_gaps)
+        else:
+            references = {name: config.domains[name].reference_acceptance for name in self.domains}
+            keep = config.mixing_smoothing if self.gaps else 0.0  # the first gap is taken as it is
+            now = acceptance_gaps(measured, references)
+            self.gaps = {
+                name: keep * self.gaps.get(name, 0.0) + (1 - keep) * gap
+                for name, gap in now.items()
+            }
+        self.shares = updated(
+            self.shares, self.gaps, config.mixing_rate, config.uniform_share, config.floor_share
+        )
+
+    def _drawn(self) -> list[str]:
+        """The domain of each row of the next step."""
+        draw = np.random.default_rng([self.seed, self.step, _DRAW])
+        names = list(self.domains)
+        chosen = draw.choice(
+            len(names), self.rows_per_step, p=[self.shares[name] for name in names]
+        )
+        return [names[index] for index in chosen]
+
+    def _global(self, name: str, row: Sequence[int]) -> list[int]:
+        return [self._start[name] + index for index in row]
+
+
+def loss_gaps(
+    losses: Mapping[str, float], references: Mapping[str, float], clip: bool
+) -> dict[str, float]:
+    """loss - reference in nats a token, by domain.
+
+    clip: at 0, as in the paper's algorithm 1; its published code leaves that out, so that a domain
+    better than its reference loses share.
+    """
+    gaps = {name: loss - references[name] for name, loss in losses.items()}
+    return {name: max(0.0, gap) for name, gap in gaps.items()} if clip else gaps
+
+
+def acceptance_gaps(
+    acceptance: Mapping[str, float], references: Mapping[str, float]
+) -> dict[str, float]:
+    """max(0, reference - acceptance) by domain; a reference of 0 stands for the best domain's
+    acceptance.
+    """
+    best = max(acceptance.values())
+    return {
+        name: max(0.0, (references[name] or best) - alpha) for name, alpha in acceptance.items()
+    }
+
+
+def updated(
+    shares: Mapping[str, float],
+    gaps: Mapping[str, float],
+    rate: float,
+    uniform: float,
+    floor: float,
+) -> dict[str, float]:
+    """share x exp(rate x gap), normalised; then (1 - uniform) of that and uniform / domains; then
+    no share below `floor`.
+    """
+    most = max(gaps.values())  # taken off every exponent: it cancels, and nothing overflows
+    grown = {name: share * math.exp(rate * (gaps[name] - most)) for name, share in shares.items()}
+    total = sum(grown.values())
+    mixed = {
+        name: (1 - uniform) * share / total + uniform / len(shares) for name, share in grown.items()
+    }
+    return floored(mixed, floor)
+
+
+def floored(shares: Mapping[str, float], floor: float) -> dict[str, float]:
+    """The shares with those below `floor` raised to it and the others scaled to what is left: their
+    sum stays 1. floor: at most 1 / domains.
+    """
+    if floor * len(shares) >= 1:
+        return dict.fromkeys(shares, 1 / len(shares))
+    low: set[str] = set()
+    while True:
+        rest = sum(share for name, share in shares.items() if name not in low)
+        scale = (1 - floor * len(low)) / rest
+        result = {name: floor if name in low else share * scale for name, share in shares.items()}
+        below = {name for name, share in result.items() if share < floor and name not in low}
+        if not below:
+            return result
+        low |= below
+
+
+def check_mixture(data: DataConfig, measured: Sequence[str]) -> None:
+    """Raise UserError for a mixture that cannot be, by the key that is wrong. measured: the mixings
+    whose figures the job has.
+    """
+    if data.mixing not in MIXINGS:
+        raise UserError(f"data.mixing is '{data.mixing}'; expected one of {', '.join(MIXINGS)}")
+    if data.when_exhausted not in EXHAUSTED:
+        raise UserError(
+            f"data.when_exhausted is '{data.when_exhausted}'; expected {' or '.join(EXHAUSTED)}"
+        )
+    if not data.domains:
+        if data.mixing != "fixed":
+            raise UserError(
+                f"data.mixing is {data.mixing}, but data.domains is empty: name the domains and "
+                f"their texts"
+            )
+        return
+    if data.mixing not in ("fixed", *measured):
+        raise UserError(
+            f"data.mixing is {data.mixing}, which this job does not measure; expected "
+            f"{' or '.join(('fixed', *measured))}"
+        )
+    if data.chats or data.texts or data.held_out_chats or data.held_out_texts:
+        raise UserError(
+            "data.domains stands beside data.chats, texts, held_out_chats or held_out_texts: give "
+            "these a domain of their own, or start from data=domains, which has none"
+        )
+    _check_numbers(data)
+    for name in data.domains:
+        _check_domain(name, data)
+
+
+def _check_numbers(data: DataConfig) -> None:
+    shares = {name: domain.share for name, domain in data.domains.items()}
+    if min(shares.values()) < 0 or not 0 < sum(shares.values()) < math.inf:
+        raise UserError(
+            f"the shares of data.domains are {shares}: expected 0 or more each, and a sum above 0"
+        )
+    most = 1 / len(shares)
+    rules = {
+        "mixing_rate": (data.mixing_rate > 0, "more than 0"),
+        "mixing_smoothing": (0 <= data.mixing_smoothing < 1, "from 0 to below 1"),
+        "uniform_share": (0 <= data.uniform_share <= 1, "a share from 0 to 1"),
+        "floor_share": (
+            0 <= data.floor_share <= most,
+            f"from 0 to {most:.4g}, equal parts of {len(shares)} domains",
+        ),
+        "held_out_tokens": (data.held_out_tokens >= 0, "0 (all) or more"),
+    }
+    for key, (fine, expected) in rules.items():
+        if not fine:
+            raise UserError(f"data.{key} is {vars(data)[key]}, expected {expected}")
+
+
+def _check_domain(name: str, data: DataConfig) -> None:
+    domain, key = data.domains[name], f"data.domains.{name}"
+    if not (domain.chats or domain.texts):
+        raise UserError(f"{key} is empty: give it chats or texts, or leave the domain out")
+    if data.mixing != "fixed" and not (domain.held_out_chats or domain.held_out_texts):
+        raise UserError(
+            f"{key} has no held-out text, by which data.mixing={data.mixing} moves its share: give "
+            f"held_out_chats or held_out_texts"
+        )
+    if data.mixing == "loss" and domain.reference <= 0:
+        raise UserError(
+            f"{key}.reference is {domain.reference:g}: data.mixing=loss needs the held-out loss, "
+            f"in nats a token, that the domain should reach"
+        )
+    if not 0 <= domain.reference_acceptance <= 1:
+        raise UserError(
+            f"{key}.reference_acceptance is {domain.reference_acceptance:g}, expected 0 (not "
+            f"given) to 1"
+        )
+
+
+def _packed(
+    name: str, samples: Sequence[Sample], capacity: int, rows_per_step: int, seed: int
+) -> PackedData:
+    try:
+        return PackedData(samples, capacity, rows_per_step, seed)
+    except UserError as error:
+        raise UserError(f"data.domains.{name}: {error}") from error

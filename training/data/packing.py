@@ -1,0 +1,323 @@
+"""Best-fit packing of documents into rows of one length, and the batches that a step sees.
+
+Padding is the largest waste in drafter training: chats differ tenfold in length. Packed rows waste
+only what no document fits into, and attention stays inside a document
+(training/models/attention.py), so that packed and separate documents give equal losses and
+gradients.
+
+Shapes: R rows, T tokens a row, N supervised tokens.
+"""
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.errors import UserError
+
+
+@dataclass
+class Sample:
+    """One document or chat: its token ids, and which of them are supervised (predicted by the token
+    before).
+    """
+
+    ids: np.ndarray  # int32 [length]
+    mask: np.ndarray  # bool [length]; position 0 is never supervised, as nothing precedes it
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """Packed rows in the host's memory."""
+
+    ids_RT: np.ndarray  # int64, 0 where no document lies
+    positions_RT: np.ndarray  # int64, position inside the document
+    documents_RT: np.ndarray  # int64, number of the document in its row from 1; 0 where none lies
+    next_RT: np.ndarray  # int64, the token at t + 1 (0 where not supervised)
+    # bool at t: the token at t + 1 is supervised and of the same document
+    supervised_RT: np.ndarray
+
+    @property
+    def places_N(self) -> np.ndarray:
+        """Of the flattened rows, rising: where the next token is supervised."""
+        return np.flatnonzero(self.supervised_RT)
+
+    def row(self, index: int) -> "HostRows":
+        one = slice(index, index + 1)
+        return HostRows(
+            self.ids_RT[one],
+            self.positions_RT[one],
+            self.documents_RT[one],
+            self.next_RT[one],
+            self.supervised_RT[one],
+        )
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What a device reads of packed rows; as `HostRows`, all int64."""
+
+    ids_RT: Tensor
+    positions_RT: Tensor
+    documents_RT: Tensor
+    next_RT: Tensor
+    places_N: Tensor
+
+
+class Batch:
+    """Packed rows on a device.
+
+    They are made on the host, whose copy stays, and travel when they are first asked for, in one
+    copy that nobody waits for. Indices that are made of them on the host travel along (`send`).
+    """
+
+    def __init__(
+        self,
+        host: HostRows,
+        rows: list[tuple[int, ...]],
+        device: torch.device,
+        there: _Sent | None = None,
+    ) -> None:
+        """rows: the samples in each row. there: what is on the device already."""
+        self.host, self.rows, self.device = host, rows, device
+        self._sent = there
+
+    def send(self, *indices: np.ndarray) -> list[Tensor]:
+        """Indices on the device, int64, in the rows' own copy where these have not
+        travelled yet.
+        """
+        if self._sent is not None:
+            return devices.sent_together(indices, self.device)
+        host = self.host
+        own = (host.ids_RT, host.positions_RT, host.documents_RT, host.next_RT, host.places_N)
+        found = devices.sent_together([*own, *indices], self.device)
+        self._sent = _Sent(*found[: len(own)])
+        return found[len(own) :]
+
+    @property
+    def ids_RT(self) -> Tensor:
+        return self._there().ids_RT
+
+    @property
+    def positions_RT(self) -> Tensor:
+        return self._there().positions_RT
+
+    @property
+    def documents_RT(self) -> Tensor:
+        return self._there().documents_RT
+
+    @property
+    def next_RT(self) -> Tensor:
+        return self._there().next_RT
+
+    def at_supervised(self, values_RTx: Tensor) -> Tensor:
+        """The values [N, ...] of those [R, T, ...] where the next token is supervised; a mask as
+        the index would wait for the device.
+        """
+        return values_RTx.flatten(0, 1)[self._there().places_N]
+
+    def row(self, index: int) -> "Batch":
+        """One row as a batch of its own."""
+        one, host, whole = slice(index, index + 1), self.host.row(index), self._there()
+        before = int(self.host.supervised_RT[:index].sum())
+        places_N = (
+            whole.places_N[before : before + int(host.supervised_RT.sum())]
+            - index * host.ids_RT.shape[1]
+        )
+        there = _Sent(
+            whole.ids_RT[one],
+            whole.positions_RT[one],
+            whole.documents_RT[one],
+            whole.next_RT[one],
+            places_N,
+        )
+        return Batch(host, self.rows[one], self.device, there)
+
+    @property
+    def tokens(self) -> int:
+        return int((self.host.documents_RT > 0).sum())
+
+    @property
+    def supervised(self) -> int:
+        return int(self.host.supervised_RT.sum())
+
+    def _there(self) -> _Sent:
+        if self._sent is None:
+            self.send()
+        assert self._sent is not None
+        return self._sent
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Rows of sample indices with at most `capacity` tokens each: best fit, decreasing.
+
+    Every index appears exactly once. Raises UserError for a sample longer than a row.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (room, row), sorted
+    for index in order:
+        length = lengths[index]
+        if length > capacity:
+            raise UserError(
+                f"sample {index} has {length} tokens, a packed row holds {capacity}: raise "
+                f"data.max_length or split it first"
+            )
+        at = bisect.bisect_left(free, (length, -1))
+        if at == len(free):
+            rows.append([index])
+            room = capacity - length
+            row = len(rows) - 1
+        else:
+            room, row = free.pop(at)
+            rows[row].append(index)
+            room -= length
+        bisect.insort(free, (room, row))
+    return rows
+
+
+def split_documents(ids: Sequence[int], max_length: int) -> list[Sample]:
+    """A plain document as samples of at most `max_length` tokens, all supervised; neighbours share
+    one token so that none is lost.
+    """
+    array = np.asarray(ids, dtype=np.int32)
+    samples = []
+    for start in range(0, max(len(array) - 1, 1), max_length - 1):
+        piece = array[start : start + max_length]
+        mask = np.ones(len(piece), dtype=bool)
+        mask[0] = False
+        samples.append(Sample(piece, mask))
+    return samples
+
+
+def collate(
+    samples: Sequence[Sample],
+    rows: Sequence[Sequence[int]],
+    capacity: int,
+    device: str | torch.device = "cpu",
+) -> Batch:
+    """The rows as a batch for the device."""
+    shape = (len(rows), capacity)
+    ids, positions, documents, following = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+    supervised = np.zeros(shape, dtype=bool)
+    for r, row in enumerate(rows):
+        start = 0
+        for number, index in enumerate(row, start=1):
+            sample = samples[index]
+            end = start + len(sample.ids)
+            ids[r, start:end] = sample.ids
+            positions[r, start:end] = np.arange(end - start)
+            documents[r, start:end] = number
+            supervised[r, start : end - 1] = sample.mask[1:]
+            following[r, start : end - 1] = np.where(sample.mask[1:], sample.ids[1:], 0)
+            start = end
+
+    keys = [tuple(row) for row in rows]
+    return Batch(
+        HostRows(ids, positions, documents, following, supervised), keys, torch.device(device)
+    )
+
+
+class PackedData:
+    """All samples of a job, packed once an epoch; a step's rows are a pure function of (seed,
+    step).
+
+    Nothing is remembered between steps, so resuming needs only the number of the step.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        capacity: int,
+        rows_per_step: int,
+        seed: int,
+        rows: list[list[int]] | None = None,
+    ) -> None:
+        """rows: the samples packed already; None packs them best fit."""
+        self.samples = samples
+        self.capacity = capacity
+        self.rows_per_step = rows_per_step
+        self.seed = seed
+        lengths = [len(sample.ids) for sample in samples]
+        self.rows = best_fit(lengths, capacity) if rows is None else rows
+        self.tokens = sum(lengths)
+        self.supervised = int(sum(int(sample.mask.sum()) for sample in samples))
+        if self.supervised == 0:
+            raise UserError(
+                f"zero supervised tokens in {len(samples)} samples: look at the chat template and "
+                f"data.train_on (no answer is left to learn from)"
+            )
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+
+    @property
+    def fill(self) -> float:
+        """Share of the packed positions that hold a token."""
+        return self.tokens / (len(self.rows) * self.capacity)
+
+    @property
+    def ended(self) -> str:
+        """Why no further step can be served, in words; empty while one can. Here always: epochs
+        follow each other.
+        """
+        return ""
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return len(self.rows) / self.rows_per_step
+
+    def step_rows(self, step: int) -> list[list[int]]:
+        """The rows of optimizer step `step` (from 0), over all ranks; epochs follow each other
+        without a gap.
+        """
+        first = step * self.rows_per_step
+        return [self.row(position) for position in range(first, first + self.rows_per_step)]
+
+    def row(self, position: int) -> list[int]:
+        """The row at `position` of the endless order, which goes through all rows in
+        every epoch.
+        """
+        epoch, offset = divmod(position, len(self.rows))
+        if self._order[0] != epoch:
+            self._order = (
+                epoch,
+                np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)),
+            )
+        return self.rows[int(self._order[1][offset])]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to remember of the data, as JSON: nothing."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""
+
+    def look(self, figures: dict[str, float]) -> dict[str, float]:
+        """Learn from the held-out figures of an evaluation; returns what to log of it. Here every
+        sample counts the same.
+        """
+        return {}
+
+    def supervised_in(self, rows: Sequence[Sequence[int]]) -> int:
+        """Supervised tokens in `rows`: the global divisor of a step's loss, known to every rank
+        without a message.
+        """
+        return int(sum(int(self.samples[index].mask[1:].sum()) for row in rows for index in row))
+
+
+def micro_batches(
+    rows: Sequence[Sequence[int]], rank: int, world_size: int, rows_per_micro_batch: int
+) -> Iterator[list[Sequence[int]]]:
+    """This rank's share of a step's rows, cut into forwards; every rank gets the same number of
+    forwards.
+    """
+    mine = list(rows[rank::world_size])
+    most = math.ceil(len(rows) / world_size)
+    forwards = math.ceil(most / rows_per_micro_batch)
+    for index in range(forwards):
+        yield mine[index * rows_per_micro_batch : (index + 1) * rows_per_micro_batch]

@@ -1,0 +1,1 @@
+"""Hugging Face models for training: students, frozen targets, packed attention, shapes."""

@@ -1,0 +1,255 @@
+"""Building and loading Hugging Face models for training, and what a target looks like before it is
+there.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from decoding.errors import UserError
+from decoding.models.folder import read_config
+from decoding.models.load import BACKENDS
+from decoding.models.model_check import check_config, check_loaded, check_model, check_tied_head
+from jobs.paths import is_here, resolve
+from jobs.ranks import SHARDED_WEIGHTS
+from training.config import DataConfig, ParallelConfig, StudentConfig, TargetConfig, refuse_parallel
+from training.heads import HEADS
+from training.models.attention import PACKED
+
+CONF_TARGETS = Path(__file__).resolve().parents[2] / "conf" / "target"
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch dtype by its name in configurations."""
+    if name not in DTYPES:
+        raise UserError(f"dtype '{name}' is unknown; expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def build_llama(shape: StudentConfig, dtype: torch.dtype, **base: Any) -> Any:
+    """A LLaMA with random weights and packed attention. base: further LlamaConfig fields
+    (vocabulary, context, rope, special ids).
+    """
+    config = LlamaConfig(
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads or shape.num_attention_heads,
+        head_dim=shape.head_dim or shape.hidden_size // shape.num_attention_heads,
+        intermediate_size=shape.intermediate_size,
+        **base,
+    )
+    return random_model(config, dtype)
+
+
+def random_model(config: LlamaConfig | Qwen3Config, dtype: torch.dtype, empty: bool = False) -> Any:
+    """A causal LM of `config` with random weights and packed attention. empty: on the meta device,
+    for weights that follow.
+    """
+    config._attn_implementation = PACKED
+    kind: Any = Qwen3ForCausalLM if isinstance(config, Qwen3Config) else LlamaForCausalLM
+    with torch.device("meta") if empty else contextlib.nullcontext():
+        model: Any = kind(config)
+    if empty:  # rope's frequencies are in no state dict
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model.to(dtype)
+
+
+def known_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of a language model's folder. Raises UserError for a recurrent head's, and
+    for a kind that transformers does not know.
+
+    trust_remote_code: run Python that lies in the folder, which a kind of its own needs.
+    """
+    values = read_config(folder)
+    kind = values["model_type"]
+    check_config(folder, values)
+    try:
+        return AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (StrictDataclassError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise UserError(
+            f"{folder / 'config.json'}: {' '.join(str(error).split())}. Expected the values of a "
+            f"config.json"
+        ) from error
+    except ValueError as error:
+        if "auto_map" in values and not trust_remote_code:
+            raise UserError(
+                f"{folder}: its model_type '{kind}' is defined by Python in the folder, which is "
+                f"not run. If you trust it, eval.run, "
+                "distill.regenerate and recurrent_drafting.generate run it with "
+                "target.trust_remote_code=true target.backend=hf"
+            ) from error
+        told = (
+            f"{folder} is no language model that is known here: its config.json has model_type "
+            f"'{kind}'"
+        )
+        if kind in HEADS:
+            raise UserError(
+                f"{told}, a recurrent head. It drafts as drafter=FOLDER of "
+                f"recurrent_drafting.generate or in drafters= of eval.run, and goes on "
+                "training as head.path= of recurrent_drafting.train"
+            ) from error
+        raise UserError(
+            f"{told}. Give a LLaMA, Mistral or Qwen folder, or a newer transformers"
+        ) from error
+
+
+def load_causal_lm(folder: Path, dtype: torch.dtype) -> Any:
+    """A causal LM from a model folder (safetensors only) with packed attention. Raises UserError
+    for what is no language model.
+    """
+    known_config(folder)
+    check_model(folder)
+    check_tied_head(folder)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation=PACKED,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+    model, info = loaded
+    check_loaded(folder, info)
+    return model
+
+
+def target_is_here(target: TargetConfig) -> bool:
+    """Whether the target's folder is there; where it is not, only what its published configuration
+    tells can be done.
+    """
+    return is_here(target.path)
+
+
+def target_config(target: TargetConfig) -> PretrainedConfig:
+    """The target's configuration: of its folder, or where that is not there (dry runs) the
+    published one in target.config.
+
+    Raises UserError naming the path and the targets whose configuration is known when there is
+    neither.
+    """
+    if target_is_here(target):
+        return known_config(resolve(target.path), target.trust_remote_code)
+    if not target.config:
+        raise UserError(
+            f"target.path={target.path} does not exist (working folder: {Path.cwd()}): give a "
+            f"model folder, or for a dry run a "
+            f"target whose published configuration is known: "
+            f"target={' | '.join(published_targets())}"
+        )
+    values = dict(target.config)
+    kind = values.pop("model_type", None)
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise UserError(
+            f"target.config is no configuration of a model: {' '.join(str(error).split())}. "
+            f"Expected the values of a config.json, "
+            "model_type among them"
+        ) from error
+
+
+def folder_of(target: TargetConfig, dry_run: bool) -> Path:
+    """The target's folder; it has to be there, but for a dry run on a published configuration.
+    Raises UserError.
+    """
+    if target_is_here(target):
+        return resolve(target.path)
+    if not dry_run:
+        raise UserError(
+            f"target.path={target.path} does not exist (working folder: {Path.cwd()}): give the "
+            f"target's folder, or fetch it there from the Hub: "
+            f"hf download OWNER/NAME --local-dir {target.path}"
+        )
+    return Path(target.path).expanduser()
+
+
+def published_targets() -> list[str]:
+    """Names of the targets in conf/target that come with their published configuration."""
+    return sorted(
+        file.stem for file in CONF_TARGETS.glob("*.yaml") if "\nconfig:\n" in file.read_text()
+    )
+
+
+def missing_of(target: TargetConfig) -> str:
+    """What a dry run has to do without, in words; empty where the target's folder is there."""
+    if target_is_here(target):
+        return ""
+    return (
+        f"target.path={target.path} is not there: its shape is that of the published configuration "
+        f"({_shape(target.config)}), and its "
+        "tokenizer is missing, so a drafter folder written now holds no tokenizer files"
+    )
+
+
+def _shape(config: Mapping[str, Any]) -> str:
+    """A published configuration in a few words."""
+    return (
+        f"{config.get('model_type')}, {config.get('num_hidden_layers')} layers of width "
+        f"{config.get('hidden_size')}"
+    )
+
+
+def say_missing(target: TargetConfig) -> None:
+    """A dry run's first line, where it has to do without its target."""
+    if told := missing_of(target):
+        print(f"note: {told}")
+
+
+def check_target(target: TargetConfig, parallel: ParallelConfig) -> None:
+    """Raise UserError for a target that a training job cannot load: unknown dtype or backend, or
+    one in several processes.
+
+    A target too large for one card is trained with in shares, and answers the held-out prompts over
+    several cards.
+    """
+    dtype_of(target.dtype)
+    refuse_own_code(target)
+    if target.backend not in BACKENDS:
+        raise UserError(
+            f"target.backend is '{target.backend}'; expected one of {', '.join(BACKENDS)}"
+        )
+    if parallel.kind not in SHARDED_WEIGHTS:
+        refuse_parallel(target)
+
+
+def refuse_own_code(target: TargetConfig) -> None:
+    """Raise UserError where a job is to run a target folder's own Python and cannot."""
+    if target.trust_remote_code:
+        raise UserError(
+            "target.trust_remote_code is true, expected false: this job runs targets of families "
+            "that are known here. eval.run, "
+            "distill.regenerate and recurrent_drafting.generate take it, with target.backend=hf"
+        )
+
+
+def check_context(target: TargetConfig, data: DataConfig, folder: Path) -> None:
+    """Raise UserError when a row of training tokens is longer than the target's context."""
+    context = target.max_length or known_config(folder).max_position_embeddings
+    if data.max_length > context:
+        raise UserError(
+            f"data.max_length is {data.max_length}, the context of {folder} is {context} tokens: "
+            f"lower data.max_length"
+        )

@@ -1,0 +1,111 @@
+"""The frozen target of a training job: whole on every rank, or in shares that each rank reads
+straight from the files.
+
+A target that no card holds whole would not fit the machine's memory several times over either:
+eight ranks that each read 13.5 GB before they cut it are 108 GB. So in shares it starts as shapes
+alone, and a rank reads its own rows of every weight.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM
+
+from decoding.errors import UserError
+from decoding.models.folder import weight_files
+from decoding.models.model_check import check_model, check_tied_head
+from training.models.attention import PACKED
+from training.models.build import known_config, load_causal_lm
+from training.objectives import freeze
+from training.parallel.strategy import Parallel
+
+_ROPE = "model.rotary_emb."
+
+
+def load_frozen(folder: Path, dtype: torch.dtype, parallel: Parallel) -> Any:
+    """The causal LM in a model folder, frozen, with packed attention, on this rank's device; in
+    shares where ranks hold weights so.
+    """
+    if not parallel.shards_weights:
+        return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
+    check_model(folder)
+    check_tied_head(folder)
+    with torch.device("meta"):
+        config = known_config(folder)
+        model = freeze(
+            AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
+            )
+        )
+    files = {name: file for file in weight_files(folder) for name in _names(file)}
+    why = _unlike(model, files)
+    if why:
+        if parallel.is_main:
+            print(f"note: {why}, so every rank reads the whole target before it is cut")
+        return parallel.place_frozen(freeze(load_causal_lm(folder, dtype)))
+    parallel.place_frozen(model)
+    # frequencies, which are in no file
+    if any(name.startswith(_ROPE) for name, _ in model.named_buffers()):
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(parallel.device)
+    _read(model, files, parallel)
+    return model
+
+
+def _unlike(model: Any, files: dict[str, Path]) -> str:
+    """Why the files' tensors cannot be read one by one into the model's own, in words; empty where
+    they can.
+    """
+    lacking = sorted({name for name, _ in model.named_parameters()} - files.keys())
+    if lacking:
+        return f"'{lacking[0]}' is in none of the target's files under this name"
+    computed = [name for name, _ in model.named_buffers() if not name.startswith(_ROPE)]
+    return f"the target computes '{computed[0]}' when it is built" if computed else ""
+
+
+@torch.no_grad()
+def _read(model: Any, files: dict[str, Path], parallel: Parallel) -> None:
+    """Fill every parameter, or this rank's rows of it. Raises UserError for a tensor of another
+    shape.
+    """
+    tied = (
+        {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}
+    )
+    wanted: dict[Path, list[tuple[str, Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        source = tied.get(name, name)
+        wanted.setdefault(files[source], []).append((source, parameter))
+    for file, parameters in wanted.items():
+        _read_file(file, parameters, parallel)
+
+
+def _read_file(file: Path, parameters: list[tuple[str, Tensor]], parallel: Parallel) -> None:
+    """The file is mapped while it is read, not held."""
+    with safe_open(file, "pt") as opened:
+        for name, parameter in parameters:
+            rows = opened.get_slice(name)
+            if list(rows.get_shape()) != list(parameter.shape):
+                raise UserError(
+                    f"{file}: {name} has shape {rows.get_shape()}, config.json says "
+                    f"{list(parameter.shape)}. Copy the folder again"
+                )
+            _fill(parameter, rows, parallel)
+
+
+def _fill(parameter: Tensor, rows: Any, parallel: Parallel) -> None:
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(rows[:])
+        return
+    assert parameter.placements == (Shard(0),), parameter.placements
+    mine = parameter.to_local()
+    if len(mine):  # shares are of equal size but for the last ones
+        first = parallel.rank * -(-parameter.shape[0] // parallel.world_size)
+        mine.copy_(rows[first : first + len(mine)])
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())

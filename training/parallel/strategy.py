@@ -1,0 +1,240 @@
+"""One class between the loop and the processes: one process, DDP, ZeRO and FSDP behave the same.
+
+On accelerate for one process, DDP and DeepSpeed's ZeRO (training/parallel/zero.py); on torch's
+`fully_shard` for FSDP (training/parallel/fsdp.py). The global count of supervised tokens divides
+loss and gradient (the loop divides, ranks add): every kind averages gradients over ranks, so every
+rank's share is multiplied by the number of ranks before the backward pass.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from decoding import devices
+from decoding.errors import UserError
+from decoding.models.load import device_of
+from jobs import ranks
+from training.config import OptimizerConfig, ParallelConfig
+from training.optimizer import MasterAdamW, Optimizer, Rate, WithApart
+from training.parallel.strategy import fsdp, zero
+
+LAST_MOMENT = 0.1  # seconds; see Parallel.close
+
+
+class Parallel:
+    """Where this process stands among the workers of a job, and the few operations that need the
+    others.
+    """
+
+    def __init__(self, config: ParallelConfig, device: str = "auto") -> None:
+        self.kind = config.kind
+        self.stage = ranks.ZERO.get(config.kind, 0)
+        self.rank, self.world_size = ranks.rank(), ranks.world_size()
+        ranks.check_kind(self.kind, self.world_size)
+        use_cpu = device_of(device) == "cpu"
+        self._choose_card(device)
+        self.accelerator = self._accelerator(use_cpu, config.timeout_seconds)
+        self.device = self.accelerator.device
+        if self.accelerator.num_processes != self.world_size:
+            raise UserError(
+                f"the workers disagree: WORLD_SIZE is {self.world_size}, accelerate sees "
+                f"{self.accelerator.num_processes} processes"
+            )
+        self._inner: nn.Module | None = None
+        self._shell: fsdp.Shell | None = None
+
+    def _accelerator(self, use_cpu: bool, timeout_seconds: int) -> Any:
+        from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+        if self.world_size == 1:
+            return Accelerator(cpu=use_cpu)
+        backend = "gloo" if use_cpu else "nccl"
+        group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds), backend=backend)
+        if not self.stage:
+            # else they are there twice
+            gradients = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+            return Accelerator(cpu=use_cpu, kwargs_handlers=[group, gradients])
+        # cpu=True would make accelerate forget DeepSpeed; it takes the CPU by itself where there is
+        # no card.
+        accelerator = Accelerator(
+            deepspeed_plugin=zero.plugin(self.stage, use_cpu), kwargs_handlers=[group]
+        )
+        zero.forget_transformers()
+        return accelerator
+
+    def _choose_card(self, device: str) -> None:
+        """Make `cuda:N` the present card; raise UserError among ranks, which have a card each."""
+        if ":" not in device:
+            return
+        if self.world_size > 1:
+            raise UserError(
+                f"target.device is '{device}', but every rank has a card of its own: use cuda or "
+                f"auto"
+            )
+        devices.use(torch.device(device))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def cuts(self) -> bool:
+        """True where ranks hold anything of what is trained in shares."""
+        return self.stage > 0 or self.kind == "fsdp"
+
+    @property
+    def shards_weights(self) -> bool:
+        """True where ranks hold weights in shares, so that every forward is a message among all of
+        them.
+        """
+        return self.kind in ranks.SHARDED_WEIGHTS
+
+    def place_frozen(self, model: Any) -> Any:
+        """Move a frozen model to the device: in shares under zero3 and fsdp, else a whole one on
+        every rank. Returns it.
+
+        Shares are `fully_shard`'s under zero3 too, as DeepSpeed cuts only what its engine trains.
+        Ranks must then run the model equally often. One on the meta device gets memory for its
+        shares, to be filled (training.models.frozen).
+        """
+        if self.shards_weights:
+            fsdp.shard_frozen(model, self._mesh())
+        else:
+            model.to(self.device)
+        return model
+
+    def prepare(
+        self,
+        module: nn.Module,
+        trained: nn.Module,
+        config: OptimizerConfig,
+        rates: Mapping[str, Rate],
+    ) -> tuple[nn.Module, Optimizer]:
+        """(the objective to call in the loop, its optimizer). `trained` is the part of `module`
+        that is saved; see `whole`.
+
+        rates: of the parameters that move otherwise than the rest. Where ranks cut what is trained,
+        the children of `trained` that they lie in stay whole on every rank: they are few, bounded
+        between steps, and read outside of any forward of their own.
+        """
+        module.to(self.device)
+        if not self.cuts:
+            self._inner = module
+            wrapped = self.accelerator.prepare_model(module) if self.world_size > 1 else module
+            return wrapped, MasterAdamW(trained, config, rates)
+        apart = {name.partition(".")[0] for name in rates}
+        self._inner, live = fsdp.copy_objective(module, trained, apart)
+        read = zero.read_whole if self.stage else _read_share
+        self._shell = fsdp.Shell(trained, live, read)
+        self._shell.empty()
+        optimizer: Optimizer
+        if self.stage:
+            optimizer = zero.ZeroAdamW(self.accelerator, self._inner, live, config)
+            wrapped = optimizer.engine
+        else:
+            fsdp.shard_trained(self._inner, self._mesh())
+            wrapped, optimizer = self._inner, MasterAdamW(live, config)
+        if apart:
+            whole = nn.ModuleDict({name: trained.get_submodule(name) for name in sorted(apart)})
+            optimizer = WithApart(
+                optimizer, MasterAdamW(whole, config, rates), self.sum, self.world_size
+            )
+        return wrapped, optimizer
+
+    @property
+    def inner(self) -> Any:
+        """The objective inside what `prepare` returned."""
+        return self._inner
+
+    @contextlib.contextmanager
+    def whole(self, for_good: bool = False) -> Iterator[None]:
+        """Inside, the caller's model holds the present weights, whole, on every rank; all ranks
+        enter together.
+
+        Under ZeRO and FSDP it is empty outside, except after `for_good`, which ends the training.
+        """
+        if self._shell is not None:
+            self._shell.fill()
+        yield
+        if for_good:
+            self._shell = self._inner = None
+            if self.stage:
+                self.accelerator.free_memory()  # it would keep the engine
+        elif self._shell is not None:
+            self._shell.empty()
+
+    @contextlib.contextmanager
+    def exchange(self, module: Any, last: bool) -> Iterator[None]:
+        """DDP and ZeRO-1 send gradients only in the last backward pass of a step; shares of
+        gradients leave no other choice.
+        """
+        if self.stage:
+            module.set_gradient_accumulation_boundary(last)
+        keeps = self.kind == "ddp" and not last
+        with self.accelerator.no_sync(module) if keeps else contextlib.nullcontext():
+            yield
+
+    def backward(self, module: Any, loss: Tensor) -> None:
+        """Backward of this rank's share of a sum that ranks add up."""
+        loss = loss * self.world_size
+        if self.stage:
+            module.backward(loss)
+        else:
+            self.accelerator.backward(loss)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Element-wise sum over all ranks."""
+        if self.world_size > 1:
+            values = values.clone()
+            dist.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank when it is true on one."""
+        if self.world_size == 1:
+            return flag
+        return bool(self.sum(torch.tensor([float(flag)], device=self.device)).item() > 0)
+
+    def of_main(self, number: float) -> float:
+        """Rank 0's number on every rank, in one small message."""
+        if self.world_size == 1:
+            return number
+        mine = torch.tensor(
+            number if self.is_main else 0.0, dtype=torch.float64, device=self.device
+        )
+        return float(self.sum(mine))
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+    def wait(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave the group; nothing is sent after it."""
+        if self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+            # FSDP and ZeRO keep the group's threads alive beyond this. One that lets go of the last
+            # message's tensors only when the interpreter is ending asks for Python's lock in vain
+            # and aborts the process: so they get a moment in which this thread does not hold it.
+            time.sleep(LAST_MOMENT)
+
+    def _mesh(self) -> Any:
+        return init_device_mesh(self.device.type, (self.world_size,))
+
+
+def _read_share(share: Tensor) -> Tensor:
+    return fsdp.whole(share.detach())

@@ -1,0 +1,258 @@
+"""ZeRO by DeepSpeed, through accelerate: optimizer states (stage 1), gradients too (2), weights too
+(3) are cut over the ranks.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". The
+optimizer is torch's AdamW, so DeepSpeed compiles none of its own; the learning rate, the divisor
+and the checkpoints are the loop's. DeepSpeed is imported only here.
+"""
+
+import importlib.util
+import logging
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from decoding import devices
+from decoding.errors import UserError
+from training.optimizer import parameter_groups
+from training.optimizer_config import OptimizerConfig
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# gradients that travel together; DeepSpeed keeps a buffer of this size, two where it overlaps
+BUCKET = 50_000_000
+
+
+def plugin(stage: int, use_cpu: bool) -> Any:
+    """accelerate's plugin for a ZeRO stage; `ZeroAdamW` completes its configuration. Raises
+    UserError where DeepSpeed cannot run.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError(
+            f"parallel.kind is zero{stage}, but DeepSpeed is not installed: pip install "
+            f"shallow-draft[train]"
+        )
+    if use_cpu and devices.device_of("auto") == "cuda":
+        raise UserError(
+            f"parallel.kind is zero{stage} with target.device=cpu beside a GPU, which DeepSpeed "
+            f"would take: hide it with CUDA_VISIBLE_DEVICES="
+        )
+    os.environ.setdefault("DS_ACCELERATOR", "cpu" if use_cpu else "cuda")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls torch by names that newer versions warn of, in every step.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    from accelerate import DeepSpeedPlugin
+
+    zero = {
+        "stage": stage,
+        "overlap_comm": not use_cpu,  # overlapping is done with CUDA streams
+        "contiguous_gradients": True,
+        "reduce_bucket_size": BUCKET,
+        "allgather_bucket_size": BUCKET,
+        "stage3_gather_16bit_weights_on_model_save": False,
+    }
+    config = {
+        # batches are the loop's; DeepSpeed only wants a number
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": False,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
+    return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
+
+
+def forget_transformers() -> None:
+    """Undo accelerate's notice to transformers, which would build every later model, the teacher
+    too, as empty ZeRO-3 shares.
+    """
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+
+
+class ZeroAdamW:
+    """AdamW whose states DeepSpeed cuts over the ranks; the interface of
+    training.optimizer.MasterAdamW.
+
+    Masters are float32 for any dtype of weights. DeepSpeed adds bfloat16 gradients up in float32 in
+    stages 2 and 3 and, of its own choice, in bfloat16 in stage 1.
+    """
+
+    has_copies = False  # DeepSpeed keeps gradients in its own accumulators
+
+    def __init__(
+        self, accelerator: Any, module: nn.Module, trained: nn.Module, config: OptimizerConfig
+    ) -> None:
+        """module: the objective, on its device; `trained` is in it. Raises UserError for weights of
+        several dtypes.
+        """
+        named = [
+            (name, parameter)
+            for name, parameter in trained.named_parameters()
+            if parameter.requires_grad
+        ]
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        if len(dtypes) > 1:
+            raise UserError(
+                f"a zero kind keeps all weights in one dtype, found "
+                f"{', '.join(map(str, sorted(dtypes, key=str)))}: use parallel=ddp"
+            )
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.device = self.parameters[0].device
+        self._limit = config.clip
+        settings = accelerator.state.deepspeed_plugin.deepspeed_config
+        self.stage = settings["zero_optimization"]["stage"]
+        _complete(settings, self.stage, dtypes.pop(), config, self.parameters)
+        groups = parameter_groups(named, config, {})
+        adamw = torch.optim.AdamW(
+            groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True
+        )
+        self.engine, _ = accelerator.prepare(module, adamw)
+        self._make_states()
+
+    def _make_states(self) -> None:
+        """Make the states before the first step: DeepSpeed links shares with them after the first
+        group's, when other groups have none.
+        """
+        optimizer = self.engine.optimizer
+        flats = (
+            optimizer.fp32_partitioned_groups_flat
+            if self.stage == 3
+            else optimizer.single_partition_of_fp32_groups
+        )
+        for flat in flats:
+            optimizer.state[flat] = {"step": torch.zeros((), device=flat.device)}
+            optimizer.state[flat] |= {key: torch.zeros_like(flat) for key in _MOMENTS}
+        if self.stage < 3:
+            optimizer._lazy_init_hp_params_optimizer_state()
+
+    def collect(self) -> None:
+        """DeepSpeed has collected the gradients in its backward pass."""
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        """This rank's shares."""
+        return [
+            share
+            for shares in self.engine.optimizer.averaged_gradients.values()
+            for share in shares or ()
+        ]
+
+    def norm(self) -> Tensor:
+        """The norm of all gradients, over all ranks."""
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        for share in self._gradients:
+            square += share.double().square().sum()
+        torch.distributed.all_reduce(square)
+        return square.sqrt()
+
+    def clip(self, norm: Tensor | None = None) -> Tensor:
+        """The global gradient norm before clipping; `step` clips by it. norm: the one to clip by,
+        where more than these gradients make it up.
+        """
+        if norm is None:
+            return self.norm()
+        if self._limit > 0:
+            # as torch.nn.utils.clip_grad_norm_
+            factor = (self._limit / (norm + 1e-6)).clamp(max=1.0)
+            for share in self._gradients:
+                share.mul_(factor)
+        return norm
+
+    def step(self, lr: float) -> None:
+        """Clip, and one update at learning rate `lr`."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr * group["scale"]
+        self.engine.step()
+
+    def state(self, keep: bool) -> dict[str, Tensor]:
+        """Everything the next step depends on, whole, by the names of MasterAdamW. All ranks ask;
+        those without `keep` get nothing.
+        """
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        tensors: dict[str, Tensor] = {}
+        step = next(iter(self.engine.optimizer.state.values()))["step"]
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            parts = {"master": safe_get_full_fp32_param(parameter), "step": step}
+            parts |= {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}
+            if keep:
+                tensors |= {
+                    f"{key}.{name}": value.detach().cpu().clone() for key, value in parts.items()
+                }
+        return tensors
+
+    @torch.no_grad()
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Inverse of `state`. The weights themselves are loaded before they are cut."""
+        steps = [tensors[f"step.{name}"] for name in self.names if f"step.{name}" in tensors]
+        for state in self.engine.optimizer.state.values():
+            state["step"].copy_(steps[0] if steps else torch.zeros(()))
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            self._set(parameter, tensors[f"master.{name}"], None)
+            for key in _MOMENTS if steps else ():
+                self._set(parameter, tensors[f"{key}.{name}"], key)
+
+    def _set(self, parameter: Any, value: Tensor, key: str | None) -> None:
+        """Put this rank's share of `value` into a state, or with key None into the master."""
+        from deepspeed import utils
+
+        value = value.to(self.device, torch.float32)
+        if self.stage < 3:
+            set_master, set_state = (
+                utils.safe_set_full_fp32_param,
+                utils.safe_set_full_optimizer_state,
+            )
+        else:  # by shares, as DeepSpeed sets wholes only of sizes that the number of ranks divides
+            set_master, set_state = (
+                utils.safe_set_local_fp32_param,
+                utils.safe_set_local_optimizer_state,
+            )
+            size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
+            padded = F.pad(
+                value.flatten(), (0, size * torch.distributed.get_world_size() - value.numel())
+            )
+            value = padded[rank * size : (rank + 1) * size]
+        set_master(parameter, value) if key is None else set_state(parameter, value, key)
+
+
+def read_whole(parameter: Tensor) -> Tensor:
+    """The present whole of a parameter that DeepSpeed holds, in new memory; all ranks ask."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_tensor")):
+        return parameter.detach().clone()
+
+
+def _complete(
+    settings: dict[str, Any],
+    stage: int,
+    dtype: torch.dtype,
+    config: OptimizerConfig,
+    parameters: Sequence[Tensor],
+) -> None:
+    """Put what is known only with the model into DeepSpeed's configuration. Raises UserError for a
+    dtype that it has not.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise UserError(
+            f"a zero kind trains in float32 or bfloat16, loop.dtype is "
+            f"{str(dtype).removeprefix('torch.')}"
+        )
+    settings["gradient_clipping"] = config.clip if math.isfinite(config.clip) else 0.0
+    settings["bf16"] = {"enabled": dtype == torch.bfloat16}
+    if dtype == torch.bfloat16 and stage > 1:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if stage == 3:  # norms and biases are too small to be worth a message each
+        largest_vector = max(
+            (parameter.numel() for parameter in parameters if parameter.dim() < 2), default=0
+        )
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = largest_vector
