@@ -5,16 +5,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from training.config import (
-    DataConfig,
-    HeldOutConfig,
-    JobConfig,
-    LoopConfig,
-    ParallelConfig,
-    StudentConfig,
-    TargetConfig,
-    TrackerConfig,
-)
+from jobs.config import JobConfig, ParallelConfig, TargetConfig, TrackerConfig
+from training.config import DataConfig, HeldOutConfig, LoopConfig, StudentConfig
 
 
 @dataclass

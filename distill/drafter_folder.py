@@ -6,15 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from decoding.models.folder import read_json
+from decoding.models.folder import CARD, read_json
 from training import drafter_folder
-from training.drafter_folder import (
-    CARD,
-    Origin,
-    figures_on_card,
-    tokenizer_on_card,
-    training_on_card,
-)
+from training.drafter_folder import Origin, figures_on_card, tokenizer_on_card, training_on_card
 
 
 def pruning_on_card(folder: Path) -> dict[str, Any] | None:

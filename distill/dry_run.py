@@ -19,9 +19,10 @@ from distill.drafter_folder import write_card
 from distill.prune.layer_choice import most_candidates
 from distill.shapes import odd_widths, other_size, removal_flops, student_config
 from jobs.amounts import hours, operations, size
+from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from jobs.ranks import ZERO
-from training.config import LoopConfig, ParallelConfig, StudentConfig
+from training.config import LoopConfig, StudentConfig
 from training.drafter_folder import Origin, write_untrained
 from training.models.build import dtype_of, known_config, random_model, say_missing, target_config
 from training.models.shapes import (

@@ -26,11 +26,11 @@ from decoding.models.load import load_target
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import QualityConfig
 from jobs.config_checks import refuse
+from jobs.files import write_text
 from jobs.job import job_main
 from jobs.paths import resolve
 from jobs.run_files import read_object
 from jobs.run_folder import RunFolder
-from training.checkpoint import write_text
 from training.data import corpus
 from training.data.chat import render_prompt
 from training.data.readers import read_prompts

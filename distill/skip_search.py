@@ -28,14 +28,15 @@ from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget, Skips
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import SkipSearchConfig
-from jobs.config_checks import data_rules, refuse
+from jobs.config import refuse_parallel
+from jobs.config_checks import refuse
+from jobs.files import write_bytes, write_text
 from jobs.job import job_main
 from jobs.paths import resolve
 from jobs.progress import ProgressBar
 from jobs.run_files import lines_of, read_lines, read_object
 from jobs.run_folder import RunFolder
-from training.checkpoint import write_bytes, write_text
-from training.config import refuse_parallel
+from training.config_checks import data_rules
 from training.data.packing import Sample
 from training.held_out import target_answers
 from training.models.build import refuse_own_code

@@ -25,10 +25,10 @@ from eval.report.compare.series import with_series
 from eval.report.compare.table import print_comparison
 from eval.report.words import condition_label
 from eval.statistics.schema import flat
+from jobs.files import write_text
 from jobs.job import job_main
 from jobs.run_folder import RunFolder
 from jobs.tracker import Chart, Recording, Tracker
-from training.checkpoint import write_text
 
 READ = ("results.jsonl", "records.jsonl")  # of every run
 

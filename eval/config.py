@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from training.config import JobConfig, TargetConfig, TrackerConfig
+from jobs.config import JobConfig, TargetConfig, TrackerConfig
 
 
 @dataclass

@@ -24,14 +24,13 @@ from decoding.drafters.remote import RemoteChain
 from decoding.drafters.with_lookup import ChainWithLookup, LookupFirst, check_lookup_before
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
-from decoding.models.folder import read_json
+from decoding.models.folder import CARD, read_json
 from decoding.models.native.linear import draft_dtype
 from decoding.models.text.compatible import check_same_tokenizer
 from decoding.schedules.by_name import WALL
+from jobs.config import TargetConfig
 from jobs.drafter_use import ALONE, USE, Use
 from jobs.paths import imported, resolve
-from training.config import TargetConfig
-from training.drafter_folder import CARD
 from training.heads import HEADS, check_fits, head_of
 
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from training.config import fields_of
+from jobs.config import fields_of
 
 EXPERIMENT = "+experiment="
 

@@ -66,3 +66,7 @@ def interrupting(by_sigterm: bool = True) -> Iterator[None]:
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise Terminated
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM came; a checkpoint was written and the same command resumes."""

@@ -29,18 +29,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from decoding.errors import UserError
 from jobs import ranks
+from jobs.config import JobConfig, open_fields, typed, unknown_key, valid_keys
 from jobs.config_checks import check_job
+from jobs.files import disk_error
 from jobs.help import print_help
-from jobs.interrupts import INTERRUPTED, Terminated, interrupting
+from jobs.interrupts import INTERRUPTED, Interrupted, Terminated, interrupting
 from jobs.malloc import keep_memory
 from jobs.run_lock import locked
 from jobs.saved_config import as_of_now
 from jobs.stages import ON_FILE, check_given, run_on_file, run_stages
 from jobs.syntax import check_syntax, composition_error
 from jobs.tracker import check_tracker
-from training.checkpoint import disk_error
-from training.config import JobConfig, open_fields, typed, unknown_key, valid_keys
-from training.loop import Interrupted
 
 Config = TypeVar("Config", bound=JobConfig)
 CONF = Path(__file__).resolve().parent.parent / "conf"

@@ -18,10 +18,9 @@ from typing import Any
 from decoding import devices
 from decoding.errors import UserError
 from jobs import ranks
-from jobs.interrupts import INTERRUPTED
+from jobs.config import ParallelConfig
+from jobs.interrupts import INTERRUPTED, Interrupted
 from jobs.run_lock import held_descriptors
-from training.config import ParallelConfig
-from training.loop import Interrupted
 
 _GRACE_SECONDS = 30.0
 

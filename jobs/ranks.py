@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from decoding.errors import UserError
-from training.config import JobConfig, ParallelConfig
+from jobs.config import JobConfig, ParallelConfig
 
 ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}
 KINDS = ("single", "ddp", *ZERO, "fsdp")

@@ -19,14 +19,14 @@ from omegaconf import OmegaConf
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.models.folder import INDEX, WEIGHTS
+from decoding.models.folder import INDEX, WEIGHTS, _hash_file, hash_input
 from jobs import ranks
+from jobs.config import JobConfig, plain
+from jobs.files import write_text
 from jobs.paths import is_here
 from jobs.run_files import read_object
 from jobs.run_lock import CONFIG, hold
 from jobs.saved_config import as_of_now, read_config, stamped, with_defaults
-from training.checkpoint import sha256, write_text
-from training.config import JobConfig, plain
 
 # What may differ when a run is continued: nothing of it changes the result but by the order of
 # additions, so that a run may move to another machine.
@@ -40,7 +40,6 @@ _FREE_KEYS = (
     "loop.micro_batch_tokens",
     "loop.activation_checkpointing",
 )
-_LARGE = 64 * 2**20  # bytes of a file that is not hashed twice
 _PACKAGES = (
     "torch",
     "transformers",
@@ -253,38 +252,6 @@ def _is_whole(artefact: Path) -> bool:
     return (artefact / "config.json").is_file() and any(
         (artefact / name).is_file() for name in (WEIGHTS, INDEX)
     )
-
-
-def hash_input(path: Path) -> str:
-    """SHA-256 of a file, or of the names and hashes of a model folder's weights, configuration and
-    tokenizer (its card left out).
-    """
-    if path.is_file():
-        return _hash_file(path)
-    if not path.exists():
-        return "absent"
-    import hashlib
-
-    digest = hashlib.sha256()
-    for file in sorted(path.iterdir()):
-        if file.is_file() and file.name not in ("drafter_card.json", "README.md"):
-            digest.update(f"{file.name}:{_hash_file(file)}\n".encode())
-    return digest.hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    """A large file is read once a process, however often it is asked for: a job names its target's
-    hash in several places.
-    """
-    stat = path.stat()
-    if stat.st_size < _LARGE:
-        return sha256(path)
-    return _hash_large(path.resolve(), stat.st_size, stat.st_mtime_ns)
-
-
-@functools.cache
-def _hash_large(path: Path, size: int, changed_ns: int) -> str:
-    return sha256(path)
 
 
 @functools.cache

@@ -25,9 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
 from jobs.amounts import PLANNED, hours, operations
+from jobs.config import JobConfig
 from jobs.launch import run_child
 from jobs.ranks import Meeting
-from training.config import JobConfig
 
 ON_FILE = "--config-file"
 

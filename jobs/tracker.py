@@ -12,11 +12,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from decoding.errors import UserError
+from jobs.config import JobConfig, TrackerConfig
+from jobs.files import write_bytes, write_text
 from jobs.ranks import rank
 from jobs.run_files import WRONG, DamagedLineError, damaged, record_of
 from jobs.run_folder import RunFolder
-from training.checkpoint import write_bytes, write_text
-from training.config import JobConfig, TrackerConfig
 
 # its public server, under which logins are stored whatever address now leads there
 _WANDB_HOST = "api.wandb.ai"

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.models.folder import WEIGHTS, load_state, read_config, read_headers, refuse_nonfinite
+from jobs.files import disk_error, save_tensors
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from training.checkpoint import disk_error, save_tensors
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 # with the least of each

@@ -2,16 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from jobs.config import JobConfig, ParallelConfig, TargetConfig, TrackerConfig
 from recurrent_drafting.loss_config import HeadLossConfig
-from training.config import (
-    DataConfig,
-    HeldOutConfig,
-    JobConfig,
-    LoopConfig,
-    ParallelConfig,
-    TargetConfig,
-    TrackerConfig,
-)
+from training.config import DataConfig, HeldOutConfig, LoopConfig
 
 
 @dataclass

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from decoding.errors import UserError
+from jobs.interrupts import Interrupted
 from jobs.job import job_main
 from jobs.paths import resolve
 from recurrent_drafting.cmd.flags import print_flags, to_overrides
@@ -20,7 +21,6 @@ from serving.prompts import answer_prompts, prompts_of
 from serving.setup import NONE, USUAL, check, check_drafter, load
 from serving.terminal import chat
 from training.data.readers import Prompt
-from training.loop import Interrupted
 
 JOB = "recurrent_drafting.generate"
 

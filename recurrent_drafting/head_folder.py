@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from decoding.models.folder import WEIGHTS
+from jobs.files import disk_error, write_text
 from recurrent_drafting.checkpoint import extensions, published_config, save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from training import drafter_folder
-from training.checkpoint import disk_error, write_text
 from training.drafter_folder import (
     Origin,
     copy_tokenizer,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from decoding.errors import UserError
+from decoding.models.folder import hash_input
 from decoding.models.model_check import check_model
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import RULES
@@ -21,7 +22,7 @@ from jobs.job import job_main
 from jobs.launch import is_worker, launch, processes_wanted
 from jobs.paths import resolve
 from jobs.ranks import SHARDED_WEIGHTS
-from jobs.run_folder import RunFolder, hash_input
+from jobs.run_folder import RunFolder
 from jobs.tracker import Recording
 from recurrent_drafting.build import build_head, check_shape, head_config, ignored
 from recurrent_drafting.config import HeadTrainConfig

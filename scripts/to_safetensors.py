@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from decoding.errors import UserError
-from training.checkpoint import save_tensors
+from jobs.files import save_tensors
 
 
 def convert(folder: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.config import JobConfig, TargetConfig
+from jobs.config import JobConfig, TargetConfig
 
 
 @dataclass

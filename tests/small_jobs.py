@@ -23,9 +23,9 @@ import eval.run
 import recurrent_drafting.train
 from distill import config as distilling
 from eval import config as evaluating
+from jobs.config import typed
 from jobs.job import CONF, register
 from recurrent_drafting.config import HeadTrainConfig
-from training.config import typed
 
 _LOOP = [
     "loop.max_steps=2",

@@ -39,11 +39,11 @@ from distill.config import (
     TrainConfig,
 )
 from eval.config import CompareConfig, EvalConfig
+from jobs.config import JobConfig, typed
 from jobs.job import CONF, check_arguments, register
 from recurrent_drafting.cmd.flags import to_overrides
 from recurrent_drafting.config import HeadTrainConfig
 from serving.config import GenerateConfig
-from training.config import JobConfig, typed
 from training.data import corpus
 
 ROOT = CONF.parent

@@ -12,10 +12,10 @@ import pytest
 import decoding
 from decoding.errors import UserError
 from decoding.models.load import load_target
+from jobs.config import TargetConfig
 from recurrent_drafting.generate import run as generate
 from serving.config import GenerateConfig
 from tests.small_jobs import JOBS, configured
-from training.config import TargetConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """

@@ -8,7 +8,6 @@ hash that differs, is refused by name and the one before it is taken.
 import hashlib
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
+from decoding.models.folder import sha256
+from jobs.files import disk_error, force_to_disk, save_tensors, write_text
 from jobs.run_files import read_object
 
 STATE = "state.json"
@@ -39,23 +40,6 @@ class Checkpoint:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     rng: dict[str, Tensor]
-
-
-def save_tensors(
-    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
-) -> None:
-    """A safetensors file that everybody may read whom its folder lets in. Raises OSError and
-    SafetensorError.
-    """
-    save_file(tensors, path, metadata)
-    let_read(path)
-
-
-def let_read(path: Path) -> None:
-    """safetensors writes for its owner's eyes alone; a served folder is read by others: the file
-    gets what its folder allows.
-    """
-    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def save(
@@ -181,44 +165,3 @@ def restore_rng(tensors: dict[str, Tensor]) -> None:
     np.random.set_state(("MT19937", keys, position, has_gauss, float(tensors["numpy_gauss"][0])))
     if "cuda" in tensors:
         devices.restore_rng(tensors["cuda"])
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def force_to_disk(path: Path) -> None:
-    """fsync of a file that is closed, or of a folder's names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file and force it to the disk, under a temporary name until it is whole."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file and force it to the disk, under a temporary name until it is whole."""
-    # Ranks, of several nodes too, may write the same file.
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-def disk_error(path: Path, error: Exception) -> UserError:
-    """The error for a write that failed, with the room that is left."""
-    parent = next(folder for folder in path.parents if folder.exists())
-    free_mb = shutil.disk_usage(parent).free / 1e6
-    return UserError(
-        f"could not write {path}: {error}. {free_mb:,.0f} MB are free there; the last whole "
-        f"checkpoint is kept. Make room and run again"
-    )

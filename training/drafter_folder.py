@@ -14,15 +14,15 @@ import torch
 from safetensors import SafetensorError
 from transformers import GenerationConfig
 
-from decoding.models.folder import WEIGHTS
+from decoding.models.folder import CARD, WEIGHTS, hash_input
 from decoding.models.text.tokenizer import copy_tokenizer, has_tokenizer
-from jobs.run_folder import RunFolder, git_revision, hash_input, versions
-from training.checkpoint import disk_error, let_read, write_text
-from training.config import DataConfig, HeldOutConfig, TargetConfig, plain
+from jobs.config import TargetConfig, plain
+from jobs.files import disk_error, let_read, write_text
+from jobs.run_folder import RunFolder, git_revision, versions
+from training.config import DataConfig, HeldOutConfig
 from training.data.from_config import sources
 from training.loop import Progress
 
-CARD = "drafter_card.json"
 _SAFETENSORS_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",

@@ -8,9 +8,7 @@ compared, and the hash of the target that a card names.
 from pathlib import Path
 
 from decoding.errors import UserError
-from decoding.models.folder import read_config, read_json
-from jobs.run_folder import hash_input
-from training.drafter_folder import CARD
+from decoding.models.folder import CARD, hash_input, read_config, read_json
 
 # model_type -> the file of conf/drafter that drafts with it.
 HEADS = {"recurrent_drafting_drafter": "recurrent"}

@@ -13,8 +13,9 @@ from decoding.errors import UserError
 from decoding.loop import Settings, decode
 from decoding.models.load import Target, load_target
 from decoding.models.text.compatible import load_tokenizer
+from jobs.config import TargetConfig
 from jobs.paths import resolve
-from training.config import DataConfig, HeldOutConfig, TargetConfig
+from training.config import DataConfig, HeldOutConfig
 from training.data.chat import choose_rendering, render_prompt, render_text, template_source
 from training.data.from_config import each_data
 from training.data.packing import Sample

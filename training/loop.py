@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from decoding import devices
 from decoding.errors import UserError
+from jobs.interrupts import Interrupted
 from jobs.progress import ProgressBar
 from training import checkpoint
 from training.bounds import Bounds, Place, Progress
@@ -54,10 +55,6 @@ class Recorder(Protocol):
     def rewind(self, step: int) -> None: ...
 
     def log(self, step: int, values: dict[str, Any]) -> None: ...
-
-
-class Interrupted(Exception):
-    """SIGINT or SIGTERM came; a checkpoint was written and the same command resumes."""
 
 
 def fit(

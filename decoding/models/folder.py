@@ -6,6 +6,8 @@ the weights as model.safetensors or as shards listed in model.safetensors.index.
 weights (.bin) are never opened here.
 """
 
+import functools
+import hashlib
 import json
 import math
 import struct
@@ -312,3 +314,47 @@ def refuse_unsupported_attention(config: dict[str, Any], where: str) -> None:
             f"{where}: {kind} has a sliding attention window of {window} tokens; only models with "
             f"full attention are supported (a Mistral without window has sliding_window null)."
         )
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_LARGE = 64 * 2**20  # bytes of a file that is not hashed twice
+
+
+def hash_input(path: Path) -> str:
+    """SHA-256 of a file, or of the names and hashes of a model folder's weights, configuration and
+    tokenizer (its card left out).
+    """
+    if path.is_file():
+        return _hash_file(path)
+    if not path.exists():
+        return "absent"
+    import hashlib
+
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.is_file() and file.name not in ("drafter_card.json", "README.md"):
+            digest.update(f"{file.name}:{_hash_file(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _hash_file(path: Path) -> str:
+    """A large file is read once a process, however often it is asked for: a job names its target's
+    hash in several places.
+    """
+    stat = path.stat()
+    if stat.st_size < _LARGE:
+        return sha256(path)
+    return _hash_large(path.resolve(), stat.st_size, stat.st_mtime_ns)
+
+
+@functools.cache
+def _hash_large(path: Path, size: int, changed_ns: int) -> str:
+    return sha256(path)
+
+
+CARD = "drafter_card.json"

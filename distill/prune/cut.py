@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from decoding.errors import UserError
-from training.checkpoint import disk_error, save_tensors
+from jobs.files import disk_error, save_tensors
 from training.models.build import random_model
 from training.models.shapes import target_widths
 from training.parallel.fsdp import Wholes

@@ -30,8 +30,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from distill.prune.cut import Cut
+from jobs.files import disk_error, save_tensors, write_text
 from jobs.progress import ProgressBar
-from training.checkpoint import disk_error, save_tensors, write_text
 from training.data.packing import Batch
 from training.models.shapes import target_widths
 from training.objectives import hidden_states

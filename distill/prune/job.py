@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from decoding.errors import UserError
-from decoding.models.folder import WEIGHTS
+from decoding.models.folder import WEIGHTS, hash_input
 from decoding.models.model_check import check_model
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import PruneConfig
@@ -30,14 +30,15 @@ from distill.prune.workbench import Source, Workbench, read_source
 from distill.shapes import odd_widths, other_size, refuse_wider, student_config
 from distill.student import chosen_layers
 from jobs.amounts import PLANNED
+from jobs.config import refuse_parallel
+from jobs.files import write_text
 from jobs.launch import is_worker, launch, processes_wanted
 from jobs.paths import resolve
 from jobs.ranks import SHARDED_WEIGHTS
 from jobs.run_files import read_object
-from jobs.run_folder import RunFolder, hash_input
+from jobs.run_folder import RunFolder
 from jobs.tracker import Recording
-from training.checkpoint import write_text
-from training.config import DataConfig, check_values, refuse_parallel
+from training.config import DataConfig, check_values
 from training.data.from_config import (
     data_files,
     held_out_domains,

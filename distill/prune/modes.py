@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decoding.models.folder import hash_input
 from distill.prune import importance
 from distill.prune.cut import Cut, cut_model
 from distill.prune.l0 import MaskedModel, masked
@@ -23,9 +24,8 @@ from distill.prune.layer_choice import candidates, removal_order
 from distill.prune.masks import BETA, Masks, in_words
 from distill.prune.workbench import Source, Workbench
 from distill.shapes import removal_flops
-from jobs.run_folder import hash_input
+from jobs.files import write_text
 from jobs.tracker import Tracker
-from training.checkpoint import write_text
 from training.config import LoopConfig
 from training.data.from_config import rows_of_step
 from training.data.packing import Sample

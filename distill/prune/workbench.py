@@ -14,8 +14,9 @@ import torch
 from decoding.errors import UserError
 from distill.acceptance import HeldOutAcceptance
 from distill.config import PruneConfig
+from jobs.config import TrackerConfig, plain
 from jobs.tracker import Tracker
-from training.config import LoopConfig, TrackerConfig, plain
+from training.config import LoopConfig
 from training.data.from_config import row_data, rows_of_step
 from training.data.packing import Batch, PackedData, Sample, collate
 from training.loop import Progress, fit

@@ -31,8 +31,8 @@ from distill.regenerate.dialogues import Answer, Key, Message
 from jobs import ranks
 from jobs.drafter_use import Use, check_not_evaluated
 from jobs.drafters import build, describe, uses
+from jobs.files import write_text
 from jobs.run_files import read_object
-from training.checkpoint import write_text
 
 _PACE_TOKENS = 32  # an answer's tokens where only the pace is asked
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decoding.errors import UserError
+from decoding.models.folder import hash_input
 from decoding.models.load import BACKENDS
 from decoding.models.model_check import check_model
 from decoding.models.text.tokenizer import load_tokenizer
@@ -32,12 +33,13 @@ from distill.regenerate.journal import Journal, read_journal
 from distill.regenerate.turns import answer_all, asked_now, next_request
 from jobs import ranks
 from jobs.amounts import hours
-from jobs.config_checks import data_rules, refuse
+from jobs.config import refuse_parallel
+from jobs.config_checks import refuse
+from jobs.files import write_text
 from jobs.launch import is_worker, launch, processes_wanted
 from jobs.paths import resolve
-from jobs.run_folder import RunFolder, hash_input
-from training.checkpoint import write_text
-from training.config import refuse_parallel
+from jobs.run_folder import RunFolder
+from training.config_checks import data_rules
 from training.data.counts import Counts
 from training.data.from_config import data_files, split_chats
 from training.models.build import dtype_of, folder_of, target_config, target_is_here

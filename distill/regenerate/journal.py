@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jobs.files import write_bytes
 from jobs.run_files import lines_of, read_lines
-from training.checkpoint import write_bytes
 
 Record = Mapping[str, Any]
 AGAIN = "its answer is made again"

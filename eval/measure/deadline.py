@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from decoding.values import is_number
+from jobs.files import write_text
 from jobs.run_files import read_object
-from training.checkpoint import write_text
 
 FILE = "seconds.json"
 # blocks that are measured, whatever they take: of fewer than five prompts a speedup has no interval

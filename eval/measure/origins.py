@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoding.models.folder import read_json
+from decoding.models.folder import CARD, read_json
 from eval.statistics.schema import Row
+from jobs.files import write_text
 from jobs.run_files import read_object
-from training.checkpoint import write_text
-from training.drafter_folder import CARD
 from training.heads import head_of
 
 FILE = "drafters.json"

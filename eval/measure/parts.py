@@ -27,8 +27,8 @@ from decoding.stopping.base import RoundCosts
 from eval.measure.measurement import Bench
 from eval.measure.records import Arm, Condition
 from eval.statistics.schema import PartTimes
+from jobs.files import write_text
 from jobs.run_files import lines_of, read_lines, read_object
-from training.checkpoint import write_text
 
 UNITS_A_SLICE = 4  # about a tenth of a run goes into timing
 WARM_UP = 1

@@ -32,8 +32,8 @@ from decoding.values import is_number
 from eval.statistics.schema import DrafterFacts, RoundBudget
 from eval.statistics.units import Unit, mean_round_ms
 from jobs.drafter_use import ALONE
+from jobs.files import write_text
 from jobs.run_files import read_object
-from training.checkpoint import write_text
 from training.heads import head_of
 
 # Two seconds of yardsticks are for runs that take minutes. And a step that reads less than this

@@ -17,11 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from decoding import devices
 from decoding.costs.machine_limits import SLOW_YARDSTICK
 from decoding.errors import UserError
+from jobs.config import plain, typed
+from jobs.files import write_text
 from jobs.help import field_docs
 from jobs.malloc import keep_memory
 from jobs.run_folder import git_revision, hardware, versions
-from training.checkpoint import write_text
-from training.config import plain, typed
 
 Options = TypeVar("Options")
 RESULTS = Path(__file__).resolve().parent / "results"

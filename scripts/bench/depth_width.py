@@ -39,12 +39,13 @@ from distill.config import TrainConfig
 from distill.shapes import student_config
 from eval.config import BenchmarkConfig, EvalConfig
 from eval.statistics.schema import read_rows
+from jobs.config import TargetConfig, plain
 from jobs.drafters import CONTROL
 from jobs.paths import resolve
 from scripts.bench.common import options, save
 from scripts.bench.kept import Kept, paired
 from scripts.bench.students import Students, configured
-from training.config import DataConfig, HeldOutConfig, StudentConfig, TargetConfig, plain
+from training.config import DataConfig, HeldOutConfig, StudentConfig
 from training.data.packing import Sample
 from training.drafter_folder import write_model
 from training.held_out import target_answers

@@ -24,10 +24,11 @@ from transformers import AutoModelForCausalLM
 
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.student import build_student
+from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from scripts.bench.common import options, ratio, save, take_turns
 from scripts.bench.padded import agree, both_losses, trainer_rate
-from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
+from training.config import LoopConfig, OptimizerConfig, StudentConfig
 from training.data.packing import PackedData, Sample
 from training.data.readers import read_chats
 from training.data.samples import chat_samples

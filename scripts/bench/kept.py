@@ -18,9 +18,9 @@ from typing import Any
 from scipy.stats import t as student_t
 
 from distill.regenerate.journal import Journal, read_journal
+from jobs.config import plain
+from jobs.files import write_text
 from jobs.run_folder import git_revision
-from training.checkpoint import write_text
-from training.config import plain
 
 # where results lie and how much is remembered changes none of them
 _NO_SETTINGS = ("work", "name", "cache_mb")

@@ -31,17 +31,11 @@ from decoding.errors import UserError
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.acceptance import HeldOutAcceptance, Totals
 from distill.student import build_student
+from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from scripts.bench.common import options, save
 from scripts.bench.kept import Kept, paired
-from training.config import (
-    DataConfig,
-    DomainConfig,
-    LoopConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    StudentConfig,
-)
+from training.config import DataConfig, DomainConfig, LoopConfig, OptimizerConfig, StudentConfig
 from training.data.from_config import drawn_evenly
 from training.data.mixture import MixedData
 from training.data.packing import Sample

@@ -33,11 +33,12 @@ from distill.config import PruneConfig
 from distill.dry_run import importance_flops
 from distill.prune.job import stage_shapes
 from distill.shapes import student_config
+from jobs.config import TargetConfig
 from jobs.paths import resolve
 from scripts.bench.common import options, save
 from scripts.bench.kept import Kept, paired
 from scripts.bench.students import Students, configured
-from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig, TargetConfig
+from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig
 from training.data.readers import read_prompts
 from training.drafter_folder import write_model
 from training.models.build import target_config

@@ -27,12 +27,12 @@ from decoding.rounds.stats import LOOPING_BELOW, distinct_n
 from decoding.rounds.ties import TIE_GAP, choice_scores, first_difference, top_two_gap
 from eval.config import BenchmarkConfig, EvalConfig
 from eval.statistics.schema import Row, read_rows
+from jobs.config import TargetConfig
 from jobs.drafters import AUTO, CONTROL
+from jobs.files import write_text
 from jobs.paths import resolve
 from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.common import interval, table
-from training.checkpoint import write_text
-from training.config import TargetConfig
 from training.data.readers import Prompt, read_prompts
 
 ASKED_TOGETHER = 32  # prompts whose plain answers are decoded in one batch

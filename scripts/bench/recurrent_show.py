@@ -32,6 +32,8 @@ import torch
 import distill.regenerate.job
 from decoding.errors import UserError
 from distill.config import RegenerateConfig
+from jobs.config import TargetConfig
+from jobs.files import write_text
 from jobs.paths import resolve
 from recurrent_drafting.checkpoint import save_head
 from scripts.bench import recurrent_tables as tables
@@ -39,8 +41,7 @@ from scripts.bench.common import options, save, save_text
 from scripts.bench.kept import Kept
 from scripts.bench.recurrent_generation import Race, write_prompts
 from scripts.bench.recurrent_sides import BASE, SIDES, Bench
-from training.checkpoint import write_text
-from training.config import DataConfig, TargetConfig
+from training.config import DataConfig
 from training.data.readers import Chat, read_chats
 from training.drafter_folder import write_model
 

@@ -25,6 +25,7 @@ import torch
 
 from decoding.engine import Engine, load
 from decoding.loop import Settings, decode
+from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from recurrent_drafting.build import build_head, head_config
 from recurrent_drafting.config import HeadShapeConfig
@@ -36,7 +37,7 @@ from recurrent_drafting.objective import HeadTraining
 from recurrent_drafting.states import TargetStates
 from scripts.bench.recurrent_generation import unlooping
 from scripts.bench.students import Students, configured
-from training.config import DataConfig, LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
+from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig
 from training.data.from_config import read_samples
 from training.data.packing import PackedData, Sample
 from training.data.readers import Prompt, read_prompts

@@ -27,13 +27,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from decoding.models.text.tokenizer import load_tokenizer
+from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from recurrent_drafting.config import HeadLossConfig
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.objective import HeadTraining
 from recurrent_drafting.states import TargetStates
 from scripts.bench.common import peak_bytes, ratio, take_turns
-from training.config import LoopConfig, OptimizerConfig, ParallelConfig
+from training.config import LoopConfig, OptimizerConfig
 from training.data.packing import PackedData, Sample, collate
 from training.data.readers import read_chats
 from training.data.samples import chat_samples

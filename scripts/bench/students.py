@@ -20,8 +20,9 @@ from distill.prune.job import workbench
 from distill.prune.modes import MODES
 from distill.prune.workbench import Source, Workbench
 from distill.shapes import student_config
+from jobs.config import TargetConfig
 from jobs.paths import resolve
-from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig, TargetConfig
+from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig
 from training.objectives import TeacherStates
 
 

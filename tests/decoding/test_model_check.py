@@ -21,7 +21,7 @@ from decoding.errors import UserError
 from decoding.models.load import load_target
 from decoding.models.model_check import check_model, expected_tensors
 from decoding.models.text.compatible import check_same_tokenizer
-from training.config import ParallelConfig
+from jobs.config import ParallelConfig
 from training.models.build import known_config, load_causal_lm
 from training.models.frozen import load_frozen
 from training.parallel.strategy import Parallel

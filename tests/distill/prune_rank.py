@@ -20,9 +20,10 @@ from distill.prune.cut import cut_model
 from distill.prune.modes import _removal, _scores
 from distill.prune.workbench import Source
 from distill.shapes import student_config
+from jobs.config import ParallelConfig, TargetConfig
 from jobs.launch import _free_port
 from tests.training.rank_job import ROOT, local_bytes
-from training.config import DataConfig, ParallelConfig, StudentConfig, TargetConfig
+from training.config import DataConfig, StudentConfig
 
 SHAPE = StudentConfig(
     num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=1

@@ -11,8 +11,8 @@ from hydra import compose, initialize_config_dir
 
 from distill.config import RegenerateConfig
 from distill.regenerate.job import run
+from jobs.config import typed
 from jobs.job import CONF, register
-from training.config import typed
 
 CHATS = [
     {"id": "one", "conversations": [("human", "def add(a, b):"), ("gpt", "return a + b")]},

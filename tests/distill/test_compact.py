@@ -18,9 +18,9 @@ from decoding.loop import Settings, decode
 from decoding.models.load import load_target
 from distill.compact import run, zero_channels
 from distill.config import CompactConfig
+from jobs.config import typed
 from jobs.job import CONF, register
 from scripts.to_safetensors import convert
-from training.config import typed
 
 STORED, TRUE, HEADS = 32, 20, 4  # channels as stored, channels in truth, heads of width 8
 

@@ -18,8 +18,9 @@ import distill.train
 from decoding.errors import UserError
 from distill.acceptance import HeldOutAcceptance, HeldOutMixture
 from distill.config import PretrainConfig, TrainConfig
+from jobs.config import typed
 from jobs.job import CONF, register
-from training.config import StudentConfig, typed
+from training.config import StudentConfig
 from training.data.from_config import drawn_evenly
 from training.data.packing import Sample
 from training.models.build import build_llama

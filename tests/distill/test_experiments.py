@@ -21,10 +21,10 @@ from distill.config import (
     TrainConfig,
 )
 from eval.config import CompareConfig, EvalConfig
+from jobs.config import typed
 from jobs.job import CONF, check_arguments, register
 from jobs.stages import _hydras
 from recurrent_drafting.config import HeadTrainConfig
-from training.config import typed
 
 ROOT = CONF.parent
 

@@ -23,9 +23,9 @@ import training.loop
 from decoding.errors import UserError
 from distill.config import PruneConfig
 from distill.prune.job import between_depths, run
+from jobs.config import typed
+from jobs.interrupts import Interrupted
 from jobs.job import CONF, register
-from training.config import typed
-from training.loop import Interrupted
 
 NARROW = (
     "drafter.hidden_size=16",

@@ -5,8 +5,9 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
 from distill.shapes import refuse_wider, student_config
+from jobs.config import TargetConfig, typed
 from jobs.job import CONF
-from training.config import StudentConfig, TargetConfig, typed
+from training.config import StudentConfig
 from training.models.build import target_config
 from training.models.shapes import bytes_a_step, millions, parameter_counts
 

@@ -20,8 +20,9 @@ from decoding.models.native.model import Skips
 from distill import skip_search
 from distill.config import SkipSearchConfig
 from distill.skip_search import Costs, measured_costs
+from jobs.config import typed
 from jobs.job import CONF, register
-from training.config import StudentConfig, typed
+from training.config import StudentConfig
 from training.drafter_folder import write_model
 from training.models.build import build_llama
 

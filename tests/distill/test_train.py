@@ -22,10 +22,10 @@ import distill.pretrain
 from decoding.errors import UserError
 from distill.config import PretrainConfig, TrainConfig
 from distill.train import run
+from jobs.config import typed
 from jobs.job import CONF, register
 from jobs.run_folder import RunFolder
 from training import checkpoint
-from training.config import typed
 
 ROOT = CONF.parent
 

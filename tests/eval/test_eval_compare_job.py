@@ -23,8 +23,8 @@ from eval.report.compare.evaluations import find_runs
 from eval.report.compare.table import print_comparison
 from eval.report.compare.words import busy
 from eval.statistics.schema import read_rows, write_rows
+from jobs.config import TrackerConfig, typed
 from jobs.job import CONF, check_arguments, register
-from training.config import TrackerConfig, typed
 
 from . import simulated_runs, tiny
 from .comparing import DEEP, SHALLOW, configured, evaluations_of, lines, panels, three

@@ -20,8 +20,8 @@ from eval.measure.records import Condition, read_records
 from eval.measure.setup import load, middle_prompt
 from eval.run import run
 from eval.statistics.schema import read_rows
+from jobs.config import TargetConfig
 from jobs.drafters import Use, build, check_entries, describe, uses
-from training.config import TargetConfig
 
 from . import tiny
 from .tiny import config

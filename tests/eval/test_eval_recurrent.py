@@ -10,18 +10,18 @@ import torch
 
 from decoding.drafters.with_lookup import LookupFirst
 from decoding.errors import UserError
+from decoding.models.folder import hash_input
 from decoding.models.native import linear
 from decoding.models.native.linear import can_pack
 from eval.compare import run as compare
 from eval.report.words import drafter_label
 from eval.run import run
 from eval.statistics.schema import read_rows
+from jobs.config import TargetConfig
 from jobs.drafters import Use, build, check_entries, describe, uses
-from jobs.run_folder import hash_input
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from training.config import TargetConfig
 from training.heads import head_of
 
 from . import tiny

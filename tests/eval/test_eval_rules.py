@@ -26,8 +26,8 @@ from eval.report.table import print_table
 from eval.run import run
 from eval.statistics.prediction import Costs, best_gamma, verdict
 from eval.statistics.schema import read_rows
+from jobs.config import TargetConfig
 from jobs.drafter_use import Use
-from training.config import TargetConfig
 
 from . import tiny
 from .tiny import config

@@ -17,8 +17,8 @@ from eval.measure.measurement import Bench, rotate
 from eval.measure.records import BASELINE, Arm, read_records
 from eval.run import run
 from eval.statistics.schema import read_rows
+from jobs.config import TargetConfig, TrackerConfig
 from jobs.drafters import Use, build, describe, uses
-from training.config import TargetConfig, TrackerConfig
 
 from . import tiny
 from .tiny import GAMMAS, config

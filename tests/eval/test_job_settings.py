@@ -15,10 +15,11 @@ from distill.regenerate.job import check as check_regenerate
 from distill.train import check as check_train
 from eval.config import BenchmarkConfig, EvalConfig
 from eval.measure.setup import check as check_eval
+from jobs.config import TargetConfig
 from jobs.paths import resolve
 from serving.config import GenerateConfig
 from serving.setup import check as check_generate
-from training.config import DataConfig, HeldOutConfig, TargetConfig
+from training.config import DataConfig, HeldOutConfig
 from training.data.readers import read_chats, read_prompts
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.config import BenchmarkConfig, EvalConfig
-from training.config import TargetConfig
+from jobs.config import TargetConfig
 
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}<u>{{ message['content'] }}{% "

@@ -14,6 +14,7 @@ import torch
 from decoding.engine import text_of
 from decoding.errors import UserError
 from decoding.loop import decode
+from jobs.config import TargetConfig
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from serving import setup
@@ -21,7 +22,6 @@ from serving.config import GenerateConfig
 from serving.session import ChatSession, Piece
 from serving.setup import Loaded, load
 from serving.terminal import cost_line, interrupts, visible
-from training.config import TargetConfig
 from training.data.chat import render_next, render_prompt
 
 

@@ -8,10 +8,10 @@ from hydra import compose, initialize_config_dir
 
 from distill.config import TrainConfig
 from eval.config import EvalConfig
+from jobs.config import plain, typed
 from jobs.drafters import check_entries
 from jobs.job import CONF, register
 from recurrent_drafting.config import HeadTrainConfig
-from training.config import plain, typed
 
 
 def composed(job: str, schema: type, *overrides: str) -> dict[str, object]:

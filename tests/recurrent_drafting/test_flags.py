@@ -9,13 +9,13 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from decoding.errors import UserError
+from jobs.config import typed
 from jobs.job import CONF, check_arguments, register
 from recurrent_drafting.cmd.flags import to_overrides
 from recurrent_drafting.cmd.published_flags import FLAGS, quoted
 from recurrent_drafting.generate import JOB
 from serving.config import GenerateConfig
 from serving.setup import check
-from training.config import typed
 
 PUBLISHED = (
     "hf_tokenizer hf_llm hf_drafter eval_mt_bench max_num_prompts max_prompt_length "

@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from decoding.errors import UserError
+from decoding.models.folder import hash_input
+from jobs.config import typed
 from jobs.job import CONF, register
-from jobs.run_folder import hash_input
 from recurrent_drafting.checkpoint import load_head, read_head_config
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.dry_run import target_flops
 from recurrent_drafting.train import run
-from training.config import typed
 from training.models.build import load_causal_lm
 from training.models.shapes import forward_flops
 

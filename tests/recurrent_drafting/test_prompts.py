@@ -17,6 +17,8 @@ from transformers import AutoTokenizer
 
 from decoding.errors import UserError
 from decoding.loop import decode
+from jobs.config import TargetConfig, typed
+from jobs.interrupts import Interrupted
 from jobs.job import CONF, register
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.cmd.flags import to_overrides
@@ -29,9 +31,7 @@ from serving.prompt_report import equality, print_report
 from serving.prompts import Done, answer_prompts, prompts_of
 from serving.setup import Loaded, choose_template, load
 from tests.recurrent_drafting import tiny
-from training.config import TargetConfig, typed
 from training.data.chat import render_prompt
-from training.loop import Interrupted
 
 TURNS = {
     "a": ["Hello there", "And then?"],

@@ -20,10 +20,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from jobs.config import ParallelConfig
+from jobs.interrupts import Interrupted
 from jobs.launch import _free_port
-from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
+from training.config import LoopConfig, OptimizerConfig, StudentConfig
 from training.data.packing import PackedData, Sample
-from training.loop import Interrupted, fit
+from training.loop import fit
 from training.models.build import build_llama, dtype_of
 from training.objectives import Distillation, freeze, hidden_states
 from training.parallel.strategy import Parallel

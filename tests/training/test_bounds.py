@@ -13,12 +13,14 @@ from omegaconf import OmegaConf
 from decoding.errors import UserError
 from distill.config import PruneConfig, TrainConfig
 from distill.prune.job import check as check_prune
+from jobs.config import ParallelConfig, plain
+from jobs.interrupts import Interrupted
 from jobs.run_folder import RunFolder
 from jobs.saved_config import as_of_now
 from jobs.tracker import Tracker
 from training.bounds import Bounds, Done, Progress
-from training.config import LoopConfig, OptimizerConfig, ParallelConfig, check_values, plain
-from training.loop import Interrupted, fit
+from training.config import LoopConfig, OptimizerConfig, check_values
+from training.loop import fit
 from training.optimizer import learning_rate
 from training.parallel.strategy import Parallel
 from training.plan import describe_plan, plan_tokens

@@ -23,12 +23,12 @@ from distill.config import (
 from eval.config import CompareConfig, EvalConfig
 from jobs import stages
 from jobs.amounts import PLANNED
+from jobs.config import JobConfig, plain, typed, valid_keys
 from jobs.help import field_docs, print_help
 from jobs.job import CONF, _guarded, check_arguments, register, run_typed
 from jobs.run_folder import RunFolder
 from recurrent_drafting.config import HeadTrainConfig
 from serving.config import GenerateConfig
-from training.config import JobConfig, plain, typed, valid_keys
 
 SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.pretrain": PretrainConfig,

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from decoding.errors import UserError
+from jobs.config import ParallelConfig
 from jobs.launch import _free_port
 from scripts.bench.common import peak_bytes
-from training.config import ParallelConfig, StudentConfig
+from training.config import StudentConfig
 from training.data.packing import Sample, collate
 from training.models.build import build_llama, load_causal_lm
 from training.models.frozen import load_frozen

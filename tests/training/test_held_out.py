@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from decoding.errors import UserError
 from distill.config import TrainConfig
-from training.config import DataConfig, HeldOutConfig, TargetConfig
+from jobs.config import TargetConfig
+from training.config import DataConfig, HeldOutConfig
 from training.data.chat import render_prompt, render_text
 from training.held_out import check_stages, target_answers
 

@@ -12,20 +12,16 @@ import pytest
 import torch
 
 from decoding.errors import UserError
+from jobs.config import ParallelConfig, TrackerConfig
+from jobs.interrupts import Interrupted
 from jobs.tracker import Tracker
 from tests.decoding.waits import Waits
 from training import checkpoint
 from training import loop as loop_module
 from training.bounds import Bounds
-from training.config import (
-    LoopConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    StudentConfig,
-    TrackerConfig,
-)
+from training.config import LoopConfig, OptimizerConfig, StudentConfig
 from training.data.packing import Batch, PackedData, Sample
-from training.loop import Interrupted, Progress, fit
+from training.loop import Progress, fit
 from training.models.build import build_llama
 from training.objectives import LanguageModelling
 from training.parallel.strategy import Parallel

@@ -8,7 +8,8 @@ from transformers import LlamaConfig
 
 from decoding.errors import UserError
 from distill.config import TrainConfig
-from training.config import DataConfig, OptimizerConfig, StudentConfig, TargetConfig
+from jobs.config import TargetConfig
+from training.config import DataConfig, OptimizerConfig, StudentConfig
 from training.data.packing import Sample, collate
 from training.models.build import build_llama
 from training.objectives import hidden_states

@@ -12,8 +12,9 @@ from hydra import compose, initialize_config_dir
 
 from decoding.errors import UserError
 from distill.config import TrainConfig
+from jobs.config import typed
 from jobs.job import CONF, check_arguments, register
-from training.config import DataConfig, DomainConfig, typed
+from training.config import DataConfig, DomainConfig
 from training.data.from_config import data_files
 from training.data.mixture import (
     MixedData,

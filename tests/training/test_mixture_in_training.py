@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from jobs.config import ParallelConfig
+from jobs.config import TrackerConfig as NoTracker
+from jobs.interrupts import Interrupted
 from jobs.tracker import Tracker
 from training import checkpoint
-from training.config import LoopConfig, OptimizerConfig, ParallelConfig, StudentConfig
-from training.config import TrackerConfig as NoTracker
+from training.config import LoopConfig, OptimizerConfig, StudentConfig
 from training.data.mixture import MixedData
 from training.data.packing import best_fit, collate
-from training.loop import Interrupted, fit
+from training.loop import fit
 from training.models.build import build_llama
 from training.objectives import LanguageModelling
 from training.parallel.strategy import Parallel

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from decoding.errors import UserError
+from jobs.config import ParallelConfig
 from training import checkpoint
-from training.config import ParallelConfig
 from training.parallel.memory_plan import bytes_per_rank
 from training.parallel.strategy import Parallel
 

@@ -13,9 +13,9 @@ from omegaconf import DictConfig
 from decoding.errors import UserError
 from distill.config import TrainConfig
 from jobs import ranks
+from jobs.config import ParallelConfig, typed
 from jobs.job import CONF, check_arguments, register, run_typed
 from jobs.launch import _free_port, processes_wanted
-from training.config import ParallelConfig, typed
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = {

@@ -12,12 +12,12 @@ from decoding.errors import UserError
 from eval.measure.deadline import Deadline
 from eval.measure.records import record_from
 from eval.statistics.schema import read_rows
+from jobs.config import TrackerConfig
 from jobs.run_files import line_of, read_lines, read_object
 from jobs.run_folder import read_manifest
 from jobs.saved_config import read_config, stamped
 from jobs.tracker import Tracker
 from training import checkpoint
-from training.config import TrackerConfig
 
 WRONG = {
     "empty": b"",

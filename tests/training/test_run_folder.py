@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 import jobs.run_folder
-from jobs.run_folder import hash_input
-from training.checkpoint import sha256
+from decoding.models.folder import hash_input, sha256
 
 
 def test_a_large_file_is_hashed_once_and_anew_when_it_changes(

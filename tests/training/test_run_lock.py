@@ -17,9 +17,9 @@ import pytest
 
 from decoding.errors import UserError
 from jobs import run_lock
+from jobs.config import JobConfig
 from jobs.run_folder import RunFolder
 from jobs.run_lock import LOCK, hold, locked
-from training.config import JobConfig
 
 
 def forked(action: Callable[[], object]) -> int:

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from decoding.errors import UserError
 from decoding.models.native.weights import NativeConfig
 from distill.config import TrainConfig
+from jobs.config import TargetConfig, typed
 from jobs.job import CONF, register
-from training.config import TargetConfig, typed
 from training.models.build import missing_of, published_targets, target_config
 
 # Parameters, as counted in the published weights; (layers, query heads, key/value heads, head

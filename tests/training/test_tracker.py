@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 
 from decoding.errors import UserError
 from distill.config import TrainConfig
+from jobs.config import TrackerConfig
 from jobs.job import CONF, register, run_typed
 from jobs.tracker import Tracker, check_tracker
-from training.config import TrackerConfig
 
 RECORDS = [(1, {"loss": 3.5, "note": "first"}), (2, {"loss": 2.25, "acceptance": 0.5})]
 

@@ -23,9 +23,10 @@ from decoding.errors import UserError
 from decoding.models.folder import read_config
 from decoding.models.load import BACKENDS
 from decoding.models.model_check import check_config, check_loaded, check_model, check_tied_head
+from jobs.config import ParallelConfig, TargetConfig, refuse_parallel
 from jobs.paths import is_here, resolve
 from jobs.ranks import SHARDED_WEIGHTS
-from training.config import DataConfig, ParallelConfig, StudentConfig, TargetConfig, refuse_parallel
+from training.config import DataConfig, StudentConfig
 from training.heads import HEADS
 from training.models.attention import PACKED
 

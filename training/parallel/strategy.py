@@ -21,7 +21,8 @@ from decoding import devices
 from decoding.errors import UserError
 from decoding.models.load import device_of
 from jobs import ranks
-from training.config import OptimizerConfig, ParallelConfig
+from jobs.config import ParallelConfig
+from training.config import OptimizerConfig
 from training.optimizer import MasterAdamW, Optimizer, Rate, WithApart
 from training.parallel.strategy import fsdp, zero
 

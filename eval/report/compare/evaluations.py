@@ -47,7 +47,7 @@ class Evaluation:
 
     @property
     def execution(self) -> str:
-        """How the backend ran, by the defaults of training.config.TargetConfig where the run did
+        """How the backend ran, by the defaults of jobs.config.TargetConfig where the run did
         not say.
         """
         asked = self.config["target"].get("execution", "")
