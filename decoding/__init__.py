@@ -1,8 +1,7 @@
-"""Runs any drafter against a target, losslessly. `load` and `generate` are the front door;
-`loop.decode` is the loop.
-"""
+"""Decode with any drafter, losslessly: `load` and `generate` are the front door."""
 
 from decoding.engine import Engine, Reply, generate, load
 from decoding.errors import UserError
+from decoding.rounds.settings import Settings
 
-__all__ = ["Engine", "Reply", "UserError", "generate", "load"]
+__all__ = ["Engine", "Reply", "Settings", "UserError", "generate", "load"]

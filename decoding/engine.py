@@ -18,17 +18,18 @@ from decoding.costs.measure import measure_costs, weighed_widths
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.errors import UserError
-from decoding.interfaces import Drafter
-from decoding.loop import Generation, Settings, check, decode, start
+from decoding.interfaces import Drafter, RoundCosts, Target
+from decoding.loop import check, decode, start
 from decoding.models.folder import exists, read_config, read_json
-from decoding.models.load import Target, load_target
+from decoding.models.load import load_target
 from decoding.models.text.compatible import check_same_tokenizer
 from decoding.models.text.messages import Prompt, prompt_ids
 from decoding.models.text.text_stream import TextStream
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.claims import Claim
+from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
 from decoding.schedules.by_name import weighs_costs
-from decoding.stopping.base import RoundCosts
 from decoding.values import check_value, shown
 
 
@@ -156,7 +157,7 @@ def generate(
             near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise UserError(
                 f"generate() knows no setting '{name}'; the nearest is '{near}' "
-                f"(decoding.loop.Settings has all)."
+                f"(decoding.Settings has all)."
             )
     check_value("stream", stream)
     fixed: dict[str, Any] = {

@@ -7,15 +7,16 @@ Shapes: B rows, N drafted tokens, V vocabulary, C hidden size, P nodes with chil
 distribution.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from decoding.models.load import Target
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import RoundCosts, Stopping
 
 NO_NODE = -2  # in place of a parent: padding, where only the device knows how many nodes a row has
 
@@ -202,3 +203,213 @@ class Drafter(Protocol):
         `Caps.beams`, and leave no trace; for timing, after `open`.
         """
         ...
+
+
+class Target(Protocol):
+    """A causal LM with a cache whose rows have their own lengths."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def max_length(self) -> int:
+        """Most tokens a row may hold, prompt and output together."""
+        ...
+
+    @property
+    def lengths_B(self) -> list[int]:
+        """Committed tokens in the cache, by row."""
+        ...
+
+    def open(self, batch_size: int, capacity: int | None = None) -> None:
+        """Start `batch_size` empty rows of at most `capacity` cache slots (default max_length)."""
+        ...
+
+    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(logits_BNV, hidden_BNC) of new tokens after each row's committed ones; nothing is
+        committed by it.
+
+        parents_BN[b, n] is the index of node n's parent among the new tokens, -1 for the committed
+        tip, and always smaller than n; None is a chain. hidden is after the final norm. Rows with
+        fewer tokens are padded on the right with any id and commit fewer.
+        """
+        ...
+
+    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+        """hidden_BNC alone, without the product with the vocabulary (for prefill)."""
+        ...
+
+    def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
+        """Keep the first counts_B[b] nodes of paths_BL[b] of the last forward; None is the chain 0,
+        1, 2 ...
+        """
+        ...
+
+    def truncate(self, lengths_B: Sequence[int]) -> None:
+        """Roll rows back to at most these lengths."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of the batch, in this order."""
+        ...
+
+    def keep(self, row: int, name: int) -> None:
+        """Put a copy of what a row has committed aside under a name, for `begin`; it stays until
+        `forget`.
+        """
+        ...
+
+    def begin(self, row: int, name: int, length: int) -> None:
+        """Let a row, empty since `open`, begin with the first `length` tokens of what was kept
+        under a name.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Drop all that was kept."""
+        ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings (..., C)."""
+        ...
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states after the final norm."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What a drawn token's distribution tells: the token's own probability, and the entropy in nats
+    where a policy reads it.
+    """
+
+    confidence: float
+    entropy: float = math.nan
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Measured milliseconds of a round's parts, as `cost_ratio` weighs them."""
+
+    # of a step, with what is done for each step beside the model (draws, a tree's nodes); of beams,
+    # of the widest
+    t_draft_ms: float
+    # of n = 1, 2, ... new tokens; further ones on the line through the last two
+    t_target_ms: tuple[float, ...]
+    overhead_ms: float = 0.0  # the rest of a round that drafts
+    plain_overhead_ms: float | None = None  # the rest of one that does not; None: the same
+    # Of the batch that was timed. One row's draft makes the round of all its rows dear, so rows of
+    # a batch decide before the round, by what they have seen, and are of one mind, instead of each
+    # by what it draws.
+    rows: int = 1
+    # (beams that a step starts from, its milliseconds), narrowest first; steps between two widths
+    # lie on the line through them. Empty: all alike.
+    t_draft_by_beams_ms: tuple[tuple[int, float], ...] = ()
+    # that a search has, of which the rest was measured; None: as many as these costs say, or all
+    # are alike
+    beams: int | None = None
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> "RoundCosts":
+        """From `dataclasses.asdict` by way of JSON."""
+        by_beams = tuple((beams, ms) for beams, ms in entry.get("t_draft_by_beams_ms", ()))
+        return cls(
+            **{**entry, "t_target_ms": tuple(entry["t_target_ms"]), "t_draft_by_beams_ms": by_beams}
+        )
+
+    @property
+    def plain_ms(self) -> float:
+        """A round that does not draft."""
+        return self.target_ms(1) + (
+            self.overhead_ms if self.plain_overhead_ms is None else self.plain_overhead_ms
+        )
+
+    def step_ms(self, beams: float) -> float:
+        """A draft step that starts from so many beams."""
+        known = self.t_draft_by_beams_ms
+        if not known:
+            return self.t_draft_ms
+        # In Python: it is asked several times a round, and numpy takes longer over one number than
+        # over a thousand.
+        for (fewer, less_ms), (more, more_ms) in pairwise(known):
+            if beams < more:
+                return less_ms + (more_ms - less_ms) * max(beams - fewer, 0) / (more - fewer)
+        return known[-1][1]
+
+    def steps_ms(self, steps: int, beams: int | None = None) -> float:
+        """So many draft steps: the first starts from the tip alone, the others from so many beams
+        (None: from the most).
+        """
+        return self.step_ms(1) + (steps - 1) * (
+            self.t_draft_ms if beams is None else self.step_ms(beams)
+        )
+
+    def dearer(self, ms: float) -> "RoundCosts":
+        """With so much more a draft step."""
+        by_beams = tuple((beams, step_ms + ms) for beams, step_ms in self.t_draft_by_beams_ms)
+        return replace(self, t_draft_ms=self.t_draft_ms + ms, t_draft_by_beams_ms=by_beams)
+
+    def round_ms(self, steps: int, nodes: int) -> float:
+        """A round of so many draft steps that has so many nodes verified."""
+        return self.drafted_ms(self.steps_ms(steps), nodes) if steps else self.plain_ms
+
+    def drafted_ms(self, draft_ms: float, nodes: int) -> float:
+        """A round whose draft took so long, and that has so many nodes verified."""
+        return draft_ms + self.target_ms(nodes + 1) + self.overhead_ms
+
+    def target_ms(self, n: int) -> float:
+        """t_target(n)."""
+        known = self.t_target_ms
+        if n <= len(known):
+            return known[n - 1]
+        slope = known[-1] - known[-2] if len(known) > 1 else 0.0
+        return known[-1] + max(slope, 0.0) * (n - len(known))
+
+
+class Stopping(Protocol):
+    """A policy that ends the drafting of its row before the budget is spent."""
+
+    # Policies that read are *eager* on a GPU: each drafted token waits for the device. "nothing",
+    # "confidence" or "entropy": what `more` looks at; anything but nothing waits for the device
+    reads: str
+
+    def limit(self, budget: int) -> int:
+        """The most tokens to draft in the round that begins, at most `budget`."""
+        ...
+
+    def more(self, depth: int, sign: Sign | None) -> bool:
+        """After `depth` drawn tokens, the last with this sign: draft another?"""
+        ...
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Learn from a verified round."""
+        ...
+
+
+def ancestors(parents_BN: Tensor) -> Tensor:
+    """Boolean (B, N, N): node n descends from m, or is m. By repeated squaring of the parent
+    relation. Rows of padding mean nothing.
+    """
+    B, N = parents_BN.shape
+    device = parents_BN.device
+    # the extra column swallows parent -1
+    reach = torch.eye(N + 1, device=device).repeat(B, 1, 1)[:, :N]
+    reach.scatter_(2, parents_BN.remainder(N + 1)[:, :, None], 1.0)
+    reach = reach[:, :, :N]
+    for _ in range(max(N - 1, 1).bit_length()):
+        reach = (reach @ reach).clamp_(max=1.0)
+    return reach > 0

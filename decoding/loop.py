@@ -10,10 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from decoding import devices
-from decoding.costs.timing import Parts, time_parts
 from decoding.errors import UserError
-from decoding.interfaces import Drafter
-from decoding.models.load import Target
+from decoding.interfaces import Drafter, Target
 from decoding.rounds.batch import Batch, OnTokens, Row
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
@@ -23,8 +21,6 @@ from decoding.schedules.by_name import SCHEDULES, batch_type, usual_stopping
 from decoding.stopping.policies import make_stopping
 from decoding.values import check_choice, is_int, shown
 from decoding.verification.rules import check_rule
-
-__all__ = ["Generation", "Parts", "Settings", "decode", "start", "time_parts"]
 
 
 def start(

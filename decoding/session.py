@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.interfaces import Drafter
-from decoding.loop import Generation, unread
-from decoding.models.load import Target, prefill
+from decoding.interfaces import Drafter, Target
+from decoding.loop import unread
+from decoding.models.load import prefill
 from decoding.rounds.batch import Batch, OnTokens, Row
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
 from decoding.verification.rules import at_nodes
 
 

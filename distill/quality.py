@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.models.text.tokenizer import load_tokenizer
+from decoding.rounds.settings import Settings
 from distill.config import QualityConfig
 from jobs.config_checks import refuse
 from jobs.files import write_text

@@ -24,13 +24,14 @@ from jobs.paths import resolve
 from jobs.ranks import SHARDED_WEIGHTS
 from jobs.run_folder import RunFolder
 from jobs.tracker import Recording
+from training.bounds import Progress
 from training.config import check_values
 from training.data.from_config import data_files, held_out_domains, training_data
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample
 from training.drafter_folder import close_run, origin_of, write_model
 from training.held_out import check_stages, target_answers
-from training.loop import Progress, fit
+from training.loop import fit
 from training.models.build import (
     check_context,
     check_target,

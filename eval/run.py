@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
+from decoding.interfaces import RoundCosts
 from decoding.schedules.by_name import SCHEDULES, batch_type
-from decoding.stopping.base import RoundCosts
 from decoding.verification.rules import check_rule
 from eval.config import EvalConfig
 from eval.measure.deadline import Deadline

@@ -90,7 +90,7 @@ class Use:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields of decoding.loop.Settings among them, but for those that the job has its own
+        """The fields of decoding.Settings among them, but for those that the job has its own
         way with.
         """
         # a text of its own is plain decoding

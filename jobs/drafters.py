@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from decoding.devices import device_of
 from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.registry import HEADS, check_fits, head_of
 from decoding.drafters.remote import RemoteChain
 from decoding.drafters.with_lookup import ChainWithLookup, LookupFirst, check_lookup_before
 from decoding.errors import UserError
@@ -31,7 +32,6 @@ from decoding.schedules.by_name import WALL
 from jobs.config import TargetConfig
 from jobs.drafter_use import ALONE, USE, Use
 from jobs.paths import imported, resolve
-from training.heads import HEADS, check_fits, head_of
 
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
 AUTO = "auto"  # as a drafter's dtype: see decoding.models.native.linear.draft_dtype

@@ -24,12 +24,11 @@ from decoding import devices
 from decoding.devices import device_of
 from decoding.drafters.trees.sampled_children import are_drawn, check_kind
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Observation, Proposal
-from decoding.models.load import DTYPES, Target
+from decoding.interfaces import Caps, Observation, Proposal, RoundCosts, Stopping, Target
+from decoding.models.load import DTYPES
 from decoding.models.native.model import EXECUTIONS
 from decoding.sampling.token_chooser import FRESH, Chooser
 from decoding.sampling.warpers import Warper
-from decoding.stopping.base import RoundCosts, Stopping
 from decoding.verification.rules import at_nodes
 from recurrent_drafting.beams import Choose, Picks, search, timed_step
 from recurrent_drafting.checkpoint import load_head

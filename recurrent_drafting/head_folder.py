@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from decoding.models.folder import WEIGHTS
+from decoding.models.text.tokenizer import copy_tokenizer
 from jobs.files import disk_error, write_text
 from recurrent_drafting.checkpoint import extensions, published_config, save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from training import drafter_folder
 from training.drafter_folder import (
     Origin,
-    copy_tokenizer,
     figures_on_card,
     tokenizer_on_card,
     training_on_card,

@@ -33,7 +33,8 @@ from typing import Any
 
 from decoding.drafters.trees.sampled_children import SECOND_CHANCE
 from decoding.drafters.trees.sizing import TreeSize
-from decoding.stopping.base import RoundCosts, Tries
+from decoding.interfaces import RoundCosts
+from decoding.stopping.base import Tries
 from decoding.stopping.marginal_gain import WEIGHT, Share, Worth
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from decoding.engine import stop_tokens
-from decoding.loop import Settings, decode
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import RecurrentHead

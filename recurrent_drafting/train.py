@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from decoding.drafters.registry import check_fits
 from decoding.errors import UserError
 from decoding.models.folder import hash_input
 from decoding.models.model_check import check_model
@@ -35,14 +36,14 @@ from recurrent_drafting.positions import check_predictions
 from recurrent_drafting.real_drafting import block_efficiency
 from recurrent_drafting.states import TargetStates
 from recurrent_drafting.stores import Layout, MemoryStore, Store, states_on_disk
+from training.bounds import Progress
 from training.config import check_values
 from training.data.from_config import data_files, drawn_evenly, read_samples, training_data
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample
 from training.drafter_folder import close_run, origin_of
-from training.heads import check_fits
 from training.held_out import check_stages, target_answers
-from training.loop import Progress, fit
+from training.loop import fit
 from training.models.build import (
     check_context,
     check_target,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decoding.errors import UserError
-from decoding.loop import Generation
+from decoding.rounds.stats import Generation
 from decoding.rounds.ties import TIE_GAP
 from serving.config import GenerateConfig
 from serving.prompts import Answer, Done, is_compared

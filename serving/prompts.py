@@ -13,7 +13,9 @@ from rich.console import Console
 
 from decoding.engine import text_of, with_costs
 from decoding.errors import UserError
-from decoding.loop import Generation, Settings, decode
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
 from decoding.rounds.ties import choice_scores, first_difference, top_two_gap
 from jobs.paths import resolve
 from jobs.progress import ProgressBar

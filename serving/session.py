@@ -13,8 +13,9 @@ import torch
 
 from decoding.engine import text_of, with_costs
 from decoding.errors import UserError
-from decoding.loop import Generation, decode
+from decoding.loop import decode
 from decoding.models.text.text_stream import BROKEN, TextStream
+from decoding.rounds.stats import Generation
 from decoding.rounds.ties import first_difference
 from decoding.session import Session
 from serving.config import GenerateConfig

@@ -9,14 +9,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decoding.devices import device_of
+from decoding.drafters.registry import check_fits
 from decoding.engine import Engine, stop_tokens, text_of
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
-from decoding.loop import Settings
 from decoding.models.folder import CARD, read_config, read_json
 from decoding.models.load import load_target
 from decoding.models.text.compatible import check_tokenizer_of
 from decoding.models.text.tokenizer import load_tokenizer
+from decoding.rounds.settings import Settings
 from decoding.sampling.token_chooser import RULES as VERIFY
 from decoding.stopping.policies import NAMES
 from decoding.values import check_choice, check_settings
@@ -26,7 +27,6 @@ from jobs.drafter_use import Use, check_not_evaluated
 from jobs.drafters import build, describe, name_on_card, uses
 from jobs.paths import resolve
 from serving.config import GenerateConfig
-from training.heads import check_fits
 
 NONE = "none"  # drafter=none: plain decoding
 USUAL = "prompt_lookup"  # where no drafter is named

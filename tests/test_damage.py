@@ -58,7 +58,7 @@ ARTEFACTS = {
 }
 FOR_ALL = ["manifest.json", "config.yaml"]
 # Of these jobs every file in four ways, of the others in one; the short suite leaves it at that, as
-# all read by the same few functions (tests/training/test_run_files.py).
+# all read by the same few functions (tests/jobs/test_run_files.py).
 BOTH, FOUR, ONE = ("distill.train", "eval.run"), ("emptied", "torn", "binary", "a list"), ("torn",)
 
 

@@ -19,9 +19,9 @@ from decoding.models.text.tokenizer import copy_tokenizer, has_tokenizer
 from jobs.config import TargetConfig, plain
 from jobs.files import disk_error, let_read, write_text
 from jobs.run_folder import RunFolder, git_revision, versions
+from training.bounds import Progress
 from training.config import DataConfig, HeldOutConfig
 from training.data.from_config import sources
-from training.loop import Progress
 
 _SAFETENSORS_NAMES = {
     torch.float32: "F32",

@@ -10,9 +10,11 @@ import numpy as np
 
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
-from decoding.models.load import Target, load_target
-from decoding.models.text.compatible import load_tokenizer
+from decoding.interfaces import Target
+from decoding.loop import decode
+from decoding.models.load import load_target
+from decoding.models.text.tokenizer import load_tokenizer
+from decoding.rounds.settings import Settings
 from jobs.config import TargetConfig
 from jobs.paths import resolve
 from training.config import DataConfig, HeldOutConfig

@@ -12,13 +12,11 @@ from typing import TypeVar
 
 from decoding.costs.timing import rising, time_parts
 from decoding.drafters.remote import RemoteChain, lanes
-from decoding.interfaces import Drafter
+from decoding.interfaces import Drafter, RoundCosts, Target
 from decoding.loop import decode
-from decoding.models.load import Target
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.schedules.by_name import WALL
-from decoding.stopping.base import RoundCosts
 
 CHEAPEST = 0.25  # of what a step took by itself: a step of a draft is not thought cheaper
 SPARED = 0.25  # of a target's step: a round is not thought cheaper than its parts by more

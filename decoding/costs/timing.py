@@ -15,10 +15,9 @@ import torch
 
 from decoding import devices
 from decoding.drafters.remote import RemoteChain
-from decoding.interfaces import Drafter
-from decoding.models.load import Target, prefill
+from decoding.interfaces import Drafter, RoundCosts, Target
+from decoding.models.load import prefill
 from decoding.rounds.claims import Claim
-from decoding.stopping.base import RoundCosts
 
 STEPS_IN_A_ROW = 3
 # slots that a draft step may take behind the committed ones (a tree's level, a lookahead's window)

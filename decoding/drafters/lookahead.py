@@ -24,10 +24,8 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Observation, Proposal
-from decoding.models.load import Target
+from decoding.interfaces import Caps, Observation, Proposal, RoundCosts, Stopping, Target
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import RoundCosts, Stopping
 
 Phrase = tuple[int, ...]
 

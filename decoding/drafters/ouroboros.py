@@ -26,11 +26,9 @@ from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.lookahead import Branches, Lookahead, Phrase, choices, packed
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Observation, Outcome, Proposal
-from decoding.models.cache import ancestors
+from decoding.interfaces import Caps, Observation, Outcome, Proposal, Stopping, ancestors
 from decoding.sampling.readback import Reading
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import Stopping
 from decoding.verification.rules import follow
 
 

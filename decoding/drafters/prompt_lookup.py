@@ -17,10 +17,9 @@ from torch import Tensor
 from decoding import devices
 from decoding.drafters.suffix_automaton import SuffixAutomaton
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Observation, Proposal
-from decoding.models.load import Target
+from decoding.interfaces import Caps, Observation, Proposal, RoundCosts, Stopping, Target
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import RoundCosts, Stopping, cut
+from decoding.stopping.base import cut
 
 
 class NgramIndex:

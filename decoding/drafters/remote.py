@@ -26,11 +26,9 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Observation, Proposal
+from decoding.interfaces import Caps, Observation, Proposal, RoundCosts, Stopping, Target
 from decoding.models.distributed.parallel import ParallelTarget
-from decoding.models.load import Target
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import RoundCosts, Stopping
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,9 +16,10 @@ import torch
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
+from decoding.interfaces import Sign, Stopping
 from decoding.sampling.logits_processors import make_processors
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import Fixed, Sign, Stopping
+from decoding.stopping.base import Fixed
 
 
 class _UntilTold(Fixed):

@@ -19,11 +19,9 @@ from torch import Tensor
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Proposal
-from decoding.models.load import Target
+from decoding.interfaces import Caps, Proposal, RoundCosts, Stopping, Target
 from decoding.models.native.model import NativeTarget, Skips
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import RoundCosts, Stopping
 
 FILE = "skips.json"
 

@@ -23,10 +23,17 @@ from decoding.drafters.prompt_lookup import Lookup, continuation, point_masses
 from decoding.drafters.remote import RemoteChain
 from decoding.drafters.suffix_automaton import SuffixAutomaton
 from decoding.errors import UserError
-from decoding.interfaces import Drafter, Observation, Proposal, TopRows
-from decoding.models.load import Target
+from decoding.interfaces import (
+    Drafter,
+    Observation,
+    Proposal,
+    RoundCosts,
+    Stopping,
+    Target,
+    TopRows,
+)
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import RoundCosts, Stopping, cut
+from decoding.stopping.base import cut
 
 
 class LookupFirst:

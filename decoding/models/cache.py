@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from decoding import devices
+from decoding.interfaces import ancestors
 
 BAND_ROWS = 64  # widest chain forward whose mask is a view of one table instead of a fresh tensor
 
@@ -157,18 +158,3 @@ class Slots:
 
 
 Move = Callable[[Tensor, Tensor], None]
-
-
-def ancestors(parents_BN: Tensor) -> Tensor:
-    """Boolean (B, N, N): node n descends from m, or is m. By repeated squaring of the parent
-    relation. Rows of padding mean nothing.
-    """
-    B, N = parents_BN.shape
-    device = parents_BN.device
-    # the extra column swallows parent -1
-    reach = torch.eye(N + 1, device=device).repeat(B, 1, 1)[:, :N]
-    reach.scatter_(2, parents_BN.remainder(N + 1)[:, :, None], 1.0)
-    reach = reach[:, :, :N]
-    for _ in range(max(N - 1, 1).bit_length()):
-        reach = (reach @ reach).clamp_(max=1.0)
-    return reach > 0

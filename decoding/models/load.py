@@ -6,7 +6,7 @@ Shapes: B rows, N new tokens (nodes), L tokens of an accepted path, V vocabulary
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.devices import device_of
 from decoding.errors import UserError
+from decoding.interfaces import Target
 from decoding.models.distributed.parallel import ParallelTarget, processes_of
 from decoding.models.folder import load_state, read_config, refuse_unsupported_attention
 from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
@@ -30,92 +31,6 @@ DTYPES = {
     "float16": torch.float16,
 }
 BACKENDS = ("native", "hf")
-
-
-class Target(Protocol):
-    """A causal LM with a cache whose rows have their own lengths."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_parameters(self) -> int: ...
-    @property
-    def max_length(self) -> int:
-        """Most tokens a row may hold, prompt and output together."""
-        ...
-
-    @property
-    def lengths_B(self) -> list[int]:
-        """Committed tokens in the cache, by row."""
-        ...
-
-    def open(self, batch_size: int, capacity: int | None = None) -> None:
-        """Start `batch_size` empty rows of at most `capacity` cache slots (default max_length)."""
-        ...
-
-    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(logits_BNV, hidden_BNC) of new tokens after each row's committed ones; nothing is
-        committed by it.
-
-        parents_BN[b, n] is the index of node n's parent among the new tokens, -1 for the committed
-        tip, and always smaller than n; None is a chain. hidden is after the final norm. Rows with
-        fewer tokens are padded on the right with any id and commit fewer.
-        """
-        ...
-
-    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
-        """hidden_BNC alone, without the product with the vocabulary (for prefill)."""
-        ...
-
-    def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
-        """Keep the first counts_B[b] nodes of paths_BL[b] of the last forward; None is the chain 0,
-        1, 2 ...
-        """
-        ...
-
-    def truncate(self, lengths_B: Sequence[int]) -> None:
-        """Roll rows back to at most these lengths."""
-        ...
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the batch, in this order."""
-        ...
-
-    def keep(self, row: int, name: int) -> None:
-        """Put a copy of what a row has committed aside under a name, for `begin`; it stays until
-        `forget`.
-        """
-        ...
-
-    def begin(self, row: int, name: int, length: int) -> None:
-        """Let a row, empty since `open`, begin with the first `length` tokens of what was kept
-        under a name.
-        """
-        ...
-
-    def forget(self) -> None:
-        """Drop all that was kept."""
-        ...
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Token embeddings (..., C)."""
-        ...
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states after the final norm."""
-        ...
 
 
 def load_target(

@@ -18,15 +18,14 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.interfaces import Drafter, Observation, Proposal
-from decoding.models.load import Target, prefill
+from decoding.interfaces import Drafter, Observation, Proposal, Stopping, Target
+from decoding.models.load import prefill
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling.logits_processors import make_processors
 from decoding.sampling.readback import Reading, Watch, watch
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import Stopping
 from decoding.verification.rules import RULES
 
 OnTokens = Callable[[int, list[int]], None]

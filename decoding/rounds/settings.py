@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decoding.errors import UserError
+from decoding.interfaces import RoundCosts
 from decoding.sampling.logits_processors import Allowed
 from decoding.sampling.token_chooser import RULES as VERIFY
 from decoding.sampling.warpers import Warper
-from decoding.stopping.base import RoundCosts
 from decoding.stopping.policies import NAMES
 from decoding.values import RULES, check_choice, check_value, shown
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from decoding.models.load import Target
+from decoding.interfaces import Target
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.sampling import noise

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.models.cache import ancestors
+from decoding.interfaces import ancestors
 from decoding.values import check_value
 
 Allowed = Callable[[Sequence[int]], Sequence[int] | None]

@@ -2,12 +2,11 @@
 
 from decoding.drafters.remote import RemoteChain
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Drafter
+from decoding.interfaces import Caps, Drafter, RoundCosts
 from decoding.rounds.batch import Batch
 from decoding.schedules.pearl import Pearl, PearlWithoutPost, PearlWithoutPre
 from decoding.schedules.pearl_plus import PearlPlus, PearlPlusWall
 from decoding.schedules.pearl_wall import PearlWall, PearlWallWithoutPost, PearlWallWithoutPre
-from decoding.stopping.base import RoundCosts
 
 VIRTUAL: dict[str, type[Pearl]] = {
     "pearl_virtual": Pearl,

@@ -30,11 +30,10 @@ import torch
 from torch import Tensor
 
 from decoding import devices
-from decoding.interfaces import Observation, Outcome, Proposal
+from decoding.interfaces import Observation, Outcome, Proposal, Stopping
 from decoding.rounds.batch import Batch, Row
 from decoding.sampling.readback import Reading
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import Stopping
 
 
 @dataclass(slots=True)

@@ -22,13 +22,11 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import perf_counter
 
-from decoding.interfaces import Drafter
-from decoding.models.load import Target
+from decoding.interfaces import Drafter, RoundCosts, Target
 from decoding.rounds.batch import OnTokens, Row
 from decoding.rounds.settings import Settings
 from decoding.schedules.pearl import Pearl, Took
 from decoding.schedules.pearl_wall import PearlWall
-from decoding.stopping.base import RoundCosts
 
 PRIOR, WEIGHT = 0.7, 4.0  # acceptance before anything was seen, and the tests it stands for
 SPLIT = 16.0  # tests that the acceptance of all tokens stands for in each of the two kinds

@@ -12,7 +12,8 @@ at a token before its chance to be tested is decided.
 from collections.abc import Sequence
 from itertools import accumulate
 
-from decoding.stopping.base import RoundCosts, Tries
+from decoding.interfaces import RoundCosts
+from decoding.stopping.base import Tries
 
 PASSES = 0.66  # of a step, the chance that one of its nodes passes, before any was tested
 WEIGHT = 4.0  # rounds, or tests, that a prior stands for

@@ -9,7 +9,8 @@ import random
 from collections.abc import Sequence
 
 from decoding.errors import UserError
-from decoding.stopping.base import Fixed, RoundCosts, Sign, Stopping, Tries
+from decoding.interfaces import RoundCosts, Sign, Stopping
+from decoding.stopping.base import Fixed, Tries
 
 
 class Confidence(Fixed):

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Outcome, Proposal
-from decoding.models.cache import ancestors
+from decoding.interfaces import Caps, Outcome, Proposal, ancestors
 from decoding.sampling import noise
 from decoding.sampling.readback import Reading
 from decoding.sampling.token_chooser import Chooser

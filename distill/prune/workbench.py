@@ -16,10 +16,11 @@ from distill.acceptance import HeldOutAcceptance
 from distill.config import PruneConfig
 from jobs.config import TrackerConfig, plain
 from jobs.tracker import Tracker
+from training.bounds import Progress
 from training.config import LoopConfig
 from training.data.from_config import row_data, rows_of_step
 from training.data.packing import Batch, PackedData, Sample, collate
-from training.loop import Progress, fit
+from training.loop import fit
 from training.models.build import dtype_of
 from training.models.frozen import load_frozen
 from training.models.shapes import forward_flops, parameter_counts

@@ -16,16 +16,16 @@ from time import perf_counter
 from typing import Any
 
 from decoding.costs.measure import measure_costs, weighed_widths
+from decoding.devices import device_of
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
-from decoding.interfaces import Drafter
-from decoding.loop import Settings
-from decoding.models.load import Target, device_of, load_target
+from decoding.interfaces import Drafter, RoundCosts, Target
+from decoding.models.load import load_target
+from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling import noise
 from decoding.schedules.by_name import weighs_costs
 from decoding.session import Turns
-from decoding.stopping.base import RoundCosts
 from distill.config import RegenerateConfig
 from distill.regenerate.dialogues import Answer, Key, Message
 from jobs import ranks

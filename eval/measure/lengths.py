@@ -8,8 +8,7 @@ It chooses nothing.
 from __future__ import annotations
 
 from decoding.errors import UserError
-from decoding.interfaces import Caps
-from decoding.models.load import Target
+from decoding.interfaces import Caps, Target
 from decoding.models.native.model import NativeTarget
 from decoding.schedules.by_name import SCHEDULES, token_by_token
 from eval.config import EvalConfig

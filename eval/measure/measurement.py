@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from decoding.drafters.chain import ChainDrafter
-from decoding.interfaces import Drafter
-from decoding.loop import Generation, Settings, decode
-from decoding.models.load import Target
+from decoding.interfaces import Drafter, RoundCosts, Target
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
 from decoding.rounds.ties import choice_scores, first_difference, top_two_gap
-from decoding.stopping.base import RoundCosts
 from eval.measure.benchmarks import Benchmark, render_turns
 from eval.measure.neighbours import Watch
 from eval.measure.records import BASELINE, COUPLED, Arm, Condition, Record
 from eval.statistics.lossless import is_compared
-from jobs.drafters import ALONE, Use
+from jobs.drafter_use import ALONE, Use
 from training.data.readers import Prompt
 
 # What a generation says of itself, and its record keeps.

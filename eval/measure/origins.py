@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decoding.drafters.registry import head_of
 from decoding.models.folder import CARD, read_json
 from eval.statistics.schema import Row
 from jobs.files import write_text
 from jobs.run_files import read_object
-from training.heads import head_of
 
 FILE = "drafters.json"
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a parameter

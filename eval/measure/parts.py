@@ -20,10 +20,9 @@ from statistics import median
 from typing import Any
 
 from decoding.costs.measure import measure_costs, own_cores, weighed_widths
-from decoding.interfaces import Drafter
-from decoding.loop import Parts, time_parts
+from decoding.costs.timing import Parts, time_parts
+from decoding.interfaces import Drafter, RoundCosts
 from decoding.schedules.by_name import WALL, weighs_costs
-from decoding.stopping.base import RoundCosts
 from eval.measure.measurement import Bench
 from eval.measure.records import Arm, Condition
 from eval.statistics.schema import PartTimes

@@ -41,7 +41,7 @@ from eval.measure.records import (
 from eval.measure.setup import Loaded, conditions, middle_prompt, warm_up, widths
 from eval.statistics.prediction import predicted_speedup
 from eval.statistics.rows import pool_of
-from jobs.drafters import ALONE
+from jobs.drafter_use import ALONE
 from jobs.progress import ProgressBar
 from jobs.run_files import read_lines
 from training.data.readers import Prompt

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
+from decoding.devices import device_of
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
-from decoding.loop import Settings
+from decoding.interfaces import Target
 from decoding.models.distributed.parallel import device_beside, processes_of
-from decoding.models.load import Target, device_of, load_target
+from decoding.models.load import load_target
 from decoding.models.native.model import EXECUTIONS
 from decoding.models.text.tokenizer import load_tokenizer
+from decoding.rounds.settings import Settings
 from decoding.sampling.logits_processors import Allowed
 from decoding.sampling.token_chooser import SAMPLING
 from decoding.schedules.by_name import WALL

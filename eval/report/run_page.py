@@ -32,7 +32,8 @@ from eval.statistics import agreement
 from eval.statistics.duels import duels
 from eval.statistics.rows import units_at
 from eval.statistics.schema import Row
-from jobs.drafters import ALONE, CONTROL
+from jobs.drafter_use import ALONE
+from jobs.drafters import CONTROL
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ import torch
 
 from decoding.costs.machine_limits import Limits, measure_limits
 from decoding.costs.roofline import Budget, forward_budget
+from decoding.drafters.registry import head_of
 from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.errors import UserError
-from decoding.interfaces import Drafter
+from decoding.interfaces import Drafter, Target
 from decoding.models.distributed.parallel import ParallelTarget
 from decoding.models.folder import read_config
-from decoding.models.load import DTYPES, Target
+from decoding.models.load import DTYPES
 from decoding.models.native.weights import NativeConfig
 from decoding.schedules.by_name import VIRTUAL
 from decoding.values import is_number
@@ -34,7 +35,6 @@ from eval.statistics.units import Unit, mean_round_ms
 from jobs.drafter_use import ALONE
 from jobs.files import write_text
 from jobs.run_files import read_object
-from training.heads import head_of
 
 # Two seconds of yardsticks are for runs that take minutes. And a step that reads less than this
 # stands in a core's own cache.

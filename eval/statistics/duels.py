@@ -11,7 +11,7 @@ from eval.measure.records import Arm, Condition, Record
 from eval.statistics.metrics import Interval, paired_bootstrap
 from eval.statistics.schema import Row
 from eval.statistics.units import pair_units
-from jobs.drafters import ALONE
+from jobs.drafter_use import ALONE
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from eval.statistics.units import (
     replayable,
     tested_counts,
 )
-from jobs.drafters import ALONE
+from jobs.drafter_use import ALONE
 
 CLOSED_FORM = ("serial", "pearl_virtual", "pearl_wall")  # schedules that a formula foretells
 

@@ -20,7 +20,7 @@ from eval.measure.records import Record
 from eval.statistics import metrics, prediction
 from eval.statistics.replay import Turn, can_replay, mean_lanes
 from eval.statistics.schema import DrafterFacts, PartTimes
-from jobs.drafters import ALONE
+from jobs.drafter_use import ALONE
 
 
 @dataclass

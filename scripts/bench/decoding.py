@@ -28,12 +28,14 @@ from transformers import AutoModelForCausalLM
 
 from decoding.costs.machine_limits import fastest, product, readers
 from decoding.costs.roofline import Budget, forward_budget, round_budget
+from decoding.costs.timing import time_parts
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import Drafter
-from decoding.loop import Settings, decode, time_parts
+from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget
 from decoding.models.text.tokenizer import load_tokenizer
+from decoding.rounds.settings import Settings
 from jobs.paths import resolve
 from scripts.bench.common import judged, options, ratio, save, take_turns, timed
 from training.data.chat import render_prompt

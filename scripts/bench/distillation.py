@@ -28,13 +28,14 @@ from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from scripts.bench.common import options, ratio, save, take_turns
 from scripts.bench.padded import agree, both_losses, trainer_rate
-from training.config import LoopConfig, OptimizerConfig, StudentConfig
+from training.config import LoopConfig, StudentConfig
 from training.data.packing import PackedData, Sample
 from training.data.readers import read_chats
 from training.data.samples import chat_samples
 from training.loop import fit
 from training.models.build import dtype_of, load_causal_lm
 from training.objectives import Distillation, freeze
+from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
 
 

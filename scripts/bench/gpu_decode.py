@@ -20,9 +20,11 @@ import torch
 from decoding import devices
 from decoding.costs.roofline import forward_budget, round_budget
 from decoding.drafters.chain import ChainDrafter
-from decoding.loop import Generation, Settings, decode, start
+from decoding.loop import decode, start
 from decoding.models.native.model import NativeTarget
 from decoding.models.native.weights import Weights
+from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
 from scripts.bench.random_models import Shape, random_weights
 
 GOALS = {"target": 0.80, "drafter": 0.60, "overhead": 0.05}

@@ -17,8 +17,9 @@ import torch
 from decoding import devices
 from decoding.drafters.remote import RemoteChain
 from decoding.interfaces import Drafter
-from decoding.loop import Settings, decode, start
+from decoding.loop import decode, start
 from decoding.models.native.model import NativeTarget
+from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from decoding.sampling.logits_processors import make_processors
 from scripts.bench.gpu_rows import Use, chain, embedded_kit, prompts, random_kit, uses

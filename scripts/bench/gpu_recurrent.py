@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from decoding import devices
-from decoding.loop import Settings, decode, start
+from decoding.loop import decode, start
 from decoding.models.native.model import NativeTarget
 from decoding.models.native.weights import Weights
 from decoding.rounds.batch import Batch
+from decoding.rounds.settings import Settings
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import RecurrentHead
 from scripts.bench import gpu_recurrent_training

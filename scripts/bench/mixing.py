@@ -35,7 +35,7 @@ from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from scripts.bench.common import options, save
 from scripts.bench.kept import Kept, paired
-from training.config import DataConfig, DomainConfig, LoopConfig, OptimizerConfig, StudentConfig
+from training.config import DataConfig, DomainConfig, LoopConfig, StudentConfig
 from training.data.from_config import drawn_evenly
 from training.data.mixture import MixedData
 from training.data.packing import Sample
@@ -44,6 +44,7 @@ from training.data.samples import text_samples
 from training.loop import fit
 from training.models.build import dtype_of, load_causal_lm
 from training.objectives import Distillation, TeacherStates, freeze
+from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
 
 SIDES = ("fixed", "equal", "acceptance", "loss")

@@ -28,7 +28,8 @@ import torch
 
 from decoding.engine import encode, load
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from distill.config import PruneConfig
 from distill.dry_run import importance_flops
 from distill.prune.job import stage_shapes
@@ -38,11 +39,12 @@ from jobs.paths import resolve
 from scripts.bench.common import options, save
 from scripts.bench.kept import Kept, paired
 from scripts.bench.students import Students, configured
-from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig
+from training.config import DataConfig, LoopConfig, StudentConfig
 from training.data.readers import read_prompts
 from training.drafter_folder import write_model
 from training.models.build import target_config
 from training.models.shapes import forward_flops, parameter_counts
+from training.optimizer_config import OptimizerConfig
 
 # side -> mode of distill.prune
 SIDES = {

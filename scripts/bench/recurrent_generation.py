@@ -21,8 +21,9 @@ import eval.run
 from decoding.devices import device_of
 from decoding.engine import Engine, encode, load
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.models.native.linear import draft_dtype
+from decoding.rounds.settings import Settings
 from decoding.rounds.stats import LOOPING_BELOW, distinct_n
 from decoding.rounds.ties import TIE_GAP, choice_scores, first_difference, top_two_gap
 from eval.config import BenchmarkConfig, EvalConfig

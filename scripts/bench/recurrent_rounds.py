@@ -16,7 +16,8 @@ import torch
 
 from decoding.engine import Engine, encode, load
 from decoding.errors import UserError
-from decoding.loop import Settings, start
+from decoding.loop import start
+from decoding.rounds.settings import Settings
 from decoding.verification import device_tree, rules
 from jobs.paths import resolve
 from recurrent_drafting.drafter import RecurrentDrafter

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from decoding.engine import Engine, load
-from decoding.loop import Settings, decode
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from recurrent_drafting.build import build_head, head_config
@@ -37,13 +38,14 @@ from recurrent_drafting.objective import HeadTraining
 from recurrent_drafting.states import TargetStates
 from scripts.bench.recurrent_generation import unlooping
 from scripts.bench.students import Students, configured
-from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig
+from training.config import DataConfig, LoopConfig, StudentConfig
 from training.data.from_config import read_samples
 from training.data.packing import PackedData, Sample
 from training.data.readers import Prompt, read_prompts
 from training.loop import fit
 from training.models.build import dtype_of, load_causal_lm
 from training.objectives import Distillation, freeze
+from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
 
 PACE_STEPS = 5  # of a side's timing, the first of which warms up

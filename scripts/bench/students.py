@@ -22,8 +22,9 @@ from distill.prune.workbench import Source, Workbench
 from distill.shapes import student_config
 from jobs.config import TargetConfig
 from jobs.paths import resolve
-from training.config import DataConfig, LoopConfig, OptimizerConfig, StudentConfig
+from training.config import DataConfig, LoopConfig, StudentConfig
 from training.objectives import TeacherStates
+from training.optimizer_config import OptimizerConfig
 
 
 class Wanted(Protocol):

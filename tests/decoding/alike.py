@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from decoding.drafters.chain import ChainDrafter
-from decoding.loop import Settings
-from decoding.models.load import Target
+from decoding.interfaces import Target
+from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.schedules import by_name
 from decoding.schedules.pearl import Lane, Pearl, PearlWithoutPre

@@ -13,10 +13,9 @@ import torch
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.drafters.with_lookup import LookupFirst
-from decoding.interfaces import Drafter
-from decoding.loop import Settings
-from decoding.models.load import Target
+from decoding.interfaces import Drafter, Target
 from decoding.models.native.model import NativeTarget
+from decoding.rounds.settings import Settings
 
 from .alike import MANY, decode_alike
 from .many import first_tokens, without_collector

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.interfaces import Drafter
-from decoding.loop import Settings, start
-from decoding.models.load import Target
+from decoding.interfaces import Drafter, Target
+from decoding.loop import start
 from decoding.rounds import batch as batches
 from decoding.rounds.batch import Batch
+from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import FRESH, Chooser
 from decoding.schedules.pearl import Pearl

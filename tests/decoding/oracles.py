@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from decoding.drafters.lookahead import Lookahead, Phrase, PhrasePool
-from decoding.interfaces import Caps, Observation, Proposal
-from decoding.models.load import Target
+from decoding.interfaces import Caps, Observation, Proposal, RoundCosts, Stopping, Target
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import RoundCosts, Stopping
 
 
 class Oracle:

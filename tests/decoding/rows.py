@@ -31,9 +31,7 @@ from decoding.drafters.trees.multi_candidate import MultiCandidate
 from decoding.drafters.trees.ranked import RankedTree
 from decoding.drafters.trees.static import StaticTree
 from decoding.drafters.with_lookup import ChainWithLookup, LookupFirst
-from decoding.interfaces import Drafter
-from decoding.models.load import Target
-from decoding.stopping.base import RoundCosts
+from decoding.interfaces import Drafter, RoundCosts, Target
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 

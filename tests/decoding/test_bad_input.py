@@ -15,9 +15,10 @@ import torch
 from decoding.drafters.chain import ChainDrafter
 from decoding.engine import Engine, Reply, encode, generate, load, stop_tokens
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.models.load import load_target
-from decoding.models.text.compatible import load_tokenizer
+from decoding.models.text.tokenizer import load_tokenizer
+from decoding.rounds.settings import Settings
 from decoding.session import Session
 from decoding.values import RULES
 

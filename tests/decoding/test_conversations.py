@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from decoding.errors import UserError
-from decoding.loop import Generation, Settings, decode
-from decoding.models.load import Target
+from decoding.interfaces import Target
+from decoding.loop import decode
 from decoding.rounds.batch import Batch
+from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
 from decoding.session import Turns
 
 from .rows import ROWS, DrafterRow

@@ -16,9 +16,9 @@ import torch
 from decoding.costs.measure import CHEAPEST, SPARED, measure_costs, settled, with_rest
 from decoding.costs.timing import Parts, rising, time_parts
 from decoding.drafters.chain import ChainDrafter
-from decoding.loop import Settings
+from decoding.interfaces import RoundCosts
+from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
-from decoding.stopping.base import RoundCosts
 
 from .test_laws import models
 

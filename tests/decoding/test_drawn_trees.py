@@ -24,12 +24,13 @@ from decoding.drafters.trees.sampled import DrawnGraph, DrawnTree
 from decoding.drafters.trees.sampled_children import Draws, worths
 from decoding.drafters.trees.static import StaticTree
 from decoding.errors import UserError
-from decoding.interfaces import Drafter, Proposal
-from decoding.loop import Settings, decode
+from decoding.interfaces import Drafter, Proposal, RoundCosts
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from decoding.sampling import token_chooser
 from decoding.sampling.token_chooser import Chooser
 from decoding.sampling.warpers import Warper
-from decoding.stopping.base import Fixed, RoundCosts
+from decoding.stopping.base import Fixed
 
 from .law_3 import P_LIMIT, PROMPT, law_holds, target_table
 from .many import without_collector

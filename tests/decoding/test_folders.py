@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.models.text.compatible import check_same_tokenizer
+from decoding.rounds.settings import Settings
 
 from .tiny import hf_model, native_of
 

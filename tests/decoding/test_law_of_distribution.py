@@ -19,7 +19,8 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.trees.multi_candidate import MultiCandidate
 from decoding.drafters.trees.ranked import RankedTree
 from decoding.interfaces import Drafter, Proposal
-from decoding.loop import Settings, decode
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import Chooser
 from decoding.stopping.policies import NAMES

@@ -13,8 +13,9 @@ from functools import lru_cache
 
 import pytest
 
-from decoding.loop import Generation, decode
+from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
+from decoding.rounds.stats import Generation
 from decoding.sampling import noise
 
 from . import last_word

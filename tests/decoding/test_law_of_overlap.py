@@ -9,7 +9,8 @@ import torch
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.interfaces import Outcome, Proposal
-from decoding.loop import Settings, decode
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import Chooser
 from decoding.schedules.by_name import VIRTUAL

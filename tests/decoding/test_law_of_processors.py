@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from decoding.drafters.self_speculation import SelfSpeculation
-from decoding.interfaces import Drafter
-from decoding.loop import Settings
-from decoding.models.load import Target
+from decoding.interfaces import Drafter, Target
+from decoding.rounds.settings import Settings
 from decoding.sampling.logits_processors import Processors
 
 from .law_3 import P_LIMIT, count_triples, drafter_of, exact_row, joint, p_value, target_table

@@ -15,10 +15,11 @@ import torch
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.with_lookup import LookupFirst
 from decoding.interfaces import Drafter
-from decoding.loop import Generation, decode
-from decoding.loop import Settings as AnySettings
+from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.batch import Batch
+from decoding.rounds.settings import Settings as AnySettings
+from decoding.rounds.stats import Generation
 from decoding.sampling.token_chooser import Chooser
 from decoding.verification.rules import RULES
 

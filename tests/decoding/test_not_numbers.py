@@ -13,9 +13,10 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.trees.multi_candidate import MultiCandidate
 from decoding.errors import UserError
 from decoding.interfaces import Proposal
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget
+from decoding.rounds.settings import Settings
 from decoding.sampling.readback import Reading, watch
 from decoding.sampling.token_chooser import Chooser
 

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from decoding import devices as cuda
 from decoding.errors import UserError
+from decoding.interfaces import Target
 from decoding.models.distributed.links import Collectives, Link, Sockets, socket_mesh
 from decoding.models.distributed.parallel import ParallelTarget, device_beside, processes_of
 from decoding.models.distributed.rank_process import Setup, Stage, Summed, join, load_part
 from decoding.models.distributed.shards import Shard, check_divisible, layer_span, read_shard
-from decoding.models.load import Target, load_target, prefill
+from decoding.models.load import load_target, prefill
 from decoding.models.native.linear import can_pack
 from decoding.models.native.model import NativeTarget
 

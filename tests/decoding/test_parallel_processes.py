@@ -21,9 +21,10 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.remote import RemoteChain, lanes
 from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.models.distributed.parallel import ParallelTarget
 from decoding.models.load import load_target
+from decoding.rounds.settings import Settings
 
 from .test_laws import models, with_rule
 from .test_parallel import close, exercise

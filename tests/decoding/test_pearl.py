@@ -15,7 +15,9 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.with_lookup import ChainWithLookup
 from decoding.errors import UserError
 from decoding.interfaces import Caps
-from decoding.loop import Generation, Settings, decode
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
 from decoding.schedules.by_name import VIRTUAL
 from decoding.schedules.pearl import Pearl, Took
 

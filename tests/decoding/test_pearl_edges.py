@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from decoding.drafters.chain import ChainDrafter
-from decoding.loop import Settings, decode
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from decoding.schedules.by_name import VIRTUAL
 from decoding.schedules.pearl import Pearl
 

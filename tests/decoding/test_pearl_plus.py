@@ -9,7 +9,9 @@ import pytest
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.loop import Settings, decode, start
+from decoding.interfaces import RoundCosts
+from decoding.loop import decode, start
+from decoding.rounds.settings import Settings
 from decoding.schedules.pearl_plus import (
     Acceptance,
     Choice,
@@ -19,7 +21,6 @@ from decoding.schedules.pearl_plus import (
     pearl_rate,
     serial_rate,
 )
-from decoding.stopping.base import RoundCosts
 
 from .test_laws import models, with_rule
 from .tiny import random_prompts

@@ -13,11 +13,12 @@ import pytest
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.remote import RemoteChain
 from decoding.errors import UserError
-from decoding.loop import Settings, decode, start
+from decoding.interfaces import RoundCosts
+from decoding.loop import decode, start
 from decoding.rounds import batch as batch_module
+from decoding.rounds.settings import Settings
 from decoding.schedules.by_name import WALL
 from decoding.schedules.pearl_plus import PearlPlus, PearlPlusWall
-from decoding.stopping.base import RoundCosts
 
 from .test_laws import models, with_rule
 from .test_processors import letters

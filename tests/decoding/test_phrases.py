@@ -11,7 +11,8 @@ import torch
 from decoding.drafters.lookahead import PhrasePool
 from decoding.drafters.ouroboros import Ouroboros
 from decoding.interfaces import Observation
-from decoding.loop import Settings, decode
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 
 from .test_session import kit_of
 from .tiny import random_prompts

@@ -13,8 +13,9 @@ import torch
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.rounds.batch import Batch
+from decoding.rounds.settings import Settings
 from decoding.sampling.logits_processors import Processors
 from decoding.schedules.by_name import VIRTUAL
 

@@ -14,11 +14,13 @@ import torch
 from decoding import UserError, generate, load
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.prompt_lookup import PromptLookup
-from decoding.interfaces import Drafter
-from decoding.loop import Generation, Settings, decode
+from decoding.interfaces import Drafter, Target
+from decoding.loop import decode
 from decoding.models.folder import load_state, read_config
-from decoding.models.load import Target, load_target, prefill
+from decoding.models.load import load_target, prefill
 from decoding.models.native.model import NativeTarget
+from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
 from decoding.sampling import noise
 
 GAP_LIMIT = 1e-4

@@ -17,8 +17,11 @@ import pytest
 import torch
 
 from decoding import load
-from decoding.loop import Generation, Settings, decode
-from decoding.models.load import Target, load_target
+from decoding.interfaces import Target
+from decoding.loop import decode
+from decoding.models.load import load_target
+from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
 from recurrent_drafting.head import RecurrentHead
 
 from .rows import BY_NAME, COSTS, ROWS, DrafterRow, Kit, random_head

@@ -12,12 +12,13 @@ import torch
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.trees.graph import GraphDrafter
-from decoding.interfaces import NO_NODE, Proposal
-from decoding.loop import Settings, decode
+from decoding.interfaces import NO_NODE, Proposal, RoundCosts
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import Chooser
 from decoding.sampling.warpers import Warper
-from decoding.stopping.base import Fixed, RoundCosts
+from decoding.stopping.base import Fixed
 from decoding.stopping.policies import CostRatioByRound
 from decoding.verification import rules
 

@@ -10,10 +10,12 @@ import torch
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.loop import Generation, Settings, decode
-from decoding.models.load import Target
+from decoding.interfaces import Target
+from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.batch import Batch
+from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
 from decoding.rounds.ties import first_difference
 from decoding.session import Session, shared
 

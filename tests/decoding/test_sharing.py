@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from decoding.costs.timing import time_parts
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.engine import Engine, generate
 from decoding.errors import UserError
-from decoding.loop import Settings, decode, start, time_parts
-from decoding.models.text.compatible import load_tokenizer
+from decoding.loop import decode, start
+from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.claims import Claim
+from decoding.rounds.settings import Settings
 from decoding.rounds.ties import choice_scores
 from decoding.session import Session, Turns
 

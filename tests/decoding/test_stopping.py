@@ -12,10 +12,10 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.drafters.trees.ranked import RankedTree
 from decoding.errors import UserError
-from decoding.interfaces import Drafter
-from decoding.loop import Settings, decode
+from decoding.interfaces import Drafter, RoundCosts, Sign
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from decoding.schedules.by_name import usual_stopping
-from decoding.stopping.base import RoundCosts, Sign
 from decoding.stopping.policies import (
     NAMES,
     Assisted,

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from decoding.engine import Engine, encode
 from decoding.errors import UserError
 from decoding.models.text import template_sandbox, templates
-from decoding.models.text.compatible import load_tokenizer
 from decoding.models.text.templates import render
+from decoding.models.text.tokenizer import load_tokenizer
 from training.data.chat import render_chat, render_prompt
 
 from .test_bad_input import ASSETS

@@ -20,10 +20,10 @@ from decoding import generate, load
 from decoding.errors import UserError
 from decoding.models.text.compatible import check_same_tokenizer, check_tokenizer_of
 from decoding.models.text.text_stream import TextStream
-from decoding.models.text.tokenizer import load_tokenizer
+from decoding.models.text.tokenizer import copy_tokenizer, load_tokenizer
 from decoding.models.text.tokenizer_repair import PROBES
 from training.config import StudentConfig
-from training.drafter_folder import copy_tokenizer, write_model
+from training.drafter_folder import write_model
 from training.models.build import build_llama
 
 Build = Callable[..., Path]

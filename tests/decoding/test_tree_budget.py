@@ -18,9 +18,10 @@ from decoding.drafters.trees.budgets import (
 )
 from decoding.drafters.trees.candidates import NONE, Seen
 from decoding.drafters.trees.ranked import RankedTree
+from decoding.interfaces import RoundCosts
 from decoding.sampling.token_chooser import Chooser
 from decoding.sampling.warpers import Warper
-from decoding.stopping.base import Fixed, RoundCosts
+from decoding.stopping.base import Fixed
 
 from .rows import draft_table
 

@@ -5,7 +5,7 @@ try again, wide trees where that is what pays.
 import pytest
 
 from decoding.drafters.trees.sizing import TreeSize
-from decoding.stopping.base import RoundCosts
+from decoding.interfaces import RoundCosts
 
 CHEAP = RoundCosts(0.05, (1.0, 1.01, 1.02, 1.03))
 DEAR = RoundCosts(0.3, (1.0, 1.2, 1.4))

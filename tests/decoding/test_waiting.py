@@ -18,9 +18,9 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.self_speculation import SelfSpeculation
 from decoding.drafters.trees.graph import GraphDrafter
 from decoding.drafters.trees.ranked import RankedTree
-from decoding.interfaces import Drafter, Proposal
-from decoding.loop import Settings, decode, start
-from decoding.models.load import Target
+from decoding.interfaces import Drafter, Proposal, Target
+from decoding.loop import decode, start
+from decoding.rounds.settings import Settings
 from decoding.sampling.logits_processors import Drafting
 from decoding.schedules.by_name import VIRTUAL
 

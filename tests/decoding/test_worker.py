@@ -13,13 +13,16 @@ import pytest
 import torch
 
 from decoding.costs.measure import measure_costs
+from decoding.costs.timing import time_parts
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.remote import RemoteChain, lanes
 from decoding.errors import UserError
-from decoding.loop import Settings, decode, time_parts
+from decoding.interfaces import RoundCosts
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from decoding.sampling.token_chooser import Chooser
 from decoding.sampling.warpers import Warper
-from decoding.stopping.base import Fixed, RoundCosts
+from decoding.stopping.base import Fixed
 
 from .test_laws import models, with_rule
 from .tiny import random_prompts

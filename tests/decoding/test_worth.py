@@ -8,8 +8,10 @@ import pytest
 
 from decoding.drafters.trees.graph import GraphDrafter
 from decoding.drafters.trees.ranked import RankedTree
-from decoding.loop import Settings, decode
-from decoding.stopping.base import RoundCosts, Tries
+from decoding.interfaces import RoundCosts
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
+from decoding.stopping.base import Tries
 from decoding.stopping.marginal_gain import Worth
 from decoding.stopping.policies import make_stopping
 

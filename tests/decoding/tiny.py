@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from decoding.models.cache import ancestors
+from decoding.interfaces import ancestors
 from decoding.models.native.model import NativeTarget
 
 VOCABULARY = 48

@@ -14,9 +14,8 @@ from decoding import devices
 from decoding.drafters.trees.graph import GraphDrafter
 from decoding.drafters.trees.ranked import RankedTree
 from decoding.drafters.with_lookup import LookupFirst
-from decoding.loop import Settings
-from decoding.models.load import Target
-from decoding.stopping.base import RoundCosts
+from decoding.interfaces import RoundCosts, Target
+from decoding.rounds.settings import Settings
 
 from .rows import COSTS, PICKED, ROWS, DrafterRow
 from .tiny import hf_model, native_of

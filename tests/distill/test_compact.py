@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.models.load import load_target
+from decoding.rounds.settings import Settings
 from distill.compact import run, zero_channels
 from distill.config import CompactConfig
 from jobs.config import typed

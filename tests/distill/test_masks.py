@@ -13,10 +13,11 @@ from distill.prune.l0 import MaskedModel, masked
 from distill.prune.masks import BETA, BOUND, HardConcrete, Masks, in_words, refuse_unreachable
 from distill.shapes import student_config
 from training.bounds import Bounds, Done, Place
-from training.config import OptimizerConfig, StudentConfig
+from training.config import StudentConfig
 from training.data.packing import Sample, collate
 from training.objectives import hidden_states
 from training.optimizer import MasterAdamW
+from training.optimizer_config import OptimizerConfig
 from training.parallel.fsdp import checkpoint_activations
 
 from .families import family

@@ -8,8 +8,9 @@ import pytest
 from torch import Tensor
 
 from decoding import generate, load
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
+from decoding.rounds.settings import Settings
 from distill.regenerate.answering import Local, request_id
 from distill.regenerate.dialogues import Answer
 from distill.regenerate.journal import read_journal

@@ -14,9 +14,10 @@ from hydra import compose, initialize_config_dir
 from decoding.costs.timing import Parts
 from decoding.drafters.self_speculation import SelfSpeculation, read_skips
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.models.load import load_target
 from decoding.models.native.model import Skips
+from decoding.rounds.settings import Settings
 from distill import skip_search
 from distill.config import SkipSearchConfig
 from distill.skip_search import Costs, measured_costs

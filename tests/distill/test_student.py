@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from decoding.errors import UserError
 from decoding.models.text.tokenizer import copy_tokenizer
-from distill.student import build_student, chosen_layers, student_config
+from distill.shapes import student_config
+from distill.student import build_student, chosen_layers
 from training.config import StudentConfig
 
 

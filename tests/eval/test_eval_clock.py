@@ -11,13 +11,13 @@ import pytest
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.remote import RemoteChain
-from decoding.interfaces import Observation, Proposal
-from decoding.loop import Generation, Settings, decode
-from decoding.models.load import Target
+from decoding.interfaces import Observation, Proposal, Stopping, Target
+from decoding.loop import decode
 from decoding.rounds import batch
+from decoding.rounds.settings import Settings
+from decoding.rounds.stats import Generation
 from decoding.sampling.token_chooser import Chooser
 from decoding.schedules import pearl, pearl_wall
-from decoding.stopping.base import Stopping
 from eval.statistics.prediction import Costs
 from eval.statistics.replay import lanes, replayed_speedup, turns
 from tests.decoding.test_laws import models

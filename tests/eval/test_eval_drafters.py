@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.models.load import load_target
+from decoding.rounds.settings import Settings
 from eval.config import BenchmarkConfig
 from eval.measure.benchmarks import load_benchmark, render_turns
 from eval.measure.parts import time_slice
@@ -21,7 +22,8 @@ from eval.measure.setup import load, middle_prompt
 from eval.run import run
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
-from jobs.drafters import Use, build, check_entries, describe, uses
+from jobs.drafter_use import Use
+from jobs.drafters import build, check_entries, describe, uses
 
 from . import tiny
 from .tiny import config

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+from decoding.drafters.registry import head_of
 from decoding.drafters.with_lookup import LookupFirst
 from decoding.errors import UserError
 from decoding.models.folder import hash_input
@@ -18,11 +19,11 @@ from eval.report.words import drafter_label
 from eval.run import run
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig
-from jobs.drafters import Use, build, check_entries, describe, uses
+from jobs.drafter_use import Use
+from jobs.drafters import build, check_entries, describe, uses
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from training.heads import head_of
 
 from . import tiny
 from .comparing import configured, evaluations_of

@@ -10,9 +10,10 @@ from rich.console import Console
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.interfaces import RoundCosts
+from decoding.loop import decode
 from decoding.models.load import load_target
-from decoding.stopping.base import RoundCosts
+from decoding.rounds.settings import Settings
 from eval.config import BenchmarkConfig
 from eval.measure.benchmarks import load_benchmark, render_turns
 from eval.measure.lengths import SELF_ENDING, own_cap_of, rule_of

@@ -8,8 +8,9 @@ import re
 import pytest
 
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.models.load import load_target
+from decoding.rounds.settings import Settings
 from decoding.rounds.ties import choice_scores, top_two_gap
 from eval.config import BenchmarkConfig
 from eval.measure.benchmarks import load_benchmark
@@ -18,7 +19,8 @@ from eval.measure.records import BASELINE, Arm, read_records
 from eval.run import run
 from eval.statistics.schema import read_rows
 from jobs.config import TargetConfig, TrackerConfig
-from jobs.drafters import Use, build, describe, uses
+from jobs.drafter_use import Use
+from jobs.drafters import build, describe, uses
 
 from . import tiny
 from .tiny import GAMMAS, config

@@ -13,9 +13,9 @@ import torch
 from decoding import devices
 from decoding.costs.timing import time_parts
 from decoding.errors import UserError
-from decoding.interfaces import Proposal
-from decoding.loop import Settings, decode
-from decoding.stopping.base import RoundCosts
+from decoding.interfaces import Proposal, RoundCosts
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from decoding.stopping.marginal_gain import Worth
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.drafter import RecurrentDrafter

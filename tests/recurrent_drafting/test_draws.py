@@ -11,7 +11,8 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.interfaces import Drafter, Proposal
-from decoding.loop import Settings, decode
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from decoding.verification import device_tree, rules, tail_rejection
 from recurrent_drafting import drafts, drawn_beams
 from recurrent_drafting.beams import Beams, Step

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
+from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.evaluation import GreedyChain, HeadAccuracy, Looks, walk

@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from decoding import devices
 from decoding.errors import UserError
 from recurrent_drafting import objective as module
-from recurrent_drafting.config import HeadLossConfig
 from recurrent_drafting.head import RecurrentHead
+from recurrent_drafting.loss_config import HeadLossConfig
 from recurrent_drafting.objective import HeadTraining, predictions
 from recurrent_drafting.positions import check_predictions, positions
 from recurrent_drafting.states import TargetStates

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.loop import Settings, start
+from decoding.loop import start
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.batch import Batch
+from decoding.rounds.settings import Settings
 from decoding.verification import device_tree, rules
 from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.operations import Operations

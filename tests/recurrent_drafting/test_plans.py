@@ -9,9 +9,9 @@ import torch
 
 from decoding import devices
 from decoding.costs.measure import measure_costs, weighed_widths
-from decoding.interfaces import NO_NODE, Proposal
-from decoding.loop import Settings, decode
-from decoding.stopping.base import RoundCosts
+from decoding.interfaces import NO_NODE, Proposal, RoundCosts
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from recurrent_drafting import plans
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.recorded import RecordedPicks

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from decoding.errors import UserError
-from decoding.loop import Settings, decode
+from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
+from decoding.rounds.settings import Settings
 from recurrent_drafting import stores as module
 from recurrent_drafting.positions import count_kept, positions
 from recurrent_drafting.states import TargetStates

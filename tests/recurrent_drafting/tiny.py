@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from recurrent_drafting.config import HeadLossConfig
 from recurrent_drafting.head import HeadConfig, RecurrentHead
+from recurrent_drafting.loss_config import HeadLossConfig
 from recurrent_drafting.objective import HeadTraining
 from recurrent_drafting.states import TargetStates
 from training.config import StudentConfig

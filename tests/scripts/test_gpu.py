@@ -222,10 +222,11 @@ def test_a_timed_training_step_is_the_loops(tmp_path: Path) -> None:
     from scripts.bench.gpu_recurrent_training import HEADS, TOY
     from scripts.bench.gpu_training import chats, frozen_target, step
     from scripts.bench.random_models import random_head
-    from training.config import LoopConfig, OptimizerConfig
+    from training.config import LoopConfig
     from training.data.packing import PackedData
     from training.loop import fit
     from training.optimizer import MasterAdamW
+    from training.optimizer_config import OptimizerConfig
     from training.parallel.strategy import Parallel
 
     torch.manual_seed(0)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from decoding.engine import load
-from decoding.loop import Settings, decode
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from scripts.bench import common, recurrent, recurrent_rounds, recurrent_show, recurrent_training

@@ -23,11 +23,12 @@ from safetensors.torch import load_file, save_file
 from jobs.config import ParallelConfig
 from jobs.interrupts import Interrupted
 from jobs.launch import _free_port
-from training.config import LoopConfig, OptimizerConfig, StudentConfig
+from training.config import LoopConfig, StudentConfig
 from training.data.packing import PackedData, Sample
 from training.loop import fit
 from training.models.build import build_llama, dtype_of
 from training.objectives import Distillation, freeze, hidden_states
+from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
 
 ROOT = Path(__file__).resolve().parents[2]

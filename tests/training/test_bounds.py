@@ -19,9 +19,10 @@ from jobs.run_folder import RunFolder
 from jobs.saved_config import as_of_now
 from jobs.tracker import Tracker
 from training.bounds import Bounds, Done, Progress
-from training.config import LoopConfig, OptimizerConfig, check_values
+from training.config import LoopConfig, check_values
 from training.loop import fit
 from training.optimizer import learning_rate
+from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
 from training.plan import describe_plan, plan_tokens
 

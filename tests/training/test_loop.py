@@ -18,12 +18,13 @@ from jobs.tracker import Tracker
 from tests.decoding.waits import Waits
 from training import checkpoint
 from training import loop as loop_module
-from training.bounds import Bounds
-from training.config import LoopConfig, OptimizerConfig, StudentConfig
+from training.bounds import Bounds, Progress
+from training.config import LoopConfig, StudentConfig
 from training.data.packing import Batch, PackedData, Sample
-from training.loop import Progress, fit
+from training.loop import fit
 from training.models.build import build_llama
 from training.objectives import LanguageModelling
+from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
 
 SHAPE = StudentConfig(

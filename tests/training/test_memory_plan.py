@@ -9,11 +9,12 @@ from transformers import LlamaConfig
 from decoding.errors import UserError
 from distill.config import TrainConfig
 from jobs.config import TargetConfig
-from training.config import DataConfig, OptimizerConfig, StudentConfig
+from training.config import DataConfig, StudentConfig
 from training.data.packing import Sample, collate
 from training.models.build import build_llama
 from training.objectives import hidden_states
 from training.optimizer import MasterAdamW
+from training.optimizer_config import OptimizerConfig
 from training.parallel.fsdp import checkpoint_activations
 from training.parallel.memory_plan import Shape, activation_bytes, answering_bytes, bytes_per_rank
 

@@ -14,6 +14,7 @@ from decoding.errors import UserError
 from distill.config import TrainConfig
 from jobs.config import typed
 from jobs.job import CONF, check_arguments, register
+from training.bounds import Progress
 from training.config import DataConfig, DomainConfig
 from training.data.from_config import data_files
 from training.data.mixture import (
@@ -25,7 +26,6 @@ from training.data.mixture import (
     updated,
 )
 from training.data.packing import Sample
-from training.loop import Progress
 
 NAMES = ("code", "prose", "maths")
 

@@ -16,12 +16,13 @@ from jobs.config import TrackerConfig as NoTracker
 from jobs.interrupts import Interrupted
 from jobs.tracker import Tracker
 from training import checkpoint
-from training.config import LoopConfig, OptimizerConfig, StudentConfig
+from training.config import LoopConfig, StudentConfig
 from training.data.mixture import MixedData
 from training.data.packing import best_fit, collate
 from training.loop import fit
 from training.models.build import build_llama
 from training.objectives import LanguageModelling
+from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import Parallel
 
 from .test_mixture import HELD_OUT, NAMES, mixed

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from decoding.drafters.registry import HEADS
 from decoding.errors import UserError
 from decoding.models.folder import read_config
 from decoding.models.load import BACKENDS
@@ -27,7 +28,6 @@ from jobs.config import ParallelConfig, TargetConfig, refuse_parallel
 from jobs.paths import is_here, resolve
 from jobs.ranks import SHARDED_WEIGHTS
 from training.config import DataConfig, StudentConfig
-from training.heads import HEADS
 from training.models.attention import PACKED
 
 CONF_TARGETS = Path(__file__).resolve().parents[2] / "conf" / "target"

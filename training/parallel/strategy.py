@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from decoding import devices
+from decoding.devices import device_of
 from decoding.errors import UserError
-from decoding.models.load import device_of
 from jobs import ranks
 from jobs.config import ParallelConfig
-from training.config import OptimizerConfig
 from training.optimizer import MasterAdamW, Optimizer, Rate, WithApart
+from training.optimizer_config import OptimizerConfig
 from training.parallel.strategy import fsdp, zero
 
 LAST_MOMENT = 0.1  # seconds; see Parallel.close

@@ -23,7 +23,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.drafters.trees.candidates import Seen
 from decoding.drafters.trees.sizing import TreeSize
-from decoding.stopping.base import RoundCosts
+from decoding.interfaces import RoundCosts
 from decoding.stopping.marginal_gain import Worth
 
 

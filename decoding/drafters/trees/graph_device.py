@@ -18,7 +18,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.drafters.trees.candidates import NONE, Seen
-from decoding.models.cache import ancestors
+from decoding.interfaces import ancestors
 
 # in place of a token, before the beginning of a text; in place of a node, where there is none
 NOTHING = -1

@@ -19,9 +19,8 @@ from torch import Tensor
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Proposal
+from decoding.interfaces import Caps, Proposal, Stopping
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import Stopping
 
 
 class MultiCandidate(ChainDrafter):

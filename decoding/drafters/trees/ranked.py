@@ -42,10 +42,8 @@ from decoding.drafters.trees.candidates import NONE, Seen
 from decoding.drafters.trees.sampled import DrawnTree, Run
 from decoding.drafters.trees.sampled_children import Draws, are_drawn, check_kind
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Observation, Proposal
-from decoding.models.load import Target
+from decoding.interfaces import Caps, Observation, Proposal, RoundCosts, Stopping, Target
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import RoundCosts, Stopping
 
 
 class RankedTree(ChainDrafter):

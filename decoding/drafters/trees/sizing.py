@@ -16,7 +16,8 @@ Shapes: L levels, W nodes of a level whose chances are known.
 
 from collections.abc import Sequence
 
-from decoding.stopping.base import RoundCosts, Tries
+from decoding.interfaces import RoundCosts
+from decoding.stopping.base import Tries
 
 
 class _Seen:

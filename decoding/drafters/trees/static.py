@@ -19,9 +19,8 @@ from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.trees.sampled_children import Draws, are_drawn, check_kind
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Proposal
+from decoding.interfaces import Caps, Proposal, Stopping
 from decoding.sampling.token_chooser import Chooser
-from decoding.stopping.base import Stopping
 
 
 class StaticTree(ChainDrafter):

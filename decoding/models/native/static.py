@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
-from decoding.models.cache import ancestors
+from decoding.interfaces import ancestors
 from decoding.models.native.linear import rms_norm
 from decoding.models.native.weights import Layer, NativeConfig, Weights
 

@@ -16,7 +16,7 @@ from eval.statistics.metrics import Interval
 from eval.statistics.rows import headline_units
 from eval.statistics.schema import Row
 from eval.statistics.units import Unit
-from jobs.drafters import ALONE
+from jobs.drafter_use import ALONE
 
 HEADLINE, ALL = "headline", "all"  # the prompts that count
 # draft tokens of a mean round: fewer, and the rule that ends drafts has found that none pays
