@@ -1,10 +1,10 @@
-"""What the decode loop asks of a drafter, and the proposal that it answers with.
+"""The protocols of decoding, Target, Drafter and Stopping, and what they exchange in a round.
 
 A row's *sequence* is its prompt and the tokens emitted so far. Its last token, the *tip*, is in no
 cache yet: the round's target forward runs over the tip and the drafted tokens.
 
-Shapes: B rows, N drafted tokens, V vocabulary, C hidden size, P nodes with children, K tokens of a
-distribution.
+Shapes: B rows, N new tokens (nodes), L tokens of an accepted path, V vocabulary, C hidden size, P
+nodes with children, K tokens of a distribution.
 """
 
 import math
@@ -22,27 +22,112 @@ NO_NODE = -2  # in place of a parent: padding, where only the device knows how m
 
 
 @dataclass(frozen=True)
-class Caps:
-    """What a drafter can do and needs."""
+class RoundCosts:
+    """Measured milliseconds of a round's parts, as `cost_ratio` weighs them."""
 
-    shape: str = "chain"  # or "tree"
-    has_q: bool = False  # proposals carry the probabilities that the tokens were drawn from
-    needs_hidden: bool = False  # wants the target's hidden states
-    # of a prompt's only the last: `open` may be given that alone, as the only column
-    last_hidden: bool = False
-    can_overlap: bool = False  # can draft while the target verifies
-    needs_costs: bool = False  # weighs its proposal by the measured costs of a round
-    # what t_draft times: one drafted "token", or a whole "round" (trees, one-pass drafters)
-    steps: str = "token"
-    # Of a chain: the stopping policy is asked after every token; else it limits the length before a
-    # round alone.
-    stops_by_token: bool = True
-    # numbers that a draft step is timed from, fewest first; one where all steps are alike
-    beams: tuple[int, ...] = (1,)
-    # how many of them a search has by these costs, if it weighs that
-    worth_beams: Callable[[RoundCosts], int] | None = None
-    # and the tokens a millisecond that it expects of `costs.beams`
-    rate: Callable[[RoundCosts], float] | None = None
+    # of a step, with what is done for each step beside the model (draws, a tree's nodes); of beams,
+    # of the widest
+    t_draft_ms: float
+    # of n = 1, 2, ... new tokens; further ones on the line through the last two
+    t_target_ms: tuple[float, ...]
+    overhead_ms: float = 0.0  # the rest of a round that drafts
+    plain_overhead_ms: float | None = None  # the rest of one that does not; None: the same
+    # Of the batch that was timed. One row's draft makes the round of all its rows dear, so rows of
+    # a batch decide before the round, by what they have seen, and are of one mind, instead of each
+    # by what it draws.
+    rows: int = 1
+    # (beams that a step starts from, its milliseconds), narrowest first; steps between two widths
+    # lie on the line through them. Empty: all alike.
+    t_draft_by_beams_ms: tuple[tuple[int, float], ...] = ()
+    # that a search has, of which the rest was measured; None: as many as these costs say, or all
+    # are alike
+    beams: int | None = None
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> "RoundCosts":
+        """From `dataclasses.asdict` by way of JSON."""
+        by_beams = tuple((beams, ms) for beams, ms in entry.get("t_draft_by_beams_ms", ()))
+        return cls(
+            **{**entry, "t_target_ms": tuple(entry["t_target_ms"]), "t_draft_by_beams_ms": by_beams}
+        )
+
+    @property
+    def plain_ms(self) -> float:
+        """A round that does not draft."""
+        return self.target_ms(1) + (
+            self.overhead_ms if self.plain_overhead_ms is None else self.plain_overhead_ms
+        )
+
+    def step_ms(self, beams: float) -> float:
+        """A draft step that starts from so many beams."""
+        known = self.t_draft_by_beams_ms
+        if not known:
+            return self.t_draft_ms
+        # In Python: it is asked several times a round, and numpy takes longer over one number than
+        # over a thousand.
+        for (fewer, less_ms), (more, more_ms) in pairwise(known):
+            if beams < more:
+                return less_ms + (more_ms - less_ms) * max(beams - fewer, 0) / (more - fewer)
+        return known[-1][1]
+
+    def steps_ms(self, steps: int, beams: int | None = None) -> float:
+        """So many draft steps: the first starts from the tip alone, the others from so many beams
+        (None: from the most).
+        """
+        return self.step_ms(1) + (steps - 1) * (
+            self.t_draft_ms if beams is None else self.step_ms(beams)
+        )
+
+    def dearer(self, ms: float) -> "RoundCosts":
+        """With so much more a draft step."""
+        by_beams = tuple((beams, step_ms + ms) for beams, step_ms in self.t_draft_by_beams_ms)
+        return replace(self, t_draft_ms=self.t_draft_ms + ms, t_draft_by_beams_ms=by_beams)
+
+    def round_ms(self, steps: int, nodes: int) -> float:
+        """A round of so many draft steps that has so many nodes verified."""
+        return self.drafted_ms(self.steps_ms(steps), nodes) if steps else self.plain_ms
+
+    def drafted_ms(self, draft_ms: float, nodes: int) -> float:
+        """A round whose draft took so long, and that has so many nodes verified."""
+        return draft_ms + self.target_ms(nodes + 1) + self.overhead_ms
+
+    def target_ms(self, n: int) -> float:
+        """t_target(n)."""
+        known = self.t_target_ms
+        if n <= len(known):
+            return known[n - 1]
+        slope = known[-1] - known[-2] if len(known) > 1 else 0.0
+        return known[-1] + max(slope, 0.0) * (n - len(known))
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What a drawn token's distribution tells: the token's own probability, and the entropy in nats
+    where a policy reads it.
+    """
+
+    confidence: float
+    entropy: float = math.nan
+
+
+class Stopping(Protocol):
+    """A policy that ends the drafting of its row before the budget is spent."""
+
+    # Policies that read are *eager* on a GPU: each drafted token waits for the device. "nothing",
+    # "confidence" or "entropy": what `more` looks at; anything but nothing waits for the device
+    reads: str
+
+    def limit(self, budget: int) -> int:
+        """The most tokens to draft in the round that begins, at most `budget`."""
+        ...
+
+    def more(self, depth: int, sign: Sign | None) -> bool:
+        """After `depth` drawn tokens, the last with this sign: draft another?"""
+        ...
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Learn from a verified round."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,79 +215,28 @@ class Observation:
     answers: list[Any] = field(default_factory=list)  # what the proposal asked for, as lists
 
 
-class Drafter(Protocol):
-    """Proposes tokens. Rows are those of the running batch; `select` drops the finished ones."""
+@dataclass(frozen=True)
+class Caps:
+    """What a drafter can do and needs."""
 
-    @property
-    def caps(self) -> Caps: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_parameters(self) -> int: ...
-
-    def width(self, gamma: int) -> int:
-        """The most tokens of a round's proposal at draft length (of a tree: depth) `gamma`."""
-        ...
-
-    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
-        """The target that will verify and the measured costs of a round, if the settings have any;
-        told before `open`.
-        """
-        ...
-
-    def open(
-        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
-    ) -> None:
-        """Start rows with these prompts; sequences will hold `capacity` tokens at most.
-
-        prefill_hidden_BNC: the target's hidden states of all prompt tokens but the last, if
-        `caps.needs_hidden`; or, if `caps.last_hidden`, maybe one column alone, each prompt's last
-        of these.
-        """
-        ...
-
-    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
-        """Go on with the one row of `open`: the first `kept` tokens of this prompt are those that
-        the row held, the others are new.
-
-        hidden_NC: the target's hidden states of the tokens that it has just read, at least one; the
-        last stands before the prompt's last token. Given if `caps.needs_hidden`.
-        """
-        ...
-
-    def propose(
-        self,
-        sequences_B: Sequence[Sequence[int]],
-        budgets_B: Sequence[int],
-        stopping_B: Sequence[Stopping],
-        chooser: Chooser,
-    ) -> Proposal:
-        """Draft at most budgets_B[b] tokens for each row, fewer where its policy says so."""
-        ...
-
-    def observe(self, observation: Observation) -> None:
-        """See what became of the proposal. A row for which nothing was drafted may have been given
-        tokens by another (decoding/drafters/with_lookup.py).
-        """
-        ...
-
-    def rollback(self, lengths_B: Sequence[int]) -> None:
-        """Forget cached tokens past these lengths (the committed tokens, the new tip
-        not counted).
-        """
-        ...
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
-        ...
-
-    def time_step(self, beams: int = 1) -> None:
-        """Do the work of one draft step (see `Caps.steps`) that starts from so many beams, one of
-        `Caps.beams`, and leave no trace; for timing, after `open`.
-        """
-        ...
+    shape: str = "chain"  # or "tree"
+    has_q: bool = False  # proposals carry the probabilities that the tokens were drawn from
+    needs_hidden: bool = False  # wants the target's hidden states
+    # of a prompt's only the last: `open` may be given that alone, as the only column
+    last_hidden: bool = False
+    can_overlap: bool = False  # can draft while the target verifies
+    needs_costs: bool = False  # weighs its proposal by the measured costs of a round
+    # what t_draft times: one drafted "token", or a whole "round" (trees, one-pass drafters)
+    steps: str = "token"
+    # Of a chain: the stopping policy is asked after every token; else it limits the length before a
+    # round alone.
+    stops_by_token: bool = True
+    # numbers that a draft step is timed from, fewest first; one where all steps are alike
+    beams: tuple[int, ...] = (1,)
+    # how many of them a search has by these costs, if it weighs that
+    worth_beams: Callable[[RoundCosts], int] | None = None
+    # and the tokens a millisecond that it expects of `costs.beams`
+    rate: Callable[[RoundCosts], float] | None = None
 
 
 class Target(Protocol):
@@ -291,112 +325,78 @@ class Target(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Sign:
-    """What a drawn token's distribution tells: the token's own probability, and the entropy in nats
-    where a policy reads it.
-    """
-
-    confidence: float
-    entropy: float = math.nan
-
-
-@dataclass(frozen=True)
-class RoundCosts:
-    """Measured milliseconds of a round's parts, as `cost_ratio` weighs them."""
-
-    # of a step, with what is done for each step beside the model (draws, a tree's nodes); of beams,
-    # of the widest
-    t_draft_ms: float
-    # of n = 1, 2, ... new tokens; further ones on the line through the last two
-    t_target_ms: tuple[float, ...]
-    overhead_ms: float = 0.0  # the rest of a round that drafts
-    plain_overhead_ms: float | None = None  # the rest of one that does not; None: the same
-    # Of the batch that was timed. One row's draft makes the round of all its rows dear, so rows of
-    # a batch decide before the round, by what they have seen, and are of one mind, instead of each
-    # by what it draws.
-    rows: int = 1
-    # (beams that a step starts from, its milliseconds), narrowest first; steps between two widths
-    # lie on the line through them. Empty: all alike.
-    t_draft_by_beams_ms: tuple[tuple[int, float], ...] = ()
-    # that a search has, of which the rest was measured; None: as many as these costs say, or all
-    # are alike
-    beams: int | None = None
-
-    @classmethod
-    def read(cls, entry: Mapping[str, Any]) -> "RoundCosts":
-        """From `dataclasses.asdict` by way of JSON."""
-        by_beams = tuple((beams, ms) for beams, ms in entry.get("t_draft_by_beams_ms", ()))
-        return cls(
-            **{**entry, "t_target_ms": tuple(entry["t_target_ms"]), "t_draft_by_beams_ms": by_beams}
-        )
+class Drafter(Protocol):
+    """Proposes tokens. Rows are those of the running batch; `select` drops the finished ones."""
 
     @property
-    def plain_ms(self) -> float:
-        """A round that does not draft."""
-        return self.target_ms(1) + (
-            self.overhead_ms if self.plain_overhead_ms is None else self.plain_overhead_ms
-        )
+    def caps(self) -> Caps: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_parameters(self) -> int: ...
 
-    def step_ms(self, beams: float) -> float:
-        """A draft step that starts from so many beams."""
-        known = self.t_draft_by_beams_ms
-        if not known:
-            return self.t_draft_ms
-        # In Python: it is asked several times a round, and numpy takes longer over one number than
-        # over a thousand.
-        for (fewer, less_ms), (more, more_ms) in pairwise(known):
-            if beams < more:
-                return less_ms + (more_ms - less_ms) * max(beams - fewer, 0) / (more - fewer)
-        return known[-1][1]
+    def width(self, gamma: int) -> int:
+        """The most tokens of a round's proposal at draft length (of a tree: depth) `gamma`."""
+        ...
 
-    def steps_ms(self, steps: int, beams: int | None = None) -> float:
-        """So many draft steps: the first starts from the tip alone, the others from so many beams
-        (None: from the most).
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """The target that will verify and the measured costs of a round, if the settings have any;
+        told before `open`.
         """
-        return self.step_ms(1) + (steps - 1) * (
-            self.t_draft_ms if beams is None else self.step_ms(beams)
-        )
-
-    def dearer(self, ms: float) -> "RoundCosts":
-        """With so much more a draft step."""
-        by_beams = tuple((beams, step_ms + ms) for beams, step_ms in self.t_draft_by_beams_ms)
-        return replace(self, t_draft_ms=self.t_draft_ms + ms, t_draft_by_beams_ms=by_beams)
-
-    def round_ms(self, steps: int, nodes: int) -> float:
-        """A round of so many draft steps that has so many nodes verified."""
-        return self.drafted_ms(self.steps_ms(steps), nodes) if steps else self.plain_ms
-
-    def drafted_ms(self, draft_ms: float, nodes: int) -> float:
-        """A round whose draft took so long, and that has so many nodes verified."""
-        return draft_ms + self.target_ms(nodes + 1) + self.overhead_ms
-
-    def target_ms(self, n: int) -> float:
-        """t_target(n)."""
-        known = self.t_target_ms
-        if n <= len(known):
-            return known[n - 1]
-        slope = known[-1] - known[-2] if len(known) > 1 else 0.0
-        return known[-1] + max(slope, 0.0) * (n - len(known))
-
-
-class Stopping(Protocol):
-    """A policy that ends the drafting of its row before the budget is spent."""
-
-    # Policies that read are *eager* on a GPU: each drafted token waits for the device. "nothing",
-    # "confidence" or "entropy": what `more` looks at; anything but nothing waits for the device
-    reads: str
-
-    def limit(self, budget: int) -> int:
-        """The most tokens to draft in the round that begins, at most `budget`."""
         ...
 
-    def more(self, depth: int, sign: Sign | None) -> bool:
-        """After `depth` drawn tokens, the last with this sign: draft another?"""
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        """Start rows with these prompts; sequences will hold `capacity` tokens at most.
+
+        prefill_hidden_BNC: the target's hidden states of all prompt tokens but the last, if
+        `caps.needs_hidden`; or, if `caps.last_hidden`, maybe one column alone, each prompt's last
+        of these.
+        """
         ...
 
-    def update(self, drafted: int, accepted: int) -> None:
-        """Learn from a verified round."""
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Go on with the one row of `open`: the first `kept` tokens of this prompt are those that
+        the row held, the others are new.
+
+        hidden_NC: the target's hidden states of the tokens that it has just read, at least one; the
+        last stands before the prompt's last token. Given if `caps.needs_hidden`.
+        """
+        ...
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """Draft at most budgets_B[b] tokens for each row, fewer where its policy says so."""
+        ...
+
+    def observe(self, observation: Observation) -> None:
+        """See what became of the proposal. A row for which nothing was drafted may have been given
+        tokens by another (decoding/drafters/with_lookup.py).
+        """
+        ...
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Forget cached tokens past these lengths (the committed tokens, the new tip
+        not counted).
+        """
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        ...
+
+    def time_step(self, beams: int = 1) -> None:
+        """Do the work of one draft step (see `Caps.steps`) that starts from so many beams, one of
+        `Caps.beams`, and leave no trace; for timing, after `open`.
+        """
         ...
 
 

@@ -36,7 +36,7 @@ from jobs.paths import resolve
 from jobs.progress import ProgressBar
 from jobs.run_files import lines_of, read_lines, read_object
 from jobs.run_folder import RunFolder
-from training.config_checks import data_rules
+from training.config import data_rules
 from training.data.packing import Sample
 from training.held_out import target_answers
 from training.models.build import refuse_own_code

@@ -1,5 +1,9 @@
-"""Typed configuration: one dataclass a stage, one doc line a field, unknown keys are errors that name
-the nearest valid key."""
+"""Typed configuration: a dataclass a stage, a doc line a field; an unknown key is an error that
+names the nearest valid one.
+
+Hydra composes plain YAML; `typed` then holds the result against the stage's dataclass. That catches
+`+key=` and keys inside experiment files too, which Hydra alone lets through.
+"""
 
 import dataclasses
 import difflib

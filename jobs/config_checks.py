@@ -5,12 +5,9 @@ fine, and what is expected.
 import math
 import os
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from decoding.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 Rule = tuple[str, bool, str]
 LARGEST_SEED = 2**64 - 1  # what torch takes

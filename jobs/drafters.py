@@ -29,6 +29,7 @@ from decoding.models.folder import CARD, read_json
 from decoding.models.native.linear import draft_dtype
 from decoding.models.text.compatible import check_same_tokenizer
 from decoding.schedules.by_name import WALL
+from jobs.aliases import current_target
 from jobs.config import TargetConfig
 from jobs.drafter_use import ALONE, USE, Use
 from jobs.paths import imported, resolve
@@ -128,7 +129,9 @@ def check_entries(entries: Sequence[Any]) -> None:
     for entry in entries:
         if isinstance(entry, dict) and {"use", "_target_"} & entry.keys():
             use = str(entry.get("use", ""))
-            kinds = [entry["_target_"]] if "_target_" in entry else _possible(use)
+            kinds = (
+                [current_target(str(entry["_target_"]))] if "_target_" in entry else _possible(use)
+            )
             given = {key: value for key, value in entry.items() if key != "use"}
             _check_keys(
                 str(entry.get("name") or use or kinds[0]),
@@ -279,7 +282,7 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     its file and the entry say.
     """
     if isinstance(entry, dict) and "_target_" in entry:
-        return dict(entry)
+        return {**entry, "_target_": current_target(str(entry["_target_"]))}
     given = dict(entry) if isinstance(entry, dict) else {"use": entry}
     use = given.pop("use", None)
     if not isinstance(use, str):

@@ -39,7 +39,7 @@ from jobs.files import write_text
 from jobs.launch import is_worker, launch, processes_wanted
 from jobs.paths import resolve
 from jobs.run_folder import RunFolder
-from training.config_checks import data_rules
+from training.config import data_rules
 from training.data.counts import Counts
 from training.data.from_config import data_files, split_chats
 from training.models.build import dtype_of, folder_of, target_config, target_is_here
