@@ -16,9 +16,102 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from decoding.sampling.token_chooser import Chooser
-
 NO_NODE = -2  # in place of a parent: padding, where only the device knows how many nodes a row has
+
+Readback = Callable[..., list[Any]]  # tensors -> the same as lists on the host, in one wait
+
+
+class Warper(Protocol):
+    """Sampling settings, as drafters and verification rules use them
+    (decoding/sampling/warpers.py).
+    """
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def greedy(self) -> bool: ...
+    @property
+    def truncates(self) -> bool: ...
+
+    def probs(self, logits_RV: Tensor) -> Tensor:
+        """Return the warped probabilities, (R, V)."""
+        ...
+
+    def of_likeliest(self, logits_RK: Tensor) -> Tensor:
+        """Return warped probabilities, in proportion, of the K highest logits of a row."""
+        ...
+
+
+class Chooser(Protocol):
+    """Choose tokens in a round: drafters ask for theirs, verification rules for the target's.
+
+    Both so use the same warpers and the same keyed noise (decoding/sampling/token_chooser.py).
+    Depth 0 is the first drafted token.
+    """
+
+    rule: str  # "greedy", "token", "block" or "coupled"
+    vocab_size: int
+    device: torch.device
+    # what an equal chooser in another process needs: its settings, and the round it has begun
+    spec: tuple[Any, str, int, int]
+    begun: tuple[Sequence[int], Sequence[int], Sequence[int], int]
+
+    @property
+    def warper(self) -> Warper: ...
+    @property
+    def processors(self) -> Any:
+        """The changes to logits by the text so far (decoding/sampling/logits_processors.py), or
+        None.
+        """
+        ...
+
+    @property
+    def tests_q(self) -> bool:
+        """Whether the rule tests sampled tokens by p / q."""
+        ...
+
+    @property
+    def depths(self) -> int:
+        """The depths of this round that have shared noise."""
+        ...
+
+    def uniform(self, row: int, depth: int, purpose: int, node: int | None = None) -> float:
+        """Return the uniform of (seed, request, round, position, purpose), and of a node."""
+        ...
+
+    def draft_key(self, row: int, depth: int) -> int:
+        """Return the key of (seed, request, round, position) for a drafter's own numbers."""
+        ...
+
+    def draft(self, logits_BV: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+        """Return a drafter's next token of each row, and its q (B, V) where the rule tests it."""
+        ...
+
+    def children(self, logits_BPV: Tensor, count: int, depth: int) -> tuple[Tensor, Tensor | None]:
+        """Return `count` different next tokens (B, P, count) of each node, and their q
+        (B, P, V).
+        """
+        ...
+
+    def draw_children(
+        self, q_BPV: Tensor, count: int, depth: int, first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return `count` different tokens sampled from q at each node, and their probabilities."""
+        ...
+
+    def log_scores(self, logits_BPV: Tensor, depth: int) -> Tensor:
+        """Return log probabilities (B, P, V) by which a drafter ranks the next tokens of nodes."""
+        ...
+
+    def race(
+        self, logits_BNV: Tensor, first_depth: int = 0, depths_BN: Tensor | None = None
+    ) -> Tensor:
+        """Return the tokens (B, N) that the shared noise chooses at these depths."""
+        ...
+
+    def race_scores(self, logits_BNV: Tensor, depths_BN: Tensor) -> Tensor:
+        """Return p / E over the vocabulary; its largest entry is the target's choice."""
+        ...
 
 
 @dataclass(frozen=True)

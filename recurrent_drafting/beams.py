@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decoding.sampling.token_chooser import Chooser
+from decoding.interfaces import Chooser
 from recurrent_drafting.head import Context
 from recurrent_drafting.packed import Head
 

@@ -24,10 +24,10 @@ from decoding import devices
 from decoding.devices import device_of
 from decoding.drafters.trees.sampled_children import are_drawn, check_kind
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Observation, Proposal, RoundCosts, Stopping, Target
+from decoding.interfaces import Caps, Chooser, Observation, Proposal, RoundCosts, Stopping, Target
 from decoding.models.load import DTYPES
 from decoding.models.native.model import EXECUTIONS
-from decoding.sampling.token_chooser import FRESH, Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from decoding.verification.rules import at_nodes
 from recurrent_drafting.beams import Choose, Picks, search, timed_step
@@ -206,7 +206,7 @@ class RecurrentDrafter:
         if not self._plans_B:
             drawn, ahead = are_drawn(self.draws, chooser), devices.runs_ahead(self.device)
             self._width = self.searched(drawn)
-            sampled_picks = not drawn and chooser.rule in FRESH
+            sampled_picks = not drawn and chooser.tests_q
             self._plans_B = [
                 plan_of(self._costs, self._width, ahead, sampled_picks) for _ in range(self._rows)
             ]
@@ -323,6 +323,6 @@ class RecurrentDrafter:
     def _timed_draws(self, rows: int, width: int) -> Choose:
         """Draws of a round that there never is; its noise is made once, as it is once a round."""
         config = self.head.config
-        chooser = Chooser(Warper(1.0), "token", 0, config.vocab_size, self.device)
+        chooser = TokenChooser(Warper(1.0), "token", 0, config.vocab_size, self.device)
         chooser.begin([0] * rows, [0] * rows, [0] * rows, 3)
         return drawing(self.head, width, 3, rows, chooser)

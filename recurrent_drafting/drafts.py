@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from decoding import devices
-from decoding.interfaces import Proposal, TopRows
-from decoding.sampling.token_chooser import Chooser
+from decoding.interfaces import Chooser, Proposal, TopRows
 from recurrent_drafting.beams import Beams, Choose, Going, Picks, Step
 from recurrent_drafting.drawn_beams import Admit, DrawnChain, Draws
 from recurrent_drafting.packed import Head

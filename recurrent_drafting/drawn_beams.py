@@ -37,9 +37,8 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.drafters.trees.sampled_children import CHANCE_SLOPE, LEAST_CHANCE, Siblings, chance
-from decoding.interfaces import TopRows
+from decoding.interfaces import Chooser, TopRows
 from decoding.sampling import noise
-from decoding.sampling.token_chooser import Chooser
 from recurrent_drafting.beams import Beams, Step, over_target
 from recurrent_drafting.packed import Head
 

@@ -14,12 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
-from decoding.interfaces import Caps, Observation, Proposal, RoundCosts, Sign, Stopping, Target
+from decoding.interfaces import (
+    Caps,
+    Chooser,
+    Observation,
+    Proposal,
+    RoundCosts,
+    Sign,
+    Stopping,
+    Target,
+)
 from decoding.models.folder import load_state, read_config, refuse_nonfinite
 from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.models.load import load_target, prefill
 from decoding.models.native.weights import FAMILIES
-from decoding.sampling.token_chooser import Chooser
 from decoding.verification.rules import at_nodes
 
 

@@ -26,9 +26,8 @@ from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.lookahead import Branches, Lookahead, Phrase, choices, packed
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Observation, Outcome, Proposal, Stopping, ancestors
+from decoding.interfaces import Caps, Chooser, Observation, Outcome, Proposal, Stopping, ancestors
 from decoding.sampling.readback import Reading
-from decoding.sampling.token_chooser import Chooser
 from decoding.verification.rules import follow
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.drafters.suffix_automaton import SuffixAutomaton
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Observation, Proposal, RoundCosts, Stopping, Target
-from decoding.sampling.token_chooser import Chooser
+from decoding.interfaces import Caps, Chooser, Observation, Proposal, RoundCosts, Stopping, Target
 from decoding.stopping.base import cut
 
 

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Observation, Proposal, RoundCosts, Stopping, Target
+from decoding.interfaces import Caps, Chooser, Observation, Proposal, RoundCosts, Stopping, Target
 from decoding.models.distributed.parallel import ParallelTarget
-from decoding.sampling.token_chooser import Chooser
 
 ROOT = Path(__file__).resolve().parents[2]
 

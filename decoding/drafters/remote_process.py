@@ -18,7 +18,7 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
 from decoding.interfaces import Sign, Stopping
 from decoding.sampling.logits_processors import make_processors
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.base import Fixed
 
 
@@ -37,7 +37,7 @@ class _Worker:
 
     def __init__(self, folder: str, named: dict[str, Any], pipe: Connection) -> None:
         self.drafter, self._pipe = ChainDrafter(folder, **named), pipe
-        self._choosers: dict[Any, Chooser] = {}
+        self._choosers: dict[Any, TokenChooser] = {}
 
     def about(self) -> dict[str, Any]:
         drafter = self.drafter
@@ -71,13 +71,14 @@ class _Worker:
         least: int | None,
     ) -> Any:
         began = perf_counter()
-        if spec not in self._choosers:
+        key = (spec, repetition_penalty)
+        if key not in self._choosers:
             warper, rule, seed, vocab_size = spec
-            self._choosers = {
-                spec: Chooser(warper, rule, seed, vocab_size, self.drafter.model.device)
-            }
-        chooser = self._choosers[spec]
-        chooser.processors = make_processors(repetition_penalty, None)
+            processors = make_processors(repetition_penalty, None)
+            device = self.drafter.model.device
+            made = TokenChooser(warper, rule, seed, vocab_size, device, processors)
+            self._choosers = {key: made}
+        chooser = self._choosers[key]
         chooser.begin(*begun)
         ends_B = stopping_B if least is None else [_UntilTold(least, self._pipe)] * len(stopping_B)
         chunk = self.drafter.propose(sequences_B, budgets_B, ends_B, chooser)

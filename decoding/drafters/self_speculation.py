@@ -19,9 +19,8 @@ from torch import Tensor
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Proposal, RoundCosts, Stopping, Target
+from decoding.interfaces import Caps, Chooser, Proposal, RoundCosts, Stopping, Target
 from decoding.models.native.model import NativeTarget, Skips
-from decoding.sampling.token_chooser import Chooser
 
 FILE = "skips.json"
 

@@ -24,6 +24,7 @@ from decoding.drafters.remote import RemoteChain
 from decoding.drafters.suffix_automaton import SuffixAutomaton
 from decoding.errors import UserError
 from decoding.interfaces import (
+    Chooser,
     Drafter,
     Observation,
     Proposal,
@@ -32,7 +33,6 @@ from decoding.interfaces import (
     Target,
     TopRows,
 )
-from decoding.sampling.token_chooser import Chooser
 from decoding.stopping.base import cut
 
 

@@ -25,7 +25,7 @@ from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling.logits_processors import make_processors
 from decoding.sampling.readback import Reading, Watch, watch
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.verification.rules import RULES
 
 OnTokens = Callable[[int, list[int]], None]
@@ -57,10 +57,14 @@ class Batch:
         self.target, self.drafter, self.rows, self.on_tokens = target, drafter, rows, on_tokens
         self.gamma = settings.num_draft_tokens if drafter is not None else 0
         self.stops = frozenset() if settings.ignore_eos else frozenset(settings.stop_token_ids)
-        self.chooser = Chooser(
-            settings.warper, settings.verify, settings.seed, target.vocab_size, target.device
+        self.chooser = TokenChooser(
+            settings.warper,
+            settings.verify,
+            settings.seed,
+            target.vocab_size,
+            target.device,
+            make_processors(settings.repetition_penalty, settings.allowed),
         )
-        self.chooser.processors = make_processors(settings.repetition_penalty, settings.allowed)
         self.rule = RULES[self.chooser.rule]
         self.stop_strings, self.text_of = settings.stop_strings, settings.text_of
         # Called with the place and the row of each row that ends, while its keys and values are
@@ -117,9 +121,9 @@ class Batch:
         counted = None if proposal is None else proposal.counted()
         width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
         asked = () if proposal is None or proposal.asks is None else proposal.asks(logits_BNV)
-        self.chooser.read = Reading(*asked, watched=self._watched(logits_BNV[:, :width], counted))
-        outcome = self.rule(logits_BNV[:, :width], counted, self.chooser)
-        seen = Observation(outcome, logits_BNV, hidden_BNC, self.chooser.read.answers())
+        read = Reading(*asked, watched=self._watched(logits_BNV[:, :width], counted))
+        outcome = self.rule(logits_BNV[:, :width], counted, self.chooser, read)
+        seen = Observation(outcome, logits_BNV, hidden_BNC, read.answers())
         drafted_B = [0] * len(rows) if proposal is None else outcome.drafted_B or proposal.counts_B
         keep = self._emit(outcome.tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
         self._commit(seen, drafted_B)

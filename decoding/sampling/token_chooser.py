@@ -1,9 +1,9 @@
 """How a token is chosen from logits in one round: greedily, by fresh uniforms, or by noise that
 draft and target share.
 
-One `Chooser` serves a whole `decode`; the loop tells it before each round which rows are running
-(`begin`). Drafters ask it for their tokens, verification rules for the target's, so both sides use
-the same warpers and the same keys.
+One `TokenChooser` serves a whole `decode`; the loop tells it before each round which rows are
+running (`begin`). Drafters ask it for their tokens, verification rules for the target's, so both
+sides use the same warpers and the same keys.
 
 Shapes: B rows, N nodes (the tip and the drafted tokens), W depths of a round, V vocabulary.
 """
@@ -17,7 +17,6 @@ from decoding import devices
 from decoding.errors import UserError
 from decoding.sampling import noise
 from decoding.sampling.logits_processors import Processors
-from decoding.sampling.readback import Reading
 from decoding.sampling.warpers import TRIES, Warper, draw, draw_different
 
 SAMPLING = ("token", "block", "coupled")  # rules where temperature > 0
@@ -29,11 +28,17 @@ MOST_KEPT = 1 << 24  # numbers of shared noise that outlive their round (64 MiB)
 FRESH = ("token", "block")  # rules whose numbers are new in every round
 
 
-class Chooser:
+class TokenChooser:
     """Warper, rule and noise of one decode call."""
 
     def __init__(
-        self, warper: Warper, verify: str, seed: int, vocab_size: int, device: torch.device
+        self,
+        warper: Warper,
+        verify: str,
+        seed: int,
+        vocab_size: int,
+        device: torch.device,
+        processors: Processors | None = None,
     ) -> None:
         if verify not in RULES:
             raise UserError(f"verify '{verify}' is unknown, expected one of {', '.join(RULES)}.")
@@ -53,10 +58,7 @@ class Chooser:
         # all that an equal chooser elsewhere needs, with `begun`
         self.spec = (warper, verify, seed, vocab_size)
         self.begun: tuple[Sequence[int], Sequence[int], Sequence[int], int] = ((), (), (), 0)
-        self.processors: Processors | None = None
-        # the rules' way to the host: what the drafter asked for comes along
-        # (decoding/rounds/batch.py)
-        self.read = Reading()
+        self.processors = processors
         self._round_keys_B: list[int] = []
         self._positions_B: Sequence[int] = ()
         self._keys_BW = torch.empty(0)
@@ -78,7 +80,7 @@ class Chooser:
         """
         self._positions_B = positions_B
         self.begun = (request_keys_B, rounds_B, positions_B, depths)
-        if self.rule in FRESH:
+        if self.tests_q:
             self._round_keys_B = [
                 noise.extend(key, number) for key, number in zip(request_keys_B, rounds_B)
             ]
@@ -90,6 +92,11 @@ class Chooser:
             self._keys_BW = devices.tensor(keys, self.device)
             self._race_BWV = None
             self._forget(min(4 * len(keys) * depths, MOST_KEPT // self.vocab_size))
+
+    @property
+    def tests_q(self) -> bool:
+        """Whether the rule tests sampled tokens by p / q, with numbers that are new every round."""
+        return self.rule in FRESH
 
     @property
     def depths(self) -> int:

@@ -30,10 +30,9 @@ import torch
 from torch import Tensor
 
 from decoding import devices
-from decoding.interfaces import Observation, Outcome, Proposal, Stopping
+from decoding.interfaces import Chooser, Observation, Outcome, Proposal, Readback, Stopping
 from decoding.rounds.batch import Batch, Row
 from decoding.sampling.readback import Reading
-from decoding.sampling.token_chooser import Chooser
 
 
 @dataclass(slots=True)
@@ -96,9 +95,10 @@ class Pearl(Batch):
             row.generation.verified += logits_BNV.shape[1] - 1
         window, firsts = self._window(chunk)
         drafted = () if chunk is None else (chunk.tokens_BN,)
-        self.chooser.read = Reading(*drafted, watched=self._watched(logits_BNV, window))
-        outcome = self._test(logits_BNV, window)
-        rows, keep = self.rows, self._settle(outcome, chunk, window, firsts)
+        read = Reading(*drafted, watched=self._watched(logits_BNV, window))
+        outcome = self._test(logits_BNV, window, read)
+        chunk_B = read.answers()[0] if drafted else [[]] * len(self.lanes)
+        rows, keep = self.rows, self._settle(outcome, chunk, chunk_B, window, firsts)
         assert self.drafter is not None
         self.drafter.observe(Observation(outcome, logits_BNV, hidden_BNC))
         self.drafter.rollback(
@@ -222,7 +222,7 @@ class Pearl(Batch):
                 q_BNV[b, len(lane.tokens)] = fresh[b, 0]
         return q_BNV
 
-    def _test(self, logits_BNV: Tensor, window: Proposal) -> Outcome:
+    def _test(self, logits_BNV: Tensor, window: Proposal, read: Readback) -> Outcome:
         """The rule's verdict; the row behind a window's last token may be missing, and is not used
         then.
         """
@@ -233,16 +233,20 @@ class Pearl(Batch):
         turns_B = [lane.turns - 1 for lane in self.lanes]
         positions_B = [len(row.sequence) for row in rows]
         self.chooser.begin([row.key for row in rows], turns_B, positions_B, logits_BNV.shape[1])
-        return self.rule(logits_BNV, window if max(window.counts_B) else None, self.chooser)
+        return self.rule(logits_BNV, window if max(window.counts_B) else None, self.chooser, read)
 
     def _settle(
-        self, outcome: Outcome, chunk: Proposal | None, window: Proposal, firsts: list[bool]
+        self,
+        outcome: Outcome,
+        chunk: Proposal | None,
+        chunk_B: list[list[int]],
+        window: Proposal,
+        firsts: list[bool],
     ) -> list[int]:
         """Commit and emit what passed, and set what every row assumes next. Returns the rows that
         go on.
         """
         tokens_B, kept_B = [], []
-        (chunk_B,) = self.chooser.read.answers() or ([[]] * len(self.lanes),)
         for b, lane in enumerate(self.lanes):
             accepted = outcome.accepted_B[b]
             kept_B.append(1 + min(accepted, len(lane.tokens)))

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from decoding import devices
-from decoding.interfaces import Outcome, Proposal
+from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
-from decoding.sampling.token_chooser import Chooser
 from decoding.sampling.warpers import draw_at
 
 
-def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
+def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, read: Readback) -> Outcome:
     """Leviathan et al. 2023, Algorithm 1; see `verify.token`."""
     accept_BN, last_BN = _uniforms(proposal, chooser)
     p_BN, q_BN = _probabilities(probs_BNV, proposal)
@@ -34,10 +33,12 @@ def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
         residual_BV = p_BV.scatter(1, failed_BV[:, None], 0.0)
     else:
         residual_BV = (p_BV - _at(proposal.q_BNV, _last_node(accepted_B, proposal))).clamp_(min=0)
-    return _outcome(p_BV, residual_BV, accepted_B, last_BN, proposal, chooser)
+    return _outcome(p_BV, residual_BV, accepted_B, last_BN, proposal, read)
 
 
-def block(probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
+def block(
+    probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser, read: Readback
+) -> Outcome:
     """Sun et al. 2025, Algorithm 2; see `verify.block`. q_BNV: dense, a point mass where the
     proposal has none.
     """
@@ -53,7 +54,7 @@ def block(probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser
     passed_BN = accept_BN <= torch.where(depths_N == counts_B1, w_BN[:, 1:], chance_BN)
     accepted_B = (passed_BN * depths_N).amax(1)
     residual_BV = _at(surplus_BNV, _last_node(accepted_B, proposal))
-    return _outcome(_at(probs_BNV, accepted_B), residual_BV, accepted_B, last_BN, proposal, chooser)
+    return _outcome(_at(probs_BNV, accepted_B), residual_BV, accepted_B, last_BN, proposal, read)
 
 
 def _uniforms(proposal: Proposal, chooser: Chooser) -> tuple[Tensor, Tensor]:
@@ -108,7 +109,7 @@ def _outcome(
     accepted_B: Tensor,
     last_BN: Tensor,
     proposal: Proposal,
-    chooser: Chooser,
+    read: Readback,
 ) -> Outcome:
     """Draw the token after the accepted ones and read everything back."""
     # No residual is p = q up to rounding, and the failed test was one of probability zero: then p
@@ -119,7 +120,7 @@ def _outcome(
     next_B = draw_at(
         torch.where(failed_B1, residual_BV, p_BV), last_BN.gather(1, accepted_B[:, None])
     )
-    drafted, accepted, following = chooser.read(proposal.tokens_BN, accepted_B, next_B)
+    drafted, accepted, following = read(proposal.tokens_BN, accepted_B, next_B)
     tokens_B = [
         [*row[:kept], last] for row, kept, last in zip(drafted, accepted, following, strict=True)
     ]

@@ -36,9 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
-from decoding.interfaces import NO_NODE, Outcome, Proposal
+from decoding.interfaces import NO_NODE, Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
-from decoding.sampling.token_chooser import Chooser
 from decoding.sampling.warpers import draw_at, draw_from
 from decoding.verification.tail_rejection import Symbols, share_of
 
@@ -62,7 +61,9 @@ class Stand(Protocol):
 At = Callable[[int, int, list[int]], Stand]  # of (row, node, its children), the node -1 for the tip
 
 
-def token(logits_BPV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
+def token(
+    logits_BPV: Tensor, proposal: Proposal, chooser: Chooser, read: Readback = devices.read
+) -> Outcome:
     """See `verify.token`. The proposal is a tree, of point masses or with q."""
     probs_BPV = chooser.warper.probs(logits_BPV)
     # that of a row without a draft
@@ -71,7 +72,7 @@ def token(logits_BPV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
     kind = (
         _whole if proposal.q_BNV is not None else _masses if proposal.q_top is None else _candidates
     )
-    drafted, parents, at = kind(probs_BPV, ends_B11, proposal, chooser)
+    drafted, parents, at = kind(probs_BPV, ends_B11, proposal, read)
     paths_B, tokens_B, tested_B = [], [], []
     for b, count in enumerate(proposal.counts_B):
         path, tested, following = _walk(b, parents[b][:count], at, chooser)
@@ -134,7 +135,7 @@ class Mass:
 
 
 def _masses(
-    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, chooser: Chooser
+    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, read: Readback
 ) -> tuple[list[list[int]], list[list[int]], At]:
     """Tokens, parents and stands of a tree of point masses."""
     assert proposal.parents_BN is not None
@@ -147,7 +148,7 @@ def _masses(
     left_BPV = probs_BPV.flatten(1).scatter(1, flat_BN, 0.0).view_as(probs_BPV)
     follows_BP = draw_at(_left(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1))
     rest_BP = left_BPV.sum(-1, dtype=torch.float64)
-    drafted, parents, p, rest, follows = chooser.read(
+    drafted, parents, p, rest, follows = read(
         proposal.tokens_BN, proposal.parents_BN, p_BN, rest_BP, follows_BP
     )
 
@@ -209,7 +210,7 @@ class Candidates:
 
 
 def _candidates(
-    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, chooser: Chooser
+    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, read: Readback
 ) -> tuple[list[list[int]], list[list[int]], At]:
     """Tokens, parents and stands of a tree whose children were drawn from few candidates, and
     perhaps from the tail of all other tokens.
@@ -243,7 +244,7 @@ def _candidates(
             sum_BQ1.squeeze(2),
             refused_BQ,
         ]
-    drafted, parents, ids, q, p, others, other, any_, *of_tail = chooser.read(
+    drafted, parents, ids, q, p, others, other, any_, *of_tail = read(
         proposal.tokens_BN, proposal.parents_BN, *wanted
     )
 
@@ -272,7 +273,7 @@ def _candidates(
 
 
 def _whole(
-    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, chooser: Chooser
+    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, read: Readback
 ) -> tuple[list[list[int]], list[list[int]], At]:
     """Tokens, parents and stands of a tree whose children were drawn from the whole vocabulary, in
     as many steps as a node has children.
@@ -304,7 +305,7 @@ def _whole(
     chance_BNS = torch.cat(chances, 2).gather(1, above_BN1.expand(-1, -1, len(chances)))
     chance_BN = chance_BNS.gather(2, ranks_BN[:, :, None]).squeeze(2)
     follows_BP = draw_at(_left(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1))
-    drafted, parents, chance, follows = chooser.read(
+    drafted, parents, chance, follows = read(
         proposal.tokens_BN, proposal.parents_BN, chance_BN, follows_BP
     )
     return drafted, parents, lambda row, node, children: Known(chance[row], follows[row][node + 1])

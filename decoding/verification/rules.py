@@ -1,7 +1,7 @@
 """Verification rules: which drafted tokens are kept, and which token follows them.
 
-Each rule is one function (target logits, proposal, chooser) -> Outcome, batched over rows with
-their own draft counts. `greedy` and `coupled` let the target choose a token at every node and
+Each rule is one function (target logits, proposal, chooser, readback) -> Outcome, batched over rows
+with their own draft counts. `greedy` and `coupled` let the target choose a token at every node and
 follow the children that equal it; `token` tests drawn tokens one by one by p/q (Leviathan et al.
 2023, arXiv 2211.17192, Algorithm 1), `block` all of them together (Sun et al. 2025, arXiv
 2403.10444); both take q for a point mass where the proposal has none. All keep the target's
@@ -21,15 +21,13 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Outcome, Proposal, ancestors
+from decoding.interfaces import Caps, Chooser, Outcome, Proposal, Readback, ancestors
 from decoding.sampling import noise
-from decoding.sampling.readback import Reading
-from decoding.sampling.token_chooser import Chooser
 from decoding.sampling.warpers import draw
 from decoding.verification import device_chain, device_tree
 from decoding.verification.tail_rejection import among_candidates
 
-Rule = Callable[[Tensor, Proposal | None, Chooser], Outcome]
+Rule = Callable[[Tensor, Proposal | None, Chooser, Readback], Outcome]
 
 
 def check_rule(verify: str, temperature: float, caps: Caps, name: str) -> None:
@@ -43,21 +41,25 @@ def check_rule(verify: str, temperature: float, caps: Caps, name: str) -> None:
         )
 
 
-def greedy(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
+def greedy(
+    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+) -> Outcome:
     """Keep drafted tokens that are the target's argmax."""
-    return follow(logits_BNV.argmax(-1), proposal, chooser.read)
+    return follow(logits_BNV.argmax(-1), proposal, read)
 
 
-def coupled(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
+def coupled(
+    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+) -> Outcome:
     """Keep drafted tokens that are the target's own sample under the shared noise."""
     depths_BN = None
     if proposal is not None and proposal.parents_BN is not None:
         depths_BN = torch.nn.functional.pad(ancestors(proposal.parents_BN).sum(-1), (1, 0))
         depths_BN.clamp_(max=chooser.depths - 1)  # what lies deeper rides along and is not verified
-    return follow(chooser.race(logits_BNV, 0, depths_BN), proposal, chooser.read)
+    return follow(chooser.race(logits_BNV, 0, depths_BN), proposal, read)
 
 
-def follow(choices_BN: Tensor, proposal: Proposal | None, read: Reading) -> Outcome:
+def follow(choices_BN: Tensor, proposal: Proposal | None, read: Readback) -> Outcome:
     """Walk from the tip to the child that equals the target's choice, as long as there is one."""
     if proposal is None:
         (choices,) = read(choices_BN)
@@ -106,7 +108,9 @@ def _tested(accepted_B: Sequence[int], counts_B: Sequence[int]) -> list[int]:
     ]
 
 
-def token(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
+def token(
+    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+) -> Outcome:
     """Keep x drawn from q with probability min(1, p(x) / q(x)); after the first failure draw from
     max(p - q, 0).
 
@@ -116,17 +120,17 @@ def token(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Ou
     """
     if proposal is not None and proposal.parents_BN is not None:
         if devices.runs_ahead(logits_BNV.device):
-            return device_tree.token(logits_BNV, proposal, chooser)
+            return device_tree.token(logits_BNV, proposal, chooser, read)
         return _recursive(logits_BNV, proposal, chooser)
     probs_BNV = chooser.warper.probs(logits_BNV)
     B = len(probs_BNV)
     if proposal is None:
-        (next_B,) = chooser.read(
+        (next_B,) = read(
             draw(probs_BNV[:, 0], [chooser.uniform(b, 0, noise.BONUS) for b in range(B)])
         )
         return Outcome([[token] for token in next_B], None, [0] * B, [0] * B)
     if devices.runs_ahead(probs_BNV.device):
-        return device_chain.token(probs_BNV, proposal, chooser)
+        return device_chain.token(probs_BNV, proposal, chooser, read)
     counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
     p_BN, q_BN = _probabilities(probs_BNV, proposal)
     accepted_B = []
@@ -230,7 +234,9 @@ def _after_failure(p_V: Tensor, q_V: Tensor | None, token: int) -> tuple[Tensor,
     return residual_V, None if q_V is None else without_V / without_V.sum().clamp(min=1e-30)
 
 
-def block(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
+def block(
+    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+) -> Outcome:
     """Keep the longest beginning of the chain that passes a test of its own; never shorter on
     average than `token`'s.
 
@@ -240,7 +246,7 @@ def block(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Ou
     is kept; then max(w_i p - q, 0) is drawn from, or p after the whole chain.
     """
     if proposal is None:
-        return token(logits_BNV, None, chooser)
+        return token(logits_BNV, None, chooser, read)
     if proposal.parents_BN is not None:
         raise ValueError(
             "verify=block tests chains; a tree needs a rule that updates the residual between "
@@ -249,7 +255,7 @@ def block(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Ou
     probs_BNV = chooser.warper.probs(logits_BNV)
     q_BNV = _dense(proposal, probs_BNV)
     if devices.runs_ahead(probs_BNV.device):
-        return device_chain.block(probs_BNV, q_BNV, proposal, chooser)
+        return device_chain.block(probs_BNV, q_BNV, proposal, chooser, read)
     counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
     # w_0 .. w_N
     w_BN = [_running_ratios(*pair) for pair in zip(*_probabilities(probs_BNV, proposal))]

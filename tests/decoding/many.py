@@ -21,10 +21,10 @@ from decoding.rounds import batch as batches
 from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings
 from decoding.sampling import noise
-from decoding.sampling.token_chooser import FRESH, Chooser
+from decoding.sampling.token_chooser import FRESH, TokenChooser
 from decoding.schedules.pearl import Pearl
 
-PRODUCT = (Chooser.begin, Chooser.uniform, Chooser.draft_key, Chooser.node_keys)
+PRODUCT = (TokenChooser.begin, TokenChooser.uniform, TokenChooser.draft_key, TokenChooser.node_keys)
 Integers = np.ndarray
 Key = tuple[int, int, int | None]
 
@@ -42,7 +42,7 @@ def extended(states_B: Integers, part: Integers | int) -> Integers:
     return mixed((states_B ^ part) * np.uint64(5) + np.uint64(noise.GOLDEN))
 
 
-class ManyChooser(Chooser):
+class ManyChooser(TokenChooser):
     """A chooser whose uniforms are made for all rows when the first row asks."""
 
     def begin(
@@ -98,8 +98,13 @@ def cheap_numbers() -> Iterator[None]:
     own numbers: then by these.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if (Chooser.begin, Chooser.uniform, Chooser.draft_key, Chooser.node_keys) == PRODUCT:
-            patch.setattr(batches, "Chooser", ManyChooser)
+        if (
+            TokenChooser.begin,
+            TokenChooser.uniform,
+            TokenChooser.draft_key,
+            TokenChooser.node_keys,
+        ) == PRODUCT:
+            patch.setattr(batches, "TokenChooser", ManyChooser)
         yield
 
 

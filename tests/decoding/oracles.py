@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decoding.drafters.lookahead import Lookahead, Phrase, PhrasePool
 from decoding.interfaces import Caps, Observation, Proposal, RoundCosts, Stopping, Target
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 
 
 class Oracle:
@@ -48,7 +48,7 @@ class Oracle:
         sequences_B: Sequence[Sequence[int]],
         budgets_B: Sequence[int],
         stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        chooser: TokenChooser,
     ) -> Proposal:
         width = max(budgets_B)
         drafted = [
@@ -82,7 +82,7 @@ class OracleTree(Oracle):
         sequences_B: Sequence[Sequence[int]],
         budgets_B: Sequence[int],
         stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        chooser: TokenChooser,
     ) -> Proposal:
         width = max(budgets_B)
         tokens, parents = [], []

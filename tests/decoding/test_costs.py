@@ -104,7 +104,7 @@ def test_what_is_done_for_each_step_is_the_steps(monkeypatch: pytest.MonkeyPatch
     neither a round that does not.
     """
     from decoding.rounds import batch
-    from decoding.sampling.token_chooser import Chooser
+    from decoding.sampling.token_chooser import TokenChooser
 
     target, _, draft_model = models()
     drafter, settings = (
@@ -112,17 +112,17 @@ def test_what_is_done_for_each_step_is_the_steps(monkeypatch: pytest.MonkeyPatch
         Settings(temperature=1.0, num_draft_tokens=4),
     )
     before = measure_costs(target, drafter, [4, 5, 6], settings)
-    draft, rule = Chooser.draft, batch.RULES["token"]
+    draft, rule = TokenChooser.draft, batch.RULES["token"]
 
     def slow_draft(*given: Any) -> Any:
         time.sleep(0.01)
         return draft(*given)
 
-    def slow_rule(logits: torch.Tensor, proposal: Any, chooser: Chooser) -> Any:
+    def slow_rule(logits: torch.Tensor, proposal: Any, *given: Any) -> Any:
         time.sleep(0.03 * (proposal is not None))
-        return rule(logits, proposal, chooser)
+        return rule(logits, proposal, *given)
 
-    monkeypatch.setattr(Chooser, "draft", slow_draft)
+    monkeypatch.setattr(TokenChooser, "draft", slow_draft)
     monkeypatch.setitem(batch.RULES, "token", slow_rule)
     after = measure_costs(target, drafter, [4, 5, 6], settings)
     assert 8 < after.t_draft_ms - before.t_draft_ms < 16

@@ -28,7 +28,7 @@ from decoding.interfaces import Drafter, Proposal, RoundCosts
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.sampling import token_chooser
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from decoding.stopping.base import Fixed
 
@@ -93,8 +93,8 @@ def test_what_is_settled_before_the_draw_keeps_it() -> None:
     assert law_holds(narrow(), "token", "plain") > P_LIMIT
 
 
-def sampling(rows: int, vocab_size: int) -> Chooser:
-    drawn = Chooser(Warper(1.0), "token", 0, vocab_size, torch.device("cpu"))
+def sampling(rows: int, vocab_size: int) -> TokenChooser:
+    drawn = TokenChooser(Warper(1.0), "token", 0, vocab_size, torch.device("cpu"))
     drawn.begin(list(range(rows)), [0] * rows, [3] * rows, 5)
     return drawn
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from decoding.drafters.chain import ChainDrafter
-from decoding.interfaces import Outcome, Proposal
+from decoding.interfaces import Outcome, Proposal, Readback
 from decoding.models.native.model import NativeTarget
 from decoding.sampling import noise
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.verification import rules
 
 from . import last_word
@@ -31,7 +31,9 @@ def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
     there is any.
     """
 
-    def lenient(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
+    def lenient(
+        logits_BNV: Tensor, proposal: Proposal | None, chooser: TokenChooser, read: Readback
+    ) -> Outcome:
         scores_BNV = logits_BNV
         if chooser.rule == "coupled":
             scores_BNV = chooser.race_scores(
@@ -42,7 +44,7 @@ def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
             best_BN2, drafted_BN = scores_BNV[:, :-1].topk(2).indices, proposal.tokens_BN
             among_BN = (best_BN2 == drafted_BN[:, :, None]).any(-1)
             choices_BN[:, :-1] = drafted_BN.where(among_BN, choices_BN[:, :-1])
-        return rules.follow(choices_BN, proposal, chooser.read)
+        return rules.follow(choices_BN, proposal, read)
 
     monkeypatch.setitem(rules.RULES, "greedy", lenient)
     monkeypatch.setitem(rules.RULES, "coupled", lenient)
@@ -51,11 +53,13 @@ def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
 def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every drafted token passes."""
 
-    def blind(logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser) -> Outcome:
+    def blind(
+        logits_BNV: Tensor, proposal: Proposal | None, chooser: TokenChooser, read: Readback
+    ) -> Outcome:
         choices_BN = logits_BNV.argmax(-1)
         if proposal is not None:
             choices_BN[:, :-1] = proposal.tokens_BN
-        return rules.follow(choices_BN, proposal, chooser.read)
+        return rules.follow(choices_BN, proposal, read)
 
     for rule in ("greedy", "token", "block", "coupled"):
         monkeypatch.setitem(rules.RULES, rule, blind)
@@ -90,10 +94,10 @@ def keep_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def key_noise_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise is keyed by the depth in the draft, not by the position in the text."""
-    original = Chooser.begin
+    original = TokenChooser.begin
 
     def begin(
-        self: Chooser,
+        self: TokenChooser,
         keys_B: Sequence[int],
         rounds_B: Sequence[int],
         positions_B: Sequence[int],
@@ -101,15 +105,15 @@ def key_noise_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> None:
         original(self, keys_B, rounds_B, [0] * len(positions_B), n)
 
-    monkeypatch.setattr(Chooser, "begin", begin)
+    monkeypatch.setattr(TokenChooser, "begin", begin)
 
 
 def key_noise_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise is keyed by the place in the batch, not by the request."""
-    original = Chooser.begin
+    original = TokenChooser.begin
 
     def begin(
-        self: Chooser,
+        self: TokenChooser,
         keys_B: Sequence[int],
         rounds_B: Sequence[int],
         positions_B: Sequence[int],
@@ -119,7 +123,7 @@ def key_noise_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
             self, [noise.key(5, place) for place in range(len(keys_B))], rounds_B, positions_B, n
         )
 
-    monkeypatch.setattr(Chooser, "begin", begin)
+    monkeypatch.setattr(TokenChooser, "begin", begin)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from decoding.interfaces import Drafter, Proposal
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.sampling import noise
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.policies import NAMES
 from decoding.verification import rules
 
@@ -116,12 +116,12 @@ def test_law_3_where_rows_of_a_batch_settle_a_draft_before_the_round(name: str) 
 
 def reuse_uniform(monkeypatch: pytest.MonkeyPatch) -> Drafter:
     """Adjacent tests share a uniform, as in the published PEARL code."""
-    original = Chooser.uniform
+    original = TokenChooser.uniform
 
-    def reused(self: Chooser, row: int, depth: int, purpose: int) -> float:
+    def reused(self: TokenChooser, row: int, depth: int, purpose: int) -> float:
         return original(self, row, depth // 2 * 2 if purpose == noise.ACCEPT else depth, purpose)
 
-    monkeypatch.setattr(Chooser, "uniform", reused)
+    monkeypatch.setattr(TokenChooser, "uniform", reused)
     return ChainDrafter(model=draft_table())
 
 
@@ -152,9 +152,9 @@ def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 
 def share_purposes(monkeypatch: pytest.MonkeyPatch) -> Drafter:
     """Every number of a position is one and the same uniform: draft, test and residual."""
-    original = Chooser.uniform
+    original = TokenChooser.uniform
     monkeypatch.setattr(
-        Chooser, "uniform", lambda self, row, depth, purpose: original(self, row, depth, 0)
+        TokenChooser, "uniform", lambda self, row, depth, purpose: original(self, row, depth, 0)
     )
     return ChainDrafter(model=draft_table())
 
@@ -186,12 +186,12 @@ def test_block_verification_needs_fresh_noise_every_round(
     A drafter that knows the target and is too sure of itself is rejected late in a block, which
     shows the error in few draws.
     """
-    original = Chooser.begin
+    original = TokenChooser.begin
 
-    def same_every_round(self: Chooser, request_keys_B, rounds_B, positions_B, depths) -> None:  # type: ignore[no-untyped-def]
+    def same_every_round(self: TokenChooser, request_keys_B, rounds_B, positions_B, depths) -> None:  # type: ignore[no-untyped-def]
         original(self, request_keys_B, [0] * len(rounds_B), positions_B, depths)
 
-    monkeypatch.setattr(Chooser, "begin", same_every_round)
+    monkeypatch.setattr(TokenChooser, "begin", same_every_round)
     too_sure = ChainDrafter(model=TableTarget(2.5 * target_table().table_VVV))
     assert (law_holds(too_sure, rule, "plain") > P_LIMIT) == exact
 
@@ -248,5 +248,6 @@ def test_numbers_that_a_control_broke_are_the_ones_that_are_drawn(
     share_purposes(monkeypatch)
     settings = Settings(temperature=1.0)
     assert (
-        type(opened(target_table(), drafter_of("chain"), PROMPT, settings, [0]).chooser) is Chooser
+        type(opened(target_table(), drafter_of("chain"), PROMPT, settings, [0]).chooser)
+        is TokenChooser
     )

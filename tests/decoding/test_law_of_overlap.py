@@ -12,7 +12,7 @@ from decoding.interfaces import Outcome, Proposal
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.sampling import noise
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.schedules.by_name import VIRTUAL
 from decoding.schedules.pearl import Pearl
 
@@ -81,9 +81,11 @@ def test_law_3_rejects_the_uniform_that_the_published_code_uses_twice(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first test of post-verify takes the uniform of the pre-verify test before it."""
-    original, last = Chooser.uniform, {}
+    original, last = TokenChooser.uniform, {}
 
-    def reused(self: Chooser, row: int, depth: int, purpose: int, node: int | None = None) -> float:
+    def reused(
+        self: TokenChooser, row: int, depth: int, purpose: int, node: int | None = None
+    ) -> float:
         if purpose != noise.ACCEPT or depth:
             return original(self, row, depth, purpose, node)
         request, position = self.begun[0][row], self.begun[2][row]
@@ -92,7 +94,7 @@ def test_law_3_rejects_the_uniform_that_the_published_code_uses_twice(
         )
         return last[request, position]
 
-    monkeypatch.setattr(Chooser, "uniform", reused)
+    monkeypatch.setattr(TokenChooser, "uniform", reused)
     assert law_of(name) < P_LIMIT
 
 

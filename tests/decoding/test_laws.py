@@ -20,7 +20,7 @@ from decoding.models.native.model import NativeTarget
 from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings as AnySettings
 from decoding.rounds.stats import Generation
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.verification.rules import RULES
 
 from .rows import COSTS, ROWS, DrafterRow, Kit, of_rows
@@ -67,7 +67,13 @@ def said(
 
 def plain_of(prompts: Sequence[Sequence[int]], settings: AnySettings) -> list[Generation]:
     """Decode autoregressively; each text is made once for all rows."""
-    product = (Batch.__init__, Batch._commit, NativeTarget.commit, Chooser.begin, *RULES.values())
+    product = (
+        Batch.__init__,
+        Batch._commit,
+        NativeTarget.commit,
+        TokenChooser.begin,
+        *RULES.values(),
+    )
     return said(tuple(map(tuple, prompts)), settings, product)
 
 

@@ -18,7 +18,7 @@ from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from decoding.sampling.readback import Reading, watch
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 
 from .tiny import hf_model, native_of
 
@@ -136,12 +136,12 @@ def test_where_the_host_runs_ahead_the_numbers_come_with_the_rules_reading(
     )
     logits = torch.randn(1, 2, 8)
     along = torch.tensor([3])
-    chooser = Chooser(Settings().warper, "greedy", 0, 8, torch.device("cpu"))
-    chooser.read = Reading(along, watched=[watch(logits, "the target", "logits")])
+    chooser = TokenChooser(Settings().warper, "greedy", 0, 8, torch.device("cpu"))
+    read = Reading(along, watched=[watch(logits, "the target", "logits")])
     assert reads == []
-    verify.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser)
-    assert chooser.read.answers() == [[3]]
+    verify.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, read)
+    assert read.answers() == [[3]]
     assert reads == [4], "choices, drafted tokens, what came along, and the largest logit"
-    chooser.read = Reading(watched=[watch(logits * float("nan"), "the target", "logits")])
+    read = Reading(watched=[watch(logits * float("nan"), "the target", "logits")])
     with pytest.raises(UserError, match="the target computes non-finite logits"):
-        verify.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser)
+        verify.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, read)

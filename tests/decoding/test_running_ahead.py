@@ -16,7 +16,7 @@ from decoding.interfaces import NO_NODE, Proposal, RoundCosts
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.sampling import noise
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from decoding.stopping.base import Fixed
 from decoding.stopping.policies import CostRatioByRound
@@ -82,7 +82,7 @@ def test_a_graph_on_the_device_is_its_twin(monkeypatch: pytest.MonkeyPatch, matc
         )
         drafter.prepare(target, None)
         drafter.open(prompts, None, 64)
-        chooser = Chooser(Warper(0.0), "greedy", 0, target.vocab_size, target.device)
+        chooser = TokenChooser(Warper(0.0), "greedy", 0, target.vocab_size, target.device)
         chooser.begin([], [], [], 5)
         proposal = drafter.propose(prompts, [4] * 9 + [3, 1, 0], [Fixed()] * 12, chooser)
         found.append([paths_of(proposal, row) for row in range(len(prompts))])
@@ -126,7 +126,7 @@ def test_rules_on_the_device_equal_their_twins(
     residual is left.
     """
     generator = torch.Generator().manual_seed(1)
-    chooser = Chooser(Warper(1.0), rule, 5, 7, torch.device("cpu"))
+    chooser = TokenChooser(Warper(1.0), rule, 5, 7, torch.device("cpu"))
     function, outcomes = getattr(rules, rule), []
     for trial in range(60):
         counts_B = [trial % 5, 4, (trial * 7) % 5]

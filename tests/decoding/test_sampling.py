@@ -10,7 +10,7 @@ import torch
 
 from decoding.errors import UserError
 from decoding.sampling import noise
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import GUESSES, Warper, draw
 
 from .law_3 import exact_row
@@ -148,7 +148,7 @@ def test_exponentials_are_standard_exponentials() -> None:
 
 
 def test_uniforms_differ_by_every_part_of_their_key() -> None:
-    chooser = Chooser(Warper(1.0), "token", 0, 5, CPU)
+    chooser = TokenChooser(Warper(1.0), "token", 0, 5, CPU)
     chooser.begin([noise.key(0, 0), noise.key(0, 1), noise.key(1, 0)], [0, 0, 0], [9, 9, 9], 4)
     values = {
         chooser.uniform(row, depth, purpose)
@@ -171,7 +171,7 @@ def test_noise_for_survivors_alone_picks_the_same_tokens(depths: torch.Tensor | 
     warper = Warper(1.0, top_k=7)
     picks = []
     for chosen, logits in ((warper, logits_BNV), (Warper(1.0), warper.probs(logits_BNV).log())):
-        chooser = Chooser(chosen, "coupled", 3, 300, CPU)
+        chooser = TokenChooser(chosen, "coupled", 3, 300, CPU)
         chooser.begin([noise.key(3, 0), noise.key(3, 1)], [0, 0], [4, 7], 5)
         picks.append(chooser.race(logits, 0, depths))
     assert torch.equal(*picks)
@@ -182,9 +182,9 @@ def test_unknown_rules_are_refused() -> None:
         UserError,
         match="verify 'lenient' is unknown, expected one of greedy, token, block, coupled",
     ):
-        Chooser(Warper(1.0), "lenient", 0, 5, CPU)
+        TokenChooser(Warper(1.0), "lenient", 0, 5, CPU)
     with pytest.raises(UserError, match=r"verify 'greedy' needs temperature 0, found 0\.5"):
-        Chooser(Warper(0.5), "greedy", 0, 5, CPU)
+        TokenChooser(Warper(0.5), "greedy", 0, 5, CPU)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])

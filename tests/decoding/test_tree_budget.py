@@ -19,7 +19,7 @@ from decoding.drafters.trees.budgets import (
 from decoding.drafters.trees.candidates import NONE, Seen
 from decoding.drafters.trees.ranked import RankedTree
 from decoding.interfaces import RoundCosts
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from decoding.stopping.base import Fixed
 
@@ -94,7 +94,9 @@ def test_a_budget_lasts_as_long_as_its_batch() -> None:
     drafter, prompt, made = RankedTree(model=draft_table()), [1, 2], []
     drafter.open([prompt], None, 32)
     for rule, kind in (("token", DrawnBudget), ("token", DrawnBudget), ("greedy", PickedBudget)):
-        chooser = Chooser(Warper(0.0 if rule == "greedy" else 1.0), rule, 0, 5, torch.device("cpu"))
+        chooser = TokenChooser(
+            Warper(0.0 if rule == "greedy" else 1.0), rule, 0, 5, torch.device("cpu")
+        )
         chooser.begin([0], [0], [2], 3)
         drafter.propose([prompt], [2], [Fixed()], chooser)
         drafter.rollback([1])

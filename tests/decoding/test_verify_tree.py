@@ -11,7 +11,7 @@ import torch
 
 from decoding.interfaces import NO_NODE, Outcome, Proposal, TopRows
 from decoding.sampling import noise
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper, draw_at
 from decoding.verification import device_tree, rules
 
@@ -21,7 +21,7 @@ V, ROWS = 9, 40
 WARPERS = {"plain": Warper(1.0), "cold": Warper(0.6, top_k=6), "nucleus": Warper(1.3, top_p=0.8)}
 
 
-def random_tree(seed: int) -> tuple[torch.Tensor, Proposal, Chooser]:
+def random_tree(seed: int) -> tuple[torch.Tensor, Proposal, TokenChooser]:
     """Logits and a tree of two levels for each row, whose siblings differ; the last rows count
     fewer nodes.
     """
@@ -38,7 +38,7 @@ def random_tree(seed: int) -> tuple[torch.Tensor, Proposal, Chooser]:
         tokens_BN[:, nodes] = order
     logits_BNV = 2 * torch.randn(ROWS, N + 1, V, generator=generator, dtype=torch.float64)
     counts_B = [N] * (ROWS - 6) + [0, 1, 3, 4, 5, 7]
-    chooser = Chooser(warper, "token", seed, V, torch.device("cpu"))
+    chooser = TokenChooser(warper, "token", seed, V, torch.device("cpu"))
     chooser.begin(list(range(ROWS)), [seed] * ROWS, [3] * ROWS, 3)
     return logits_BNV, Proposal(tokens_BN, counts_B, parents_N.expand(ROWS, N)), chooser
 
@@ -140,10 +140,10 @@ def test_twins_walk_alike(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["point masses", "whole vocabulary"])
 def test_twins_go_on_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one and the same uniform for the token behind the path it is one and the same token."""
-    original = Chooser.uniform
+    original = TokenChooser.uniform
 
     def uniform(
-        self: Chooser, row: int, depth: int, purpose: int, node: int | None = None
+        self: TokenChooser, row: int, depth: int, purpose: int, node: int | None = None
     ) -> float:
         return original(
             self,
@@ -151,7 +151,7 @@ def test_twins_go_on_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
             *((depth, purpose, node) if purpose == noise.ACCEPT else (0, noise.BONUS, None)),
         )
 
-    monkeypatch.setattr(Chooser, "uniform", uniform)
+    monkeypatch.setattr(TokenChooser, "uniform", uniform)
     for seed in range(12):
         logits_BNV, proposal, chooser = random_tree(seed)
         proposal = KINDS[kind](proposal, seed)
@@ -287,11 +287,11 @@ def test_rounding_lets_no_impossible_token_through(
         logits_BNV, proposal, p_BV, sizes_B = nearly_equal(kind, seed)
         numbers = {noise.ACCEPT: NEARLY_ONE}
         monkeypatch.setattr(
-            Chooser,
+            TokenChooser,
             "uniform",
             lambda *given, end=ENDS[seed % 3], own=numbers: own.get(given[3], end),
         )
-        chooser = Chooser(Warper(1.0), "token", seed, V, torch.device("cpu"))
+        chooser = TokenChooser(Warper(1.0), "token", seed, V, torch.device("cpu"))
         for rule in (rules._recursive, device_tree.token):
             outcome = rule(logits_BNV, proposal, chooser)
             for row, tokens in enumerate(outcome.tokens_B):
@@ -354,7 +354,7 @@ def test_dense_and_sparse_q_are_one() -> None:
 
 
 def test_noise_of_a_depth_is_the_same_however_many_nodes_ask() -> None:
-    chooser = Chooser(Warper(1.0), "coupled", 3, V, torch.device("cpu"))
+    chooser = TokenChooser(Warper(1.0), "coupled", 3, V, torch.device("cpu"))
     chooser.begin([1, 2], [0, 0], [4, 6], 3)
     depths_BN = torch.tensor([[0, 1, 1, 2, 2, 0], [2, 2, 0, 1, 1, 1]])
     logits_BNV = torch.randn(2, 6, V, dtype=torch.float64)

@@ -20,7 +20,7 @@ from decoding.errors import UserError
 from decoding.interfaces import RoundCosts
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from decoding.stopping.base import Fixed
 
@@ -110,7 +110,7 @@ def test_a_chain_ends_when_it_is_told_to(remote: RemoteChain) -> None:
     """At once where enough was said before, at its budget where nothing is said; what comes too
     late harms nothing.
     """
-    chooser = Chooser(Warper(), "greedy", 0, models()[0].vocab_size, torch.device("cpu"))
+    chooser = TokenChooser(Warper(), "greedy", 0, models()[0].vocab_size, torch.device("cpu"))
     remote.open([[4, 5, 6]], None, 64)
     for least, early, expected in ((2, True, 2), (5, True, 5), (2, False, 8)):
         chooser.begin([0], [0], [3], 8)

@@ -16,7 +16,7 @@ from decoding.loop import decode
 from decoding.rounds import batch
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.schedules import pearl, pearl_wall
 from eval.statistics.prediction import Costs
 from eval.statistics.replay import lanes, replayed_speedup, turns
@@ -62,7 +62,7 @@ class Worker(RemoteChain):
         sequences_B: Sequence[Sequence[int]],
         budgets_B: Sequence[int],
         stopping_B: Sequence[Stopping],
-        chooser: Chooser,
+        chooser: TokenChooser,
         least: int | None = None,
     ) -> None:
         self._drafted = self._chain.propose(sequences_B, budgets_B, stopping_B, chooser)

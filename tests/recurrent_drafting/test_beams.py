@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decoding.sampling.token_chooser import Chooser
+from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
 from recurrent_drafting import drawn_beams
 from recurrent_drafting.beams import Beams, Going, Picks, Step, search
@@ -29,9 +29,9 @@ def hidden_states() -> Tensor:
     )
 
 
-def sampling(rows: int, vocab_size: int = TARGET.vocab_size) -> Chooser:
+def sampling(rows: int, vocab_size: int = TARGET.vocab_size) -> TokenChooser:
     """A chooser in its first round."""
-    chooser = Chooser(Warper(1.0), "token", 5, vocab_size, TARGET.device)
+    chooser = TokenChooser(Warper(1.0), "token", 5, vocab_size, TARGET.device)
     chooser.begin(list(range(rows)), [0] * rows, [4] * rows, 8)
     return chooser
 

@@ -29,8 +29,7 @@ from decoding.drafters.trees.ranked import RankedTree
 from decoding.drafters.trees.sampled import DrawnGraph, Run
 from decoding.drafters.trees.sampled_children import Draws, are_drawn
 from decoding.errors import UserError
-from decoding.interfaces import Proposal, Stopping
-from decoding.sampling.token_chooser import Chooser
+from decoding.interfaces import Chooser, Proposal, Stopping
 
 
 class GraphDrafter(RankedTree):

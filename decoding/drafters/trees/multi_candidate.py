@@ -19,8 +19,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Proposal, Stopping
-from decoding.sampling.token_chooser import Chooser
+from decoding.interfaces import Caps, Chooser, Proposal, Stopping
 
 
 class MultiCandidate(ChainDrafter):

@@ -42,8 +42,7 @@ from decoding.drafters.trees.candidates import NONE, Seen
 from decoding.drafters.trees.sampled import DrawnTree, Run
 from decoding.drafters.trees.sampled_children import Draws, are_drawn, check_kind
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Observation, Proposal, RoundCosts, Stopping, Target
-from decoding.sampling.token_chooser import Chooser
+from decoding.interfaces import Caps, Chooser, Observation, Proposal, RoundCosts, Stopping, Target
 
 
 class RankedTree(ChainDrafter):

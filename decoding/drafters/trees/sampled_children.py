@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.sampling.token_chooser import FRESH, Chooser
+from decoding.interfaces import Chooser
 
 KINDS = ("picked", "drawn")
 # an untried first child's chance to pass, by its probability
@@ -68,7 +68,7 @@ def are_drawn(draws: str, chooser: Chooser) -> bool:
     """Whether children are drawn: greedy decoding and the coupled rule pick whatever
     `draws` says.
     """
-    return draws == "drawn" and chooser.rule in FRESH
+    return draws == "drawn" and chooser.tests_q
 
 
 def chance(q: Tensor) -> Tensor:

@@ -19,8 +19,7 @@ from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.trees.sampled_children import Draws, are_drawn, check_kind
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Proposal, Stopping
-from decoding.sampling.token_chooser import Chooser
+from decoding.interfaces import Caps, Chooser, Proposal, Stopping
 
 
 class StaticTree(ChainDrafter):
