@@ -19,7 +19,7 @@ from torch import Tensor
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target
 from decoding.loop import unread
-from decoding.models.load import prefill
+from decoding.models.prefill import prefill
 from decoding.rounds.batch import Batch, OnTokens, Row
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings

@@ -16,7 +16,7 @@ import torch
 from decoding import devices
 from decoding.drafters.remote import RemoteChain
 from decoding.interfaces import Drafter, RoundCosts, Target
-from decoding.models.load import prefill
+from decoding.models.prefill import prefill
 from decoding.rounds.claims import Claim
 
 STEPS_IN_A_ROW = 3

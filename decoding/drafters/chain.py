@@ -26,8 +26,9 @@ from decoding.interfaces import (
 )
 from decoding.models.folder import load_state, read_config, refuse_nonfinite
 from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
-from decoding.models.load import load_target, prefill
+from decoding.models.load import load_target
 from decoding.models.native.weights import FAMILIES
+from decoding.models.prefill import prefill
 from decoding.verification.rules import at_nodes
 
 

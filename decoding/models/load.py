@@ -4,14 +4,11 @@ folder.
 Shapes: B rows, N new tokens (nodes), L tokens of an accepted path, V vocabulary, C hidden size.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from decoding import devices
 from decoding.devices import device_of
 from decoding.errors import UserError
 from decoding.interfaces import Target
@@ -129,27 +126,3 @@ def _check_execution(execution: str | None, backend: str, processes: int) -> Non
             f"execution '{execution}': a target over several processes runs eager; its sums are "
             f"not recorded."
         )
-
-
-PREFILL_CHUNK = 512  # tokens a row that a prefill forward takes at once, to bound memory
-
-
-def prefill(
-    target: Target, prompts_B: Sequence[Sequence[int]], keep_hidden: bool = False
-) -> Tensor | None:
-    """Read prompts into an opened, empty target; rows may be empty. Returns hidden_BNC if asked,
-    padded on the right.
-    """
-    longest = max(len(prompt) for prompt in prompts_B)
-    hidden: list[Tensor] = []
-    for start in range(0, longest, PREFILL_CHUNK):
-        parts = [list(prompt[start : start + PREFILL_CHUNK]) for prompt in prompts_B]
-        width = max(len(part) for part in parts)
-        tokens_BN = devices.tensor(
-            [part + [0] * (width - len(part)) for part in parts], target.device
-        )
-        hidden_BNC = target.features(tokens_BN)
-        target.commit(None, [len(part) for part in parts])
-        if keep_hidden:
-            hidden.append(hidden_BNC)
-    return torch.cat(hidden, 1) if hidden else None

@@ -19,7 +19,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Observation, Proposal, Stopping, Target
-from decoding.models.load import prefill
+from decoding.models.prefill import prefill
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation

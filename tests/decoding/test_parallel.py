@@ -21,11 +21,12 @@ from decoding.errors import UserError
 from decoding.interfaces import Target
 from decoding.models.distributed.links import Collectives, Link, Sockets, socket_mesh
 from decoding.models.distributed.parallel import ParallelTarget, device_beside, processes_of
-from decoding.models.distributed.rank_process import Setup, Stage, Summed, join, load_part
-from decoding.models.distributed.shards import Shard, check_divisible, layer_span, read_shard
-from decoding.models.load import load_target, prefill
+from decoding.models.distributed.rank_process import Stage, Summed, join, load_part
+from decoding.models.distributed.shards import Setup, Shard, check_divisible, layer_span, read_shard
+from decoding.models.load import load_target
 from decoding.models.native.linear import can_pack
 from decoding.models.native.model import NativeTarget
+from decoding.models.prefill import prefill
 
 from .test_targets import ids
 from .tiny import hf_model, native_of

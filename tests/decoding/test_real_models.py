@@ -17,8 +17,9 @@ from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.interfaces import Drafter, Target
 from decoding.loop import decode
 from decoding.models.folder import load_state, read_config
-from decoding.models.load import load_target, prefill
+from decoding.models.load import load_target
 from decoding.models.native.model import NativeTarget
+from decoding.models.prefill import prefill
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling import noise

@@ -13,9 +13,9 @@ from torch import Tensor
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.trees.multi_candidate import MultiCandidate
 from decoding.loop import decode
-from decoding.models.load import prefill
 from decoding.models.native import static
 from decoding.models.native.model import NativeTarget, Skips
+from decoding.models.prefill import prefill
 from decoding.rounds.settings import Settings
 
 from .tiny import SHAPES, VOCABULARY, hf_model, native_of, random_prompts

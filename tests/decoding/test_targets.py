@@ -15,10 +15,11 @@ from decoding.errors import UserError
 from decoding.interfaces import Target, ancestors
 from decoding.loop import decode
 from decoding.models.hf import HFTarget
-from decoding.models.load import load_target, prefill
+from decoding.models.load import load_target
 from decoding.models.native import linear
 from decoding.models.native.linear import PackedLinear, PlainLinear, can_pack, make_linear
 from decoding.models.native.model import NativeTarget, Skips
+from decoding.models.prefill import prefill
 from decoding.rounds.settings import Settings
 
 from .tiny import SHAPES, VOCABULARY, hf_model, native_of

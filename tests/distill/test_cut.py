@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from decoding.errors import UserError
-from decoding.models.load import prefill
 from decoding.models.native.model import NativeTarget
+from decoding.models.prefill import prefill
 from distill.prune.cut import Cut, cut_model, load_cut, refuse_other_shape, save_cut, whole
 from distill.prune.l0 import masked
 from distill.shapes import narrower, odd_widths, other_size, refuse_wider, student_config

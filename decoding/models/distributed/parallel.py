@@ -20,8 +20,8 @@ from torch import Tensor
 from decoding import devices as cuda
 from decoding.errors import UserError
 from decoding.models.distributed.processes import Ranks
-from decoding.models.distributed.rank_process import Setup, join, load_part
-from decoding.models.distributed.shards import KINDS, Shard, check_divisible
+from decoding.models.distributed.rank_process import join, load_part
+from decoding.models.distributed.shards import KINDS, Setup, Shard, check_divisible
 from decoding.models.folder import read_config
 from decoding.models.native.weights import NativeConfig
 

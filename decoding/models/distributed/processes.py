@@ -28,8 +28,7 @@ import torch
 
 from decoding.errors import UserError
 from decoding.models.distributed.links import Link, socket_mesh
-from decoding.models.distributed.rank_process import Setup, connect
-from decoding.models.distributed.shards import Shard
+from decoding.models.distributed.shards import Setup, Shard, connect
 
 ROOT = Path(__file__).resolve().parents[3]
 # -m would import the module a second time

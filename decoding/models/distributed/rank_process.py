@@ -11,10 +11,8 @@ Shapes: B rows, N new tokens, V vocabulary, C hidden size, I input size, O outpu
 """
 
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,29 +21,14 @@ import torch
 from torch import Tensor
 
 from decoding.errors import UserError
-from decoding.models.distributed.links import Collectives, Link, Sockets
-from decoding.models.distributed.shards import Shard, local_config, read_shard
+from decoding.models.distributed.links import Link
+from decoding.models.distributed.shards import Setup, Shard, connect, local_config, read_shard
 from decoding.models.folder import read_config
 from decoding.models.native.linear import Linear, can_pack
 from decoding.models.native.model import NativeTarget
 from decoding.models.native.weights import NativeConfig, Weights
 
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a rank is told at its start."""
-
-    folder: str
-    shard: Shard
-    dtype: torch.dtype
-    device: str
-    max_length: int | None
-    threads: int
-    link: str  # see decoding/models/distributed/links.py
-    meeting_file: str = ""  # of gloo and nccl
-    sockets: dict[int, int] = field(default_factory=dict)  # of `sockets`: file descriptor by rank
 
 
 class Summed:
@@ -114,14 +97,6 @@ def load_part(setup: Setup) -> tuple[Weights, int]:
     return Weights(
         local_config(config, shard), state, setup.dtype, place, packed, has_ends
     ), parameters
-
-
-def connect(setup: Setup) -> Link:
-    """The way to the other ranks."""
-    if setup.link == "sockets":
-        peers = {rank: socket.socket(fileno=number) for rank, number in setup.sockets.items()}
-        return Sockets(setup.shard.rank, peers)
-    return Collectives(setup.link, setup.shard.rank, setup.shard.size, setup.meeting_file)
 
 
 def join(weights: Weights, setup: Setup, name: str, link: Link) -> NativeTarget:

@@ -12,13 +12,16 @@ Shapes: V vocabulary, C hidden size.
 """
 
 import re
-from dataclasses import dataclass, replace
+import socket
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from decoding.errors import UserError
+from decoding.models.distributed.links import Collectives, Link, Sockets
 from decoding.models.folder import load_state
 from decoding.models.native.weights import NativeConfig
 
@@ -155,3 +158,26 @@ def read_shard(
 def _renumbered(name: str, first: int) -> str:
     layer = _LAYER.fullmatch(name)
     return name if layer is None else f"model.layers.{int(layer[1]) - first}.{layer[2]}"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a rank is told at its start."""
+
+    folder: str
+    shard: Shard
+    dtype: torch.dtype
+    device: str
+    max_length: int | None
+    threads: int
+    link: str  # see decoding/models/distributed/links.py
+    meeting_file: str = ""  # of gloo and nccl
+    sockets: dict[int, int] = field(default_factory=dict)  # of `sockets`: file descriptor by rank
+
+
+def connect(setup: Setup) -> Link:
+    """The way to the other ranks."""
+    if setup.link == "sockets":
+        peers = {rank: socket.socket(fileno=number) for rank, number in setup.sockets.items()}
+        return Sockets(setup.shard.rank, peers)
+    return Collectives(setup.link, setup.shard.rank, setup.shard.size, setup.meeting_file)

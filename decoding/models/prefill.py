@@ -1,0 +1,32 @@
+"""Read prompts into a target."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.interfaces import Target
+
+PREFILL_CHUNK = 512  # tokens a row that a prefill forward takes at once, to bound memory
+
+
+def prefill(
+    target: Target, prompts_B: Sequence[Sequence[int]], keep_hidden: bool = False
+) -> Tensor | None:
+    """Read prompts into an opened, empty target; rows may be empty. Returns hidden_BNC if asked,
+    padded on the right.
+    """
+    longest = max(len(prompt) for prompt in prompts_B)
+    hidden: list[Tensor] = []
+    for start in range(0, longest, PREFILL_CHUNK):
+        parts = [list(prompt[start : start + PREFILL_CHUNK]) for prompt in prompts_B]
+        width = max(len(part) for part in parts)
+        tokens_BN = devices.tensor(
+            [part + [0] * (width - len(part)) for part in parts], target.device
+        )
+        hidden_BNC = target.features(tokens_BN)
+        target.commit(None, [len(part) for part in parts])
+        if keep_hidden:
+            hidden.append(hidden_BNC)
+    return torch.cat(hidden, 1) if hidden else None
