@@ -187,7 +187,7 @@ def with_costs(
     drafter = engine.drafter
     if drafter is None or settings.costs is not None:
         return settings
-    if not weighs_costs(drafter.caps, settings.schedule, settings.stopping):
+    if not weighs_costs(drafter.capabilities, settings.schedule, settings.stopping):
         return settings
     rule = settings.verify if settings.temperature else "greedy"
     use = f"{settings.schedule}, {rule}, {batch_size}"

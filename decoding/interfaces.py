@@ -116,33 +116,32 @@ class Chooser(Protocol):
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Measured milliseconds of a round's parts, as `cost_ratio` weighs them."""
+    """Measured milliseconds of a round's parts, which policies and planners weigh.
 
-    # of a step, with what is done for each step beside the model (draws, a tree's nodes); of beams,
-    # of the widest
+    The *frontier* of a draft step is the number of nodes that it continues from: 1 in a chain, the
+    beams of a beam search, the expanded nodes of a tree.
+    """
+
+    # of a draft step with its samples and tree nodes; where the frontier matters, of the widest
     t_draft_ms: float
     # of n = 1, 2, ... new tokens; further ones on the line through the last two
     t_target_ms: tuple[float, ...]
     overhead_ms: float = 0.0  # the rest of a round that drafts
     plain_overhead_ms: float | None = None  # the rest of one that does not; None: the same
-    # Of the batch that was timed. One row's draft makes the round of all its rows dear, so rows of
-    # a batch decide before the round, by what they have seen, and are of one mind, instead of each
-    # by what it draws.
+    # Rows of the batch that was timed. One row's draft makes the round of all its rows more
+    # expensive, so rows of a batch decide together before the round, from what they have seen.
     rows: int = 1
-    # (beams that a step starts from, its milliseconds), narrowest first; steps between two widths
-    # lie on the line through them. Empty: all alike.
-    t_draft_by_beams_ms: tuple[tuple[int, float], ...] = ()
-    # that a search has, of which the rest was measured; None: as many as these costs say, or all
-    # are alike
-    beams: int | None = None
+    # (frontier, milliseconds of a step), narrowest first, linear in between; empty: all alike
+    t_draft_by_frontier_ms: tuple[tuple[int, float], ...] = ()
+    # with which `overhead_ms` was measured; None: the planner's choice by these costs
+    frontier: int | None = None
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> "RoundCosts":
-        """From `dataclasses.asdict` by way of JSON."""
-        by_beams = tuple((beams, ms) for beams, ms in entry.get("t_draft_by_beams_ms", ()))
-        return cls(
-            **{**entry, "t_target_ms": tuple(entry["t_target_ms"]), "t_draft_by_beams_ms": by_beams}
-        )
+        """Read what `dataclasses.asdict` gave, by way of JSON."""
+        steps = tuple((frontier, ms) for frontier, ms in entry.get("t_draft_by_frontier_ms", ()))
+        values = {"t_target_ms": tuple(entry["t_target_ms"]), "t_draft_by_frontier_ms": steps}
+        return cls(**{**entry, **values})
 
     @property
     def plain_ms(self) -> float:
@@ -151,30 +150,30 @@ class RoundCosts:
             self.overhead_ms if self.plain_overhead_ms is None else self.plain_overhead_ms
         )
 
-    def step_ms(self, beams: float) -> float:
-        """A draft step that starts from so many beams."""
-        known = self.t_draft_by_beams_ms
+    def step_ms(self, frontier: float) -> float:
+        """Return the milliseconds of a draft step with this (mean) frontier."""
+        known = self.t_draft_by_frontier_ms
         if not known:
             return self.t_draft_ms
         # In Python: it is asked several times a round, and numpy takes longer over one number than
         # over a thousand.
         for (fewer, less_ms), (more, more_ms) in pairwise(known):
-            if beams < more:
-                return less_ms + (more_ms - less_ms) * max(beams - fewer, 0) / (more - fewer)
+            if frontier < more:
+                return less_ms + (more_ms - less_ms) * max(frontier - fewer, 0) / (more - fewer)
         return known[-1][1]
 
-    def steps_ms(self, steps: int, beams: int | None = None) -> float:
-        """So many draft steps: the first starts from the tip alone, the others from so many beams
-        (None: from the most).
+    def steps_ms(self, steps: int, frontier: int | None = None) -> float:
+        """Return the milliseconds of several draft steps: the first from the tip alone, the others
+        with this frontier (None: the widest).
         """
         return self.step_ms(1) + (steps - 1) * (
-            self.t_draft_ms if beams is None else self.step_ms(beams)
+            self.t_draft_ms if frontier is None else self.step_ms(frontier)
         )
 
-    def dearer(self, ms: float) -> "RoundCosts":
-        """With so much more a draft step."""
-        by_beams = tuple((beams, step_ms + ms) for beams, step_ms in self.t_draft_by_beams_ms)
-        return replace(self, t_draft_ms=self.t_draft_ms + ms, t_draft_by_beams_ms=by_beams)
+    def with_slower_steps(self, ms: float) -> "RoundCosts":
+        """Return these costs with `ms` more a draft step."""
+        steps = tuple((frontier, step_ms + ms) for frontier, step_ms in self.t_draft_by_frontier_ms)
+        return replace(self, t_draft_ms=self.t_draft_ms + ms, t_draft_by_frontier_ms=steps)
 
     def round_ms(self, steps: int, nodes: int) -> float:
         """A round of so many draft steps that has so many nodes verified."""
@@ -261,7 +260,7 @@ class Proposal:
     # From the target's logits (B, N + 1, V) to what the drafter wants to read with the outcome; see
     # `Observation.answers`.
     asks: Callable[[Tensor], Sequence[Tensor]] | None = None
-    beams: int = 0  # that its steps started from, summed; 0: one each
+    frontiers: int = 0  # the frontiers of its steps, summed; 0: one node each
 
     def counted(self) -> "Proposal | None":
         """Without the nodes that no row counts: they ride along in the forward and are not
@@ -308,8 +307,20 @@ class Observation:
     answers: list[Any] = field(default_factory=list)  # what the proposal asked for, as lists
 
 
+class FrontierPlanner(Protocol):
+    """Choose how many nodes each draft step continues from, by measured costs."""
+
+    def best_frontier(self, costs: RoundCosts) -> int:
+        """Return the frontier with the most expected tokens per millisecond."""
+        ...
+
+    def expected_rate(self, costs: RoundCosts) -> float:
+        """Return the expected tokens per millisecond with the frontier of these costs."""
+        ...
+
+
 @dataclass(frozen=True)
-class Caps:
+class Capabilities:
     """What a drafter can do and needs."""
 
     shape: str = "chain"  # or "tree"
@@ -324,12 +335,9 @@ class Caps:
     # Of a chain: the stopping policy is asked after every token; else it limits the length before a
     # round alone.
     stops_by_token: bool = True
-    # numbers that a draft step is timed from, fewest first; one where all steps are alike
-    beams: tuple[int, ...] = (1,)
-    # how many of them a search has by these costs, if it weighs that
-    worth_beams: Callable[[RoundCosts], int] | None = None
-    # and the tokens a millisecond that it expects of `costs.beams`
-    rate: Callable[[RoundCosts], float] | None = None
+    # frontiers at which a draft step is timed, narrowest first; one where all steps cost the same
+    frontiers: tuple[int, ...] = (1,)
+    frontier_planner: FrontierPlanner | None = None  # chooses among them by measured costs
 
 
 class Target(Protocol):
@@ -422,7 +430,7 @@ class Drafter(Protocol):
     """Proposes tokens. Rows are those of the running batch; `select` drops the finished ones."""
 
     @property
-    def caps(self) -> Caps: ...
+    def capabilities(self) -> Capabilities: ...
     @property
     def name(self) -> str: ...
     @property
@@ -446,8 +454,8 @@ class Drafter(Protocol):
         """Start rows with these prompts; sequences will hold `capacity` tokens at most.
 
         prefill_hidden_BNC: the target's hidden states of all prompt tokens but the last, if
-        `caps.needs_hidden`; or, if `caps.last_hidden`, maybe one column alone, each prompt's last
-        of these.
+        `capabilities.needs_hidden`; or, if `capabilities.last_hidden`, maybe one column alone, each
+        prompt's last of these.
         """
         ...
 
@@ -456,7 +464,7 @@ class Drafter(Protocol):
         the row held, the others are new.
 
         hidden_NC: the target's hidden states of the tokens that it has just read, at least one; the
-        last stands before the prompt's last token. Given if `caps.needs_hidden`.
+        last stands before the prompt's last token. Given if `capabilities.needs_hidden`.
         """
         ...
 
@@ -486,9 +494,9 @@ class Drafter(Protocol):
         """Keep only these rows, in this order."""
         ...
 
-    def time_step(self, beams: int = 1) -> None:
-        """Do the work of one draft step (see `Caps.steps`) that starts from so many beams, one of
-        `Caps.beams`, and leave no trace; for timing, after `open`.
+    def time_step(self, frontier: int = 1) -> None:
+        """Do the work of one draft step (see `Capabilities.steps`) with this frontier, one of
+        `Capabilities.frontiers`, and leave no trace; for timing, after `open`.
         """
         ...
 

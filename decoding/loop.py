@@ -70,7 +70,7 @@ def unread(
     keys = [noise.key(settings.seed, request) for request in ids]
     policy = settings.stopping or "fixed"
     if settings.stopping is None and settings.costs is not None and drafter is not None:
-        policy = usual_stopping(drafter.caps, settings.schedule)
+        policy = usual_stopping(drafter.capabilities, settings.schedule)
     per_token = not devices.runs_ahead(target.device)
     stopping = make_stopping(policy, keys, settings.stopping_threshold, settings.costs, per_token)
     rows = []
@@ -88,7 +88,7 @@ def unread(
             )
         limit = min(len(prompt) + settings.max_new_tokens, target.max_length)
         rows.append(Row(index, keys[index], list(prompt), limit, Generation(), stopping[index]))
-    if drafter is not None and drafter.caps.needs_costs and settings.costs is None:
+    if drafter is not None and drafter.capabilities.needs_costs and settings.costs is None:
         raise UserError(
             f"drafter '{drafter.name}' needs measured costs: Settings(costs=time_parts(...).costs)."
         )
@@ -109,7 +109,7 @@ def unread(
 def check(target: Target, drafter: Drafter | None, settings: Settings) -> None:
     """Raise UserError for settings under which this target cannot decode with this drafter."""
     if drafter is not None:
-        check_rule(settings.verify, settings.temperature, drafter.caps, drafter.name)
+        check_rule(settings.verify, settings.temperature, drafter.capabilities, drafter.name)
     check_choice("schedule", settings.schedule, ("serial", *SCHEDULES))
     if settings.num_draft_tokens > target.max_length:
         raise UserError(

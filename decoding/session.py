@@ -98,7 +98,7 @@ class Session:
         # From here on the cache holds a beginning of this text, wherever a signal ends what
         # follows.
         self._sequence, self._drafts = row.sequence, False
-        wants_hidden = drafter is not None and drafter.caps.needs_hidden
+        wants_hidden = drafter is not None and drafter.capabilities.needs_hidden
         hidden_BNC = prefill(self.target, [prompt[kept:-1]], wants_hidden)
         if drafter is not None:
             self._tell(drafter, prompt, hidden_BNC)
@@ -116,7 +116,7 @@ class Session:
         if self._drafts:
             self._drafted = held  # the drafter kept what the target kept
         kept = shared(held, prompt)
-        if drafter is not None and drafter.caps.needs_hidden:
+        if drafter is not None and drafter.capabilities.needs_hidden:
             # The state before the tip comes out of a forward; a drafter that was never opened wants
             # those of the whole prompt.
             kept = 0 if self._drafted is None else max(0, min(kept, len(prompt) - 2))
@@ -140,8 +140,8 @@ class Turns:
     Rows end at different times and batches differ, so a row's keys and values are copied out when
     it ends and copied in when its conversation goes
     on: as much memory again, beside the cache, as the batch has committed. The drafter reads every
-    prompt anew. For one that wants the target's hidden states of whole prompts (`caps.last_hidden`
-    is false) the target reads anew as well.
+    prompt anew. For one that wants the target's hidden states of whole prompts
+    (`capabilities.last_hidden` is false) the target reads anew as well.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
@@ -203,9 +203,9 @@ class Turns:
         began = perf_counter()
         drafter, wants_hidden = (
             self.drafter,
-            self.drafter is not None and self.drafter.caps.needs_hidden,
+            self.drafter is not None and self.drafter.capabilities.needs_hidden,
         )
-        wants_all = drafter is not None and wants_hidden and not drafter.caps.last_hidden
+        wants_all = drafter is not None and wants_hidden and not drafter.capabilities.last_hidden
         prompts_B = [row.sequence for row in batch.rows]
         held_B = [(0, []) if wants_all else self._held.get(name, (0, [])) for name in names]
         kept_B = [shared(held, prompt) for (_, held), prompt in zip(held_B, prompts_B, strict=True)]

@@ -133,7 +133,7 @@ def check_plan(cfg: EvalConfig, loaded: Loaded) -> None:
             costs = RoundCosts(1.0, (1.0,))  # none are needed to see whether the rest fits
             for size in cfg.batch_sizes:
                 batch_type(use.schedule, drafter, rule, use.stopping or "fixed", costs, size)
-        check_rule(rule, max(cfg.temperatures), drafter.caps, name)
+        check_rule(rule, max(cfg.temperatures), drafter.capabilities, name)
 
 
 def _say_plan(cfg: EvalConfig, loaded: Loaded) -> None:

@@ -1,5 +1,8 @@
 """Names of earlier versions and what they are called now; each works for one release."""
 
+from collections.abc import Mapping
+from typing import Any
+
 # Modules of classes that a configuration names by `_target_`.
 MODULES = {
     "decoding.chain": "decoding.drafters.chain",
@@ -15,6 +18,14 @@ MODULES = {
     "decoding.worker": "decoding.drafters.remote",
     "training.drafters": "jobs.drafters",
 }
+
+# Keys of measured costs in JSON (decoding.interfaces.RoundCosts).
+COSTS = {"beams": "frontier", "t_draft_by_beams_ms": "t_draft_by_frontier_ms"}
+
+
+def current_costs(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return measured costs with today's keys."""
+    return {COSTS.get(key, key): value for key, value in entry.items()}
 
 
 def current_target(name: str) -> str:

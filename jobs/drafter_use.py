@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from decoding.errors import UserError
-from decoding.interfaces import Caps
+from decoding.interfaces import Capabilities
 from decoding.sampling.token_chooser import SAMPLING
 from decoding.schedules.by_name import SCHEDULES, UNTAUGHT, usual_stopping
 from decoding.stopping.policies import EAGER, NAMES
@@ -109,10 +109,12 @@ class Use:
         said = {"verify": self.verify, "max_draft_tokens": self.max_draft_tokens}
         return {key: value for key, value in said.items() if value is not None}
 
-    def settled(self, caps: Caps) -> Use:
+    def settled(self, capabilities: Capabilities) -> Use:
         """With the usual policy of such a drafter where none is named."""
         return (
-            self if self.stopping else replace(self, stopping=usual_stopping(caps, self.schedule))
+            self
+            if self.stopping
+            else replace(self, stopping=usual_stopping(capabilities, self.schedule))
         )
 
 

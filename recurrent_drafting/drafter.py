@@ -24,7 +24,15 @@ from decoding import devices
 from decoding.devices import device_of
 from decoding.drafters.trees.sampled_children import are_drawn, check_kind
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Chooser, Observation, Proposal, RoundCosts, Stopping, Target
+from decoding.interfaces import (
+    Capabilities,
+    Chooser,
+    Observation,
+    Proposal,
+    RoundCosts,
+    Stopping,
+    Target,
+)
 from decoding.models.load import DTYPES
 from decoding.models.native.model import EXECUTIONS
 from decoding.sampling.token_chooser import TokenChooser
@@ -90,17 +98,16 @@ class RecurrentDrafter:
             )
         self.beam_width, self.draws = beam_width, draws
         shape = "chain" if beam_width == 1 else "tree"
-        beams = ladder(beam_width) if by_cost else tuple(sorted({1, beam_width}))
-        self.caps = Caps(
+        frontiers = ladder(beam_width) if by_cost else tuple(sorted({1, beam_width}))
+        self.capabilities = Capabilities(
             shape,
             has_q=draws == "drawn",
             needs_hidden=True,
             last_hidden=True,
             needs_costs=by_cost,
             stops_by_token=False,
-            beams=beams,
-            worth_beams=self._worth_beams if by_cost else None,
-            rate=self._rate if by_cost else None,
+            frontiers=frontiers,
+            frontier_planner=self if by_cost else None,
         )
         self.num_layers, self.num_parameters = head.config.num_draft_layers, head.num_parameters
         self.device, self.dtype = head.output.device, head.output.dtype
@@ -165,7 +172,7 @@ class RecurrentDrafter:
             other = DTYPES[target.dtype] != self.dtype
             ids_V = torch.arange(target.vocab_size, device=target.device)
             self._embedding_VH = self._own(target.embed(ids_V)) if other else None
-        self._target, self._costs = target, costs if self.caps.needs_costs else None
+        self._target, self._costs = target, costs if self.capabilities.needs_costs else None
 
     def open(
         self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
@@ -217,16 +224,17 @@ class RecurrentDrafter:
         if self._costs is None:
             return self.beam_width
         return min(
-            self._costs.beams or width_worth(self._costs, self.beam_width, drawn), self.beam_width
+            self._costs.frontier or width_worth(self._costs, self.beam_width, drawn),
+            self.beam_width,
         )
 
-    def _worth_beams(self, costs: RoundCosts) -> int:
-        """By the parts of a round, and with beams as the last draft had them, drawn or picked."""
+    def best_frontier(self, costs: RoundCosts) -> int:
+        """Return the number of beams that pays most, drawn or picked as those of the last draft."""
         return width_worth(costs, self.beam_width, self._drawn)
 
-    def _rate(self, costs: RoundCosts) -> float:
-        """With as many beams as these costs were measured with."""
-        return width_rate(costs, min(costs.beams or 1, self.beam_width), self._drawn)
+    def expected_rate(self, costs: RoundCosts) -> float:
+        """Return the expected tokens per millisecond with the beams of these costs."""
+        return width_rate(costs, min(costs.frontier or 1, self.beam_width), self._drawn)
 
     def _own(self, target_states: Tensor) -> Tensor:
         return target_states.to(self.device, self.dtype)
@@ -303,7 +311,7 @@ class RecurrentDrafter:
         self._rows = len(rows)
         self._plans_B = [self._plans_B[row] for row in rows] if self._plans_B else []
 
-    def time_step(self, beams: int = 1) -> None:
+    def time_step(self, frontier: int = 1) -> None:
         """One step from so many beams, drawn or picked as the last draft was; before one as `draws`
         says.
 
@@ -312,11 +320,11 @@ class RecurrentDrafter:
         rest of a round.
         """
         B, H = self._hidden_BH.shape
-        width = 1 if beams == 1 and self.caps.needs_costs else self.beam_width
+        width = 1 if frontier == 1 and self.capabilities.needs_costs else self.beam_width
         if width not in self._timed:
-            picks = Picks(self.head, width, scored=self.caps.needs_costs)
+            picks = Picks(self.head, width, scored=self.capabilities.needs_costs)
             self._timed[width] = self._timed_draws(B, width) if self._drawn else picks
-        states_BPH = self._hidden_BH[:, None].expand(B, beams, H)
+        states_BPH = self._hidden_BH[:, None].expand(B, frontier, H)
         context = self.head.context(self._hidden_BH).unsqueeze(1)
         timed_step(self.head, self.embed, context, states_BPH, self._timed[width])
 

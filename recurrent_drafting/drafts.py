@@ -69,7 +69,7 @@ class Draft(ABC):
         """With what it cost, and what the plans ask for; chances_BLW: of each step, likeliest
         first.
         """
-        proposal.steps, proposal.beams = len(beams.steps), beams.started
+        proposal.steps, proposal.frontiers = len(beams.steps), beams.started
         if self.by_cost_B and not self.by_cost_B[0].reads:
             proposal.asks = lambda _: (chances_BLW(),)
         return proposal

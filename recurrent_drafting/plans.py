@@ -219,7 +219,7 @@ class ByReading:
         """
         if self._goes_on:
             self._worth.saw(chances_W)
-        return self._worth.beams if self._goes_on else 0
+        return self._worth.frontier if self._goes_on else 0
 
     def admit(self, chances_W: Sequence[float]) -> int:
         """How many children a step draws, the worthiest, if these are the chances of those that it
@@ -234,7 +234,7 @@ class ByReading:
         """
         if self._draws:
             self._worth.drew(chances_W)
-        return self._worth.beams if self._goes_on else 0
+        return self._worth.frontier if self._goes_on else 0
 
     def learn(self, answer: Any, accepted: int) -> None:
         """The round is over."""
@@ -249,7 +249,7 @@ class ByHistory:
     reads = False
 
     def __init__(self, costs: RoundCosts, width: int) -> None:
-        self._size = TreeSize(costs, width, beams=ladder(width))
+        self._size = TreeSize(costs, width, frontiers=ladder(width))
         self._width, self._taken = width, 0
 
     @property
@@ -279,7 +279,7 @@ class ByHistory:
     def saw(self, chances_W: Sequence[float]) -> int:
         """A step is over. From how many of its nodes the next one starts; 0: from none."""
         self._taken += 1
-        return self._size.beams if self._taken < self.depth else 0
+        return self._size.frontier if self._taken < self.depth else 0
 
     drew = saw
 

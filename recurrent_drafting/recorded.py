@@ -71,7 +71,7 @@ class RecordedPicks:
             proposal = Proposal(drafted[:, : max(depths_B)], list(depths_B))
         else:
             proposal = fixed_proposal(drafted, room_B)
-        proposal.steps, proposal.beams = found.length, 1 + (found.length - 1) * self.width
+        proposal.steps, proposal.frontiers = found.length, 1 + (found.length - 1) * self.width
         return proposal
 
     def _record(self, rows: int, length: int, temperature: float, hidden_BH: Tensor) -> _Recording:

@@ -104,7 +104,7 @@ def load(cfg: GenerateConfig) -> Loaded:
     drafter, use = drafter_of(cfg, folder, device)
     if drafter is not None:
         # before the larger model is read
-        check_rule(cfg.verify, cfg.temperature, drafter.caps, drafter.name)
+        check_rule(cfg.verify, cfg.temperature, drafter.capabilities, drafter.name)
     target = load_target(
         folder,
         backend=cfg.target.backend,

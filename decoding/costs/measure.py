@@ -42,7 +42,7 @@ def weighed_widths(drafter: Drafter, deepest: int) -> list[int]:
     """Numbers of new tokens at which the target is timed for what a drafter weighs: all of a usual
     chain's, and of longer or wider drafts' a few.
     """
-    widest = max(deepest, drafter.width(deepest) if drafter.caps.needs_costs else 0) + 1
+    widest = max(deepest, drafter.width(deepest) if drafter.capabilities.needs_costs else 0) + 1
     some = {step * 2**power for power in range(1, widest.bit_length()) for step in (2, 3)}
     every = min(deepest, EVERY) + 1
     return sorted({*range(1, every + 1), *(n for n in some if every < n < widest), widest})
@@ -99,10 +99,10 @@ def measure_costs(
             warmup=1,
         ).costs
 
-    def window(beams: int | None = None) -> RoundCosts:
+    def window(frontier: int | None = None) -> RoundCosts:
         nonlocal brief
-        brief = replace(brief, costs=replace(DEEP, beams=beams))
-        costs = replace(timed(), beams=beams)
+        brief = replace(brief, costs=replace(DEEP, frontier=frontier))
+        costs = replace(timed(), frontier=frontier)
         plain = generation(None, 1)
         shallow = generation(drafter, 1) if settings.schedule == "serial" else None
         return with_rest(
@@ -111,16 +111,16 @@ def measure_costs(
 
     with own_cores(target, drafter, settings.schedule):
         generation(drafter, brief.num_draft_tokens)  # warms up
-        if drafter.caps.worth_beams is None or drafter.caps.rate is None:
+        planner = drafter.capabilities.frontier_planner
+        if planner is None:
             return settled(_taken(window, windows, seconds))
-        # By their parts alone so many beams pay; what rounds take beside them is another matter, so
-        # a single one is measured as well, in turn.
-        widths_worth = sorted({1, drafter.caps.worth_beams(timed())})
-        found = _taken(lambda: [window(beams) for beams in widths_worth], windows, seconds)
-        rate = drafter.caps.rate
+        # The planner's choice is by the parts alone. What rounds take beside them may decide
+        # otherwise, so a single node is measured as well, in turn.
+        frontiers = sorted({1, planner.best_frontier(timed())})
+        found = _taken(lambda: [window(frontier) for frontier in frontiers], windows, seconds)
         return max(
             (settled(of) for of in zip(*found, strict=True)),
-            key=lambda costs: rate(costs) * costs.target_ms(1),
+            key=lambda costs: planner.expected_rate(costs) * costs.target_ms(1),
         )
 
 
@@ -157,7 +157,7 @@ def with_rest(
         step_ms = (rest_ms - _rest_ms(costs, shallow)) / (_steps(deep) - _steps(shallow))
         step_ms = max(step_ms, (CHEAPEST - 1) * costs.step_ms(1))
         rest_ms -= step_ms * _steps(deep)
-        costs = costs.dearer(step_ms)
+        costs = costs.with_slower_steps(step_ms)
     return replace(costs, overhead_ms=rest_ms, plain_overhead_ms=_rest_ms(costs, plain))
 
 
@@ -169,7 +169,7 @@ def _steps(done: Generation) -> float:
 def _rest_ms(costs: RoundCosts, done: Generation) -> float:
     """What a mean round of a generation took beside its parts."""
     verified = costs.target_ms(1 + round(done.verified / done.rounds))
-    draft_ms = _steps(done) * costs.step_ms(done.draft_beams / max(1, done.draft_steps))
+    draft_ms = _steps(done) * costs.step_ms(done.draft_frontiers / max(1, done.draft_steps))
     return 1000 * done.decode_seconds / done.rounds - draft_ms - verified
 
 
@@ -180,7 +180,8 @@ def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
     pace_ms = median(window.t_target_ms[0] for window in windows)
     ratios = [[part / window.t_target_ms[0] for part in window.t_target_ms] for window in windows]
     steps = [
-        [ms / window.t_target_ms[0] for _, ms in window.t_draft_by_beams_ms] for window in windows
+        [ms / window.t_target_ms[0] for _, ms in window.t_draft_by_frontier_ms]
+        for window in windows
     ]
     step_ms = [
         pace_ms * ratio for ratio in rising([median(column) for column in zip(*steps, strict=True)])
@@ -200,10 +201,10 @@ def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
         pace_ms * max(-SPARED, median(_plain_share(window) for window in windows)),
         windows[0].rows,
         tuple(
-            (beams, ms)
-            for (beams, _), ms in zip(windows[0].t_draft_by_beams_ms, step_ms, strict=True)
+            (frontier, ms)
+            for (frontier, _), ms in zip(windows[0].t_draft_by_frontier_ms, step_ms, strict=True)
         ),
-        windows[0].beams,
+        windows[0].frontier,
     )
 
 

@@ -26,7 +26,7 @@ STEP_ROOM = 64
 
 @dataclass(frozen=True)
 class Parts:
-    """Medians in milliseconds. t_draft_ms is None without a drafter, and of beams the widest
+    """Medians in milliseconds. t_draft_ms is None without a drafter, and of frontiers the widest
     step's.
     """
 
@@ -35,25 +35,27 @@ class Parts:
     context: int  # committed tokens while timing
     batch_size: int
     # empty where all steps are alike
-    t_draft_by_beams_ms: dict[int, float] = field(default_factory=dict)
+    t_draft_by_frontier_ms: dict[int, float] = field(default_factory=dict)
 
     @property
     def costs(self) -> RoundCosts:
         """What `stopping="cost_ratio"` and drafters weigh. Widths between two that were timed lie
         on the line through them.
 
-        A forward over more tokens takes no less, nor does a step from more beams, so where the
-        clock says otherwise the neighbours' mean stands (isotonic regression): a choice of lengths
-        and widths would follow the noise.
+        A forward over more tokens takes no less, nor does a step with a wider frontier, so where
+        the clock says otherwise the neighbours' mean stands (isotonic regression): a choice of
+        lengths and widths would follow the noise.
         """
         timed = sorted(self.t_target_ms)
         smooth = rising([self.t_target_ms[n] for n in timed])
         every = np.interp(range(1, timed[-1] + 1), timed, smooth)
-        by_beams = self.t_draft_by_beams_ms
-        steps = tuple(zip(sorted(by_beams), rising([by_beams[n] for n in sorted(by_beams)])))
+        by_frontier = self.t_draft_by_frontier_ms
+        steps = tuple(
+            zip(sorted(by_frontier), rising([by_frontier[n] for n in sorted(by_frontier)]))
+        )
         widest = steps[-1][1] if steps else self.t_draft_ms or 0.0
         return RoundCosts(
-            widest, tuple(every.tolist()), rows=self.batch_size, t_draft_by_beams_ms=steps
+            widest, tuple(every.tolist()), rows=self.batch_size, t_draft_by_frontier_ms=steps
         )
 
 
@@ -115,28 +117,34 @@ def _time_parts(
     inputs = {n: torch.full((batch_size, n), filled[-1], device=target.device) for n in sizes}
     seconds: dict[int, list[float]] = {n: [] for n in sizes}
     draft_seconds: dict[int, list[float]] = (
-        {n: [] for n in drafter.caps.beams} if drafter is not None else {}
+        {n: [] for n in drafter.capabilities.frontiers} if drafter is not None else {}
     )
-    in_a_row = STEPS_IN_A_ROW if drafter is not None and drafter.caps.steps == "token" else 1
+    in_a_row = (
+        STEPS_IN_A_ROW if drafter is not None and drafter.capabilities.steps == "token" else 1
+    )
     for turn in range(warmup + repeats):
         # whichever comes first stands behind a wide forward
-        for beams in rotated(list(draft_seconds), turn):
+        for frontier in rotated(list(draft_seconds), turn):
             assert drafter is not None
             # each is to find the caches as full of the target's weights as the others do
             if len(draft_seconds) > 1:
                 target.forward(inputs[1])
             devices.synchronize(target.device)
-            draft_seconds[beams].append(_draft(drafter, in_a_row, beams, target.device) / in_a_row)
+            draft_seconds[frontier].append(
+                _draft(drafter, in_a_row, frontier, target.device) / in_a_row
+            )
         for n in sizes:
             devices.synchronize(target.device)
             began = perf_counter()
             target.forward(inputs[n])
             devices.synchronize(target.device)
             seconds[n].append(perf_counter() - began)
-    by_beams = {n: 1e3 * median(taken[warmup:]) for n, taken in draft_seconds.items()}
-    t_draft_ms = by_beams[max(by_beams)] if by_beams else None
+    by_frontier = {n: 1e3 * median(taken[warmup:]) for n, taken in draft_seconds.items()}
+    t_draft_ms = by_frontier[max(by_frontier)] if by_frontier else None
     t_target_ms = {n: 1e3 * median(seconds[n][warmup:]) for n in sizes}
-    return Parts(t_draft_ms, t_target_ms, length, batch_size, by_beams if len(by_beams) > 1 else {})
+    return Parts(
+        t_draft_ms, t_target_ms, length, batch_size, by_frontier if len(by_frontier) > 1 else {}
+    )
 
 
 def rotated(values: list[int], by: int) -> list[int]:
@@ -145,7 +153,7 @@ def rotated(values: list[int], by: int) -> list[int]:
     return values[first:] + values[:first]
 
 
-def _draft(drafter: Drafter, steps: int, beams: int, device: torch.device) -> float:
+def _draft(drafter: Drafter, steps: int, frontier: int, device: torch.device) -> float:
     """Seconds of so many draft steps in a row. Those of a worker are by its own clock: its message
     is the rest of a round, and no part of a step.
     """
@@ -153,6 +161,6 @@ def _draft(drafter: Drafter, steps: int, beams: int, device: torch.device) -> fl
         return drafter.time_steps(steps)
     began = perf_counter()
     for _ in range(steps):
-        drafter.time_step(beams)
+        drafter.time_step(frontier)
     devices.synchronize(device)
     return perf_counter() - began

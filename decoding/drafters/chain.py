@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.interfaces import (
-    Caps,
+    Capabilities,
     Chooser,
     Observation,
     Proposal,
@@ -35,7 +35,7 @@ from decoding.verification.rules import at_nodes
 class ChainDrafter:
     """A causal LM that proposes chains. Hydra: `_target_: decoding.drafters.chain.ChainDrafter`."""
 
-    caps = Caps(shape="chain", has_q=True, can_overlap=True)
+    capabilities = Capabilities(shape="chain", has_q=True, can_overlap=True)
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class ChainDrafter:
         """Keep only these rows."""
         self.model.select(rows)
 
-    def time_step(self, beams: int = 1) -> None:
+    def time_step(self, frontier: int = 1) -> None:
         """One forward over one token a row; nothing is committed."""
         self.model.forward(
             torch.zeros(len(self.model.lengths_B), 1, dtype=torch.long, device=self.model.device)

@@ -24,7 +24,15 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Chooser, Observation, Proposal, RoundCosts, Stopping, Target
+from decoding.interfaces import (
+    Capabilities,
+    Chooser,
+    Observation,
+    Proposal,
+    RoundCosts,
+    Stopping,
+    Target,
+)
 
 Phrase = tuple[int, ...]
 
@@ -123,7 +131,7 @@ class Lookahead:
     phrases of the prompt and the output.
     """
 
-    caps = Caps(shape="tree", steps="round")
+    capabilities = Capabilities(shape="tree", steps="round")
     num_layers = num_parameters = 0
 
     def __init__(
@@ -213,7 +221,7 @@ class Lookahead:
         self._filed = [self._filed[row] for row in rows]
         self._ends = [self._ends[row] for row in rows]
 
-    def time_step(self, beams: int = 1) -> None:
+    def time_step(self, frontier: int = 1) -> None:
         """One look into the pools; the window's cost is the target's."""
         for pool, window in zip(self.pools, self._windows, strict=True):
             pool.newest(window.rows[0][0], self.candidates)

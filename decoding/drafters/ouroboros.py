@@ -26,7 +26,15 @@ from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.lookahead import Branches, Lookahead, Phrase, choices, packed
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Chooser, Observation, Outcome, Proposal, Stopping, ancestors
+from decoding.interfaces import (
+    Capabilities,
+    Chooser,
+    Observation,
+    Outcome,
+    Proposal,
+    Stopping,
+    ancestors,
+)
 from decoding.sampling.readback import Reading
 from decoding.verification.rules import follow
 
@@ -50,7 +58,7 @@ class Ouroboros(ChainDrafter):
     or as many as are half of it. The other arguments are ChainDrafter's.
     """
 
-    caps = Caps(shape="tree")
+    capabilities = Capabilities(shape="tree")
 
     def __init__(
         self,
@@ -218,7 +226,7 @@ class Ouroboros(ChainDrafter):
         self.inner.select(rows)
         self._drafted = [self._drafted[row] for row in rows]
 
-    def time_step(self, beams: int = 1) -> None:
+    def time_step(self, frontier: int = 1) -> None:
         """One forward over a token, the window and a candidate; nothing is committed."""
         width = 1 + self.inner.width(self.phrase)
         self.model.forward(

@@ -17,7 +17,15 @@ from torch import Tensor
 from decoding import devices
 from decoding.drafters.suffix_automaton import SuffixAutomaton
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Chooser, Observation, Proposal, RoundCosts, Stopping, Target
+from decoding.interfaces import (
+    Capabilities,
+    Chooser,
+    Observation,
+    Proposal,
+    RoundCosts,
+    Stopping,
+    Target,
+)
 from decoding.stopping.base import cut
 
 
@@ -75,7 +83,7 @@ class Lookup:
     that is found.
     """
 
-    caps = Caps(shape="chain", has_q=False, steps="round")
+    capabilities = Capabilities(shape="chain", has_q=False, steps="round")
     num_layers = 0
     num_parameters = 0
 
@@ -133,7 +141,7 @@ class Lookup:
         """Keep only these rows."""
         self._indices = [self._indices[row] for row in rows]
 
-    def time_step(self, beams: int = 1) -> None:
+    def time_step(self, frontier: int = 1) -> None:
         """One look-up a row."""
         for index, prompt in zip(self._indices, self._opened, strict=True):
             index.find(prompt)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,8 +26,15 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Chooser, Observation, Proposal, RoundCosts, Stopping, Target
-from decoding.models.distributed.parallel import ParallelTarget
+from decoding.interfaces import (
+    Capabilities,
+    Chooser,
+    Observation,
+    Proposal,
+    RoundCosts,
+    Stopping,
+    Target,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +46,7 @@ class RemoteChain:
     The other arguments are ChainDrafter's. The worker ends with this object, or with this process.
     """
 
-    caps = Caps(shape="chain", has_q=True, can_overlap=True)
+    capabilities = Capabilities(shape="chain", has_q=True, can_overlap=True)
 
     def __init__(
         self, folder: str | Path, *, draft_cores: int = 1, name: str | None = None, **named: Any
@@ -178,7 +185,7 @@ class RemoteChain:
         """Keep only these rows."""
         self._send(("select", (list(rows),)))
 
-    def time_step(self, beams: int = 1) -> None:
+    def time_step(self, frontier: int = 1) -> None:
         """One forward in the worker over one token a row, there and back."""
         self.time_steps(1)
 
@@ -225,6 +232,16 @@ class RemoteChain:
         return value
 
 
+@runtime_checkable
+class InProcesses(Protocol):
+    """A target in several processes (decoding/models/distributed/parallel.py)."""
+
+    @property
+    def ranks(self) -> Any:
+        """The processes, which can be bound to cores."""
+        ...
+
+
 @contextmanager
 def lanes(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
     """Bind this process to the cores that the worker does not use, one thread a core, while the
@@ -237,7 +254,7 @@ def lanes(drafter: RemoteChain, target: Target | None = None) -> Iterator[None]:
         yield
         return
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    ranks = target.ranks if isinstance(target, ParallelTarget) else None
+    ranks = target.ranks if isinstance(target, InProcesses) else None
     own_cores = drafter.own_cores if ranks is None else ranks.bind(drafter.own_cores)
     os.sched_setaffinity(0, own_cores)
     torch.set_num_threads(min(threads, len(own_cores)))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Chooser, Proposal, RoundCosts, Stopping, Target
+from decoding.interfaces import Capabilities, Chooser, Proposal, RoundCosts, Stopping, Target
 from decoding.models.native.model import NativeTarget, Skips
 
 FILE = "skips.json"
@@ -33,7 +33,7 @@ class SelfSpeculation(ChainDrafter):
     0) whose sub-layer is skipped.
     """
 
-    caps = Caps(shape="chain", has_q=True)
+    capabilities = Capabilities(shape="chain", has_q=True)
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class LookupFirst:
             raise UserError(f"min_match is {min_match}, expected a number of tokens from 1 up.")
         self.drafter, self.min_match, self.name = drafter, min_match, drafter.name
         # what the index has read cannot be taken back
-        self.caps = replace(drafter.caps, can_overlap=False)
+        self.capabilities = replace(drafter.capabilities, can_overlap=False)
         self._indices: list[SuffixAutomaton] = []
 
     @property
@@ -96,7 +96,7 @@ class LookupFirst:
         ]
         copied = point_masses(copied_B, chooser)
         # whatever a row's neighbours draft: on trees every node has noise of its own
-        if self.caps.shape == "tree":
+        if self.capabilities.shape == "tree":
             chain_N = torch.arange(-1, copied.tokens_BN.shape[1] - 1, device=chooser.device)
             copied.parents_BN = chain_N.expand_as(copied.tokens_BN)
         left_B = [0 if tokens else budget for tokens, budget in zip(copied_B, budgets_B)]
@@ -106,7 +106,7 @@ class LookupFirst:
         if max(copied.counts_B) == 0:
             return drafted
         if max(drafted.counts_B) == 0:  # beyond the model's context, or not worth it
-            copied.steps, copied.beams = drafted.steps, drafted.beams
+            copied.steps, copied.frontiers = drafted.steps, drafted.frontiers
             return copied
         return _merged(drafted, copied, chooser)
 
@@ -123,9 +123,9 @@ class LookupFirst:
         self.drafter.select(rows)
         self._indices = [self._indices[row] for row in rows]
 
-    def time_step(self, beams: int = 1) -> None:
+    def time_step(self, frontier: int = 1) -> None:
         """One of the drafter's: a look-up costs next to nothing."""
-        self.drafter.time_step(beams)
+        self.drafter.time_step(frontier)
 
 
 class ChainWithLookup(LookupFirst):
@@ -173,7 +173,7 @@ def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
         torch.where(is_copied_B1, sides_BN[1], sides_BN[0]),
         [a or b for a, b in zip(drafted.counts_B, copied.counts_B, strict=True)],
         steps=drafted.steps,
-        beams=drafted.beams,
+        frontiers=drafted.frontiers,
         siblings=drafted.siblings,
         asks=drafted.asks,
     )

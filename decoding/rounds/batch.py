@@ -83,7 +83,7 @@ class Batch:
         # rows near their limit are padded past it
         capacity = max(row.limit for row in self.rows) + self.width() + 1
         self.target.open(len(prompts_B), capacity)
-        wants_hidden = self.drafter is not None and self.drafter.caps.needs_hidden
+        wants_hidden = self.drafter is not None and self.drafter.capabilities.needs_hidden
         hidden_BNC = prefill(self.target, [prompt[:-1] for prompt in prompts_B], wants_hidden)
         if self.drafter is not None:
             self.drafter.open(prompts_B, hidden_BNC, capacity)
@@ -133,7 +133,7 @@ class Batch:
             row.generation.draft_seconds += drafted_at - began
             if proposal is not None:
                 row.generation.draft_steps += proposal.steps
-                row.generation.draft_beams += proposal.beams or proposal.steps
+                row.generation.draft_frontiers += proposal.frontiers or proposal.steps
                 row.generation.verified += proposal.tokens_BN.shape[1]
             if row.generation.rounds == 1:
                 row.generation.first_token_seconds = row.generation.prefill_seconds + ended - began

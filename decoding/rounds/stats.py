@@ -24,8 +24,8 @@ class Generation:
     rounds: int = 0
     drafted: int = 0
     draft_steps: int = 0  # the drafter's model's forwards, of the whole batch
-    # of a row, that these started from, summed; one each where a drafter has no beams
-    draft_beams: int = 0
+    # of a row, that these started from, summed; one each in a chain
+    draft_frontiers: int = 0
     verified: int = 0  # nodes that the target's forwards ran over besides the tip, padding included
     # tests at depth 1, 2, ...; those before had passed
     tested_by_depth: list[int] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 from decoding.drafters.remote import RemoteChain
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Drafter, RoundCosts
+from decoding.interfaces import Capabilities, Drafter, RoundCosts
 from decoding.rounds.batch import Batch
 from decoding.schedules.pearl import Pearl, PearlWithoutPost, PearlWithoutPre
 from decoding.schedules.pearl_plus import PearlPlus, PearlPlusWall
@@ -24,29 +24,34 @@ SCHEDULES = VIRTUAL | WALL
 UNTAUGHT = ("fixed", "confidence")  # policies that learn nothing from a round
 
 
-def usual_stopping(caps: Caps, schedule: str) -> str:
+def usual_stopping(capabilities: Capabilities, schedule: str) -> str:
     """The policy where none is named: `cost_ratio` for tokens drawn one after the other from a
     distribution that can be read.
 
     Trees and lookups come whole, and the length of an overlapped chunk is its schedule's to choose:
     `fixed`.
     """
-    return "cost_ratio" if token_by_token(caps) and schedule == "serial" else "fixed"
+    return "cost_ratio" if token_by_token(capabilities) and schedule == "serial" else "fixed"
 
 
-def token_by_token(caps: Caps) -> bool:
+def token_by_token(capabilities: Capabilities) -> bool:
     """Whether a policy sees every drafted token before the next one is drawn, and can end the draft
     there.
     """
-    return caps.shape == "chain" and caps.has_q and caps.steps == "token" and caps.stops_by_token
+    return (
+        capabilities.shape == "chain"
+        and capabilities.has_q
+        and capabilities.steps == "token"
+        and capabilities.stops_by_token
+    )
 
 
-def weighs_costs(caps: Caps, schedule: str, stopping: str | None) -> bool:
+def weighs_costs(capabilities: Capabilities, schedule: str, stopping: str | None) -> bool:
     """Whether such a drafter, used so, decides by measured costs (stopping: None is the
     usual one).
     """
-    policy = stopping or usual_stopping(caps, schedule)
-    return policy == "cost_ratio" or caps.needs_costs or "plus" in schedule
+    policy = stopping or usual_stopping(capabilities, schedule)
+    return policy == "cost_ratio" or capabilities.needs_costs or "plus" in schedule
 
 
 def batch_type(
@@ -64,7 +69,7 @@ def batch_type(
         raise UserError(
             f"schedule '{schedule}' is unknown, expected one of serial, {', '.join(SCHEDULES)}."
         )
-    if not drafter.caps.can_overlap:
+    if not drafter.capabilities.can_overlap:
         raise UserError(
             f"schedule '{schedule}' needs a drafter that can overlap: chains of a model that runs "
             f"beside the target and forgets what it has read of a chunk that is thrown away. "

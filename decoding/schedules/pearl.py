@@ -282,7 +282,7 @@ class Pearl(Batch):
             generation.draft_seconds += took.draft
             generation.target_seconds += took.target
             generation.draft_steps += steps
-            generation.draft_beams += steps
+            generation.draft_frontiers += steps
             if generation.rounds == 1 and not generation.first_token_seconds:
                 generation.first_token_seconds = (
                     generation.prefill_seconds + generation.decode_seconds

@@ -69,7 +69,9 @@ class Worth:
         """Forget the last round's draft."""
         self.steps = self.verified = 0
         self.ended = False
-        self.beams = 1  # nodes of the last step that the next one is to start from: the likeliest
+        self.frontier = (
+            1  # nodes of the last step that the next one is to start from: the likeliest
+        )
         self.nodes: list[float] = []  # estimated chances of this round's nodes, trust included
         self._draft_ms = 0.0
         self._best_rate = 0.0  # tokens a millisecond, if the draft ended here
@@ -109,8 +111,8 @@ class Worth:
         """A step chose nodes with these chances; `ended` tells afterwards whether another step is
         worth its cost.
 
-        mass: the chances of those that the next step would go on from; None: `beams` tells from how
-        many it is to.
+        mass: the chances of those that the next step would go on from; None: `frontier` tells from
+        how many it is to.
         """
         self._step()
         self.nodes += [self.trust * chance for chance in chances_W]
@@ -119,7 +121,7 @@ class Worth:
     def _step(self) -> None:
         """Another step was taken."""
         self.steps += 1
-        self._draft_ms += self.costs.step_ms(self.beams)
+        self._draft_ms += self.costs.step_ms(self.frontier)
 
     def settle(self, chances_M: Sequence[float]) -> int:
         """The draft has these nodes after all. How many of the likeliest are verified."""
@@ -147,7 +149,7 @@ class Worth:
 
     def drew(self, chances_W: Sequence[float]) -> None:
         """The children that were admitted have these chances, now that they are drawn; 0 of the
-        others. `beams` tells how many of them the next step is to expand: that hangs on their
+        others. `frontier` tells how many of them the next step is to expand: that hangs on their
         tokens, and says nothing of those of their own children.
         """
         self._decide(chances_W, self._best_rate)
@@ -160,12 +162,12 @@ class Worth:
         are tells nothing of the next one's (LOG.md, "What drawn children are worth").
         """
         most, sums = 0.0, accumulate(sorted(chances_W, reverse=True))
-        self.beams, self._best_rate = 0, rate
+        self.frontier, self._best_rate = 0, rate
         for count, mass in enumerate(sums, 1):
             gain = self.trust * mass * self._steps.now - rate * self.costs.step_ms(count)
             if gain > most:
-                most, self.beams = gain, count
-        self.ended = self.beams == 0
+                most, self.frontier = gain, count
+        self.ended = self.frontier == 0
 
     def learn(self, accepted: int) -> None:
         """The round is over; a row that did not draft comes nearer to its prior, whatever was

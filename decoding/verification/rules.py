@@ -21,7 +21,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Chooser, Outcome, Proposal, Readback, ancestors
+from decoding.interfaces import Capabilities, Chooser, Outcome, Proposal, Readback, ancestors
 from decoding.sampling import noise
 from decoding.sampling.warpers import draw
 from decoding.verification import device_chain, device_tree
@@ -30,11 +30,11 @@ from decoding.verification.tail_rejection import among_candidates
 Rule = Callable[[Tensor, Proposal | None, Chooser, Readback], Outcome]
 
 
-def check_rule(verify: str, temperature: float, caps: Caps, name: str) -> None:
+def check_rule(verify: str, temperature: float, capabilities: Capabilities, name: str) -> None:
     """Raise UserError for a rule that cannot verify what a drafter of this name proposes; greedy
     decoding follows trees whatever `verify` is.
     """
-    if verify == "block" and temperature > 0 and caps.shape == "tree":
+    if verify == "block" and temperature > 0 and capabilities.shape == "tree":
         raise UserError(
             f"drafter {name} proposes trees, and verify=block tests chains: take verify=token or "
             f"verify=coupled, or a drafter of chains (of beams a single one, beam_width=1)."

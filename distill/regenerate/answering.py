@@ -29,6 +29,7 @@ from decoding.session import Turns
 from distill.config import RegenerateConfig
 from distill.regenerate.dialogues import Answer, Key, Message
 from jobs import ranks
+from jobs.aliases import current_costs
 from jobs.drafter_use import Use, check_not_evaluated
 from jobs.drafters import build, describe, uses
 from jobs.files import write_text
@@ -110,7 +111,7 @@ class Local:
         (drafter,) = build(mappings, used, self.folder).values()
         drafter.prepare(self.target, None)
         (use,) = used.values()
-        return drafter, use.settled(drafter.caps)
+        return drafter, use.settled(drafter.capabilities)
 
     def load(self) -> None:
         """Load what is loaded by the first request otherwise. Raises UserError for a target or
@@ -183,12 +184,14 @@ class Local:
         """
         drafter, use = self.drafting
         settings = replace(self.settings, **use.settings)
-        if drafter is None or not weighs_costs(drafter.caps, use.schedule, use.stopping):
+        if drafter is None or not weighs_costs(drafter.capabilities, use.schedule, use.stopping):
             return settings
         file = self.costs_file
         if self._measured is None and file is not None and file.is_file():
             self._measured = read_object(
-                file, "Delete it: the costs are measured again", RoundCosts.read
+                file,
+                "Delete it: the costs are measured again",
+                lambda entry: RoundCosts.read(current_costs(entry)),
             )
         if self._measured is None:
             prompts = sorted((request.ids for request in requests), key=len)

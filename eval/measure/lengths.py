@@ -8,7 +8,7 @@ It chooses nothing.
 from __future__ import annotations
 
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Target
+from decoding.interfaces import Capabilities, Target
 from decoding.models.native.model import NativeTarget
 from decoding.schedules.by_name import SCHEDULES, token_by_token
 from eval.config import EvalConfig
@@ -53,7 +53,9 @@ def rule_of(schedule: str, given: bool, own_cap: int | None = None) -> str:
     return "fastest" if schedule in SCHEDULES else "predicted"
 
 
-def own_cap_of(name: str, use: Use, caps: Caps, target: Target, usual: int) -> int | None:
+def own_cap_of(
+    name: str, use: Use, capabilities: Capabilities, target: Target, usual: int
+) -> int | None:
     """The most tokens of a draft where the drafter's stopping rule ends each one by itself; None
     where gamma does.
 
@@ -66,7 +68,7 @@ def own_cap_of(name: str, use: Use, caps: Caps, target: Target, usual: int) -> i
         fits = (
             use.stopping in SELF_ENDING
             and use.schedule == "serial"
-            and token_by_token(caps)
+            and token_by_token(capabilities)
             and not recorded
         )
         return usual if fits else None
@@ -76,7 +78,7 @@ def own_cap_of(name: str, use: Use, caps: Caps, target: Target, usual: int) -> i
             "this target records its steps, one for each width, so that lengths are the sweep's "
             "(target.execution=eager has none)"
         )
-    elif not token_by_token(caps):
+    elif not token_by_token(capabilities):
         why = "its proposals come whole, and no rule is asked after a token"
     elif use.stopping == "fixed":
         why = "stopping=fixed ends no draft"

@@ -289,6 +289,7 @@ def _records(
                     cpu_seconds=busy[arm],
                     differs_at=differs_at,
                     gap=gap,
+                    draft_beams=row.draft_frontiers,
                     **{name: vars(row)[name] for name in COUNTS},
                 )
             )

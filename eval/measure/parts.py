@@ -26,6 +26,7 @@ from decoding.schedules.by_name import WALL, weighs_costs
 from eval.measure.measurement import Bench
 from eval.measure.records import Arm, Condition
 from eval.statistics.schema import PartTimes
+from jobs.aliases import current_costs
 from jobs.files import write_text
 from jobs.run_files import lines_of, read_lines, read_object
 
@@ -83,7 +84,12 @@ def time_slice(
         place = (part, condition.temperature, condition.batch_size, name)
         slices.append(
             Slice(
-                *place, step.t_draft_ms, target_ms, step.context, shared, step.t_draft_by_beams_ms
+                *place,
+                step.t_draft_ms,
+                target_ms,
+                step.context,
+                shared,
+                step.t_draft_by_frontier_ms,
             )
         )
     return slices
@@ -126,7 +132,7 @@ def frozen_costs(
     weighing = [
         name
         for name, use in bench.uses.items()
-        if weighs_costs(bench.drafters[name].caps, use.schedule, use.stopping)
+        if weighs_costs(bench.drafters[name].capabilities, use.schedule, use.stopping)
     ]
     measured = (
         read_object(path, "Delete it: the costs are measured again", _costs_of)
@@ -157,7 +163,7 @@ def frozen_costs(
 
 
 def _costs_of(values: dict[str, Any]) -> dict[str, RoundCosts]:
-    return {key: RoundCosts.read(costs) for key, costs in values.items()}
+    return {key: RoundCosts.read(current_costs(costs)) for key, costs in values.items()}
 
 
 def median_parts(

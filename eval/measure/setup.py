@@ -177,7 +177,7 @@ def load(cfg: EvalConfig) -> Loaded:
     drafters = drafter_list.build(
         mappings, uses, folder, {device: _worker_device(target, uses.values())}
     )
-    uses = {name: use.settled(drafters[name].caps) for name, use in uses.items()}
+    uses = {name: use.settled(drafters[name].capabilities) for name, use in uses.items()}
     for drafter in drafters.values():
         drafter.prepare(target, None)  # what does not fit the target is told now, not after an hour
     tokenizer = load_tokenizer(folder, cfg.target.trust_remote_code)
@@ -189,8 +189,8 @@ def load(cfg: EvalConfig) -> Loaded:
         max_new_tokens=cfg.max_new_tokens,
         limit=cfg.max_prompts,
     )
-    caps = {
-        name: own_cap_of(name, uses[name], drafter.caps, target, cfg.max_draft_tokens)
+    own_caps = {
+        name: own_cap_of(name, uses[name], drafter.capabilities, target, cfg.max_draft_tokens)
         for name, drafter in drafters.items()
     }
     folders = {
@@ -201,7 +201,12 @@ def load(cfg: EvalConfig) -> Loaded:
     dtypes = {name: dtype for name, (_, dtype) in folders.items()}
     facts = {
         name: facts_of(
-            name, drafter, uses[name], bool(cfg.num_draft_tokens), caps[name], dtypes.get(name, "")
+            name,
+            drafter,
+            uses[name],
+            bool(cfg.num_draft_tokens),
+            own_caps[name],
+            dtypes.get(name, ""),
         )
         for name, drafter in drafters.items()
     }
@@ -330,7 +335,7 @@ def facts_of(
         name=name,
         layers=drafter.num_layers,
         parameters=drafter.num_parameters,
-        one_pass=drafter.caps.steps == "round",
+        one_pass=drafter.capabilities.steps == "round",
         stopping=use.stopping or "fixed",
         schedule=use.schedule,
         length_rule=rule_of(use.schedule, lengths_given, own_cap),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decoding.drafters.lookahead import Lookahead, Phrase, PhrasePool
-from decoding.interfaces import Caps, Observation, Proposal, RoundCosts, Stopping, Target
+from decoding.interfaces import Capabilities, Observation, Proposal, RoundCosts, Stopping, Target
 from decoding.sampling.token_chooser import TokenChooser
 
 
@@ -17,7 +17,7 @@ class Oracle:
     never right.
     """
 
-    caps = Caps(shape="chain", steps="round")
+    capabilities = Capabilities(shape="chain", steps="round")
     name, num_layers, num_parameters = "oracle", 0, 0
 
     def __init__(
@@ -67,7 +67,7 @@ class Oracle:
     def select(self, rows: Sequence[int]) -> None:
         self.truths = [self.truths[row] for row in rows]
 
-    def time_step(self, beams: int = 1) -> None: ...
+    def time_step(self, frontier: int = 1) -> None: ...
 
 
 class OracleTree(Oracle):
@@ -75,7 +75,7 @@ class OracleTree(Oracle):
     both are wrong.
     """
 
-    caps = Caps(shape="tree", steps="round")
+    capabilities = Capabilities(shape="tree", steps="round")
 
     def propose(
         self,

@@ -140,7 +140,7 @@ def before(row: DrafterRow, slow: bool = True) -> DrafterRow:
 
 # For the rows that weigh costs. A step from one beam costs as much as a token of a chain, further
 # beams as much as they may gain.
-COSTS = RoundCosts(0.2, (1.0, 1.05, 1.1, 1.15, 1.2), t_draft_by_beams_ms=((1, 0.2), (6, 0.45)))
+COSTS = RoundCosts(0.2, (1.0, 1.05, 1.1, 1.15, 1.2), t_draft_by_frontier_ms=((1, 0.2), (6, 0.45)))
 
 ROWS = [
     DrafterRow(

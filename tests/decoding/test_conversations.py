@@ -89,7 +89,7 @@ def test_a_drafter_that_wants_all_hidden_states_has_whole_prompts_read() -> None
     kit, settings = kit_of(), settings_of("greedy")
     drafter = next(row for row in ROWS if row.name == "recurrent").make(kit)
     some = conversations(kit.target, settings, Turns(kit.target, drafter))
-    drafter.caps = replace(drafter.caps, last_hidden=False)
+    drafter.capabilities = replace(drafter.capabilities, last_hidden=False)
     whole = conversations(kit.target, settings, Turns(kit.target, drafter))
     assert [one.answer.tokens for one in whole] == [one.answer.tokens for one in some]
     assert all(one.answer.prefilled == len(one.prompt) - 1 for one in whole)

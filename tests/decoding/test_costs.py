@@ -164,7 +164,7 @@ def test_a_round_without_a_draft_costs_no_rest_of_one_with() -> None:
 def test_a_step_of_beams_costs_what_its_width_does() -> None:
     """The first one starts from the tip, others from as many as they do."""
     costs = RoundCosts(
-        0.9, (1.0, 1.1, 1.2), 0.4, t_draft_by_beams_ms=((1, 0.2), (2, 0.3), (8, 0.9))
+        0.9, (1.0, 1.1, 1.2), 0.4, t_draft_by_frontier_ms=((1, 0.2), (2, 0.3), (8, 0.9))
     )
     assert [costs.step_ms(beams) for beams in (1, 1.5, 2, 5, 8)] == pytest.approx(
         [0.2, 0.25, 0.3, 0.6, 0.9]
@@ -172,7 +172,7 @@ def test_a_step_of_beams_costs_what_its_width_does() -> None:
     assert costs.steps_ms(1) == costs.steps_ms(1, 8) == pytest.approx(0.2)
     assert costs.steps_ms(3, 2) == pytest.approx(0.2 + 2 * 0.3)
     assert costs.round_ms(3, 2) == pytest.approx(0.2 + 2 * 0.9 + 1.2 + 0.4)
-    dearer = costs.dearer(0.1)
+    dearer = costs.with_slower_steps(0.1)
     assert dearer.t_draft_ms == dearer.step_ms(8) == pytest.approx(1.0) and dearer.step_ms(
         1
     ) == pytest.approx(0.3)
@@ -191,9 +191,9 @@ def test_every_width_is_timed_and_held_against_noise() -> None:
     asked: list[int] = []
 
     class Watched(RecurrentDrafter):
-        def time_step(self, beams: int = 1) -> None:
-            asked.append(beams)
-            super().time_step(beams)
+        def time_step(self, frontier: int = 1) -> None:
+            asked.append(frontier)
+            super().time_step(frontier)
 
     for draws in ("picked", "drawn"):
         asked.clear()
@@ -203,18 +203,18 @@ def test_every_width_is_timed_and_held_against_noise() -> None:
             "none of them is always behind the same forward"
         )
         assert (
-            set(parts.t_draft_by_beams_ms) == {1, 2, 4, 6}
-            and parts.t_draft_ms == parts.t_draft_by_beams_ms[6]
+            set(parts.t_draft_by_frontier_ms) == {1, 2, 4, 6}
+            and parts.t_draft_ms == parts.t_draft_by_frontier_ms[6]
         )
-    assert Watched(head=knowing_head(target), beam_width=6).caps.beams == (1, 6), (
+    assert Watched(head=knowing_head(target), beam_width=6).capabilities.frontiers == (1, 6), (
         "fixed beams know two widths"
     )
     noisy = Parts(0.4, {1: 1.0}, 10, 1, {1: 0.2, 2: 0.5, 4: 0.3, 6: 0.4}).costs
-    assert noisy.t_draft_by_beams_ms == ((1, 0.2), *((n, pytest.approx(0.4)) for n in (2, 4, 6)))
+    assert noisy.t_draft_by_frontier_ms == ((1, 0.2), *((n, pytest.approx(0.4)) for n in (2, 4, 6)))
     one, other = (
-        replace(noisy, t_draft_by_beams_ms=((1, low), (6, 2 * low))) for low in (0.1, 0.3)
+        replace(noisy, t_draft_by_frontier_ms=((1, low), (6, 2 * low))) for low in (0.1, 0.3)
     )
-    assert settled([one, one, other]).t_draft_by_beams_ms == (
+    assert settled([one, one, other]).t_draft_by_frontier_ms == (
         (1, pytest.approx(0.1)),
         (6, pytest.approx(0.2)),
     )
@@ -245,7 +245,7 @@ def test_whole_rounds_come_out_right_where_parts_were_timed_too_dear() -> None:
     def took(steps: int, ms: float) -> Generation:
         done = Generation()
         done.rounds, done.decode_seconds = 10, ms / 100
-        done.draft_steps = done.draft_beams = done.verified = 10 * steps
+        done.draft_steps = done.draft_frontiers = done.verified = 10 * steps
         return done
 
     rounds = {0: 4.0, 1: 4.9, 2: 5.8}
@@ -259,14 +259,14 @@ def test_noise_of_a_steps_rest_goes_both_ways() -> None:
     """Clipping each window at nothing would make steps dear that are not: a window's share may be
     negative, and half a step's time at least stays.
     """
-    costs = RoundCosts(1.0, (4.0, 4.0, 4.0, 4.0, 4.0), t_draft_by_beams_ms=((1, 1.0),))
+    costs = RoundCosts(1.0, (4.0, 4.0, 4.0, 4.0, 4.0), t_draft_by_frontier_ms=((1, 1.0),))
     drafter = ChainDrafter(model=models()[2])
 
     def took(steps: float, ms: float) -> Generation:
         """Ten rounds of so many steps and verified tokens, a tree's each of one beam."""
         done = Generation()
         done.rounds, done.decode_seconds = 10, ms / 100
-        done.draft_steps = done.draft_beams = done.verified = round(10 * steps)
+        done.draft_steps = done.draft_frontiers = done.verified = round(10 * steps)
         return done
 
     plain = took(0, 4.0)

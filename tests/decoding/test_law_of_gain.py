@@ -132,7 +132,9 @@ def test_a_drafter_that_is_never_right_changes_nothing(row: DrafterRow, rule: st
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     assert all(g.block_efficiency == 1 and g.accepted == 0 for g in drafted)
     assert all(0 < g.tested <= 23 for g in drafted), "nothing was put forward"
-    if not drafter.caps.needs_costs:  # what weighs costs gives up, but for a try now and then
+    if (
+        not drafter.capabilities.needs_costs
+    ):  # what weighs costs gives up, but for a try now and then
         assert all(g.tested == 23 for g in drafted), (
             "a token was put forward in every round but the last"
         )

@@ -14,7 +14,7 @@ import pytest
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.with_lookup import ChainWithLookup
 from decoding.errors import UserError
-from decoding.interfaces import Caps
+from decoding.interfaces import Capabilities
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
@@ -106,7 +106,7 @@ def test_the_ablations_gain_their_closed_forms() -> None:
 class Adversary(Oracle):
     """Never right, and drafts while the target verifies."""
 
-    caps = Caps(shape="chain", steps="round", can_overlap=True)
+    capabilities = Capabilities(shape="chain", steps="round", can_overlap=True)
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])

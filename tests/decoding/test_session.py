@@ -163,7 +163,7 @@ class LastState(ChainDrafter):
     target's own.
     """
 
-    caps = replace(ChainDrafter.caps, needs_hidden=True)
+    capabilities = replace(ChainDrafter.capabilities, needs_hidden=True)
     state: torch.Tensor
 
     def open(

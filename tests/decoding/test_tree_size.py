@@ -60,13 +60,13 @@ def test_steps_start_from_as_many_beams_as_paid(most_ms: float, expected: int) -
     """Four even nodes a level, each with one sure child: every beam that goes on is a node more on
     all levels below.
     """
-    costs = RoundCosts(most_ms, (1.0, 1.0, 1.0), t_draft_by_beams_ms=((1, 0.05), (4, most_ms)))
-    size, beams = TreeSize(costs, WIDTH, beams=(1, 2, 4)), []
+    costs = RoundCosts(most_ms, (1.0, 1.0, 1.0), t_draft_by_frontier_ms=((1, 0.05), (4, most_ms)))
+    size, beams = TreeSize(costs, WIDTH, frontiers=(1, 2, 4)), []
     for _ in range(60):
         chosen = size.choose(DEPTH, 12)
-        beams.append(size.beams)
+        beams.append(size.frontier)
         assert sum(chosen) <= 12
-        size.learn([[0.24] * 4, *[[0.24] * size.beams] * 2][: len(chosen)], min(1, len(chosen)))
+        size.learn([[0.24] * 4, *[[0.24] * size.frontier] * 2][: len(chosen)], min(1, len(chosen)))
     assert beams[-30:].count(expected) > 20
 
 
@@ -74,12 +74,12 @@ def test_a_number_of_beams_is_judged_by_the_rounds_that_had_it() -> None:
     """The first level is the same whatever goes on from it; what was not tried is thought of as of
     the best paths through so many.
     """
-    size = TreeSize(CHEAP, WIDTH, beams=(1, 4))
+    size = TreeSize(CHEAP, WIDTH, frontiers=(1, 4))
     first, one = size._chances(2, 1)
     assert size._chances(2, 4)[0] == first
     assert one == pytest.approx([first[0] * x for x in first])
     size.choose(2, 8)
-    size.chosen, size.beams = [1, 1], 1
+    size.chosen, size.frontier = [1, 1], 1
     size.learn([[0.5, 0.4, 0.0, 0.0], [0.3, 0.1, 0.0, 0.0]], 1)
     after = {beams: size._chances(2, beams) for beams in (1, 4)}
     assert after[1][0] == after[4][0] != first

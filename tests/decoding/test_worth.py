@@ -104,22 +104,22 @@ def test_a_step_goes_on_from_the_nodes_that_are_worth_it() -> None:
     tip and is charged so.
     """
     flat, steep = (
-        replace(CHEAP, t_draft_by_beams_ms=((1, 0.01), (4, most)), plain_overhead_ms=0.0)
+        replace(CHEAP, t_draft_by_frontier_ms=((1, 0.01), (4, most)), plain_overhead_ms=0.0)
         for most in (0.011, 3.0)
     )
     for costs, expected in ((flat, 4), (steep, 1)):
         worth = Worth(costs)
         worth.saw([0.2, 0.5, 0.1, 0.15])
-        assert (worth.beams, worth.ended) == (expected, False)
+        assert (worth.frontier, worth.ended) == (expected, False)
         assert worth._draft_ms == pytest.approx(0.01)
         worth.saw([0.5, 0.1, 0.1, 0.1])
         assert worth._draft_ms == pytest.approx(0.01 + costs.step_ms(expected))
     drawn = Worth(steep)
     assert sum(drawn.admit([0.4, 0.3, 0.3, 0.2])) == 4
     drawn.drew([0.05, 0.9, 0.05, 0.0])
-    assert drawn.beams == 1
+    assert drawn.frontier == 1
     drawn.drew([0.0, 0.0, 0.0, 0.0])
-    assert drawn.ended and drawn.beams == 0
+    assert drawn.ended and drawn.frontier == 0
 
 
 def test_the_likeliest_nodes_are_verified_within_their_number() -> None:

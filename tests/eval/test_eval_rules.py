@@ -298,7 +298,7 @@ def test_hugging_faces_schedule_begins_at_five_and_grows_by_two_unless_a_cap_of_
 def test_a_cap_of_its_own_is_for_rules_that_see_every_token(home):
     target = load_target(home / "target", dtype="float64")
     recorded = load_target(home / "target", dtype="float64", execution="graph")
-    chain, lookup = ChainDrafter.caps, PromptLookup.caps
+    chain, lookup = ChainDrafter.capabilities, PromptLookup.capabilities
     for name in SELF_ENDING:
         assert own_cap_of("x", Use(name), chain, target, 16) == 16
         assert own_cap_of("x", Use(name, max_draft_tokens=3), chain, target, 16) == 3

@@ -26,7 +26,7 @@ from tests.decoding.test_law_of_distribution import P_LIMIT, law_holds
 WIDTH, SCALE = 3, 0.8  # beams, and of a head that is not sure
 # A second beam seldom pays, a second child does.
 STEEP = replace(
-    COSTS, t_target_ms=(1.0, 1.002), t_draft_by_beams_ms=((1, 0.05), (2, 0.5), (3, 1.0))
+    COSTS, t_target_ms=(1.0, 1.002), t_draft_by_frontier_ms=((1, 0.05), (2, 0.5), (3, 1.0))
 )
 Keep = Callable[[drafts.DrawnDraft, Beams, Proposal], Tensor]
 
@@ -161,7 +161,7 @@ def test_drawn_children_that_are_not_expanded_stay(
             lambda step: step.admitted_BW
         ).sum(1).tolist()
         assert (
-            made.beams == beams.started < 1 + WIDTH * (len(beams.steps) - 1)
+            made.frontiers == beams.started < 1 + WIDTH * (len(beams.steps) - 1)
             or len(beams.steps) == 1
         )
         for row, count in enumerate(made.counts_B):

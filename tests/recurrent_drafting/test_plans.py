@@ -23,7 +23,8 @@ from .toys import knowing_head, markov
 WIDTH = 8
 FORWARDS = tuple(1 + 0.001 * n for n in range(40))  # nodes cost next to nothing
 FLAT, STEEP = (
-    RoundCosts(0.1, FORWARDS, t_draft_by_beams_ms=((1, 0.1), (WIDTH, most))) for most in (0.11, 4.0)
+    RoundCosts(0.1, FORWARDS, t_draft_by_frontier_ms=((1, 0.1), (WIDTH, most)))
+    for most in (0.11, 4.0)
 )
 
 
@@ -37,7 +38,7 @@ def mean_beams(costs: RoundCosts, rule: str, draws: str) -> float:
     if rule != "token":
         assert done.tokens == decode(target, None, [[1, 2, 3]], settings)[0].tokens
     assert done.draft_steps > done.rounds, "a round of one step starts from the tip alone"
-    return (done.draft_beams - done.rounds) / (done.draft_steps - done.rounds)
+    return (done.draft_frontiers - done.rounds) / (done.draft_steps - done.rounds)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -60,7 +61,9 @@ def test_a_search_has_as_many_beams_as_pay_on_the_machine(draws: str) -> None:
     """
     target = markov()
     dear = RoundCosts(
-        0.1, tuple(1.0 + 0.3 * n for n in range(40)), t_draft_by_beams_ms=((1, 0.1), (WIDTH, 0.11))
+        0.1,
+        tuple(1.0 + 0.3 * n for n in range(40)),
+        t_draft_by_frontier_ms=((1, 0.1), (WIDTH, 0.11)),
     )
     for costs, most, width in (
         (FLAT, WIDTH, WIDTH),
@@ -75,7 +78,7 @@ def test_a_search_has_as_many_beams_as_pay_on_the_machine(draws: str) -> None:
         settings = Settings(max_new_tokens=40, num_draft_tokens=4, costs=costs)
         (done,) = decode(target, drafter, [[1, 2, 3]], settings)
         assert done.tokens == decode(target, None, [[1, 2, 3]], settings)[0].tokens
-        assert (done.draft_beams > done.draft_steps) == (width > 1)
+        assert (done.draft_frontiers > done.draft_steps) == (width > 1)
 
 
 def test_widths_that_are_timed_end_at_the_most() -> None:
@@ -179,16 +182,20 @@ def test_a_tree_is_searched_where_its_whole_rounds_pay(better: int) -> None:
     drafter = RecurrentDrafter(head=knowing_head(target), beam_width=4, by_cost=True)
     asked: list[int] = []
 
-    def rate(costs: RoundCosts) -> float:
-        assert costs.beams is not None
-        asked.append(costs.beams)
-        return (2.0 if costs.beams == better else 1.0) / costs.target_ms(1)
+    class Planner:
+        def best_frontier(self, costs: RoundCosts) -> int:
+            return 4
 
-    drafter.caps = replace(drafter.caps, worth_beams=lambda costs: 4, rate=rate)
+        def expected_rate(self, costs: RoundCosts) -> float:
+            assert costs.frontier is not None
+            asked.append(costs.frontier)
+            return (2.0 if costs.frontier == better else 1.0) / costs.target_ms(1)
+
+    drafter.capabilities = replace(drafter.capabilities, frontier_planner=Planner())
     found = measure_costs(
         target, drafter, [1, 2, 3], Settings(num_draft_tokens=3), widths=weighed_widths(drafter, 3)
     )
-    assert sorted(asked) == [1, 4] and found.beams == better
+    assert sorted(asked) == [1, 4] and found.frontier == better
     assert len(found.t_target_ms) == 13, "forwards as wide as the tree are timed"
 
 

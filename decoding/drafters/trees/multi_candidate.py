@@ -19,7 +19,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Chooser, Proposal, Stopping
+from decoding.interfaces import Capabilities, Chooser, Proposal, Stopping
 
 
 class MultiCandidate(ChainDrafter):
@@ -31,7 +31,7 @@ class MultiCandidate(ChainDrafter):
     ChainDrafter's.
     """
 
-    caps = Caps(shape="tree", has_q=True, steps="round")
+    capabilities = Capabilities(shape="tree", has_q=True, steps="round")
 
     def __init__(self, *arguments: Any, branching: Sequence[int] = (3, 2), **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -106,7 +106,7 @@ class MultiCandidate(ChainDrafter):
     def _parents(self, parents: list[int], rows: int) -> Tensor:
         return devices.tensor(parents, self.model.device).expand(rows, -1)
 
-    def time_step(self, beams: int = 1) -> None:
+    def time_step(self, frontier: int = 1) -> None:
         """The forwards of one proposal at the depth of the last one; nothing is committed."""
         B = len(self.model.lengths_B)
         super().time_step()

@@ -42,7 +42,15 @@ from decoding.drafters.trees.candidates import NONE, Seen
 from decoding.drafters.trees.sampled import DrawnTree, Run
 from decoding.drafters.trees.sampled_children import Draws, are_drawn, check_kind
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Chooser, Observation, Proposal, RoundCosts, Stopping, Target
+from decoding.interfaces import (
+    Capabilities,
+    Chooser,
+    Observation,
+    Proposal,
+    RoundCosts,
+    Stopping,
+    Target,
+)
 
 
 class RankedTree(ChainDrafter):
@@ -55,7 +63,7 @@ class RankedTree(ChainDrafter):
     ChainDrafter's.
     """
 
-    caps = Caps(shape="tree")
+    capabilities = Capabilities(shape="tree")
 
     def __init__(
         self,
@@ -73,7 +81,7 @@ class RankedTree(ChainDrafter):
             )
         self.frontier, self.max_nodes = frontier, max_nodes
         self.draws = check_kind(draws, self.name)
-        self.caps = Caps(shape="tree", has_q=draws == "drawn", needs_costs=by_cost)
+        self.capabilities = Capabilities(shape="tree", has_q=draws == "drawn", needs_costs=by_cost)
         self.costs: RoundCosts | None = None
         self._ahead = False
         # of the opened batch, from its first round on
@@ -81,7 +89,7 @@ class RankedTree(ChainDrafter):
 
     def prepare(self, target: Target, costs: RoundCosts | None) -> None:
         """What nodes and levels are weighed by, where `by_cost` is set."""
-        self.costs = costs if self.caps.needs_costs else None
+        self.costs = costs if self.capabilities.needs_costs else None
         self._ahead = devices.runs_ahead(target.device)
 
     def width(self, gamma: int) -> int:
@@ -229,7 +237,7 @@ class RankedTree(ChainDrafter):
         tokens_BN, parents_BN, _ = seen.kept(order.indices, counts_B, max(places_B))
         return Proposal(tokens_BN, places_B, parents_BN, None, seen.levels, asks=budget.asks(seen))
 
-    def time_step(self, beams: int = 1) -> None:
+    def time_step(self, frontier: int = 1) -> None:
         """One forward over two levels of expanded nodes, the mean of a tree three deep; nothing is
         committed.
         """

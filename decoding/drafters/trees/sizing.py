@@ -7,9 +7,9 @@ decoding/stopping/marginal_gain.py). Here the numbers that would decide are read
 with the accepted lengths: for each level the chances of its likeliest nodes, which are their path
 probabilities. Their means over past rounds say what a tree of so many levels and nodes gains, the
 measured costs what it takes, and the size with the most expected tokens a millisecond is drafted.
-Where a step costs more the more nodes it starts from, the number of these (beams) is chosen with
-the size, each number by the rounds that had it. Estimates are trusted as far as they came true.
-Everything is the row's own, so its output hangs on no neighbour.
+Where a step costs more the more nodes it starts from, the number of these (its frontier) is chosen
+with the size, each number by the rounds that had it. Estimates are trusted as far as they came
+true. Everything is the row's own, so its output hangs on no neighbour.
 
 Shapes: L levels, W nodes of a level whose chances are known.
 """
@@ -21,7 +21,7 @@ from decoding.stopping.base import Tries
 
 
 class _Seen:
-    """What rounds saw whose steps started from one number of beams, older ones for less."""
+    """What rounds saw whose steps had one frontier, older ones for less."""
 
     def __init__(self) -> None:
         self.sums: list[list[float]] = []  # of the chances, by level and by rank in it
@@ -60,20 +60,20 @@ class TreeSize:
         costs: RoundCosts | None,
         width: int,
         branching: int | None = None,
-        beams: Sequence[int] = (),
+        frontiers: Sequence[int] = (),
     ) -> None:
         """costs: None where the number of nodes is fixed. width: W. branching: children that a node
         has at most; None: as many as a level.
-        beams: numbers of a level's nodes, fewest first, that the next step may start from, of which
-        one is chosen for a round; none: all nodes, and no step costs more for them.
+        frontiers: numbers of a level's nodes, fewest first, that the next step may start from, of
+        which one is chosen for a round; none: all nodes, and no step costs more for them.
         """
         self.costs, self.width, self.branching = costs, width, branching or width
         self._tries = Tries(costs) if costs is not None else None
-        self._seen = {number: _Seen() for number in beams or (width,)}
+        self._seen = {number: _Seen() for number in frontiers or (width,)}
         self._forward_ms: list[float] = []  # and the rest of a round, by nodes
         self._promised = self._kept = self.WEIGHT
         self.chosen: list[int] = []  # nodes of each level in the round that began
-        self.beams = max(self._seen)  # that each of its steps but the first starts from
+        self.frontier = max(self._seen)  # that each of its steps but the first starts from
 
     @property
     def trust(self) -> float:
@@ -88,16 +88,16 @@ class TreeSize:
             self.chosen = self._split(self._likeliest(self._chances(depth), depth, most), depth)
             return self.chosen
         best, self.chosen = 1 / self.costs.plain_ms, []
-        for beams in self._seen:
-            levels = self._chances(depth, beams)
+        for frontier in self._seen:
+            levels = self._chances(depth, frontier)
             for deepest in range(1, depth + 1):
                 ranked = self._likeliest(levels, deepest, most)
-                rate, taken = self._most_worth(ranked, self.costs.steps_ms(deepest, beams))
+                rate, taken = self._most_worth(ranked, self.costs.steps_ms(deepest, frontier))
                 if rate > best:
-                    best, self.chosen, self.beams = (
+                    best, self.chosen, self.frontier = (
                         rate,
                         self._split(ranked[:taken], deepest),
-                        beams,
+                        frontier,
                     )
         if self._tries is not None and not self._tries(bool(self.chosen)):
             self.chosen = []
@@ -146,9 +146,9 @@ class TreeSize:
                 *chances_LW[level][: self.width],
                 *[0.0] * (self.width - len(chances_LW[level])),
             ]
-            for beams, known in self._seen.items():
+            for frontier, known in self._seen.items():
                 # the first step starts from the tip alone, whatever the others do
-                if level == 0 or beams == self.beams:
+                if level == 0 or frontier == self.frontier:
                     known.add(level, seen)
             promised += sum(seen[:count])
         self._promised = self.WEIGHT + (self._promised - self.WEIGHT) * self.DISCOUNT + promised
@@ -159,17 +159,17 @@ class TreeSize:
         )
         self.chosen = []
 
-    def _chances(self, depth: int, beams: int | None = None) -> list[list[float]]:
-        """Mean chances by level, in rounds whose steps start from so many beams (None: from the
+    def _chances(self, depth: int, frontier: int | None = None) -> list[list[float]]:
+        """Mean chances by level, in rounds whose steps have this frontier (None: the
         most). What was not seen of a level is thought to follow the level before as the first one
         follows the tip.
         """
-        beams = beams or max(self._seen)
-        known = self._seen[beams]
+        frontier = frontier or max(self._seen)
+        known = self._seen[frontier]
         known.reach(depth, self.width)
         levels: list[list[float]] = []
         for sums, rounds in zip(known.sums[:depth], known.rounds):
-            before = self._products(levels[-1], levels[0], beams) if levels else self._first()
+            before = self._products(levels[-1], levels[0], frontier) if levels else self._first()
             means = [
                 (self.WEIGHT * b + x) / (self.WEIGHT + rounds)
                 for b, x in zip(before, sums, strict=True)
@@ -182,13 +182,13 @@ class TreeSize:
         """The first level before it was seen."""
         return [self.FIRST * (1 - self.FIRST) ** rank for rank in range(self.width)]
 
-    def _products(self, above: list[float], step: list[float], beams: int) -> list[float]:
+    def _products(self, above: list[float], step: list[float], frontier: int) -> list[float]:
         """The largest products of one of the first chances of one level and a chance of another,
         both falling.
         """
         found = (
             above[i] * step[j]
-            for i in range(min(beams, self.width))
+            for i in range(min(frontier, self.width))
             for j in range(self.width // (i + 1))
         )
         return sorted(found, reverse=True)[: self.width]

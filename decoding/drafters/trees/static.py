@@ -19,7 +19,7 @@ from decoding import devices
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.trees.sampled_children import Draws, are_drawn, check_kind
 from decoding.errors import UserError
-from decoding.interfaces import Caps, Chooser, Proposal, Stopping
+from decoding.interfaces import Capabilities, Chooser, Proposal, Stopping
 
 
 class StaticTree(ChainDrafter):
@@ -31,7 +31,7 @@ class StaticTree(ChainDrafter):
     arguments are ChainDrafter's.
     """
 
-    caps = Caps(shape="tree")
+    capabilities = Capabilities(shape="tree")
     DEFAULT = ((0, 0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 2), (1, 1), (2, 0), (3,))
 
     def __init__(
@@ -43,7 +43,7 @@ class StaticTree(ChainDrafter):
     ) -> None:
         super().__init__(*arguments, **named)
         self.draws = check_kind(draws, self.name)
-        self.caps = Caps(shape="tree", has_q=draws == "drawn")
+        self.capabilities = Capabilities(shape="tree", has_q=draws == "drawn")
         paths = {tuple(path[:end]) for path in choices for end in range(1, len(path) + 1)}
         if not paths or min(min(path) for path in paths) < 0:
             raise UserError(
@@ -130,7 +130,7 @@ class StaticTree(ChainDrafter):
         parents = [self._index.get(path[:-1], -1) for path in self.paths if len(path) <= depth]
         return devices.tensor(parents, self.model.device).expand(rows, -1)
 
-    def time_step(self, beams: int = 1) -> None:
+    def time_step(self, frontier: int = 1) -> None:
         """One forward over the nodes that a level's turn runs over on average; nothing is
         committed.
         """
