@@ -36,7 +36,7 @@ from decoding.interfaces import (
     ancestors,
 )
 from decoding.sampling.readback import Reading
-from decoding.verification.rules import follow
+from decoding.verification.follow import follow
 
 
 @dataclass(slots=True)

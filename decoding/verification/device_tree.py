@@ -1,7 +1,7 @@
 """`token` verification of trees where the host runs ahead of the device: one wait a round, whatever
 the tree.
 
-The eager twin is `verify._recursive`, which asks at every node. Here the device makes, for all
+The eager twin is `token_tree.token`, which asks at every node. Here the device makes, for all
 nodes at once, the few numbers that a walk may need; they are read together, and the host walks. Of
 a node these are the chances of its children, each given that those before it have failed, and the
 token that follows if they all have. That token is drawn at every node before the walk, by one

@@ -18,7 +18,7 @@ from decoding.engine import Engine, encode, load
 from decoding.errors import UserError
 from decoding.loop import start
 from decoding.rounds.settings import Settings
-from decoding.verification import device_tree, rules
+from decoding.verification import device_tree, token_tree
 from jobs.paths import resolve
 from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.operations import Operations
@@ -82,7 +82,7 @@ def drafting(chosen: Any) -> dict[str, Any]:
         )
         prompts = _prompts(chosen, engine, engine.target.max_length - chosen.max_new_tokens)
         operations = _operations(engine, drafter, prompts[0], settings)
-        with patch.object(rules, "_recursive", device_tree.token):
+        with patch.object(token_tree, "token", device_tree.token):
             of_a_gpu = _operations(engine, drafter, prompts[0], settings)
         found[name] = {
             **_shares(engine, drafter, prompts, settings, chosen.rounds),

@@ -15,7 +15,7 @@ from decoding.interfaces import Outcome, Proposal, Readback
 from decoding.models.native.model import NativeTarget
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
-from decoding.verification import rules
+from decoding.verification import follow, rules, token
 
 from . import last_word
 from . import test_law_of_gain as gains
@@ -44,7 +44,7 @@ def accept_the_second_best(monkeypatch: pytest.MonkeyPatch) -> None:
             best_BN2, drafted_BN = scores_BNV[:, :-1].topk(2).indices, proposal.tokens_BN
             among_BN = (best_BN2 == drafted_BN[:, :, None]).any(-1)
             choices_BN[:, :-1] = drafted_BN.where(among_BN, choices_BN[:, :-1])
-        return rules.follow(choices_BN, proposal, read)
+        return follow.follow(choices_BN, proposal, read)
 
     monkeypatch.setitem(rules.RULES, "greedy", lenient)
     monkeypatch.setitem(rules.RULES, "coupled", lenient)
@@ -59,7 +59,7 @@ def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         choices_BN = logits_BNV.argmax(-1)
         if proposal is not None:
             choices_BN[:, :-1] = proposal.tokens_BN
-        return rules.follow(choices_BN, proposal, read)
+        return follow.follow(choices_BN, proposal, read)
 
     for rule in ("greedy", "token", "block", "coupled"):
         monkeypatch.setitem(rules.RULES, rule, blind)
@@ -68,9 +68,9 @@ def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 def draw_from_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows a failed test is drawn from what the target says after the failed token."""
     monkeypatch.setattr(
-        rules,
-        "_final_weights",
-        lambda probs_BNV, _, accepted_B: rules.at_nodes(probs_BNV, [a + 1 for a in accepted_B]),
+        token,
+        "final_weights",
+        lambda probs_BNV, _, accepted_B: token.at_nodes(probs_BNV, [a + 1 for a in accepted_B]),
     )
 
 

@@ -24,7 +24,8 @@ from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.policies import NAMES
-from decoding.verification import rules
+from decoding.verification import token, token_tree
+from decoding.verification import token as token_module
 
 from .law_3 import P_LIMIT, PROMPT, WARPERS, drafter_of, law_holds, target_table
 from .many import ManyChooser, first_tokens, opened, without_collector
@@ -143,9 +144,9 @@ def drop_unlikely(monkeypatch: pytest.MonkeyPatch) -> Drafter:
 def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
     """After a failed test the next token is drawn from p, not from what q left of it."""
     monkeypatch.setattr(
-        rules,
-        "_final_weights",
-        lambda probs_BNV, _, accepted_B: rules.at_nodes(probs_BNV, accepted_B),
+        token,
+        "final_weights",
+        lambda probs_BNV, _, accepted_B: token_module.at_nodes(probs_BNV, accepted_B),
     )
     return ChainDrafter(model=draft_table())
 
@@ -215,7 +216,7 @@ def test_law_3_rejects_siblings_without_residual_update(
     """Drawn siblings and point masses alike: each is tested against p itself, as if none before it
     had failed.
     """
-    monkeypatch.setattr(rules, "_after_failure", lambda p_V, q_V, token: (p_V, q_V))
+    monkeypatch.setattr(token_tree, "after_failure", lambda p_V, q_V, token: (p_V, q_V))
     assert law_holds(drafter_of(row), "token", "plain") < P_LIMIT
 
 

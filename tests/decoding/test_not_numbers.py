@@ -19,6 +19,7 @@ from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from decoding.sampling.readback import Reading, watch
 from decoding.sampling.token_chooser import TokenChooser
+from decoding.verification import follow
 
 from .tiny import hf_model, native_of
 
@@ -125,7 +126,6 @@ def test_where_the_host_runs_ahead_the_numbers_come_with_the_rules_reading(
     brings it.
     """
     from decoding import devices
-    from decoding.verification import rules as verify
 
     reads = []
     monkeypatch.setattr(devices, "runs_ahead", lambda device: True)
@@ -139,9 +139,9 @@ def test_where_the_host_runs_ahead_the_numbers_come_with_the_rules_reading(
     chooser = TokenChooser(Settings().warper, "greedy", 0, 8, torch.device("cpu"))
     read = Reading(along, watched=[watch(logits, "the target", "logits")])
     assert reads == []
-    verify.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, read)
+    follow.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, read)
     assert read.answers() == [[3]]
     assert reads == [4], "choices, drafted tokens, what came along, and the largest logit"
     read = Reading(watched=[watch(logits * float("nan"), "the target", "logits")])
     with pytest.raises(UserError, match="the target computes non-finite logits"):
-        verify.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, read)
+        follow.greedy(logits, Proposal(torch.tensor([[1]]), [1]), chooser, read)

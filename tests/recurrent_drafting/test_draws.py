@@ -13,7 +13,7 @@ from decoding import devices
 from decoding.interfaces import Drafter, Proposal
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
-from decoding.verification import device_tree, rules, tail_rejection
+from decoding.verification import device_tree, tail_rejection, token_tree
 from recurrent_drafting import drafts, drawn_beams
 from recurrent_drafting.beams import Beams, Step
 from recurrent_drafting.drafter import RecurrentDrafter
@@ -233,7 +233,7 @@ def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPat
 def test_law_3_where_a_tree_is_read_at_once(
     draws: str, warper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "_recursive", device_tree.token)
+    monkeypatch.setattr(token_tree, "token", device_tree.token)
     drafter = recurrent(draft_table(), WIDTH, scale=SCALE, draws=draws)
     assert brief_law(drafter, warper) > P_LIMIT
 
@@ -241,7 +241,7 @@ def test_law_3_where_a_tree_is_read_at_once(
 def test_law_3_rejects_a_tree_read_at_once_without_residual(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rules, "_recursive", device_tree.token)
+    monkeypatch.setattr(token_tree, "token", device_tree.token)
     monkeypatch.setattr(device_tree.Candidates, "fail", lambda self, child, uniform: True)
     assert brief_law(drawn()) < P_LIMIT
 
@@ -261,7 +261,7 @@ def test_law_3_of_a_tail_of_several_tokens(
     """
     monkeypatch.setattr(drawn_beams, "CANDIDATES", 2)
     if rule == "at once":
-        monkeypatch.setattr(rules, "_recursive", device_tree.token)
+        monkeypatch.setattr(token_tree, "token", device_tree.token)
     fields = {"draft_vocab_size": shortlist}
     assert brief_law(recurrent(draft_table(), width, SCALE, fields, draws="drawn")) > P_LIMIT
 
@@ -291,6 +291,6 @@ def test_law_3_rejects_a_tail_that_is_tested_once(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drawn_beams, "CANDIDATES", 2)
-    monkeypatch.setattr(rules, "_recursive", device_tree.token)
+    monkeypatch.setattr(token_tree, "token", device_tree.token)
     broken(monkeypatch)
     assert brief_law(recurrent(draft_table(), 2, SCALE, draws="drawn")) < P_LIMIT

@@ -11,7 +11,7 @@ from decoding.loop import start
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings
-from decoding.verification import device_tree, rules
+from decoding.verification import device_tree, token_tree
 from recurrent_drafting.drafter import RecurrentDrafter
 from scripts.bench.operations import Operations
 from tests.decoding.rows import random_head
@@ -104,7 +104,7 @@ def test_a_sampled_round_as_well(
     """Token verification as it is where the host runs ahead; of several rows, which have a few
     operations more than one.
     """
-    monkeypatch.setattr(rules, "_recursive", device_tree.token)
+    monkeypatch.setattr(token_tree, "token", device_tree.token)
     batch, operations = opened(rule, draws=draws, rows=4, length=length, dtype=dtype, **warper)
     assert most_of(batch, operations) <= MOST, operations.counts
 

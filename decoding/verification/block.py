@@ -1,0 +1,103 @@
+"""Block verification: test a whole chain at once (Sun et al. 2025, arXiv 2403.10444).
+
+Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip
+comes first.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.interfaces import Chooser, Outcome, Proposal, Readback
+from decoding.sampling import noise
+from decoding.sampling.warpers import draw
+from decoding.verification import device_chain
+from decoding.verification.follow import tested
+from decoding.verification.token import at_nodes, probabilities, token
+
+
+def block(
+    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+) -> Outcome:
+    """Keep the longest beginning of the chain that passes a test of its own; never shorter on
+    average than `token`'s.
+
+    With w_0 = 1, w_i = min(1, w_(i-1) p(x_i) / q(x_i)) and s_i = sum_x max(w_i p(x | x_1..i) - q(x
+    | x_1..i), 0), the first i tokens pass with probability h_i = s_i / (s_i + 1 - w_i), all of them
+    with h_gamma = w_gamma (Sun et al. 2025, arXiv 2403.10444, Algorithm 2). The longest that passes
+    is kept; then max(w_i p - q, 0) is drawn from, or p after the whole chain.
+    """
+    if proposal is None:
+        return token(logits_BNV, None, chooser, read)
+    if proposal.parents_BN is not None:
+        raise ValueError(
+            "verify=block tests chains; a tree needs a rule that updates the residual between "
+            "siblings"
+        )
+    probs_BNV = chooser.warper.probs(logits_BNV)
+    q_BNV = _dense(proposal, probs_BNV)
+    if devices.runs_ahead(probs_BNV.device):
+        return device_chain.block(probs_BNV, q_BNV, proposal, chooser, read)
+    counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
+    # w_0 .. w_N
+    w_BN = [_running_ratios(*pair) for pair in zip(*probabilities(probs_BNV, proposal))]
+    weights_BN1 = torch.tensor(w_BN, dtype=probs_BNV.dtype, device=probs_BNV.device)[:, :-1, None]
+    # of w_i p over q after i tokens, i < N
+    surplus_BNV = (weights_BN1 * probs_BNV[:, :-1] - q_BNV).clamp_(min=0)
+    s_BN = surplus_BNV.sum(-1).tolist()
+    accepted_B = []
+    for b, count in enumerate(counts_B):
+        # The uniforms are independent, so it does not matter that a longer beginning is asked
+        # first.
+        passed = (
+            chooser.uniform(b, i - 1, noise.ACCEPT) <= _chance(s_BN[b], w_BN[b], i, count)
+            for i in range(count, 0, -1)
+        )
+        accepted_B.append(next((count - n for n, kept in enumerate(passed) if kept), 0))
+    weights_BV = at_nodes(probs_BNV, accepted_B)
+    failed = [b for b, count in enumerate(counts_B) if accepted_B[b] < count]
+    if failed:
+        residual_FV = at_nodes(surplus_BNV[failed], [accepted_B[b] for b in failed])
+        # w p = q up to rounding leaves no residual, and the failed test was one of probability
+        # zero: then p itself is right.
+        keep_F1 = residual_FV.sum(-1, keepdim=True) > 0
+        weights_BV = weights_BV.clone()
+        weights_BV[failed] = torch.where(keep_F1, residual_FV, weights_BV[failed])
+    purposes = [
+        noise.BONUS if accepted == count else noise.RESIDUAL
+        for accepted, count in zip(accepted_B, counts_B)
+    ]
+    uniforms = [
+        chooser.uniform(b, accepted, purpose)
+        for b, (accepted, purpose) in enumerate(zip(accepted_B, purposes))
+    ]
+    next_B = draw(weights_BV, uniforms).tolist()
+    tokens_B = [[*drafted[b][:accepted], next_B[b]] for b, accepted in enumerate(accepted_B)]
+    return Outcome(tokens_B, None, accepted_B, tested(accepted_B, counts_B))
+
+
+def _running_ratios(p_N: Sequence[float], q_N: Sequence[float]) -> list[float]:
+    """w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i) for i = 1 .. N. A padded node (q = 0) counts as
+    ratio 0.
+    """
+    ratios = [1.0]
+    for p, q in zip(p_N, q_N, strict=True):
+        ratios.append(min(1.0, ratios[-1] * p / q) if q > 0 else 0.0)
+    return ratios
+
+
+def _chance(s_N: Sequence[float], w_N: Sequence[float], i: int, count: int) -> float:
+    """h_i of `block`."""
+    if i == count:
+        return w_N[i]
+    rest = s_N[i] + 1 - w_N[i]
+    return s_N[i] / rest if rest > 0 else 1.0
+
+
+def _dense(proposal: Proposal, probs_BNV: Tensor) -> Tensor:
+    """q of every drafted token over the vocabulary; a point mass where the proposal has none."""
+    if proposal.q_BNV is not None:
+        return proposal.q_BNV
+    return torch.zeros_like(probs_BNV[:, :-1]).scatter_(-1, proposal.tokens_BN[:, :, None], 1.0)

@@ -1,0 +1,83 @@
+"""Follow the target's choices: the rules `greedy` and `coupled`, on chains and trees.
+
+The target chooses a token at every node, and the walk goes on through the child that equals it.
+Both rules keep the target's distribution; `coupled` also keeps its very tokens.
+
+Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip
+comes first.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.interfaces import Chooser, Outcome, Proposal, Readback, ancestors
+
+
+def greedy(
+    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+) -> Outcome:
+    """Keep drafted tokens that are the target's argmax."""
+    return follow(logits_BNV.argmax(-1), proposal, read)
+
+
+def coupled(
+    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+) -> Outcome:
+    """Keep drafted tokens that are the target's own sample under the shared noise."""
+    depths_BN = None
+    if proposal is not None and proposal.parents_BN is not None:
+        depths_BN = torch.nn.functional.pad(ancestors(proposal.parents_BN).sum(-1), (1, 0))
+        depths_BN.clamp_(max=chooser.depths - 1)  # what lies deeper rides along and is not verified
+    return follow(chooser.race(logits_BNV, 0, depths_BN), proposal, read)
+
+
+def follow(choices_BN: Tensor, proposal: Proposal | None, read: Readback) -> Outcome:
+    """Walk from the tip to the child that equals the target's choice, as long as there is one."""
+    if proposal is None:
+        (choices,) = read(choices_BN)
+        return Outcome(choices, None, [0] * len(choices), [0] * len(choices))
+    if proposal.parents_BN is not None:
+        choices, drafted, parents = read(choices_BN, proposal.tokens_BN, proposal.parents_BN)
+        return _follow_tree(choices, drafted, parents, proposal)
+    choices, drafted = read(choices_BN, proposal.tokens_BN)
+    accepted_B = [
+        next((n for n in range(count) if row[n] != wanted[n]), count)
+        for row, wanted, count in zip(drafted, choices, proposal.counts_B, strict=True)
+    ]
+    tokens_B = [
+        wanted[: accepted + 1] for wanted, accepted in zip(choices, accepted_B, strict=True)
+    ]
+    return Outcome(tokens_B, None, accepted_B, tested(accepted_B, proposal.counts_B))
+
+
+def _follow_tree(
+    choices: list[list[int]], drafted: list[list[int]], parents: list[list[int]], proposal: Proposal
+) -> Outcome:
+    tokens_B, paths_B, tested_B = [], [], []
+    for wanted, tokens, parent_of, count in zip(
+        choices, drafted, parents, proposal.counts_B, strict=True
+    ):
+        path: list[int] = []
+        tip = -1
+        while True:
+            children = [n for n in range(count) if parent_of[n] == tip]
+            match = next((n for n in children if tokens[n] == wanted[tip + 1]), None)
+            if match is None:
+                break
+            path.append(match)
+            tip = match
+        paths_B.append(path)
+        tokens_B.append([wanted[node + 1] for node in [-1, *path]])
+        tested_B.append(len(path) + bool(children))
+    return Outcome(
+        tokens_B, paths_B, [len(path) for path in paths_B], tested_B, proposal.drafted(parents)
+    )
+
+
+def tested(accepted_B: Sequence[int], counts_B: Sequence[int]) -> list[int]:
+    return [
+        accepted + (accepted < count) for accepted, count in zip(accepted_B, counts_B, strict=True)
+    ]

@@ -1,0 +1,102 @@
+"""Token verification on trees: recursive rejection among siblings (Yang et al. 2024, arXiv
+2401.06706, section 3.2).
+
+The eager reference; its twin that stays on the device is decoding/verification/device_tree.py.
+
+Shapes: B rows, N drafted tokens, R rows that go on, V vocabulary.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from decoding.interfaces import Chooser, Outcome, Proposal
+from decoding.sampling import noise
+from decoding.sampling.warpers import draw
+from decoding.verification.tail_rejection import among_candidates
+
+
+def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
+    """`token` on a tree whose siblings were drawn without replacement, or are point masses. Logits
+    are warped where the walk comes by.
+    """
+    assert proposal.parents_BN is not None
+    drafted, parents = proposal.tokens_BN.tolist(), proposal.parents_BN.tolist()
+    paths_B: list[list[int]] = [[] for _ in drafted]
+    tested_B, next_B = [0] * len(drafted), [0] * len(drafted)
+    going, depth = list(range(len(drafted))), 0
+    while going:
+        at_R = [paths_B[b][-1] + 1 if paths_B[b] else 0 for b in going]
+        rows_RV = logits_BNV[going, at_R] if len(drafted) > 1 else logits_BNV[:, at_R[0]]
+        ended, weights = [], []
+        for b, node, p_V in zip(going, at_R, chooser.warper.probs(rows_RV), strict=True):
+            children = [n for n in range(proposal.counts_B[b]) if parents[b][n] == node - 1]
+            uniform = partial(_test_number, chooser, b, depth)
+            if proposal.q_top is not None and children:
+                passed, left_V = among_candidates(
+                    children, drafted[b], p_V, *proposal.q_top.at(b, node), uniform
+                )
+            else:
+                q_V = (
+                    proposal.q_BNV[b, children[0]]
+                    if children and proposal.q_BNV is not None
+                    else None
+                )
+                passed, left_V = _one_by_one(children, drafted[b], p_V, q_V, uniform)
+            tested_B[b] += bool(children)
+            if passed is None:
+                ended.append((b, noise.RESIDUAL if children else noise.BONUS))
+                weights.append(left_V)
+            else:
+                paths_B[b].append(passed)
+        if ended:
+            drawn = draw(
+                torch.stack(weights), [chooser.uniform(b, depth, purpose) for b, purpose in ended]
+            ).tolist()
+            for (b, _), token in zip(ended, drawn, strict=True):
+                next_B[b] = token
+        going, depth = [b for b in going if len(paths_B[b]) > depth], depth + 1
+    tokens_B = [[*(drafted[b][n] for n in path), next_B[b]] for b, path in enumerate(paths_B)]
+    return Outcome(tokens_B, paths_B, [len(path) for path in paths_B], tested_B)
+
+
+def _test_number(chooser: Chooser, row: int, depth: int, node: int) -> float:
+    return chooser.uniform(row, depth, noise.ACCEPT, node)
+
+
+def _one_by_one(
+    children: list[int],
+    tokens: list[int],
+    p_V: Tensor,
+    q_V: Tensor | None,
+    uniform: Callable[[int], float],
+) -> tuple[int | None, Tensor]:
+    """The first child that passes, and what those before it left of p: p and q are made anew after
+    every failure. q_V: None for point masses.
+    """
+    failed: set[int] = set()
+    for child in children:
+        token = tokens[child]
+        if token in failed:  # nothing was drawn there (`sampling.draw_different`)
+            continue
+        p, q = p_V[token].item(), 1.0 if q_V is None else q_V[token].item()
+        if uniform(child) * q < p and q > 0:
+            return child, p_V
+        p_V, q_V = after_failure(p_V, q_V, token)
+        failed.add(token)
+    return None, p_V
+
+
+def after_failure(p_V: Tensor, q_V: Tensor | None, token: int) -> tuple[Tensor, Tensor | None]:
+    """p and q that the next sibling is tested by: what q left of p, and q without the
+    failed token.
+    """
+    without_V = p_V.clone() if q_V is None else q_V.clone()
+    without_V[token] = 0.0
+    residual_V = without_V if q_V is None else (p_V - q_V).clamp_(min=0)
+    total = residual_V.sum()
+    # p = q up to rounding: see `token.final_weights`
+    residual_V = residual_V / total if total > 0 else p_V
+    return residual_V, None if q_V is None else without_V / without_V.sum().clamp(min=1e-30)
