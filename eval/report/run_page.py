@@ -15,6 +15,7 @@ from pathlib import Path
 from decoding.rounds.stats import LOOPING_BELOW
 from decoding.schedules.by_name import SCHEDULES, VIRTUAL
 from eval.measure.records import STALL, Record
+from eval.report import plots, words
 from eval.report.markup import (
     bullets,
     colour_key,
@@ -26,7 +27,6 @@ from eval.report.markup import (
     tr,
     warned,
 )
-from eval.report.run_page import plots, words
 from eval.report.texts import Text, page_part
 from eval.statistics import agreement
 from eval.statistics.duels import duels

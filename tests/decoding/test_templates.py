@@ -23,7 +23,12 @@ from .tiny import hf_model, native_of
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 LOOPS = "{{% for i in range(100000) %}}{{% for j in range(100000) %}}{}{{% endfor %}}{{% endfor %}}"
-GROWS = "{% set n = namespace(s='') %}" + LOOPS.format("{% set n.s = n.s + 'xx' %}")
+# It grows slowly, so that the clock ends it and not the limit of its size.
+SLOW = "{% for j in range(2000) %}{% endfor %}"
+GROWS = (
+    "{% set n = namespace(s='') %}{% for i in range(100000) %}"
+    f"{SLOW}{{% set n.s = n.s + 'xx' %}}{{% endfor %}}"
+)
 MACRO = "{% macro f() %}" + LOOPS.format("x" * 100) + "{% endmacro %}{{ f() }}"
 BAD = {
     "output without end": (

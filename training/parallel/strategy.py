@@ -24,7 +24,7 @@ from jobs import ranks
 from jobs.config import ParallelConfig
 from training.optimizer import MasterAdamW, Optimizer, Rate, WithApart
 from training.optimizer_config import OptimizerConfig
-from training.parallel.strategy import fsdp, zero
+from training.parallel import fsdp, zero
 
 LAST_MOMENT = 0.1  # seconds; see Parallel.close
 
