@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decoding.drafters.chain import ChainDrafter
-from decoding.interfaces import Outcome, Proposal
+from decoding.interfaces import Outcome, Proposal, Readback
 from decoding.loop import decode
 from decoding.rounds.settings import Settings
 from decoding.sampling import noise
@@ -110,14 +110,14 @@ def accept_fresh_chunks_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
         assume_whole(self, chunk)
         self.whole = True  # type: ignore[attr-defined]
 
-    def blind(self: Pearl, logits_BNV: torch.Tensor, window: Proposal) -> Outcome:
+    def blind(self: Pearl, logits_BNV: torch.Tensor, window: Proposal, read: Readback) -> Outcome:
         whole, self.whole = getattr(self, "whole", False), False  # type: ignore[attr-defined]
         logits_BNV = logits_BNV.clone()
         for b, lane in enumerate(self.lanes):
             if window.counts_B[b] and (whole or not lane.tokens):
                 logits_BNV[b, 0] = float("-inf")
                 logits_BNV[b, 0, window.tokens_BN[b, 0]] = 0.0
-        return test(self, logits_BNV, window)
+        return test(self, logits_BNV, window, read)
 
     monkeypatch.setattr(Pearl, "_assume_whole", assume)
     monkeypatch.setattr(Pearl, "_test", blind)

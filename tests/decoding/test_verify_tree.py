@@ -126,7 +126,7 @@ def test_twins_walk_alike(kind: str) -> None:
     for seed in range(30):
         logits_BNV, proposal, chooser = random_tree(seed)
         proposal = KINDS[kind](proposal, seed)
-        eager = token_tree._recursive(logits_BNV, proposal, chooser)
+        eager = token_tree.token(logits_BNV, proposal, chooser)
         at_once = device_tree.token(logits_BNV, proposal, chooser)
         assert paths(at_once) == paths(eager)
         assert [tokens[:-1] for tokens in at_once.tokens_B] == [
@@ -155,7 +155,7 @@ def test_twins_go_on_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(12):
         logits_BNV, proposal, chooser = random_tree(seed)
         proposal = KINDS[kind](proposal, seed)
-        eager = token_tree._recursive(logits_BNV, proposal, chooser)
+        eager = token_tree.token(logits_BNV, proposal, chooser)
         assert device_tree.token(logits_BNV, proposal, chooser).tokens_B == eager.tokens_B
 
 
@@ -189,7 +189,7 @@ def test_a_walk_that_forgets_its_failures_goes_elsewhere(
 ) -> None:
     logits_BNV, proposal, chooser = random_tree(0)
     proposal = KINDS[kind](proposal, 0)
-    eager = token_tree._recursive(logits_BNV, proposal, chooser)
+    eager = token_tree.token(logits_BNV, proposal, chooser)
     monkeypatch.setattr(getattr(device_tree, stand), "fail", lambda self, child, uniform: True)
     assert paths(device_tree.token(logits_BNV, proposal, chooser)) != paths(eager)
 
@@ -225,7 +225,7 @@ def test_the_token_behind_the_path_has_the_law_of_what_is_left(kind: str) -> Non
     p_V = chooser.warper.probs(logits_BNV[row, 0])
     q_V = None if kind == "point masses" else q_BNV[row, 0]
     for child in one.tokens_BN[0, :3].tolist():
-        p_V, q_V = token_tree._after_failure(p_V, q_V, child)
+        p_V, q_V = token_tree.after_failure(p_V, q_V, child)
     last = Counter(tuple(tokens) for tokens in outcome.tokens_B if len(tokens) == 1)
     assert last.total() > 1_000
     law = {(token,): p for token, p in enumerate((p_V / p_V.sum()).tolist()) if p}
@@ -292,7 +292,7 @@ def test_rounding_lets_no_impossible_token_through(
             lambda *given, end=ENDS[seed % 3], own=numbers: own.get(given[3], end),
         )
         chooser = TokenChooser(Warper(1.0), "token", seed, V, torch.device("cpu"))
-        for rule in (token_tree._recursive, device_tree.token):
+        for rule in (token_tree.token, device_tree.token):
             outcome = rule(logits_BNV, proposal, chooser)
             for row, tokens in enumerate(outcome.tokens_B):
                 assert all(p_BV[row, token] > 0 for token in tokens)
@@ -349,8 +349,8 @@ def test_dense_and_sparse_q_are_one() -> None:
     for seed in range(6):
         logits_BNV, proposal, chooser = random_tree(seed)
         sparse = with_q(proposal, seed)
-        whole = token_tree._recursive(logits_BNV, dense(sparse), chooser)
-        assert token_tree._recursive(logits_BNV, sparse, chooser) == whole
+        whole = token_tree.token(logits_BNV, dense(sparse), chooser)
+        assert token_tree.token(logits_BNV, sparse, chooser) == whole
 
 
 def test_noise_of_a_depth_is_the_same_however_many_nodes_ask() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import jobs.run_folder
+import decoding.models.folder
 from distill.config import PruneConfig
 from distill.dry_run import importance_flops
 from distill.prune.job import run
@@ -201,7 +201,7 @@ def test_a_dry_run_reads_no_weights(
     def read(path: Path) -> str:
         raise AssertionError(f"{path} was read")
 
-    monkeypatch.setattr(jobs.run_folder, "sha256", read)
+    monkeypatch.setattr(decoding.models.folder, "sha256", read)
     folder = run(configured(tiny_target, tmp_path / "run", "dry_run=true"))
     card = json.loads((folder / "drafter_card.json").read_text())
     assert card["target_hash"] is card["drafter_hash"] is None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import jobs.run_folder
+import decoding.models.folder
 from decoding.models.folder import hash_input, sha256
 
 
@@ -17,8 +17,8 @@ def test_a_large_file_is_hashed_once_and_anew_when_it_changes(
         read.append(path.name)
         return sha256(path)
 
-    monkeypatch.setattr(jobs.run_folder, "sha256", counted)
-    monkeypatch.setattr(jobs.run_folder, "_LARGE", 8)
+    monkeypatch.setattr(decoding.models.folder, "sha256", counted)
+    monkeypatch.setattr(decoding.models.folder, "_LARGE", 8)
     (tmp_path / "large").write_text("0123456789")
     (tmp_path / "small").write_text("01")
     first = hash_input(tmp_path)

@@ -45,7 +45,7 @@ class Look:
 
 def paints() -> dict[str, Paint]:
     """Theme (light, dark) -> its colours, as report.css has them."""
-    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    css = Path(__file__).parent.with_name("report.css").read_text(encoding="utf-8")
     found = {}
     for theme, text in zip(
         ("light", "dark"), css.split("@media (prefers-color-scheme: dark)"), strict=True
