@@ -109,7 +109,7 @@ def test_the_chat_model_keeps_the_law(chat24m: Path, backend: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("rule", ["greedy", pytest.param("coupled", marks=pytest.mark.exhaustive)])
 def test_the_chat_model_keeps_the_law_on_64_prompts(chat24m: Path, rule: str) -> None:
     target = load_target(chat24m)
     settings = Settings(

@@ -95,6 +95,13 @@ def test_stories_keep_law_2(stories260k: Path, name: str) -> None:
     check_row(BY_NAME[name], stories260k, 3, sampled=True)
 
 
-@pytest.mark.parametrize("name", ["ranked_tree", "self_speculation", "recurrent_chain_with_lookup"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ranked_tree",
+        pytest.param("self_speculation", marks=pytest.mark.exhaustive),
+        pytest.param("recurrent_chain_with_lookup", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_chat_model_keeps_law_1(chat24m: Path, name: str) -> None:
     check_row(BY_NAME[name], chat24m, 2)

@@ -388,7 +388,13 @@ def hours_in(text: str) -> list[float]:
 @pytest.mark.parametrize(
     ("experiment", "millions", "pruning", "words"),
     [
-        ("llama_1b3", "1333.7 M", [], "importance: scores"),
+        pytest.param(
+            "llama_1b3",
+            "1333.7 M",
+            [],
+            "importance: scores",
+            marks=pytest.mark.exhaustive,
+        ),
         ("llama_796m", "796.3 M", [], "stage 2 of 2: 12 -> 5 layers"),
         (
             "llama_543m",
@@ -396,7 +402,13 @@ def hours_in(text: str) -> list[float]:
             ["prune_mode=l0", "prune_largest_cut=0.95"],
             "l0: weights and masks trained on 419,430,400",
         ),
-        ("llama_290m", "290.3 M", ["prune_mode=random"], "random weights"),
+        pytest.param(
+            "llama_290m",
+            "290.3 M",
+            ["prune_mode=random"],
+            "random weights",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 @pytest.mark.long

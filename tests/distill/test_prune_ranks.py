@@ -22,7 +22,14 @@ from . import prune_rank
 from .test_prune import BRIEF, NARROW, arguments, configured, same, weights
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-KINDS = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
+SELDOM = pytest.mark.exhaustive  # their engine is that of zero3
+KINDS = [
+    "ddp",
+    pytest.param("zero1", marks=SELDOM),
+    pytest.param("zero2", marks=SELDOM),
+    "zero3",
+    "fsdp",
+]
 MASKS = (*BRIEF, *NARROW, "drafter.intermediate_size=32")
 
 
