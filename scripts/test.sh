@@ -18,5 +18,6 @@ export SHALLOW_DRAFT_DRAWS="${SHALLOW_DRAFT_DRAWS:-${draws:-5000}}"
 say "ruff"  # two commands: behind `&&` a failure of the first would not end the script
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
+say "imports"; "$VENV/bin/lint-imports" --no-logo --no-cache
 say "mypy";   "$VENV/bin/mypy"
 say "pytest"; OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$VENV/bin/python" -m pytest -n "${PYTEST_WORKERS:-2}" -m "$markers" "$@"
