@@ -90,7 +90,7 @@ TOY = {
     "distill.skip_search": "held_out.max_prompts=2 held_out.max_new_tokens=4 max_skips=2",
     "distill.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 held_out.max_new_tokens=4",
     "eval.compare": "dry_run=true",
-    "eval.run": "max_prompts=2 sweep=[2] sweep_prompts=2 max_new_tokens=6 bootstrap_resamples=50 "
+    "eval.run": "max_prompts=3 sweep=[2] sweep_prompts=1 max_new_tokens=6 bootstrap_resamples=50 "
     "timing_repeats=1 samples=1",
     "recurrent_drafting.generate": "dry_run=true",
     "recurrent_drafting.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 "
