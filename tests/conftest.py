@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
+_COLLECTED = pytest.StashKey[list[str]]()
 _VARIABLE = "SHALLOW_DRAFT_DATA"
 
 
@@ -38,6 +39,20 @@ def _lacking(reason: str) -> None:
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Note every test, before any is deselected."""
+    item.session.stash.setdefault(_COLLECTED, []).append(item.name)
+
+
+@pytest.fixture(scope="session")
+def collected_tests(request: pytest.FixtureRequest) -> list[str]:
+    """Return the names of all tests of the suite, with those of the long tiers; a session of a part of it collects anew."""
+    from tests.snapshots import collect_all
+
+    given = {Path(request.config.invocation_params.dir, one).resolve() for one in request.config.args}
+    return request.session.stash[_COLLECTED] if {ROOT, ROOT / "tests"} & given else collect_all()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,399 @@
+"""Read what has to survive a change of the code's structure: a script stores it, a test compares it.
+
+All goes by command lines, files and the front door, so that little depends on where a class lives.
+"""
+
+import ast
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+FIXTURES = ROOT / "tests" / "fixtures"
+CONF = ROOT / "conf"
+TOLERANCE = 1e-9
+# What a generation did, in a line of records.jsonl; the rest of the line is times.
+DRAFTED = (
+    "part",
+    "temperature",
+    "drafter",
+    "num_draft_tokens",
+    "prompt_id",
+    "tokens",
+    "finish",
+    "rounds",
+    "tested_by_depth",
+    "accepted_by_depth",
+    "drafted",
+    "draft_steps",
+    "verified",
+    "trace",
+)
+# What a row of results.jsonl says besides times.
+COUNTED = (
+    "drafter",
+    "temperature",
+    "num_draft_tokens",
+    "prompts",
+    "tokens",
+    "rounds",
+    "verify",
+    "lossless",
+    "alpha",
+    "alpha_by_depth",
+    "tested_by_depth",
+    "accepted_by_depth",
+    "tau",
+    "distinct_4",
+)
+
+
+def run_command(job: str, *arguments: str) -> int:
+    """`python -m job arguments` in this process. Returns its exit status."""
+    before = sys.argv
+    sys.argv = [job, *arguments]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the module was imported before
+            runpy.run_module(job, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        sys.argv = before
+    return 0
+
+
+class Interrupting:
+    """A standard error that sends this process a signal at the first line with these words."""
+
+    encoding = "utf-8"
+
+    def __init__(self, words: str, number: int) -> None:
+        self.words, self.number = words, number
+
+    def write(self, text: str) -> int:
+        if self.words and self.words in text:
+            self.words = ""
+            os.kill(os.getpid(), self.number)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def isatty(self) -> bool:
+        return False
+
+
+def run_until(words: str, number: int, job: str, *arguments: str) -> int:
+    """Run a command, and interrupt it when it prints `words`. Returns its exit status."""
+    with redirect_stderr(Interrupting(words, number)):  # type: ignore[type-var]
+        return run_command(job, *arguments)
+
+
+def differences(
+    expected: Any, found: Any, tolerance: float = TOLERANCE, path: str = ""
+) -> list[str]:
+    """Name the places where two JSON values differ; numbers may by `tolerance` of their size."""
+    where = path or "the whole"
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        keys = [*expected, *(key for key in found if key not in expected)]
+        lacking = [
+            f"{path}.{key}: one side lacks it"
+            for key in keys
+            if key not in expected or key not in found
+        ]
+        shared = [key for key in keys if key in expected and key in found]
+        inner = [
+            differences(expected[key], found[key], tolerance, f"{path}.{key}") for key in shared
+        ]
+        return [*lacking, *(place for one in inner for place in one)]
+    if isinstance(expected, list) and isinstance(found, list):
+        if len(expected) != len(found):
+            return [f"{where}: {len(expected)} entries, found {len(found)}"]
+        pairs = enumerate(zip(expected, found, strict=True))
+        return [
+            place for i, (a, b) in pairs for place in differences(a, b, tolerance, f"{path}[{i}]")
+        ]
+    if isinstance(expected, float) and isinstance(found, int | float):
+        near = abs(expected - found) <= tolerance * max(1.0, abs(expected))
+        return [] if near else [f"{where}: {expected}, found {found}"]
+    return [] if expected == found else [f"{where}: {expected!r:.80}, found {found!r:.80}"]
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file with one a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def drafted(run: Path) -> list[dict[str, Any]]:
+    """Return what every generation of an evaluation did, in one order."""
+    records = [
+        {key: record[key] for key in DRAFTED} for record in json_lines(run / "records.jsonl")
+    ]
+    order = ("part", "temperature", "drafter", "num_draft_tokens", "prompt_id")
+    return sorted(records, key=lambda record: [str(record[key]) for key in order])
+
+
+def counted(run: Path) -> list[dict[str, Any]]:
+    """Return the fields of an evaluation's rows that hold no times."""
+    return [{key: row[key] for key in COUNTED} for row in json_lines(run / "results.jsonl")]
+
+
+def compared(folder: Path, run: Path) -> list[dict[str, Any]]:
+    """Return what a comparison adds to the rows of a run, without hashes."""
+    fields = row_fields(run)[""]
+    own = {"drafter", "temperature", "num_draft_tokens"}
+    return [
+        {
+            key: value
+            for key, value in line.items()
+            if key in own or not (key in fields or key.endswith("_hash"))
+        }
+        for line in json_lines(folder / "comparison.jsonl")
+    ]
+
+
+def answered(
+    engine: Any, prompts: Sequence[str], settings: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the front door's answers to prompts, with their rounds."""
+    from decoding import generate
+
+    replies = [
+        generate(engine, [{"role": "user", "content": prompt}], **settings) for prompt in prompts
+    ]
+    counts = ("finish", "rounds", "drafted", "tested_by_depth", "accepted_by_depth", "trace")
+    return [
+        {
+            "tokens": reply.tokens,
+            "text": reply.text,
+            **{name: vars(reply.stats)[name] for name in counts},
+        }
+        for reply in replies
+    ]
+
+
+def decisions(costs: Any) -> dict[str, Any]:
+    """Return the milliseconds of forwards, steps and rounds by these costs."""
+    return {
+        "plain_ms": costs.plain_ms,
+        "target_ms": [costs.target_ms(n) for n in range(1, 25)],
+        "step_ms": [costs.step_ms(beams) for beams in (1, 1.5, 2, 3, 4, 9)],
+        "steps_ms": [costs.steps_ms(steps) for steps in range(1, 5)],
+        "steps_ms_of_2_beams": [costs.steps_ms(steps, 2) for steps in range(1, 5)],
+        "round_ms": [
+            costs.round_ms(steps, nodes) for steps, nodes in ((0, 0), (1, 1), (2, 3), (4, 9))
+        ],
+        "rows": costs.rows,
+        "beams": costs.beams,
+    }
+
+
+def law_rows() -> dict[str, list[str]]:
+    """Return each row of the laws' table -> its rules, and the laws that it has a form for."""
+    from tests.decoding.rows import PICKED, ROWS
+
+    forms = {"law 3": "table", "law 4, perfect": "perfect", "law 4, adversarial": "adversarial"}
+    return {
+        row.name: [
+            *row.rules,
+            *(law for law, form in forms.items() if getattr(row, form) is not None),
+        ]
+        for row in [*ROWS, *PICKED]
+    }
+
+
+# Tests of a law, and tests that a check rejects what is broken on purpose.
+_OF_A_LAW = re.compile(
+    r"law_\d|law_of|reject|control|found_out|must_fail|would_break|perfect|never_right"
+)
+
+
+def by_function(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group names of tests: function -> the ids of its parameters, each as often as it comes."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        function, _, parameters = name.partition("[")
+        found.setdefault(function, []).append(parameters.removesuffix("]"))
+    return found
+
+
+def law_tests(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the tests of a law, and the negative controls."""
+    rejecting = negative_controls()
+    return {
+        function: ids
+        for function, ids in by_function(names).items()
+        if function in rejecting or _OF_A_LAW.search(function)
+    }
+
+
+def negative_controls() -> set[str]:
+    """Return the names of the test functions in which an assertion has to fail."""
+    return {
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and "pytest.raises(AssertionError" in ast.unparse(node)
+    }
+
+
+def collect_all() -> list[str]:
+    """Return the names of all tests, long ones too, as pytest collects them in a new process."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    ]
+    command += [
+        "-o",
+        "addopts=--import-mode=importlib",
+        "--ignore=tests/test_compatibility.py",
+        "tests",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+
+
+def lost(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the entries of lists by name that are there less often than before."""
+    gone = []
+    for name, entries in before.items():
+        missing = Counter(entries) - Counter(now.get(name, ()))
+        gone += [f"{name}[{entry}]" if entry else name for entry in missing.elements()]
+    return gone
+
+
+# What a job or a group has to be given before it composes.
+GIVEN = {
+    "distill.compact": ["model=FOLDER"],
+    "distill.quality": ["model=FOLDER"],
+    "eval.compare": ["runs=[RUN]"],
+}
+GIVEN_OF = {"benchmark": ["benchmark.path=PROMPTS.jsonl"]}
+
+
+def jobs() -> dict[str, dict[str, Any]]:
+    """Return job -> its top-level file in conf/."""
+    files = [yaml.safe_load(path.read_text()) for path in sorted(CONF.glob("*.yaml"))]
+    return {file["job"]: file for file in files if "job" in file}
+
+
+def options_of(group: str) -> list[str]:
+    """Return the names of a group's files."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def configurations() -> dict[str, list[str]]:
+    """Return job -> overrides that name a configuration: none, an experiment, or a group's option."""
+    found: dict[str, list[str]] = {job: [""] for job in jobs()}
+    for name in options_of("experiment"):
+        found[yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())["job"]].append(
+            f"+experiment={name}"
+        )
+    for job, file in jobs().items():
+        groups = [group for entry in file["defaults"] if isinstance(entry, dict) for group in entry]
+        for group in (group for group in groups if (CONF / group).is_dir()):
+            found[job] += [f"{group}={name}" for name in options_of(group)]
+    return found
+
+
+def composed(job: str, override: str) -> Any:
+    """Compose one of these configurations. Raises what the job raises."""
+    from tests.test_readme import composed as of_arguments
+
+    given = GIVEN_OF.get(override.partition("=")[0], [])
+    return of_arguments(job, [*GIVEN.get(job, []), *([override] if override else []), *given])
+
+
+def composing() -> dict[str, list[str]]:
+    """Return those of `configurations` that compose."""
+    from decoding.errors import UserError
+
+    found: dict[str, list[str]] = {}
+    for job, overrides in configurations().items():
+        for override in overrides:
+            try:
+                composed(job, override)
+            except UserError as error:
+                print(f"{job} {override}: {error}")
+            else:
+                found.setdefault(job, []).append(override)
+    return found
+
+
+def representative(configured: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """Yield every job alone, every experiment, and every group's option with its first job."""
+    seen: set[str] = set()
+    for job, overrides in configured.items():
+        for override in overrides:
+            if not override or override not in seen:
+                seen.add(override)
+                yield job, override
+
+
+def readme_commands() -> list[str]:
+    """Return the commands of the README."""
+    from tests.test_readme import commands
+
+    return commands()
+
+
+def named_drafters() -> dict[str, dict[str, Any]]:
+    """Return the files of conf/drafter that make a drafter: name -> class path and keys."""
+    found = {}
+    for name in options_of("drafter"):
+        values = yaml.safe_load((CONF / "drafter" / f"{name}.yaml").read_text())
+        if "_target_" in values:
+            found[name] = {"class": values.pop("_target_"), "keys": sorted(values)}
+    return found
+
+
+def row_fields(run: Path) -> dict[str, list[str]]:
+    """Return the fields of a line of results.jsonl, and those of the objects in it."""
+    rows = json_lines(run / "results.jsonl")
+    found = {"": {key for row in rows for key in row}}
+    for row in rows:
+        for key, value in row.items():
+            inner = value if isinstance(value, list) else [value]
+            if key not in ("t_target_ms", "V"):  # by a number
+                for one in (one for one in inner if isinstance(one, dict)):
+                    found.setdefault(key, set()).update(one)
+    return {key: sorted(names) for key, names in found.items()}
+
+
+def inventory(tests: Iterable[str], run: Path) -> dict[str, Any]:
+    """Return all that must not get lost. tests: names of all tests; run: a finished evaluation."""
+    return {
+        "law_rows": law_rows(),
+        "law_tests": law_tests(tests),
+        "configurations": composing(),
+        "commands": readme_commands(),
+        "row_fields": row_fields(run),
+        "drafters": named_drafters(),
+        "class_paths": class_paths(),
+    }
+
+
+def class_paths() -> list[str]:
+    """Return every `_target_` in conf/."""
+    texts = [path.read_text() for path in sorted(CONF.rglob("*.yaml"))]
+    return sorted({name for text in texts for name in re.findall(r"_target_: *([\w.]+)", text)})

@@ -1,0 +1,444 @@
+"""Files of an earlier version resume, load, draft and compare as they did, and nothing is lost.
+
+scripts/data/make_fixtures.py wrote tests/fixtures at the version whose files are kept. Every test
+works on a copy. Each comparison has a control: a changed byte or number must make it fail.
+
+Weights are compared bit for bit on the processor and the PyTorch that wrote them. Elsewhere 1e-6 is
+allowed: other vector units add in another order, which changed the weights by 1e-7 here. Decoding
+is in float64, so that tokens and rounds are the same on every machine.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from tests import snapshots
+
+TRAINING = ("distill.train", "recurrent_drafting.train")
+WEIGHTS = "drafter/model.safetensors"
+ELSEWHERE = 1e-6  # of the largest weight of a tensor
+INVENTORY = json.loads((snapshots.FIXTURES / "inventory.json").read_text())
+# What was renamed on purpose: the name in the inventory -> the name now (a row, a test function,
+# the ids of a test's parameters, an override, a command, a drafter).
+RENAMED: dict[str, str] = {}
+
+
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy the fixtures, and make the copy the working folder, from which their paths start."""
+    folder = tmp_path / "fixtures"
+    shutil.copytree(snapshots.FIXTURES, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def again(job: str, run: str) -> None:
+    """Run a job on a saved configuration."""
+    assert snapshots.run_command(job, "--config-file", f"{run}/config.yaml") == 0
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("config.yaml", ".lock")
+    }
+
+
+def reopen(run: Path) -> None:
+    """Make a finished run one that has not ended."""
+    manifest = json.loads((run / "manifest.json").read_text())
+    del manifest["artefacts"]
+    (run / "manifest.json").write_text(json.dumps({**manifest, "finished": False}))
+
+
+def on_the_same_machine(run: Path) -> bool:
+    """Whether a run's manifest names this processor and this PyTorch."""
+    manifest = json.loads((run / "manifest.json").read_text())
+    cpuinfo = Path("/proc/cpuinfo")
+    here = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    return (
+        manifest["hardware"]["cpu"] in here
+        and manifest["versions"]["torch"] == torch.__version__.partition("+")[0]
+    )
+
+
+def check_resumed(job: str) -> None:
+    """Resume a stopped training: its weights and figures have to be those of the finished one."""
+    stopped, finished = Path(job, "stopped"), Path(job, "finished")
+    before = (stopped / "metrics.jsonl").read_bytes()
+    again(job, str(stopped))
+    assert (stopped / "metrics.jsonl").read_bytes().startswith(before), "it began anew"
+    metrics = [
+        [
+            {key: value for key, value in line.items() if key != "tokens_per_second"}
+            for line in snapshots.json_lines(run)
+        ]
+        for run in (finished / "metrics.jsonl", stopped / "metrics.jsonl")
+    ]
+    assert not snapshots.differences(*metrics, tolerance=ELSEWHERE)
+    best = [
+        json.loads((run / "manifest.json").read_text())["metrics"]["best_step"]
+        for run in (finished, stopped)
+    ]
+    assert best[0] == best[1] == snapshots.json_lines(finished / "metrics.jsonl")[-1]["step"]
+    expected, found = load_file(finished / WEIGHTS), load_file(stopped / WEIGHTS)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        if on_the_same_machine(finished):
+            assert torch.equal(found[name], tensor), name
+        else:
+            torch.testing.assert_close(
+                found[name], tensor, rtol=0, atol=ELSEWHERE * max(1.0, float(tensor.abs().max()))
+            )
+
+
+@pytest.mark.parametrize("job", TRAINING)
+def test_a_stopped_training_ends_as_if_it_had_not_been(job: str, copied: Path):
+    assert len(snapshots.json_lines(copied / job / "stopped/metrics.jsonl")) > 0
+    check_resumed(job)
+
+
+def flip_a_byte(checkpoint: Path) -> None:
+    """The checkpoint is damaged, is passed over, and the run begins anew."""
+    file = checkpoint / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def change_the_state(checkpoint: Path) -> None:
+    """The checkpoint is whole, and another one."""
+    state = checkpoint / "state.json"
+    values = json.loads(state.read_text())
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        tensors = load_file(checkpoint / name)
+        moved = {key: 1.001 * one if one.ndim > 1 else one for key, one in tensors.items()}
+        save_file(moved, checkpoint / name)
+        values["hashes"][name] = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
+    state.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("job", "change"),
+    [
+        pytest.param(
+            job,
+            change,
+            id=f"{job} {change.__name__}",
+            marks=[pytest.mark.long] * (job != "distill.train"),
+        )
+        for job in TRAINING
+        for change in (flip_a_byte, change_the_state)
+    ],
+)
+def test_control_a_training_that_resumes_from_another_state_is_found_out(
+    job: str, change: Callable[[Path], None], copied: Path
+):
+    (checkpoint,) = (copied / job / "stopped/checkpoints").iterdir()
+    change(checkpoint)
+    with pytest.raises(AssertionError):
+        check_resumed(job)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", TRAINING)
+def test_a_training_from_the_start_gives_the_same(job: str, copied: Path):
+    stopped = copied / job / "stopped"
+    shutil.rmtree(stopped / "checkpoints")
+    (stopped / "metrics.jsonl").write_text("")
+    check_resumed(job)
+
+
+@pytest.mark.parametrize("job", [*TRAINING, "eval.run"])
+def test_a_finished_run_is_passed_over(job: str, copied: Path):
+    run = copied / (job if job == "eval.run" else f"{job}/finished")
+    before = contents(run)
+    again(job, str(run.relative_to(copied)))
+    assert contents(run) == before
+
+
+def test_control_a_finished_run_with_a_changed_byte_is_not_passed_over(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = copied / "distill.train/finished" / WEIGHTS
+    before = file.read_bytes()
+    file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    again("distill.train", "distill.train/finished")
+    assert file.read_bytes() != before[:-1] + bytes([before[-1] ^ 1])
+    assert "model.safetensors" in capsys.readouterr().out
+
+
+def answers() -> list[dict[str, Any]]:
+    """What the front door answers now where answers.json says what it did."""
+    from decoding import load
+    from decoding.stopping import RoundCosts
+
+    costs = json.loads(Path("eval.run/costs.json").read_text())
+    by_cost = RoundCosts.read(next(one for key, one in costs.items() if key.startswith("chain,")))
+    prompts = [line["turns"][0] for line in snapshots.json_lines(Path("prompts.jsonl"))][:2]
+    found, engines = [], {}
+    for case in json.loads(Path("answers.json").read_text()):
+        drafter, settings = case["drafter"], case["settings"]
+        if drafter not in engines:
+            engines[drafter] = load("target", drafter, dtype="float64")
+        more = {"costs": by_cost} if case["by_cost"] else {}
+        found.append(
+            {**case, "answers": snapshots.answered(engines[drafter], prompts, {**settings, **more})}
+        )
+    return found
+
+
+def test_the_front_door_answers_in_the_same_tokens_and_rounds(copied: Path):
+    expected = json.loads(Path("answers.json").read_text())
+    assert {str(case["drafter"]) for case in expected} >= {
+        "None",
+        "prompt_lookup",
+        "distill.train/finished/drafter",
+    }
+    assert any(sum(answer["accepted_by_depth"]) for case in expected for answer in case["answers"])
+    assert not snapshots.differences(expected, answers())
+
+
+def test_control_another_drafter_takes_other_rounds(copied: Path):
+    expected = json.loads(Path("answers.json").read_text())
+    file = copied / "distill.train/finished" / WEIGHTS
+    tensors = {
+        name: -tensor if name.startswith("lm_head") else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    found = answers()
+    assert snapshots.differences(expected, found)
+    greedy = [
+        [case["answers"] for case in side if "temperature" not in case["settings"]]
+        for side in (expected, found)
+    ]
+    tokens = [[[answer["tokens"] for answer in case] for case in side] for side in greedy]
+    assert tokens[0] == tokens[1], "no drafter changes what the target says"
+
+
+def test_control_a_changed_token_is_found_out():
+    expected = json.loads((snapshots.FIXTURES / "answers.json").read_text())
+    changed = json.loads(json.dumps(expected))
+    changed[-1]["answers"][-1]["tokens"][-1] += 1
+    assert len(snapshots.differences(expected, changed)) == 1
+
+
+def remeasured(run: str) -> Path:
+    """Measure an evaluation again, all but its costs."""
+    folder = Path(run)
+    for name in ("results.jsonl", "records.jsonl", "parts.jsonl", "report.html"):
+        (folder / name).unlink(missing_ok=True)
+    again("eval.run", run)
+    return folder
+
+
+def test_an_evaluation_that_goes_on_drafts_as_it_did(copied: Path):
+    """The costs that it had measured decide on lengths, beams and whether to draft."""
+    run = copied / "eval.run"
+    expected, rows = snapshots.drafted(run), snapshots.counted(run)
+    fields = snapshots.row_fields(run)
+    assert any(one["drafter"] == "head" and sum(one["accepted_by_depth"]) for one in expected)
+    reopen(run)
+    remeasured("eval.run")
+    assert not snapshots.differences(expected, snapshots.drafted(run))
+    assert not snapshots.differences(rows, snapshots.counted(run))
+    assert not snapshots.lost(fields, snapshots.row_fields(run))
+    assert not snapshots.lost(INVENTORY["row_fields"], snapshots.row_fields(run))
+
+
+@pytest.mark.long
+def test_control_other_costs_decide_otherwise(copied: Path):
+    run = copied / "eval.run"
+    expected = snapshots.drafted(run)
+    costs = json.loads((run / "costs.json").read_text())
+    for one in costs.values():
+        one["t_draft_ms"] *= 50
+        one["t_draft_by_beams_ms"] = [[beams, 50 * ms] for beams, ms in one["t_draft_by_beams_ms"]]
+    (run / "costs.json").write_text(json.dumps(costs))
+    reopen(run)
+    remeasured("eval.run")
+    changed = {
+        place.partition(".")[0] for place in snapshots.differences(expected, snapshots.drafted(run))
+    }
+    names = {expected[int(place.strip("[]"))]["drafter"] for place in changed}
+    assert names == {"chain", "head by cost"}
+
+
+def comparison(*more: str) -> list[dict[str, Any]]:
+    given = ["runs=[eval.run]", "bootstrap_resamples=50", "prompts=all", "output_dir=compared"]
+    assert snapshots.run_command("eval.compare", *given, *more) == 0
+    return snapshots.json_lines(Path("compared", "comparison.jsonl"))
+
+
+def check_compared() -> None:
+    """A comparison holds the rows as they were evaluated, and what was found about them then."""
+    rows, about = (
+        snapshots.json_lines(Path("eval.run/results.jsonl")),
+        json.loads(Path("comparison.json").read_text()),
+    )
+    found = comparison()
+    place = ("drafter", "temperature", "num_draft_tokens")
+    of_row = {tuple(row[key] for key in place): row for row in rows if row["part"] == "main"}
+    assert len(found) == len(about) == len(of_row)
+    for line, before in zip(found, about, strict=True):
+        row = of_row[tuple(line[key] for key in place)]
+        expected = {**row, **before}
+        assert not snapshots.differences(
+            expected, {key: line.get(key, "absent") for key in expected}
+        )
+
+
+def test_a_comparison_reads_of_an_evaluation_what_it_did(copied: Path):
+    check_compared()
+
+
+def slow_down(run: Path) -> str:
+    """A generation in the records took twice the time."""
+    file = run / "records.jsonl"
+    lines = [
+        {key: value for key, value in line.items() if key != "crc32"}
+        for line in snapshots.json_lines(file)
+    ]
+    slow = next(line for line in lines if line["drafter"] == "head")
+    slow["decode_seconds"] *= 2
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file.name
+
+
+@pytest.mark.long
+def test_control_a_changed_number_of_an_evaluation_is_compared(copied: Path):
+    file = copied / "eval.run" / slow_down(copied / "eval.run")
+    manifest = json.loads((copied / "eval.run/manifest.json").read_text())
+    manifest["artefacts"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (copied / "eval.run/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(AssertionError):
+        check_compared()
+
+
+def test_measured_costs_say_what_they_said():
+    from decoding.stopping import RoundCosts
+
+    for name, one in json.loads((snapshots.FIXTURES / "costs.json").read_text()).items():
+        assert not snapshots.differences(
+            one["decisions"], snapshots.decisions(RoundCosts.read(one["costs"]))
+        ), name
+        changed = {**one["costs"], "t_draft_ms": 1.01 * one["costs"]["t_draft_ms"]}
+        assert snapshots.differences(
+            one["decisions"], snapshots.decisions(RoundCosts.read(changed))
+        ), name
+
+
+def test_class_paths_of_a_saved_configuration_are_known(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+):
+    """All those of conf/, with lookup before them and picked children; the dry run loads them."""
+    file = copied / "class_paths/config.yaml"
+    config = yaml.safe_load(file.read_text())
+    paths = {entry["_target_"] for entry in config["drafters"]}
+    assert paths == set(INVENTORY["class_paths"])
+    file.write_text(yaml.safe_dump({**config, "dry_run": True}))
+    again("eval.run", "class_paths")
+    (line,) = (
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("drafters:")
+    )
+    assert line == f"drafters: {', '.join(entry['name'] for entry in config['drafters'])}"
+    config["drafters"][0]["_target_"] += "OfNoVersion"
+    file.write_text(yaml.safe_dump({**config, "dry_run": True}))
+    assert snapshots.run_command("eval.run", "--config-file", str(file)) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("run", ["class_paths", "class_path_of_a_worker"])
+def test_class_paths_of_a_saved_configuration_draft_as_they_did(run: str, copied: Path):
+    """Of a worker the tokens alone: the clock decides on the length of its chunks."""
+    expected = json.loads((copied / run / "drafted.json").read_text())
+    found = snapshots.drafted(remeasured(run))
+    if run == "class_path_of_a_worker":
+        expected, found = (
+            [{"tokens": one["tokens"]} for one in side] for side in (expected, found)
+        )
+    assert not snapshots.differences(expected, found)
+
+
+def renamed(names: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The inventory's names as they are now."""
+    found: dict[str, list[str]] = {}
+    for name, entries in names.items():
+        found.setdefault(RENAMED.get(name, name), []).extend(
+            RENAMED.get(entry, entry) for entry in entries
+        )
+    return found
+
+
+def test_no_row_left_a_law():
+    assert not snapshots.lost(renamed(INVENTORY["law_rows"]), snapshots.law_rows())
+
+
+def test_no_test_of_a_law_and_no_control_is_lost(collected_tests: list[str]):
+    before = renamed(INVENTORY["law_tests"])
+    assert not snapshots.lost(before, snapshots.by_function(collected_tests))
+    some = next(name for name in collected_tests if name.startswith("test_law_1_rejects["))
+    without = [name for name in collected_tests if name != some]
+    assert snapshots.lost(before, snapshots.by_function(without)) == [some], "the control"
+
+
+def configured(only: Callable[[dict[str, list[str]]], Any]) -> list[Any]:
+    return [
+        pytest.param(job, RENAMED.get(override, override), id=f"{job} {override}".strip())
+        for job, override in only(INVENTORY["configurations"])
+    ]
+
+
+REPRESENTATIVE = list(snapshots.representative(INVENTORY["configurations"]))
+
+
+@pytest.mark.parametrize(("job", "override"), configured(lambda _: REPRESENTATIVE))
+def test_every_configuration_still_composes(job: str, override: str):
+    assert snapshots.composed(job, override).job == job
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("job", "override"),
+    configured(
+        lambda all_: [
+            (j, o) for j, some in all_.items() for o in some if (j, o) not in REPRESENTATIVE
+        ]
+    ),
+)
+def test_every_other_configuration_still_composes(job: str, override: str):
+    assert snapshots.composed(job, override).job == job
+
+
+def test_commands_that_left_the_readme_still_compose():
+    """Those that stand there yet are composed by tests/test_readme.py."""
+    from tests.test_readme import composed, parts
+
+    for command in sorted({*INVENTORY["commands"]} - {*snapshots.readme_commands()}):
+        job, arguments = parts(RENAMED.get(command, command))
+        assert composed(job, arguments).job == job, command
+
+
+def test_no_drafter_and_no_key_of_one_is_lost():
+    now = {name: one["keys"] for name, one in snapshots.named_drafters().items()}
+    before = {name: one["keys"] for name, one in INVENTORY["drafters"].items()}
+    assert not snapshots.lost(renamed(before), now)
+    assert {RENAMED.get(name, name) for name in before} <= now.keys()
+
+
+def test_fixtures_are_small_and_name_no_machine():
+    files = [path for path in snapshots.FIXTURES.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 300_000
+    for path in files:
+        assert str(snapshots.ROOT).encode() not in path.read_bytes(), path
+        assert b"/tmp/" not in path.read_bytes(), path
