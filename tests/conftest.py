@@ -48,10 +48,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def collected_tests(request: pytest.FixtureRequest) -> list[str]:
-    """Return the names of all tests of the suite, with those of the long tiers; a session of a part of it collects anew."""
+    """Return the names of all tests of the suite, with those of the long tiers; a session of a part
+    of it collects anew.
+    """
     from tests.snapshots import collect_all
 
-    given = {Path(request.config.invocation_params.dir, one).resolve() for one in request.config.args}
+    given = {
+        Path(request.config.invocation_params.dir, one).resolve() for one in request.config.args
+    }
     return request.session.stash[_COLLECTED] if {ROOT, ROOT / "tests"} & given else collect_all()
 
 

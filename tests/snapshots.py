@@ -1,4 +1,5 @@
-"""Read what has to survive a change of the code's structure: a script stores it, a test compares it.
+"""Read what has to survive a change of the code's structure: a script stores it, a test compares
+it.
 
 All goes by command lines, files and the front door, so that little depends on where a class lives.
 """
@@ -196,7 +197,7 @@ def decisions(costs: Any) -> dict[str, Any]:
             costs.round_ms(steps, nodes) for steps, nodes in ((0, 0), (1, 1), (2, 3), (4, 9))
         ],
         "rows": costs.rows,
-        "beams": costs.beams,
+        "beams": costs.frontier,
     }
 
 
@@ -303,7 +304,9 @@ def options_of(group: str) -> list[str]:
 
 
 def configurations() -> dict[str, list[str]]:
-    """Return job -> overrides that name a configuration: none, an experiment, or a group's option."""
+    """Return job -> overrides that name a configuration: none, an experiment, or a
+    group's option.
+    """
     found: dict[str, list[str]] = {job: [""] for job in jobs()}
     for name in options_of("experiment"):
         found[yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())["job"]].append(

@@ -180,10 +180,13 @@ def test_control_a_finished_run_with_a_changed_byte_is_not_passed_over(
 def answers() -> list[dict[str, Any]]:
     """What the front door answers now where answers.json says what it did."""
     from decoding import load
-    from decoding.stopping import RoundCosts
+    from decoding.interfaces import RoundCosts
+    from jobs.aliases import current_costs
 
     costs = json.loads(Path("eval.run/costs.json").read_text())
-    by_cost = RoundCosts.read(next(one for key, one in costs.items() if key.startswith("chain,")))
+    by_cost = RoundCosts.read(
+        current_costs(next(one for key, one in costs.items() if key.startswith("chain,")))
+    )
     prompts = [line["turns"][0] for line in snapshots.json_lines(Path("prompts.jsonl"))][:2]
     found, engines = [], {}
     for case in json.loads(Path("answers.json").read_text()):
@@ -326,15 +329,16 @@ def test_control_a_changed_number_of_an_evaluation_is_compared(copied: Path):
 
 
 def test_measured_costs_say_what_they_said():
-    from decoding.stopping import RoundCosts
+    from decoding.interfaces import RoundCosts
+    from jobs.aliases import current_costs
 
     for name, one in json.loads((snapshots.FIXTURES / "costs.json").read_text()).items():
         assert not snapshots.differences(
-            one["decisions"], snapshots.decisions(RoundCosts.read(one["costs"]))
+            one["decisions"], snapshots.decisions(RoundCosts.read(current_costs(one["costs"])))
         ), name
         changed = {**one["costs"], "t_draft_ms": 1.01 * one["costs"]["t_draft_ms"]}
         assert snapshots.differences(
-            one["decisions"], snapshots.decisions(RoundCosts.read(changed))
+            one["decisions"], snapshots.decisions(RoundCosts.read(current_costs(changed)))
         ), name
 
 

@@ -37,7 +37,8 @@ from tests import snapshots  # noqa: E402
 
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}<u>{{ message['content'] }}"
-    "{% else %}<a>{% generation %}{{ message['content'] }}</s>{% endgeneration %}{% endif %}{% endfor %}"
+    "{% else %}<a>{% generation %}{{ message['content'] }}</s>{% endgeneration %}{% endif %}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
 SPECIAL = ["<unk>", "<s>", "</s>", "<u>", "<a>"]
@@ -386,13 +387,14 @@ def chosen(measured: dict[str, Any]) -> dict[str, Any]:
 
 def write_costs(measured: dict[str, Any]) -> None:
     """Write costs.json: measured costs of a chain and of beams, and what they predict."""
-    from decoding.stopping import RoundCosts
+    from decoding.interfaces import RoundCosts
+    from jobs.aliases import current_costs
 
     found = {
-        key: {"costs": one, "decisions": snapshots.decisions(RoundCosts.read(one))}
+        key: {"costs": one, "decisions": snapshots.decisions(RoundCosts.read(current_costs(one)))}
         for key, one in measured.items()
     }
-    if not any(one["costs"]["t_draft_by_beams_ms"] for one in found.values()):
+    if not any(one["costs"]["t_draft_by_frontier_ms"] for one in found.values()):
         sys.exit("no drafter has costs by beams")
     Path("costs.json").write_text(json.dumps(found) + "\n")
 
@@ -438,10 +440,13 @@ def compare() -> None:
 def answer() -> None:
     """Write answers.json: what the front door answers, by drafter and settings."""
     from decoding import load
-    from decoding.stopping import RoundCosts
+    from decoding.interfaces import RoundCosts
+    from jobs.aliases import current_costs
 
     costs = json.loads(Path("eval.run", "costs.json").read_text())
-    by_cost = RoundCosts.read(next(one for key, one in costs.items() if key.startswith("chain,")))
+    by_cost = RoundCosts.read(
+        current_costs(next(one for key, one in costs.items() if key.startswith("chain,")))
+    )
     found = []
     for drafter in (None, "prompt_lookup", DRAFTER):
         engine = load("target", drafter, dtype="float64")
