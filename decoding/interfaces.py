@@ -373,18 +373,29 @@ class Target(Protocol):
         """Start `batch_size` empty rows of at most `capacity` cache slots (default max_length)."""
         ...
 
-    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
         """(logits_BNV, hidden_BNC) of new tokens after each row's committed ones; nothing is
         committed by it.
 
         parents_BN[b, n] is the index of node n's parent among the new tokens, -1 for the committed
-        tip, and always smaller than n; None is a chain. hidden is after the final norm. Rows with
-        fewer tokens are padded on the right with any id and commit fewer.
+        tip, and always smaller than n; None is a chain. Rows with fewer tokens are padded on the
+        right with any id and commit fewer.
+
+        hidden is after the final norm. With taps it is (B, N, len(taps) * C): the hidden states at
+        these layers side by side, in this order. Number k is Hugging Face's `hidden_states[k]`: 0
+        the output of the embedding, k the state after k layers, and k = num_layers the one after
+        the final norm. Raises UserError for a layer that there is not, and for one named twice.
         """
         ...
 
-    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
-        """hidden_BNC alone, without the product with the vocabulary (for prefill)."""
+    def features(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> Tensor:
+        """The hidden states of `forward` alone, without the product with the vocabulary (for
+        prefill).
+        """
         ...
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
