@@ -303,7 +303,7 @@ class Observation:
 
     outcome: Outcome
     logits_BNV: Tensor  # of the tip and the drafted tokens
-    hidden_BNC: Tensor
+    hidden_BNC: Tensor  # of the same; with `Capabilities.taps` their states, side by side
     answers: list[Any] = field(default_factory=list)  # what the proposal asked for, as lists
 
 
@@ -326,6 +326,9 @@ class Capabilities:
     shape: str = "chain"  # or "tree"
     has_q: bool = False  # proposals carry the probabilities that the tokens were drawn from
     needs_hidden: bool = False  # wants the target's hidden states
+    # layers whose states it wants in place of the one after the final norm (`Target.forward`); they
+    # come side by side as the channels of every hidden state that it is given
+    taps: tuple[int, ...] = ()
     # of a prompt's only the last: `open` may be given that alone, as the only column
     last_hidden: bool = False
     can_overlap: bool = False  # can draft while the target verifies
@@ -338,6 +341,10 @@ class Capabilities:
     # frontiers at which a draft step is timed, narrowest first; one where all steps cost the same
     frontiers: tuple[int, ...] = (1,)
     frontier_planner: FrontierPlanner | None = None  # chooses among them by measured costs
+
+    def __post_init__(self) -> None:
+        if self.taps and not self.needs_hidden:
+            raise ValueError("a drafter with taps needs hidden states: set needs_hidden=True")
 
 
 class Target(Protocol):

@@ -99,7 +99,7 @@ class Session:
         # follows.
         self._sequence, self._drafts = row.sequence, False
         wants_hidden = drafter is not None and drafter.capabilities.needs_hidden
-        hidden_BNC = prefill(self.target, [prompt[kept:-1]], wants_hidden)
+        hidden_BNC = prefill(self.target, [prompt[kept:-1]], wants_hidden, batch.taps)
         if drafter is not None:
             self._tell(drafter, prompt, hidden_BNC)
         row.generation.prefilled = len(prompt) - 1 - kept
@@ -226,7 +226,7 @@ class Turns:
             if kept:
                 self.target.begin(place, name, kept)
         self.forget()
-        hidden_BNC = prefill(self.target, new_B, wants_hidden)
+        hidden_BNC = prefill(self.target, new_B, wants_hidden, batch.taps)
         if drafter is not None:
             if hidden_BNC is not None and not wants_all:
                 hidden_BNC = at_nodes(hidden_BNC, [max(len(new) - 1, 0) for new in new_B])[:, None]
