@@ -482,7 +482,8 @@ class Drafter(Protocol):
         the row held, the others are new.
 
         hidden_NC: the target's hidden states of the tokens that it has just read, at least one; the
-        last stands before the prompt's last token. Given if `capabilities.needs_hidden`.
+        last stands before the prompt's last token. Given if `capabilities.needs_hidden`; of all new
+        tokens, unless `capabilities.last_hidden`.
         """
         ...
 

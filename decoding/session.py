@@ -118,8 +118,12 @@ class Session:
         kept = shared(held, prompt)
         if drafter is not None and drafter.capabilities.needs_hidden:
             # The state before the tip comes out of a forward; a drafter that was never opened wants
-            # those of the whole prompt.
-            kept = 0 if self._drafted is None else max(0, min(kept, len(prompt) - 2))
+            # those of the whole prompt, and one of all states those of a turn without it too.
+            if self._drafted is None:
+                return 0
+            if not drafter.capabilities.last_hidden:
+                kept = min(kept, shared(self._drafted, prompt))
+            kept = max(0, min(kept, len(prompt) - 2))
         return kept
 
     def _tell(self, drafter: Drafter, prompt: Sequence[int], hidden_BNC: Tensor | None) -> None:

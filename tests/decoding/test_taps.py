@@ -18,19 +18,19 @@ from decoding.costs.timing import time_parts
 from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.with_lookup import LookupFirst
 from decoding.errors import UserError
-from decoding.interfaces import Capabilities, Observation, Target, ancestors
+from decoding.interfaces import Capabilities, Drafter, Observation, Target, ancestors
 from decoding.loop import decode
 from decoding.models import prefill as prefill_module
 from decoding.models.hf import HFTarget
 from decoding.models.native import static
 from decoding.models.native.model import NativeTarget, Skips
 from decoding.models.prefill import prefill
-from decoding.session import Turns
+from decoding.session import Session, Turns
 
 from . import test_conversations, test_laws, test_session
 from .rows import DrafterRow, Kit, before
 from .tap_reader import TAPS, TapChain, TapTree
-from .test_session import kit_of, settings_of
+from .test_session import drained, kit_of, settings_of
 from .test_targets import close, ids
 from .tiny import SHAPES, VOCABULARY, hf_model, native_of, random_prompts
 
@@ -419,6 +419,34 @@ def test_control_a_drafter_that_is_given_states_of_other_tokens_notices() -> Non
     late = Late(kit.target.weights, "late", execution="eager")
     with pytest.raises(AssertionError, match="not close"):
         decode(late, tap_chain(kit), [[5, 6, 7]], settings_of("greedy"))
+
+
+def test_turns_without_the_drafter_leave_no_gap_in_its_states() -> None:
+    """What a turn without it has read is read again: it wants the states of every token."""
+    settings, kit, other = settings_of("greedy"), kit_of(), kit_of()
+    drafter = tap_chain(kit)
+    session = Session(kit.target, drafter, settings)
+    text = [5, 6, 7, 8]
+    for turn, drafted in enumerate((True, False, False, True, False, True)):
+        text = [*text, 9 + turn, 20]
+        found = drained(session.start(text, drafted=drafted))
+        assert found.tokens == decode(other.target, None, [text], settings)[0].tokens
+        text += found.tokens
+    assert len(drafter.known_B[0][1]) >= len(text) - 4, "all but what the last round left"
+
+
+def test_control_a_gap_in_its_states_is_found_out() -> None:
+    class Careless(Session):
+        def _kept(self, prompt: Sequence[int], drafter: Drafter | None) -> int:
+            return min(super()._kept(prompt, None), len(prompt) - 2)
+
+    kit = kit_of()
+    session = Careless(kit.target, tap_chain(kit), settings_of("greedy"))
+    text = [5, 6, 7, 8]
+    for drafted in (True, False):
+        text += drained(session.start(text, drafted=drafted)).tokens
+    with pytest.raises(AssertionError, match="states of new tokens are missing"):
+        session.start(text)
 
 
 @pytest.mark.parametrize("taps", [(0, 4), (1, 1)])
