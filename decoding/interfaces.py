@@ -303,7 +303,7 @@ class Observation:
 
     outcome: Outcome
     logits_BNV: Tensor  # of the tip and the drafted tokens
-    hidden_BNC: Tensor
+    hidden_BNC: Tensor  # of the same; with `Capabilities.taps` their states, side by side
     answers: list[Any] = field(default_factory=list)  # what the proposal asked for, as lists
 
 
@@ -326,6 +326,9 @@ class Capabilities:
     shape: str = "chain"  # or "tree"
     has_q: bool = False  # proposals carry the probabilities that the tokens were drawn from
     needs_hidden: bool = False  # wants the target's hidden states
+    # layers whose states it wants in place of the one after the final norm (`Target.forward`); they
+    # come side by side as the channels of every hidden state that it is given
+    taps: tuple[int, ...] = ()
     # of a prompt's only the last: `open` may be given that alone, as the only column
     last_hidden: bool = False
     can_overlap: bool = False  # can draft while the target verifies
@@ -338,6 +341,10 @@ class Capabilities:
     # frontiers at which a draft step is timed, narrowest first; one where all steps cost the same
     frontiers: tuple[int, ...] = (1,)
     frontier_planner: FrontierPlanner | None = None  # chooses among them by measured costs
+
+    def __post_init__(self) -> None:
+        if self.taps and not self.needs_hidden:
+            raise ValueError("a drafter with taps needs hidden states: set needs_hidden=True")
 
 
 class Target(Protocol):
@@ -373,18 +380,29 @@ class Target(Protocol):
         """Start `batch_size` empty rows of at most `capacity` cache slots (default max_length)."""
         ...
 
-    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
         """(logits_BNV, hidden_BNC) of new tokens after each row's committed ones; nothing is
         committed by it.
 
         parents_BN[b, n] is the index of node n's parent among the new tokens, -1 for the committed
-        tip, and always smaller than n; None is a chain. hidden is after the final norm. Rows with
-        fewer tokens are padded on the right with any id and commit fewer.
+        tip, and always smaller than n; None is a chain. Rows with fewer tokens are padded on the
+        right with any id and commit fewer.
+
+        hidden is after the final norm. With taps it is (B, N, len(taps) * C): the hidden states at
+        these layers side by side, in this order. Number k is Hugging Face's `hidden_states[k]`: 0
+        the output of the embedding, k the state after k layers, and k = num_layers the one after
+        the final norm. Raises UserError for a layer that there is not, and for one named twice.
         """
         ...
 
-    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
-        """hidden_BNC alone, without the product with the vocabulary (for prefill)."""
+    def features(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> Tensor:
+        """The hidden states of `forward` alone, without the product with the vocabulary (for
+        prefill).
+        """
         ...
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
@@ -464,7 +482,8 @@ class Drafter(Protocol):
         the row held, the others are new.
 
         hidden_NC: the target's hidden states of the tokens that it has just read, at least one; the
-        last stands before the prompt's last token. Given if `capabilities.needs_hidden`.
+        last stands before the prompt's last token. Given if `capabilities.needs_hidden`; of all new
+        tokens, unless `capabilities.last_hidden`.
         """
         ...
 

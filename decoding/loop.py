@@ -12,6 +12,7 @@ import torch
 from decoding import devices
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target
+from decoding.models.taps import check_taps
 from decoding.rounds.batch import Batch, OnTokens, Row
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
@@ -109,6 +110,7 @@ def unread(
 def check(target: Target, drafter: Drafter | None, settings: Settings) -> None:
     """Raise UserError for settings under which this target cannot decode with this drafter."""
     if drafter is not None:
+        check_taps(target, drafter.capabilities.taps)
         check_rule(settings.verify, settings.temperature, drafter.capabilities, drafter.name)
     check_choice("schedule", settings.schedule, ("serial", *SCHEDULES))
     if settings.num_draft_tokens > target.max_length:

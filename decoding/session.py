@@ -99,7 +99,7 @@ class Session:
         # follows.
         self._sequence, self._drafts = row.sequence, False
         wants_hidden = drafter is not None and drafter.capabilities.needs_hidden
-        hidden_BNC = prefill(self.target, [prompt[kept:-1]], wants_hidden)
+        hidden_BNC = prefill(self.target, [prompt[kept:-1]], wants_hidden, batch.taps)
         if drafter is not None:
             self._tell(drafter, prompt, hidden_BNC)
         row.generation.prefilled = len(prompt) - 1 - kept
@@ -118,8 +118,12 @@ class Session:
         kept = shared(held, prompt)
         if drafter is not None and drafter.capabilities.needs_hidden:
             # The state before the tip comes out of a forward; a drafter that was never opened wants
-            # those of the whole prompt.
-            kept = 0 if self._drafted is None else max(0, min(kept, len(prompt) - 2))
+            # those of the whole prompt, and one of all states those of a turn without it too.
+            if self._drafted is None:
+                return 0
+            if not drafter.capabilities.last_hidden:
+                kept = min(kept, shared(self._drafted, prompt))
+            kept = max(0, min(kept, len(prompt) - 2))
         return kept
 
     def _tell(self, drafter: Drafter, prompt: Sequence[int], hidden_BNC: Tensor | None) -> None:
@@ -226,7 +230,7 @@ class Turns:
             if kept:
                 self.target.begin(place, name, kept)
         self.forget()
-        hidden_BNC = prefill(self.target, new_B, wants_hidden)
+        hidden_BNC = prefill(self.target, new_B, wants_hidden, batch.taps)
         if drafter is not None:
             if hidden_BNC is not None and not wants_all:
                 hidden_BNC = at_nodes(hidden_BNC, [max(len(new) - 1, 0) for new in new_B])[:, None]

@@ -110,10 +110,13 @@ def _time_parts(
     filled = [prompt[i % len(prompt)] for i in range(length + 1)]
     capacity = length + max(sizes[-1], STEP_ROOM) + 2
     target.open(batch_size, capacity)
-    prefill(target, [filled[:-1]] * batch_size)
     if drafter is not None:
         drafter.prepare(target, None)
-        drafter.open([filled] * batch_size, None, capacity)
+    wants_hidden = drafter is not None and drafter.capabilities.needs_hidden
+    taps = drafter.capabilities.taps if drafter is not None else ()
+    hidden_BNC = prefill(target, [filled[:-1]] * batch_size, wants_hidden, taps)
+    if drafter is not None:
+        drafter.open([filled] * batch_size, hidden_BNC, capacity)
     inputs = {n: torch.full((batch_size, n), filled[-1], device=target.device) for n in sizes}
     seconds: dict[int, list[float]] = {n: [] for n in sizes}
     draft_seconds: dict[int, list[float]] = (
@@ -128,7 +131,7 @@ def _time_parts(
             assert drafter is not None
             # each is to find the caches as full of the target's weights as the others do
             if len(draft_seconds) > 1:
-                target.forward(inputs[1])
+                target.forward(inputs[1], None, taps)
             devices.synchronize(target.device)
             draft_seconds[frontier].append(
                 _draft(drafter, in_a_row, frontier, target.device) / in_a_row
@@ -136,7 +139,7 @@ def _time_parts(
         for n in sizes:
             devices.synchronize(target.device)
             began = perf_counter()
-            target.forward(inputs[n])
+            target.forward(inputs[n], None, taps)
             devices.synchronize(target.device)
             seconds[n].append(perf_counter() - began)
     by_frontier = {n: 1e3 * median(taken[warmup:]) for n, taken in draft_seconds.items()}

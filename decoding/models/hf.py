@@ -10,11 +10,15 @@ two-branch tree on loading and refuses a model whose answer differs from running
 left open: slots come as a tensor then, so that no length is built into the code. Prompts are read
 uncompiled.
 
+Taps come from hooks on the model's own layers, there for the one forward: the state at layer k is
+the input of module k.
+
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, H key/value heads, D head size, T cache
 slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ from decoding.models.folder import (
     weight_files,
 )
 from decoding.models.model_check import check_loaded
+from decoding.models.taps import check_taps, join_taps
 
 EXECUTIONS = ("eager", "compiled")  # operation by operation; traced by torch.compile
 WIDEST = BAND_ROWS  # new tokens of a compiled forward: what is wider is a prompt
@@ -142,6 +147,7 @@ class HFTarget:
         self.slots = Slots(model.dtype, model.device)
         self.cache = RowCache(self.num_layers, 0, 0)
         self._hidden: Tensor | None = None
+        self._states: dict[int, Tensor] = {}  # at the taps of the running forward
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self._kept: dict[
             int, list[tuple[Tensor, Tensor]]
@@ -267,11 +273,20 @@ class HFTarget:
             "use_cache": True,
         }
 
-    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
         """(logits_BNV, hidden_BNC); see `Target.forward`."""
+        check_taps(self, taps)
+        with self._tapped(taps):
+            return self._forward(tokens_BN, parents_BN, taps)
+
+    def _forward(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
         inputs = self._inputs(tokens_BN, parents_BN)
         if self._compiled is None or tokens_BN.shape[1] > WIDEST or not self.cache.stores():
-            return self._run(inputs)
+            return self._run(inputs, taps)
         B, N = tokens_BN.shape
         plan = self.cache.plan
         assert plan is not None
@@ -280,27 +295,74 @@ class HFTarget:
             slots_BN = torch.arange(plan.end - N, plan.end, device=self.device).expand(B, N)
         # A copy: a view of the band, made outside inference, would be traced once more.
         return self._compiled(
-            tokens_BN, inputs["attention_mask"].clone(), inputs["position_ids"], slots_BN
+            tokens_BN, inputs["attention_mask"].clone(), inputs["position_ids"], slots_BN, taps
         )
 
-    def _run(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _run(self, inputs: dict[str, Any], taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         logits_BNV = self.model(**inputs).logits
         assert self._hidden is not None
-        return logits_BNV, self._hidden
+        return logits_BNV, self._read(self._hidden, taps)
+
+    def _read(self, hidden_BNC: Tensor, taps: tuple[int, ...]) -> Tensor:
+        """The hidden states at the taps; where there are none, those after the final norm."""
+        if not taps:
+            return hidden_BNC
+        return join_taps({**self._states, self.num_layers: hidden_BNC}, taps)
+
+    @contextmanager
+    def _tapped(self, taps: tuple[int, ...]) -> Iterator[None]:
+        """Inside, a forward leaves the inputs of these layers in `_states`."""
+        layers: Sequence[torch.nn.Module] = self._layers() if taps else []
+        hooks = [
+            layers[tap].register_forward_pre_hook(self._keep_input(tap), with_kwargs=True)
+            for tap in taps
+            if tap < self.num_layers
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._states = {}
+
+    def _keep_input(self, tap: int) -> Callable[..., None]:
+        def keep(_module: torch.nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._states[tap] = args[0] if args else named["hidden_states"]
+
+        return keep
+
+    def _layers(self) -> Sequence[torch.nn.Module]:
+        """The model's decoder layers. Raises UserError for a model that does not list them."""
+        for module in self.model.base_model.modules():
+            if isinstance(module, torch.nn.ModuleList) and len(module) == self.num_layers:
+                return list(module)
+        raise UserError(
+            f"{self.name}: this {self.model.config.model_type} model has no list of "
+            f"{self.num_layers} layers, so a drafter that reads hidden states between them cannot "
+            f"be used with it. Take a drafter without taps."
+        )
 
     def _step(
-        self, tokens_BN: Tensor, mask: Tensor, positions_BN: Tensor, slots_BN: Tensor
+        self,
+        tokens_BN: Tensor,
+        mask: Tensor,
+        positions_BN: Tensor,
+        slots_BN: Tensor,
+        taps: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """What is compiled: a forward in which every length is a tensor's size."""
         self.cache.plan = Plan(mask.shape[-1], None, slots_BN, positions_BN, mask, False)
         inputs = {"input_ids": tokens_BN, "attention_mask": mask, "position_ids": positions_BN}
-        return self._run({**inputs, "past_key_values": self.cache, "use_cache": True})
+        return self._run({**inputs, "past_key_values": self.cache, "use_cache": True}, taps)
 
-    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
-        """hidden_BNC without the logits of all positions: only the last one's are computed, and
-        dropped.
-        """
-        return self.model.base_model(**self._inputs(tokens_BN, parents_BN)).last_hidden_state
+    def features(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> Tensor:
+        """The hidden states of `forward` without the product with the vocabulary."""
+        check_taps(self, taps)
+        with self._tapped(taps):
+            found = self.model.base_model(**self._inputs(tokens_BN, parents_BN))
+            return self._read(found.last_hidden_state, taps)
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
         """Keep accepted nodes (see `Slots.commit`)."""

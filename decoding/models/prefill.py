@@ -12,10 +12,13 @@ PREFILL_CHUNK = 512  # tokens a row that a prefill forward takes at once, to bou
 
 
 def prefill(
-    target: Target, prompts_B: Sequence[Sequence[int]], keep_hidden: bool = False
+    target: Target,
+    prompts_B: Sequence[Sequence[int]],
+    keep_hidden: bool = False,
+    taps: tuple[int, ...] = (),
 ) -> Tensor | None:
     """Read prompts into an opened, empty target; rows may be empty. Returns hidden_BNC if asked,
-    padded on the right.
+    padded on the right: after the final norm, or at the taps (see `Target.forward`).
     """
     longest = max(len(prompt) for prompt in prompts_B)
     hidden: list[Tensor] = []
@@ -25,7 +28,7 @@ def prefill(
         tokens_BN = devices.tensor(
             [part + [0] * (width - len(part)) for part in parts], target.device
         )
-        hidden_BNC = target.features(tokens_BN)
+        hidden_BNC = target.features(tokens_BN, None, taps)
         target.commit(None, [len(part) for part in parts])
         if keep_hidden:
             hidden.append(hidden_BNC)

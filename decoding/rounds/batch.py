@@ -76,6 +76,11 @@ class Batch:
         """The most tokens that a round puts behind the tip."""
         return self.drafter.width(self.gamma) if self.drafter is not None else 0
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose hidden states the drafter reads."""
+        return self.drafter.capabilities.taps if self.drafter is not None else ()
+
     def open(self) -> None:
         """Fill the caches with all prompt tokens but the last."""
         began = perf_counter()
@@ -84,7 +89,8 @@ class Batch:
         capacity = max(row.limit for row in self.rows) + self.width() + 1
         self.target.open(len(prompts_B), capacity)
         wants_hidden = self.drafter is not None and self.drafter.capabilities.needs_hidden
-        hidden_BNC = prefill(self.target, [prompt[:-1] for prompt in prompts_B], wants_hidden)
+        read_B = [prompt[:-1] for prompt in prompts_B]
+        hidden_BNC = prefill(self.target, read_B, wants_hidden, self.taps)
         if self.drafter is not None:
             self.drafter.open(prompts_B, hidden_BNC, capacity)
         for row in self.rows:
@@ -163,14 +169,14 @@ class Batch:
         """Logits and hidden states of the tip and the drafted tokens."""
         tips_B1 = devices.tensor([row.sequence[-1:] for row in self.rows], self.target.device)
         if proposal is None:
-            return self._processed(*self.target.forward(tips_B1))
+            return self._processed(*self.target.forward(tips_B1, None, self.taps))
         tokens_BN = torch.cat((tips_B1, proposal.tokens_BN), 1)
         if proposal.parents_BN is None:
-            return self._processed(*self.target.forward(tokens_BN), proposal.tokens_BN)
+            forward = self.target.forward(tokens_BN, None, self.taps)
+            return self._processed(*forward, proposal.tokens_BN)
         parents_BN = torch.cat((torch.full_like(tips_B1, -1), proposal.parents_BN + 1), 1)
-        return self._processed(
-            *self.target.forward(tokens_BN, parents_BN), proposal.tokens_BN, proposal.parents_BN
-        )
+        forward = self.target.forward(tokens_BN, parents_BN, self.taps)
+        return self._processed(*forward, proposal.tokens_BN, proposal.parents_BN)
 
     def _processed(
         self,

@@ -172,7 +172,7 @@ class Pearl(Batch):
         width = max(len(fed) for fed in fed_B)
         padded = [fed + [0] * (width - len(fed)) for fed in fed_B]
         fed_BN = devices.tensor(padded, self.target.device)
-        forward = self._processed(*self.target.forward(fed_BN), fed_BN[:, 1:])
+        forward = self._processed(*self.target.forward(fed_BN, None, self.taps), fed_BN[:, 1:])
         devices.synchronize(self.target.device)
         return forward
 

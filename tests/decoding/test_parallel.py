@@ -49,6 +49,9 @@ def exercise(target: Target) -> Script:
         target.open(4, 40)
         seen.append(prefill(target, [[5, 6, 7], [9], [], [4, 4, 3, 8, 11]], keep_hidden=True))  # type: ignore[arg-type]
         seen += target.forward(ids(4, 3))  # a chain behind rows of own lengths
+        for taps in ((1,), (2, 0, 1)):  # of every rank's layers, in another order than they run
+            seen.append(target.features(ids(4, 3), None, taps))
+        seen += target.forward(ids(4, 3), None, (2,))
         target.commit(None, [3, 0, 1, 2])
         seen += target.forward(
             ids(4, 6, seed=1), torch.tensor([[-1, 0, 0, 1, 1, 4], [-1, 0, 1, 0, 3, 3]] * 2)
@@ -128,17 +131,22 @@ class Threads:
             thread.join()
         return answers[0]
 
-    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
         hidden_BNC = self.features(tokens_BN, parents_BN)
-        return self.lm_head(hidden_BNC), hidden_BNC
+        logits_BNV = self.lm_head(hidden_BNC)
+        return logits_BNV, self.features(tokens_BN, parents_BN, taps) if taps else hidden_BNC
 
-    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+    def features(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> Tensor:
         def work(rank: int) -> Tensor:
             target = self.ranks[rank]
             if rank and isinstance(target, Stage):
                 room = torch.empty(*tokens_BN.shape, target.hidden_size, dtype=torch.float64)
-                return target.through_layers(room, parents_BN)
-            return target.features(tokens_BN, parents_BN)
+                return target.through_layers(room, parents_BN, taps, {})
+            return target.features(tokens_BN, parents_BN, taps)
 
         return self._all(work)  # type: ignore[return-value]
 

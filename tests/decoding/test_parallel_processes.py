@@ -179,7 +179,7 @@ def test_an_interrupt_within_a_forward_ends_the_ranks_for_good(
     def interrupted(*_: object) -> Tensor:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(target._target, "features", interrupted)
+    monkeypatch.setattr(target._target, "forward", interrupted)
     before = os.sched_getaffinity(0)
     bound = lanes(SimpleNamespace(own_cores=sorted(before)[:2] if len(before) > 1 else []), target)  # type: ignore[arg-type]
     # not replaced by what the ranks that are gone would have to say

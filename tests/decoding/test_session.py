@@ -4,6 +4,7 @@ what is new. Several: test_conversations.py.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -78,11 +79,9 @@ def test_the_drafter_reads_only_what_is_new() -> None:
     class Counting(NativeTarget):
         read = 0
 
-        def features(
-            self, tokens_BN: torch.Tensor, parents_BN: torch.Tensor | None = None
-        ) -> torch.Tensor:
+        def _states(self, tokens_BN: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
             self.read += tokens_BN.shape[1]
-            return super().features(tokens_BN, parents_BN)
+            return super()._states(tokens_BN, *rest)
 
     kit = kit_of()
     model = kit.draft_model

@@ -133,15 +133,12 @@ def test_outputs_stay_when_the_step_runs_again() -> None:
     assert torch.equal(first, kept[0]) and torch.equal(hidden, kept[1])
 
 
-def test_taps_partial_views_and_full_caches() -> None:
+def test_partial_views_and_full_caches() -> None:
     targets = pair("llama")
     with torch.inference_mode():
         for target in targets:
-            target.taps = (0, 1)
             target.open(1, 12)
         both(targets, ids(1, 6))
-        for tap in (0, 1):
-            same(targets[0].tapped[tap], targets[1].tapped[tap])
         for target in targets:
             target.commit(None, [6])
         both([target.partial(Skips(attention=(1,), mlp=(0,))) for target in targets], ids(1, 3))

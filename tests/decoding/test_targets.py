@@ -168,18 +168,6 @@ def test_stale_slots_and_reopening_do_not_show() -> None:
             close(logits_BNV[0], plain(model, tokens[0].tolist()))
 
 
-def test_taps_are_the_outputs_of_layers() -> None:
-    target, model = make("native")
-    assert isinstance(target, NativeTarget)
-    tokens = ids(1, 6)
-    with torch.inference_mode():
-        target.taps = (0,)
-        target.open(1, 8)
-        target.forward(tokens)
-        states = model(input_ids=tokens, output_hidden_states=True).hidden_states
-    close(target.tapped[0], states[1])
-
-
 def test_a_partial_view_runs_chosen_layers_on_the_targets_own_cache() -> None:
     target, model = make("native")
     assert isinstance(target, NativeTarget)

@@ -133,10 +133,15 @@ class TableTarget:
         self.lengths_B = [0] * batch_size
         self._history_BT = torch.zeros(batch_size, capacity or 64, dtype=torch.long)
 
-    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
-        return self.forward(tokens_BN, parents_BN)[1]
+    def features(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> Tensor:
+        return self.forward(tokens_BN, parents_BN, taps)[1]
 
-    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
+        assert not taps, "a table has no layers"
         B, N = tokens_BN.shape
         if parents_BN is None:
             parents_BN = torch.arange(-1, N - 1).expand(B, N)

@@ -116,12 +116,20 @@ def read_by_target(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     read: list[int] = []
     features = NativeTarget.features
 
-    def counted(self: NativeTarget, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+    def counted(
+        self: NativeTarget,
+        tokens_BN: Tensor,
+        parents_BN: Tensor | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> Tensor:
         read.append(tokens_BN.numel())
-        return features(self, tokens_BN, parents_BN)
+        return features(self, tokens_BN, parents_BN, taps)
 
     def forward(
-        self: NativeTarget, tokens_BN: Tensor, parents_BN: Tensor | None = None
+        self: NativeTarget,
+        tokens_BN: Tensor,
+        parents_BN: Tensor | None = None,
+        taps: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor]:
         hidden_BNC = features(self, tokens_BN, parents_BN)
         return self.weights.head(hidden_BNC), hidden_BNC

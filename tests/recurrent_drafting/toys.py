@@ -21,8 +21,10 @@ class MarkovTarget(TableTarget):
         self.hidden_size, self.max_length = len(logits_VV), max_length
         self.ones_VV = torch.eye(len(logits_VV), dtype=torch.float64)
 
-    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return super().forward(tokens_BN, parents_BN)[0], self.embed(tokens_BN)
+    def forward(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
+        return super().forward(tokens_BN, parents_BN, taps)[0], self.embed(tokens_BN)
 
     def embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.ones_VV)

@@ -4,8 +4,8 @@ ranks that it starts itself.
 This process is rank 0 and has the whole interface of `Target`; the other ranks are processes that
 follow it (decoding/models/distributed/processes.py from here,
 decoding/models/distributed/rank_process.py from there). On a CPU the ranks share this process's
-threads; on GPUs rank i has the card i places after the target's. It has no `partial` and no `taps`:
-what runs some of the target's layers needs a target in one process.
+threads; on GPUs rank i has the card i places after the target's. It has no `partial`: what runs
+some of the target's layers needs a target in one process.
 
 Shapes: B rows, N new tokens, L tokens of a path, V vocabulary, C hidden size.
 """
@@ -24,6 +24,7 @@ from decoding.models.distributed.rank_process import join, load_part
 from decoding.models.distributed.shards import KINDS, Setup, Shard, check_divisible
 from decoding.models.folder import read_config
 from decoding.models.native.weights import NativeConfig
+from decoding.models.taps import check_taps
 
 PARALLEL = ("none", *KINDS)
 
@@ -126,20 +127,28 @@ class ParallelTarget:
             self._target.open(batch_size, capacity)
             self.ranks.wait()
 
-    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
         """See `Target.forward`."""
-        self._target.slots.end_of(tokens_BN.shape[1])  # refused here, before the other ranks begin
+        self._check(tokens_BN, taps)
         with self.ranks.together():
-            self.ranks.tell("run", *_arrays(tokens_BN, parents_BN), True)
-            hidden_BNC = self._target.features(tokens_BN, parents_BN)
-            return self._target.lm_head(hidden_BNC), hidden_BNC
+            self.ranks.tell("run", *_arrays(tokens_BN, parents_BN), taps, True)
+            return self._target.forward(tokens_BN, parents_BN, taps)
 
-    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+    def features(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> Tensor:
         """See `Target.features`."""
-        self._target.slots.end_of(tokens_BN.shape[1])
+        self._check(tokens_BN, taps)
         with self.ranks.together():
-            self.ranks.tell("run", *_arrays(tokens_BN, parents_BN), False)
-            return self._target.features(tokens_BN, parents_BN)
+            self.ranks.tell("run", *_arrays(tokens_BN, parents_BN), taps, False)
+            return self._target.features(tokens_BN, parents_BN, taps)
+
+    def _check(self, tokens_BN: Tensor, taps: tuple[int, ...]) -> None:
+        """Refuse here what a rank would refuse, before the other ranks begin."""
+        check_taps(self, taps)
+        self._target.slots.end_of(tokens_BN.shape[1])
 
     def commit(self, paths_BL: Sequence[Sequence[int]] | None, counts_B: Sequence[int]) -> None:
         """See `Target.commit`; nothing is waited for."""

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.models.distributed.links import Link
-from decoding.models.distributed.shards import Setup, Shard, connect, local_config, read_shard
+from decoding.models.distributed.shards import (
+    Setup,
+    Shard,
+    connect,
+    layer_span,
+    local_config,
+    read_shard,
+)
 from decoding.models.folder import read_config
 from decoding.models.native.linear import Linear, can_pack
 from decoding.models.native.model import NativeTarget
@@ -70,21 +77,54 @@ class Stage(NativeTarget):
     """
 
     def __init__(
-        self, weights: Weights, name: str, max_length: int | None, link: Link, shard: Shard
+        self,
+        weights: Weights,
+        name: str,
+        max_length: int | None,
+        link: Link,
+        shard: Shard,
+        spans: Sequence[range],
     ) -> None:
+        """spans: the layers of every rank."""
         super().__init__(weights, name, max_length, execution="eager")
-        self.link, self.shard = link, shard
+        self.link, self.shard, self.spans = link, shard, spans
+        self.num_layers = spans[-1].stop
 
-    def through_layers(self, x_BNC: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+    def through_layers(
+        self,
+        x_BNC: Tensor,
+        parents_BN: Tensor | None,
+        taps: tuple[int, ...],
+        states: dict[int, Tensor],
+    ) -> Tensor:
         """On rank 0 all layers of the model; on another rank x_BNC is only the room for what comes
-        in.
+        in. The others hand the hidden states at their taps to rank 0 when the last layer is done.
         """
-        rank, size = self.shard.rank, self.shard.size
+        rank, size, first = self.shard.rank, self.shard.size, self.spans[self.shard.rank].start
         if rank:
             x_BNC = self.link.receive(x_BNC, rank - 1)
-        x_BNC = super().through_layers(x_BNC, parents_BN)
+        mine = self._taps_of(rank, taps)
+        found: dict[int, Tensor] = {}
+        x_BNC = super().through_layers(x_BNC, parents_BN, tuple(tap - first for tap in mine), found)
         self.link.send(x_BNC, (rank + 1) % size)
-        return x_BNC if rank else self.link.receive(torch.empty_like(x_BNC), size - 1)
+        if rank:
+            for tap in mine:
+                self.link.send(found[tap - first], 0)
+            return x_BNC
+        states.update(found)
+        x_BNC = self.link.receive(torch.empty_like(x_BNC), size - 1)
+        for other in range(1, size):
+            for tap in self._taps_of(other, taps):
+                states[tap] = self.link.receive(torch.empty_like(x_BNC), other)
+        return x_BNC
+
+    def _taps_of(self, rank: int, taps: tuple[int, ...]) -> list[int]:
+        """The taps after a rank's layers, on rank 0 the embedding's output too. The state after the
+        final norm is made on rank 0 later.
+        """
+        span = self.spans[rank]
+        known = range(span.start + 1 if rank else 0, min(span.stop + 1, self.num_layers))
+        return [tap for tap in taps if tap in known]
 
 
 def load_part(setup: Setup) -> tuple[Weights, int]:
@@ -102,7 +142,11 @@ def load_part(setup: Setup) -> tuple[Weights, int]:
 def join(weights: Weights, setup: Setup, name: str, link: Link) -> NativeTarget:
     """A rank's target, with its products or its layers tied to the other ranks'."""
     if setup.shard.kind == "layers":
-        return Stage(weights, name, setup.max_length, link, setup.shard)
+        config, shard = NativeConfig.from_dict(read_config(setup.folder)), setup.shard
+        spans = [
+            layer_span(config, Shard("layers", rank, shard.size)) for rank in range(shard.size)
+        ]
+        return Stage(weights, name, setup.max_length, link, shard, spans)
     for layer in weights.layers:
         layer.out, layer.down = Summed(layer.out, link), Summed(layer.down, link)
     weights.head = Gathered(weights.head, link, setup.shard, weights.config.vocab_size)
@@ -119,14 +163,19 @@ class _Rank:
         self.target.open(batch_size, capacity)
         self.pipe.send(("value", None))  # so that a lack of memory shows there
 
-    def run(self, tokens_BN: Array, parents_BN: Array | None, with_head: bool) -> None:
+    def run(
+        self,
+        tokens_BN: Array,
+        parents_BN: Array | None,
+        taps: tuple[int, ...],
+        with_head: bool,
+    ) -> None:
         parents = (
             None if parents_BN is None else torch.from_numpy(parents_BN).to(self.target.device)
         )
         if isinstance(self.target, Stage):
-            self.target.through_layers(
-                self._room((*tokens_BN.shape, self.target.hidden_size)), parents
-            )
+            room_BNC = self._room((*tokens_BN.shape, self.target.hidden_size))
+            self.target.through_layers(room_BNC, parents, taps, {})
             return
         hidden_BNC = self.target.features(
             torch.from_numpy(tokens_BN).to(self.target.device), parents

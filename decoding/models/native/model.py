@@ -25,6 +25,7 @@ from decoding.models.native.linear import can_pack, rms_norm
 from decoding.models.native.rope import inverse_frequencies, rope_tables
 from decoding.models.native.static import SLOT_MULTIPLE, WIDEST, StaticForward, bucket
 from decoding.models.native.weights import Layer, NativeConfig, Weights
+from decoding.models.taps import check_taps, join_taps
 
 EXECUTIONS = ("eager", "graph", "compiled")  # one by one; recorded; recorded with fused layers
 
@@ -80,8 +81,6 @@ class NativeTarget:
         self.max_length = max_length or config.max_positions
         self.dtype, self.device = str(weights.dtype).removeprefix("torch."), weights.device
         self.num_parameters = weights.num_parameters
-        self.taps: tuple[int, ...] = ()
-        self.tapped: dict[int, Tensor] = {}
         self.slots = Slots(weights.dtype, weights.device)
         self._layers = [(weights.layers[i], attends, feeds) for i, attends, feeds in self._plan]
         self._static: StaticForward | None = None
@@ -181,36 +180,66 @@ class NativeTarget:
         self._keys = [self._cache_L2BHTD[i, 0, :num_rows] for i in self.layer_ids]
         self._values = [self._cache_L2BHTD[i, 1, :num_rows] for i in self.layer_ids]
 
-    def forward(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
         """(logits_BNV, hidden_BNC) of new tokens after the committed ones; hidden is after the
-        final norm.
+        final norm, or at the taps (see `Target.forward`; of a partial view, of the layers that it
+        runs).
 
         parents_BN: a tree (see `Slots.plan`); None is a chain. Rows with fewer tokens are padded on
         the right.
         """
         if self._static is not None and tokens_BN.shape[1] <= WIDEST:
+            check_taps(self, taps)
             self.slots.end_of(tokens_BN.shape[1])
-            out = self._static(tokens_BN, parents_BN, self.slots.lengths_B, self.taps)
-            self.tapped = out.tapped
+            out = self._static(tokens_BN, parents_BN, self.slots.lengths_B, taps)
             return out.logits_BNV, out.hidden_BNC
-        hidden_BNC = self.features(tokens_BN, parents_BN)
-        return self.weights.head(hidden_BNC), hidden_BNC
+        hidden_BNC, tapped_BNC = self._states(tokens_BN, parents_BN, taps)
+        return self.weights.head(hidden_BNC), tapped_BNC
 
-    def features(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> Tensor:
+    def features(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> Tensor:
         """The hidden states of `forward` without the product with the vocabulary; always operation
         by operation.
         """
-        x_BNC = self.through_layers(F.embedding(tokens_BN, self.weights.embedding_VC), parents_BN)
-        return rms_norm(x_BNC, self.weights.norm_C, self.config.norm_eps)
+        return self._states(tokens_BN, parents_BN, taps)[1]
 
-    def through_layers(self, x_BNC: Tensor, parents_BN: Tensor | None = None) -> Tensor:
-        """The layers alone, from embedded tokens to what the final norm takes."""
+    def _states(
+        self, tokens_BN: Tensor, parents_BN: Tensor | None, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states after the final norm, and those at the taps: the same where there are
+        none.
+        """
+        check_taps(self, taps)
+        states: dict[int, Tensor] = {}
+        x_BNC = self.through_layers(
+            F.embedding(tokens_BN, self.weights.embedding_VC), parents_BN, taps, states
+        )
+        hidden_BNC = rms_norm(x_BNC, self.weights.norm_C, self.config.norm_eps)
+        if not taps:
+            return hidden_BNC, hidden_BNC
+        states[self.num_layers] = hidden_BNC
+        return hidden_BNC, join_taps(states, taps)
+
+    def through_layers(
+        self,
+        x_BNC: Tensor,
+        parents_BN: Tensor | None,
+        taps: tuple[int, ...],
+        states: dict[int, Tensor],
+    ) -> Tensor:
+        """The layers alone, from embedded tokens to what the final norm takes.
+
+        states: takes the hidden states at the taps, of which 0 is x_BNC itself.
+        """
+        if 0 in taps:
+            states[0] = x_BNC
         eps = self.config.norm_eps
         plan = self.slots.plan(x_BNC.shape[1], parents_BN)
         cos, sin = self._rope_rows(plan, x_BNC.shape[1])
         mask = self._grouped_mask(plan)
-        if self.taps:
-            self.tapped = {}
         for index, (layer, attends, feeds) in enumerate(self._layers):
             if attends:
                 x_BNC = x_BNC + self._attention(
@@ -219,8 +248,8 @@ class NativeTarget:
             if feeds:
                 gate, up = layer.gate_up(rms_norm(x_BNC, layer.mlp_norm_C, eps)).chunk(2, -1)
                 x_BNC = x_BNC + layer.down(F.silu(gate).mul_(up))
-            if index in self.taps:
-                self.tapped[index] = x_BNC
+            if index + 1 in taps:
+                states[index + 1] = x_BNC
         return x_BNC
 
     def _rope_rows(self, plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -5,15 +5,15 @@ The eager twin is `NativeTarget.features`. There, the host knows the rows' lengt
 cache and the mask to them; here lengths are a tensor, the keys of a whole *bucket* of the cache are
 read, and a mask made on the device hides what lies past each row's length. Buckets grow by a
 quarter or less, so that short contexts do not pay for long ones. One step is recorded for every
-(rows, tokens, chain or tree, bucket) on first use and replayed from then on. On a CPU the same body
-runs unrecorded: so the tests compare it with its twin.
+(rows, tokens, chain or tree, bucket, taps) on first use and replayed from then on. On a CPU the
+same body runs unrecorded: so the tests compare it with its twin.
 
 Shapes: B rows, N new tokens, V vocabulary, C hidden size, Q query heads, H key/value heads, G = Q /
 H, D head size, T slots of a bucket, S slots of the cache, L layers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from decoding import devices
 from decoding.interfaces import ancestors
 from decoding.models.native.linear import rms_norm
 from decoding.models.native.weights import Layer, NativeConfig, Weights
+from decoding.models.taps import join_taps
 
 SMALLEST_BUCKET = 512  # slots; then four buckets to each doubling: 640, 768, 896, 1024, 1280 ...
 SLOT_MULTIPLE = 64  # slots of a cache come in multiples of it
@@ -45,8 +46,7 @@ class Output:
     """What a step leaves in its buffers."""
 
     logits_BNV: Tensor
-    hidden_BNC: Tensor
-    tapped: dict[int, Tensor] = field(default_factory=dict)
+    hidden_BNC: Tensor  # after the final norm, or at the taps
 
 
 class StaticForward:
@@ -81,8 +81,8 @@ class StaticForward:
         lengths_B: Sequence[int],
         taps: tuple[int, ...],
     ) -> Output:
-        """Logits and hidden states of new tokens after `lengths_B` committed ones;
-        fresh tensors.
+        """Logits and hidden states, after the final norm or at the taps, of new tokens after
+        `lengths_B` committed ones; fresh tensors.
         """
         B, N = tokens_BN.shape
         T = bucket(max(lengths_B) + N, self.cache_L2BHSD.shape[4])
@@ -94,11 +94,7 @@ class StaticForward:
         if step.run is None:
             step.run = devices.capture(step.body, self.device, self._memory)
         out = step.run()
-        return Output(
-            out.logits_BNV.clone(),
-            out.hidden_BNC.clone(),
-            {i: x.clone() for i, x in out.tapped.items()},
-        )
+        return Output(out.logits_BNV.clone(), out.hidden_BNC.clone())
 
 
 class _Step:
@@ -138,7 +134,7 @@ class _Step:
         cos_sin_BN2D = owner.rope_S2D[positions_BN]
         cos, sin = cos_sin_BN2D[:, :, :1], cos_sin_BN2D[:, :, 1:]
         x_BNC = F.embedding(self.tokens_BN, owner.weights.embedding_VC)
-        tapped = {}
+        states = {0: x_BNC} if 0 in self.taps else {}
         rows = len(self.lengths_B)
         for index, (cached, layer, attends, feeds) in enumerate(owner.layers):
             cache_2BHSD = owner.cache_L2BHSD[cached, :, :rows]
@@ -155,10 +151,14 @@ class _Step:
                 attends,
                 feeds,
             )
-            if index in self.taps:
-                tapped[index] = x_BNC
+            if index + 1 in self.taps:
+                states[index + 1] = x_BNC
         hidden_BNC = rms_norm(x_BNC, owner.weights.norm_C, config.norm_eps)
-        return Output(owner.weights.head(hidden_BNC), hidden_BNC, tapped)
+        logits_BNV = owner.weights.head(hidden_BNC)
+        if not self.taps:
+            return Output(logits_BNV, hidden_BNC)
+        states[len(owner.layers)] = hidden_BNC
+        return Output(logits_BNV, join_taps(states, self.taps))
 
     def _where(self) -> tuple[Tensor, Tensor, Tensor]:
         """(slots_BN written, rope positions_BN, additive mask (B, 1, G * N, T)) from the buffers,

@@ -1,0 +1,35 @@
+"""Taps: the layers of a target whose hidden states a drafter reads.
+
+One convention, here and wherever a layer's number is stored: number k is Hugging Face's
+`hidden_states[k]`. 0 is the output of the embedding, k the residual stream after k layers, and k =
+num_layers the state after the final norm.
+
+Shapes: B rows, N new tokens, C hidden size, X taps.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from decoding.errors import UserError
+from decoding.interfaces import Target
+from decoding.values import is_int, shown
+
+
+def check_taps(target: Target, taps: Sequence[int]) -> None:
+    """Raise UserError for a layer that the target does not have, and for one named twice."""
+    last = target.num_layers
+    for place, tap in enumerate(taps):
+        if not is_int(tap) or not 0 <= tap <= last:
+            raise UserError(
+                f"taps holds {shown(tap)}, expected layers of '{target.name}': whole numbers from "
+                f"0 (the output of the embedding) to {last} (after the final norm)."
+            )
+        if tap in taps[:place]:
+            raise UserError(f"taps holds layer {tap} twice, expected each layer once.")
+
+
+def join_taps(states: Mapping[int, Tensor], taps: Sequence[int]) -> Tensor:
+    """Return the hidden states (B, N, X * C) at these layers, in this order."""
+    return torch.cat([states[tap] for tap in taps], -1)

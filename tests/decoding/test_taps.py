@@ -1,0 +1,504 @@
+"""Taps: hidden states at layers of the target are Hugging Face's, in both backends and in recorded
+steps; and drafters are given those of the committed tokens.
+
+Shapes: B rows, N nodes, X taps, C hidden size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from decoding.costs.timing import time_parts
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.with_lookup import LookupFirst
+from decoding.errors import UserError
+from decoding.interfaces import Capabilities, Drafter, Observation, Target, ancestors
+from decoding.loop import decode
+from decoding.models import prefill as prefill_module
+from decoding.models.hf import HFTarget
+from decoding.models.native import static
+from decoding.models.native.model import NativeTarget, Skips
+from decoding.models.prefill import prefill
+from decoding.session import Session, Turns
+
+from . import test_conversations, test_laws, test_session
+from .rows import DrafterRow, Kit, before
+from .tap_reader import TAPS, TapChain, TapTree
+from .test_session import drained, kit_of, settings_of
+from .test_targets import close, ids
+from .tiny import SHAPES, VOCABULARY, hf_model, native_of, random_prompts
+
+LAYERS = 3
+EVERY = (2, 0, 3, 1)  # all that three layers have, in an order of their own
+PARENTS = [[-1, 0, 0, 1, 1, 4], [-1, 0, 1, 0, 3, 3], [-1, 0, 1, 2, 3, 4], [-1, -1, 0, 1, 2, 2]]
+Seen = list[tuple[list[int], Tensor]]  # (a text, the states that its last token was given)
+
+
+def exercise(target: Target, taps: tuple[int, ...]) -> Seen:
+    """Prompts in chunks, chains and trees behind ragged rows, paths that move, roll-back, selection
+    and a row that begins with what was kept: every text, and the states of its last token.
+    """
+    texts: list[list[int]] = [[5, 6, 7, 8, 9, 10, 11], [9], [], [3, 4, 5, 6]]
+    seen: Seen = []
+
+    def see(tokens_BN: Tensor, parents_BN: Tensor, hidden_BNC: Tensor) -> None:
+        for b, text in enumerate(texts):
+            for n, reached_N in enumerate(ancestors(parents_BN)[b]):
+                path = reached_N.nonzero().flatten()
+                seen.append(([*text, *tokens_BN[b, path].tolist()], hidden_BNC[b, n]))
+
+    def forward(nodes: int, seed: int, parents: Sequence[Sequence[int]] | None = None) -> Tensor:
+        tokens_BN = ids(len(texts), nodes, seed=seed)
+        parents_BN = None if parents is None else torch.tensor(parents)
+        chain_BN = torch.arange(-1, nodes - 1).expand(len(texts), nodes)
+        _, hidden_BNC = target.forward(tokens_BN, parents_BN, taps)
+        see(tokens_BN, chain_BN if parents_BN is None else parents_BN, hidden_BNC)
+        close(target.features(tokens_BN, parents_BN, taps), hidden_BNC)
+        return tokens_BN
+
+    with torch.inference_mode():
+        target.open(4, 60)
+        hidden_BNC = prefill(target, texts, True, taps)
+        assert hidden_BNC is not None
+        for text, states_NC in zip(texts, hidden_BNC, strict=True):
+            seen += [(text[: n + 1], states_NC[n]) for n in range(len(text))]
+        tokens_BN = forward(3, 0)
+        target.commit(None, [3, 1, 0, 2])
+        texts = [
+            text + tokens_BN[b, :n].tolist() for b, (text, n) in enumerate(zip(texts, [3, 1, 0, 2]))
+        ]
+        tokens_BN = forward(6, 1, PARENTS)
+        paths = [[0, 1, 4, 5], [0, 3], [0], [1, 3]]
+        target.commit(paths, [4, 2, 1, 2])
+        texts = [
+            text + tokens_BN[b, path].tolist() for b, (text, path) in enumerate(zip(texts, paths))
+        ]
+        forward(1, 2)
+        target.truncate([9, 3, 1, 4])
+        target.select([3, 0])
+        texts = [texts[3][:4], texts[0][:9]]
+        forward(2, 3)
+        target.keep(1, 7)
+        target.open(3, 60)
+        target.begin(2, 7, 6)
+        texts = [[], [], texts[1][:6]]
+        forward(5, 4, [row[:5] for row in PARENTS[:3]])
+        target.forget()
+    return seen
+
+
+def states_of(model: torch.nn.Module, text: list[int], taps: tuple[int, ...]) -> Tensor:
+    """Hugging Face's hidden states of a text's last token, side by side."""
+    with torch.inference_mode():
+        found = model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
+    return torch.cat([found.hidden_states[tap][0, -1] for tap in taps], -1)
+
+
+def agree(seen: Seen, model: torch.nn.Module, taps: tuple[int, ...]) -> bool:
+    """Whether all states are Hugging Face's at these layers."""
+    pairs = [(states_X, states_of(model, text, taps)) for text, states_X in seen]
+    assert len(pairs) > 50
+    return all(
+        left.shape == right.shape and (left - right).abs().max() < 1e-9 * right.abs().max().clamp(1)
+        for left, right in pairs
+    )
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a prefill, and buckets of recorded steps, that a short text fills."""
+    monkeypatch.setattr(prefill_module, "PREFILL_CHUNK", 3)
+    monkeypatch.setattr(static, "SMALLEST_BUCKET", 8)
+
+
+MAKE: dict[str, Callable[[Any], Target]] = {
+    "native": lambda model: native_of(model),
+    "native graph": lambda model: native_of(model, execution="graph"),
+    "native compiled": lambda model: native_of(model, execution="compiled"),
+    "hf": lambda model: HFTarget(model, "tiny"),
+    "hf compiled": lambda model: HFTarget(model, "tiny", execution="compiled"),
+}
+
+
+# ------------------------------------------------------------------------------------- the targets
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(kind, shape) for kind in ("native", "native graph", "hf") for shape in SHAPES]
+    # Tracing takes seconds.
+    + [pytest.param(kind, "llama", marks=pytest.mark.long) for kind in MAKE if "compiled" in kind],
+)
+def test_every_layer_is_hugging_faces_hidden_state(kind: str, shape: str) -> None:
+    torch._dynamo.reset()
+    model = hf_model(shape, layers=LAYERS)
+    target = MAKE[kind](model)
+    for taps in (EVERY,) if "compiled" in kind else (EVERY, (1,)):
+        assert agree(exercise(target, taps), model, taps)
+
+
+@pytest.mark.long
+def test_compiled_forms_of_different_taps_are_told_apart() -> None:
+    """One traced form for single tokens and one for more, for each choice of layers."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = hf_model(layers=LAYERS)
+    targets = [MAKE[kind](model) for kind in ("hf", "hf compiled")]
+    choices = ((), (0, 2), (2, 0))
+    with torch.inference_mode():
+        for target in targets:
+            target.open(2, 60)
+            prefill(target, [[5, 6, 7], [9]])
+        for taps in (*choices, *choices):
+            for nodes in (1, 3, 4):
+                left, right = (target.forward(ids(2, nodes), None, taps)[1] for target in targets)
+                close(left, right, tolerance=1e-5)
+                assert right.shape[-1] == 32 * max(1, len(taps))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * len(choices)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", ["native", "native graph", "hf"])
+def test_controls_another_layer_and_another_order_are_found_out(kind: str) -> None:
+    model = hf_model(layers=LAYERS)
+    seen = exercise(MAKE[kind](model), (0, 2))
+    assert agree(seen, model, (0, 2))
+    for wrong in ((1, 2), (0, 1), (0, 3), (2, 0), (0,)):
+        assert not agree(seen, model, wrong)
+    shifted = [(text, seen[i - 1][1]) for i, (text, _) in enumerate(seen)]
+    assert not agree(shifted, model, (0, 2)), "the states of other tokens pass"
+
+
+def test_the_last_tap_is_after_the_final_norm() -> None:
+    model = hf_model(layers=LAYERS)
+    for kind in ("native", "native graph", "hf"):
+        target = MAKE[kind](model)
+        with torch.inference_mode():
+            target.open(1, 20)
+            logits_BNV, hidden_BNC = target.forward(ids(1, 4))
+            tapped = target.forward(ids(1, 4), None, (LAYERS,))
+        close(tapped[0], logits_BNV)
+        close(tapped[1], hidden_BNC)
+        close(target.lm_head(tapped[1]), logits_BNV)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64}),
+        ("gpt_neox", {}),
+        ("gemma", {"head_dim": 16, "num_key_value_heads": 2}),  # its embedding's output is scaled
+        ("olmo2", {}),  # norms behind its sub-layers
+    ],
+)
+def test_other_architectures_on_the_hf_backend(kind: str, fields: dict[str, int]) -> None:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    config = AutoConfig.for_model(
+        kind,
+        **{
+            "vocab_size": VOCABULARY,
+            "initializer_range": 0.3,
+            "pad_token_id": None,
+            **(fields if kind == "gpt2" else sizes | fields),
+        },
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    target = HFTarget(model, kind)
+    tokens_BN = ids(1, 9)
+    with torch.inference_mode():
+        target.open(1, 20)
+        hidden_BNC = target.features(tokens_BN[:, :5], None, EVERY)
+        target.commit(None, [5])
+        hidden_BNC = torch.cat((hidden_BNC, target.forward(tokens_BN[:, 5:], None, EVERY)[1]), 1)
+    for n in range(9):
+        expected_X = states_of(model, tokens_BN[0, : n + 1].tolist(), EVERY)
+        close(hidden_BNC[0, n], expected_X, tolerance=1e-5)  # norms in float32, some of them
+
+
+def test_a_model_without_a_list_of_layers_is_refused_by_name() -> None:
+    target = HFTarget(hf_model(layers=LAYERS), "odd")
+    target.model.base_model.layers = torch.nn.Sequential(*target.model.base_model.layers)
+    with torch.inference_mode():
+        target.open(1, 8)
+        target.forward(ids(1, 2))
+        with pytest.raises(UserError, match="odd: this llama model has no list of 3 layers"):
+            target.forward(ids(1, 2), None, (1,))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("shape", ["llama", "qwen3"])
+def test_recorded_steps_equal_the_eager_twin(shape: str) -> None:
+    model = hf_model(shape, layers=LAYERS)
+    recorded, eager = (exercise(MAKE[kind](model), EVERY) for kind in ("native graph", "native"))
+    for (text, left_X), (same, right_X) in zip(recorded, eager, strict=True):
+        assert text == same
+        close(left_X, right_X, tolerance=1e-12)
+
+
+def test_recorded_states_stay_when_the_step_runs_again_and_each_order_has_its_step() -> None:
+    target = native_of(hf_model(layers=LAYERS), execution="graph")
+    with torch.inference_mode():
+        target.open(1, 20)
+        _, first = target.forward(ids(1, 2), None, (0, 2))
+        kept = first.clone()
+        target.forward(ids(1, 2, seed=1), None, (0, 2))
+        assert torch.equal(first, kept)
+        _, turned = target.forward(ids(1, 2), None, (2, 0))
+    assert torch.equal(turned, torch.cat((kept[..., 32:], kept[..., :32]), -1))
+    assert target._static is not None and len(target._static._steps) == 2
+
+
+def test_taps_of_a_partial_view_are_those_of_its_layers() -> None:
+    model = hf_model(layers=LAYERS)
+    target = native_of(model)
+    with torch.inference_mode():
+        target.open(1, 20)
+        _, whole = target.forward(ids(1, 4), None, (0, 1))
+        view = target.partial(Skips(attention=(1, 2), mlp=(1, 2)))
+        _, first = view.forward(ids(1, 4), None, (0, 1))
+        assert torch.equal(first[..., :32], whole[..., :32])
+        close(first[..., 32:], view.forward(ids(1, 4))[1])  # its last layer: after the final norm
+        with pytest.raises(UserError, match="from 0 .* to 1 "):
+            view.forward(ids(1, 4), None, (2,))
+
+
+class Operations(TorchDispatchMode):
+    """The operations inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        self.names.append(str(function))
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("kind", ["native", "native graph", "hf"])
+def test_without_taps_nothing_is_done_for_them(kind: str) -> None:
+    """With taps there is one concatenation more, and without them no hook is left on any module."""
+    model = hf_model(layers=LAYERS)
+    target = MAKE[kind](model)
+    counted = {}
+    with torch.inference_mode():
+        target.open(1, 20)
+        for taps in ((), EVERY, ()):
+            target.forward(ids(1, 3), None, taps)  # recorded steps are made at their first use
+            with Operations() as operations:
+                target.forward(ids(1, 3), None, taps)
+            counted.setdefault(taps, operations.names)
+            assert counted[taps] == operations.names
+    assert sorted(counted[EVERY]) == sorted([*counted[()], "aten.cat.default"])
+    assert not any(module._forward_pre_hooks for module in model.model.modules())
+
+
+@pytest.mark.parametrize("kind", ["native", "native graph", "hf"])
+@pytest.mark.parametrize(
+    ("taps", "message"),
+    [
+        ((0, 4), "taps holds 4, expected layers of '.*': whole numbers from 0 .* to 3 "),
+        ((-1,), "taps holds -1, expected layers"),
+        ((1.0,), "taps holds 1.0, expected layers"),
+        ((1, 2, 1), "taps holds layer 1 twice, expected each layer once"),
+    ],
+)
+def test_layers_that_there_are_not_are_refused(
+    kind: str, taps: tuple[int, ...], message: str
+) -> None:
+    target = MAKE[kind](hf_model(layers=LAYERS))
+    target.open(1, 8)
+    for run in (target.forward, target.features):
+        with pytest.raises(UserError, match=message):
+            run(ids(1, 2), None, taps)
+    assert target.lengths_B == [0]
+
+
+# ------------------------------------------------------------------------------------ the drafters
+def tap_chain(kit: Kit, **named: Any) -> TapChain:
+    return TapChain(kit.draft_model, kit.twin, **named)
+
+
+ROWS = [
+    DrafterRow("tap_chain", tap_chain, ("greedy", "token", "block", "coupled")),
+    DrafterRow(
+        "tap_tree", lambda kit: TapTree(kit.draft_model, kit.twin), ("greedy", "token", "coupled")
+    ),
+]
+ROWS.append(before(ROWS[0]))
+by_row = pytest.mark.parametrize("row", ROWS, ids=test_laws.name)
+PAIRS = [(row, rule) for row in ROWS for rule in row.rules]
+
+
+@pytest.mark.parametrize(
+    "row", [*ROWS[:2], pytest.param(ROWS[2], marks=pytest.mark.long)], ids=test_laws.name
+)
+def test_law_1_on_a_drafter_that_reads_taps(row: DrafterRow) -> None:
+    test_laws.test_law_1_greedy_output_is_the_targets_own(row)
+
+
+@pytest.mark.parametrize("warper", ["temperature", "all"])
+@by_row
+def test_law_2_on_a_drafter_that_reads_taps(row: DrafterRow, warper: str) -> None:
+    test_laws.test_law_2_coupled_output_is_the_targets_own_sample(row, warper)
+
+
+@pytest.mark.parametrize(("row", "rule"), PAIRS, ids=test_laws.name)
+def test_law_5_on_a_drafter_that_reads_taps(row: DrafterRow, rule: str) -> None:
+    test_laws.test_law_5_ragged_batches_equal_single_rows(row, rule)
+
+
+@pytest.mark.parametrize(("row", "rule"), PAIRS, ids=test_laws.name)
+def test_a_conversation_with_a_drafter_that_reads_taps(row: DrafterRow, rule: str) -> None:
+    test_session.test_every_turn_is_a_fresh_decode_over_the_whole_text(row, rule)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+def test_conversations_with_a_drafter_that_reads_the_last_taps(rule: str) -> None:
+    row = DrafterRow("tap_chain", lambda kit: tap_chain(kit, last_hidden=True), ())
+    test_conversations.test_conversations_in_batches_say_what_fresh_decodes_say(row, rule)
+
+
+def test_conversations_with_a_drafter_that_reads_all_taps() -> None:
+    kit, other, settings = kit_of(), kit_of(), settings_of("greedy")
+    drafter = tap_chain(kit)
+    for one in test_conversations.conversations(kit.target, settings, Turns(kit.target, drafter)):
+        (fresh,) = decode(other.target, None, [one.prompt], settings, request_ids=[one.request])
+        assert one.answer.tokens == fresh.tokens
+        assert one.answer.prefilled == len(one.prompt) - 1
+    assert drafter.checked > 1000
+
+
+def test_the_length_of_a_draft_depends_on_what_is_read() -> None:
+    """So the laws above hold for proposals that depend on taps; and states are compared."""
+    kit, settings = kit_of(), settings_of("greedy")
+    read, plain = tap_chain(kit), ChainDrafter(model=kit.draft_model)
+    drafted = [
+        [g.drafted for g in decode(kit.target, drafter, random_prompts(8), settings)]
+        for drafter in (read, plain)
+    ]
+    assert drafted[0] != drafted[1]
+    assert read.checked > 500
+
+
+@pytest.mark.parametrize("expected", [(1, 2), (0, 2), (1, 0)])
+def test_controls_a_drafter_that_is_given_another_layer_notices(expected: tuple[int, ...]) -> None:
+    kit = kit_of()
+    with pytest.raises(AssertionError, match="not close"):
+        decode(
+            kit.target,
+            tap_chain(kit, taps=(0, 1), expected=expected),
+            [[5, 6, 7]],
+            settings_of("greedy"),
+        )
+
+
+def test_control_a_drafter_that_is_given_states_of_other_tokens_notices() -> None:
+    class Late(NativeTarget):
+        def forward(
+            self, tokens_BN: Tensor, parents_BN: Tensor | None = None, taps: tuple[int, ...] = ()
+        ) -> tuple[Tensor, Tensor]:
+            logits_BNV, hidden_BNC = super().forward(tokens_BN, parents_BN, taps)
+            return logits_BNV, hidden_BNC.roll(1, 1)
+
+    kit = kit_of()
+    assert isinstance(kit.target, NativeTarget)
+    late = Late(kit.target.weights, "late", execution="eager")
+    with pytest.raises(AssertionError, match="not close"):
+        decode(late, tap_chain(kit), [[5, 6, 7]], settings_of("greedy"))
+
+
+def test_turns_without_the_drafter_leave_no_gap_in_its_states() -> None:
+    """What a turn without it has read is read again: it wants the states of every token."""
+    settings, kit, other = settings_of("greedy"), kit_of(), kit_of()
+    drafter = tap_chain(kit)
+    session = Session(kit.target, drafter, settings)
+    text = [5, 6, 7, 8]
+    for turn, drafted in enumerate((True, False, False, True, False, True)):
+        text = [*text, 9 + turn, 20]
+        found = drained(session.start(text, drafted=drafted))
+        assert found.tokens == decode(other.target, None, [text], settings)[0].tokens
+        text += found.tokens
+    assert len(drafter.known_B[0][1]) >= len(text) - 4, "all but what the last round left"
+
+
+def test_control_a_gap_in_its_states_is_found_out() -> None:
+    class Careless(Session):
+        def _kept(self, prompt: Sequence[int], drafter: Drafter | None) -> int:
+            return min(super()._kept(prompt, None), len(prompt) - 2)
+
+    kit = kit_of()
+    session = Careless(kit.target, tap_chain(kit), settings_of("greedy"))
+    text = [5, 6, 7, 8]
+    for drafted in (True, False):
+        text += drained(session.start(text, drafted=drafted)).tokens
+    with pytest.raises(AssertionError, match="states of new tokens are missing"):
+        session.start(text)
+
+
+@pytest.mark.parametrize("taps", [(0, 4), (1, 1)])
+def test_a_drafter_whose_layers_the_target_lacks_is_refused_before_anything_runs(
+    taps: tuple[int, ...],
+) -> None:
+    kit = kit_of()
+    with pytest.raises(UserError, match="taps holds"):
+        decode(kit.target, tap_chain(kit, taps=taps), [[5, 6, 7]], settings_of("greedy"))
+    assert kit.target.lengths_B == [], "nothing was opened"
+
+
+def test_a_drafter_with_taps_needs_hidden_states() -> None:
+    with pytest.raises(ValueError, match="needs_hidden=True"):
+        Capabilities(taps=(1,))
+    kit = kit_of()
+    assert LookupFirst(tap_chain(kit)).capabilities.taps == TAPS
+
+
+def test_an_overlapped_schedule_passes_taps_on() -> None:
+    """Each round's first state is that of the tip, which was the last token of the text before."""
+    kit, other = kit_of(), kit_of()
+    prompt = [5, 6, 7]
+    text, lengths, firsts = list(prompt), [len(prompt)], []
+
+    class Watching(ChainDrafter):
+        capabilities = replace(ChainDrafter.capabilities, needs_hidden=True, taps=TAPS)
+
+        def observe(self, observation: Observation) -> None:
+            firsts.append(observation.hidden_BNC[0, 0])
+            lengths.append(len(text))
+
+    settings = replace(settings_of("greedy"), schedule="pearl_virtual")
+    drafter = Watching(model=kit.draft_model)
+    decode(kit.target, drafter, [prompt], settings, on_tokens=lambda _, new: text.extend(new))
+    assert text[3:] == decode(other.target, None, [prompt], settings_of("greedy"))[0].tokens
+    other.twin.open(1, len(text))
+    states_NX = other.twin.features(torch.tensor([text]), None, TAPS)[0]
+    assert len(firsts) > 3
+    for first_X, length in zip(firsts, lengths):
+        torch.testing.assert_close(first_X, states_NX[length - 1], rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_timed_for_a_drafter_is_read_at_its_taps(monkeypatch: pytest.MonkeyPatch) -> None:
+    kit, read = kit_of(), []
+    plain = NativeTarget._states
+
+    def states(self: NativeTarget, *given: Any) -> tuple[Tensor, Tensor]:
+        if self is kit.target:
+            read.append(given[2])
+        return plain(self, *given)
+
+    monkeypatch.setattr(NativeTarget, "_states", states)
+    time_parts(kit.target, tap_chain(kit), [5, 6, 7], widths=(1, 3), repeats=1, warmup=0)
+    assert set(read) == {TAPS}
