@@ -30,7 +30,7 @@ from decoding.models.model_check import check_model
 from distill.config import CompactConfig
 from jobs.job import job_main
 from jobs.paths import resolve
-from jobs.run_folder import RunFolder
+from jobs.protocol import Job, Run
 from training.drafter_folder import write_model
 from training.models.build import dtype_of, known_config
 from training.optimizer import count_parameters
@@ -44,29 +44,44 @@ _NOT_WEIGHTS = ("rotary_emb",)  # a table that older versions of transformers st
 _ROWS, _TOKENS = 4, 64  # of the text that both forms read when they are compared
 
 
+class Compact(Job[CompactConfig]):
+    """One run of distill.compact, which leaves a model folder."""
+
+    artefact = "model"
+
+    def __init__(self, config: CompactConfig) -> None:
+        super().__init__(config)
+        self.folder = resolve(config.model)
+        kind = read_config(self.folder)["model_type"]
+        if kind != "llama":
+            raise UserError(
+                f"{self.folder}: model_type is '{kind}', expected llama: the padded checkpoints "
+                f"that were released are"
+            )
+        check_model(self.folder)
+
+    def inputs(self) -> list[Path]:
+        return [self.folder]
+
+    def dry_run(self, run: Run) -> None:
+        print(
+            f"would look for zero channels in {self.folder}, and write it without them to "
+            f"{run.artefact} where logits stay equal"
+        )
+
+    def work(self, run: Run) -> None:
+        compact(self.config, run, self.folder)
+
+
 def run(config: CompactConfig) -> Path:
     """Write the compact model to output_dir/model. Returns that folder. Raises UserError for one
     that is not padded, or not equal.
     """
-    folder = resolve(config.model)
-    kind = read_config(folder)["model_type"]
-    if kind != "llama":
-        raise UserError(
-            f"{folder}: model_type is '{kind}', expected llama: the padded checkpoints that were "
-            f"released are"
-        )
-    check_model(folder)
-    run_folder = RunFolder(config)
-    compact = run_folder.path / "model"
-    if run_folder.finished(compact):
-        print(f"finished before: {compact}")
-        return compact
-    if config.dry_run:
-        print(
-            f"would look for zero channels in {folder}, and write it without them to {compact} "
-            f"where logits stay equal"
-        )
-        return compact
+    return Compact(config).run()
+
+
+def compact(config: CompactConfig, run: Run, folder: Path) -> None:
+    """Cut the zero channels out of the model in `folder`, and write it where logits stay equal."""
     state = load_state(folder)
     if _EMBEDDING not in state:
         raise UserError(
@@ -83,20 +98,19 @@ def run(config: CompactConfig) -> Path:
             f"{difference:.1e} of the largest one, more than "
             f"tolerance={config.tolerance:g}; nothing was written. {_remedy(dtype)}"
         )
-    write_model(model, folder, compact, dtype, draft_tokens=4)
+    write_model(model, folder, run.artefact, dtype, draft_tokens=4)
     figures = {
         "stored_hidden_size": state[_EMBEDDING].shape[1],
         "hidden_size": len(kept_C),
         "parameters": count_parameters(model.parameters()),
         "largest_difference": difference,
     }
-    run_folder.write_manifest([folder], figures, finished=True)
+    run.folder.write_manifest(run.inputs, figures, finished=True)
     print(
         f"{figures['stored_hidden_size']} -> {len(kept_C)} channels, "
         f"{figures['parameters'] / 1e6:.1f} M parameters; logits differ by "
-        f"{difference:.1e} of the largest one in float32: {compact}"
+        f"{difference:.1e} of the largest one in float32: {run.artefact}"
     )
-    return compact
 
 
 def _module(name: str) -> str:

@@ -5,8 +5,14 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from jobs.config import JobConfig, ParallelConfig, TargetConfig, TrackerConfig
-from training.config import DataConfig, HeldOutConfig, LoopConfig, StudentConfig
+from jobs.config import JobConfig, ParallelConfig, TargetConfig
+from training.config import (
+    DataConfig,
+    HeldOutConfig,
+    LoopConfig,
+    StudentConfig,
+    TrainingJobConfig,
+)
 
 
 @dataclass
@@ -57,7 +63,7 @@ class CompactConfig(JobConfig):
 
 
 @dataclass
-class PretrainConfig(JobConfig):
+class PretrainConfig(TrainingJobConfig):
     """`python -m distill.pretrain`: a LLaMA from scratch; also the control of every pruning
     experiment.
     """
@@ -68,23 +74,14 @@ class PretrainConfig(JobConfig):
     init_from: str = ""  # model folder of the same shape to go on from; empty: random weights
     tie_word_embeddings: bool = True  # one matrix for embedding and lm_head
     export_dtype: str = "bfloat16"  # dtype of the stored weights
-    # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
-    assumed_tflops: float = 100.0
-    data: DataConfig = field(default_factory=DataConfig)
-    loop: LoopConfig = field(default_factory=LoopConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
 @dataclass
-class TrainConfig(JobConfig):
+class TrainConfig(TrainingJobConfig):
     """`python -m distill.train`: a student of any LLaMA shape, distilled from the frozen target."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: StudentConfig = field(default_factory=StudentConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
-    assumed_tflops: float = 100.0
     # evaluation prompts (JSONL) that an experiment's later stages decode; never trained on
     benchmark_prompts: str = ""
     # how those stages show them to the target (benchmark.render): auto | chat | text
@@ -95,9 +92,6 @@ class TrainConfig(JobConfig):
     prune_largest_cut: float = 1.0  # of that stage (distill.prune's largest_cut); 1: one cut
     loss: LossConfig = field(default_factory=LossConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
-    loop: LoopConfig = field(default_factory=LoopConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
 @dataclass
@@ -171,7 +165,7 @@ class L0Config:
 
 
 @dataclass
-class PruneConfig(JobConfig):
+class PruneConfig(TrainingJobConfig):
     """`python -m distill.prune`: cut a target down to a student of any smaller LLaMA shape."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -183,18 +177,12 @@ class PruneConfig(JobConfig):
     depths: list[int] = field(default_factory=list)
     # share of its layers that one stage may take (0.625: 32 -> 12 -> 5 -> 3)
     largest_cut: float = 1.0
-    # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
-    assumed_tflops: float = 100.0
     # masks.safetensors of an earlier run: cut this target by it, and choose nothing anew. It holds
     # which units stay: no weights, no logits.
     masks: str = ""
     # memory for the target's hidden states, read once for all of a probe's candidates
     cache_mb: int = 0
-    data: DataConfig = field(default_factory=DataConfig)
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
     l0: L0Config = field(default_factory=L0Config)
-    loop: LoopConfig = field(default_factory=LoopConfig)  # training of mode=l0
-    # distillation between stages, and of the probe's candidates
+    # distillation between stages, and of the probe's candidates; `loop` is the training of mode=l0
     between: LoopConfig = field(default_factory=LoopConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)

@@ -15,16 +15,14 @@ from distill.config import PretrainConfig
 from distill.dry_run import print_cost
 from distill.shapes import WIDEST
 from jobs.job import job_main
-from jobs.launch import is_worker, launch, processes_wanted
 from jobs.paths import resolve
-from jobs.run_folder import RunFolder
-from jobs.tracker import Recording
+from jobs.protocol import Job, Run
 from training.config import check_values
 from training.data.from_config import data_files, held_out_domains, read_samples, training_data
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample, collate
 from training.drafter_folder import write_model
-from training.loop import fit
+from training.job import fit_recorded
 from training.models.build import build_llama, dtype_of, load_causal_lm
 from training.models.shapes import WIDTHS, millions
 from training.objectives import LanguageModelling
@@ -35,8 +33,44 @@ from training.plan import describe_plan
 MOST_LAYERS = 1000  # of a model from scratch: what is more is a slip, and would fill the memory
 
 
+class Pretrain(Job[PretrainConfig]):
+    """One run of distill.pretrain, which leaves a model folder."""
+
+    artefact = "model"
+
+    def __init__(self, config: PretrainConfig) -> None:
+        super().__init__(config)
+        check(config)
+
+    def inputs(self) -> list[Path]:
+        config, start = self.config, self.config.init_from
+        tokenizer = resolve(config.tokenizer)
+        if config.dry_run:
+            return [tokenizer]
+        return [tokenizer, *([resolve(start)] if start else []), *data_files(config.data)]
+
+    def dry_run(self, run: Run) -> float:
+        self.prepare(run)
+        config, dtype = self.config, dtype_of(self.config.loop.dtype)
+        with torch.device("meta"):
+            model = build_llama(config.model, dtype, **_base(self.tokenizer, config))
+        print(f"model: {millions(count_parameters(model.parameters()))} parameters")
+        return print_cost(config.loop, config.parallel, model.config, {}, config.assumed_tflops)
+
+    def prepare(self, run: Run) -> None:
+        self.tokenizer = load_tokenizer(resolve(self.config.tokenizer), of_model=False)
+
+    def work(self, run: Run) -> None:
+        train(self.config, run, self.tokenizer)
+
+
 def run(config: PretrainConfig) -> Path:
     """Train, and write a complete model folder to output_dir/model. Returns it."""
+    return Pretrain(config).run()
+
+
+def check(config: PretrainConfig) -> None:
+    """Raise UserError for values that would fail only after the data is read."""
     shape = config.model
     check_values(
         config,
@@ -52,32 +86,9 @@ def run(config: PretrainConfig) -> Path:
         },
     )
     check_mixture(config.data, ("loss",))
-    run_folder = RunFolder(config)
-    folder = run_folder.path / "model"
-    if run_folder.finished(folder):
-        print(f"finished before: {folder}")
-        return folder
-    tokenizer_folder = resolve(config.tokenizer)
-    tokenizer = load_tokenizer(tokenizer_folder, of_model=False)
-    if config.dry_run:
-        with torch.device("meta"):
-            model = build_llama(
-                config.model, dtype_of(config.loop.dtype), **_base(tokenizer, config)
-            )
-        print(f"model: {millions(count_parameters(model.parameters()))} parameters")
-        print_cost(config.loop, config.parallel, model.config, {}, config.assumed_tflops)
-        return folder
-    processes = processes_wanted(config.parallel)
-    if processes > 1 and not is_worker():
-        launch(config.job, run_folder.path / "config.yaml", processes)
-        return folder
-    train(config, run_folder, tokenizer_folder, tokenizer)
-    return folder
 
 
-def train(
-    config: PretrainConfig, run_folder: RunFolder, tokenizer_folder: Path, tokenizer: Any
-) -> None:
+def train(config: PretrainConfig, run: Run, tokenizer: Any) -> None:
     """The work of one rank."""
     torch.manual_seed(config.seed)
     parallel = Parallel(config.parallel)
@@ -92,42 +103,25 @@ def train(
         print(f"data: {data.tokens:,} tokens in {len(data.rows):,} rows, {data.fill:.1%} full")
         print(f"plan: {describe_plan(config.loop, data)}")
     objective = LanguageModelling(model)
-    inputs = [
-        tokenizer_folder,
-        *([resolve(config.init_from)] if config.init_from else []),
-        *data_files(config.data),
-    ]
-    with Recording(run_folder, config, inputs, parallel.is_main) as tracker:
 
-        def evaluate() -> dict[str, float]:
-            return held_out_loss(objective, held_out, config)
+    def evaluate() -> dict[str, float]:
+        return held_out_loss(objective, held_out, config)
 
-        progress = fit(
-            "pretrain",
-            objective,
-            model,
-            data,
-            config.loop,
-            parallel,
-            run_folder.path,
-            tracker,
-            evaluate,
-        )
+    progress = fit_recorded("pretrain", objective, model, data, config, run, parallel, evaluate)
     if parallel.is_main:
-        folder = run_folder.path / "model"
-        write_model(model, tokenizer_folder, folder, dtype_of(config.export_dtype))
+        write_model(model, resolve(config.tokenizer), run.artefact, dtype_of(config.export_dtype))
         best = progress.best
         metrics = {
             "held_out_loss": best["loss"],
             "best_step": progress.best_step,
             "tokens": progress.tokens,
         }
-        run_folder.write_manifest(
-            inputs, {**metrics, "training_seconds": round(progress.seconds, 1)}, finished=True
+        run.folder.write_manifest(
+            run.inputs, {**metrics, "training_seconds": round(progress.seconds, 1)}, finished=True
         )
         print(
             f"held-out loss {best['loss']:.4f} nats a token after {progress.seconds:.0f} s; model: "
-            f"{folder}"
+            f"{run.artefact}"
         )
     parallel.close()
 

@@ -34,8 +34,8 @@ from jobs.files import write_bytes, write_text
 from jobs.job import job_main
 from jobs.paths import resolve
 from jobs.progress import ProgressBar
+from jobs.protocol import Job, Run
 from jobs.run_files import lines_of, read_lines, read_object
-from jobs.run_folder import RunFolder
 from training.config import data_rules
 from training.data.packing import Sample
 from training.held_out import target_answers
@@ -90,10 +90,50 @@ class Step:
     gamma: int
 
 
+class SkipSearch(Job[SkipSearchConfig]):
+    """One run of distill.skip_search, which leaves the sub-layers to skip."""
+
+    artefact = FILE
+
+    def __init__(self, config: SkipSearchConfig) -> None:
+        super().__init__(config)
+        check(config)
+
+    def inputs(self) -> list[Path]:
+        return [resolve(self.config.target.path), resolve(self.config.held_out.prompts)]
+
+    def dry_run(self, run: Run) -> None:
+        target, steps = load(self.config)
+        print(
+            f"cost: about {_forwards(steps, 2 * target.num_layers, self.config.candidates):,} "
+            f"forwards over the target's answers"
+        )
+        if not run.artefact.exists():  # a stand-in, so that what comes after can be tried
+            write_skips(
+                run.artefact,
+                Skips(mlp=(target.num_layers - 1,)),
+                {"target": self.config.target.path, "dry_run": True},
+            )
+
+    def work(self, run: Run) -> None:
+        config, (target, steps) = self.config, load(self.config)
+        run.folder.write_manifest(run.inputs, {}, finished=False)
+        asked = target_answers(run.inputs[0], load_tokenizer(run.inputs[0]), config)
+        answers = Answers(target, asked, config.held_out.temperature)
+        costs = measured_costs(target, answers.samples[0].ids.tolist(), run.path / "costs.json")
+        path = search(target, answers, costs, steps, config.candidates, run.path / "search.jsonl")
+        finish(config, run, path)
+
+
 def run(config: SkipSearchConfig) -> Path:
     """Search, and write output_dir/skips.json. Returns it. Takes up an interrupted search where it
     stopped.
     """
+    return SkipSearch(config).run()
+
+
+def check(config: SkipSearchConfig) -> None:
+    """Raise UserError for what would fail only after the target is loaded."""
     refuse_parallel(config.target)
     refuse_own_code(config.target)
     refuse(
@@ -107,15 +147,12 @@ def run(config: SkipSearchConfig) -> Path:
             ("held_out.temperature", config.held_out.temperature >= 0, "0 (greedy) or more"),
         ],
     )
-    folder = RunFolder(config)
-    artefact = folder.path / FILE
-    if folder.finished(artefact):
-        print(f"finished before: {artefact}")
-        return artefact
-    target_folder = resolve(config.target.path)
-    inputs = [target_folder, resolve(config.held_out.prompts)]
+
+
+def load(config: SkipSearchConfig) -> tuple[NativeTarget, int]:
+    """The target, and how many sub-layers are left out at most."""
     target = load_target(
-        target_folder,
+        resolve(config.target.path),
         backend="native",
         dtype=config.target.dtype,
         device=config.target.device,
@@ -127,26 +164,11 @@ def run(config: SkipSearchConfig) -> Path:
         f"target: {target.num_layers} layers; at most {steps} of {2 * target.num_layers} "
         f"sub-layers are left out"
     )
-    if config.dry_run:
-        print(
-            f"cost: about {_forwards(steps, 2 * target.num_layers, config.candidates):,} forwards "
-            f"over the target's answers"
-        )
-        if not artefact.exists():  # a stand-in, so that what comes after can be tried
-            write_skips(
-                artefact,
-                Skips(mlp=(target.num_layers - 1,)),
-                {"target": config.target.path, "dry_run": True},
-            )
-        return artefact
-    folder.write_manifest(inputs, {}, finished=False)
-    answers = Answers(
-        target,
-        target_answers(target_folder, load_tokenizer(target_folder), config),
-        config.held_out.temperature,
-    )
-    costs = measured_costs(target, answers.samples[0].ids.tolist(), folder.path / "costs.json")
-    path = search(target, answers, costs, steps, config.candidates, folder.path / "search.jsonl")
+    return target, steps
+
+
+def finish(config: SkipSearchConfig, run: Run, path: list[Step]) -> None:
+    """Write the best set on the path, and close the manifest."""
     best = max(range(len(path)), key=lambda number: path[number].speedup)
     skips = skips_of([(step.kind, step.layer) for step in path[: best + 1]])
     about = {
@@ -155,26 +177,25 @@ def run(config: SkipSearchConfig) -> Path:
         "temperature": config.held_out.temperature,
     }
     write_skips(
-        artefact,
+        run.artefact,
         skips,
         {key: value for key, value in about.items() if key not in ("kind", "layer")},
     )
-    folder.write_manifest(
-        inputs,
+    run.folder.write_manifest(
+        run.inputs,
         {"acceptance": path[best].acceptance, "predicted_speedup": path[best].speedup},
         finished=True,
     )
     print(
         f"skips {len(skips.attention)} attention and {len(skips.mlp)} MLP sub-layers: acceptance "
         f"{path[best].acceptance:.3f}, {path[best].speedup:.2f}x predicted at "
-        f"gamma={path[best].gamma}: {artefact}"
+        f"gamma={path[best].gamma}: {run.artefact}"
     )
     if path[best].speedup <= 1:
         print(
             "no set pays on this machine: a target so small or so evenly used needs a drafter of "
             "its own"
         )
-    return artefact
 
 
 def search(

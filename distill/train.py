@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from decoding.errors import UserError
-from decoding.models.model_check import check_model
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import RULES
 from distill.acceptance import HeldOutAcceptance, HeldOutMixture
@@ -17,13 +16,10 @@ from distill.drafter_folder import pruning_on_card, write_card
 from distill.dry_run import dry_run
 from distill.shapes import student_config
 from distill.student import build_student
-from jobs.amounts import PLANNED
 from jobs.job import job_main
-from jobs.launch import is_worker, launch, processes_wanted
 from jobs.paths import resolve
+from jobs.protocol import Run
 from jobs.ranks import SHARDED_WEIGHTS
-from jobs.run_folder import RunFolder
-from jobs.tracker import Recording
 from training.bounds import Progress
 from training.config import check_values
 from training.data.from_config import data_files, held_out_domains, training_data
@@ -31,14 +27,11 @@ from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample
 from training.drafter_folder import close_run, origin_of, write_model
 from training.held_out import check_stages, target_answers
-from training.loop import fit
+from training.job import TargetJob, fit_recorded
 from training.models.build import (
-    check_context,
     check_target,
     dtype_of,
-    folder_of,
     known_config,
-    target_config,
 )
 from training.models.frozen import load_frozen
 from training.objectives import Distillation, LanguageModelling, TeacherStates
@@ -48,32 +41,35 @@ from training.plan import bounds_of, describe_plan
 LOSSES = ("forward_kl", "cross_entropy")
 
 
+class Distil(TargetJob[TrainConfig]):
+    """One run of distill.train, which leaves a drafter folder."""
+
+    artefact = "drafter"
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        check(config)
+
+    def inputs(self) -> list[Path]:
+        data = data_files(self.config.data, self.config.dry_run)
+        prompts = resolve(self.config.held_out.prompts)
+        return list(dict.fromkeys([self.target_folder, *data, prompts]))
+
+    def dry_run(self, run: Run) -> float:
+        return dry_run(self.config, self.target_folder, run.artefact, run.folder.was_dry)
+
+    def prepare(self, run: Run) -> None:
+        if self.config.drafter.init != "folder":
+            student_config(self.config.drafter, self.target)  # refuses what cannot be built
+        super().prepare(run)
+
+    def work(self, run: Run) -> None:
+        train(self.config, run, self.target_folder)
+
+
 def run(config: TrainConfig) -> Path:
     """Distil, and write the drafter to output_dir/drafter. Returns that folder."""
-    target = target_config(config.target)
-    target_folder = folder_of(config.target, config.dry_run)
-    check(config)
-    run_folder = RunFolder(config)
-    folder = run_folder.path / "drafter"
-    if run_folder.finished(folder):
-        print(f"finished before: {folder}")
-        return folder
-    inputs = input_paths(config, target_folder)
-    if config.dry_run:
-        run_folder.write_manifest(inputs, {}, finished=False)
-        planned = dry_run(config, target_folder, folder, run_folder.was_dry)
-        run_folder.write_manifest(inputs, {PLANNED: planned}, finished=False)
-        return folder
-    if config.drafter.init != "folder":
-        student_config(config.drafter, target)  # refuses what cannot be built
-    check_model(target_folder)
-    check_context(config.target, config.data, target_folder)
-    processes = processes_wanted(config.parallel)
-    if processes > 1 and not is_worker():
-        launch(config.job, run_folder.path / "config.yaml", processes)
-        return folder
-    train(config, run_folder, target_folder, folder, inputs)
-    return folder
+    return Distil(config).run()
 
 
 def check(config: TrainConfig) -> None:
@@ -102,26 +98,7 @@ def check(config: TrainConfig) -> None:
     )
 
 
-def input_paths(config: TrainConfig, target_folder: Path) -> list[Path]:
-    """Files and folders that the job reads, for the manifest."""
-    return list(
-        dict.fromkeys(
-            [
-                target_folder,
-                *data_files(config.data, config.dry_run),
-                resolve(config.held_out.prompts),
-            ]
-        )
-    )
-
-
-def train(
-    config: TrainConfig,
-    run_folder: RunFolder,
-    target_folder: Path,
-    folder: Path,
-    inputs: list[Path],
-) -> None:
+def train(config: TrainConfig, run: Run, target_folder: Path) -> None:
     """The work of one rank."""
     torch.manual_seed(config.seed)
     parallel = Parallel(config.parallel, config.target.device)
@@ -136,20 +113,9 @@ def train(
     held_out = make_held_out(
         config, student.to(parallel.device), teacher, tokenizer, parallel, target_folder
     )
-    with Recording(run_folder, config, inputs, parallel.is_main) as tracker:
-        progress = fit(
-            "distil",
-            objective,
-            student,
-            data,
-            config.loop,
-            parallel,
-            run_folder.path,
-            tracker,
-            held_out,
-        )
+    progress = fit_recorded("distil", objective, student, data, config, run, parallel, held_out)
     if parallel.is_main:
-        finish(config, run_folder, student, target_folder, folder, progress, inputs)
+        finish(config, run, student, target_folder, progress)
     parallel.close()
 
 
@@ -217,15 +183,10 @@ def describe(config: TrainConfig, student: Any, teacher: Any, data: PackedData) 
 
 
 def finish(
-    config: TrainConfig,
-    run_folder: RunFolder,
-    student: Any,
-    target_folder: Path,
-    folder: Path,
-    progress: Progress,
-    inputs: list[Path],
+    config: TrainConfig, run: Run, student: Any, target_folder: Path, progress: Progress
 ) -> None:
     """Export the best weights with their card, and close the manifest."""
+    folder = run.artefact
     stored_dtype: Any = known_config(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
     origin = origin_of(config, config.drafter.name, target_folder, progress)
@@ -235,7 +196,7 @@ def finish(
         origin,
         pruning_on_card(resolve(config.drafter.path)) if config.drafter.init == "folder" else None,
     )
-    close_run(run_folder, inputs, origin, progress)
+    close_run(run, origin, progress)
     best = progress.best
     print(
         f"held-out acceptance {best['acceptance']:.3f} at temperature "

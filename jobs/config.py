@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import typing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -23,6 +23,8 @@ Schema = TypeVar("Schema")
 class JobConfig:
     """Fields that every job takes."""
 
+    SHARED: ClassVar = ("seed", "dry_run", "threads")  # what stages inherit (jobs/inheritance.py)
+
     job: str = MISSING  # the module that runs this configuration, such as distill.train
     experiment: str = "default"  # name of the experiment file, and of the run folder
     output_dir: str = MISSING  # run folder: configuration, manifest, metrics, checkpoints, artefact
@@ -32,7 +34,7 @@ class JobConfig:
     threads: int = 0  # CPU threads of PyTorch; 0 leaves PyTorch's own choice
     # jobs to run one after another, folder to folder, instead of this one
     stages: list[str] = field(default_factory=list)
-    # further overrides of a stage in `stages`
+    # of a stage in `stages`: what it sees otherwise than this experiment
     stage_overrides: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -79,6 +81,10 @@ class TrackerConfig:
     group: str = ""  # Weights & Biases group, one a sweep
     name: str = ""  # of the Weights & Biases run; empty: the experiment's
     tensorboard: bool = False  # write tensorboard event files beside the metrics
+
+
+# Groups that say where and on what a job works, and where it reports; not what it does.
+SETTING = (TargetConfig, ParallelConfig, TrackerConfig)
 
 
 def typed(composed: DictConfig, schema: type[Schema]) -> Schema:

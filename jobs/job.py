@@ -19,16 +19,14 @@ from typing import Any, TypeVar, cast
 
 import hydra
 import yaml
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from decoding.errors import UserError
 from jobs import ranks
+from jobs.composing import CONF, composing, register
 from jobs.config import JobConfig, open_fields, typed, unknown_key, valid_keys
 from jobs.config_checks import check_job
 from jobs.files import disk_error
@@ -37,12 +35,11 @@ from jobs.interrupts import INTERRUPTED, Interrupted, Terminated, interrupting
 from jobs.malloc import keep_memory
 from jobs.run_lock import locked
 from jobs.saved_config import as_of_now
-from jobs.stages import ON_FILE, check_given, run_on_file, run_stages
-from jobs.syntax import check_syntax, composition_error
+from jobs.stages import ON_FILE, as_member, check_given, run_on_file, run_stages
+from jobs.syntax import check_syntax
 from jobs.tracker import check_tracker
 
 Config = TypeVar("Config", bound=JobConfig)
-CONF = Path(__file__).resolve().parent.parent / "conf"
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
@@ -86,7 +83,7 @@ def _command(
     check_arguments(arguments, job, schema)
     register(job, schema)
     if {"--help", "-h"} & {*arguments}:
-        _composing(lambda: print_help(job, schema, CONF, _overrides(arguments)))
+        composing(lambda: print_help(job, schema, CONF, _overrides(arguments)))
         return
     sweep, failed = Sweep(), []
     single: list[DictConfig] = []
@@ -102,7 +99,7 @@ def _command(
     )(task)
     # Hydra raises what it finds wrong, instead of printing it with advice
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    _composing(started)
+    composing(started)
     if single:  # outside of Hydra, whose frames would stand around every traceback
         run_typed(single[0], job, schema, function, check)
     if failed:
@@ -110,27 +107,6 @@ def _command(
             f"error: {len(failed)} of the sweep's members failed: {'; '.join(failed)}. Run the "
             f"same command again"
         )
-
-
-def _composing(action: Callable[[], Any]) -> Any:
-    """Run what composes a configuration; UserError where it cannot."""
-    try:
-        return action()
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise composition_error(error) from error
-
-
-def register(job: str, schema: type[Any]) -> None:
-    """Give Hydra the schema's fields with their defaults, so that each can be overridden and
-    `--help` shows all.
-
-    They are stored as plain values: `typed` checks keys and types, and names the nearest key, after
-    all files are merged.
-    """
-    fields = OmegaConf.to_container(OmegaConf.structured(schema))
-    ConfigStore.instance().store(
-        name=f"{job.replace('.', '_')}_defaults", node=OmegaConf.create(fields)
-    )
 
 
 def run_typed(
@@ -298,15 +274,12 @@ def _run_member(
         for text in HydraConfig.get().overrides.task
         if text.lstrip("+").split("=")[0] in varying
     ]
-    name = ",".join(text.lstrip("+") for text in mine) or "member"
     plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     # Hydra's own record of a sweep; every member has its config.yaml.
     Path(str(plain["output_dir"]), "multirun.yaml").unlink(missing_ok=True)
-    plain["output_dir"] = os.path.join(str(plain["output_dir"]), re.sub(r"[^\w.,=+-]+", "_", name))
-    if "tracker" in plain and not plain.tracker.group:
-        plain.tracker.group = str(plain.experiment)  # one W&B group a sweep
+    as_member(plain, mine)
     status = sweep.run(plain, job, typed(plain, schema))
-    wrong = f"'{name}' with status {status} ({plain['output_dir']})"
+    wrong = f"'{Path(plain.output_dir).name}' with status {status} ({plain['output_dir']})"
     if status and not str(HydraConfig.get().launcher._target_).endswith("BasicLauncher"):
         raise UserError(f"a member of the sweep failed: {wrong}")
     return [wrong] if status else []

@@ -1,81 +1,193 @@
 """Experiments that span several jobs: each stage is `python -m <stage>` in a process of its own,
 folder to folder.
 
-Stages talk only through folders. A stage that is the called job itself runs on the composed
-configuration, so overrides and sweeps reach it, with its own values put in; the others, and stages
-with more than values (`-m`, `+experiment=...`) among their overrides, are given by these alone. A
-finished stage passes over its work by itself (its manifest says so). Where several ranks run an
-experiment (torchrun, Slurm), all start every stage together, and a stage of one process is rank
-0's.
+A stage inherits every key that it shares with the experiment (jobs/inheritance.py) and writes to
+OUTPUT_DIR/<stage>. Its `stage_overrides` hold what differs, and a group that is chosen there
+(`parallel=single`) is not inherited.
+
+Stages talk only through folders. All are composed before the first one starts, so that a wrong key
+of the last is found at once. A finished stage passes over its work by itself (its manifest says
+so). Where several ranks run an experiment (torchrun, Slurm), all start every stage together, and a
+stage of one process is rank 0's.
 """
 
-import ast
+import functools
+import itertools
 import json
 import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
 from jobs.amounts import PLANNED, hours, operations
-from jobs.config import JobConfig
+from jobs.composing import CONF, compose_job, composing
+from jobs.config import JobConfig, typed
+from jobs.inheritance import inherited_keys
 from jobs.launch import run_child
 from jobs.ranks import Meeting
+from jobs.schemas import schema_of
 
 ON_FILE = "--config-file"
+SWEEP = "-m"
+# in place of the experiment's folder, whose name Hydra's grammar may not read
+_FOLDER = "_output_dir_of_the_experiment_"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of an experiment: a job, and the configurations that it runs on one after another
+    (one, but in a sweep).
+    """
+
+    name: str
+    job: str
+    members: list[DictConfig]
+
+
+@dataclass(frozen=True)
+class Given:
+    """One override of a stage; `values` are those of a sweep, each with its text, else one."""
+
+    key: str
+    values: list[tuple[str, Any]]
+    is_whole: bool = False  # replaces a group, instead of being merged into it
+
+    @property
+    def is_of_conf(self) -> bool:
+        """Whether it chooses a file in conf/."""
+        (text, value), *_ = self.values
+        return text.startswith("~") or (isinstance(value, str) and (CONF / self.key).is_dir())
 
 
 def run_stages(config: JobConfig, composed: DictConfig) -> None:
-    """Run `config.stages` in order; a stage is a job, or `job:label` where a job comes twice.
-
-    `stage_overrides[stage]` are a stage's overrides; `{output_dir}` in them is this run's folder,
-    and `@{key}` the stage's own value of a key (as `${key}` is this job's). Raises UserError naming
-    the stage that failed.
-    """
-    meeting, started, given = Meeting(), time.time(), []
-    for number, stage in enumerate(config.stages, start=1):
+    """Run `config.stages` in order. Raises UserError naming the stage that failed."""
+    stages = [compose_stage(name, config, composed) for name in config.stages]
+    meeting, started, number = Meeting(), time.time(), 0
+    for position, stage in enumerate(stages, start=1):
         if meeting.rank == 0:
-            print(f"[{number}/{len(config.stages)}] {stage}", flush=True)
-        job, _, label = stage.partition(":")
-        overrides = [
-            text.replace("{output_dir}", config.output_dir).replace("@{", "${")
-            for text in config.stage_overrides.get(stage, [])
-        ]
-        given.append(overrides)
-        if job == config.job and all(re.match(r"[\w.]+=", text) for text in overrides):
-            own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-            own.stages, own.stage_overrides, own.output_dir = (
-                [],
-                {},
-                os.path.join(config.output_dir, label or stage),
-            )
-            for text in overrides:
-                key, _, value = text.partition("=")
-                OmegaConf.update(own, key, yaml.safe_load(value))
-            status = run_on_file(own, job, meeting.environment(number))
-        else:
-            shared = [
-                f"seed={config.seed}",
-                f"threads={config.threads}",
-                f"dry_run={str(config.dry_run).lower()}",
-            ]
-            command = [sys.executable, "-m", job, *map(_hydras, overrides), *shared]
-            status = run_child(command, stage, meeting.environment(number))
-        if status != 0:
+            print(f"[{position}/{len(stages)}] {stage.name}", flush=True)
+        failed = []
+        for member in stage.members:
+            number += 1
+            status = run_on_file(member, stage.job, meeting.environment(number))
+            if status != 0:
+                failed.append(f"status {status} ({member.output_dir})")
+            if status == 0 or len(stage.members) > 1:  # the others of a sweep still run
+                meeting.wait(f"stage {number}")
+        if failed:
             raise UserError(
-                f"stage {number} ({stage}) ended with status {status}; mend it and run the same "
-                f"command: finished stages are passed over"
+                f"stage {position} ({stage.name}) ended with {', '.join(failed)}; mend it and run "
+                f"the same command: finished stages are passed over"
             )
-        meeting.wait(f"stage {number}")
     if config.dry_run and meeting.rank == 0:
-        _say_total(_output_dirs(config, given), started)
+        folders = [str(member.output_dir) for stage in stages for member in stage.members]
+        _say_total([config.output_dir, *folders], started)
+
+
+def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
+    """Put a stage together: its job's defaults, the files of conf/ that it chooses, what it
+    inherits, and its other overrides.
+
+    name: a job, or `job:label` where a job comes twice. Raises UserError naming the stage.
+    """
+    job, _, label = name.partition(":")
+    try:
+        schema, given = schema_of(job), _given(name, config, composed)
+        chosen = {one.key: one.values[0][0] for one in given if one.is_of_conf}
+        own = compose_job(job, schema, list(chosen.values()))
+        OmegaConf.set_struct(own, False)
+        has_own_experiment = "experiment" in chosen
+        # A stage of the called job goes on with what is written there, `${...}` and all.
+        is_same = schema is type(config) and not has_own_experiment
+        found: Any = OmegaConf.to_container(composed, resolve=not is_same)
+        for key in inherited_keys(type(config), schema, has_own_experiment):
+            group, *inner = key.split(".")
+            if group not in chosen:
+                value = functools.reduce(dict.__getitem__, inner, found[group])
+                OmegaConf.update(own, key, value, merge=False)
+        own.stages, own.stage_overrides = [], {}
+        own.output_dir = os.path.join(config.output_dir, label or name)
+        sweeps = SWEEP in config.stage_overrides.get(name, [])
+        members = list(_members(own, [one for one in given if not one.is_of_conf], sweeps))
+        for member in members:
+            typed(member, schema)
+    except UserError as error:
+        raise UserError(f"stage {name}: {error}") from error
+    return Stage(name, job, members)
+
+
+def _given(name: str, config: JobConfig, composed: DictConfig) -> list[Given]:
+    """The overrides of a stage, Hydra's own; `-m` among them allows several values (`key=1,2`).
+
+    In them `{output_dir}` is the experiment's folder, `${key}` the experiment's value of a key, and
+    `@{key}` the stage's own.
+    """
+    written: Any = OmegaConf.to_container(composed.stage_overrides, resolve=False)
+    raw, given = written.get(name, []), []
+    for text, resolved in zip(raw, config.stage_overrides.get(name, []), strict=True):
+        forwarded = re.fullmatch(r"\+*([\w.]+)=\$\{([\w.]+)\}", text)
+        node = OmegaConf.select(composed, forwarded[2]) if forwarded else None
+        if forwarded and OmegaConf.is_config(node):
+            value = OmegaConf.to_container(node, resolve=True)
+            given.append(Given(forwarded[1], [(text, value)], is_whole=True))
+        elif text != SWEEP:
+            given.append(_parsed(resolved, config.output_dir, SWEEP in raw))
+    return given
+
+
+def _parsed(text: str, folder: str, sweeps: bool) -> Given:
+    """One override as Hydra reads it."""
+    parser = OverridesParser.create()
+    text = text.replace("{output_dir}", _FOLDER).replace("@{", "${")
+    override = composing(lambda: parser.parse_override(text))
+    texts = [text]
+    if override.is_sweep_override():
+        if not sweeps:
+            raise UserError(f"'{text}' has several values, which want {SWEEP} among the overrides")
+        texts = [f"{override.get_key_element()}={one}" for one in override.sweep_string_iterator()]
+    values = [_in_folder(parser.parse_override(one).value(), folder) for one in texts]
+    texts = [one.replace(_FOLDER, folder) for one in texts]
+    return Given(override.key_or_group, list(zip(texts, values, strict=True)))
+
+
+def _in_folder(value: Any, folder: str) -> Any:
+    """A value with the experiment's folder in it."""
+    if isinstance(value, list):
+        return [_in_folder(one, folder) for one in value]
+    if isinstance(value, dict):
+        return {key: _in_folder(one, folder) for key, one in value.items()}
+    return value.replace(_FOLDER, folder) if isinstance(value, str) else value
+
+
+def _members(own: DictConfig, given: Sequence[Given], sweeps: bool) -> Iterator[DictConfig]:
+    """The configurations of a sweep, one a combination of values; without one the only one."""
+    for values in itertools.product(*(one.values for one in given)):
+        member = own.copy()
+        for one, (_, value) in zip(given, values, strict=True):
+            OmegaConf.update(member, one.key, value, merge=not one.is_whole)
+        texts = [text for one, (text, _) in zip(given, values, strict=True) if len(one.values) > 1]
+        yield as_member(member, texts) if sweeps else member
+
+
+def as_member(config: DictConfig, varying: Sequence[str]) -> DictConfig:
+    """Give a member of a sweep a folder of its own, named by the overrides that vary, and the
+    sweep's group in Weights & Biases.
+    """
+    name = ",".join(text.lstrip("+") for text in varying) or "member"
+    config.output_dir = os.path.join(str(config.output_dir), re.sub(r"[^\w.,=+-]+", "_", name))
+    if "tracker" in config and not config.tracker.group:
+        config.tracker.group = str(config.experiment)
+    return config
 
 
 def _say_total(folders: Sequence[str], started: float) -> None:
@@ -103,39 +215,6 @@ def _say_total(folders: Sequence[str], started: float) -> None:
             f"(assumed_tflops)"
         )
         print(f"all stages together: {told}{missing}; evaluations are not counted")
-
-
-def _output_dirs(config: JobConfig, stages: Sequence[Sequence[str]]) -> list[str]:
-    """The folders that an experiment's stages write to: its own, and those that overrides name."""
-    named = [
-        text.partition("=")[2]
-        for overrides in stages
-        for text in overrides
-        if text.startswith("output_dir=")
-    ]
-    return [config.output_dir, *named]
-
-
-def _hydras(override: str) -> str:
-    """An override whose value was interpolated from a mapping, which OmegaConf writes as Python
-    does, as Hydra reads it.
-    """
-    key, equals, value = override.partition("=")
-    if not value.startswith("{"):
-        return override
-    try:
-        found = ast.literal_eval(value)
-    except (ValueError, SyntaxError):  # Hydra's own form
-        return override
-    return f"{key}{equals}{_hydra_value(found)}"
-
-
-def _hydra_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_hydra_value(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_hydra_value, value)) + "]"
-    return json.dumps(value)
 
 
 def check_given(composed: DictConfig) -> None:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from jobs.config import JobConfig, ParallelConfig, TargetConfig, TrackerConfig
+from jobs.config import TargetConfig
 from recurrent_drafting.loss_config import HeadLossConfig
-from training.config import DataConfig, HeldOutConfig, LoopConfig
+from training.config import HeldOutConfig, TrainingJobConfig
 
 
 @dataclass
@@ -38,14 +38,13 @@ class StatesConfig:
 
 
 @dataclass
-class HeadTrainConfig(JobConfig):
+class HeadTrainConfig(TrainingJobConfig):
     """`python -m recurrent_drafting.train`: a recurrent drafter head (ReDrafter) for the frozen
     target.
     """
 
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadShapeConfig = field(default_factory=HeadShapeConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     loss: HeadLossConfig = field(default_factory=HeadLossConfig)
     states: StatesConfig = field(default_factory=StatesConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
@@ -56,12 +55,7 @@ class HeadTrainConfig(JobConfig):
     # per-head accuracies on data.held_out_chats: the token is among the k likeliest, k = 1 .. top_k
     top_k: int = 5
     beam_width: int = 8  # beams of the real drafting that the finished head is measured by
-    # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
-    assumed_tflops: float = 100.0
     # tokens of one pass over the data, for the hours of a dry run without loop.max_steps
     assumed_tokens: int = 0
     # share of them that is supervised, for a dry run (ShareGPT: 60 %)
     assumed_supervised: float = 0.6
-    loop: LoopConfig = field(default_factory=LoopConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)

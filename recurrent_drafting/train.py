@@ -15,16 +15,14 @@ import torch
 from decoding.drafters.registry import check_fits
 from decoding.errors import UserError
 from decoding.models.folder import hash_input
-from decoding.models.model_check import check_model
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.values import RULES
-from jobs.amounts import PLANNED
 from jobs.job import job_main
-from jobs.launch import is_worker, launch, processes_wanted
+from jobs.launch import is_worker
 from jobs.paths import resolve
+from jobs.protocol import Run
 from jobs.ranks import SHARDED_WEIGHTS
 from jobs.run_folder import RunFolder
-from jobs.tracker import Recording
 from recurrent_drafting.build import build_head, check_shape, head_config, ignored
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.dry_run import describe, dry_run
@@ -43,14 +41,11 @@ from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample
 from training.drafter_folder import close_run, origin_of
 from training.held_out import check_stages, target_answers
-from training.loop import fit
+from training.job import TargetJob, fit_recorded
 from training.models.build import (
-    check_context,
     check_target,
     dtype_of,
-    folder_of,
     load_causal_lm,
-    target_config,
 )
 from training.objectives import freeze
 from training.parallel.strategy import Parallel
@@ -59,37 +54,44 @@ from training.plan import describe_plan
 CACHES = ("none", "memory", "disk")
 
 
+class TrainHead(TargetJob[HeadTrainConfig]):
+    """One run of recurrent_drafting.train, which leaves a head folder."""
+
+    artefact = "drafter"
+
+    def __init__(self, config: HeadTrainConfig) -> None:
+        super().__init__(config)
+        self.shape = head_config(config.head, self.target)
+        check(config, self.shape)
+        if config.head.path and (without := ignored(config.head, self.shape)) and not is_worker():
+            print(f"note: {without}")
+        if config.head.path and not config.dry_run:
+            check_fits(self.target_folder, resolve(config.head.path))
+
+    def inputs(self) -> list[Path]:
+        config = self.config
+        if config.dry_run:
+            return [self.target_folder]
+        head = [resolve(config.head.path)] if config.head.path else []
+        files = [*head, *data_files(config.data), resolve(config.held_out.prompts)]
+        return list(dict.fromkeys([self.target_folder, *files]))
+
+    def dry_run(self, run: Run) -> float:
+        known = self.shape, self.target, self.target_folder
+        return dry_run(self.config, *known, run.artefact, run.folder.was_dry)
+
+    def prepare(self, run: Run) -> None:
+        super().prepare(run)
+        if not is_worker():
+            check_same_target(run.folder, self.target_folder)
+
+    def work(self, run: Run) -> None:
+        train(self.config, run, self.shape, self.target_folder)
+
+
 def run(config: HeadTrainConfig) -> Path:
     """Train, and write the head to output_dir/drafter. Returns that folder."""
-    target = target_config(config.target)
-    target_folder = folder_of(config.target, config.dry_run)
-    shape = head_config(config.head, target)
-    check(config, shape)
-    if config.head.path and (without := ignored(config.head, shape)) and not is_worker():
-        print(f"note: {without}")
-    if config.head.path and not config.dry_run:
-        check_fits(target_folder, resolve(config.head.path))
-    run_folder = RunFolder(config)
-    folder = run_folder.path / "drafter"
-    if run_folder.finished(folder):
-        print(f"finished before: {folder}")
-        return folder
-    inputs = [target_folder] if config.dry_run else input_paths(config, target_folder)
-    if config.dry_run:
-        run_folder.write_manifest(inputs, {}, finished=False)
-        planned = dry_run(config, shape, target, target_folder, folder, run_folder.was_dry)
-        run_folder.write_manifest(inputs, {PLANNED: planned}, finished=False)
-        return folder
-    check_model(target_folder)
-    check_context(config.target, config.data, target_folder)
-    processes = processes_wanted(config.parallel)
-    if not is_worker():
-        check_same_target(run_folder, target_folder)
-        if processes > 1:
-            launch(config.job, run_folder.path / "config.yaml", processes)
-            return folder
-    train(config, run_folder, shape, target_folder, folder, inputs)
-    return folder
+    return TrainHead(config).run()
 
 
 def check(config: HeadTrainConfig, shape: HeadConfig) -> None:
@@ -172,24 +174,7 @@ def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:
         )
 
 
-def input_paths(config: HeadTrainConfig, target_folder: Path) -> list[Path]:
-    """Files and folders that the job reads, for the manifest."""
-    head = [resolve(config.head.path)] if config.head.path else []
-    return list(
-        dict.fromkeys(
-            [target_folder, *head, *data_files(config.data), resolve(config.held_out.prompts)]
-        )
-    )
-
-
-def train(
-    config: HeadTrainConfig,
-    run_folder: RunFolder,
-    shape: HeadConfig,
-    target_folder: Path,
-    folder: Path,
-    inputs: list[Path],
-) -> None:
+def train(config: HeadTrainConfig, run: Run, shape: HeadConfig, target_folder: Path) -> None:
     """The work of one rank."""
     torch.manual_seed(config.seed)
     parallel = Parallel(config.parallel, config.target.device)
@@ -213,21 +198,10 @@ def train(
     evaluate = make_evaluation(config, head, states, tokenizer, parallel, answers)
     objective = HeadTraining(head, states, config.loss)
     states.store = make_store(config, data, target_folder, shape, parallel.is_main)
-    with Recording(run_folder, config, inputs, parallel.is_main) as tracker:
-        progress = fit(
-            "train head",
-            objective,
-            head,
-            data,
-            config.loop,
-            parallel,
-            run_folder.path,
-            tracker,
-            evaluate,
-        )
+    progress = fit_recorded("train head", objective, head, data, config, run, parallel, evaluate)
     if parallel.is_main:
         drafted = block_efficiency(head, config, target_folder, tokenizer, answers)
-        finish(config, run_folder, head, target_folder, folder, progress, drafted, inputs)
+        finish(config, run, head, target_folder, progress, drafted)
     parallel.close()
 
 
@@ -292,22 +266,21 @@ def describe_job(config: HeadTrainConfig, shape: HeadConfig, target: Any, data: 
 
 def finish(
     config: HeadTrainConfig,
-    run_folder: RunFolder,
+    run: Run,
     head: RecurrentHead,
     target_folder: Path,
-    folder: Path,
     progress: Progress,
     drafted: float,
-    inputs: list[Path],
 ) -> None:
     """Export the best weights with their card, and close the manifest. drafted: block efficiency of
     real drafting with beams.
     """
+    folder = run.artefact
     write_head(head, target_folder, folder)
     measured = {"beams_block_efficiency": drafted, "beam_width": config.beam_width}
     origin = origin_of(config, config.head.name, target_folder, progress, **measured)
     write_card(folder, head.config, head.num_parameters, origin)
-    close_run(run_folder, inputs, origin, progress)
+    close_run(run, origin, progress)
     best = progress.best
     print(
         f"held-out block efficiency {best['block_efficiency']:.3f} of a greedy chain at "

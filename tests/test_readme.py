@@ -29,38 +29,16 @@ import eval.measure.parts
 import eval.run
 import recurrent_drafting.generate
 import recurrent_drafting.train
-from distill.config import (
-    CompactConfig,
-    PretrainConfig,
-    PruneConfig,
-    QualityConfig,
-    RegenerateConfig,
-    SkipSearchConfig,
-    TrainConfig,
-)
-from eval.config import CompareConfig, EvalConfig
+from jobs import schemas
 from jobs.config import JobConfig, typed
 from jobs.job import CONF, check_arguments, register
+from jobs.schemas import schema_of
 from recurrent_drafting.cmd.flags import to_overrides
-from recurrent_drafting.config import HeadTrainConfig
-from serving.config import GenerateConfig
 from training.data import corpus
 
 ROOT = CONF.parent
 README = (ROOT / "README.md").read_text()
-SCHEMAS: dict[str, type[JobConfig]] = {
-    "distill.compact": CompactConfig,
-    "distill.pretrain": PretrainConfig,
-    "distill.prune": PruneConfig,
-    "distill.quality": QualityConfig,
-    "distill.regenerate": RegenerateConfig,
-    "distill.skip_search": SkipSearchConfig,
-    "distill.train": TrainConfig,
-    "eval.compare": CompareConfig,
-    "eval.run": EvalConfig,
-    "recurrent_drafting.generate": GenerateConfig,
-    "recurrent_drafting.train": HeadTrainConfig,
-}
+SCHEMAS = {job: schema_of(job) for job in schemas.SCHEMAS}
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "distill.compact": distill.compact.run,
     "distill.pretrain": distill.pretrain.run,

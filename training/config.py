@@ -4,8 +4,9 @@ numbers that no training can go by.
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+from jobs.config import JobConfig, ParallelConfig, TrackerConfig
 from jobs.config_checks import Rule, refuse
 from training.optimizer_config import OptimizerConfig
 
@@ -86,6 +87,9 @@ class DataConfig:
 class LoopConfig:
     """How long to train, in what batches, and when to look."""
 
+    # What stages of other jobs inherit (jobs/inheritance.py): how long they train is their own.
+    SHARED: ClassVar = ("micro_batch_tokens", "dtype", "activation_checkpointing")
+
     # Optimizer steps at most; 0: any number. Of max_steps, max_epochs, max_tokens and max_seconds
     # the first that is reached ends the training, and schedules run to the nearest.
     max_steps: int = 0
@@ -124,6 +128,18 @@ class HeldOutConfig:
     max_prompts: int = 48  # prompts used
     max_new_tokens: int = 96  # length of the target's answer
     temperature: float = 1.0  # temperature at which the target answers and acceptance is counted
+
+
+@dataclass
+class TrainingJobConfig(JobConfig):
+    """Fields that every training job takes."""
+
+    # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
+    assumed_tflops: float = 100.0
+    data: DataConfig = field(default_factory=DataConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
 class Trains(Protocol):

@@ -18,7 +18,8 @@ from decoding.models.folder import CARD, WEIGHTS, hash_input
 from decoding.models.text.tokenizer import copy_tokenizer, has_tokenizer
 from jobs.config import TargetConfig, plain
 from jobs.files import disk_error, let_read, write_text
-from jobs.run_folder import RunFolder, git_revision, versions
+from jobs.protocol import Run
+from jobs.run_folder import git_revision, versions
 from training.bounds import Progress
 from training.config import DataConfig, HeldOutConfig
 from training.data.from_config import sources
@@ -160,16 +161,14 @@ def origin_of(
     return Origin(name, config.target.path, target_folder, data, plain(config)["loss"], acceptance)
 
 
-def close_run(
-    run_folder: RunFolder, inputs: list[Path], origin: Origin, progress: Progress
-) -> None:
+def close_run(run: Run, origin: Origin, progress: Progress) -> None:
     """The manifest of a training that has ended: the card's figures, and what they took."""
     took = {
         "best_step": progress.best_step,
         "training_seconds": round(progress.seconds, 1),
         "tokens": progress.tokens,
     }
-    run_folder.write_manifest(inputs, origin.acceptance | took, finished=True)
+    run.folder.write_manifest(run.inputs, origin.acceptance | took, finished=True)
 
 
 def write_card(

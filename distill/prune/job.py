@@ -17,7 +17,6 @@ import torch
 
 from decoding.errors import UserError
 from decoding.models.folder import WEIGHTS, hash_input
-from decoding.models.model_check import check_model
 from decoding.models.text.tokenizer import load_tokenizer
 from distill.config import PruneConfig
 from distill.drafter_folder import write_card
@@ -29,14 +28,13 @@ from distill.prune.modes import MODES, record_stages
 from distill.prune.workbench import Source, Workbench, read_source
 from distill.shapes import odd_widths, other_size, refuse_wider, student_config
 from distill.student import chosen_layers
-from jobs.amounts import PLANNED
 from jobs.config import refuse_parallel
 from jobs.files import write_text
-from jobs.launch import is_worker, launch, processes_wanted
+from jobs.launch import is_worker
 from jobs.paths import resolve
+from jobs.protocol import Run
 from jobs.ranks import SHARDED_WEIGHTS
 from jobs.run_files import read_object
-from jobs.run_folder import RunFolder
 from jobs.tracker import Recording
 from training.config import DataConfig, check_values
 from training.data.from_config import (
@@ -49,13 +47,11 @@ from training.data.from_config import (
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample
 from training.drafter_folder import Origin, write_model
+from training.job import TargetJob
 from training.models.build import (
-    check_context,
     dtype_of,
-    folder_of,
     load_causal_lm,
     refuse_own_code,
-    target_config,
 )
 from training.models.shapes import bytes_a_step, layers_of, millions, parameter_counts
 from training.parallel.strategy import Parallel
@@ -65,35 +61,36 @@ MASKS = "masks.safetensors"
 _MODEL = "model_hash"  # of a stage, in its done.json
 
 
+class Prune(TargetJob[PruneConfig]):
+    """One run of distill.prune, which leaves a student folder and the masks of its last cut."""
+
+    artefact, also = "student", (MASKS,)
+
+    def __init__(self, config: PruneConfig) -> None:
+        check(config)
+        super().__init__(config)
+        self.shapes = stage_shapes(config, self.target)
+
+    def inputs(self) -> list[Path]:
+        return [self.target_folder, *data_files(self.config.data)]
+
+    def dry_run(self, run: Run) -> float | None:
+        known = self.target, self.shapes, self.target_folder
+        planned = dry_prune(self.config, *known, run.artefact, run.folder.was_dry)
+        return planned or None  # with saved masks, or at random, it is nothing
+
+    def prepare(self, run: Run) -> None:
+        super().prepare(run)
+        if (hint := wide_dtype(self.config, self.target)) and not is_worker():
+            print(hint)
+
+    def work(self, run: Run) -> None:
+        prune(self.config, run, self.target_folder, self.shapes)
+
+
 def run(config: PruneConfig) -> Path:
     """Prune, and write the student to output_dir/student. Returns that folder."""
-    check(config)
-    source = target_config(config.target)
-    target_folder = folder_of(config.target, config.dry_run)
-    shapes = stage_shapes(config, source)
-    run_folder = RunFolder(config)
-    folder = run_folder.path / "student"
-    if run_folder.finished(folder, also=[run_folder.path / MASKS]):
-        print(f"finished before: {folder}")
-        return folder
-    inputs = [target_folder, *data_files(config.data)]
-    if config.dry_run:
-        run_folder.write_manifest(inputs, {}, finished=False)
-        planned = dry_prune(config, source, shapes, target_folder, folder, run_folder.was_dry)
-        # with saved masks, or at random, it is nothing
-        counted = {PLANNED: planned} if planned else {}
-        run_folder.write_manifest(inputs, counted, finished=False)
-        return folder
-    check_model(target_folder)
-    check_context(config.target, config.data, target_folder)
-    if (hint := wide_dtype(config, source)) and not is_worker():
-        print(hint)
-    processes = processes_wanted(config.parallel)
-    if processes > 1 and not is_worker():
-        launch(config.job, run_folder.path / "config.yaml", processes)
-        return folder
-    prune(config, run_folder, target_folder, folder, shapes, inputs)
-    return folder
+    return Prune(config).run()
 
 
 def check(config: PruneConfig) -> None:
@@ -195,37 +192,25 @@ def between_depths(layers: int, final: int, largest_cut: float) -> list[int]:
     return depths
 
 
-def prune(
-    config: PruneConfig,
-    run_folder: RunFolder,
-    target_folder: Path,
-    folder: Path,
-    shapes: list[Any],
-    inputs: list[Path],
-) -> None:
+def prune(config: PruneConfig, run: Run, target_folder: Path, shapes: list[Any]) -> None:
     """The work of one rank."""
     torch.manual_seed(config.seed)
     bench = workbench(config, target_folder)
     describe(config, bench, shapes[-1])
     refuse_early(config, bench, shapes[-1], target_folder)
     if bench.parallel.is_main:
-        run_folder.write_manifest(inputs, {}, finished=False)
+        run.folder.write_manifest(run.inputs, {}, finished=False)
     source, told = Source(bench.teacher, target_folder), []
     for number, shape in enumerate(shapes, start=1):
         last = number == len(shapes)
-        place = (
-            folder
-            if last
-            else run_folder.path / "stages" / f"{number}_{shape.num_hidden_layers}_layers"
-        )
-        notes = stage(
-            bench, source, shape, place, run_folder.path / "work" / str(number), distil=not last
-        )
+        between = run.path / "stages" / f"{number}_{shape.num_hidden_layers}_layers"
+        place, work = run.artefact if last else between, run.path / "work" / str(number)
+        notes = stage(bench, source, shape, place, work, distil=not last)
         told.append(notes)
         if not last:
             source = read_source(config, place, bench.parallel)
     if bench.parallel.is_main:
-        finish(config, run_folder, bench, folder, told, inputs)
+        finish(config, run, bench, told)
     bench.parallel.close()
 
 
@@ -356,18 +341,11 @@ def describe(config: PruneConfig, bench: Workbench, shape: Any) -> None:
         print(note)
 
 
-def finish(
-    config: PruneConfig,
-    run_folder: RunFolder,
-    bench: Workbench,
-    folder: Path,
-    told: list[dict[str, Any]],
-    inputs: list[Path],
-) -> None:
+def finish(config: PruneConfig, run: Run, bench: Workbench, told: list[dict[str, Any]]) -> None:
     """The student's card, the masks beside it, and the manifest with what every part cost."""
-    last = run_folder.path / "work" / str(len(told)) / MASKS
+    folder, last = run.artefact, run.path / "work" / str(len(told)) / MASKS
     if last.is_file():
-        shutil.copyfile(last, run_folder.path / MASKS)
+        shutil.copyfile(last, run.path / MASKS)
     student = load_causal_lm(folder, torch.float32)
     acceptance = {"acceptance": told[-1]["acceptance_before_distillation"]}
     origin = Origin(
@@ -385,15 +363,17 @@ def finish(
     )
     write_card(folder, student, origin, {"mode": config.mode, "stages": told})
     tracked = dataclasses.replace(config, tracker=bench.tracked())
-    with Recording(run_folder, tracked, inputs, is_main=True) as tracker:
+    with Recording(run.folder, tracked, run.inputs, is_main=True) as tracker:
         assert tracker is not None, "only rank 0 comes here"
         record_stages(tracker, told)
     seconds, flops = (
         {part: sum(notes[what].get(part, 0.0) for notes in told) for part in _parts(told, what)}
         for what in ("seconds", "flops")
     )
-    run_folder.write_manifest(
-        inputs, {**acceptance, "stages": told, "seconds": seconds, "flops": flops}, finished=True
+    run.folder.write_manifest(
+        run.inputs,
+        {**acceptance, "stages": told, "seconds": seconds, "flops": flops},
+        finished=True,
     )
     kept = "random weights" if config.mode == "random" else f"layers {told[-1]['layers']}"
     print(f"{kept}; acceptance before distillation {acceptance['acceptance']:.3f}")

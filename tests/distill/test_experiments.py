@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +13,29 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from decoding.errors import UserError
-from distill.config import (
-    PretrainConfig,
-    PruneConfig,
-    RegenerateConfig,
-    SkipSearchConfig,
-    TrainConfig,
-)
-from eval.config import CompareConfig, EvalConfig
+from distill.config import TrainConfig
+from jobs.composing import CONF, compose_job
 from jobs.config import typed
-from jobs.job import CONF, check_arguments, register
-from jobs.stages import _hydras
-from recurrent_drafting.config import HeadTrainConfig
+from jobs.job import register
+from jobs.schemas import schema_of
+from jobs.stages import compose_stage
+from training.config import LoopConfig
 
 ROOT = CONF.parent
 
 
-SCHEMAS: dict[str, Any] = {
-    "distill.prune": PruneConfig,
-    "distill.train": TrainConfig,
-    "distill.pretrain": PretrainConfig,
-    "distill.regenerate": RegenerateConfig,
-    "distill.skip_search": SkipSearchConfig,
-    "eval.run": EvalConfig,
-    "eval.compare": CompareConfig,
-    "recurrent_drafting.train": HeadTrainConfig,
-}
-
-
-def recipe(*given: str) -> TrainConfig:
-    """The configuration of the llama_796m experiment."""
-    register("distill.train", TrainConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return typed(compose("distill_train", ["+experiment=llama_796m", *given]), TrainConfig)
-
-
-def stages_of(file: Path) -> dict[str, list[str]]:
-    """The overrides of an experiment's stages, as they are written."""
-    written: Any = OmegaConf.to_container(OmegaConf.load(file))
-    return written.get("stage_overrides", {})
+def seen(experiment: str, *given: str, job: str = "distill.train") -> tuple[Any, dict[str, Any]]:
+    """The configuration of an experiment, and what each of its stages sees (of a sweep the last
+    member).
+    """
+    composed = compose_job(
+        job, schema_of(job), [f"+experiment={experiment}", "output_dir=/run", *given]
+    )
+    config: Any = typed(composed, schema_of(job))
+    stages = {name: compose_stage(name, config, composed) for name in config.stages}
+    return config, {
+        name: typed(stage.members[-1], schema_of(stage.job)) for name, stage in stages.items()
+    }
 
 
 def ran(*arguments: str, job: str = "distill.train") -> str:
@@ -68,16 +52,16 @@ def ran(*arguments: str, job: str = "distill.train") -> str:
 
 
 @pytest.mark.parametrize(
-    ("given", "passed"),
+    ("given", "mode", "largest_cut"),
     [
-        ([], ["mode=importance", "largest_cut=0.625"]),
-        (["prune_mode=l0"], ["mode=l0", "largest_cut=0.625"]),
-        (["prune_mode=l0", "prune_largest_cut=0.95"], ["mode=l0", "largest_cut=0.95"]),
+        ([], "importance", 0.625),
+        (["prune_mode=l0"], "l0", 0.625),
+        (["prune_mode=l0", "prune_largest_cut=0.95"], "l0", 0.95),
     ],
 )
-def test_one_override_chooses_how_a_recipe_prunes(given: list[str], passed: list[str]):
-    overrides = recipe(*given).stage_overrides["distill.prune"]
-    assert [text for text in overrides if text.startswith(("mode=", "largest_cut="))] == passed
+def test_one_override_chooses_how_a_recipe_prunes(given: list[str], mode: str, largest_cut: float):
+    pruning = seen("llama_796m", *given)[1]["distill.prune"]
+    assert (pruning.mode, pruning.largest_cut) == (mode, largest_cut)
 
 
 @pytest.mark.parametrize("experiment", ["llama_796m", "depth_sweep"])
@@ -85,80 +69,62 @@ def test_every_stage_is_of_the_target_that_was_chosen(experiment: str):
     """By its published configuration too, so that a dry run without its folder tells of one target
     in all stages.
     """
-    register("distill.train", TrainConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = typed(
-            compose("distill_train", [f"+experiment={experiment}", "target=llama3_1_70b"]),
-            TrainConfig,
-        )
-        assert config.target.config["num_hidden_layers"] == 80
-        for stage, overrides in config.stage_overrides.items():
-            job = stage.partition(":")[0]
-            mine = [_hydras(text) for text in overrides if re.match(r"\+*target[.=]", text)]
-            if job == "eval.compare" or not mine:  # reads results alone, or is this job itself
-                continue
-            register(job, SCHEMAS[job])
-            target = OmegaConf.to_container(compose(job.replace(".", "_"), mine).target)
-            assert (target["path"], target["config"]) == (
-                config.target.path,
-                config.target.config,
-            ), stage
+    config, stages = seen(experiment, "target=llama3_1_70b", "target.device=cpu")
+    assert config.target.config["num_hidden_layers"] == 80
+    for name, stage in stages.items():
+        if name != "eval.compare":  # reads results alone
+            assert stage.target.config == config.target.config, name
+            assert (stage.target.path, stage.target.device) == (config.target.path, "cpu"), name
 
 
-def test_a_ladder_from_scratch_or_by_masks_takes_one_override():
-    register("distill.train", TrainConfig)
-    register("distill.prune", PruneConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        for given, mode in (
-            ([], "importance"),
-            (["prune_mode=random"], "random"),
-            (["prune_mode=l0"], "l0"),
-        ):
-            ladder = typed(
-                compose("distill_train", ["+experiment=depth_sweep", *given]), TrainConfig
-            )
-            (first, *overrides) = ladder.stage_overrides["distill.prune"]
-            overrides = [
-                _hydras(text.replace("{output_dir}", "/run").replace("=1,2,4,7", "=7"))
-                for text in overrides
-            ]
-            pruning = typed(compose("distill_prune", overrides), PruneConfig)
-            assert (first, pruning.mode, pruning.drafter.num_hidden_layers) == ("-m", mode, 7)
-            masks, distilled = pruning.loop, ladder.loop
-            assert (
-                masks.max_steps * masks.tokens_per_step
-                == distilled.max_steps * distilled.tokens_per_step
-            )
-            assert masks.dtype == distilled.dtype and masks.optimizer.warmup_steps < masks.max_steps
+@pytest.mark.parametrize(
+    ("job", "experiment", "single"),
+    [
+        ("distill.train", "llama_796m", "distill.prune"),
+        ("distill.train", "depth_sweep", "distill.prune"),
+        ("eval.run", "every_way", "distill.skip_search"),
+    ],
+)
+def test_a_target_in_several_processes_is_for_stages_that_take_one(
+    job: str, experiment: str, single: str
+):
+    """Pruning and the search of skips hold it in one piece, and would refuse another."""
+    given = ["draft_model=/draft"] if job == "eval.run" else []
+    shared = ["target.parallel=layers", "target.processes=2"]
+    for name, stage in seen(experiment, *given, *shared, job=job)[1].items():
+        if name != "eval.compare":
+            expected = ("none", 0) if name == single else ("layers", 2)
+            assert (stage.target.parallel, stage.target.processes) == expected, name
+
+
+@pytest.mark.parametrize("mode", ["importance", "random", "l0"])
+def test_a_ladder_from_scratch_or_by_masks_takes_one_override(mode: str):
+    ladder, stages = seen("depth_sweep", f"prune_mode={mode}")
+    pruning = stages["distill.prune"]
+    assert (pruning.mode, pruning.drafter.num_hidden_layers) == (mode, 7)
+    assert pruning.output_dir == "/run/pruned/drafter.num_hidden_layers=7"
+    distilled = stages["distill.train:distilled"].drafter
+    assert distilled.path == f"{pruning.output_dir}/student" and distilled.name == "depth_7"
+    masks, loop = pruning.loop, ladder.loop
+    assert masks.max_steps * masks.tokens_per_step == loop.max_steps * loop.tokens_per_step
+    assert masks.dtype == loop.dtype and masks.optimizer.warmup_steps < masks.max_steps
 
 
 def test_a_recipe_hands_shape_and_domains_to_its_pruning():
-    """What is given by hand too: what the pruning stage composes has the same drafter and the same
-    mixture, which it does not move.
+    """What is given by hand too: pruning has the same drafter and the same mixture, which it does
+    not move.
     """
-    config = recipe(
+    config, stages = seen(
+        "llama_796m",
         "data=redpajama",
         "data.root=/texts",
         "drafter.num_hidden_layers=3",
         "drafter.intermediate_size=9472",
     )
-    overrides = [
-        _hydras(text.replace("{output_dir}", "/run"))
-        for text in config.stage_overrides["distill.prune"]
-    ]
-    register("distill.prune", PruneConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        pruning = typed(compose("distill_prune", overrides), PruneConfig)
+    pruning = stages["distill.prune"]
     assert pruning.drafter == config.drafter
-    assert pruning.data.domains == config.data.domains and len(pruning.data.domains) == 7
-    assert (pruning.data.root, pruning.data.mixing, config.data.mixing) == (
-        "/texts",
-        "fixed",
-        "loss",
-    )
-    assert _hydras("drafter={use: graph, lookup: 6}") == "drafter={use: graph, lookup: 6}", (
-        "Hydra's own form stays"
-    )
+    assert pruning.data == replace(config.data, mixing="fixed") and len(pruning.data.domains) == 7
+    assert (pruning.data.root, config.data.mixing) == ("/texts", "loss")
 
 
 @pytest.mark.parametrize("experiment", ["llama_796m", "depth_sweep"])
@@ -167,38 +133,13 @@ def test_what_is_said_of_chats_and_memory_reaches_every_stage_that_trains(experi
     card that it fits.
     """
     said = ["data.template=vicuna", "data.train_on=all", "data.max_samples=70", "data.max_bad=0.2"]
-    small = ["loop.micro_batch_tokens=2048", "loop.activation_checkpointing=true"]
-    register("distill.train", TrainConfig)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = typed(
-            compose("distill_train", [f"+experiment={experiment}", *said, *small]), TrainConfig
-        )
-        for stage, overrides in config.stage_overrides.items():
-            job = stage.partition(":")[0]
-            # the others are this job itself, or train nothing
-            if job == "distill.prune" or "-m" in overrides:
-                assert {*said, *small} <= {text.lower() for text in overrides}, stage
-                between = [text.replace("loop.", "between.") for text in small]
-                assert job != "distill.prune" or {*between} <= {text.lower() for text in overrides}
-
-
-EXPERIMENTS = sorted((CONF / "experiment").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
-def test_stages_are_given_keys_that_they_have(file: Path):
-    for stage, overrides in stages_of(file).items():
-        job = stage.partition(":")[0]
-        written = [text.replace("{output_dir}", "/run").replace("@{", "${") for text in overrides]
-        given = [text for text in written if text != "-m"]
-        check_arguments(given, job, SCHEMAS[job])
-
-
-def test_control_a_wrong_key_of_a_stage_is_found(tmp_path: Path):
-    (tmp_path / "wrong.yaml").write_text("stage_overrides: {distill.prune: [drafter.layer=3]}")
-    ((job, overrides),) = stages_of(tmp_path / "wrong.yaml").items()
-    with pytest.raises(UserError, match="drafter.layer"):
-        check_arguments(overrides, job, SCHEMAS[job])
+    config, stages = seen(experiment, *said, "loop.micro_batch_tokens=2048", "loop.dtype=float16")
+    trains = {name: stage for name, stage in stages.items() if not name.startswith("eval.")}
+    assert len(trains) == 2
+    for stage in trains.values():
+        assert stage.data == config.data
+        loops = [value for value in vars(stage).values() if isinstance(value, LoopConfig)]
+        assert {(loop.micro_batch_tokens, loop.dtype) for loop in loops} == {(2048, "float16")}
 
 
 RECIPES = {
@@ -214,40 +155,15 @@ def test_a_recipe_ends_in_a_comparison_of_what_it_measured(experiment: str, job:
     """All its stages are tracked in one group, and its prompts rendered by the template of its
     chats.
     """
-    register(job, SCHEMAS[job])
-    given = [f"+experiment={experiment}", "tracker=wandb_offline", "data.template=vicuna"]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = typed(compose(job.replace(".", "_"), given), SCHEMAS[job])
-        assert config.stages[-2:] == ["eval.run", "eval.compare"]
-        tracked = {}
-        for stage, overrides in config.stage_overrides.items():
-            called = stage.partition(":")[0]
-            written = [
-                _hydras(
-                    text.replace("{output_dir}", "/run")
-                    .replace("@{", "${")
-                    .replace("=1,2,4,7", "=7")
-                )
-                for text in overrides
-                if text != "-m"
-            ]
-            register(called, SCHEMAS[called])
-            if called != job:
-                composed = typed(compose(called.replace(".", "_"), written), SCHEMAS[called])
-                tracked[stage] = composed.tracker
-                if called == "eval.compare":
-                    assert composed.runs == ["/run/eval.run"]
-                if called == "eval.run":
-                    assert composed.output_dir == "/run/eval.run"
-                    assert (composed.benchmark.render, composed.benchmark.chat_template) == (
-                        "auto",
-                        "vicuna",
-                    )
-    assert {(one.wandb, one.name, one.group) for one in tracked.values()} == {
-        ("offline", experiment, experiment)
-    }
-    assert set(tracked) == {*config.stages} - {job, "distill.train:distilled"}
-    assert (config.tracker.name, config.tracker.group) == (experiment, experiment)
+    given = ["tracker=wandb_offline", "data.template=vicuna"]
+    config, stages = seen(experiment, *given, job=job)
+    assert config.stages[-2:] == ["eval.run", "eval.compare"]
+    assert stages["eval.compare"].runs == ["/run/eval.run"] == [stages["eval.run"].output_dir]
+    benchmark = stages["eval.run"].benchmark
+    assert (benchmark.render, benchmark.chat_template) == ("auto", "vicuna")
+    tracked = {(stage.tracker.wandb, stage.tracker.group) for stage in stages.values()}
+    assert tracked == {("offline", experiment)}
+    assert {stage.tracker.name for stage in stages.values()} <= {experiment, "depth_7"}
 
 
 @pytest.mark.long

@@ -1,0 +1,46 @@
+"""A job's configuration put together by Hydra from conf/ and overrides."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from jobs.syntax import composition_error
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+def composing(action: Callable[[], Any]) -> Any:
+    """Run what composes a configuration; UserError where it cannot."""
+    try:
+        return action()
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise composition_error(error) from error
+
+
+def register(job: str, schema: type[Any]) -> None:
+    """Give Hydra the schema's fields with their defaults, so that each can be overridden and
+    `--help` shows all.
+
+    They are stored as plain values: `typed` checks keys and types, and names the nearest key, after
+    all files are merged.
+    """
+    fields = OmegaConf.to_container(OmegaConf.structured(schema))
+    ConfigStore.instance().store(
+        name=f"{job.replace('.', '_')}_defaults", node=OmegaConf.create(fields)
+    )
+
+
+def compose_job(job: str, schema: type[Any], overrides: Sequence[str]) -> DictConfig:
+    """Return the configuration of `python -m JOB OVERRIDES`. Raises UserError."""
+    register(job, schema)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        found = composing(lambda: compose(job.replace(".", "_"), list(overrides)))
+    assert isinstance(found, DictConfig)
+    return found

@@ -1,0 +1,81 @@
+"""The protocol of a job that leaves one artefact: check the configuration, open the run folder,
+pass over what is finished, answer a dry run, and work, in as many ranks as are wanted.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Generic, TypeVar
+
+from jobs.amounts import PLANNED
+from jobs.config import JobConfig
+from jobs.launch import is_worker, launch, processes_wanted
+from jobs.run_folder import RunFolder
+
+Config = TypeVar("Config", bound=JobConfig)
+
+
+@dataclass(frozen=True)
+class Run:
+    """An open run folder, what it is to hold in the end, and what is read for it."""
+
+    folder: RunFolder
+    artefact: Path  # a file or a model folder in it
+    inputs: list[Path]  # files and folders, for the manifest
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self.folder.path
+
+
+class Job(ABC, Generic[Config]):
+    """One run of a job. `__init__` raises UserError for what the job cannot run, before the folder
+    belongs to this configuration; `work` ends with a manifest that says finished.
+    """
+
+    artefact: ClassVar[str]  # its name in the run folder
+    also: ClassVar[tuple[str, ...]] = ()  # further files whose hashes are recorded
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def inputs(self) -> list[Path]:
+        """Return the files and folders that the job reads. Raises UserError for a missing one."""
+
+    @abstractmethod
+    def dry_run(self, run: Run) -> float | None:
+        """Print what a run takes, and write what needs neither weights nor data. Returns the
+        operations that it takes: 0 where the data alone tells, None where none are counted.
+        """
+
+    def prepare(self, run: Run) -> None:
+        """Check what only a real run needs, on the process that starts the ranks and on each."""
+
+    @abstractmethod
+    def work(self, run: Run) -> None:
+        """Do the work of one rank."""
+
+    def run(self) -> Path:
+        """Run the job, or what is left of it. Returns the artefact."""
+        folder = RunFolder(self.config)
+        artefact = folder.path / self.artefact
+        if folder.finished(artefact, also=[folder.path / name for name in self.also]):
+            print(f"finished before: {artefact}")
+            return artefact
+        run = Run(folder, artefact, self.inputs())
+        if self.config.dry_run:
+            folder.write_manifest(run.inputs, {}, finished=False)
+            planned = self.dry_run(run)
+            counted = {} if planned is None else {PLANNED: planned}
+            folder.write_manifest(run.inputs, counted, finished=False)
+            return artefact
+        self.prepare(run)
+        parallel = vars(self.config).get("parallel")
+        processes = 1 if parallel is None else processes_wanted(parallel)
+        if processes > 1 and not is_worker():
+            launch(self.config.job, folder.path / "config.yaml", processes)
+        else:
+            self.work(run)
+        return artefact

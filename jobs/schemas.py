@@ -1,0 +1,33 @@
+"""The jobs, and the dataclass of each one's settings by its dotted name.
+
+An experiment composes its stages before it starts them, so it needs the settings of jobs that lie
+in packages above this one.
+"""
+
+from typing import Any
+
+from decoding.errors import UserError
+from jobs.config import JobConfig
+from jobs.paths import imported
+
+SCHEMAS = {
+    "distill.compact": "distill.config.CompactConfig",
+    "distill.pretrain": "distill.config.PretrainConfig",
+    "distill.prune": "distill.config.PruneConfig",
+    "distill.quality": "distill.config.QualityConfig",
+    "distill.regenerate": "distill.config.RegenerateConfig",
+    "distill.skip_search": "distill.config.SkipSearchConfig",
+    "distill.train": "distill.config.TrainConfig",
+    "eval.compare": "eval.config.CompareConfig",
+    "eval.run": "eval.config.EvalConfig",
+    "recurrent_drafting.generate": "serving.config.GenerateConfig",
+    "recurrent_drafting.train": "recurrent_drafting.config.HeadTrainConfig",
+}
+
+
+def schema_of(job: str) -> type[JobConfig]:
+    """Return the dataclass of a job's settings. Raises UserError for a job that there is not."""
+    if job not in SCHEMAS:
+        raise UserError(f"'{job}' is no job; there are: {', '.join(SCHEMAS)}")
+    found: Any = imported(SCHEMAS[job])
+    return found

@@ -1,0 +1,46 @@
+"""Print what every stage of every experiment sees, one value a line, to compare before and after a
+change: `python -m scripts.stage_values [KEY=VALUE ...]`; settings are given to the experiments that
+have them.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from jobs.composing import CONF, compose_job
+from jobs.config import plain, typed, valid_keys
+from jobs.schemas import schema_of
+from jobs.stages import compose_stage
+
+# what experiments ask their caller for
+ASKED = ["draft_model=DRAFT_MODEL", "benchmark_folder=BENCHMARK_FOLDER", "output_dir=OUTPUT_DIR"]
+
+
+def main(given: list[str]) -> None:
+    for file in sorted((CONF / "experiment").glob("*.yaml")):
+        job = str(yaml.safe_load(file.read_text())["job"])
+        schema = schema_of(job)
+        keys = valid_keys(schema)
+        fits = [text for text in [*ASKED, *given] if text.lstrip("+").split("=")[0] in keys]
+        composed = compose_job(job, schema, [f"+experiment={file.stem}", *fits])
+        config = typed(composed, schema)
+        for name in config.stages:
+            stage = compose_stage(name, config, composed)
+            for member in stage.members:
+                for key, value in _values(plain(typed(member, schema_of(stage.job)))):
+                    print(f"{file.stem} {member.output_dir} {key}={value!r}")
+
+
+def _values(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values, in order of the keys."""
+    for key, value in sorted(node.items()):
+        if isinstance(value, dict) and value:
+            yield from _values(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

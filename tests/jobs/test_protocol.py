@@ -1,0 +1,101 @@
+"""Every job with an artefact goes by one protocol: a new one is its own pieces alone."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from decoding.errors import UserError
+from jobs.amounts import PLANNED
+from jobs.config import JobConfig, ParallelConfig
+from jobs.protocol import Job, Run
+
+
+@dataclass
+class CopyConfig(JobConfig):
+    """Copy a text."""
+
+    text: str = ""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+class Copy(Job[CopyConfig]):
+    """A whole job: what it checks, reads, tells and does."""
+
+    artefact = "copy.txt"
+
+    def __init__(self, config: CopyConfig) -> None:
+        super().__init__(config)
+        if not config.text:
+            raise UserError("text is empty, expected a file")
+
+    def inputs(self) -> list[Path]:
+        return [Path(self.config.text)]
+
+    def dry_run(self, run: Run) -> float | None:
+        print("would copy")
+        return 7.0
+
+    def prepare(self, run: Run) -> None:
+        print("prepared")
+
+    def work(self, run: Run) -> None:
+        run.artefact.write_text(run.inputs[0].read_text())
+        run.folder.write_manifest(run.inputs, {}, finished=True)
+        print("copied")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> CopyConfig:
+    (tmp_path / "text").write_text("words")
+    return CopyConfig(job="copy", output_dir=str(tmp_path / "run"), text=str(tmp_path / "text"))
+
+
+def manifest(config: CopyConfig) -> dict[str, object]:
+    return json.loads((Path(config.output_dir) / "manifest.json").read_text())
+
+
+def test_work_is_done_once(config: CopyConfig, capsys: pytest.CaptureFixture[str]):
+    artefact = Copy(config).run()
+    assert artefact.read_text() == "words" and manifest(config)["finished"] is True
+    assert capsys.readouterr().out.split() == ["prepared", "copied"]
+    assert Copy(config).run() == artefact
+    assert capsys.readouterr().out == f"finished before: {artefact}\n"
+    artefact.write_text("other words")  # the control: what has changed since is made again
+    Copy(config).run()
+    assert artefact.read_text() == "words" and "copied" in capsys.readouterr().out
+
+
+def test_a_dry_run_works_nothing_and_is_counted(
+    config: CopyConfig, capsys: pytest.CaptureFixture[str]
+):
+    config.dry_run = True
+    assert not Copy(config).run().exists()
+    assert capsys.readouterr().out == "would copy\n"
+    told = manifest(config)
+    assert (told["finished"], told["metrics"]) == (False, {PLANNED: 7.0})
+    assert set(told["inputs"].values()) == {"not read (dry run)"}  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_run_leaves_no_folder(config: CopyConfig):
+    config.text = ""
+    with pytest.raises(UserError, match="text is empty"):
+        Copy(config).run()
+    assert not Path(config.output_dir).exists()
+
+
+def test_ranks_are_started_on_the_saved_configuration(
+    config: CopyConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The process that starts them works nothing itself; one of them, whose environment says so,
+    starts no more.
+    """
+    asked: list[tuple[str, Path, int]] = []
+    monkeypatch.setattr("jobs.protocol.launch", lambda *arguments: asked.append(arguments))
+    config.parallel = ParallelConfig(kind="ddp", processes=2)
+    assert not Copy(config).run().exists()
+    assert asked == [("copy", Path(config.output_dir) / "config.yaml", 2)]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Copy(config).run().exists() and len(asked) == 1

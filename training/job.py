@@ -1,0 +1,46 @@
+"""What training jobs share beyond jobs/protocol.py: the frozen target, and the recorded loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+from decoding.models.model_check import check_model
+from jobs.protocol import Config, Job, Run
+from jobs.tracker import Recording
+from training.bounds import Progress
+from training.config import TrainingJobConfig
+from training.data.packing import PackedData
+from training.loop import fit
+from training.models.build import check_context, folder_of, target_config
+from training.parallel.strategy import Parallel
+
+
+class TargetJob(Job[Config]):
+    """A job on a frozen target, of which a dry run needs the published configuration alone."""
+
+    def __init__(self, config: Any) -> None:
+        """config: with the fields `target` and `data`."""
+        super().__init__(config)
+        self.target = target_config(config.target)
+        self.target_folder = folder_of(config.target, config.dry_run)
+
+    def prepare(self, run: Run) -> None:
+        config: Any = self.config
+        check_model(self.target_folder)
+        check_context(config.target, config.data, self.target_folder)
+
+
+def fit_recorded(
+    title: str,
+    objective: Any,
+    model: Any,
+    data: PackedData,
+    config: TrainingJobConfig,
+    run: Run,
+    parallel: Parallel,
+    evaluate: Callable[[], dict[str, float]],
+) -> Progress:
+    """Train `model` as `training.loop.fit` does, with the main rank's manifest and metrics."""
+    with Recording(run.folder, config, run.inputs, parallel.is_main) as tracker:
+        return fit(
+            title, objective, model, data, config.loop, parallel, run.path, tracker, evaluate
+        )
