@@ -81,7 +81,7 @@ class TrainConfig(JobConfig):
     """`python -m distill.train`: a student of any LLaMA shape, distilled from the frozen target."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
-    drafter: StudentConfig = field(default_factory=StudentConfig)
+    student: StudentConfig = field(default_factory=StudentConfig)
     data: DataConfig = field(default_factory=DataConfig)
     # sustained TFLOP/s of all ranks together, for the hours that a dry run tells
     assumed_tflops: float = 100.0
@@ -175,7 +175,7 @@ class PruneConfig(JobConfig):
     """`python -m distill.prune`: cut a target down to a student of any smaller LLaMA shape."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
-    drafter: StudentConfig = field(default_factory=StudentConfig)
+    student: StudentConfig = field(default_factory=StudentConfig)
     # importance: activation scores, a probe | l0: learned masks | random: from scratch
     mode: str = "importance"
     # layers left after each stage before the last, such as [12, 5]; widths are cut in the first.

@@ -64,8 +64,8 @@ def run(config: TrainConfig) -> Path:
         planned = dry_run(config, target_folder, folder, run_folder.was_dry)
         run_folder.write_manifest(inputs, {PLANNED: planned}, finished=False)
         return folder
-    if config.drafter.init != "folder":
-        student_config(config.drafter, target)  # refuses what cannot be built
+    if config.student.init != "folder":
+        student_config(config.student, target)  # refuses what cannot be built
     check_model(target_folder)
     check_context(config.target, config.data, target_folder)
     processes = processes_wanted(config.parallel)
@@ -128,7 +128,7 @@ def train(
     tokenizer = load_tokenizer(target_folder)
     dtype = dtype_of(config.loop.dtype)
     teacher = load_frozen(target_folder, dtype, parallel)
-    student = build_student(config.drafter, teacher, dtype, target_folder)
+    student = build_student(config.student, teacher, dtype, target_folder)
     data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
     if parallel.is_main:
         describe(config, student, teacher, data)
@@ -228,12 +228,12 @@ def finish(
     """Export the best weights with their card, and close the manifest."""
     stored_dtype: Any = known_config(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
-    origin = origin_of(config, config.drafter.name, target_folder, progress)
+    origin = origin_of(config, config.student.name, target_folder, progress)
     write_card(
         folder,
         student,
         origin,
-        pruning_on_card(resolve(config.drafter.path)) if config.drafter.init == "folder" else None,
+        pruning_on_card(resolve(config.student.path)) if config.student.init == "folder" else None,
     )
     close_run(run_folder, inputs, origin, progress)
     best = progress.best

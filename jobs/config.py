@@ -150,11 +150,6 @@ def unknown_key(key: str, choices: list[str]) -> UserError:
     near = difflib.get_close_matches(key, choices, n=1, cutoff=0.0)
     leaf = [choice for choice in choices if choice.split(".")[-1] == key.split(".")[-1]]
     best = (leaf or near or [""])[0]
-    if key.endswith("._target_"):
-        return UserError(
-            f"'{key}': {key.split('.')[0]}= names a drafter to decode with (eval.run), this job "
-            f"wants a shape to train"
-        )
     return UserError(
         f"unknown configuration key '{key}'; the nearest valid key is '{best}' (--help lists all)"
     )

@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from decoding.errors import UserError
 from jobs import ranks
+from jobs.aliases import current_arguments
 from jobs.config import JobConfig, open_fields, typed, unknown_key, valid_keys
 from jobs.config_checks import check_job
 from jobs.files import disk_error
@@ -83,6 +84,7 @@ def _command(
         assert isinstance(saved, dict)
         run_typed(OmegaConf.create(as_of_now(saved)), job, schema, function, check)
         return
+    sys.argv[1:] = arguments = current_arguments(job, arguments)
     check_arguments(arguments, job, schema)
     register(job, schema)
     if {"--help", "-h"} & {*arguments}:

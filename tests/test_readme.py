@@ -39,6 +39,7 @@ from distill.config import (
     TrainConfig,
 )
 from eval.config import CompareConfig, EvalConfig
+from jobs.aliases import current_arguments
 from jobs.config import JobConfig, typed
 from jobs.job import CONF, check_arguments, register
 from recurrent_drafting.cmd.flags import to_overrides
@@ -129,6 +130,7 @@ def composed(job: str, arguments: list[str]) -> JobConfig:
     # takes published flags and a drafter's folder beside overrides
     if job == "recurrent_drafting.generate":
         arguments = to_overrides(arguments)
+    arguments = current_arguments(job, arguments)
     check_arguments(arguments, job, SCHEMAS[job])
     register(job, SCHEMAS[job])
     single = [re.sub(r"=(\d+)(,\d+)+$", r"=\1", word) for word in arguments if word != "-m"]
@@ -215,7 +217,7 @@ def test_every_command_runs_at_toy_size(
         FUNCTIONS[job](own)
     if own.dry_run:
         return
-    members = list((tmp_path / "run").glob("drafter.num_hidden_layers=*")) or [tmp_path / "run"]
+    members = list((tmp_path / "run").glob("student.num_hidden_layers=*")) or [tmp_path / "run"]
     members = [tmp_path / "run" / stage.split(":")[-1] for stage in own.stages] or members
     assert len(members) == (3 if "-m" in arguments else len(own.stages) or 1)
     for member in members:

@@ -123,7 +123,7 @@ def test_a_ladder_from_scratch_or_by_masks_takes_one_override():
                 for text in overrides
             ]
             pruning = typed(compose("distill_prune", overrides), PruneConfig)
-            assert (first, pruning.mode, pruning.drafter.num_hidden_layers) == ("-m", mode, 7)
+            assert (first, pruning.mode, pruning.student.num_hidden_layers) == ("-m", mode, 7)
             masks, distilled = pruning.loop, ladder.loop
             assert (
                 masks.max_steps * masks.tokens_per_step
@@ -139,8 +139,8 @@ def test_a_recipe_hands_shape_and_domains_to_its_pruning():
     config = recipe(
         "data=redpajama",
         "data.root=/texts",
-        "drafter.num_hidden_layers=3",
-        "drafter.intermediate_size=9472",
+        "student.num_hidden_layers=3",
+        "student.intermediate_size=9472",
     )
     overrides = [
         _hydras(text.replace("{output_dir}", "/run"))
@@ -149,7 +149,7 @@ def test_a_recipe_hands_shape_and_domains_to_its_pruning():
     register("distill.prune", PruneConfig)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         pruning = typed(compose("distill_prune", overrides), PruneConfig)
-    assert pruning.drafter == config.drafter
+    assert pruning.student == config.student
     assert pruning.data.domains == config.data.domains and len(pruning.data.domains) == 7
     assert (pruning.data.root, pruning.data.mixing, config.data.mixing) == (
         "/texts",
@@ -258,12 +258,12 @@ def test_the_whole_recipe_runs_on_a_base_model(
     folder, texts = tmp_path / "run", shared_data / "text"
     register("distill.train", TrainConfig)
     sizes = [
-        "drafter.num_hidden_layers=2",
-        "drafter.hidden_size=16",
-        "drafter.num_attention_heads=2",
-        "drafter.num_key_value_heads=2",
-        "drafter.head_dim=8",
-        "drafter.intermediate_size=32",
+        "student.num_hidden_layers=2",
+        "student.hidden_size=16",
+        "student.num_attention_heads=2",
+        "student.num_key_value_heads=2",
+        "student.head_dim=8",
+        "student.intermediate_size=32",
         "data.max_length=128",
         "held_out.max_prompts=4",
         "held_out.max_new_tokens=8",
@@ -364,7 +364,7 @@ def test_a_ladder_of_depths_ends_in_one_comparison(tiny_target: Path, tmp_path: 
     for layers in (1, 3):
         card = json.loads(
             (
-                folder / f"distilled/drafter.num_hidden_layers={layers}/drafter/drafter_card.json"
+                folder / f"distilled/student.num_hidden_layers={layers}/drafter/drafter_card.json"
             ).read_text()
         )
         depths[card["name"]] = card["shape"]["num_hidden_layers"]
