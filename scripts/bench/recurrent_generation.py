@@ -19,6 +19,7 @@ import torch
 
 import eval.run
 from decoding.devices import device_of
+from decoding.drafters.registry import AUTO
 from decoding.engine import Engine, encode, load
 from decoding.errors import UserError
 from decoding.loop import decode
@@ -29,7 +30,7 @@ from decoding.rounds.ties import TIE_GAP, choice_scores, first_difference, top_t
 from eval.config import BenchmarkConfig, EvalConfig
 from eval.statistics.schema import Row, read_rows
 from jobs.config import TargetConfig
-from jobs.drafters import AUTO, CONTROL
+from jobs.drafters import CONTROL
 from jobs.files import write_text
 from jobs.paths import resolve
 from recurrent_drafting.drafter import RecurrentDrafter

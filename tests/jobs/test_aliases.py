@@ -7,7 +7,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from jobs.paths import imported
+from decoding.drafters.registry import imported
 from decoding.errors import UserError
 from decoding.interfaces import RoundCosts
 from distill.config import PruneConfig, TrainConfig
