@@ -15,6 +15,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decoding.errors import UserError
+from jobs.aliases import current_config
 
 Schema = TypeVar("Schema")
 
@@ -90,7 +91,7 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
     container = OmegaConf.to_container(composed, resolve=False)
     if not isinstance(container, dict):
         raise UserError(f"a configuration is a mapping of keys, found {type(container).__name__}")
-    plain = {key: value for key, value in container.items() if key != "hydra"}
+    plain = current_config({key: value for key, value in container.items() if key != "hydra"})
     _check_keys(plain, schema, "")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain))

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.devices import device_of
 from decoding.drafters.build import options_of
 from decoding.drafters.registry import check_fits, head_of, imported
+from decoding.drafters.trees.sampled_children import KINDS
 from decoding.engine import Engine, stop_tokens, text_of
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
@@ -53,7 +54,7 @@ def check(cfg: GenerateConfig) -> None:
             cfg.beam_length >= 1,
             "1 (nothing is drafted) or more tokens, the target's own first one among them",
         ),
-        "draws": (cfg.draws in ("picked", "drawn"), "picked or drawn"),
+        "children": (cfg.children in KINDS, " or ".join(KINDS)),
         "max_prompt_tokens": (
             cfg.max_prompt_tokens >= 0,
             "0 (as many as the context holds) or more",
@@ -195,7 +196,7 @@ def _mapping(cfg: GenerateConfig, device: str) -> tuple[str, dict[str, Any]] | N
     mappings = describe([entry], replace(cfg.target, device=device), control=False)
     ((name, mapping),) = mappings.items()
     if _holds_head(mapping):
-        shape = {"beam_width": cfg.beam_width, "draws": cfg.draws, "by_cost": cfg.by_cost}
+        shape = {"beam_width": cfg.beam_width, "children": cfg.children, "by_cost": cfg.by_cost}
         taken = options_of(imported(mapping["_target_"])) or set()
         mapping |= {key: shape[key] for key in shape.keys() & taken - entry.keys()}
     return name, mapping

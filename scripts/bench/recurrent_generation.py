@@ -173,23 +173,24 @@ def arms(chosen: Any, temperature: float) -> list[dict[str, Any]]:
     picks, so that it needs no drawn ones.
     """
     found = []
-    for draws in ("picked", "drawn") if temperature else ("picked",):
+    ways = {"picked": "top_k", "drawn": "sampled"} if temperature else {"picked": "top_k"}
+    for way, children in ways.items():
         shared = {
             "use": "recurrent",
             "folder": chosen.head,
-            "draws": draws,
+            "children": children,
             "dtype": chosen.head_dtype,
         }
         fixed = {**shared, "by_cost": False}
         found += [
-            {**fixed, "beam_width": width, "name": f"{draws} {width}"} for width in chosen.widths
+            {**fixed, "beam_width": width, "name": f"{way} {width}"} for width in chosen.widths
         ]
         found.append(
             {
                 **shared,
                 "beam_width": max(chosen.widths),
                 "by_cost": True,
-                "name": f"{draws} {BY_COST}",
+                "name": f"{way} {BY_COST}",
             }
         )
     return found

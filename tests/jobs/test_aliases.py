@@ -14,10 +14,12 @@ from distill.config import PruneConfig, TrainConfig
 from jobs import aliases
 from jobs.aliases import current_arguments, current_config, current_costs, current_target
 from jobs.config import TargetConfig, plain, typed
-from jobs.drafters import describe
+from jobs.drafter_use import Use
+from jobs.drafters import build, describe, uses
 from jobs.job import CONF, check_arguments, register
 from jobs.run_folder import RunFolder
 from jobs.saved_config import as_of_now, read_config, stamped
+from serving.config import GenerateConfig
 
 CLASSES = {
     "decoding.chain": "ChainDrafter",
@@ -133,3 +135,53 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path):
     with pytest.raises(UserError, match=r"different: student\.num_hidden_layers"):
         RunFolder(config)
     assert plain(config)["student"]["num_hidden_layers"] == 1
+
+
+def test_old_options_of_drafters(tiny_target: Path):
+    model = str(tiny_target)
+    given: dict[str, Any] = {
+        "job": "eval.run",
+        "target": {"path": model, "device": "cpu"},
+        "drafters": [
+            {"use": "ranked_tree", "folder": model, "draws": "picked"},
+            {"_target_": "decoding.static_tree.StaticTree", "folder": model, "draws": "drawn"},
+            {"_target_": "mine.Drawing", "draws": "picked"},
+            "prompt_lookup",
+        ],
+    }
+    config = current_config(given)
+    assert current_config(config) == config
+    assert [one for one in config["drafters"] if "draws" in one] == [given["drafters"][2]]
+    assert [one["children"] for one in config["drafters"][:2]] == ["top_k", "sampled"]
+    entries = [*config["drafters"][:2], "prompt_lookup"]
+    found = describe(entries, TargetConfig(**given["target"]), control=False)
+    made = build(found, uses(found, Use()), tiny_target)
+    assert [one.children for one in list(made.values())[:2]] == ["top_k", "sampled"]
+    with pytest.raises(UserError, match="has the key 'draws', which RankedTree does not take"):
+        describe(given["drafters"][:1], TargetConfig(**given["target"]), control=False)
+
+
+@pytest.mark.parametrize(("old", "new"), [("picked", "top_k"), ("drawn", "sampled")])
+def test_old_key_and_values_of_the_generate_job(
+    old: str, new: str, capsys: pytest.CaptureFixture[str]
+):
+    aliases._note.cache_clear()
+    job = "recurrent_drafting.generate"
+    entry = f"drafter={{use: graph, folder: x, draws: {old}}}"
+    assert current_arguments(job, [f"draws={old}", entry]) == [f"children={new}", entry]
+    assert capsys.readouterr().out.count("the key draws is called children now") == 1
+    found = typed(
+        OmegaConf.create(
+            {
+                "job": job,
+                "output_dir": "x",
+                "target": {"path": "y"},
+                "draws": old,
+                "drafter": {"use": "graph", "folder": "x", "draws": old},
+            }
+        ),
+        GenerateConfig,
+    )
+    assert found.children == new
+    assert found.drafter == {"use": "graph", "folder": "x", "children": new}
+    assert {*aliases.VALUES["children"]} == {"picked", "drawn"}
