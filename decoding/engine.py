@@ -5,24 +5,22 @@ engine = load("assets/target", "runs/quickstart/distill.train/drafter")
 print(generate(engine, "def add(a, b):", max_new_tokens=64).text)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from decoding.costs.measure import measure_costs, weighed_widths
-from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.prompt_lookup import PromptLookup
+from decoding.drafters.build import choose_drafter, make_drafter
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, RoundCosts, Target
 from decoding.loop import check, decode, start
-from decoding.models.folder import exists, read_config, read_json
+from decoding.models.folder import read_json
 from decoding.models.load import load_target
-from decoding.models.text.compatible import check_same_tokenizer
 from decoding.models.text.messages import Prompt, prompt_ids
 from decoding.models.text.text_stream import TextStream
 from decoding.models.text.tokenizer import load_tokenizer
@@ -60,7 +58,7 @@ class Reply:
 
 def load(
     target: str | Path,
-    drafter: str | Path | Drafter | None = None,
+    drafter: str | Path | Mapping[str, Any] | Drafter | None = None,
     *,
     backend: str = "native",
     dtype: str = "float32",
@@ -69,19 +67,27 @@ def load(
     parallel: str = "none",
     processes: int = 0,
 ) -> Engine:
-    """A target folder, with a drafter folder, "prompt_lookup", a `Drafter`, or None (autoregressive
-    decoding).
+    """Load a target folder with a drafter, and the target's tokenizer.
 
+    drafter: the folder of a model or of a head, the name of a drafter that needs none (such as
+    "prompt_lookup"; decoding/drafters/registry.py has all), a mapping {"use": name or folder,
+    option: value}, a `Drafter`, or None (autoregressive decoding). It runs in the target's dtype
+    and on its device, but for what its options say.
     parallel, processes: spread the target over several processes (see `load_target`).
 
-    Raises UserError for folders that cannot be used, and for a drafter whose tokenizer differs from
-    the target's.
+    Raises UserError for folders that cannot be used, and for a drafter that does not fit the
+    target: a model of another tokenizer, a head of another target.
     """
-    for name, folder in (("target", target), ("drafter", drafter)):
-        if not isinstance(folder, str | Path) and (
-            name == "target" or (folder is not None and not hasattr(folder, "propose"))
-        ):
-            raise UserError(f"{name} is {shown(folder)}, expected the path of a model folder.")
+    if not isinstance(target, str | Path):
+        raise UserError(f"target is {shown(target)}, expected the path of a model folder.")
+    choice = None
+    if isinstance(drafter, str | Path | Mapping):
+        choice = choose_drafter(drafter)
+    elif drafter is not None and not hasattr(drafter, "propose"):
+        raise UserError(
+            f"drafter is {shown(drafter)}, expected the path of a model folder, a name, a mapping "
+            f"with `use`, a Drafter or None."
+        )
     tokenizer = load_tokenizer(target)
     model = load_target(
         target,
@@ -92,18 +98,12 @@ def load(
         parallel=parallel,
         processes=processes,
     )
-    if drafter == "prompt_lookup":
-        drafter = PromptLookup()
-    elif isinstance(drafter, str | Path):
-        if not exists(Path(drafter)):
-            raise UserError(
-                f"drafter '{drafter}' is neither a folder (looked in {Path.cwd()}) nor "
-                f'"prompt_lookup".'
-            )
-        read_config(drafter)
-        check_same_tokenizer(target, drafter)
-        drafter = ChainDrafter(drafter, dtype=dtype, device=device)
-    return Engine(model, drafter, tokenizer, stop_tokens(target, tokenizer))
+    made = (
+        make_drafter(choice, target, backend=backend, dtype=dtype, device=device)
+        if choice
+        else cast(Drafter | None, drafter)
+    )
+    return Engine(model, made, tokenizer, stop_tokens(target, tokenizer))
 
 
 def stop_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

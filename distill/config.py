@@ -81,7 +81,7 @@ class TrainConfig(TrainingJobConfig):
     """`python -m distill.train`: a student of any LLaMA shape, distilled from the frozen target."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
-    drafter: StudentConfig = field(default_factory=StudentConfig)
+    student: StudentConfig = field(default_factory=StudentConfig)
     # evaluation prompts (JSONL) that an experiment's later stages decode; never trained on
     benchmark_prompts: str = ""
     # how those stages show them to the target (benchmark.render): auto | chat | text
@@ -169,7 +169,7 @@ class PruneConfig(TrainingJobConfig):
     """`python -m distill.prune`: cut a target down to a student of any smaller LLaMA shape."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
-    drafter: StudentConfig = field(default_factory=StudentConfig)
+    student: StudentConfig = field(default_factory=StudentConfig)
     # importance: activation scores, a probe | l0: learned masks | random: from scratch
     mode: str = "importance"
     # layers left after each stage before the last, such as [12, 5]; widths are cut in the first.

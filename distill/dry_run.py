@@ -55,7 +55,7 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: boo
     target = target_config(config.target)
     student = _student(config, target)
     describe(student, target)
-    _print_other_size(config.drafter, student)
+    _print_other_size(config.student, student)
     flops = print_cost(
         config.loop, config.parallel, student, {"target": target}, config.assumed_tflops
     )
@@ -64,8 +64,8 @@ def dry_run(config: TrainConfig, target_folder: Path, folder: Path, was_dry: boo
     return flops
 
 
-def _print_other_size(drafter: StudentConfig, student: Any) -> None:
-    if note := other_size(drafter.name, student):
+def _print_other_size(shape: StudentConfig, student: Any) -> None:
+    if note := other_size(shape.name, student):
         print(note)
 
 
@@ -73,12 +73,12 @@ def _student(config: TrainConfig, target: Any) -> Any:
     """The configuration of the student: by its shape, or of the folder that it goes on from where
     that is there.
     """
-    if config.drafter.init == "folder" and config.drafter.path:
-        folder = resolve(config.drafter.path)
+    if config.student.init == "folder" and config.student.path:
+        folder = resolve(config.student.path)
         student = known_config(folder)
         student.vocab_size = target.vocab_size  # as training fits it
         return student
-    return student_config(config.drafter, target)
+    return student_config(config.student, target)
 
 
 def dry_prune(
@@ -124,7 +124,7 @@ def dry_prune(
                 config.target.dtype,
             )
         source = shape
-    _print_other_size(config.drafter, shapes[-1])
+    _print_other_size(config.student, shapes[-1])
     stored = parameter_counts(shapes[-1])["all"] * dtype_of(config.target.dtype).itemsize
     print(f"disk: {size(stored)} for the student's folder ({config.target.dtype})")
     _write(config, shapes[-1], target, target_folder, folder, was_dry)
@@ -220,9 +220,9 @@ def _probes(config: PruneConfig, source: Any, shape: Any) -> tuple[int, int]:
 
 
 def _layers_are_open(config: PruneConfig, source: Any, shape: Any) -> bool:
-    """Whether this cut drops layers that `drafter.layers` does not name."""
+    """Whether this cut drops layers that `student.layers` does not name."""
     count = shape.num_hidden_layers
-    return count < source.num_hidden_layers and len(config.drafter.layers) != count
+    return count < source.num_hidden_layers and len(config.student.layers) != count
 
 
 def wide_dtype(config: PruneConfig, target: Any) -> str:
@@ -393,6 +393,6 @@ def _write(
         model = random_model(student, dtype_of(config.loop.dtype))
     write_untrained(model, target_folder, folder, target.dtype or torch.float32, draft_tokens=4)
     write_card(
-        folder, model, Origin.untrained(config.drafter.name, config.target.path, target_folder)
+        folder, model, Origin.untrained(config.student.name, config.target.path, target_folder)
     )
     print(f"untrained student folder, to try serving with: {folder}")

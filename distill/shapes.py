@@ -51,7 +51,7 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
     for name in WIDTHS:
         if vars(shape)[name] < 0:
             raise UserError(
-                f"drafter.{name} is {vars(shape)[name]}, expected 0 (the target's) or more"
+                f"student.{name} is {vars(shape)[name]}, expected 0 (the target's) or more"
             )
     layers = target.num_hidden_layers
     limits = {"num_hidden_layers": DEEPEST * layers, **dict.fromkeys(WIDTHS, WIDEST)}
@@ -59,12 +59,12 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
         if vars(shape)[name] > most:
             theirs_too = {**theirs, "num_hidden_layers": layers}[name]
             raise UserError(
-                f"drafter.{name} is {vars(shape)[name]}, expected at most {most:,} (the target has "
+                f"student.{name} is {vars(shape)[name]}, expected at most {most:,} (the target has "
                 f"{theirs_too})"
             )
     if shape.head_dim % 2:
         raise UserError(
-            f"drafter.head_dim is {shape.head_dim}, expected an even number: rope turns channels "
+            f"student.head_dim is {shape.head_dim}, expected an even number: rope turns channels "
             f"in pairs"
         )
     given: dict[str, Any] = {name: vars(shape)[name] or theirs[name] for name in WIDTHS}
@@ -77,7 +77,7 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
     heads, groups = given["num_attention_heads"], given["num_key_value_heads"]
     if heads % groups:
         raise UserError(
-            f"drafter.num_attention_heads ({heads}) is no multiple of num_key_value_heads "
+            f"student.num_attention_heads ({heads}) is no multiple of num_key_value_heads "
             f"({groups}): every group has as many query heads"
         )
     if (
@@ -86,9 +86,9 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
         and not shape.hidden_size
     ):
         raise UserError(
-            f"drafter.num_attention_heads is {heads}, the target has "
+            f"student.num_attention_heads is {heads}, the target has "
             f"{theirs['num_attention_heads']}: a student that is cut out is never larger. Lower "
-            f"it; from scratch (mode=random) give drafter.hidden_size as well"
+            f"it; from scratch (mode=random) give student.hidden_size as well"
         )
     if (
         0 < theirs["hidden_size"] < given["hidden_size"]
@@ -96,20 +96,20 @@ def student_config(shape: StudentConfig, target: Any) -> LlamaConfig | Qwen3Conf
         and not shape.num_attention_heads
     ):
         raise UserError(
-            f"drafter.hidden_size is {given['hidden_size']}, the target has "
+            f"student.hidden_size is {given['hidden_size']}, the target has "
             f"{theirs['hidden_size']}, and {heads} query heads: a student that is cut out is never "
             f"larger, so take at most {theirs['hidden_size']}; from scratch (mode=random) give "
-            f"drafter.num_attention_heads as well"
+            f"student.num_attention_heads as well"
         )
     if target.model_type != "qwen3" and given["hidden_size"] % heads:
         raise UserError(
-            f"drafter.hidden_size ({given['hidden_size']}) is no multiple of its {heads} query "
+            f"student.hidden_size ({given['hidden_size']}) is no multiple of its {heads} query "
             f"heads: head_dim is free, but transformers and the engines that follow it load no "
             f"such LLaMA; {narrower(given['hidden_size'], heads)} is the nearest below that suits"
         )
     if shape.num_hidden_layers < 1:
         raise UserError(
-            f"drafter.num_hidden_layers is {shape.num_hidden_layers}; a drafter has at least one "
+            f"student.num_hidden_layers is {shape.num_hidden_layers}; a drafter has at least one "
             f"layer"
         )
     fields = target.to_dict()
@@ -143,13 +143,13 @@ def refuse_wider(student: Any, target: Any) -> None:
     for name, size in ours.items():
         if size > theirs[name]:
             raise UserError(
-                f"drafter.{name} is {size}, the target has {theirs[name]}: a student is cut out of "
+                f"student.{name} is {size}, the target has {theirs[name]}: a student is cut out of "
                 f"its target and is never larger. Lower it, or train the shape from scratch "
                 f"(mode=random)"
             )
     if ours["head_dim"] != theirs["head_dim"]:
         raise UserError(
-            f"drafter.head_dim is {ours['head_dim']}, the target's is {theirs['head_dim']}: rope "
+            f"student.head_dim is {ours['head_dim']}, the target's is {theirs['head_dim']}: rope "
             f"turns each channel of a head at a frequency of its own, so heads are cut whole. "
             f"Leave it at 0, or train the shape from scratch (mode=random)"
         )
@@ -158,7 +158,7 @@ def refuse_wider(student: Any, target: Any) -> None:
     ]
     if a_group[0] > a_group[1]:
         raise UserError(
-            f"drafter.num_attention_heads / num_key_value_heads is {a_group[0]}, the target has "
+            f"student.num_attention_heads / num_key_value_heads is {a_group[0]}, the target has "
             f"{a_group[1]} query heads to a key/value head: take at most "
             f"{a_group[1] * ours['num_key_value_heads']} query heads, or more key/value heads"
         )
@@ -170,7 +170,7 @@ def odd_widths(student: Any) -> list[str]:
     """
     sides = {name: target_widths(student)[name] for name in ("hidden_size", "intermediate_size")}
     return [
-        f"drafter.{name} is {size}, no multiple of {ALIGNED}: {size + -size % ALIGNED} is often as "
+        f"student.{name} is {size}, no multiple of {ALIGNED}: {size + -size % ALIGNED} is often as "
         f"fast"
         for name, size in sides.items()
         if size % ALIGNED
@@ -190,9 +190,9 @@ def other_size(name: str, student: Any) -> str:
     if abs(count - named) <= NAMED * named:
         return ""
     return (
-        f"note: drafter.name is {name}, and with this target's vocabulary of "
+        f"note: student.name is {name}, and with this target's vocabulary of "
         f"{student.vocab_size:,} the shape has {millions(count)}: "
-        f"drafter.name={name[: told.start()]}_{count / 1e6:.0f}m would say so"
+        f"student.name={name[: told.start()]}_{count / 1e6:.0f}m would say so"
     )
 
 

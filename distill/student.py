@@ -30,13 +30,13 @@ def chosen_layers(shape: StudentConfig, target_layers: int) -> list[int]:
         wrong = [layer for layer in shape.layers if not 0 <= layer < target_layers]
         if wrong or len(shape.layers) != shape.num_hidden_layers:
             raise UserError(
-                f"drafter.layers is {shape.layers}: expected {shape.num_hidden_layers} layers "
-                f"(drafter.num_hidden_layers) from 0 to {target_layers - 1}"
+                f"student.layers is {shape.layers}: expected {shape.num_hidden_layers} layers "
+                f"(student.num_hidden_layers) from 0 to {target_layers - 1}"
             )
         return list(shape.layers)
     if shape.num_hidden_layers > target_layers:
         raise UserError(
-            f"drafter.num_hidden_layers is {shape.num_hidden_layers}, the target has "
+            f"student.num_hidden_layers is {shape.num_hidden_layers}, the target has "
             f"{target_layers}; use init=random for a deeper student"
         )
     return evenly_spaced(shape.num_hidden_layers, target_layers)
@@ -60,7 +60,7 @@ def build_student(
     their vocabularies differ in size.
     """
     if shape.init not in INITS:
-        raise UserError(f"drafter.init is '{shape.init}'; expected {', '.join(INITS)}")
+        raise UserError(f"student.init is '{shape.init}'; expected {', '.join(INITS)}")
     if shape.init == "folder":
         return _from_folder(shape, target.config, dtype, target_folder)
     config = student_config(shape, target.config)
@@ -90,7 +90,7 @@ def keep_layers(config: Any, layers: list[int]) -> Cut:
 def _from_folder(
     shape: StudentConfig, target: Any, dtype: torch.dtype, target_folder: Path | None
 ) -> Any:
-    """The model in drafter.path, with as many tokens as the target. Raises UserError where its
+    """The model in student.path, with as many tokens as the target. Raises UserError where its
     vocabulary is not the target's.
 
     Rows that only one of them has are of added tokens, such as a [PAD], or pad a table: the
@@ -98,7 +98,7 @@ def _from_folder(
     """
     if not shape.path:
         raise UserError(
-            "drafter.init is folder, but drafter.path is empty: give the student folder of "
+            "student.init is folder, but student.path is empty: give the student folder of "
             "distill.prune"
         )
     folder = resolve(shape.path)
@@ -128,7 +128,7 @@ def _refuse_other_widths(config: Any, target: Any) -> None:
     for name in WIDTHS:
         if ours[name] != theirs[name]:
             raise UserError(
-                f"drafter.{name} is {ours[name]}, the target's is {theirs[name]}: whole layers are "
+                f"student.{name} is {ours[name]}, the target's is {theirs[name]}: whole layers are "
                 f"copied here. Leave it at 0, prune with distill.prune (and go on from its folder: "
-                f"drafter.init=folder), or use drafter.init=random"
+                f"student.init=folder), or use student.init=random"
             )

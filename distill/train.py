@@ -59,8 +59,8 @@ class Distil(TargetJob[TrainConfig]):
         return dry_run(self.config, self.target_folder, run.artefact, run.folder.was_dry)
 
     def prepare(self, run: Run) -> None:
-        if self.config.drafter.init != "folder":
-            student_config(self.config.drafter, self.target)  # refuses what cannot be built
+        if self.config.student.init != "folder":
+            student_config(self.config.student, self.target)  # refuses what cannot be built
         super().prepare(run)
 
     def work(self, run: Run) -> None:
@@ -105,7 +105,7 @@ def train(config: TrainConfig, run: Run, target_folder: Path) -> None:
     tokenizer = load_tokenizer(target_folder)
     dtype = dtype_of(config.loop.dtype)
     teacher = load_frozen(target_folder, dtype, parallel)
-    student = build_student(config.drafter, teacher, dtype, target_folder)
+    student = build_student(config.student, teacher, dtype, target_folder)
     data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
     if parallel.is_main:
         describe(config, student, teacher, data)
@@ -189,12 +189,12 @@ def finish(
     folder = run.artefact
     stored_dtype: Any = known_config(target_folder).dtype or torch.float32
     write_model(student, target_folder, folder, stored_dtype, draft_tokens=4)
-    origin = origin_of(config, config.drafter.name, target_folder, progress)
+    origin = origin_of(config, config.student.name, target_folder, progress)
     write_card(
         folder,
         student,
         origin,
-        pruning_on_card(resolve(config.drafter.path)) if config.drafter.init == "folder" else None,
+        pruning_on_card(resolve(config.student.path)) if config.student.init == "folder" else None,
     )
     close_run(run, origin, progress)
     best = progress.best

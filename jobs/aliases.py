@@ -1,7 +1,14 @@
-"""Names of earlier versions and what they are called now; each works for one release."""
+"""Names of earlier versions and what they are called now; each works for one release.
 
-from collections.abc import Mapping
+The command line is rewritten before Hydra composes, a configuration before it is checked.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
+
+from decoding.drafters.registry import DRAFTERS
 
 # Modules of classes that a configuration names by `_target_`.
 MODULES = {
@@ -22,6 +29,19 @@ MODULES = {
 # Keys of measured costs in JSON (decoding.interfaces.RoundCosts).
 COSTS = {"beams": "frontier", "t_draft_by_beams_ms": "t_draft_by_frontier_ms"}
 
+# Keys, and groups of conf/, of a job.
+KEYS = {
+    "distill.train": {"drafter": "student"},
+    "distill.prune": {"drafter": "student"},
+    "recurrent_drafting.generate": {"draws": "children"},
+}
+
+# Options of the drafters in decoding/drafters/registry.py.
+OPTIONS = {"draws": "children"}
+
+# Values of these keys and options, by today's name.
+VALUES = {"children": {"drawn": "sampled", "picked": "top_k"}}
+
 
 def current_costs(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return measured costs with today's keys."""
@@ -32,3 +52,88 @@ def current_target(name: str) -> str:
     """Return today's dotted name of a class that `_target_` names."""
     module, _, leaf = name.rpartition(".")
     return f"{MODULES.get(module, module)}.{leaf}"
+
+
+def current_arguments(job: str, arguments: Sequence[str]) -> list[str]:
+    """Return a job's command line, or the overrides of its stage, with today's keys. Prints one
+    note for each key that was renamed.
+    """
+    for old, new in OPTIONS.items():  # `typed` renames them, where no command line is left
+        if any(re.match(rf"\+*drafters?\b.*\b{old}\s*[:=]", argument) for argument in arguments):
+            _note(old, new)
+    return [_current_override(job, argument, _note) for argument in arguments]
+
+
+def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a configuration with today's keys, in its drafters and in the overrides of its stages
+    too.
+    """
+    job = str(saved.get("job"))
+    found = _renamed(saved, KEYS.get(job, {}))
+    if isinstance(found.get("drafters"), list):
+        found["drafters"] = [_current_drafter(entry) for entry in found["drafters"]]
+    if "drafter" in found:
+        found["drafter"] = _current_drafter(found["drafter"])
+    if isinstance(found.get("stage_overrides"), dict):
+        found["stage_overrides"] = {
+            stage: [
+                _current_override(str(stage).partition(":")[0], _interpolated(job, text, "$"))
+                for text in overrides
+            ]
+            for stage, overrides in found["stage_overrides"].items()
+        }
+    return found
+
+
+def _current_drafter(entry: Any) -> Any:
+    """An entry of `drafters=` with today's options; a class of a user's own keeps its."""
+    if not isinstance(entry, dict):
+        return entry
+    if "_target_" in entry:
+        kind = current_target(str(entry["_target_"]))
+        if kind not in {one.kind for one in DRAFTERS.values()}:
+            return entry
+    return _renamed(entry, OPTIONS)
+
+
+def _renamed(values: Mapping[Any, Any], names: Mapping[str, str]) -> dict[Any, Any]:
+    """A mapping with today's keys, and today's values of those that were renamed."""
+    return {
+        names.get(key, key): _current_value(names[key], value) if key in names else value
+        for key, value in values.items()
+    }
+
+
+def _current_value(key: str, value: Any) -> Any:
+    return VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
+
+
+def _current_override(
+    job: str, argument: str, note: Callable[[str, str], None] = lambda old, new: None
+) -> str:
+    """An override with today's key, and with today's keys where its value is another key's. note:
+    called with the old key and the new one.
+    """
+    match = re.match(r"(\+\+|\+|~)?([\w/]+)(?=[.=@])", argument)
+    known = KEYS.get(job, {})
+    if match and match[2] in known:
+        key, rest = known[match[2]], argument[match.end() :]
+        note(match[2], key)
+        if rest.startswith("="):
+            rest = "=" + ",".join(_current_value(key, value) for value in rest[1:].split(","))
+        argument = f"{match[1] or ''}{key}{rest}"
+    return _interpolated(job, _interpolated(job, argument, "$"), "@")
+
+
+def _interpolated(job: str, text: str, sign: str) -> str:
+    """A text whose interpolations name today's keys of a job. sign: `$` or, for the own keys of a
+    stage, `@`.
+    """
+    known = KEYS.get(job, {})
+    pattern = re.escape(sign) + r"\{(\w+)(?=[.}])"
+    return re.sub(pattern, lambda match: f"{sign}{{{known.get(match[1], match[1])}", text)
+
+
+@cache
+def _note(old: str, new: str) -> None:
+    print(f"note: the key {old} is called {new} now; the old name works until the next release")

@@ -15,6 +15,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decoding.errors import UserError
+from jobs.aliases import current_config
 
 Schema = TypeVar("Schema")
 
@@ -96,7 +97,7 @@ def typed(composed: DictConfig, schema: type[Schema]) -> Schema:
     container = OmegaConf.to_container(composed, resolve=False)
     if not isinstance(container, dict):
         raise UserError(f"a configuration is a mapping of keys, found {type(container).__name__}")
-    plain = {key: value for key, value in container.items() if key != "hydra"}
+    plain = current_config({key: value for key, value in container.items() if key != "hydra"})
     _check_keys(plain, schema, "")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain))
@@ -156,11 +157,6 @@ def unknown_key(key: str, choices: list[str]) -> UserError:
     near = difflib.get_close_matches(key, choices, n=1, cutoff=0.0)
     leaf = [choice for choice in choices if choice.split(".")[-1] == key.split(".")[-1]]
     best = (leaf or near or [""])[0]
-    if key.endswith("._target_"):
-        return UserError(
-            f"'{key}': {key.split('.')[0]}= names a drafter to decode with (eval.run), this job "
-            f"wants a shape to train"
-        )
     return UserError(
         f"unknown configuration key '{key}'; the nearest valid key is '{best}' (--help lists all)"
     )

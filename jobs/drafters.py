@@ -1,42 +1,36 @@
-"""Drafters by what a user calls them: a model folder, a name in conf/drafter, or a mapping with
-`_target_`; for every job that decodes.
+"""Drafters by what a user calls them: a folder, a name of the registry or of conf/drafter, or a
+mapping with `_target_`; for every job that decodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from glob import glob
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING, OmegaConf
 
-from decoding.devices import device_of
+from decoding.drafters.build import as_target, check_folder, options_of, refuse_unknown
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.registry import HEADS, check_fits, head_of
+from decoding.drafters.registry import DRAFTERS, HEADS, head_of, imported, unknown_drafter
 from decoding.drafters.remote import RemoteChain
-from decoding.drafters.with_lookup import ChainWithLookup, LookupFirst, check_lookup_before
+from decoding.drafters.with_lookup import LookupFirst, check_lookup_before
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
 from decoding.models.folder import CARD, read_json
-from decoding.models.native.linear import draft_dtype
-from decoding.models.text.compatible import check_same_tokenizer
 from decoding.schedules.by_name import WALL
 from jobs.aliases import current_target
 from jobs.config import TargetConfig
 from jobs.drafter_use import ALONE, USE, Use
-from jobs.paths import imported, resolve
+from jobs.paths import resolve
 
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
-AUTO = "auto"  # as a drafter's dtype: see decoding.models.native.linear.draft_dtype
-CHAIN = "decoding.drafters.chain.ChainDrafter"
+# a chain drafter where the schedule has it work while the target does
+WORKER = f"{RemoteChain.__module__}.{RemoteChain.__qualname__}"
 CONF = Path(__file__).resolve().parent.parent / "conf" / "drafter"
 
 
@@ -150,12 +144,12 @@ def _possible(use: str) -> list[str]:
     if use in _names():
         return [_target(use)]
     if Path(use).exists():
-        return [_target(head) if (head := head_of(use)) else CHAIN]
-    return [CHAIN, *map(_target, HEADS.values())]
+        return [_target(head_of(use) or "chain")]
+    return [_target(name) for name in ("chain", *HEADS.values())]
 
 
 def _target(name: str) -> str:
-    return str(_written(CONF / f"{name}.yaml")["_target_"])
+    return str(_written(name)["_target_"])
 
 
 def _check_keys(name: str, mapping: Mapping[str, Any], others: Sequence[str] = ()) -> None:
@@ -165,21 +159,15 @@ def _check_keys(name: str, mapping: Mapping[str, Any], others: Sequence[str] = (
     others: classes that it may turn out to be instead.
     """
     kind = _kind(name, mapping)
-    taken = _arguments(kind)
+    taken = options_of(kind)
     if taken is None:
         return
     for other in others:
-        taken = taken | (_arguments(imported(other)) or set())
+        taken = taken | (options_of(imported(other)) or set())
     if kind is ChainDrafter:  # some schedules move it into a worker
-        taken |= _arguments(RemoteChain) or set()
-    known = sorted({*taken, *USE} - {"model", "self"})
-    for key in mapping:
-        if key not in known and key != "_target_":
-            near = get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise UserError(
-                f"drafters: {name} has the key '{key}', which {kind.__name__} does not take; the "
-                f"nearest is '{near}' (of {', '.join(known)})."
-            )
+        taken |= options_of(RemoteChain) or set()
+    given = [key for key in mapping if key != "_target_"]
+    refuse_unknown(f"drafters: {name}", kind, given, {*taken, *USE})
 
 
 def _kind(name: str, mapping: Mapping[str, Any]) -> type:
@@ -190,26 +178,6 @@ def _kind(name: str, mapping: Mapping[str, Any]) -> type:
         raise UserError(
             f"drafters: {name} wants the class {mapping['_target_']}, which cannot be had: {error}"
         ) from error
-
-
-def _arguments(kind: type) -> set[str] | None:
-    """Names that a class can be made with, those it hands on to its bases among them; None: any."""
-    names: set[str] = set()
-    for base in kind.__mro__:
-        if "__init__" not in vars(base):
-            continue
-        parameters = signature(vars(base)["__init__"]).parameters.values()
-        names |= {
-            one.name
-            for one in parameters
-            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        }
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-            return names
-        # what these do not take themselves is their chain drafter's
-        if base in (RemoteChain, ChainWithLookup):
-            return names | (_arguments(ChainDrafter) or set())
-    return None
 
 
 def uses(mappings: dict[str, dict[str, Any]], default: Use) -> dict[str, Use]:
@@ -240,12 +208,11 @@ def build(
     drafters = {}
     for name, mapping in mappings.items():
         if "folder" in mapping:
-            check = check_fits if head_of(mapping["folder"]) else check_same_tokenizer
-            check(target_folder, Path(mapping["folder"]))
+            check_folder(target_folder, mapping["folder"])
         try:
             made = {key: value for key, value in mapping.items() if key not in USE}
-            if uses[name].schedule in WALL and made["_target_"] == CHAIN:
-                made["_target_"] = "decoding.drafters.remote.RemoteChain"
+            if uses[name].schedule in WALL and _kind(name, mapping) is ChainDrafter:
+                made["_target_"] = WORKER
                 if beside and made.get("device") in beside:
                     made["device"] = beside[made["device"]]
             lookup = uses[name].lookup
@@ -288,7 +255,7 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
     if not isinstance(use, str):
         raise UserError(
             f"drafters: {entry!r} is a {type(entry).__name__} without `use` or `_target_`; "
-            f"expected a folder, a name in conf/drafter, or a mapping with `use` (one of these) or "
+            f"expected a folder, the name of a drafter, or a mapping with `use` (one of these) or "
             f"`_target_` (the class to make, such as decoding.drafters.chain.ChainDrafter)."
         )
     if not use or given.get("folder") == "":
@@ -296,63 +263,59 @@ def _mapping(entry: Any, target: TargetConfig) -> dict[str, Any]:
             f"drafters: {entry!r} names no model. Give draft_model=FOLDER to an experiment whose "
             f"drafters share one."
         )
-    file = CONF / f"{use}.yaml"
-    if file.is_file():
-        mapping = _load(file, given)
+    if use in _names():
+        mapping = _mapping_of(use, given)
     elif Path(use).exists():
         head = head_of(use)
-        mapping = {"_target_": CHAIN, "folder": use, **given}
-        if head:
-            mapping = _load(CONF / f"{head}.yaml", {"name": Path(use).name, "folder": use, **given})
+        named = {"name": Path(use).name} if head else {}
+        mapping = _mapping_of(head or "chain", {**named, "folder": use, **given})
     else:
-        near = get_close_matches(use, _names(), n=1)
-        raise UserError(
-            f"drafters: {use!r} is neither a folder (looked in {Path.cwd()}) nor one of "
-            f"conf/drafter ({', '.join(_names())})"
-            + (f"; the nearest is '{near[0]}'." if near else ".")
-        )
+        raise unknown_drafter("drafters:", use, _names())
     if "folder" in mapping:
-        # Beside a native target a drafter of another family runs on the hf backend: None lets it
-        # choose.
-        backend = "hf" if target.backend == "hf" else None
-        shared = {"backend": backend, "dtype": target.dtype, "device": target.device}
-        if target.execution:
-            shared["execution"] = target.execution
-        taken = _arguments(_kind(use, mapping))
-        shared = {key: value for key, value in shared.items() if taken is None or key in taken}
-        mapping = {**shared, **mapping, "folder": str(resolve(mapping["folder"]))}
-        if mapping.get("dtype") == AUTO:
-            mapping["dtype"] = draft_dtype(target.dtype, torch.device(device_of(mapping["device"])))
+        mapping = as_target(
+            _kind(use, mapping),
+            {**mapping, "folder": str(resolve(mapping["folder"]))},
+            backend=target.backend,
+            dtype=target.dtype,
+            device=target.device,
+            execution=target.execution,
+        )
     return mapping
 
 
 def _names() -> list[str]:
-    """The files of conf/drafter that make a drafter; the others are shapes to train."""
-    return sorted(path.stem for path in CONF.glob("*.yaml") if "_target_" in path.read_text())
+    """The names of the registry, and of files that a user has put into conf/drafter."""
+    return sorted({*DRAFTERS, *(path.stem for path in CONF.glob("*.yaml"))})
 
 
-def _written(file: Path) -> DictConfig:
-    """A file of conf/drafter as it stands. Raises UserError for one that makes no drafter."""
-    written = OmegaConf.load(file)
-    if not isinstance(written, DictConfig) or "_target_" not in written:
+def _written(name: str) -> dict[str, Any]:
+    """The class of a name and the options that its file in conf/drafter and the registry write.
+
+    Raises UserError for a name that neither gives a class.
+    """
+    file, entry = CONF / f"{name}.yaml", DRAFTERS.get(name)
+    written: dict[str, Any] = {}
+    if entry is not None:
+        needed = {entry.needs: MISSING} if entry.needs else {}
+        written = {"_target_": entry.kind, **needed, **entry.options}
+    if file.is_file():
+        values = OmegaConf.to_container(OmegaConf.load(file))
+        written |= values if isinstance(values, dict) else {}  # type: ignore[arg-type]
+    if "_target_" not in written:
         raise UserError(
-            f"{file}: no _target_. A drafter's file names the class to make, such as "
-            f"decoding.drafters.chain.ChainDrafter."
+            f"{file}: no _target_, and {name} is no name of the registry. Such a file names the "
+            f"class to make, such as _target_: decoding.drafters.chain.ChainDrafter."
         )
     return written
 
 
-def _load(file: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """A file of conf/drafter with the given keys in it. Raises UserError for what is missing."""
-    written = _written(file)
-    try:
-        loaded = OmegaConf.to_container(
-            OmegaConf.merge(written, given), resolve=True, throw_on_missing=True
-        )
-    except OmegaConfBaseException as error:
+def _mapping_of(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The mapping of a name with the given keys in it. Raises UserError for what is missing."""
+    mapping = {**_written(name), **given}
+    missing = [key for key, value in mapping.items() if value == MISSING]
+    if missing:
         raise UserError(
-            f"{file}: {str(error).splitlines()[0]}. Give such a drafter as a mapping: {{use: "
-            f"{file.stem}, folder: ...}}."
-        ) from error
-    assert isinstance(loaded, dict), "it was one"
-    return {str(key): value for key, value in loaded.items()}
+            f"drafters: {name} has no {missing[0]}, which it cannot do without. Give it as a "
+            f"mapping: {{use: {name}, {missing[0]}: ...}}."
+        )
+    return mapping if "folder" in mapping else {"name": name, **mapping}

@@ -98,13 +98,11 @@ def _groups(job: str, schema: type[Any], conf: Path) -> Iterator[tuple[str, list
             found = [name for name, text in texts.items() if f"job: {job}\n" in text]
             if found:  # a job may be a stage of others' experiments alone
                 yield EXPERIMENT, found
-        elif folder.name == "drafter" and decodes:  # the others are shapes to train
-            yield decodes, [name for name, text in texts.items() if "_target_" in text]
+        elif folder.name == "drafter":
+            if decodes:
+                yield decodes, list(texts)
         elif folder.name in fields:
-            yield (
-                f"{folder.name}=",
-                [name for name, text in texts.items() if "_target_" not in text],
-            )
+            yield f"{folder.name}=", list(texts)
 
 
 def _short(value: Any) -> str:

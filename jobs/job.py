@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decoding.errors import UserError
 from jobs import ranks
+from jobs.aliases import current_arguments
 from jobs.composing import CONF, composing, register
 from jobs.config import JobConfig, open_fields, typed, unknown_key, valid_keys
 from jobs.config_checks import check_job
@@ -80,6 +81,7 @@ def _command(
         assert isinstance(saved, dict)
         run_typed(OmegaConf.create(as_of_now(saved)), job, schema, function, check)
         return
+    sys.argv[1:] = arguments = current_arguments(job, arguments)
     check_arguments(arguments, job, schema)
     register(job, schema)
     if {"--help", "-h"} & {*arguments}:

@@ -1,10 +1,6 @@
-"""Things by name: `embedded:NAME` is a file or folder of assets/, `package.module.name`
-an object.
-"""
+"""Paths by name: `embedded:NAME` is a file or folder of assets/."""
 
-import importlib
 from pathlib import Path
-from typing import Any
 
 from decoding.errors import UserError
 from decoding.models.folder import exists
@@ -42,12 +38,3 @@ def resolve(name: str) -> Path:
 def is_here(name: str) -> bool:
     """Whether `resolve` would find a path; an embedded name always counts."""
     return name.startswith("embedded:") or exists(Path(name).expanduser())
-
-
-def imported(dotted: str) -> Any:
-    """What `package.module.name` names. Raises ImportError in one line where it is not there."""
-    module, _, name = dotted.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the import of a user's module raises
-        raise ImportError(" ".join(f"{type(error).__name__}: {error}".split())) from error

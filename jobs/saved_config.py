@@ -10,15 +10,17 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from jobs.aliases import current_config
 from jobs.run_files import WRONG, damaged, json_kind
 
 _STAMP = "# sha256 of the lines below: "
 
 
 def as_of_now(saved: dict[Any, Any]) -> dict[Any, Any]:
-    """A saved configuration as today's: before `max_seconds` there was, `max_epochs` bounded
-    nothing beside `max_steps`.
+    """A saved configuration as today's: with today's keys, and before `max_seconds` there was,
+    `max_epochs` bounded nothing beside `max_steps`.
     """
+    saved = current_config(saved)
 
     def loop_of_now(loop: Any) -> Any:
         before = isinstance(loop, dict) and loop.get("max_steps") and "max_seconds" not in loop

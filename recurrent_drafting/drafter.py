@@ -5,10 +5,10 @@ The head reads the target's hidden state of the last token in the cache, which s
 tip; it comes from the prefill and after that from every round's own forward. A prompt of one token
 has no such token: its first round drafts from a hidden state of zeros.
 
-Picked beams are point masses to verification, drawn ones (`draws=drawn`) are tested by p / q at
-every node; greedy decoding and the coupled rule pick whatever `draws` says. One beam is a chain.
-How many steps, beams and nodes a row drafts is said by its plan (recurrent_drafting/plans.py): all
-of them, or as many as measured costs make worth it.
+Picked beams are point masses to verification, drawn ones (`children=sampled`) are tested by p / q
+at every node; greedy decoding and the coupled rule pick whatever `children` is. One beam is a
+chain. How many steps, beams and nodes a row drafts is said by its plan
+(recurrent_drafting/plans.py): all of them, or as many as measured costs make worth it.
 
 Shapes: B rows, P beams that a step starts from, N nodes proposed, C = H hidden size.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.devices import device_of
-from decoding.drafters.trees.sampled_children import are_drawn, check_kind
+from decoding.drafters.trees.sampled_children import are_sampled, check_kind
 from decoding.errors import UserError
 from decoding.interfaces import (
     Capabilities,
@@ -60,7 +60,7 @@ class RecurrentDrafter:
         folder: str | Path | None = None,
         *,
         beam_width: int = 8,
-        draws: str = "drawn",
+        children: str = "sampled",
         by_cost: bool = False,
         dtype: str = "float32",
         device: str = "cpu",
@@ -70,7 +70,7 @@ class RecurrentDrafter:
     ) -> None:
         """From a head's folder, or from a `head` in memory, which keeps its dtype and device.
 
-        beam_width: beams of a draft. draws: `drawn`, or `picked`, the likeliest beams, as
+        beam_width: beams of a draft. children: `sampled`, or `top_k`, the likeliest beams, as
         published; greedy they are always picked.
         by_cost: take the number of steps, the beams that each starts from, the nodes that are
         verified, and whether to draft at all from measured costs; beam_width and the draft length
@@ -89,19 +89,19 @@ class RecurrentDrafter:
             head = load_head(Path(folder), DTYPES[dtype], device_of(device))
         self.head = for_drafting(head)
         self.name = name or (Path(folder).resolve().name if folder is not None else "recurrent")
-        check_kind(draws, self.name)
+        check_kind(children, self.name)
         drafted = head.config.num_drafted
         if not 1 <= beam_width <= drafted:
             raise UserError(
                 f"drafter '{self.name}': beam_width is {beam_width}, expected 1 to {drafted}, the "
                 f"tokens that its head drafts from."
             )
-        self.beam_width, self.draws = beam_width, draws
+        self.beam_width, self.children = beam_width, children
         shape = "chain" if beam_width == 1 else "tree"
         frontiers = ladder(beam_width) if by_cost else tuple(sorted({1, beam_width}))
         self.capabilities = Capabilities(
             shape,
-            has_q=draws == "drawn",
+            has_q=children == "sampled",
             needs_hidden=True,
             last_hidden=True,
             needs_costs=by_cost,
@@ -126,7 +126,7 @@ class RecurrentDrafter:
         self._width = beam_width  # that is searched: with costs, as many as pay
         self._rows = 0
         self._plans_B: list[Plan] = []
-        self._drawn = draws == "drawn"  # the last draft, or what the first one may be
+        self._drawn = children == "sampled"  # the last draft, or what the first one may be
         self._timed: dict[int, Choose] = {}  # by beams of a search
         self._hidden_BH = torch.empty(0)
 
@@ -211,7 +211,7 @@ class RecurrentDrafter:
     def _planned(self, chooser: Chooser) -> list[Plan]:
         """The rows' plans; made with their first round, which tells whether its beams are drawn."""
         if not self._plans_B:
-            drawn, ahead = are_drawn(self.draws, chooser), devices.runs_ahead(self.device)
+            drawn, ahead = are_sampled(self.children, chooser), devices.runs_ahead(self.device)
             self._width = self.searched(drawn)
             sampled_picks = not drawn and chooser.tests_q
             self._plans_B = [
@@ -264,7 +264,7 @@ class RecurrentDrafter:
         if length == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)
         tips = [sequence[-1] for sequence in sequences_B]
-        self._drawn = are_drawn(self.draws, chooser)
+        self._drawn = are_sampled(self.children, chooser)
         if (
             self._recorded is not None
             and not self._drawn

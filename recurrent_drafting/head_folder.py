@@ -97,7 +97,7 @@ python -m recurrent_drafting.cmd.generate --hf_llm {target.replace("embedded:", 
 ```
 
 How many beams pay hangs on the machine: both measure it, and search at most `beam_width`. `by_cost=false` fixes width and length (in the first
-line `"drafters=[{{use: HEAD, by_cost: false}}]"`). Where answers are sampled beams are drawn; `draws=picked` takes the likeliest ones as
+line `"drafters=[{{use: HEAD, by_cost: false}}]"`). Where answers are sampled beams are drawn; `children=top_k` takes the likeliest ones as
 published, as exact and seldom as fast.
 
 HEAD stands for this folder. `drafter_card.json` says from which target, data and code it comes. Made with Shallow Draft.

@@ -36,9 +36,9 @@ def block_efficiency(
     asked, length = config.held_out, config.loss.predict_n_tokens
     prompts = [sample.ids[: int(np.argmax(sample.mask))].tolist() for sample in answers]
     target = asked_target(folder, config)
-    draws = "drawn" if asked.temperature else "picked"
+    children = "sampled" if asked.temperature else "top_k"
     drafter = RecurrentDrafter(
-        head=head.to(target.device), beam_width=config.beam_width, draws=draws
+        head=head.to(target.device), beam_width=config.beam_width, children=children
     )
     settings = Settings(
         asked.max_new_tokens,

@@ -20,7 +20,7 @@ The report: $folder/report.html   (opens in any browser, offline)
 The drafter: $folder/distill.train/drafter
 
 Worth trying next:
-  .venv/bin/python -m distill.train +experiment=quickstart drafter.num_hidden_layers=2 output_dir=runs/two_layers
+  .venv/bin/python -m distill.train +experiment=quickstart student.num_hidden_layers=2 output_dir=runs/two_layers
   .venv/bin/python -m eval.run "drafters=[$folder/distill.train/drafter]" "temperatures=[0.5]" "num_draft_tokens=[2,4,6]" output_dir=runs/half_as_hot
   .venv/bin/python -m distill.train target.path=/path/to/your/model "data.chats=[/path/to/sharegpt.json]" dry_run=true
 EOF

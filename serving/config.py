@@ -24,9 +24,9 @@ class GenerateConfig(JobConfig):
     # Tokens of a beam, the target's own first one among them; so one fewer is drafted, by other
     # drafters too.
     beam_length: int = 5
-    # beams of a head where answers are sampled: drawn (at random, without replacement) | picked
-    # (its likeliest)
-    draws: str = "drawn"
+    # beams of a head where answers are sampled: sampled (without replacement) | top_k (its
+    # likeliest)
+    children: str = "sampled"
     # a head's width and length follow the measured costs of a round; false: they are fixed
     by_cost: bool = True
     # token | block | coupled: the rule where temperature > 0; greedy at temperature 0

@@ -9,7 +9,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decoding.devices import device_of
-from decoding.drafters.registry import check_fits
+from decoding.drafters.build import options_of
+from decoding.drafters.registry import check_fits, head_of, imported
+from decoding.drafters.trees.sampled_children import KINDS
 from decoding.engine import Engine, stop_tokens, text_of
 from decoding.errors import UserError
 from decoding.interfaces import Drafter
@@ -31,7 +33,6 @@ from serving.config import GenerateConfig
 NONE = "none"  # drafter=none: plain decoding
 USUAL = "prompt_lookup"  # where no drafter is named
 VICUNA = "vicuna"
-HEAD = "recurrent_drafting.drafter.RecurrentDrafter"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def check(cfg: GenerateConfig) -> None:
             cfg.beam_length >= 1,
             "1 (nothing is drafted) or more tokens, the target's own first one among them",
         ),
-        "draws": (cfg.draws in ("picked", "drawn"), "picked or drawn"),
+        "children": (cfg.children in KINDS, " or ".join(KINDS)),
         "max_prompt_tokens": (
             cfg.max_prompt_tokens >= 0,
             "0 (as many as the context holds) or more",
@@ -194,10 +195,16 @@ def _mapping(cfg: GenerateConfig, device: str) -> tuple[str, dict[str, Any]] | N
         entry["name"] = name_on_card(Path(use_name).expanduser())
     mappings = describe([entry], replace(cfg.target, device=device), control=False)
     ((name, mapping),) = mappings.items()
-    if mapping["_target_"] == HEAD:
-        shape = {"beam_width": cfg.beam_width, "draws": cfg.draws, "by_cost": cfg.by_cost}
-        mapping |= {key: value for key, value in shape.items() if key not in entry}
+    if _holds_head(mapping):
+        shape = {"beam_width": cfg.beam_width, "children": cfg.children, "by_cost": cfg.by_cost}
+        taken = options_of(imported(mapping["_target_"])) or set()
+        mapping |= {key: shape[key] for key in shape.keys() & taken - entry.keys()}
     return name, mapping
+
+
+def _holds_head(mapping: dict[str, Any]) -> bool:
+    """Whether a drafter's folder holds a head."""
+    return bool(mapping.get("folder")) and bool(head_of(mapping["folder"]))
 
 
 def _check_writable(file: Path) -> None:
@@ -248,11 +255,9 @@ def choose_template(
 
 
 def _head_folder(cfg: GenerateConfig) -> Path | None:
-    """The folder of the recurrent head that the configuration names; None where it names none."""
+    """The folder of the head that the configuration names; None where it names none."""
     found = _mapping(cfg, "cpu")
-    if found is None or found[1]["_target_"] != HEAD or not found[1].get("folder"):
-        return None
-    return resolve(found[1]["folder"])
+    return resolve(found[1]["folder"]) if found and _holds_head(found[1]) else None
 
 
 def _folder(name: str) -> Path:

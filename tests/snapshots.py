@@ -361,13 +361,18 @@ def readme_commands() -> list[str]:
 
 
 def named_drafters() -> dict[str, dict[str, Any]]:
-    """Return the files of conf/drafter that make a drafter: name -> class path and keys."""
-    found = {}
-    for name in options_of("drafter"):
-        values = yaml.safe_load((CONF / "drafter" / f"{name}.yaml").read_text())
-        if "_target_" in values:
-            found[name] = {"class": values.pop("_target_"), "keys": sorted(values)}
-    return found
+    """Return the drafters of the registry: name -> class path and the keys of its file in
+    conf/drafter.
+    """
+    from decoding.drafters.registry import DRAFTERS
+
+    return {
+        name: {
+            "class": entry.kind,
+            "keys": sorted(yaml.safe_load((CONF / "drafter" / f"{name}.yaml").read_text())),
+        }
+        for name, entry in DRAFTERS.items()
+    }
 
 
 def row_fields(run: Path) -> dict[str, list[str]]:
@@ -397,6 +402,5 @@ def inventory(tests: Iterable[str], run: Path) -> dict[str, Any]:
 
 
 def class_paths() -> list[str]:
-    """Return every `_target_` in conf/."""
-    texts = [path.read_text() for path in sorted(CONF.rglob("*.yaml"))]
-    return sorted({name for text in texts for name in re.findall(r"_target_: *([\w.]+)", text)})
+    """Return the class of every drafter."""
+    return sorted({one["class"] for one in named_drafters().values()})

@@ -28,7 +28,13 @@ ELSEWHERE = 1e-6  # of the largest weight of a tensor
 INVENTORY = json.loads((snapshots.FIXTURES / "inventory.json").read_text())
 # What was renamed on purpose: the name in the inventory -> the name now (a row, a test function,
 # the ids of a test's parameters, an override, a command, a drafter).
-RENAMED: dict[str, str] = {}
+RENAMED = {
+    "draws": "children",
+    "plain-drawn": "plain-sampled",
+    "plain-picked": "plain-top_k",
+    "hot_top_p-drawn": "hot_top_p-sampled",
+    "hot_top_p-picked": "hot_top_p-top_k",
+}
 
 
 @pytest.fixture

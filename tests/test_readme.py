@@ -30,6 +30,7 @@ import eval.run
 import recurrent_drafting.generate
 import recurrent_drafting.train
 from jobs import schemas
+from jobs.aliases import current_arguments
 from jobs.config import JobConfig, typed
 from jobs.job import CONF, check_arguments, register
 from jobs.schemas import schema_of
@@ -107,6 +108,7 @@ def composed(job: str, arguments: list[str]) -> JobConfig:
     # takes published flags and a drafter's folder beside overrides
     if job == "recurrent_drafting.generate":
         arguments = to_overrides(arguments)
+    arguments = current_arguments(job, arguments)
     check_arguments(arguments, job, SCHEMAS[job])
     register(job, SCHEMAS[job])
     single = [re.sub(r"=(\d+)(,\d+)+$", r"=\1", word) for word in arguments if word != "-m"]
@@ -193,7 +195,7 @@ def test_every_command_runs_at_toy_size(
         FUNCTIONS[job](own)
     if own.dry_run:
         return
-    members = list((tmp_path / "run").glob("drafter.num_hidden_layers=*")) or [tmp_path / "run"]
+    members = list((tmp_path / "run").glob("student.num_hidden_layers=*")) or [tmp_path / "run"]
     members = [tmp_path / "run" / stage.split(":")[-1] for stage in own.stages] or members
     assert len(members) == (3 if "-m" in arguments else len(own.stages) or 1)
     for member in members:

@@ -94,8 +94,8 @@ WAYS: dict[str, Callable[[Path, Path, Path], object]] = {
     **{f"{name}, {dry}": job(name, f"dry_run={dry}") for name in JOBS for dry in ("true", "false")},
     "eval.run, hf": job("eval.run", "target.backend=hf"),
     "distill.regenerate, hf": job("distill.regenerate", "target.backend=hf"),
-    "distill.train from a folder": beside("distill.train", "drafter.path", "drafter.init=folder"),
-    "its dry run": beside("distill.train", "drafter.path", "drafter.init=folder", "dry_run=true"),
+    "distill.train from a folder": beside("distill.train", "student.path", "student.init=folder"),
+    "its dry run": beside("distill.train", "student.path", "student.init=folder", "dry_run=true"),
     "distill.pretrain from a folder": beside("distill.pretrain", "init_from"),
     "generate": lambda own, tiny, out: chat(own, out),
     "generate, hf": lambda own, tiny, out: chat(

@@ -1,32 +1,94 @@
-"""Folders that hold a head on the target's hidden states and no language model: which they are, and
-whether one belongs to a target.
+"""The table of drafters: what a user calls one -> the class that makes it, the heads that it drafts
+from, and its options.
 
-Published heads have no tokenizer files, and read the target's own embeddings: so sizes are
-compared, and the hash of the target that a card names.
+A class goes by its dotted name and is imported when it is used, as some lie in higher packages.
 """
 
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from decoding.errors import UserError
 from decoding.models.folder import CARD, hash_input, read_config, read_json
 
-# model_type -> the file of conf/drafter that drafts with it.
-HEADS = {"recurrent_drafting_drafter": "recurrent"}
+AUTO = "auto"  # as a drafter's dtype: see decoding.models.native.linear.draft_dtype
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kind of drafter."""
+
+    kind: str  # dotted name of the class
+    needs: str = ""  # the option that has no default
+    model_type: str = ""  # in config.json of the heads that it drafts from
+    # defaults that differ from the class's
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+DRAFTERS = {
+    "chain": Entry("decoding.drafters.chain.ChainDrafter", "folder"),
+    "prompt_lookup": Entry("decoding.drafters.prompt_lookup.PromptLookup"),
+    "suffix_lookup": Entry("decoding.drafters.prompt_lookup.SuffixLookup"),
+    "lookahead": Entry("decoding.drafters.lookahead.Lookahead"),
+    "ouroboros": Entry("decoding.drafters.ouroboros.Ouroboros", "folder"),
+    "self_speculation": Entry("decoding.drafters.self_speculation.SelfSpeculation", "skips"),
+    "multi_candidate": Entry("decoding.drafters.trees.multi_candidate.MultiCandidate", "folder"),
+    "static_tree": Entry("decoding.drafters.trees.static.StaticTree", "folder"),
+    "ranked_tree": Entry("decoding.drafters.trees.ranked.RankedTree", "folder"),
+    "budget_tree": Entry(
+        "decoding.drafters.trees.ranked.RankedTree",
+        "folder",
+        options={"max_nodes": 24, "by_cost": True},
+    ),
+    "graph": Entry("decoding.drafters.trees.graph.GraphDrafter", "folder"),
+    "chain_with_lookup": Entry("decoding.drafters.with_lookup.ChainWithLookup", "folder"),
+    "recurrent": Entry(
+        "recurrent_drafting.drafter.RecurrentDrafter",
+        "folder",
+        "recurrent_drafting_drafter",
+        {"by_cost": True, "dtype": AUTO},
+    ),
+}
+# model_type of a head's config.json -> the drafter that drafts from it
+HEADS = {entry.model_type: name for name, entry in DRAFTERS.items() if entry.model_type}
+
+
+def imported(dotted: str) -> Any:
+    """Return what `package.module.name` names. Raises ImportError in one line where it is not
+    there.
+    """
+    module, _, name = dotted.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the import of a user's module raises
+        raise ImportError(" ".join(f"{type(error).__name__}: {error}".split())) from error
 
 
 def head_of(folder: str | Path) -> str:
-    """The file of conf/drafter that drafts with a folder which holds a head; empty for
-    all others.
+    """Return the name of the drafter for the head that a folder holds; empty for all other
+    folders.
     """
     file = Path(folder) / "config.json"
     return HEADS.get(str(read_json(file).get("model_type")), "") if file.is_file() else ""
+
+
+def unknown_drafter(where: str, use: str, names: list[str]) -> UserError:
+    """Return the error for what is neither a folder nor one of the names, with the nearest one."""
+    near = get_close_matches(use, names, n=1)
+    return UserError(
+        f"{where} {use!r} is neither a folder (looked in {Path.cwd()}) nor the name of a drafter "
+        f"({', '.join(names)})" + (f"; the nearest is '{near[0]}'." if near else ".")
+    )
 
 
 def check_fits(target_folder: str | Path, head_folder: str | Path) -> None:
     """Raise UserError for a head whose hidden size or vocabulary differ from the target's, or whose
     card names another target's hash.
 
-    A head without a card, as any published one, is told by its sizes alone.
+    Published heads have neither tokenizer files nor a card: of these the sizes alone are compared.
     """
     target, head = read_config(target_folder), read_config(head_folder)
     where = f"{head_folder} cannot draft for {target_folder}:"

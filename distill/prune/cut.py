@@ -226,6 +226,6 @@ def refuse_other_shape(cut: Cut, student: Any, path: str) -> None:
     for name, size in asked.items():
         if held[name] != size:
             raise UserError(
-                f"{path} keeps {held[name]} of {name}, drafter.{name} is {size}: give the shape "
+                f"{path} keeps {held[name]} of {name}, student.{name} is {size}: give the shape "
                 f"that the masks were made for"
             )

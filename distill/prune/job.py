@@ -154,7 +154,7 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
     """The configuration of the student after each stage, checked against the target and
     each other.
     """
-    final = student_config(config.drafter, target)
+    final = student_config(config.student, target)
     depths = config.depths
     if not depths and not config.masks:  # a file of masks holds one cut
         depths = between_depths(
@@ -168,13 +168,13 @@ def stage_shapes(config: PruneConfig, target: Any) -> list[Any]:
         )
     shapes = []
     for depth in deeper[1:]:
-        shape = dataclasses.replace(config.drafter, num_hidden_layers=depth)
+        shape = dataclasses.replace(config.student, num_hidden_layers=depth)
         shapes.append(student_config(shape, target))
     if config.mode == "random":
         return shapes[-1:]
     refuse_wider(final, target)
-    if config.drafter.layers:
-        chosen_layers(config.drafter, deeper[-2])
+    if config.student.layers:
+        chosen_layers(config.student, deeper[-2])
     if config.mode == "l0":
         for before, after in zip([target, *shapes[:-1]], shapes, strict=True):
             with torch.device("meta"):
@@ -337,7 +337,7 @@ def describe(config: PruneConfig, bench: Workbench, shape: Any) -> None:
     )
     for warning in odd_widths(shape):
         print(f"warning: {warning}")
-    if note := other_size(config.drafter.name, shape):
+    if note := other_size(config.student.name, shape):
         print(note)
 
 
@@ -349,7 +349,7 @@ def finish(config: PruneConfig, run: Run, bench: Workbench, told: list[dict[str,
     student = load_causal_lm(folder, torch.float32)
     acceptance = {"acceptance": told[-1]["acceptance_before_distillation"]}
     origin = Origin(
-        config.drafter.name,
+        config.student.name,
         config.target.path,
         resolve(config.target.path),
         {"sources": sources(config.data)},

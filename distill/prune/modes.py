@@ -126,7 +126,7 @@ def _proposed(
 ) -> dict[str, list[int]]:
     """The sets of layers to hold against each other; one, where the configuration names it."""
     settings, layers = bench.config.importance, source.model.config.num_hidden_layers
-    given = bench.config.drafter.layers
+    given = bench.config.student.layers
     if given and len(given) == count:
         return {"given": list(given)}
     asked = count < layers and settings.choice in ("probe", "greedy")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from decoding.devices import device_of
+from decoding.drafters.registry import imported
 from decoding.engine import stop_tokens
 from decoding.errors import UserError
 from decoding.interfaces import Target
@@ -33,7 +34,7 @@ from eval.measure.records import Arm, Condition
 from eval.statistics.budgets import Shapes, shapes_of
 from eval.statistics.schema import DrafterFacts, RunFacts
 from jobs import drafters as drafter_list
-from jobs.paths import imported, resolve
+from jobs.paths import resolve
 from jobs.run_folder import hardware
 
 WARM_UP_TOKENS = 24

@@ -173,7 +173,7 @@ def published() -> dict[str, float]:
     llama = target_config(TargetConfig(path="nowhere/llama_7b", config=_LLAMA))
     between = LoopConfig(max_steps=300, tokens_per_step=16384)
     config = PruneConfig(
-        drafter=_WIDE,
+        student=_WIDE,
         largest_cut=0.625,
         data=DataConfig(max_length=4096),
         between=between,  # 32 -> 12 -> 5 layers

@@ -19,6 +19,7 @@ import torch
 
 import eval.run
 from decoding.devices import device_of
+from decoding.drafters.registry import AUTO
 from decoding.engine import Engine, encode, load
 from decoding.errors import UserError
 from decoding.loop import decode
@@ -29,7 +30,7 @@ from decoding.rounds.ties import TIE_GAP, choice_scores, first_difference, top_t
 from eval.config import BenchmarkConfig, EvalConfig
 from eval.statistics.schema import Row, read_rows
 from jobs.config import TargetConfig
-from jobs.drafters import AUTO, CONTROL
+from jobs.drafters import CONTROL
 from jobs.files import write_text
 from jobs.paths import resolve
 from recurrent_drafting.drafter import RecurrentDrafter
@@ -172,23 +173,24 @@ def arms(chosen: Any, temperature: float) -> list[dict[str, Any]]:
     picks, so that it needs no drawn ones.
     """
     found = []
-    for draws in ("picked", "drawn") if temperature else ("picked",):
+    ways = {"picked": "top_k", "drawn": "sampled"} if temperature else {"picked": "top_k"}
+    for way, children in ways.items():
         shared = {
             "use": "recurrent",
             "folder": chosen.head,
-            "draws": draws,
+            "children": children,
             "dtype": chosen.head_dtype,
         }
         fixed = {**shared, "by_cost": False}
         found += [
-            {**fixed, "beam_width": width, "name": f"{draws} {width}"} for width in chosen.widths
+            {**fixed, "beam_width": width, "name": f"{way} {width}"} for width in chosen.widths
         ]
         found.append(
             {
                 **shared,
                 "beam_width": max(chosen.widths),
                 "by_cost": True,
-                "name": f"{draws} {BY_COST}",
+                "name": f"{way} {BY_COST}",
             }
         )
     return found

@@ -61,16 +61,16 @@ def drafting(chosen: Any) -> dict[str, Any]:
     if not chosen.head:
         raise UserError("head is empty: part=drafting needs the folder of a recurrent head")
     found = {}
-    for name, draws, temperature in (
-        ("greedy", "picked", 0.0),
-        ("picked", "picked", 1.0),
-        ("drawn", "drawn", 1.0),
+    for name, children, temperature in (
+        ("greedy", "top_k", 0.0),
+        ("picked", "top_k", 1.0),
+        ("drawn", "sampled", 1.0),
     ):
         engine = load(resolve(chosen.target), device=chosen.device, dtype=chosen.decode_dtype)
         drafter = RecurrentDrafter(
             resolve(chosen.head),
             beam_width=chosen.beam_width,
-            draws=draws,
+            children=children,
             dtype=head_dtype(chosen),
             device=chosen.device,
         )

@@ -266,10 +266,11 @@ class Show:
             for layers in self.chosen.pruned_layers
         ]
         found = []
-        for temperature, ways in ((0.0, ["picked"]), (1.0, ["picked", "drawn"])):
+        picked, drawn = ("picked", "top_k"), ("drawn", "sampled")
+        for temperature, ways in ((0.0, [picked]), (1.0, [picked, drawn])):
             heads = [
-                {**shared, "by_cost": True, "draws": draws, "name": f"head, {draws}"}
-                for draws in ways
+                {**shared, "by_cost": True, "children": children, "name": f"head, {way}"}
+                for way, children in ways
             ]
             name, length = f"pruned_{seed}_T{temperature:g}", [self.chosen.race_length]
             found += self._race(name, [*heads, *students], [temperature], length, seed)

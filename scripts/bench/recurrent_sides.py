@@ -247,7 +247,7 @@ class Bench:
         self.chain.head = head.eval()
         greedy = [(emitted, rounds) for rounds, emitted, _, _ in self.chain.counts()]
         drafter = RecurrentDrafter(
-            head=copy.deepcopy(head).float().requires_grad_(False), beam_width=1, draws="drawn"
+            head=copy.deepcopy(head).float().requires_grad_(False), beam_width=1, children="sampled"
         )
         settings = Settings(
             self.chosen.max_new_tokens,

@@ -62,7 +62,7 @@ def configured(chosen: Wanted, shape: StudentConfig, seed: int, cache: Path) -> 
         output_dir=str(cache),
         seed=seed,
         target=TargetConfig(path=chosen.target, dtype=chosen.dtype, device=chosen.device),
-        drafter=shape,
+        student=shape,
         cache_mb=chosen.cache_mb,
         data=DataConfig(
             chats=chosen.chats,
@@ -109,7 +109,7 @@ class Students:
         """
         config = bench.config
         torch.manual_seed(config.seed)
-        shape = student_config(config.drafter, bench.teacher.config)
+        shape = student_config(config.student, bench.teacher.config)
         source = Source(bench.teacher, resolve(config.target.path))
         with tempfile.TemporaryDirectory() as place:
             student, notes, _ = MODES[config.mode](bench, source, shape, Path(place))

@@ -107,7 +107,7 @@ def recurrent(
     fields: of the head's shape.
     """
     head = random_head(target, scale, **(fields or {})).to(dtype)
-    return AllBeams(head=head, beam_width=beam_width, **{"draws": "picked", **options})  # type: ignore[arg-type]
+    return AllBeams(head=head, beam_width=beam_width, **{"children": "top_k", **options})  # type: ignore[arg-type]
 
 
 def recurrent_of(
@@ -117,7 +117,7 @@ def recurrent_of(
     head = kit.head or random_head(kit.target, 3.0)
     if dtype is not None:
         head = deepcopy(head).to(dtype)
-    return AllBeams(head=head, beam_width=beam_width, **{"draws": "picked", **options})  # type: ignore[arg-type]
+    return AllBeams(head=head, beam_width=beam_width, **{"children": "top_k", **options})  # type: ignore[arg-type]
 
 
 def before(row: DrafterRow, slow: bool = True) -> DrafterRow:
@@ -237,21 +237,21 @@ ROWS = [
         "recurrent_chain",
         make=lambda kit: recurrent_of(kit, 1),
         rules=("greedy", "token", "block", "coupled"),
-        table=lambda: recurrent(draft_table(), 1, 0.8, draws="drawn"),
+        table=lambda: recurrent(draft_table(), 1, 0.8, children="sampled"),
     ),
     DrafterRow(
         "recurrent_drawn",
-        make=lambda kit: recurrent_of(kit, 6, draws="drawn"),
+        make=lambda kit: recurrent_of(kit, 6, children="sampled"),
         rules=("greedy", "token", "coupled"),
-        table=lambda: recurrent(draft_table(), 3, 0.8, draws="drawn"),
+        table=lambda: recurrent(draft_table(), 3, 0.8, children="sampled"),
     ),
     # Of fewer bits than the target: what is drawn is tested by the very q that it was drawn from,
     # rounded as that is.
     DrafterRow(
         "recurrent_bfloat16",
-        make=lambda kit: recurrent_of(kit, 6, torch.bfloat16, draws="drawn"),
+        make=lambda kit: recurrent_of(kit, 6, torch.bfloat16, children="sampled"),
         rules=("greedy", "token", "coupled"),
-        table=lambda: recurrent(draft_table(), 3, 0.8, dtype=torch.bfloat16, draws="drawn"),
+        table=lambda: recurrent(draft_table(), 3, 0.8, dtype=torch.bfloat16, children="sampled"),
     ),
     DrafterRow(
         "recurrent_by_cost",
@@ -261,9 +261,9 @@ ROWS = [
     ),
     DrafterRow(
         "recurrent_drawn_by_cost",
-        make=lambda kit: recurrent_of(kit, 6, draws="drawn", by_cost=True),
+        make=lambda kit: recurrent_of(kit, 6, children="sampled", by_cost=True),
         rules=("greedy", "token", "coupled"),
-        table=lambda: recurrent(draft_table(), 3, 0.8, draws="drawn", by_cost=True),
+        table=lambda: recurrent(draft_table(), 3, 0.8, children="sampled", by_cost=True),
     ),
     DrafterRow(
         "oracle",
@@ -286,31 +286,31 @@ ROWS = [
 PICKED = [
     DrafterRow(
         "static_tree_picked",
-        make=lambda kit: StaticTree(model=kit.draft_model, draws="picked"),
+        make=lambda kit: StaticTree(model=kit.draft_model, children="top_k"),
         rules=("token",),
-        table=lambda: StaticTree(model=draft_table(), draws="picked"),
+        table=lambda: StaticTree(model=draft_table(), children="top_k"),
     ),
     DrafterRow(
         "ranked_tree_picked",
         make=lambda kit: RankedTree(
-            model=kit.draft_model, frontier=3, max_nodes=10, draws="picked"
+            model=kit.draft_model, frontier=3, max_nodes=10, children="top_k"
         ),
         rules=("token",),
-        table=lambda: RankedTree(model=draft_table(), frontier=3, max_nodes=10, draws="picked"),
+        table=lambda: RankedTree(model=draft_table(), frontier=3, max_nodes=10, children="top_k"),
     ),
     DrafterRow(
         "budget_tree_picked",
         make=lambda kit: RankedTree(
-            model=kit.draft_model, frontier=3, by_cost=True, draws="picked"
+            model=kit.draft_model, frontier=3, by_cost=True, children="top_k"
         ),
         rules=("token",),
-        table=lambda: RankedTree(model=draft_table(), frontier=3, by_cost=True, draws="picked"),
+        table=lambda: RankedTree(model=draft_table(), frontier=3, by_cost=True, children="top_k"),
     ),
     DrafterRow(
         "graph_picked",
-        make=lambda kit: GraphDrafter(model=kit.draft_model, frontier=3, draws="picked"),
+        make=lambda kit: GraphDrafter(model=kit.draft_model, frontier=3, children="top_k"),
         rules=("token",),
-        table=lambda: GraphDrafter(model=draft_table(), frontier=3, match=0, draws="picked"),
+        table=lambda: GraphDrafter(model=draft_table(), frontier=3, match=0, children="top_k"),
     ),
 ]
 

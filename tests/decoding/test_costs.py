@@ -195,9 +195,9 @@ def test_every_width_is_timed_and_held_against_noise() -> None:
             asked.append(frontier)
             super().time_step(frontier)
 
-    for draws in ("picked", "drawn"):
+    for children in ("top_k", "sampled"):
         asked.clear()
-        drafter = Watched(head=knowing_head(target), beam_width=6, draws=draws, by_cost=True)
+        drafter = Watched(head=knowing_head(target), beam_width=6, children=children, by_cost=True)
         parts = time_parts(target, drafter, [1, 2, 3], repeats=2, warmup=1)
         assert asked[::3] == [1, 2, 4, 6, 2, 4, 6, 1, 4, 6, 1, 2], (
             "none of them is always behind the same forward"

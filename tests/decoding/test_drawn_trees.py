@@ -171,9 +171,9 @@ def test_what_a_child_is_worth() -> None:
 
 
 TREES: dict[str, Callable[[str], Drafter]] = {
-    "static": lambda draws: StaticTree(model=draft_table(), draws=draws),
-    "ranked": lambda draws: RankedTree(model=draft_table(), draws=draws),
-    "graph": lambda draws: GraphDrafter(model=draft_table(), match=0, draws=draws),
+    "static": lambda children: StaticTree(model=draft_table(), children=children),
+    "ranked": lambda children: RankedTree(model=draft_table(), children=children),
+    "graph": lambda children: GraphDrafter(model=draft_table(), match=0, children=children),
 }
 
 
@@ -182,11 +182,11 @@ TREES: dict[str, Callable[[str], Drafter]] = {
 )
 def test_drawn_children_pass_more_often_than_picked_ones(name: str) -> None:
     settings, tau = Settings(max_new_tokens=24, num_draft_tokens=4, temperature=1.0), {}
-    for draws in ("picked", "drawn"):
+    for children in ("top_k", "sampled"):
         with without_collector():
-            done = decode(target_table(), TREES[name](draws), [PROMPT] * 100, settings)
-        tau[draws] = sum(len(g.tokens) for g in done) / sum(g.rounds for g in done)
-    assert tau["drawn"] > tau["picked"] * 1.05
+            done = decode(target_table(), TREES[name](children), [PROMPT] * 100, settings)
+        tau[children] = sum(len(g.tokens) for g in done) / sum(g.rounds for g in done)
+    assert tau["sampled"] > tau["top_k"] * 1.05
 
 
 @pytest.fixture
@@ -302,5 +302,5 @@ def test_a_budget_by_worth_stops_where_another_level_costs_more_than_it_gains() 
 
 def test_another_way_to_have_children_is_refused() -> None:
     for make in TREES.values():
-        with pytest.raises(UserError, match="draws is 'guessed', expected picked or drawn"):
+        with pytest.raises(UserError, match="children is 'guessed', expected top_k or sampled"):
             make("guessed")

@@ -213,7 +213,7 @@ def test_a_name_that_tells_another_size_is_noted(name: str, noted: bool):
     assert bool(note) == noted
     if noted:
         assert (
-            f"drafter.name is {name}, and with this target's vocabulary of 32,000 the shape has "
+            f"student.name is {name}, and with this target's vocabulary of 32,000 the shape has "
             f"17.0 M" in note
         )
         assert note.endswith(f"{name.rsplit('_')[0]}_17m would say so")
@@ -233,7 +233,7 @@ def test_odd_widths_are_warned_of():
         StudentConfig(hidden_size=384, intermediate_size=100), family("llama").config
     )
     assert odd_widths(shape) == [
-        "drafter.intermediate_size is 100, no multiple of 64: 128 is often as fast"
+        "student.intermediate_size is 100, no multiple of 64: 128 is often as fast"
     ]
 
 
@@ -253,7 +253,7 @@ def test_a_cut_is_read_back_and_another_targets_is_refused(tmp_path: Path):
     refuse_other_shape(cut, shape, "here")
     other = student_config(dataclasses.replace(SHAPE, intermediate_size=16), target.config)
     with pytest.raises(
-        UserError, match="keeps 24 of intermediate_size, drafter.intermediate_size is 16"
+        UserError, match="keeps 24 of intermediate_size, student.intermediate_size is 16"
     ):
         refuse_other_shape(cut, other, "here")
     path.write_bytes(path.read_bytes()[:100])

@@ -35,8 +35,8 @@ def said(
     """What a dry run at LLaMA-7B's shape prints."""
     given = [
         *SEVEN,
-        "drafter=llama_796m",
-        "drafter.num_hidden_layers=5",
+        "student=llama_796m",
+        "student.num_hidden_layers=5",
         *overrides,
         "dry_run=true",
     ]
@@ -85,7 +85,7 @@ def test_probes_are_told_as_many_as_there_can_be(tiny_target, tmp_path, capsys):
     assert "up to 6 candidates compared on held-out text and 6 of them distilled" in words
     words = said(tiny_target, tmp_path / "as_cut", capsys)
     assert "up to 6 candidates compared on held-out text," in words
-    words = said(tiny_target, tmp_path / "named", capsys, "drafter.layers=[0,1,2,3,30]")
+    words = said(tiny_target, tmp_path / "named", capsys, "student.layers=[0,1,2,3,30]")
     assert "candidates" not in words
 
 
@@ -179,7 +179,7 @@ def test_masks_say_what_their_training_takes(tiny_target, tmp_path, capsys):
 def test_a_dry_run_leaves_a_folder_that_loads(tiny_target: Path, tmp_path: Path):
     """With a target that is there the tokenizer is too; every weight is zero."""
     config = configured(
-        tiny_target, tmp_path / "run", "drafter.hidden_size=16", "data.texts=[]", "dry_run=true"
+        tiny_target, tmp_path / "run", "student.hidden_size=16", "data.texts=[]", "dry_run=true"
     )
     folder = run(config)
     student = AutoModelForCausalLM.from_pretrained(folder)

@@ -101,9 +101,9 @@ def test_a_target_in_several_processes_is_for_stages_that_take_one(
 def test_a_ladder_from_scratch_or_by_masks_takes_one_override(mode: str):
     ladder, stages = seen("depth_sweep", f"prune_mode={mode}")
     pruning = stages["distill.prune"]
-    assert (pruning.mode, pruning.drafter.num_hidden_layers) == (mode, 7)
-    assert pruning.output_dir == "/run/pruned/drafter.num_hidden_layers=7"
-    distilled = stages["distill.train:distilled"].drafter
+    assert (pruning.mode, pruning.student.num_hidden_layers) == (mode, 7)
+    assert pruning.output_dir == "/run/pruned/student.num_hidden_layers=7"
+    distilled = stages["distill.train:distilled"].student
     assert distilled.path == f"{pruning.output_dir}/student" and distilled.name == "depth_7"
     masks, loop = pruning.loop, ladder.loop
     assert masks.max_steps * masks.tokens_per_step == loop.max_steps * loop.tokens_per_step
@@ -118,11 +118,11 @@ def test_a_recipe_hands_shape_and_domains_to_its_pruning():
         "llama_796m",
         "data=redpajama",
         "data.root=/texts",
-        "drafter.num_hidden_layers=3",
-        "drafter.intermediate_size=9472",
+        "student.num_hidden_layers=3",
+        "student.intermediate_size=9472",
     )
     pruning = stages["distill.prune"]
-    assert pruning.drafter == config.drafter
+    assert pruning.student == config.student
     assert pruning.data == replace(config.data, mixing="fixed") and len(pruning.data.domains) == 7
     assert (pruning.data.root, config.data.mixing) == ("/texts", "loss")
 
@@ -174,12 +174,12 @@ def test_the_whole_recipe_runs_on_a_base_model(
     folder, texts = tmp_path / "run", shared_data / "text"
     register("distill.train", TrainConfig)
     sizes = [
-        "drafter.num_hidden_layers=2",
-        "drafter.hidden_size=16",
-        "drafter.num_attention_heads=2",
-        "drafter.num_key_value_heads=2",
-        "drafter.head_dim=8",
-        "drafter.intermediate_size=32",
+        "student.num_hidden_layers=2",
+        "student.hidden_size=16",
+        "student.num_attention_heads=2",
+        "student.num_key_value_heads=2",
+        "student.head_dim=8",
+        "student.intermediate_size=32",
         "data.max_length=128",
         "held_out.max_prompts=4",
         "held_out.max_new_tokens=8",
@@ -280,7 +280,7 @@ def test_a_ladder_of_depths_ends_in_one_comparison(tiny_target: Path, tmp_path: 
     for layers in (1, 3):
         card = json.loads(
             (
-                folder / f"distilled/drafter.num_hidden_layers={layers}/drafter/drafter_card.json"
+                folder / f"distilled/student.num_hidden_layers={layers}/drafter/drafter_card.json"
             ).read_text()
         )
         depths[card["name"]] = card["shape"]["num_hidden_layers"]

@@ -28,9 +28,9 @@ from jobs.interrupts import Interrupted
 from jobs.job import CONF, register
 
 NARROW = (
-    "drafter.hidden_size=16",
-    "drafter.num_attention_heads=2",
-    "drafter.num_key_value_heads=1",
+    "student.hidden_size=16",
+    "student.num_attention_heads=2",
+    "student.num_key_value_heads=1",
 )
 BRIEF = (
     "mode=l0",
@@ -50,8 +50,8 @@ def arguments(target: Path, folder: Path, *overrides: str) -> list[str]:
         *([] if any(text.startswith("data=") for text in overrides) else ["data=embedded"]),
         f"target.path={target}",
         "target.device=cpu",
-        "drafter=shallow",
-        "drafter.num_hidden_layers=2",
+        "student=shallow",
+        "student.num_hidden_layers=2",
         "data.max_samples=60",
         "data.max_length=128",
         f"importance.cache_dir={folder.parent}/cache",
@@ -88,7 +88,7 @@ def test_every_mode_leaves_a_student_of_the_shape(
     tiny_target: Path, tmp_path: Path, mode: tuple[str, ...]
 ):
     folder = tmp_path / "run"
-    run(configured(tiny_target, folder, *NARROW, "drafter.intermediate_size=32", *mode))
+    run(configured(tiny_target, folder, *NARROW, "student.intermediate_size=32", *mode))
     student = AutoModelForCausalLM.from_pretrained(folder / "student")
     config = student.config
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (2, 16, 32)
@@ -109,7 +109,7 @@ def test_every_shape_after_the_first_is_free(
 ):
     run(configured(tiny_target, tmp_path / "first"))
     assert "collected before" not in capsys.readouterr().out
-    run(configured(tiny_target, tmp_path / "second", *NARROW, "drafter.num_hidden_layers=3"))
+    run(configured(tiny_target, tmp_path / "second", *NARROW, "student.num_hidden_layers=3"))
     assert "collected before" in capsys.readouterr().out
     spent = json.loads((tmp_path / "second" / "manifest.json").read_text())["metrics"]["flops"]
     assert "scores" not in spent and "layers by KL" not in spent
@@ -182,9 +182,9 @@ def test_a_remembered_target_is_read_once_for_all_candidates(tiny_target: Path, 
 @pytest.mark.parametrize(
     ("given", "signal_at"),
     [
-        (("importance.probe_steps=3", "drafter.num_hidden_layers=3"), 5),  # in the second candidate
+        (("importance.probe_steps=3", "student.num_hidden_layers=3"), 5),  # in the second candidate
         # between two cuts
-        (("drafter.num_hidden_layers=1", "depths=[3]", "between.max_steps=4"), 2),
+        (("student.num_hidden_layers=1", "depths=[3]", "between.max_steps=4"), 2),
     ],
     ids=["probe", "between"],
 )
@@ -223,7 +223,7 @@ def test_an_interrupted_distillation_resumes_exactly(
 
 
 def test_layers_can_be_named_or_left_to_one_criterion(tiny_target: Path, tmp_path: Path):
-    run(configured(tiny_target, tmp_path / "named", "drafter.layers=[1,2]"))
+    run(configured(tiny_target, tmp_path / "named", "student.layers=[1,2]"))
     run(configured(tiny_target, tmp_path / "even", "importance.choice=even"))
     layers = [
         json.loads((tmp_path / name / "manifest.json").read_text())["metrics"]["stages"][0][
@@ -240,9 +240,9 @@ def test_severe_cuts_go_in_stages_with_distillation_between(tiny_target: Path, t
         configured(
             tiny_target,
             folder,
-            "drafter.num_hidden_layers=1",
+            "student.num_hidden_layers=1",
             "depths=[3,2]",
-            "drafter.intermediate_size=32",
+            "student.intermediate_size=32",
         )
     )
     stages = json.loads((folder / "manifest.json").read_text())["metrics"]["stages"]
@@ -325,7 +325,7 @@ def test_a_real_run_keeps_no_published_configuration(tiny_target: Path, tmp_path
 def test_interrupted_mask_training_resumes_exactly(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    given = (*BRIEF, *NARROW, "drafter.intermediate_size=32")
+    given = (*BRIEF, *NARROW, "student.intermediate_size=32")
     run(configured(tiny_target, tmp_path / "straight", *given))
     sample = distill.prune.masks.Masks.sample
 
@@ -349,7 +349,7 @@ def test_interrupted_mask_training_resumes_exactly(
 def test_an_interrupted_stage_is_done_again_and_finished_ones_are_not(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    given = ("drafter.num_hidden_layers=1", "depths=[3]")
+    given = ("student.num_hidden_layers=1", "depths=[3]")
     run(configured(tiny_target, tmp_path / "straight", *given))
     run(configured(tiny_target, tmp_path / "resumed", *given))
     folder = tmp_path / "resumed"
@@ -378,20 +378,20 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["drafter.num_hidden_layers=5"], "num_hidden_layers is 5, the target has 4"),
-        (["drafter.hidden_size=64"], "hidden_size is 64, the target has 32"),
-        (["drafter.hidden_size=-16"], "hidden_size is -16, expected 0 .the target's. or more"),
-        (["mode=random", "drafter.head_dim=5"], "head_dim is 5, expected an even number"),
+        (["student.num_hidden_layers=5"], "num_hidden_layers is 5, the target has 4"),
+        (["student.hidden_size=64"], "hidden_size is 64, the target has 32"),
+        (["student.hidden_size=-16"], "hidden_size is -16, expected 0 .the target's. or more"),
+        (["mode=random", "student.head_dim=5"], "head_dim is 5, expected an even number"),
         (
-            ["drafter.num_attention_heads=4", "drafter.num_key_value_heads=1"],
+            ["student.num_attention_heads=4", "student.num_key_value_heads=1"],
             "has 2 query heads to a key/value head",
         ),
         (
-            ["drafter.num_attention_heads=3", "drafter.num_key_value_heads=2"],
+            ["student.num_attention_heads=3", "student.num_key_value_heads=2"],
             r"num_attention_heads \(3\) is no multiple of num_key_value_heads \(2\)",
         ),
         (
-            ["drafter.hidden_size=18"],
+            ["student.hidden_size=18"],
             r"hidden_size \(18\) is no multiple of its 4 query heads.*16 is the nearest",
         ),
         (["mode=magic"], "mode is 'magic'; expected one of importance, l0, random"),
@@ -403,7 +403,7 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
             "warmup_steps is 320, expected less than loop.max_steps=200",
         ),
         (
-            ["mode=l0", "drafter.intermediate_size=2"],
+            ["mode=l0", "student.intermediate_size=2"],
             "95.8% of the units.*95.0% at most.*take a wider shape",
         ),
         (
@@ -428,7 +428,7 @@ def test_a_large_cut_is_split_so_that_no_stage_takes_too_much():
             ["cache_mb=5", "parallel=fsdp", "parallel.processes=2"],
             "cache_mb is 5, expected 0 .*with zero3 and fsdp",
         ),
-        (["drafter.layers=[0,9]"], "from 0 to 3"),
+        (["student.layers=[0,9]"], "from 0 to 3"),
     ],
 )
 def test_bad_input_is_named(tiny_target: Path, tmp_path: Path, overrides: list[str], words: str):
@@ -458,10 +458,10 @@ def test_targets_that_are_not_cut_are_named(tiny_target: Path, tmp_path: Path):
 def test_odd_sizes_are_warned_of(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    run(configured(tiny_target, tmp_path / "run", "mode=random", "drafter.intermediate_size=40"))
+    run(configured(tiny_target, tmp_path / "run", "mode=random", "student.intermediate_size=40"))
     said = capsys.readouterr().out
     assert (
-        "warning: drafter.intermediate_size is 40, no multiple of 64: 64 is often as fast" in said
+        "warning: student.intermediate_size is 40, no multiple of 64: 64 is often as fast" in said
     )
 
 
@@ -503,7 +503,7 @@ def test_domains_are_drawn_by_their_shares(tiny_target: Path, tmp_path: Path):
 
 def test_the_short_distillation_is_in_its_own_dtype(tiny_target: Path, tmp_path: Path):
     """between.dtype of the weights that are distilled; what is stored has the target's."""
-    given = ("drafter.num_hidden_layers=1", "depths=[3]", "importance.choice=even")
+    given = ("student.num_hidden_layers=1", "depths=[3]", "importance.choice=even")
     run(configured(tiny_target, tmp_path / "wide", *given))
     run(configured(tiny_target, tmp_path / "narrow", *given, "between.dtype=bfloat16"))
     wide, narrow = (
@@ -531,7 +531,7 @@ def test_a_pruned_student_is_distilled_from_its_folder(tiny_target: Path, tmp_pa
         ]
         composed = compose(
             "distill_train",
-            [*given, "drafter.init=folder", f"drafter.path={tmp_path}/pruned/student"],
+            [*given, "student.init=folder", f"student.path={tmp_path}/pruned/student"],
         )
     distill.train.run(typed(composed, TrainConfig))
     drafter = tmp_path / "trained" / "drafter"

@@ -30,7 +30,7 @@ KINDS = [
     "zero3",
     "fsdp",
 ]
-MASKS = (*BRIEF, *NARROW, "drafter.intermediate_size=32")
+MASKS = (*BRIEF, *NARROW, "student.intermediate_size=32")
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_probes_and_stages_run_with_a_target_in_shares(
     """
     given = (
         *NARROW,
-        "drafter.num_hidden_layers=1",
+        "student.num_hidden_layers=1",
         "depths=[2]",
         "importance.probe_steps=2",
         "importance.sequences=17",

@@ -231,7 +231,7 @@ def test_a_dry_run_counts_and_writes_nothing(
             ["drafters=[prompt_lookup,lookahead]"],
             r"drafters names 2 \(prompt_lookup, lookahead\), expected one at most",
         ),
-        (["drafters=[nothing_such]"], r"neither a folder .* nor one of conf/drafter"),
+        (["drafters=[nothing_such]"], r"neither a folder .* nor the name of a drafter"),
         (
             ["drafters=[{use: prompt_lookup, schedule: pearl_virtual}]"],
             r"schedule=pearl_virtual, expected serial",

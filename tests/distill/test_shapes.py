@@ -1,4 +1,4 @@
-"""The shapes in conf/drafter against the counts that were published."""
+"""The shapes in conf/student against the counts that were published."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -27,13 +27,13 @@ LLAMA_7B = LlamaConfig(vocab_size=32000)  # the defaults are LLaMA-7B's
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_counts_are_the_published_ones(name: str):
-    shape = typed(OmegaConf.load(CONF / "drafter" / f"{name}.yaml"), StudentConfig)
+    shape = typed(OmegaConf.load(CONF / "student" / f"{name}.yaml"), StudentConfig)
     student = student_config(shape, LLAMA_7B)
     refuse_wider(student, LLAMA_7B)
     count, words = PUBLISHED[name]
     assert parameter_counts(student)["all"] == count
     assert millions(count) == words
-    text = (CONF / "drafter" / f"{name}.yaml").read_text()
+    text = (CONF / "student" / f"{name}.yaml").read_text()
     assert words in text, "the file says it too"
     assert shape.name == name
 
@@ -44,7 +44,7 @@ def test_published_shapes_are_cut_from_a_target_of_grouped_queries_too(name: str
     """With groups of its own: as many as the target has where they share the heads out evenly."""
     theirs = target_config(typed(OmegaConf.load(CONF / "target" / f"{target}.yaml"), TargetConfig))
     student = student_config(
-        typed(OmegaConf.load(CONF / "drafter" / f"{name}.yaml"), StudentConfig), theirs
+        typed(OmegaConf.load(CONF / "student" / f"{name}.yaml"), StudentConfig), theirs
     )
     refuse_wider(student, theirs)
     heads, groups = student.num_attention_heads, student.num_key_value_heads
@@ -56,5 +56,5 @@ def test_bytes_of_a_step_are_those_of_layers_and_head():
     drafter.
     """
     assert bytes_a_step(LLAMA_7B) == pytest.approx(13.2e9, rel=0.01)
-    shape = typed(OmegaConf.load(CONF / "drafter" / "llama_796m.yaml"), StudentConfig)
+    shape = typed(OmegaConf.load(CONF / "student" / "llama_796m.yaml"), StudentConfig)
     assert bytes_a_step(student_config(shape, LLAMA_7B)) == pytest.approx(1.43e9, rel=0.01)

@@ -140,7 +140,7 @@ def test_distilling_raises_held_out_acceptance(tiny_target: Path, tmp_path: Path
             tmp_path,
             "loop.max_steps=30",
             "loop.eval_every=5",
-            "drafter.init=random",
+            "student.init=random",
             "loop.optimizer.lr=5e-3",
         )
     )
@@ -196,8 +196,8 @@ def test_the_zeros_of_a_dry_run_take_no_room(tiny_target: Path, tmp_path: Path):
             tiny_target,
             tmp_path,
             "dry_run=true",
-            "drafter.init=random",
-            "drafter.intermediate_size=100000",
+            "student.init=random",
+            "student.intermediate_size=100000",
         )
     )
     stored = (tmp_path / "drafter" / "model.safetensors").stat()
@@ -354,19 +354,19 @@ def test_bad_input_is_named(tiny_target: Path, tmp_path: Path, overrides: list[s
 def test_a_sweep_makes_a_folder_for_each_member(tiny_target: Path, tmp_path: Path):
     """And one that fails does not keep the others from running."""
     given = command(
-        tiny_target, tmp_path / "sweep", "-m", "drafter.num_hidden_layers=0,1,2", "dry_run=true"
+        tiny_target, tmp_path / "sweep", "-m", "student.num_hidden_layers=0,1,2", "dry_run=true"
     )
     done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert (
-        "1 of the sweep's members failed: 'drafter.num_hidden_layers=0' with status 2"
+        "1 of the sweep's members failed: 'student.num_hidden_layers=0' with status 2"
         in done.stderr
     )
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == [
-        f"drafter.num_hidden_layers={layers}" for layers in (0, 1, 2)
+        f"student.num_hidden_layers={layers}" for layers in (0, 1, 2)
     ]
     for layers in (1, 2):
-        folder = tmp_path / "sweep" / f"drafter.num_hidden_layers={layers}" / "drafter"
+        folder = tmp_path / "sweep" / f"student.num_hidden_layers={layers}" / "drafter"
         assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == layers
 
 
@@ -396,7 +396,7 @@ def test_values_are_checked_before_anything_is_loaded(
 def test_a_dry_run_does_not_hold_its_folder(tiny_target: Path, tmp_path: Path):
     for layers in (1, 2):
         run(
-            configured(tiny_target, tmp_path, "dry_run=true", f"drafter.num_hidden_layers={layers}")
+            configured(tiny_target, tmp_path, "dry_run=true", f"student.num_hidden_layers={layers}")
         )
         assert (
             json.loads((tmp_path / "drafter" / "config.json").read_text())["num_hidden_layers"]
@@ -406,4 +406,4 @@ def test_a_dry_run_does_not_hold_its_folder(tiny_target: Path, tmp_path: Path):
     trained = load_file(tmp_path / "drafter" / "model.safetensors")
     assert all(tensor.any() for tensor in trained.values())
     with pytest.raises(UserError, match="belongs to another configuration"):
-        run(configured(tiny_target, tmp_path, "dry_run=true", "drafter.num_hidden_layers=2"))
+        run(configured(tiny_target, tmp_path, "dry_run=true", "student.num_hidden_layers=2"))

@@ -224,15 +224,15 @@ def test_members_of_a_sweep_run_under_the_submitit_launcher(
     local = ["-m", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5", "dry_run=true"]
     good = [
         sys.executable,
-        *job(tiny_target, tmp_path / "sweep", *local, "drafter.num_hidden_layers=1,2"),
+        *job(tiny_target, tmp_path / "sweep", *local, "student.num_hidden_layers=1,2"),
     ]
     done(good)
     for layers in (1, 2):
-        folder = tmp_path / "sweep" / f"drafter.num_hidden_layers={layers}" / "drafter"
+        folder = tmp_path / "sweep" / f"student.num_hidden_layers={layers}" / "drafter"
         assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == layers
     bad = [
         sys.executable,
-        *job(tiny_target, tmp_path / "bad", *local, "drafter.num_hidden_layers=0,1"),
+        *job(tiny_target, tmp_path / "bad", *local, "student.num_hidden_layers=0,1"),
     ]
     assert (
         subprocess.run(bad, cwd=ROOT, env=ENVIRONMENT, capture_output=True, timeout=300).returncode

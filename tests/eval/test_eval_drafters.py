@@ -64,8 +64,7 @@ def test_drafters_by_folder_by_name_and_by_mapping(home):
     assert tree["multi_candidate"]["dtype"] == "bfloat16"
     with pytest.raises(
         UserError,
-        match=r"multi_candidate.yaml: Missing mandatory value: folder.*use: multi_candidate, "
-        r"folder",
+        match=r"multi_candidate has no folder, .* as a mapping: {use: multi_candidate, folder",
     ):
         describe(["multi_candidate"], target, False)
     given = describe([{"use": str(home / "shallow"), "stopping": "confidence"}], target, True)

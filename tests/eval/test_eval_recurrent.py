@@ -58,7 +58,7 @@ def evaluated(home, parameters):
             "folder": head,
             "beam_width": WIDTH,
             "by_cost": False,
-            "draws": "drawn",
+            "children": "sampled",
             "name": "drawn",
         },
         {

@@ -88,6 +88,7 @@ def test_every_group_file_belongs_to_a_job_or_makes_a_drafter():
         "data",
         "drafter",
         "loss",
+        "student",
         "parallel",
         "target",
         "tracker",
@@ -102,8 +103,8 @@ def test_every_group_file_belongs_to_a_job_or_makes_a_drafter():
     ("argument", "near"),
     [
         ("loop.optimizer.learning_rate=1", "loop.optimizer.lr"),
-        ("drafter.num_hidden_layer=2", "drafter.num_hidden_layers"),
-        ("+drafter.hidden_layers=2", "drafter.num_hidden_layers"),
+        ("student.num_hidden_layer=2", "student.num_hidden_layers"),
+        ("+student.hidden_layers=2", "student.num_hidden_layers"),
         ("++outputdir=x", "output_dir"),
     ],
 )
@@ -119,12 +120,12 @@ def test_a_group_of_other_jobs_is_an_unknown_key_and_an_added_one_is_hydras_to_f
         UserError, match=r"unknown configuration key 'drafter'; the nearest valid key is 'drafters'"
     ):
         check_arguments(["drafter=runs/mine"], "eval.run", EvalConfig)
-    check_arguments(["+drafter=llama_796m"], "eval.run", EvalConfig)
+    check_arguments(["+student=llama_796m"], "eval.run", EvalConfig)
 
 
 def test_valid_keys_groups_and_hydra_flags_pass():
     good = [
-        "drafter.num_hidden_layers=1,2,4",
+        "student.num_hidden_layers=1,2,4",
         "target=embedded",
         "-m",
         "loop.optimizer.lr=1e-3",

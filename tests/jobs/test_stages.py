@@ -190,17 +190,17 @@ def test_the_experiments_folder_may_be_called_anything(folder: str):
 
 
 def test_a_sweep_has_a_member_for_each_combination():
-    overrides = ["-m", "seed=1,2", "drafter.num_hidden_layers=${ladder}", "drafter.name=d@{seed}"]
+    overrides = ["-m", "seed=1,2", "student.num_hidden_layers=${ladder}", "student.name=d@{seed}"]
     one = stage("distill.train:all", overrides, 'ladder="3,4"')
     found = [typed(member, TrainConfig) for member in one.members]
-    assert [(member.seed, member.drafter.num_hidden_layers) for member in found] == [
+    assert [(member.seed, member.student.num_hidden_layers) for member in found] == [
         (1, 3),
         (1, 4),
         (2, 3),
         (2, 4),
     ]
-    assert found[0].output_dir == "/run/all/seed=1,drafter.num_hidden_layers=3"
-    assert [member.drafter.name for member in found] == ["d1", "d1", "d2", "d2"]
+    assert found[0].output_dir == "/run/all/seed=1,student.num_hidden_layers=3"
+    assert [member.student.name for member in found] == ["d1", "d1", "d2", "d2"]
     with pytest.raises(UserError, match="stage distill.train:all: 'seed=1,2' has several values"):
         stage("distill.train:all", overrides[1:])
 

@@ -37,23 +37,23 @@ def settings_of(rule: str, **fields: object) -> Settings:
 
 
 @pytest.mark.parametrize(
-    ("rule", "width", "draws", "scale"),
+    ("rule", "width", "children", "scale"),
     [
-        ("greedy", 1, "picked", 1.5),
-        ("greedy", 4, "picked", SURE),
-        ("coupled", 1, "picked", 1.5),
-        ("token", 1, "drawn", 1.5),
-        ("block", 1, "drawn", 1.5),
-        ("token", 2, "drawn", 1.5),
-        ("token", 5, "drawn", 1.5),
+        ("greedy", 1, "top_k", 1.5),
+        ("greedy", 4, "top_k", SURE),
+        ("coupled", 1, "top_k", 1.5),
+        ("token", 1, "sampled", 1.5),
+        ("block", 1, "sampled", 1.5),
+        ("token", 2, "sampled", 1.5),
+        ("token", 5, "sampled", 1.5),
     ],
 )
 def test_a_head_that_knows_the_target_gains_the_closed_form(
-    rule: str, width: int, draws: str, scale: float
+    rule: str, width: int, children: str, scale: float
 ) -> None:
     """gamma + 1 tokens a round, at the first round of a one-token prompt too."""
     target = markov(scale=scale)
-    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=width, draws=draws)
+    drafter = RecurrentDrafter(head=knowing_head(target), beam_width=width, children=children)
     plain = decode(target, None, PROMPTS, settings_of(rule))
     drafted = decode(target, drafter, PROMPTS, settings_of(rule))
     assert [g.block_efficiency for g in drafted] == [GAMMA + 1] * len(PROMPTS)
@@ -123,9 +123,9 @@ def shortlisted(head: RecurrentHead, ids_V: torch.Tensor) -> RecurrentHead:
     return short
 
 
-@pytest.mark.parametrize("draws", ["picked", "drawn"])
+@pytest.mark.parametrize("children", ["top_k", "sampled"])
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "token"])
-def test_a_shortlist_drafts_its_tokens_alone(rule: str, draws: str) -> None:
+def test_a_shortlist_drafts_its_tokens_alone(rule: str, children: str) -> None:
     target, prompts, ids_V = (
         native_of(hf_model("llama", layers=2)),
         random_prompts(8),
@@ -140,7 +140,9 @@ def test_a_shortlist_drafts_its_tokens_alone(rule: str, draws: str) -> None:
                 seen.update(tokens[:count])
             return proposal
 
-    drafter = Watched(head=shortlisted(random_head(target, 3.0), ids_V), beam_width=5, draws=draws)
+    drafter = Watched(
+        head=shortlisted(random_head(target, 3.0), ids_V), beam_width=5, children=children
+    )
     drafted = decode(target, drafter, prompts, settings_of(rule, max_new_tokens=24))
     assert seen
     assert seen <= set(ids_V.tolist())
@@ -187,9 +189,9 @@ CHEAP, DEAR = RoundCosts(0.01, (1.0, 1.01, 1.02)), RoundCosts(5.0, (1.0, 4.0, 7.
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("draws", ["picked", "drawn"])
+@pytest.mark.parametrize("children", ["top_k", "sampled"])
 def test_costs_decide_how_much_is_drafted(
-    draws: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    children: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head that knows the target: cheap drafts go to the whole length, dear ones are left out.
     Ahead: the host knows past rounds alone.
@@ -199,13 +201,13 @@ def test_costs_decide_how_much_is_drafted(
     drafted = {}
     for name, costs in (("cheap", CHEAP), ("dear", DEAR)):
         drafter = RecurrentDrafter(
-            head=knowing_head(target), beam_width=4, draws=draws, by_cost=True
+            head=knowing_head(target), beam_width=4, children=children, by_cost=True
         )
         settings = settings_of("token", costs=costs, max_new_tokens=60)
         drafted[name] = decode(target, drafter, PROMPTS, settings)
     assert all(g.block_efficiency > 4 for g in drafted["cheap"])
     assert all(g.drafted == 0 for g in drafted["dear"])
-    fixed = RecurrentDrafter(head=knowing_head(target), beam_width=4, draws=draws)
+    fixed = RecurrentDrafter(head=knowing_head(target), beam_width=4, children=children)
     all_nodes = decode(target, fixed, PROMPTS, settings_of("token", max_new_tokens=60))
     assert sum(g.verified for g in drafted["cheap"]) < sum(g.verified for g in all_nodes), (
         "sure of one path, it asks for few"
@@ -267,8 +269,8 @@ def test_bad_input_is_told() -> None:
         drafter_with(13)
     with pytest.raises(UserError, match="beam_width is 0, expected 1 to 12"):
         drafter_with(0)
-    with pytest.raises(UserError, match="draws is 'guessed', expected picked or drawn"):
-        drafter_with(draws="guessed")
+    with pytest.raises(UserError, match="children is 'guessed', expected top_k or sampled"):
+        drafter_with(children="guessed")
     with pytest.raises(
         UserError, match="execution 'fast' is unknown, expected one of eager, graph, compiled"
     ):

@@ -111,7 +111,7 @@ def likely_ones(draft: drafts.DrawnDraft, beams: Beams, full: Proposal) -> Tenso
 
 
 def drawn() -> Drafter:
-    return recurrent(draft_table(), WIDTH, scale=SCALE, draws="drawn")
+    return recurrent(draft_table(), WIDTH, scale=SCALE, children="sampled")
 
 
 def brief_law(drafter: Drafter, warper: str = "plain") -> float:
@@ -139,7 +139,7 @@ def test_drawn_children_that_are_left_out_break_the_law(
 
 def narrowing() -> RecurrentDrafter:
     """A drafter by cost."""
-    return recurrent(draft_table(), WIDTH, scale=SCALE, draws="drawn", by_cost=True)
+    return recurrent(draft_table(), WIDTH, scale=SCALE, children="sampled", by_cost=True)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -228,13 +228,13 @@ def test_siblings_out_of_their_order_break_the_law(monkeypatch: pytest.MonkeyPat
     assert brief_law(drawn()) < P_LIMIT
 
 
-@pytest.mark.parametrize("draws", ["picked", "drawn"])
+@pytest.mark.parametrize("children", ["top_k", "sampled"])
 @pytest.mark.parametrize("warper", ["plain", "hot_top_p"])
 def test_law_3_where_a_tree_is_read_at_once(
-    draws: str, warper: str, monkeypatch: pytest.MonkeyPatch
+    children: str, warper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_tree, "token", device_tree.token)
-    drafter = recurrent(draft_table(), WIDTH, scale=SCALE, draws=draws)
+    drafter = recurrent(draft_table(), WIDTH, scale=SCALE, children=children)
     assert brief_law(drafter, warper) > P_LIMIT
 
 
@@ -263,7 +263,7 @@ def test_law_3_of_a_tail_of_several_tokens(
     if rule == "at once":
         monkeypatch.setattr(token_tree, "token", device_tree.token)
     fields = {"draft_vocab_size": shortlist}
-    assert brief_law(recurrent(draft_table(), width, SCALE, fields, draws="drawn")) > P_LIMIT
+    assert brief_law(recurrent(draft_table(), width, SCALE, fields, children="sampled")) > P_LIMIT
 
 
 def pass_whole_tails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,4 +293,4 @@ def test_law_3_rejects_a_tail_that_is_tested_once(
     monkeypatch.setattr(drawn_beams, "CANDIDATES", 2)
     monkeypatch.setattr(token_tree, "token", device_tree.token)
     broken(monkeypatch)
-    assert brief_law(recurrent(draft_table(), 2, SCALE, draws="drawn")) < P_LIMIT
+    assert brief_law(recurrent(draft_table(), 2, SCALE, children="sampled")) < P_LIMIT

@@ -156,7 +156,7 @@ def test_what_a_flag_does_not_take_is_refused(words: str, message: str):
             "unknown configuration key 'beam_wdth'; the nearest valid key is 'beam_width'",
         ),
         ("beam_length=0", "beam_length is 0, expected 1"),
-        ("draws=some", "draws is some, expected picked or drawn"),
+        ("children=some", "children is some, expected top_k or sampled"),
         ("--batch_size 4", "batch_size is 4, but a chat is one conversation"),
         ("--max_num_prompts 3", "max_prompts is 3, but a chat is typed"),
         ("output=answers.jsonl", "is written of prompts= alone"),

@@ -26,7 +26,7 @@ def opened(
     layers: int = 2,
     rows: int = 1,
     length: int = LENGTH,
-    draws: str = "picked",
+    children: str = "top_k",
     dtype: torch.dtype = torch.float64,
     **warper: Any,
 ) -> tuple[Batch, Operations]:
@@ -35,7 +35,7 @@ def opened(
     """
     target = native_of(hf_model("llama", layers=layers))
     drafter = RecurrentDrafter(
-        head=random_head(target, 3.0).to(dtype), beam_width=WIDTH, draws=draws
+        head=random_head(target, 3.0).to(dtype), beam_width=WIDTH, children=children
     )
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule, **warper}
     settings = Settings(max_new_tokens=100, num_draft_tokens=length, **sampled)  # type: ignore[arg-type]
@@ -84,18 +84,18 @@ TRUNCATING = {"temperature": 0.7, "top_k": 12, "top_p": 0.9}
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("rule", "draws", "length", "warper"),
+    ("rule", "children", "length", "warper"),
     [
-        ("coupled", "picked", LENGTH, {}),
-        ("token", "picked", LENGTH + 3, TRUNCATING),
-        ("token", "drawn", LENGTH, {"temperature": 0.7}),
-        ("token", "drawn", LENGTH, TRUNCATING),
-        ("token", "drawn", LENGTH, {"temperature": 0.7, "min_p": 0.1}),
+        ("coupled", "top_k", LENGTH, {}),
+        ("token", "top_k", LENGTH + 3, TRUNCATING),
+        ("token", "sampled", LENGTH, {"temperature": 0.7}),
+        ("token", "sampled", LENGTH, TRUNCATING),
+        ("token", "sampled", LENGTH, {"temperature": 0.7, "min_p": 0.1}),
     ],
 )
 def test_a_sampled_round_as_well(
     rule: str,
-    draws: str,
+    children: str,
     length: int,
     warper: dict[str, float],
     dtype: torch.dtype,
@@ -105,7 +105,9 @@ def test_a_sampled_round_as_well(
     operations more than one.
     """
     monkeypatch.setattr(token_tree, "token", device_tree.token)
-    batch, operations = opened(rule, draws=draws, rows=4, length=length, dtype=dtype, **warper)
+    batch, operations = opened(
+        rule, children=children, rows=4, length=length, dtype=dtype, **warper
+    )
     assert most_of(batch, operations) <= MOST, operations.counts
 
 

@@ -28,10 +28,10 @@ FLAT, STEEP = (
 )
 
 
-def mean_beams(costs: RoundCosts, rule: str, draws: str) -> float:
+def mean_beams(costs: RoundCosts, rule: str, children: str) -> float:
     """Beams that a step starts from after the first, on a text that nobody can be sure of."""
     target = markov()
-    drafter = AllBeams(head=knowing_head(target), beam_width=WIDTH, draws=draws, by_cost=True)
+    drafter = AllBeams(head=knowing_head(target), beam_width=WIDTH, children=children, by_cost=True)
     sampled = {} if rule == "greedy" else {"temperature": 1.0, "verify": rule}
     settings = Settings(max_new_tokens=80, num_draft_tokens=4, costs=costs, **sampled)  # type: ignore[arg-type]
     (done,) = decode(target, drafter, [[1, 2, 3]], settings)
@@ -43,19 +43,19 @@ def mean_beams(costs: RoundCosts, rule: str, draws: str) -> float:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
-    ("rule", "draws"), [("greedy", "picked"), ("coupled", "picked"), ("token", "drawn")]
+    ("rule", "children"), [("greedy", "top_k"), ("coupled", "top_k"), ("token", "sampled")]
 )
 def test_a_step_starts_from_as_many_beams_as_pay(
-    rule: str, draws: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    rule: str, children: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read step by step, or chosen before the round where the host runs ahead."""
     monkeypatch.setattr(devices, "runs_ahead", lambda device: ahead)
-    wide, narrow = mean_beams(FLAT, rule, draws), mean_beams(STEEP, rule, draws)
+    wide, narrow = mean_beams(FLAT, rule, children), mean_beams(STEEP, rule, children)
     assert 1 <= narrow < 2 < 4 < wide <= WIDTH
 
 
-@pytest.mark.parametrize("draws", ["picked", "drawn"])
-def test_a_search_has_as_many_beams_as_pay_on_the_machine(draws: str) -> None:
+@pytest.mark.parametrize("children", ["top_k", "sampled"])
+def test_a_search_has_as_many_beams_as_pay_on_the_machine(children: str) -> None:
     """All of them where a forward over many tokens costs as one, a chain where it does not;
     whatever the text. The output is the target's own.
     """
@@ -71,9 +71,9 @@ def test_a_search_has_as_many_beams_as_pay_on_the_machine(draws: str) -> None:
         (dear, WIDTH, 1),
         (dear, 1, 1),
     ):
-        assert plans.width_worth(costs, most, draws == "drawn") == width
+        assert plans.width_worth(costs, most, children == "sampled") == width
         drafter = RecurrentDrafter(
-            head=knowing_head(target), beam_width=most, draws=draws, by_cost=True
+            head=knowing_head(target), beam_width=most, children=children, by_cost=True
         )
         settings = Settings(max_new_tokens=40, num_draft_tokens=4, costs=costs)
         (done,) = decode(target, drafter, [[1, 2, 3]], settings)

@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_told_before_the_chat(
     stories260k: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    with pytest.raises(UserError, match="is neither a folder .* nor one of conf/drafter"):
+    with pytest.raises(UserError, match="is neither a folder .* nor the name of a drafter"):
         load(config_of(tiny_target, "runs/none"))
     with pytest.raises(UserError, match="hf download lmsys/vicuna-7b-v1.3"):
         load(config_of(Path("lmsys/vicuna-7b-v1.3"), "none"))

@@ -99,12 +99,12 @@ CASES = [
         if value != HUGE
     ],
     *[(job, "data.max_length", HUGE) for job in (PRETRAIN, HEADS)],
-    (TRAIN, "drafter.num_hidden_layers", HUGE),
-    (TRAIN, "drafter.hidden_size", HUGE),
-    (TRAIN, "drafter.intermediate_size", HUGE),
+    (TRAIN, "student.num_hidden_layers", HUGE),
+    (TRAIN, "student.hidden_size", HUGE),
+    (TRAIN, "student.intermediate_size", HUGE),
     (TRAIN, "loss.temperature", NAN),
     (TRAIN, "held_out.temperature", NAN),
-    (PRUNE, "drafter.num_hidden_layers", HUGE),
+    (PRUNE, "student.num_hidden_layers", HUGE),
     (PRETRAIN, "model.num_hidden_layers", HUGE),
     (PRETRAIN, "model.num_hidden_layers", -1),
     (PRETRAIN, "model.hidden_size", HUGE),
@@ -194,11 +194,11 @@ def test_the_limits_themselves_are_fine(tmp_path: Path, tiny_target: Path):
         f"target.path={tiny_target}",
         f"output_dir={tmp_path}",
         "dry_run=true",
-        "drafter.init=random",
+        "student.init=random",
     ]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose(
-            "distill_train", ["+experiment=smoke", *fine, "drafter.num_hidden_layers=8"]
+            "distill_train", ["+experiment=smoke", *fine, "student.num_hidden_layers=8"]
         )
     run_typed(config, TRAIN, *JOBS[TRAIN])
     assert (tmp_path / "drafter" / "config.json").is_file()

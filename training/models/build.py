@@ -107,7 +107,7 @@ def known_config(folder: Path, trust_remote_code: bool = False) -> PretrainedCon
         )
         if kind in HEADS:
             raise UserError(
-                f"{told}, a recurrent head. It drafts as drafter=FOLDER of "
+                f"{told}, a {HEADS[kind]} head. It drafts as drafter=FOLDER of "
                 f"recurrent_drafting.generate or in drafters= of eval.run, and goes on "
                 "training as head.path= of recurrent_drafting.train"
             ) from error

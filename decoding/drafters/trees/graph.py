@@ -27,7 +27,7 @@ from decoding.drafters.trees.candidates import NONE, Seen
 from decoding.drafters.trees.graph_device import DeviceGraph
 from decoding.drafters.trees.ranked import RankedTree
 from decoding.drafters.trees.sampled import DrawnGraph, Run
-from decoding.drafters.trees.sampled_children import Draws, are_drawn
+from decoding.drafters.trees.sampled_children import Draws, are_sampled
 from decoding.errors import UserError
 from decoding.interfaces import Chooser, Proposal, Stopping
 
@@ -72,7 +72,7 @@ class GraphDrafter(RankedTree):
         chooser: Chooser,
     ) -> Proposal:
         """The unrolled graph of each row, at most as deep as its budget."""
-        if are_drawn(self.draws, chooser):
+        if are_sampled(self.children, chooser):
             return super().propose(sequences_B, budgets_B, stopping_B, chooser)
         self._endings = [
             tuple(sequence[len(sequence) - self.match :]) if self.match else ()

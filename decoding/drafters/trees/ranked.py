@@ -9,10 +9,10 @@ nothing is asked while a tree grows: as many nodes are proposed as there may be,
 round's size comes from the rounds before (decoding/drafters/trees/budgets.py has all ways to size
 trees).
 
-Where tokens are sampled, children are drawn (`draws=drawn`:
+Where tokens are sampled, children are drawn (`children=sampled`:
 decoding/drafters/trees/sampled_children.py says what is exact, decoding/drafters/trees/sampled.py
 grows such trees), so that p / q tests accept far more of them; or they are the model's best tokens
-there too (`draws=picked`), point masses to verification, siblings one after another. Greedy
+there too (`children=top_k`), point masses to verification, siblings one after another. Greedy
 decoding and the coupled rule always pick. The model runs over its whole tree again at each level,
 as a shallow model does so at next to no cost, and no cache row moves before the target has spoken.
 
@@ -40,7 +40,7 @@ from decoding.drafters.trees.budgets import (
 )
 from decoding.drafters.trees.candidates import NONE, Seen
 from decoding.drafters.trees.sampled import DrawnTree, Run
-from decoding.drafters.trees.sampled_children import Draws, are_drawn, check_kind
+from decoding.drafters.trees.sampled_children import Draws, are_sampled, check_kind
 from decoding.errors import UserError
 from decoding.interfaces import (
     Capabilities,
@@ -59,7 +59,7 @@ class RankedTree(ChainDrafter):
 
     frontier: nodes of a level that are expanded, and children that each gets. max_nodes: nodes
     proposed at most. by_cost: take the number of nodes and levels from measured costs, within
-    max_nodes and the draft length. draws: `drawn` or `picked`. The other arguments are
+    max_nodes and the draft length. children: `sampled` or `top_k`. The other arguments are
     ChainDrafter's.
     """
 
@@ -71,7 +71,7 @@ class RankedTree(ChainDrafter):
         frontier: int = 4,
         max_nodes: int = 16,
         by_cost: bool = False,
-        draws: str = "drawn",
+        children: str = "sampled",
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
@@ -80,8 +80,10 @@ class RankedTree(ChainDrafter):
                 f"frontier is {frontier} and max_nodes {max_nodes}, expected numbers from 1 up."
             )
         self.frontier, self.max_nodes = frontier, max_nodes
-        self.draws = check_kind(draws, self.name)
-        self.capabilities = Capabilities(shape="tree", has_q=draws == "drawn", needs_costs=by_cost)
+        self.children = check_kind(children, self.name)
+        self.capabilities = Capabilities(
+            shape="tree", has_q=children == "sampled", needs_costs=by_cost
+        )
         self.costs: RoundCosts | None = None
         self._ahead = False
         # of the opened batch, from its first round on
@@ -118,7 +120,7 @@ class RankedTree(ChainDrafter):
         """The tree of each row, at most as deep as its budget; rows beyond this model's own context
         get none.
         """
-        budget = self._budget_for(are_drawn(self.draws, chooser), len(sequences_B))
+        budget = self._budget_for(are_sampled(self.children, chooser), len(sequences_B))
         depths_B = budget.begin(self._within_context(sequences_B, budgets_B))
         if max(depths_B) == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), depths_B)

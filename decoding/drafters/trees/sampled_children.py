@@ -50,25 +50,29 @@ from torch import Tensor
 from decoding.errors import UserError
 from decoding.interfaces import Chooser
 
-KINDS = ("picked", "drawn")
+KINDS = ("top_k", "sampled")
 # an untried first child's chance to pass, by its probability
 LEAST_CHANCE, CHANCE_SLOPE = 0.55, 0.4
 # of a second child, where the first failed; the j-th of later ones has a j-th of it
 SECOND_CHANCE = 0.15
 
 
-def check_kind(draws: str, drafter: str) -> str:
-    """`draws`, how a drafter's tree gets its children. Raises UserError for what is no way to."""
-    if draws not in KINDS:
-        raise UserError(f"drafter '{drafter}': draws is '{draws}', expected {' or '.join(KINDS)}.")
-    return draws
-
-
-def are_drawn(draws: str, chooser: Chooser) -> bool:
-    """Whether children are drawn: greedy decoding and the coupled rule pick whatever
-    `draws` says.
+def check_kind(children: str, drafter: str) -> str:
+    """Return `children`, how a drafter's tree gets its children. Raises UserError for an unknown
+    way.
     """
-    return draws == "drawn" and chooser.tests_q
+    if children not in KINDS:
+        raise UserError(
+            f"drafter '{drafter}': children is '{children}', expected {' or '.join(KINDS)}."
+        )
+    return children
+
+
+def are_sampled(children: str, chooser: Chooser) -> bool:
+    """Return whether children are sampled: greedy decoding and the coupled rule take the top k
+    whatever `children` is.
+    """
+    return children == "sampled" and chooser.tests_q
 
 
 def chance(q: Tensor) -> Tensor:

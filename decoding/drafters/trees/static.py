@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decoding import devices
 from decoding.drafters.chain import ChainDrafter
-from decoding.drafters.trees.sampled_children import Draws, are_drawn, check_kind
+from decoding.drafters.trees.sampled_children import Draws, are_sampled, check_kind
 from decoding.errors import UserError
 from decoding.interfaces import Capabilities, Chooser, Proposal, Stopping
 
@@ -27,7 +27,7 @@ class StaticTree(ChainDrafter):
 
     choices: nodes as paths of ranks, such as [0], [0, 0], [1]: the best token, the best one after
     it, the second best token; drawn, the first token and so on. A path's beginnings are added where
-    they are missing. The draft length cuts the depth. draws: `drawn` or `picked`. The other
+    they are missing. The draft length cuts the depth. children: `sampled` or `top_k`. The other
     arguments are ChainDrafter's.
     """
 
@@ -38,12 +38,12 @@ class StaticTree(ChainDrafter):
         self,
         *arguments: Any,
         choices: Sequence[Sequence[int]] = DEFAULT,
-        draws: str = "drawn",
+        children: str = "sampled",
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
-        self.draws = check_kind(draws, self.name)
-        self.capabilities = Capabilities(shape="tree", has_q=draws == "drawn")
+        self.children = check_kind(children, self.name)
+        self.capabilities = Capabilities(shape="tree", has_q=children == "sampled")
         paths = {tuple(path[:end]) for path in choices for end in range(1, len(path) + 1)}
         if not paths or min(min(path) for path in paths) < 0:
             raise UserError(
@@ -83,7 +83,9 @@ class StaticTree(ChainDrafter):
         if depth == 0:
             return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), [0] * len(depths_B))
         logits_BPV = self._fit(self._catch_up(sequences_B, depths_B), chooser)[:, None]
-        draws = Draws(chooser, logits_BPV[:, 0], depth) if are_drawn(self.draws, chooser) else None
+        draws = (
+            Draws(chooser, logits_BPV[:, 0], depth) if are_sampled(self.children, chooser) else None
+        )
         level: list[tuple[int, ...]] = [()]
         tokens: list[Tensor] = []
         for d in range(depth):

@@ -1,0 +1,168 @@
+"""From what a user asks for to a drafter: its class, the options that this takes, and what must fit
+the target before anything is loaded.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.devices import device_of
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.registry import (
+    AUTO,
+    DRAFTERS,
+    check_fits,
+    head_of,
+    imported,
+    unknown_drafter,
+)
+from decoding.drafters.remote import RemoteChain
+from decoding.drafters.with_lookup import ChainWithLookup
+from decoding.errors import UserError
+from decoding.interfaces import Drafter
+from decoding.models.folder import exists, read_config
+from decoding.models.native.linear import draft_dtype
+from decoding.models.text.compatible import check_same_tokenizer
+from decoding.values import shown
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a user asked for, before it is made."""
+
+    kind: type
+    options: dict[str, Any]
+
+
+def options_of(kind: type) -> set[str] | None:
+    """Return the names that a class can be made with, its bases' among them where it passes these
+    on; None: any.
+    """
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = signature(vars(base)["__init__"]).parameters.values()
+        names |= {
+            one.name
+            for one in parameters
+            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        } - {"self"}
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            return names
+        # what these do not take themselves is their chain drafter's
+        if base in (RemoteChain, ChainWithLookup):
+            return names | (options_of(ChainDrafter) or set())
+    return None
+
+
+def refuse_unknown(where: str, kind: type, given: Iterable[Any], known: set[str]) -> None:
+    """Raise UserError for the first given option that is not known, with the nearest one that is.
+
+    A model in memory is no option.
+    """
+    choices = sorted(known - {"model"})
+    for key in given:
+        if key not in choices:
+            near = get_close_matches(str(key), choices, n=1, cutoff=0.0)[0]
+            raise UserError(
+                f"{where} has the key '{key}', which {kind.__name__} does not take; the nearest "
+                f"is '{near}' (of {', '.join(choices)})."
+            )
+
+
+def as_target(
+    kind: type, given: Mapping[str, Any], *, backend: str, dtype: str, device: str, execution: str
+) -> dict[str, Any]:
+    """Return the options of a drafter with a folder: it runs as the target does, but for what is
+    given.
+
+    Beside a native target a drafter of another family runs on the hf backend: None lets it choose.
+    execution: empty leaves the drafter's own choice.
+    """
+    shared: dict[str, Any] = {
+        "backend": "hf" if backend == "hf" else None,
+        "dtype": dtype,
+        "device": device,
+    }
+    if execution:
+        shared["execution"] = execution
+    taken = options_of(kind)
+    options = {key: value for key, value in shared.items() if taken is None or key in taken}
+    options |= given
+    if options.get("dtype") == AUTO:
+        options["dtype"] = draft_dtype(dtype, torch.device(device_of(options["device"])))
+    return options
+
+
+def check_folder(target_folder: str | Path, folder: str | Path) -> None:
+    """Raise UserError for a drafter's folder that is not of this target: a model must share every
+    token id with it, a head its sizes and its card's hash.
+    """
+    check = check_fits if head_of(folder) else check_same_tokenizer
+    check(target_folder, folder)
+
+
+def choose_drafter(asked: str | Path | Mapping[str, Any]) -> Choice:
+    """Return the class and the options of a name, a folder or a mapping {"use": either, option:
+    value}; nothing is loaded.
+
+    Raises UserError for what is none of them, for an option that the class does not take, and for
+    one that it cannot do without.
+    """
+    given = dict(asked) if isinstance(asked, Mapping) else {"use": asked}
+    use = given.pop("use", None)
+    if not isinstance(use, str | Path):
+        raise UserError(
+            f"drafter is {shown(asked)}, expected a mapping with `use`, such as {{'use': "
+            f"'ranked_tree', 'folder': FOLDER}}."
+        )
+    name = str(use)
+    if use not in DRAFTERS:
+        if not exists(Path(use)):
+            raise unknown_drafter("drafter", name, sorted(DRAFTERS))
+        name, given = head_of(use) or "chain", {"folder": use, **given}
+    entry = DRAFTERS[name]
+    kind: type = imported(entry.kind)
+    options = {**entry.options, **given}
+    refuse_unknown(f"drafter '{use}'", kind, given, options_of(kind) or set())
+    if entry.needs and not options.get(entry.needs):
+        raise UserError(
+            f"drafter '{use}' has no {entry.needs}, which it cannot do without: give a mapping, "
+            f"{{'use': '{name}', '{entry.needs}': ...}}."
+        )
+    if "folder" in options:
+        if not isinstance(options["folder"], str | Path):
+            raise UserError(
+                f"drafter '{use}': folder is {shown(options['folder'])}, expected the path of a "
+                f"model folder."
+            )
+        read_config(options["folder"])
+    return Choice(kind, options)
+
+
+def make_drafter(
+    choice: Choice, target_folder: str | Path, *, backend: str, dtype: str, device: str
+) -> Drafter:
+    """Make a drafter that was chosen, after the checks of its folder. Raises UserError for values
+    that its class refuses.
+    """
+    kind, options = choice.kind, choice.options
+    if "folder" in options:
+        check_folder(target_folder, options["folder"])
+        options = as_target(
+            kind, options, backend=backend, dtype=dtype, device=device, execution=""
+        )
+    try:
+        return kind(**options)  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"a {kind.__name__} could not be made from {dict(options)}: {error}"
+        ) from error

@@ -1,0 +1,179 @@
+"""`load` and `generate` with every drafter of the registry, and what they refuse."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decoding import Engine, UserError, generate, load
+from decoding.drafters.chain import ChainDrafter
+from decoding.drafters.registry import DRAFTERS, HEADS, head_of, imported
+from recurrent_drafting.checkpoint import save_head
+from recurrent_drafting.head import HeadConfig, RecurrentHead
+
+PROMPT = "def add(a, b):"
+
+
+def write_recurrent(folder: Path, **sizes: int) -> None:
+    """A recurrent head of the tiny target's sizes, with random weights."""
+    torch.manual_seed(3)
+    shape = {"vocab_size": 2048, "hidden_size": 32, "exit_dim": 64, "num_draft_layers": 1}
+    save_head(RecurrentHead(HeadConfig(**{**shape, **sizes})), folder)  # type: ignore[arg-type]
+
+
+# How a head's folder is written; a later head adds its own.
+WRITE: dict[str, Callable[[Path], None]] = {"recurrent": write_recurrent}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    """A target, a model of its first layer, a folder of skipped sub-layers and one of each head."""
+    from training.models.build import load_causal_lm
+
+    folder = tmp_path_factory.mktemp("front_door")
+    shutil.copytree(tiny_target, folder / "target")
+    shutil.copytree(tiny_target, folder / "model")
+    model = load_causal_lm(tiny_target, torch.float32)
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    model.save_pretrained(folder / "model")
+    (folder / "skips").mkdir()
+    (folder / "skips" / "skips.json").write_text(json.dumps({"attention": [2], "mlp": [1, 2]}))
+    for name in HEADS.values():
+        WRITE[name](folder / name)
+    return folder
+
+
+def asked(name: str, home: Path) -> dict[str, Any]:
+    """The mapping that names a drafter with what it needs."""
+    entry = DRAFTERS[name]
+    folders = {
+        "": {},
+        "skips": {"skips": str(home / "skips")},
+        "folder": {"folder": str(home / (name if entry.model_type else "model"))},
+    }
+    return {"use": name, **folders[entry.needs]}
+
+
+def text(engine: Engine, **settings: Any) -> list[int]:
+    return generate(engine, PROMPT, max_new_tokens=32, temperature=0.0, **settings).tokens
+
+
+@pytest.fixture(scope="module")
+def plain(home: Path) -> list[int]:
+    return text(load(home / "target", dtype="float64"))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_entry_is_a_class_that_takes_its_options(name: str) -> None:
+    from decoding.drafters.build import options_of
+
+    entry = DRAFTERS[name]
+    kind = imported(entry.kind)
+    assert {"propose", "observe", "open"} <= {*dir(kind)}
+    assert {*entry.options, *([entry.needs] if entry.needs else [])} <= (options_of(kind) or set())
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_is_loaded_by_its_name_and_leaves_greedy_text_alone(
+    name: str, home: Path, plain: list[int]
+) -> None:
+    engine = load(home / "target", asked(name, home), dtype="float64")
+    assert type(engine.drafter) is imported(DRAFTERS[name].kind)
+    assert text(engine) == plain
+
+
+def test_control_what_drafts_would_write_something_else(home: Path, plain: list[int]) -> None:
+    assert text(load(home / "model", dtype="float64")) != plain
+
+
+@pytest.mark.parametrize("name", [name for name, entry in DRAFTERS.items() if not entry.needs])
+def test_a_drafter_without_a_folder_goes_by_its_name_alone(name: str, home: Path) -> None:
+    assert type(load(home / "target", name).drafter) is imported(DRAFTERS[name].kind)
+
+
+def test_a_folder_drafts_as_what_it_holds(home: Path, plain: list[int]) -> None:
+    assert type(load(home / "target", home / "model").drafter) is ChainDrafter
+    for model_type, name in HEADS.items():
+        found = json.loads((home / name / "config.json").read_text())["model_type"]
+        assert (found, head_of(home / name)) == (model_type, name)
+        engine = load(home / "target", home / name, dtype="float64")
+        assert type(engine.drafter) is imported(DRAFTERS[name].kind)
+        assert text(engine) == plain
+    with_options = {"use": str(home / "recurrent"), "beam_width": 3, "name": "mine"}
+    drafter: Any = load(home / "target", with_options).drafter
+    assert (drafter.name, drafter.beam_width, drafter.capabilities.needs_costs) == ("mine", 3, True)
+
+
+def test_a_drafter_runs_as_its_target_does_but_for_what_it_says(home: Path) -> None:
+    model = str(home / "model")
+    given: Any = load(home / "target", {"use": "ranked_tree", "folder": model}, dtype="float64")
+    assert (given.drafter.model.dtype, given.drafter.model.backend) == ("float64", "native")
+    given = load(home / "target", {"use": model, "dtype": "bfloat16"}, dtype="float64")
+    assert given.drafter.model.dtype == "bfloat16"
+    assert load(home / "target", model, backend="hf").drafter.model.backend == "hf"  # type: ignore[union-attr]
+
+
+def test_a_drafter_in_memory_is_taken_as_it_is(home: Path, plain: list[int]) -> None:
+    mine = ChainDrafter(home / "model", dtype="float64")
+    engine = load(home / "target", mine, dtype="float64")
+    assert engine.drafter is mine
+    assert text(engine) == plain
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("ranked_tre", r"'ranked_tre' is neither a folder .*; the nearest is 'ranked_tree'\.$"),
+        ("zzz", r"neither a folder \(looked in .*\) nor the name of a drafter \(budget_tree, .*\)"),
+        ("chain", r"'chain' has no folder, .* give a mapping, \{'use': 'chain', 'folder': ...\}"),
+        ("self_speculation", "has no skips, which it cannot do without"),
+        ({"folder": "x"}, "expected a mapping with `use`"),
+        ({}, "expected a mapping with `use`"),
+        ({"use": None}, "expected a mapping with `use`"),
+        ({"use": "chain", "folder": ""}, "has no folder"),
+        ({"use": "chain", "folder": 3}, "folder is 3, expected the path of a model folder"),
+        ({"use": "chain", "folder": "/nowhere"}, "there is no such model folder"),
+        (
+            {"use": "prompt_lookup", "max_ngrams": 3},
+            "has the key 'max_ngrams', which PromptLookup does not take; the nearest is "
+            "'max_ngram'",
+        ),
+        ({"use": "prompt_lookup", "folder": "x"}, "has the key 'folder', which PromptLookup"),
+        ({"use": "prompt_lookup", 3: 4}, "has the key '3', which PromptLookup does not take"),
+        ({"use": "prompt_lookup", "max_ngram": 0}, "expected 1 <= min <= max"),
+        ({"use": "prompt_lookup", "max_ngram": "x"}, "PromptLookup could not be made from"),
+        ({"use": "ranked_tree", "folder": "{home}/model", "frontier": 0}, "from 1 up"),
+        ({"use": "recurrent", "folder": "{home}/model"}, "model_type is 'llama', expected"),
+        ({"use": "chain", "folder": "{home}/recurrent"}, "recurrent"),
+        ("{home}/wide", "hidden_size is 32 in the target and 48 in the head"),
+        ("{home}/worded", "their tokenizers differ"),
+    ],
+    ids=str,
+)
+def test_what_cannot_draft_is_refused(given: Any, words: str, home: Path) -> None:
+    if not (home / "wide").exists():
+        write_recurrent(home / "wide", hidden_size=48)
+        shutil.copytree(home / "model", home / "worded")
+        (home / "worded" / "tokenizer.model").unlink(missing_ok=True)
+        tokenizer = home / "worded" / "tokenizer.json"
+        found = json.loads(tokenizer.read_text())
+        vocabulary = found["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            first, second = list(vocabulary)[300:302]
+            vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+        else:
+            vocabulary[300][0], vocabulary[301][0] = vocabulary[301][0], vocabulary[300][0]
+        tokenizer.write_text(json.dumps(found))
+
+    def at_home(value: Any) -> Any:
+        return value.replace("{home}", str(home)) if isinstance(value, str) else value
+
+    if isinstance(given, dict):
+        given = {key: at_home(value) for key, value in given.items()}
+    with pytest.raises(UserError, match=words):
+        load(home / "target", at_home(given))

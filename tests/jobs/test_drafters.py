@@ -1,0 +1,104 @@
+"""One table of drafters: files of conf/drafter, `drafters=` and `decoding.load` agree."""
+
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from decoding.drafters.build import choose_drafter, options_of
+from decoding.drafters.registry import DRAFTERS, imported
+from decoding.errors import UserError
+from jobs import drafters
+from jobs.config import TargetConfig
+from jobs.drafters import CONF, WORKER, check_entries, describe
+
+FILES = sorted(path.stem for path in CONF.glob("*.yaml"))
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    """What a class is made with where nothing is given, its bases' defaults among it."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if "__init__" in vars(base):
+            parameters = signature(vars(base)["__init__"]).parameters.values()
+            found |= {one.name: one.default for one in parameters}
+    return found
+
+
+def agrees(name: str, values: dict[str, Any]) -> bool:
+    """Whether a file's values are those that the registry gives to a drafter."""
+    entry = DRAFTERS[name]
+    kind = imported(entry.kind)
+    usual = defaults_of(kind) | dict(entry.options)
+    if kind.__name__ == "PromptLookup":
+        usual = usual | {"name": "prompt_lookup"}
+    plain = {key: value for key, value in values.items() if key not in ("name", entry.needs)}
+    return all(
+        (list(usual[key]) if isinstance(usual[key], tuple) else usual[key]) == value
+        for key, value in plain.items()
+    )
+
+
+def test_files_and_the_registry_have_the_same_names():
+    assert sorted(DRAFTERS) == FILES
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_holds_the_values_that_the_registry_gives(name: str):
+    values: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    assert "_target_" not in values
+    assert values.get("name", name) == name
+    assert [key for key, value in values.items() if value == "???"] == [
+        key for key in (DRAFTERS[name].needs,) if key
+    ]
+    assert values.keys() <= options_of(imported(DRAFTERS[name].kind))  # type: ignore[operator]
+    assert agrees(name, values)
+
+
+def test_control_another_value_does_not_agree():
+    assert not agrees("budget_tree", {"max_nodes": 16})
+    assert not agrees("recurrent", {"by_cost": False})
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_job_and_the_front_door_make_the_same(name: str, tiny_target: Path):
+    needed = {key: str(tiny_target) for key in (DRAFTERS[name].needs,) if key}
+    choice = choose_drafter({"use": name, **needed})
+    target = TargetConfig(path=str(tiny_target), device="cpu")
+    (mapping,) = describe([{"use": name, **needed}], target, control=False).values()
+    assert imported(mapping["_target_"]) is choice.kind
+    given = {
+        key: value
+        for key, value in mapping.items()
+        if key in choice.options and choice.options[key] != "auto"
+    }
+    assert given == {key: value for key, value in choice.options.items() if key in given}
+    assert DRAFTERS[name].options.keys() <= mapping.keys()
+
+
+def test_a_file_of_ones_own_names_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(drafters, "CONF", tmp_path)
+    (tmp_path / "mine.yaml").write_text(f"_target_: {DRAFTERS['lookahead'].kind}\nngram: 3\n")
+    found = describe(["mine", "lookahead"], TargetConfig(), control=False)
+    assert found["mine"]["ngram"] == 3
+    assert found["lookahead"]["_target_"] == found["mine"]["_target_"]
+    (tmp_path / "bare.yaml").write_text("ngram: 3\n")
+    with pytest.raises(UserError, match=r"bare.yaml: no _target_, and bare is no name of the"):
+        describe(["bare"], TargetConfig(), control=False)
+    with pytest.raises(UserError, match="the nearest is 'mine'"):
+        describe(["mime"], TargetConfig(), control=False)
+
+
+def test_a_shape_to_train_is_no_drafter():
+    with pytest.raises(UserError, match="'llama_796m' is neither a folder"):
+        describe(["llama_796m"], TargetConfig(), control=False)
+
+
+def test_entries_are_checked_before_any_folder_is_there():
+    check_entries([{"use": "nowhere", "beam_width": 3}, {"use": "nowhere", "execution": "eager"}])
+    check_entries([{"use": "chain", "draft_cores": 1}])
+    with pytest.raises(UserError, match="has the key 'frontiers', which RankedTree"):
+        check_entries([{"use": "budget_tree", "frontiers": 3}])
+    assert imported(WORKER).__name__ == "RemoteChain"
