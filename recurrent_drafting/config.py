@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 
 from jobs.config import JobConfig, ParallelConfig, TargetConfig, TrackerConfig
-from recurrent_drafting.loss_config import HeadLossConfig
 from training.config import DataConfig, HeldOutConfig, LoopConfig
+from training.heads.config import StatesConfig
+from training.heads.loss_config import HeadLossConfig
 
 
 @dataclass
@@ -23,18 +24,6 @@ class HeadShapeConfig:
     zero_blocks: bool = False  # residual blocks begin as the identity
     # head folder of the same target to go on from; its shape counts, not the one above
     path: str = ""
-
-
-@dataclass
-class StatesConfig:
-    """The target's hidden states: made in every step, or kept after the first time, as the target
-    is frozen.
-    """
-
-    cache: str = "none"  # none | memory | disk
-    memory_mb: int = 1000  # cache=memory: rows beyond it are made anew
-    # cache=disk: one file for each target and data, whose size is told first
-    folder: str = "runs/states"
 
 
 @dataclass

@@ -15,9 +15,9 @@ from jobs.amounts import hours, operations, size
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.head import HeadConfig
 from recurrent_drafting.head_folder import write_card, write_untrained
-from recurrent_drafting.objective import judged, tokens_said
-from recurrent_drafting.stores import Layout
 from training.drafter_folder import Origin
+from training.features.stores import Layout
+from training.heads.loss_config import judged, tokens_said
 from training.losses.chunked import CHUNK
 from training.models.build import dtype_of, say_missing
 from training.models.shapes import forward_flops, millions, parameter_counts, target_widths

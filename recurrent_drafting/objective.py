@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from recurrent_drafting.head import Context, RecurrentHead
-from recurrent_drafting.loss_config import HeadLossConfig
-from recurrent_drafting.positions import Positions, positions
-from recurrent_drafting.states import TargetStates
 from training.bounds import Place
 from training.data.packing import Batch
+from training.features.states import TargetStates
+from training.heads.loss_config import HeadLossConfig, judged, tokens_said
+from training.heads.positions import Positions, positions
 from training.losses.chunked import RowLoss, cross_entropy_rows
 from training.losses.heads import (
     at_temperature,
@@ -35,21 +35,6 @@ from training.losses.heads import (
 )
 from training.losses.soft import Teacher, kl_rows, lk_hybrid_rows, lk_rows
 from training.objectives import Constant
-
-CONTINUATIONS = "continuations"
-LOSSES = ("cross_entropy", CONTINUATIONS, "forward_kl", "lk", "lk_hybrid")
-
-
-def judged(loss: HeadLossConfig) -> bool:
-    """Whether a loss asks for the target's distribution of every prediction."""
-    return loss.name not in ("cross_entropy", CONTINUATIONS)
-
-
-def tokens_said(loss: HeadLossConfig) -> int:
-    """Tokens that the target itself goes on with behind each position, for this loss: the first one
-    is its own choice, no head's.
-    """
-    return loss.predict_n_tokens + 1 if loss.name == CONTINUATIONS else 0
 
 
 class HeadTraining(Constant):

@@ -28,20 +28,22 @@ from jobs.tracker import Recording
 from recurrent_drafting.build import build_head, check_shape, head_config, ignored
 from recurrent_drafting.config import HeadTrainConfig
 from recurrent_drafting.dry_run import describe, dry_run
-from recurrent_drafting.evaluation import GreedyChain, HeadAccuracy, Look, Looks
+from recurrent_drafting.evaluation import GreedyChain, HeadAccuracy
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.head_folder import write_card, write_head
-from recurrent_drafting.objective import CONTINUATIONS, LOSSES, HeadTraining, judged, tokens_said
-from recurrent_drafting.positions import check_predictions
+from recurrent_drafting.objective import HeadTraining
 from recurrent_drafting.real_drafting import block_efficiency
-from recurrent_drafting.states import TargetStates
-from recurrent_drafting.stores import Layout, MemoryStore, Store, states_on_disk
 from training.bounds import Progress
 from training.config import check_values
 from training.data.from_config import data_files, drawn_evenly, read_samples, training_data
 from training.data.mixture import check_mixture
 from training.data.packing import PackedData, Sample
 from training.drafter_folder import close_run, origin_of
+from training.features.states import TargetStates
+from training.features.stores import Layout, MemoryStore, Store, states_on_disk
+from training.heads.evaluation import Look, Looks
+from training.heads.loss_config import CONTINUATIONS, LOSSES, judged, tokens_said
+from training.heads.positions import check_predictions
 from training.held_out import check_stages, target_answers
 from training.loop import fit
 from training.models.build import (

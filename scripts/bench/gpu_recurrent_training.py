@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from decoding import devices
-from recurrent_drafting.loss_config import HeadLossConfig
 from recurrent_drafting.objective import HeadTraining
-from recurrent_drafting.states import TargetStates
 from scripts.bench.gpu_decode import judged
 from scripts.bench.gpu_training import Sizes, chats, frozen_target, ours
 from scripts.bench.random_models import Shape, random_head
+from training.features.states import TargetStates
+from training.heads.loss_config import HeadLossConfig
 
 GOAL_HOURS, PUBLISHED_HOURS = 4.0, 12.0  # of one card; published: 1.5 hours on 8 H100
 SHAREGPT_TOKENS = 248_000_000  # of two epochs, padding not counted

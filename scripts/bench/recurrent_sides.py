@@ -33,15 +33,15 @@ from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.evaluation import GreedyChain
 from recurrent_drafting.head import RecurrentHead
-from recurrent_drafting.loss_config import HeadLossConfig
 from recurrent_drafting.objective import HeadTraining
-from recurrent_drafting.states import TargetStates
 from scripts.bench.recurrent_generation import unlooping
 from scripts.bench.students import Students, configured
 from training.config import DataConfig, LoopConfig, StudentConfig
 from training.data.from_config import read_samples
 from training.data.packing import PackedData, Sample
 from training.data.readers import Prompt, read_prompts
+from training.features.states import TargetStates
+from training.heads.loss_config import HeadLossConfig
 from training.loop import fit
 from training.models.build import dtype_of, load_causal_lm
 from training.objectives import Distillation, freeze

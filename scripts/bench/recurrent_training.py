@@ -30,14 +30,14 @@ from decoding.models.text.tokenizer import load_tokenizer
 from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from recurrent_drafting.loss_config import HeadLossConfig
 from recurrent_drafting.objective import HeadTraining
-from recurrent_drafting.states import TargetStates
 from scripts.bench.common import peak_bytes, ratio, take_turns
 from training.config import LoopConfig
 from training.data.packing import PackedData, Sample, collate
 from training.data.readers import read_chats
 from training.data.samples import chat_samples
+from training.features.states import TargetStates
+from training.heads.loss_config import HeadLossConfig
 from training.loop import fit
 from training.models.build import dtype_of, load_causal_lm
 from training.objectives import freeze

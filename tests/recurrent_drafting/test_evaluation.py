@@ -13,11 +13,12 @@ from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from recurrent_drafting.drafter import RecurrentDrafter
-from recurrent_drafting.evaluation import GreedyChain, HeadAccuracy, Looks, walk
+from recurrent_drafting.evaluation import GreedyChain, HeadAccuracy
 from recurrent_drafting.head import RecurrentHead
-from recurrent_drafting.states import TargetStates
 from tests.recurrent_drafting import tiny
 from training.data.packing import Sample, collate
+from training.features.states import TargetStates
+from training.heads.evaluation import Looks, walk
 from training.objectives import hidden_states
 
 DRAFT, TOKENS = 3, 14

@@ -17,14 +17,14 @@ from decoding import devices
 from decoding.errors import UserError
 from recurrent_drafting import objective as module
 from recurrent_drafting.head import RecurrentHead
-from recurrent_drafting.loss_config import HeadLossConfig
 from recurrent_drafting.objective import HeadTraining, predictions
-from recurrent_drafting.positions import check_predictions, positions
-from recurrent_drafting.states import TargetStates
 from scripts.bench.common import peak_bytes
 from tests.decoding.waits import Waits
 from tests.recurrent_drafting import tiny
 from training.data.packing import Sample, best_fit, collate
+from training.features.states import TargetStates
+from training.heads.loss_config import HeadLossConfig
+from training.heads.positions import check_predictions, positions
 from training.losses.heads import chunked_argmax
 from training.losses.soft import eager_soft
 from training.objectives import hidden_states

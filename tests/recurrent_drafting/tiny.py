@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from recurrent_drafting.loss_config import HeadLossConfig
 from recurrent_drafting.objective import HeadTraining
-from recurrent_drafting.states import TargetStates
 from training.config import StudentConfig
 from training.data.packing import Batch, Sample, best_fit, collate
+from training.features.states import TargetStates
+from training.heads.loss_config import HeadLossConfig
 from training.models.build import build_llama
 from training.objectives import freeze
 

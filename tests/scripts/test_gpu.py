@@ -216,14 +216,14 @@ def test_the_recurrent_part_measures_the_published_setting() -> None:
 
 def test_a_timed_training_step_is_the_loops(tmp_path: Path) -> None:
     from jobs.config import ParallelConfig
-    from recurrent_drafting.loss_config import HeadLossConfig
     from recurrent_drafting.objective import HeadTraining
-    from recurrent_drafting.states import TargetStates
     from scripts.bench.gpu_recurrent_training import HEADS, TOY
     from scripts.bench.gpu_training import chats, frozen_target, step
     from scripts.bench.random_models import random_head
     from training.config import LoopConfig
     from training.data.packing import PackedData
+    from training.features.states import TargetStates
+    from training.heads.loss_config import HeadLossConfig
     from training.loop import fit
     from training.optimizer import MasterAdamW
     from training.optimizer_config import OptimizerConfig

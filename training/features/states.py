@@ -1,7 +1,7 @@
 """What the head reads of the frozen target: its embedding, its lm_head, and at the positions that
 are asked for its hidden states, and what it goes on with where that is asked for too.
 
-The target is the same at every epoch, so what it says may be kept (recurrent_drafting/stores.py).
+The target is the same at every epoch, so what it says may be kept (training/features/stores.py).
 With a cache the target reads one row a forward, so that a row's states do not hang on its
 neighbours and a resumed run equals a straight one bit for bit.
 
@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from recurrent_drafting.continuations import go_on
-from recurrent_drafting.positions import Positions
-from recurrent_drafting.stores import RowStates, Store
 from training.data.packing import Batch
+from training.features.continuations import go_on
+from training.features.stores import RowStates, Store
+from training.heads.positions import Positions
 from training.objectives import hidden_states
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from decoding import devices
 from decoding.errors import UserError
 from jobs.amounts import size as amount
-from recurrent_drafting.positions import count_kept
 from training.data.packing import PackedData
+from training.heads.positions import count_kept
 
 Key = tuple[int, ...]  # the samples in a row
 
