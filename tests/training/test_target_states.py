@@ -39,7 +39,12 @@ def on_disk(
     target: str = "hash",
 ) -> DiskStore:
     return states_on_disk(
-        root, target, data(), Layout(tiny.HEADS, judged, tiny.HIDDEN, dtype, tokens), show
+        root,
+        target,
+        data(),
+        Layout(tiny.HEADS, judged, tiny.HIDDEN, dtype, tokens),
+        lambda mask: count_kept(mask, tiny.HEADS, judged),
+        show,
     )
 
 
