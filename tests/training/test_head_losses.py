@@ -4,6 +4,7 @@ memory.
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -206,4 +207,84 @@ def test_memory_of_all_heads_is_that_of_a_chunk():
 
     size = rows * vocabulary * 4
     assert peak_bytes(lambda: ours().backward()) < size / 4
+    assert peak_bytes(lambda: whole().backward()) > size  # the control
+
+
+def grouped(chunk: int) -> tuple[Tensor, Outputs, Tensor]:
+    """Rows of K output layers, in every chunk those of one layer together: features, layers, head
+    of each row.
+    """
+    features, *_, head = inputs()
+    order = np.lexsort((head.numpy(), np.arange(N) // chunk))
+    weights = [
+        torch.randn(V, E, dtype=torch.float64).requires_grad_(layer > 0) for layer in range(K)
+    ]
+    head = head[torch.from_numpy(order)]
+    return features, Outputs(weights, head.numpy()), head
+
+
+@pytest.mark.parametrize("name", SOFT)
+@pytest.mark.parametrize("chunk", [10, 1000])
+def test_every_head_may_have_an_output_layer(name: str, chunk: int):
+    features, outputs, head = grouped(chunk)
+    *_, teacher, teacher_weight, _ = inputs()
+    against = shared(Teacher(teacher, teacher_weight))
+    loss, sums = chunked_by_head(features, outputs, SOFT[name], against, head, K, 0.8, chunk)
+    weights = torch.stack(list(outputs.weights))
+    logits = torch.einsum("ne,nve->nv", features, weights[head])
+    each = eager_soft(name, logits, F.log_softmax(teacher[JUDGES] @ teacher_weight.T, dim=-1))
+    twin = (each * 0.8**head).sum()
+    torch.testing.assert_close(loss, twin)
+    trained = (features, *outputs.weights[1:])  # the first is frozen
+    for ours, theirs in zip(torch.autograd.grad(loss, trained), torch.autograd.grad(twin, trained)):
+        torch.testing.assert_close(ours, theirs)
+    for i in range(K):
+        torch.testing.assert_close(sums[K + i], each[head == i].sum().detach())
+    # the control: all rows through one layer
+    alone = Outputs(outputs.weights[:1])
+    other, _ = chunked_by_head(features, alone, SOFT[name], against, head, K, 0.8, chunk)
+    assert not torch.allclose(loss, other)
+
+
+def test_a_teacher_judges_rows_whose_places_rise_from_chunk_to_chunk():
+    *_, teacher, teacher_weight, head = inputs()
+    order = torch.from_numpy(np.lexsort((head.numpy(), np.arange(N) // 10)))
+    judges = JUDGES[order]
+    rows = Teacher(teacher, teacher_weight).shared(judges, judges.numpy())
+    whole = Teacher(teacher, teacher_weight).at(0, N)
+    for start in range(0, N, 10):
+        for found, expected in zip(rows(start, min(N, start + 10)), whole):
+            torch.testing.assert_close(found, expected[judges[start : start + 10]])
+
+
+def test_memory_of_heads_with_a_layer_each_is_that_of_a_chunk_and_their_gradients():
+    rows, vocabulary, heads = 2048, 4096, 4
+    features = torch.randn(rows, 8, requires_grad=True)
+    weights = [torch.randn(vocabulary, 8, requires_grad=True) for _ in range(heads)]
+    layers = np.sort(np.arange(rows).reshape(-1, 64) % heads, axis=1).ravel()
+    labels, head = torch.randint(0, vocabulary, (rows,)), torch.from_numpy(layers)
+
+    def ours() -> Tensor:
+        outputs = Outputs(weights, layers)
+        return chunked_by_head(
+            features,
+            outputs,
+            cross_entropy_rows,
+            lambda a, b: labels[a:b],
+            head,
+            heads,
+            chunk=64,
+        )[0]
+
+    def whole() -> Tensor:
+        return sum(
+            (
+                F.cross_entropy(features[head == i] @ weights[i].T, labels[head == i])
+                for i in range(heads)
+            ),
+            torch.zeros(()),
+        )
+
+    size = rows * vocabulary * 4
+    assert peak_bytes(lambda: ours().backward()) < size / 3
     assert peak_bytes(lambda: whole().backward()) > size  # the control
