@@ -15,6 +15,7 @@ from recurrent_drafting.predictions import RecurrentPredictions
 from training.data.packing import Sample
 from training.features.taps import Layers
 from training.heads.checkpoint import FolderLayout
+from training.heads.config import HeadJobConfig
 from training.heads.kind import Drafting, ReadmeParts
 
 
@@ -22,6 +23,7 @@ class RecurrentKind(RecurrentPredictions):
     """Recurrent heads (ReDrafter)."""
 
     name, reads_tokens = "recurrent", True
+    config: type[HeadJobConfig] = HeadTrainConfig
     layout: FolderLayout = LAYOUT
 
     def shape(self, config: HeadTrainConfig, target: Any) -> HeadConfig:

@@ -184,7 +184,7 @@ def test_every_line_but_the_listed_ones_runs_on_a_cpu(tmp_path: Path) -> None:
 
 def test_cards_are_called_in_one_module() -> None:
     """So its list of untested lines is the whole of what a CPU cannot try."""
-    packages = ("decoding", "training", "distill", "recurrent_drafting", "eval", "scripts")
+    packages = ("decoding", "training", "distill", "recurrent_drafting", "heads", "eval", "scripts")
     files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     calling = {str(path.relative_to(ROOT)) for path in files if "torch.cuda" in path.read_text()}
     assert calling == {"decoding/devices.py"}

@@ -18,6 +18,7 @@ from training.data.packing import Batch, Sample
 from training.features.states import TargetStates
 from training.features.taps import Layers
 from training.heads.checkpoint import FolderLayout
+from training.heads.config import HeadJobConfig
 from training.heads.positions import Positions
 
 
@@ -91,6 +92,7 @@ class HeadKind(PredictingHead, Protocol):
     """A kind of head, as its training asks it."""
 
     name: str  # in conf/head
+    config: type[HeadJobConfig]  # of its job; `head` holds its options
     reads_tokens: bool  # predictions depend on the tokens drafted before them
     layout: FolderLayout
 
