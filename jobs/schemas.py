@@ -6,9 +6,9 @@ in packages above this one.
 
 from typing import Any
 
+from decoding.drafters.registry import imported
 from decoding.errors import UserError
 from jobs.config import JobConfig
-from jobs.paths import imported
 
 SCHEMAS = {
     "distill.compact": "distill.config.CompactConfig",
@@ -20,6 +20,7 @@ SCHEMAS = {
     "distill.train": "distill.config.TrainConfig",
     "eval.compare": "eval.config.CompareConfig",
     "eval.run": "eval.config.EvalConfig",
+    "heads.train": "heads.train.UsualConfig",
     "recurrent_drafting.generate": "serving.config.GenerateConfig",
     "recurrent_drafting.train": "recurrent_drafting.config.HeadTrainConfig",
 }

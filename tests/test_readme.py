@@ -27,8 +27,11 @@ import distill.train
 import eval.compare
 import eval.measure.parts
 import eval.run
+import heads.train
 import recurrent_drafting.generate
 import recurrent_drafting.train
+from heads.train import chosen_kind
+from heads.train import schema_of as head_schema
 from jobs import schemas
 from jobs.aliases import current_arguments
 from jobs.config import JobConfig, typed
@@ -50,6 +53,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "distill.train": distill.train.run,
     "eval.compare": eval.compare.run,
     "eval.run": eval.run.run,
+    "heads.train": heads.train.run,
     "recurrent_drafting.generate": recurrent_drafting.generate.run,
     "recurrent_drafting.train": recurrent_drafting.train.run,
 }
@@ -71,6 +75,7 @@ TOY = {
     "eval.compare": "dry_run=true",
     "eval.run": "max_prompts=3 sweep=[2] sweep_prompts=1 max_new_tokens=6 bootstrap_resamples=50 "
     "timing_repeats=1 samples=1",
+    "heads.train": f"{TOY_LOOP} held_out.max_prompts=2 held_out.max_new_tokens=4",
     "recurrent_drafting.generate": "dry_run=true",
     "recurrent_drafting.train": f"{TOY_LOOP} stages=[] held_out.max_prompts=2 "
     f"held_out.max_new_tokens=4",
@@ -108,12 +113,14 @@ def composed(job: str, arguments: list[str]) -> JobConfig:
     # takes published flags and a drafter's folder beside overrides
     if job == "recurrent_drafting.generate":
         arguments = to_overrides(arguments)
+    # a kind of head has a configuration of its own
+    schema = head_schema(chosen_kind(arguments)) if job == "heads.train" else SCHEMAS[job]
     arguments = current_arguments(job, arguments)
-    check_arguments(arguments, job, SCHEMAS[job])
-    register(job, SCHEMAS[job])
+    check_arguments(arguments, job, schema)
+    register(job, schema)
     single = [re.sub(r"=(\d+)(,\d+)+$", r"=\1", word) for word in arguments if word != "-m"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return typed(compose(job.replace(".", "_"), single), SCHEMAS[job])
+        return typed(compose(job.replace(".", "_"), single), schema)
 
 
 @pytest.mark.parametrize("command", commands())

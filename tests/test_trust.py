@@ -165,7 +165,15 @@ def test_it_runs_where_the_user_says_so(
 def test_every_auto_class_is_given_its_answer():
     """Without the argument, transformers asks on standard input."""
     asked = []
-    for package in ("decoding", "training", "distill", "recurrent_drafting", "eval", "scripts"):
+    for package in (
+        "decoding",
+        "training",
+        "distill",
+        "recurrent_drafting",
+        "heads",
+        "eval",
+        "scripts",
+    ):
         for file in (ROOT / package).rglob("*.py"):
             text = file.read_text()
             for node in ast.walk(ast.parse(text)) if "Auto" in text else ():

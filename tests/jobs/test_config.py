@@ -21,6 +21,7 @@ from distill.config import (
     TrainConfig,
 )
 from eval.config import CompareConfig, EvalConfig
+from heads.train import chosen_kind, schema_of
 from jobs import stages
 from jobs.amounts import PLANNED
 from jobs.config import JobConfig, plain, typed, valid_keys
@@ -36,13 +37,19 @@ SCHEMAS: dict[str, type[JobConfig]] = {
     "distill.train": TrainConfig,
     "eval.compare": CompareConfig,
     "eval.run": EvalConfig,
+    "heads.train": schema_of("recurrent"),
     "recurrent_drafting.generate": GenerateConfig,
     "recurrent_drafting.train": HeadTrainConfig,
 }
 
 
+def schema_for(job: str, *overrides: str) -> type[JobConfig]:
+    """A job's configuration; a kind of head has one of its own."""
+    return schema_of(chosen_kind(overrides)) if job == "heads.train" else SCHEMAS[job]
+
+
 def composed(job: str, *overrides: str) -> DictConfig:
-    register(job, SCHEMAS[job])
+    register(job, schema_for(job, *overrides))
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose(job.replace(".", "_"), list(overrides))
 
@@ -63,7 +70,8 @@ def test_every_job_has_a_schema_and_composes(job: str):
 
 @pytest.mark.parametrize(("name", "job"), experiments())
 def test_every_experiment_composes_with_its_job(name: str, job: str):
-    config = typed(composed(job, f"+experiment={name}"), SCHEMAS[job])
+    given = f"+experiment={name}"
+    config = typed(composed(job, given), schema_for(job, given))
     assert config.experiment == name, "an experiment carries its own name, for the run folder"
 
 
@@ -94,6 +102,7 @@ def test_every_group_file_belongs_to_a_job_or_makes_a_drafter():
         "tracker",
         "benchmark",
         "experiment",
+        "head",
         "hydra",
     }
     assert {path.name for path in CONF.iterdir() if path.is_dir()} <= known

@@ -49,7 +49,7 @@ def test_a_signal_during_the_imports_prints_one_line(number: signal.Signals, tmp
     assert process.returncode == INTERRUPTED == 130
 
 
-@pytest.mark.parametrize("package", ["distill", "eval", "recurrent_drafting"])
+@pytest.mark.parametrize("package", ["distill", "eval", "heads", "recurrent_drafting"])
 def test_the_packages_of_jobs_import_nothing_before(package: str):
     """Else a signal meets their imports first; the module itself imports the standard library
     alone.

@@ -4,13 +4,14 @@ memory.
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from scripts.bench.common import peak_bytes
-from training.losses.chunked import RowLoss, cross_entropy_rows
+from training.losses.chunked import Outputs, RowLoss, cross_entropy_rows
 from training.losses.heads import (
     at_temperature,
     chunked_argmax,
@@ -52,7 +53,9 @@ def test_soft_losses_by_head_equal_their_eager_twins(
     )
     against = shared(Teacher(teacher, teacher_weight, temperature, shortlist))
     rows = at_temperature(SOFT[name], temperature)
-    loss, sums = chunked_by_head(features, weight, rows, against, head, K, decay=0.8, chunk=10)
+    loss, sums = chunked_by_head(
+        features, Outputs([weight]), rows, against, head, K, decay=0.8, chunk=10
+    )
     log_p = F.log_softmax(teacher[JUDGES] @ teacher_weight.T / temperature, dim=-1)
     log_p = log_p if shortlist is None else log_p[:, shortlist]
     each = eager_soft(name, features @ weight.T / temperature, log_p)
@@ -77,12 +80,14 @@ def test_gradients_against_finite_differences(name: str):
     # its lambda takes no gradient, so that the whole is no gradient of its value; eta 0 is KL
     if name == "lk_hybrid":
         assert torch.autograd.gradcheck(
-            lambda f, w: chunked_by_head(f, w, lk_hybrid_rows(0.0), against, head, K, chunk=8)[0],
+            lambda f, w: chunked_by_head(
+                f, Outputs([w]), lk_hybrid_rows(0.0), against, head, K, chunk=8
+            )[0],
             (features, weight),
         )
         return
     assert torch.autograd.gradcheck(
-        lambda f, w: chunked_by_head(f, w, SOFT[name], against, head, K, chunk=8)[0],
+        lambda f, w: chunked_by_head(f, Outputs([w]), SOFT[name], against, head, K, chunk=8)[0],
         (features, weight),
     )
 
@@ -97,7 +102,7 @@ def test_gradcheck_rejects_a_wrong_gradient():
 
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
         torch.autograd.gradcheck(
-            lambda f, w: chunked_by_head(f, w, forgetful, against, head, K, chunk=8)[0],
+            lambda f, w: chunked_by_head(f, Outputs([w]), forgetful, against, head, K, chunk=8)[0],
             (features, weight),
         )
 
@@ -106,7 +111,9 @@ def test_a_drafter_that_is_its_teacher_loses_nothing():
     teacher, weight = torch.randn(N, G, dtype=torch.float64), torch.randn(V, G, dtype=torch.float64)
     head = torch.zeros(N, dtype=torch.long)
     for rows in SOFT.values():
-        loss, sums = chunked_by_head(teacher, weight, rows, Teacher(teacher, weight).at, head, 1)
+        loss, sums = chunked_by_head(
+            teacher, Outputs([weight]), rows, Teacher(teacher, weight).at, head, 1
+        )
         assert abs(float(loss)) < 1e-9
         assert abs(float(sums[0]) - N) < 1e-9
 
@@ -117,7 +124,7 @@ def test_labels_outside_the_shortlist_count_nothing_and_are_wrong():
     outside = labels % 3 == 0
     loss, sums = chunked_by_head(
         features,
-        weight,
+        Outputs([weight]),
         listed_cross_entropy_rows,
         lambda a, b: labels.where(~outside, -1)[a:b],
         head,
@@ -160,7 +167,7 @@ def test_no_rows_give_zeros_and_gradients_of_zero():
     weight = torch.randn(V, E, requires_grad=True)
     empty = torch.zeros(0, dtype=torch.long)
     loss, sums = chunked_by_head(
-        features, weight, cross_entropy_rows, lambda a, b: empty[a:b], empty, K
+        features, Outputs([weight]), cross_entropy_rows, lambda a, b: empty[a:b], empty, K
     )
     loss.backward()
     assert (loss.item(), sums.tolist()) == (0.0, [0.0] * 2 * K)
@@ -186,7 +193,13 @@ def test_memory_of_all_heads_is_that_of_a_chunk():
 
     def ours() -> Tensor:
         return chunked_by_head(
-            features, weight, cross_entropy_rows, lambda a, b: labels[a:b], head, heads, chunk=64
+            features,
+            Outputs([weight]),
+            cross_entropy_rows,
+            lambda a, b: labels[a:b],
+            head,
+            heads,
+            chunk=64,
         )[0]
 
     def whole() -> Tensor:
@@ -194,4 +207,84 @@ def test_memory_of_all_heads_is_that_of_a_chunk():
 
     size = rows * vocabulary * 4
     assert peak_bytes(lambda: ours().backward()) < size / 4
+    assert peak_bytes(lambda: whole().backward()) > size  # the control
+
+
+def grouped(chunk: int) -> tuple[Tensor, Outputs, Tensor]:
+    """Rows of K output layers, in every chunk those of one layer together: features, layers, head
+    of each row.
+    """
+    features, *_, head = inputs()
+    order = np.lexsort((head.numpy(), np.arange(N) // chunk))
+    weights = [
+        torch.randn(V, E, dtype=torch.float64).requires_grad_(layer > 0) for layer in range(K)
+    ]
+    head = head[torch.from_numpy(order)]
+    return features, Outputs(weights, head.numpy()), head
+
+
+@pytest.mark.parametrize("name", SOFT)
+@pytest.mark.parametrize("chunk", [10, 1000])
+def test_every_head_may_have_an_output_layer(name: str, chunk: int):
+    features, outputs, head = grouped(chunk)
+    *_, teacher, teacher_weight, _ = inputs()
+    against = shared(Teacher(teacher, teacher_weight))
+    loss, sums = chunked_by_head(features, outputs, SOFT[name], against, head, K, 0.8, chunk)
+    weights = torch.stack(list(outputs.weights))
+    logits = torch.einsum("ne,nve->nv", features, weights[head])
+    each = eager_soft(name, logits, F.log_softmax(teacher[JUDGES] @ teacher_weight.T, dim=-1))
+    twin = (each * 0.8**head).sum()
+    torch.testing.assert_close(loss, twin)
+    trained = (features, *outputs.weights[1:])  # the first is frozen
+    for ours, theirs in zip(torch.autograd.grad(loss, trained), torch.autograd.grad(twin, trained)):
+        torch.testing.assert_close(ours, theirs)
+    for i in range(K):
+        torch.testing.assert_close(sums[K + i], each[head == i].sum().detach())
+    # the control: all rows through one layer
+    alone = Outputs(outputs.weights[:1])
+    other, _ = chunked_by_head(features, alone, SOFT[name], against, head, K, 0.8, chunk)
+    assert not torch.allclose(loss, other)
+
+
+def test_a_teacher_judges_rows_whose_places_rise_from_chunk_to_chunk():
+    *_, teacher, teacher_weight, head = inputs()
+    order = torch.from_numpy(np.lexsort((head.numpy(), np.arange(N) // 10)))
+    judges = JUDGES[order]
+    rows = Teacher(teacher, teacher_weight).shared(judges, judges.numpy())
+    whole = Teacher(teacher, teacher_weight).at(0, N)
+    for start in range(0, N, 10):
+        for found, expected in zip(rows(start, min(N, start + 10)), whole):
+            torch.testing.assert_close(found, expected[judges[start : start + 10]])
+
+
+def test_memory_of_heads_with_a_layer_each_is_that_of_a_chunk_and_their_gradients():
+    rows, vocabulary, heads = 2048, 4096, 4
+    features = torch.randn(rows, 8, requires_grad=True)
+    weights = [torch.randn(vocabulary, 8, requires_grad=True) for _ in range(heads)]
+    layers = np.sort(np.arange(rows).reshape(-1, 64) % heads, axis=1).ravel()
+    labels, head = torch.randint(0, vocabulary, (rows,)), torch.from_numpy(layers)
+
+    def ours() -> Tensor:
+        outputs = Outputs(weights, layers)
+        return chunked_by_head(
+            features,
+            outputs,
+            cross_entropy_rows,
+            lambda a, b: labels[a:b],
+            head,
+            heads,
+            chunk=64,
+        )[0]
+
+    def whole() -> Tensor:
+        return sum(
+            (
+                F.cross_entropy(features[head == i] @ weights[i].T, labels[head == i])
+                for i in range(heads)
+            ),
+            torch.zeros(()),
+        )
+
+    size = rows * vocabulary * 4
+    assert peak_bytes(lambda: ours().backward()) < size / 3
     assert peak_bytes(lambda: whole().backward()) > size  # the control

@@ -1,0 +1,19 @@
+"""The kinds of heads that `python -m heads.train head=NAME` trains: a line each."""
+
+from typing import cast
+
+from decoding.drafters.registry import imported
+from decoding.errors import UserError
+from training.heads.kind import HeadKind
+
+# the name, which is that of a file in conf/head -> its HeadKind
+KINDS = {
+    "recurrent": "recurrent_drafting.kind.KIND",
+}
+
+
+def kind_of(name: str) -> HeadKind:
+    """Return the kind of this name. Raises UserError for an unknown one."""
+    if name not in KINDS:
+        raise UserError(f"head={name} is unknown, expected one of {', '.join(KINDS)}")
+    return cast(HeadKind, imported(KINDS[name]))

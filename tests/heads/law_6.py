@@ -1,0 +1,278 @@
+"""Law 6, training equals drafting, for any kind of trained head.
+
+A head that drafts otherwise than it was trained still decodes losslessly, and accepts less: no
+other law finds a shift by one, a tap of another layer or a token that the draft cannot have seen.
+So the probabilities that a drafter samples from, round after round, are held against those that
+the training's forward gives at the same positions of the same text.
+
+Shapes: N predictions, K drafted tokens, V the target's vocabulary, P positions, C channels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoding.interfaces import Drafter, Proposal
+from decoding.loop import decode
+from decoding.models.native.model import NativeTarget
+from decoding.rounds.settings import Settings
+from tests.heads.rows import HeadRow
+from training.config import StudentConfig
+from training.data.packing import Batch, Sample, best_fit, collate
+from training.features.states import TargetStates
+from training.heads.checkpoint import save_head
+from training.heads.evaluation import GreedyChain
+from training.heads.kind import PredictingHead
+from training.heads.loss_config import HeadLossConfig
+from training.heads.objective import HeadObjective
+from training.heads.positions import Positions, positions
+from training.losses.chunked import Outputs
+from training.models.build import build_llama
+from training.objectives import freeze
+
+VOCABULARY, HIDDEN, LAYERS, GAMMA, ROW, TOKENS = 61, 16, 4, 3, 64, 24
+CLOSE = {"rtol": 0.0, "atol": 1e-5}  # of probabilities in float32
+PROMPTS = [[3, 5, 8], [1, 60], [40, 2, 9, 11, 30], [7, 7, 20, 4]]
+
+
+def target() -> Any:
+    """A small frozen target in float32, whose next token depends on several before it."""
+    torch.manual_seed(1)
+    shape = StudentConfig(
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        intermediate_size=24,
+    )
+    base = {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "initializer_range": 0.5}
+    return freeze(build_llama(shape, torch.float32, **base))
+
+
+def head_of(row: HeadRow, model: Any) -> Any:
+    """A head of random weights, so large that what it reads matters."""
+    shape = row.shape(model.config)
+    generator = torch.Generator().manual_seed(2)
+    head: Any = row.kind.empty(shape).requires_grad_(False).eval()
+    for parameter in head.parameters():
+        parameter.normal_(generator=generator).div_(parameter.shape[-1] ** 0.5)
+    if shape.draft_vocab_size:
+        chosen = torch.randperm(shape.vocab_size, generator=generator)[: shape.draft_vocab_size]
+        head.token_ids_V = chosen.sort().values
+    return head
+
+
+def states_of(row: HeadRow, model: Any) -> TargetStates:
+    """The target as the head's training reads it."""
+    return TargetStates(model, taps=row.kind.taps(row.shape(model.config)), final=False)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What a drafter proposed for a row in one round."""
+
+    text: list[int]  # before it, the tip included
+    tokens: list[int]
+    q_KV: Tensor  # what each was drawn from
+
+
+def drafts(drafter: Drafter, model: Any) -> list[Drafted]:
+    """The proposals of all rounds of sampled decoding."""
+    native = NativeTarget.from_state(
+        model.config.to_dict(), model.state_dict(), dtype=torch.float32, execution="eager"
+    )
+    found: list[Drafted] = []
+    propose = drafter.propose
+
+    def watched(sequences_B: Sequence[Sequence[int]], *given: Any) -> Proposal:
+        proposal = propose(sequences_B, *given)
+        assert proposal.parents_BN is None and (
+            proposal.q_BNV is not None or not any(proposal.counts_B)
+        ), "law 6 wants a drafter that samples chains"
+        for row, count in enumerate(proposal.counts_B):
+            if count and proposal.q_BNV is not None:
+                tokens = proposal.tokens_BN[row, :count].tolist()
+                q_KV = proposal.q_BNV[row, :count].float().clone()
+                found.append(Drafted([*sequences_B[row]], tokens, q_KV))
+        return proposal
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    settings = Settings(TOKENS, temperature=1.0, num_draft_tokens=GAMMA, verify="token", seed=3)
+    decode(native, drafter, PROMPTS, settings)
+    return found
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The training's predictions of a batch."""
+
+    where: Positions
+    states_PC: Tensor
+    q_NV: Tensor
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(position that the draft begins behind, head) of each prediction, in the flattened
+        batch.
+        """
+        begins_N = self.where.kept_P[self.where.drafts_M[self.where.draft_N]]
+        return list(zip(begins_N.tolist(), self.where.head_N.tolist(), strict=True))
+
+
+@torch.no_grad()
+def predict(
+    kind: PredictingHead,
+    head: Any,
+    states: TargetStates,
+    batch: Batch,
+    states_PC: Tensor | None = None,
+) -> Predicted:
+    """The training's forward over a batch. states_PC: the target's states, where they are not its
+    own.
+    """
+    weights = kind.outputs(head, states)
+    where = positions(batch, GAMMA, judged=False, grouped=len(weights) > 1)
+    if states_PC is None:
+        states_PC = states.tapped(states.read(batch, where))
+    features_NE = kind.features(head, states, batch, where, states_PC)
+    outputs = Outputs(weights, where.heads if len(weights) > 1 else None)
+    q_NV = torch.softmax(outputs.logits(features_NE, 0, len(features_NE)), dim=-1)
+    if head.token_ids_V is not None:
+        whole_NV = q_NV.new_zeros(len(q_NV), states.vocab_size)
+        q_NV = whole_NV.index_copy(1, head.token_ids_V, q_NV)
+    return Predicted(where, states_PC, q_NV)
+
+
+def check_training_equals_drafting(
+    row: HeadRow, states: TargetStates | None = None, label_shift: int = 0
+) -> None:
+    """What training predicts at a position equals what the drafter samples from behind it.
+
+    The drafter's rounds go on from what it has kept of the rounds before; training sees each text
+    anew, several packed in a row. states, label_shift: of the controls, the target read otherwise
+    than the head's drafter reads it, and the labels that many positions later.
+    """
+    model = target()
+    head = head_of(row, model)
+    rounds = drafts(row.drafter(head), model)
+    assert len(rounds) > 2 * len(PROMPTS), "the law wants rounds that follow others"
+    samples = [
+        Sample(
+            np.asarray([*one.text, *one.tokens], dtype=np.int32),
+            np.arange(len(one.text) + len(one.tokens)) > 0,
+        )
+        for one in rounds
+    ]
+    packed = best_fit([len(sample.ids) for sample in samples], ROW)
+    assert len(packed) < len(samples), "the law wants texts that share a row"
+    batch = collate(samples, packed, ROW)
+    predicted = predict(row.kind, head, states or states_of(row, model), batch)
+    numbers = {place: number for number, place in enumerate(predicted.places)}
+    for index, indices in enumerate(packed):
+        start = index * ROW
+        for sample in indices:
+            one = rounds[sample]
+            before = start + len(one.text) - 2  # the token before the tip
+            for depth in range(len(one.tokens)):
+                number = numbers[before - label_shift, depth]
+                torch.testing.assert_close(predicted.q_NV[number], one.q_KV[depth], **CLOSE)
+            start += len(samples[sample].ids)
+
+
+def check_nothing_unseen_is_read(row: HeadRow, kind: PredictingHead | None = None) -> None:
+    """A token or a state of the target that a draft cannot have seen leaves its predictions as they
+    are, and those that it has seen do not all.
+
+    kind: of the control, one whose predictions read what they must not.
+    """
+    model, kind = target(), kind or row.kind
+    head, states = head_of(row, model), states_of(row, model)
+    random = np.random.default_rng(0)
+    text = Sample(random.integers(0, VOCABULARY, 20).astype(np.int32), np.arange(20) > 0)
+    plain = predict(kind, head, states, collate([text], [[0]], ROW))
+    seen = {"token": 0, "state": 0}
+    for place in range(2, 18):
+        ids = text.ids.copy()
+        ids[place] = (ids[place] + 7) % VOCABULARY
+        other = predict(kind, head, states, collate([replace(text, ids=ids)], [[0]], ROW))
+        states_PC = plain.states_PC.clone()
+        states_PC[plain.where.kept_P == place] += 1.0
+        moved = predict(kind, head, states, collate([text], [[0]], ROW), states_PC)
+        for number, (begin, depth) in enumerate(plain.places):
+            q_V = plain.q_NV[number]
+            if place > begin + 1 + depth:
+                torch.testing.assert_close(other.q_NV[number], q_V, **CLOSE)
+            else:
+                seen["token"] += not torch.allclose(other.q_NV[number], q_V, **CLOSE)
+            if place > begin:
+                torch.testing.assert_close(moved.q_NV[number], q_V, **CLOSE)
+            else:
+                seen["state"] += not torch.allclose(moved.q_NV[number], q_V, **CLOSE)
+    assert all(seen.values()), f"predictions that change with nothing prove nothing: {seen}"
+
+
+def check_a_folder_drafts_the_same(row: HeadRow, folder: Path, scale: float = 1.0) -> None:
+    """Exported and loaded again, a head drafts the same tokens from the same probabilities.
+
+    scale: of the control, by which one of the stored head's parameters is changed.
+    """
+    model = target()
+    head, shape = head_of(row, model), row.shape(model.config)
+    before = drafts(row.drafter(head), model)
+    next(head.parameters()).mul_(scale)
+    save_head(row.kind.layout, shape, head, folder)
+    after = drafts(row.load(folder), model)
+    assert [one.tokens for one in after] == [one.tokens for one in before]
+    for one, other in zip(after, before, strict=True):
+        torch.testing.assert_close(one.q_KV, other.q_KV, **CLOSE)
+
+
+def check_the_chain_is_real_decoding(row: HeadRow, late: int = 0) -> None:
+    """The chain that training chooses its checkpoint by is greedy decoding, round by round, with a
+    head that has learned a little.
+
+    late: of the control, tokens of each answer that count as its prompt's.
+    """
+    model = target()
+    head, states = head_of(row, model), states_of(row, model)
+    native = NativeTarget.from_state(
+        model.config.to_dict(), model.state_dict(), dtype=torch.float32, execution="eager"
+    )
+    settings = Settings(TOKENS, num_draft_tokens=GAMMA)
+    answers = []
+    for prompt, done in zip(PROMPTS, decode(native, None, PROMPTS, settings), strict=True):
+        ids = np.asarray([*prompt, *done.tokens], dtype=np.int32)
+        answers.append(Sample(ids, np.arange(len(ids)) >= len(prompt) + late))
+    losses = learn(row, head, states, answers)
+    assert losses[-1] < losses[0]
+    done = decode(native, row.drafter(head), PROMPTS, settings)
+    assert sum(one.accepted for one in done), "a head that is never right proves nothing"
+    chain = GreedyChain(
+        row.kind, head, states, answers, GAMMA, TOKENS - late, ROW, torch.device("cpu")
+    )
+    assert chain.counts() == [
+        (one.rounds, len(one.tokens), one.accepted, one.tested) for one in done
+    ]
+
+
+def learn(row: HeadRow, head: Any, states: TargetStates, samples: list[Sample]) -> list[float]:
+    """Train a head on samples; the losses of its steps."""
+    head.requires_grad_(True)
+    objective = HeadObjective(row.kind, head, states, HeadLossConfig(predict_n_tokens=GAMMA))
+    optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
+    batch = collate(samples, [[index] for index in range(len(samples))], ROW)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = objective(batch)[0]
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    head.requires_grad_(False)
+    return losses

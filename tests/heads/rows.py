@@ -1,0 +1,53 @@
+"""The table of trained heads that law 6 runs over (tests/heads/law_6.py). A kind of head joins by a
+row.
+
+Its drafters in `tests/decoding/rows.py` keep the other laws.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decoding.interfaces import Drafter
+from recurrent_drafting.drafter import RecurrentDrafter
+from recurrent_drafting.head import HeadConfig
+from recurrent_drafting.kind import KIND as RECURRENT
+from training.heads.kind import HeadKind
+
+
+@dataclass(frozen=True)
+class HeadRow:
+    """A kind of head, in one form, and a drafter that samples chains with it: tokens drawn one
+    after another, and for each the probabilities that it was drawn from (`Proposal.q_BNV`).
+    """
+
+    name: str
+    kind: HeadKind
+    shape: Callable[[Any], Any]  # of a head for a target (its Hugging Face configuration)
+    drafter: Callable[[Any], Drafter]  # with a head in memory
+    load: Callable[[Path], Drafter]  # the same drafter from the head's folder
+
+
+def recurrent(name: str, **fields: Any) -> HeadRow:
+    """A recurrent head that drafts with one beam."""
+
+    def shape(target: Any) -> HeadConfig:
+        sizes = {"exit_dim": 2 * target.hidden_size} | fields
+        return HeadConfig(target.vocab_size, target.hidden_size, **sizes)
+
+    return HeadRow(
+        name,
+        RECURRENT,
+        shape,
+        drafter=lambda head: RecurrentDrafter(head=head, beam_width=1, draws="drawn"),
+        load=lambda folder: RecurrentDrafter(folder, beam_width=1, draws="drawn"),
+    )
+
+
+HEAD_ROWS = [
+    recurrent("recurrent"),
+    recurrent("recurrent without recurrence", rnn=False),
+    recurrent("recurrent projected", exit_dim=24, num_draft_layers=1),
+    recurrent("recurrent with a draft vocabulary", draft_vocab_size=20),
+]

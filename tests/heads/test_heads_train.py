@@ -1,0 +1,133 @@
+"""`heads.train`: the recurrent head through it is the one of its own job, and the kind is found
+before anything is composed.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+
+import heads.train
+import recurrent_drafting.train
+from decoding.errors import UserError
+from heads.registry import KINDS, kind_of
+from heads.train import chosen_kind, schema_of
+from jobs.config import typed
+from jobs.help import field_docs
+from jobs.job import CONF, register
+from recurrent_drafting.config import HeadTrainConfig
+from training.heads.config import HeadJobConfig
+
+SMALL = [
+    "data.max_samples=40",
+    "data.max_length=256",
+    "held_out.max_prompts=4",
+    "held_out.max_new_tokens=16",
+    "loop.max_steps=4",
+    "loop.tokens_per_step=1024",
+    "loop.micro_batch_tokens=512",
+    "loop.eval_every=2",
+    "target.device=cpu",
+    "threads=1",
+]
+
+
+def configured(job: str, schema: type, *overrides: str) -> Any:
+    register(job, schema)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return typed(compose(job.replace(".", "_"), [*SMALL, *overrides]), schema)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_has_a_file_a_schema_and_words(name: str):
+    kind = kind_of(name)
+    assert kind.name == name and (CONF / "head" / f"{name}.yaml").is_file()
+    assert issubclass(kind.config, HeadJobConfig)
+    config = configured("heads.train", schema_of(name), f"head={name}", "target.path=x")
+    assert config.kind == name and config.job == "heads.train"
+    docs = field_docs(schema_of(name))
+    assert all(docs.values()), [key for key, words in docs.items() if not words]
+
+
+def test_no_file_is_without_a_kind():
+    assert {file.stem for file in (CONF / "head").glob("*.yaml")} == set(KINDS)
+
+
+def test_the_recurrent_head_is_that_of_its_own_job(tiny_target: Path, tmp_path: Path):
+    given = [f"target.path={tiny_target}", "head.zero_blocks=true", "head.draft_vocab_size=300"]
+    own, also, other = (tmp_path / name for name in ("own", "also", "other"))
+    recurrent_drafting.train.run(
+        configured("recurrent_drafting.train", HeadTrainConfig, *given, f"output_dir={own}")
+    )
+    schema = schema_of("recurrent")
+    for folder, more in ((also, "seed=0"), (other, "seed=1")):
+        heads.train.run(configured("heads.train", schema, *given, more, f"output_dir={folder}"))
+    weights, same, different = (
+        load_file(folder / "drafter" / "model.safetensors") for folder in (own, also, other)
+    )
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    assert not torch.equal(weights["rnn_w.weight"], different["rnn_w.weight"]), "the control"
+    for name in ("config.json", "README.md"):
+        assert (own / "drafter" / name).read_bytes() == (also / "drafter" / name).read_bytes()
+    manifest = json.loads((also / "manifest.json").read_text())
+    assert manifest["finished"] and manifest["job"] == "heads.train"
+
+
+def test_the_kind_is_that_of_the_command_line_an_experiment_or_a_saved_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(heads.train.KINDS, "other", "nowhere.KIND")
+    monkeypatch.setattr(heads.train, "CONF", tmp_path)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "defaults: [{override /loss: forward_kl}, {override /head: other}]\njob: heads.train\n"
+    )
+    (tmp_path / "saved.yaml").write_text("job: heads.train\nkind: other\n")
+    assert chosen_kind(["loop.max_steps=1"]) == "recurrent"
+    assert chosen_kind(["head=other", "seed=1"]) == "other"
+    assert chosen_kind(["+experiment=mine"]) == "other"
+    assert chosen_kind(["+experiment=mine", "head=recurrent"]) == "recurrent"
+    assert chosen_kind(["--config-file", str(tmp_path / "saved.yaml")]) == "other"
+    assert chosen_kind(["head=none_such"]) == "recurrent"
+    assert chosen_kind(["+experiment=none_such"]) == "recurrent"
+
+
+def test_another_kind_than_that_of_the_configuration_is_refused(tmp_path: Path):
+    config = configured("heads.train", schema_of("recurrent"), "target.path=x", "kind=medusa")
+    with pytest.raises(UserError, match="head=medusa is unknown, expected one of recurrent"):
+        heads.train.run(config)
+
+
+def ran(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "heads.train", *arguments],
+        cwd=CONF.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_the_command_names_kinds_and_keys():
+    assert "there is no conf/head/none_such.yaml; of head there are: " in ran("head=none_such")
+    words = ran("head=recurrent", "head.rnm=false")
+    assert "unknown configuration key 'head.rnm'; the nearest valid key is 'head.rnn'" in words
+
+
+@pytest.mark.long
+def test_its_dry_run_is_resumed_from_its_own_configuration(tiny_target: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    given = [*SMALL, f"target.path={tiny_target}", "dry_run=true", f"output_dir={folder}"]
+    assert "untrained head folder" in ran("head=recurrent", *given)
+    assert "untrained head folder" in ran("--config-file", str(folder / "config.yaml"))

@@ -1,0 +1,99 @@
+"""Law 6 over all trained heads, and the controls that it must reject."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.heads import law_6
+from tests.heads.rows import HEAD_ROWS, HeadRow
+from training.data.packing import Batch
+from training.features.states import TargetStates
+from training.heads.positions import Positions
+
+ALL = [pytest.param(row, id=row.name) for row in HEAD_ROWS]
+UNEQUAL = "Tensor-likes are not close"
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_training_equals_drafting(row: HeadRow) -> None:
+    law_6.check_training_equals_drafting(row)
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_nothing_that_a_draft_cannot_have_seen_is_read(row: HeadRow) -> None:
+    law_6.check_nothing_unseen_is_read(row)
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_a_folder_drafts_the_same(row: HeadRow, tmp_path: Path) -> None:
+    law_6.check_a_folder_drafts_the_same(row, tmp_path)
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_the_chain_that_chooses_checkpoints_is_real_decoding(row: HeadRow) -> None:
+    law_6.check_the_chain_is_real_decoding(row)
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_a_chain_that_begins_a_token_late_is_rejected(row: HeadRow) -> None:
+    with pytest.raises(AssertionError):
+        law_6.check_the_chain_is_real_decoding(row, late=1)
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_labels_one_position_off_are_rejected(row: HeadRow) -> None:
+    with pytest.raises(AssertionError, match=UNEQUAL):
+        law_6.check_training_equals_drafting(row, label_shift=1)
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_taps_one_layer_off_are_rejected(row: HeadRow) -> None:
+    model = law_6.target()
+    taps = row.kind.taps(row.shape(model.config)) or (law_6.LAYERS,)
+    states = TargetStates(model, taps=tuple(layer - 1 for layer in taps), final=False)
+    with pytest.raises(AssertionError, match=UNEQUAL):
+        law_6.check_training_equals_drafting(row, states)
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_states_one_position_off_are_rejected(row: HeadRow) -> None:
+    """Of the tip itself, which no drafter has yet."""
+
+    class Later(TargetStates):
+        def _forward(self, batch: Batch) -> Tensor:
+            return super()._forward(batch).roll(-1, dims=1)
+
+    model = law_6.target()
+    states = Later(model, taps=row.kind.taps(row.shape(model.config)), final=False)
+    with pytest.raises(AssertionError, match=UNEQUAL):
+        law_6.check_training_equals_drafting(row, states)
+
+
+class Leaking:
+    """A kind whose predictions read the token that they predict."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind, self.label, self.outputs = kind, kind.label, kind.outputs
+
+    def features(
+        self, head: Any, states: TargetStates, batch: Batch, where: Positions, states_PC: Tensor
+    ) -> Tensor:
+        features_NE = self.kind.features(head, states, batch, where, states_PC)
+        return features_NE + states.embed(where.labels_N).mean(dim=-1, keepdim=True)
+
+    def draft(self, *given: Any) -> Tensor:
+        return self.kind.draft(*given)
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_a_leak_of_the_predicted_token_is_rejected(row: HeadRow) -> None:
+    with pytest.raises(AssertionError, match=UNEQUAL):
+        law_6.check_nothing_unseen_is_read(row, Leaking(row.kind))
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_another_weight_in_the_folder_is_rejected(row: HeadRow, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        law_6.check_a_folder_drafts_the_same(row, tmp_path, scale=1.01)

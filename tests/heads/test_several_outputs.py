@@ -1,0 +1,149 @@
+"""Heads with an output layer a depth: the objective and the looks against a plain loop over
+documents, positions and depths.
+
+The head is the simplest one: a linear map a depth of the target's last state, as Medusa's without
+blocks.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.recurrent_drafting import tiny
+from training.data.packing import Batch, Sample, collate
+from training.features.states import TargetStates
+from training.heads import positions as module
+from training.heads.evaluation import HeadAccuracy
+from training.heads.kind import Tips
+from training.heads.loss_config import HeadLossConfig
+from training.heads.objective import HeadObjective
+from training.heads.positions import Positions, positions
+from training.objectives import hidden_states
+
+K, H, V = tiny.HEADS, tiny.HIDDEN, tiny.VOCABULARY
+
+
+class LinearHeads(nn.Module):
+    """A map a depth."""
+
+    token_ids_V: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(H, V, bias=False) for _ in range(K))
+
+
+class LinearPredictions:
+    label = "linear"
+
+    def outputs(self, head: LinearHeads, states: TargetStates) -> list[Tensor]:
+        return [layer.weight for layer in head.maps]
+
+    def features(
+        self,
+        head: LinearHeads,
+        states: TargetStates,
+        batch: Batch,
+        where: Positions,
+        states_PC: Tensor,
+    ) -> Tensor:
+        return states_PC[where.drafts_M[where.draft_N]]
+
+    def draft(self, head: LinearHeads, states: TargetStates, tips: Tips, count: int) -> Tensor:
+        return torch.stack([layer(tips.states_MC).argmax(-1) for layer in head.maps[:count]], 1)
+
+
+KIND = LinearPredictions()
+
+
+def linear_heads() -> LinearHeads:
+    torch.manual_seed(2)
+    return LinearHeads().double()
+
+
+def plainly(head: LinearHeads, target: Any, documents: list[Sample]) -> list[dict[str, Any]]:
+    """Every prediction: its depth, logits, label and the target's own logits."""
+    found = []
+    for one in documents:
+        hidden = hidden_states(target, collate([one], [[0]], len(one.ids)))[0]
+        for t in range(len(one.ids)):
+            for depth, layer in enumerate(head.maps):
+                if t + 2 + depth < len(one.ids) and one.mask[t + 2 + depth]:
+                    found.append(
+                        {
+                            "depth": depth,
+                            "logits": layer(hidden[t]),
+                            "label": int(one.ids[t + 2 + depth]),
+                            "target": hidden[t + 1 + depth] @ target.lm_head.weight.T,
+                        }
+                    )
+    return found
+
+
+@pytest.mark.parametrize("chunk", [8, 1024])
+@pytest.mark.parametrize("name", ["cross_entropy", "forward_kl"])
+def test_the_loss_and_its_gradient_are_those_of_a_plain_loop(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+):
+    """chunk: rows that are arranged together; the loss may go through more at once."""
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    target, head, documents = tiny.target(), linear_heads(), tiny.samples()
+    loss_config = HeadLossConfig(name, predict_n_tokens=K, decay=0.8)
+    objective = HeadObjective(KIND, head, TargetStates(target), loss_config)
+    loss, sums = objective(tiny.packed(documents))
+    expected, by_depth = torch.zeros((), dtype=torch.float64), torch.zeros(K, dtype=torch.float64)
+    for one in plainly(head, target, documents):
+        log_q = F.log_softmax(one["logits"], dim=-1)
+        each = -log_q[one["label"]]
+        if name == "forward_kl":
+            each = F.kl_div(
+                log_q, F.log_softmax(one["target"], -1), log_target=True, reduction="sum"
+            )
+        expected = expected + 0.8 ** one["depth"] * each
+        by_depth[one["depth"]] += each.detach()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(sums[K:], by_depth)
+    weights = list(head.parameters())
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, weights), torch.autograd.grad(expected, weights)
+    ):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.abs().sum() > 0
+
+
+def test_predictions_of_a_depth_lie_together_in_every_chunk(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "CHUNK", 16)
+    batch = tiny.packed(tiny.samples())
+    plain, grouped = (positions(batch, K, judged=True, grouped=one) for one in (False, True))
+    assert sorted(grouped.heads.tolist()) == sorted(plain.heads.tolist())
+    assert grouped.heads.tolist() == grouped.head_N.tolist()
+    changes = {False: 0, True: 0}
+    for start in range(0, len(plain.heads), 16):
+        for kind, where in ((False, plain), (True, grouped)):
+            part = where.heads[start : start + 16]
+            changes[kind] += int((np.diff(part) != 0).sum())
+        assert set(grouped.judges[start : start + 16]) == set(plain.judges[start : start + 16])
+        assert (np.diff(grouped.heads[start : start + 16]) >= 0).all()
+    assert changes[True] < changes[False] / 2, "the control: they do not by themselves"
+
+
+def test_accuracies_are_ranks_among_whole_logits():
+    target, head, documents = tiny.target(), linear_heads(), tiny.samples()
+    look = HeadAccuracy(
+        KIND, head, TargetStates(target), documents, K, 4, tiny.ROW, torch.device("cpu")
+    )
+    right, counts = np.zeros((K, 4)), np.zeros(K)
+    for one in plainly(head, target, documents):
+        order = one["logits"].argsort(descending=True).tolist()
+        counts[one["depth"]] += 1
+        right[one["depth"], order.index(one["label"]) :] += 1
+    figures = look()
+    for depth in range(K):
+        for k in range(4):
+            assert figures[f"accuracy/linear{depth}_top{k + 1}"] == pytest.approx(
+                right[depth, k] / counts[depth]
+            )
