@@ -9,10 +9,8 @@ state's channels, 19.2 and 1.27 on the state's, 19.5 and 1.25 on both (one seed)
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +20,8 @@ from recurrent_drafting.checkpoint import load_head, read_head_config
 from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.head import Block, HeadConfig, RecurrentHead
 from training.data.packing import Sample
+from training.heads.checkpoint import check_sizes
+from training.heads.draft_vocabulary import choose_tokens
 
 MOST_BLOCKS, WIDEST = 64, 16  # residual blocks; times the target's hidden size
 WARM_STARTS = ("none", "hidden", "state", "both")
@@ -67,18 +67,6 @@ def ignored(shape: HeadShapeConfig, config: HeadConfig) -> str:
         f"{', '.join(keys)}"
     )
     return told if keys else ""
-
-
-def check_sizes(folder: Path, config: HeadConfig, target: Any) -> None:
-    """Raise UserError for a head that was made for a target of other sizes."""
-    for name in ("hidden_size", "vocab_size"):
-        ours, theirs = vars(config)[name], vars(target)[name]
-        if ours != theirs:
-            raise UserError(
-                f"{folder}: the head has {name} {ours}, the target {theirs}: a head reads the "
-                f"hidden states and the embedding of the very target it "
-                "was trained for. Take that target, or train a head for this one"
-            )
 
 
 def check_shape(shape: HeadShapeConfig, config: HeadConfig) -> None:
@@ -128,7 +116,7 @@ def build_head(
         return load_head(resolve(shape.path)).requires_grad_(True).train()
     head = RecurrentHead(config)
     if config.draft_vocab_size:
-        head.token_ids_V = shortlist(samples, config, show)
+        head.token_ids_V = choose_tokens(samples, config.vocab_size, config.draft_vocab_size, show)
     if shape.zero_blocks:
         for block in head.lm_head[:-1]:
             assert isinstance(block, Block)
@@ -137,21 +125,6 @@ def build_head(
     if shape.warm_start != "none":
         start_warm(head, shape.warm_start, lm_head_VH.float().cpu())
     return head
-
-
-def shortlist(samples: Sequence[Sample], config: HeadConfig, show: bool) -> Tensor:
-    """The ids [V] that are supervised most often, rising; among equals the smaller ones."""
-    counts = np.zeros(config.vocab_size, dtype=np.int64)
-    for sample in samples:
-        counts += np.bincount(sample.ids[sample.mask], minlength=config.vocab_size)
-    chosen = np.argsort(-counts, kind="stable")[: config.draft_vocab_size]
-    share = counts[chosen].sum() / max(1, counts.sum())
-    if show:
-        print(
-            f"shortlist: {len(chosen):,} of {config.vocab_size:,} tokens, {share:.2%} of the "
-            f"training answers' tokens"
-        )
-    return torch.from_numpy(np.sort(chosen))
 
 
 @torch.no_grad()

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from decoding import devices
-from recurrent_drafting.loss_config import HeadLossConfig
-from recurrent_drafting.objective import HeadTraining
-from recurrent_drafting.states import TargetStates
+from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.gpu_decode import judged
 from scripts.bench.gpu_training import Sizes, chats, frozen_target, ours
 from scripts.bench.random_models import Shape, random_head
+from training.features.states import TargetStates
+from training.heads.loss_config import HeadLossConfig
+from training.heads.objective import HeadObjective
 
 GOAL_HOURS, PUBLISHED_HOURS = 4.0, 12.0  # of one card; published: 1.5 hours on 8 H100
 SHAREGPT_TOKENS = 248_000_000  # of two epochs, padding not counted
@@ -52,7 +53,9 @@ def training(sizes: Sizes, device: str) -> dict[str, Any]:
     devices.peak_bytes(torch.device(device))
     head = random_head(sizes.target, BLOCKS, sizes.dtype, device)
     loss_config = HeadLossConfig(predict_n_tokens=HEADS)
-    objective = HeadTraining(head, TargetStates(frozen_target(sizes, device)), loss_config)
+    objective = HeadObjective(
+        PREDICTIONS, head, TargetStates(frozen_target(sizes, device)), loss_config
+    )
     found = ours(objective, head, chats(sizes), sizes, device)
     hours = SHAREGPT_TOKENS / found["tokens_per_second"] / 3600
     return {

@@ -6,7 +6,7 @@ seconds: a side's step is timed first, and its steps fill the seconds, with the 
 schedule over them. Steps make the target's states anew, as no cache is warm in so short a run.
 
 Worth is block efficiency by prompt: greedy, of a chain on the target's own answers, which is that
-of real decoding (recurrent_drafting/evaluation.py); and sampled, of real decoding with drawn
+of real decoding (training/heads/evaluation.py); and sampled, of real decoding with drawn
 chains, tested by p / q.
 """
 
@@ -31,17 +31,18 @@ from jobs.paths import resolve
 from recurrent_drafting.build import build_head, head_config
 from recurrent_drafting.config import HeadShapeConfig
 from recurrent_drafting.drafter import RecurrentDrafter
-from recurrent_drafting.evaluation import GreedyChain
 from recurrent_drafting.head import RecurrentHead
-from recurrent_drafting.loss_config import HeadLossConfig
-from recurrent_drafting.objective import HeadTraining
-from recurrent_drafting.states import TargetStates
+from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.recurrent_generation import unlooping
 from scripts.bench.students import Students, configured
 from training.config import DataConfig, LoopConfig, StudentConfig
 from training.data.from_config import read_samples
 from training.data.packing import PackedData, Sample
 from training.data.readers import Prompt, read_prompts
+from training.features.states import TargetStates
+from training.heads.evaluation import GreedyChain
+from training.heads.loss_config import HeadLossConfig
+from training.heads.objective import HeadObjective
 from training.loop import fit
 from training.models.build import dtype_of, load_causal_lm
 from training.objectives import Distillation, freeze
@@ -128,7 +129,14 @@ class Bench:
         )
         capacity, device = max(longest, chosen.max_length), torch.device(chosen.device)
         return GreedyChain(
-            head, self.states, answers, chosen.heads, chosen.max_new_tokens, capacity, device
+            PREDICTIONS,
+            head,
+            self.states,
+            answers,
+            chosen.heads,
+            chosen.max_new_tokens,
+            capacity,
+            device,
         )
 
     def data(self, answered: bool, seed: int) -> PackedData:
@@ -170,7 +178,7 @@ class Bench:
         loss = HeadLossConfig(
             side.loss, predict_n_tokens=self.chosen.heads, own_tokens=side.own_tokens
         )
-        return HeadTraining(head, self.states, loss), head
+        return HeadObjective(PREDICTIONS, head, self.states, loss), head
 
     @cached_property
     def students(self) -> dict[int, tuple[Any, float]]:

@@ -30,14 +30,15 @@ from decoding.models.text.tokenizer import load_tokenizer
 from jobs.config import ParallelConfig
 from jobs.paths import resolve
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from recurrent_drafting.loss_config import HeadLossConfig
-from recurrent_drafting.objective import HeadTraining
-from recurrent_drafting.states import TargetStates
+from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.common import peak_bytes, ratio, take_turns
 from training.config import LoopConfig
 from training.data.packing import PackedData, Sample, collate
 from training.data.readers import read_chats
 from training.data.samples import chat_samples
+from training.features.states import TargetStates
+from training.heads.loss_config import HeadLossConfig
+from training.heads.objective import HeadObjective
 from training.loop import fit
 from training.models.build import dtype_of, load_causal_lm
 from training.objectives import freeze
@@ -173,7 +174,8 @@ class OurSide:
         self.chosen, self.data, self.folder = chosen, data, folder
         dtype = dtype_of(chosen.dtype)
         states = TargetStates(target)
-        self.objective = HeadTraining(
+        self.objective = HeadObjective(
+            PREDICTIONS,
             copy.deepcopy(head).to(chosen.device, dtype),
             states,
             HeadLossConfig(predict_n_tokens=chosen.heads),
@@ -193,8 +195,11 @@ class OurSide:
             optimizer=OptimizerConfig(lr=1e-3),
         )
         parallel = Parallel(ParallelConfig(), chosen.device)
-        module = HeadTraining(
-            copy.deepcopy(self.objective.head), self.objective.states, self.objective.loss
+        module = HeadObjective(
+            PREDICTIONS,
+            copy.deepcopy(self.objective.head),
+            self.objective.states,
+            self.objective.loss,
         )
         with tempfile.TemporaryDirectory(dir=self.folder) as run:
             fit(

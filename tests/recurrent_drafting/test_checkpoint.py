@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decoding.errors import UserError
-from recurrent_drafting.checkpoint import extensions, load_head, read_head_config, save_head
+from recurrent_drafting.checkpoint import LAYOUT, load_head, read_head_config, save_head
 from tests.recurrent_drafting import tiny
 
 H, V = tiny.HIDDEN, tiny.VOCABULARY
@@ -56,7 +56,7 @@ def test_names_shapes_dtypes_and_keys_are_the_published_ones(form: str, tmp_path
         "rnn": head.config.rnn,
         "torch_dtype": "float32",
     }
-    assert not extensions(head.config)
+    assert not LAYOUT.extensions(head.config)
 
 
 def test_a_head_trained_in_bfloat16_is_stored_in_float32(tmp_path: Path):
@@ -80,7 +80,7 @@ def test_a_head_comes_back_as_it_was(form: str, tmp_path: Path):
 
 def test_a_shortlist_is_told_as_an_extension(tmp_path: Path):
     head = tiny.head("shortlist", torch.float32)
-    assert "a shortlist of 20 of 61 tokens" in extensions(head.config)[0]
+    assert "a shortlist of 20 of 61 tokens" in LAYOUT.extensions(head.config)[0]
     save_head(head, tmp_path)
     assert load_file(tmp_path / "model.safetensors")["token_ids_V"].dtype == torch.int64
     assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == 20

@@ -13,11 +13,12 @@ from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from recurrent_drafting.drafter import RecurrentDrafter
-from recurrent_drafting.evaluation import GreedyChain, HeadAccuracy, Looks, walk
 from recurrent_drafting.head import RecurrentHead
-from recurrent_drafting.states import TargetStates
+from recurrent_drafting.predictions import PREDICTIONS
 from tests.recurrent_drafting import tiny
 from training.data.packing import Sample, collate
+from training.features.states import TargetStates
+from training.heads.evaluation import GreedyChain, HeadAccuracy, Looks, walk
 from training.objectives import hidden_states
 
 DRAFT, TOKENS = 3, 14
@@ -71,7 +72,7 @@ def test_the_walk_is_real_decoding_round_by_round(form: str, stopped: bool):
     assert [one.tokens for one in done] == [one.tokens for one in plain]
     assert stopped == any(one.finish == "stop" for one in done)
     states = TargetStates(target)
-    chain = GreedyChain(head, states, samples_of(plain), DRAFT, TOKENS, tiny.ROW, CPU)
+    chain = GreedyChain(PREDICTIONS, head, states, samples_of(plain), DRAFT, TOKENS, tiny.ROW, CPU)
     assert chain.counts() == [
         (one.rounds, len(one.tokens), one.accepted, one.tested) for one in done
     ]
@@ -82,7 +83,9 @@ def test_the_walk_is_real_decoding_round_by_round(form: str, stopped: bool):
     assert figures["acceptance"] == pytest.approx(accepted / tested)
     assert figures["score"] == figures["block_efficiency"]
     # The control: as if the prefill gave the first token.
-    late = GreedyChain(head, states, samples_of(plain, later=1), DRAFT, TOKENS - 1, tiny.ROW, CPU)
+    late = GreedyChain(
+        PREDICTIONS, head, states, samples_of(plain, later=1), DRAFT, TOKENS - 1, tiny.ROW, CPU
+    )
     assert [one[0] for one in late.counts()] != [one.rounds for one in done]
 
 
@@ -102,7 +105,9 @@ def test_perfect_and_useless_drafts_have_their_closed_forms():
 
 def test_accuracies_are_ranks_among_whole_logits():
     target, head, documents = tiny.target(), tiny.head(), tiny.samples()
-    figures = HeadAccuracy(head, TargetStates(target), documents, tiny.HEADS, 4, tiny.ROW, CPU)()
+    figures = HeadAccuracy(
+        PREDICTIONS, head, TargetStates(target), documents, tiny.HEADS, 4, tiny.ROW, CPU
+    )()
     right, counts = np.zeros((tiny.HEADS, 4)), np.zeros(tiny.HEADS)
     table = target.get_input_embeddings().weight
     for one in documents:

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.errors import UserError
-from recurrent_drafting.dry_run import head_parameters
 from recurrent_drafting.head import HeadConfig, RecurrentHead
+from recurrent_drafting.kind import KIND
 from tests.recurrent_drafting import tiny
+from training.heads.measure import measure
 
 
 def transcribed(
@@ -129,13 +130,13 @@ def test_parameters_are_those_of_the_published_table(hidden: int, blocks: int, m
     with torch.device("meta"):
         head = RecurrentHead(config)
     assert round(head.num_parameters / 1e6, 1) == millions
-    assert head_parameters(config)["all"] == head.num_parameters
+    assert measure(KIND, config, 5, torch.float32).parameters == head.num_parameters
 
 
 @pytest.mark.parametrize("form", tiny.FORMS)
 def test_parameters_by_part_add_up_in_every_form(form: str):
     head = tiny.head(form)
-    assert head_parameters(head.config)["all"] == head.num_parameters
+    assert measure(KIND, head.config, 5, torch.float32).parameters == head.num_parameters
 
 
 @pytest.mark.parametrize(

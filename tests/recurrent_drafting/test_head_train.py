@@ -25,8 +25,8 @@ from jobs.config import typed
 from jobs.job import CONF, register
 from recurrent_drafting.checkpoint import load_head, read_head_config
 from recurrent_drafting.config import HeadTrainConfig
-from recurrent_drafting.dry_run import target_flops
 from recurrent_drafting.train import run
+from training.heads.dry_run import target_flops
 from training.models.build import load_causal_lm
 from training.models.shapes import forward_flops
 

@@ -15,16 +15,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from decoding import devices
 from decoding.errors import UserError
-from recurrent_drafting import objective as module
+from recurrent_drafting import predictions as module
 from recurrent_drafting.head import RecurrentHead
-from recurrent_drafting.loss_config import HeadLossConfig
-from recurrent_drafting.objective import HeadTraining, predictions
-from recurrent_drafting.positions import check_predictions, positions
-from recurrent_drafting.states import TargetStates
+from recurrent_drafting.predictions import PREDICTIONS
 from scripts.bench.common import peak_bytes
 from tests.decoding.waits import Waits
 from tests.recurrent_drafting import tiny
 from training.data.packing import Sample, best_fit, collate
+from training.features.states import TargetStates
+from training.heads.loss_config import HeadLossConfig
+from training.heads.objective import HeadObjective
+from training.heads.positions import check_predictions, positions
 from training.losses.heads import chunked_argmax
 from training.losses.soft import eager_soft
 from training.objectives import hidden_states
@@ -189,7 +190,7 @@ def test_own_tokens_are_made_for_the_drafts_that_take_them_alone(
     found = []
     for share in (0.0, 1.0, 0.5):
         where = positions(batch, tiny.HEADS, False, share)
-        found.append(predictions(head, states, states(batch, where), where))
+        found.append(PREDICTIONS.features(head, states, batch, where, states(batch, where)))
     none_NE, all_NE, some_NE = found
     own_N1 = torch.isin(where.draft_N, where.own_O)[:, None]
     torch.testing.assert_close(some_NE, torch.where(own_N1, all_NE, none_NE))
@@ -242,7 +243,7 @@ def test_texts_without_a_prediction_are_refused():
 LOSSES = [{}, {"name": "lk"}, {"own_tokens": 0.5}, {"name": "continuations"}]
 
 
-def micro_batch(objective: HeadTraining, device: str = "cpu") -> None:
+def micro_batch(objective: HeadObjective, device: str = "cpu") -> None:
     """From samples to gradients, as the loop does it."""
     documents = tiny.samples(3)
     rows = best_fit([len(one.ids) for one in documents], tiny.ROW)
@@ -325,7 +326,9 @@ def test_no_tensor_of_heads_and_vocabulary_is_there():
         Sample(np.arange(length, dtype=np.int32), np.arange(length) > 0) for _ in range(rows)
     ]
     batch = collate(documents, [[i] for i in range(rows)], length)
-    objective = HeadTraining(made, TargetStates(model), HeadLossConfig(predict_n_tokens=heads))
+    objective = HeadObjective(
+        PREDICTIONS, made, TargetStates(model), HeadLossConfig(predict_n_tokens=heads)
+    )
     whole = heads * rows * length * vocabulary * 4
 
     def published() -> Tensor:

@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from recurrent_drafting.head import HeadConfig, RecurrentHead
-from recurrent_drafting.loss_config import HeadLossConfig
-from recurrent_drafting.objective import HeadTraining
-from recurrent_drafting.states import TargetStates
+from recurrent_drafting.predictions import PREDICTIONS
 from training.config import StudentConfig
 from training.data.packing import Batch, Sample, best_fit, collate
+from training.features.states import TargetStates
+from training.heads.loss_config import HeadLossConfig
+from training.heads.objective import HeadObjective
 from training.models.build import build_llama
 from training.objectives import freeze
 
@@ -71,6 +72,8 @@ def packed(documents: list[Sample]) -> Batch:
     return collate(documents, best_fit([len(one.ids) for one in documents], ROW), ROW)
 
 
-def objective(made: RecurrentHead, model: Any, **loss: Any) -> HeadTraining:
+def objective(made: RecurrentHead, model: Any, **loss: Any) -> HeadObjective:
     states = TargetStates(model)
-    return HeadTraining(made, states, HeadLossConfig(**({"predict_n_tokens": HEADS} | loss)))
+    return HeadObjective(
+        PREDICTIONS, made, states, HeadLossConfig(**({"predict_n_tokens": HEADS} | loss))
+    )

@@ -216,14 +216,15 @@ def test_the_recurrent_part_measures_the_published_setting() -> None:
 
 def test_a_timed_training_step_is_the_loops(tmp_path: Path) -> None:
     from jobs.config import ParallelConfig
-    from recurrent_drafting.loss_config import HeadLossConfig
-    from recurrent_drafting.objective import HeadTraining
-    from recurrent_drafting.states import TargetStates
+    from recurrent_drafting.predictions import PREDICTIONS
     from scripts.bench.gpu_recurrent_training import HEADS, TOY
     from scripts.bench.gpu_training import chats, frozen_target, step
     from scripts.bench.random_models import random_head
     from training.config import LoopConfig
     from training.data.packing import PackedData
+    from training.features.states import TargetStates
+    from training.heads.loss_config import HeadLossConfig
+    from training.heads.objective import HeadObjective
     from training.loop import fit
     from training.optimizer import MasterAdamW
     from training.optimizer_config import OptimizerConfig
@@ -238,7 +239,7 @@ def test_a_timed_training_step_is_the_loops(tmp_path: Path) -> None:
 
     def trained(number: int) -> torch.Tensor:
         head = random_head(TOY.target, 2, TOY.dtype, "cpu")
-        objective = HeadTraining(head, states, HeadLossConfig(predict_n_tokens=HEADS))
+        objective = HeadObjective(PREDICTIONS, head, states, HeadLossConfig(predict_n_tokens=HEADS))
         step(objective, MasterAdamW(head, config), data, data.step_rows(number), TOY)
         return torch.cat([weight.flatten() for weight in head.parameters()])
 
@@ -250,7 +251,7 @@ def test_a_timed_training_step_is_the_loops(tmp_path: Path) -> None:
         dtype="bfloat16",
         optimizer=config,
     )
-    objective = HeadTraining(head, states, HeadLossConfig(predict_n_tokens=HEADS))
+    objective = HeadObjective(PREDICTIONS, head, states, HeadLossConfig(predict_n_tokens=HEADS))
     parallel = Parallel(ParallelConfig(), "cpu")
     fit("loop", objective, head, data, loop, parallel, tmp_path, None, lambda: {"score": 0.0})
     expected = torch.cat([weight.flatten() for weight in head.parameters()])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scripts.bench.common import peak_bytes
-from training.losses.chunked import RowLoss, cross_entropy_rows
+from training.losses.chunked import Outputs, RowLoss, cross_entropy_rows
 from training.losses.heads import (
     at_temperature,
     chunked_argmax,
@@ -52,7 +52,9 @@ def test_soft_losses_by_head_equal_their_eager_twins(
     )
     against = shared(Teacher(teacher, teacher_weight, temperature, shortlist))
     rows = at_temperature(SOFT[name], temperature)
-    loss, sums = chunked_by_head(features, weight, rows, against, head, K, decay=0.8, chunk=10)
+    loss, sums = chunked_by_head(
+        features, Outputs([weight]), rows, against, head, K, decay=0.8, chunk=10
+    )
     log_p = F.log_softmax(teacher[JUDGES] @ teacher_weight.T / temperature, dim=-1)
     log_p = log_p if shortlist is None else log_p[:, shortlist]
     each = eager_soft(name, features @ weight.T / temperature, log_p)
@@ -77,12 +79,14 @@ def test_gradients_against_finite_differences(name: str):
     # its lambda takes no gradient, so that the whole is no gradient of its value; eta 0 is KL
     if name == "lk_hybrid":
         assert torch.autograd.gradcheck(
-            lambda f, w: chunked_by_head(f, w, lk_hybrid_rows(0.0), against, head, K, chunk=8)[0],
+            lambda f, w: chunked_by_head(
+                f, Outputs([w]), lk_hybrid_rows(0.0), against, head, K, chunk=8
+            )[0],
             (features, weight),
         )
         return
     assert torch.autograd.gradcheck(
-        lambda f, w: chunked_by_head(f, w, SOFT[name], against, head, K, chunk=8)[0],
+        lambda f, w: chunked_by_head(f, Outputs([w]), SOFT[name], against, head, K, chunk=8)[0],
         (features, weight),
     )
 
@@ -97,7 +101,7 @@ def test_gradcheck_rejects_a_wrong_gradient():
 
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
         torch.autograd.gradcheck(
-            lambda f, w: chunked_by_head(f, w, forgetful, against, head, K, chunk=8)[0],
+            lambda f, w: chunked_by_head(f, Outputs([w]), forgetful, against, head, K, chunk=8)[0],
             (features, weight),
         )
 
@@ -106,7 +110,9 @@ def test_a_drafter_that_is_its_teacher_loses_nothing():
     teacher, weight = torch.randn(N, G, dtype=torch.float64), torch.randn(V, G, dtype=torch.float64)
     head = torch.zeros(N, dtype=torch.long)
     for rows in SOFT.values():
-        loss, sums = chunked_by_head(teacher, weight, rows, Teacher(teacher, weight).at, head, 1)
+        loss, sums = chunked_by_head(
+            teacher, Outputs([weight]), rows, Teacher(teacher, weight).at, head, 1
+        )
         assert abs(float(loss)) < 1e-9
         assert abs(float(sums[0]) - N) < 1e-9
 
@@ -117,7 +123,7 @@ def test_labels_outside_the_shortlist_count_nothing_and_are_wrong():
     outside = labels % 3 == 0
     loss, sums = chunked_by_head(
         features,
-        weight,
+        Outputs([weight]),
         listed_cross_entropy_rows,
         lambda a, b: labels.where(~outside, -1)[a:b],
         head,
@@ -160,7 +166,7 @@ def test_no_rows_give_zeros_and_gradients_of_zero():
     weight = torch.randn(V, E, requires_grad=True)
     empty = torch.zeros(0, dtype=torch.long)
     loss, sums = chunked_by_head(
-        features, weight, cross_entropy_rows, lambda a, b: empty[a:b], empty, K
+        features, Outputs([weight]), cross_entropy_rows, lambda a, b: empty[a:b], empty, K
     )
     loss.backward()
     assert (loss.item(), sums.tolist()) == (0.0, [0.0] * 2 * K)
@@ -186,7 +192,13 @@ def test_memory_of_all_heads_is_that_of_a_chunk():
 
     def ours() -> Tensor:
         return chunked_by_head(
-            features, weight, cross_entropy_rows, lambda a, b: labels[a:b], head, heads, chunk=64
+            features,
+            Outputs([weight]),
+            cross_entropy_rows,
+            lambda a, b: labels[a:b],
+            head,
+            heads,
+            chunk=64,
         )[0]
 
     def whole() -> Tensor:

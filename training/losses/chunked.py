@@ -8,9 +8,12 @@ linear losses; the code is plain PyTorch and runs anywhere.
 Shapes: N supervised tokens, C tokens of a chunk, H student width, G teacher width, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,6 +52,36 @@ def forward_kl_rows(logits_CV: Tensor, teacher_logits_CV: Tensor) -> tuple[Tenso
     return loss_C, q_CV.sub_(p_CV), overlap_C[:, None]
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """The output layers that rows go through: one that they share, or several.
+
+    Where there are several, the rows of one layer lie together in every chunk, and the host knows
+    which they are: nobody asks the device, and the logits of all layers are never there at once.
+    """
+
+    weights: Sequence[Tensor]  # [V, H] each
+    layers_N: np.ndarray | None = (
+        None  # of each row, its layer; None: all rows go through the first
+    )
+
+    def spans(self, start: int, end: int) -> list[tuple[int, slice]]:
+        """(layer, its rows counted from `start`) of rows [start, end)."""
+        if self.layers_N is None:
+            return [(0, slice(0, end - start))]
+        part = self.layers_N[start:end]
+        edges = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(part)]
+        return [(int(part[first]), slice(first, last)) for first, last in pairwise(edges)]
+
+    def logits(self, hidden_NH: Tensor, start: int, end: int) -> Tensor:
+        """[C, V] of rows [start, end)."""
+        part_CH = hidden_NH[start:end]
+        parts = [
+            F.linear(part_CH[one], self.weights[layer]) for layer, one in self.spans(start, end)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 class ChunkedLoss(torch.autograd.Function):
     """Sum of a row loss over all rows; the backward pass only scales what the forward pass has
     already computed.
@@ -58,31 +91,40 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         hidden_NH: Tensor,
-        weight_VH: Tensor,
         reference: Callable[[int, int], Any],
         rows: RowLoss,
         chunk: int,
+        layers_N: np.ndarray | None,
+        *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        outputs = Outputs(weights, layers_N)
+        need_hidden, need_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         grad_hidden_NH = torch.zeros_like(hidden_NH) if need_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if need_weight else None
+        grads = [
+            torch.zeros_like(weight_VH, dtype=wide) if need else None
+            for weight_VH, need in zip(weights, need_weights, strict=True)
+        ]
         loss = torch.zeros((), dtype=wide, device=hidden_NH.device)
         metrics: Tensor | None = None
         for start in range(0, len(hidden_NH), chunk):
-            part_CH = hidden_NH[start : start + chunk]
-            logits_CV = F.linear(part_CH, weight_VH).to(wide)
-            loss_C, gradient_CV, metric_CM = rows(logits_CV, reference(start, start + len(part_CH)))
+            end = min(start + chunk, len(hidden_NH))
+            part_CH = hidden_NH[start:end]
+            logits_CV = outputs.logits(hidden_NH, start, end).to(wide)
+            loss_C, gradient_CV, metric_CM = rows(logits_CV, reference(start, end))
             loss += loss_C.sum()
             metrics = metric_CM.sum(dim=0) if metrics is None else metrics + metric_CM.sum(dim=0)
             gradient_CV = gradient_CV.to(hidden_NH.dtype)
-            if grad_hidden_NH is not None:
-                grad_hidden_NH[start : start + chunk] = gradient_CV @ weight_VH
-            if grad_weight_VH is not None:
-                grad_weight_VH += gradient_CV.T @ part_CH
-        ctx.save_for_backward(
-            grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
-        )
+            for layer, one in outputs.spans(start, end):
+                if grad_hidden_NH is not None:
+                    grad_hidden_NH[start:end][one] = gradient_CV[one] @ weights[layer]
+                if (grad_VH := grads[layer]) is not None:
+                    grad_VH += gradient_CV[one].T @ part_CH[one]
+        kept = [
+            None if grad_VH is None else grad_VH.to(weight_VH.dtype)
+            for grad_VH, weight_VH in zip(grads, weights, strict=True)
+        ]
+        ctx.save_for_backward(grad_hidden_NH, *kept)
         total = (
             metrics if metrics is not None else torch.zeros(1, dtype=wide, device=hidden_NH.device)
         )
@@ -90,21 +132,12 @@ class ChunkedLoss(torch.autograd.Function):
         return loss, total
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_loss: Tensor, _: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
-        grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
-        return (
-            None
-            if grad_hidden_NH is None
-            else (grad_hidden_NH * grad_loss).to(grad_hidden_NH.dtype),
-            None
-            if grad_weight_VH is None
-            else (grad_weight_VH * grad_loss).to(grad_weight_VH.dtype),
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_hidden_NH, *grads = [
+            None if grad is None else (grad * grad_loss).to(grad.dtype)
+            for grad in ctx.saved_tensors
+        ]
+        return grad_hidden_NH, None, None, None, None, *grads
 
 
 def chunked_cross_entropy(
@@ -112,7 +145,7 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """(sum of -log q(label), number of labels that are the argmax [1]) over all rows, in nats."""
     return ChunkedLoss.apply(
-        hidden_NH, weight_VH, lambda a, b: labels_N[a:b], cross_entropy_rows, chunk
+        hidden_NH, lambda a, b: labels_N[a:b], cross_entropy_rows, chunk, None, weight_VH
     )  # type: ignore[no-untyped-call]
 
 
@@ -140,9 +173,8 @@ def chunked_forward_kl(
         loss_C, gradient_CV, metric_CM = forward_kl_rows(logits_CV / temperature, teacher_logits_CV)
         return loss_C, gradient_CV / temperature, metric_CM
 
-    return ChunkedLoss.apply(
-        hidden_NH, weight_VH, teacher, forward_kl_rows if temperature == 1.0 else rows, chunk
-    )  # type: ignore[no-untyped-call]
+    kl = forward_kl_rows if temperature == 1.0 else rows
+    return ChunkedLoss.apply(hidden_NH, teacher, kl, chunk, None, weight_VH)  # type: ignore[no-untyped-call]
 
 
 def eager_cross_entropy(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The loss of a drafter that predicts several tokens ahead, over the predictions of all its heads
 at once.
 
-The predictions of every head are rows of one chunked loss (training/losses/chunked.py), so that the
-output layer's gradient is added up once and no [heads, tokens, vocabulary] tensor is ever there.
-Sums by head stay on the device.
+The predictions of every head are rows of one chunked loss (training/losses/chunked.py), so that an
+output layer's gradient is added up once and no [heads, tokens, vocabulary] tensor is ever there,
+whether the heads share a layer or have one each. Sums by head stay on the device.
 
 Shapes: N predictions of all heads, C of a chunk, K heads, E features, V vocabulary that is drafted
 from.
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.losses.chunked import CHUNK, ChunkedLoss, RowLoss, cross_entropy_rows
+from training.losses.chunked import CHUNK, ChunkedLoss, Outputs, RowLoss, cross_entropy_rows
 
 
 def listed_cross_entropy_rows(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +42,7 @@ def at_temperature(rows: RowLoss, temperature: float) -> RowLoss:
 
 def chunked_by_head(
     features_NE: Tensor,
-    weight_VE: Tensor,
+    outputs: Outputs,
     rows: RowLoss,
     against: Callable[[int, int], Any],
     head_N: Tensor,
@@ -54,7 +54,7 @@ def chunked_by_head(
     then of the loss unweighted).
 
     against(start, end): what those rows are held against, as `rows` takes it. Gradients flow into
-    features and output layer.
+    features and output layers.
     """
     heads_K = torch.arange(heads, device=head_N.device)
 
@@ -69,7 +69,9 @@ def chunked_by_head(
         sums_CM = torch.cat((of_head_CK * metric_C1, of_head_CK * loss_C[:, None]), dim=1)
         return loss_C * weight_C, gradient_CV.mul_(weight_C[:, None]), sums_CM
 
-    loss, sums = ChunkedLoss.apply(features_NE, weight_VE, with_heads, weighed, chunk)  # type: ignore[no-untyped-call]
+    loss, sums = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        features_NE, with_heads, weighed, chunk, outputs.layers_N, *outputs.weights
+    )
     return loss, sums if len(features_NE) else sums.new_zeros(2 * heads)
 
 

@@ -110,11 +110,11 @@ class Teacher:
 
     def shared(self, judges_N: Tensor, places: np.ndarray) -> Callable[[int, int], Judgement]:
         """What gives the distributions of rows [start, end), each that of its position judges_N;
-        `places`: the same on the host, rising.
+        `places`: the same on the host, rising from chunk to chunk.
         """
 
         def rows(start: int, end: int) -> Judgement:
-            first, last = int(places[start]), int(places[end - 1])
+            first, last = int(places[start:end].min()), int(places[start:end].max())
             return self.at(first, last + 1).select(judges_N[start:end] - first)
 
         return rows

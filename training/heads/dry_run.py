@@ -1,9 +1,8 @@
-"""Dry runs of the head's training: parameters, operations, memory, hours, and a head folder of
-zeros, without weights or data.
+"""Dry runs of a head's training: parameters, operations, memory, hours, and a head folder of zeros,
+without weights or data.
 
 Operations are those of products with weights: two a weight and token forward, and for the head as
-much again twice backward; the target runs forward alone. What the hidden state gives to the first
-linear map is counted once a draft, as it is computed.
+much again twice backward; the target runs forward alone.
 """
 
 import shutil
@@ -11,13 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from jobs.amounts import hours, operations, size
-from recurrent_drafting.config import HeadTrainConfig
-from recurrent_drafting.head import HeadConfig
-from recurrent_drafting.head_folder import write_card, write_untrained
-from recurrent_drafting.objective import judged, tokens_said
-from recurrent_drafting.stores import Layout
 from training.drafter_folder import Origin
+from training.features.states import layers_read
+from training.features.stores import Layout
+from training.heads.config import HeadJobConfig
+from training.heads.folder import write_card, write_untrained
+from training.heads.kind import HeadKind
+from training.heads.loss_config import judged, tokens_said
+from training.heads.measure import Measure, measure
 from training.losses.chunked import CHUNK
 from training.models.build import dtype_of, say_missing
 from training.models.shapes import forward_flops, millions, parameter_counts, target_widths
@@ -25,33 +28,10 @@ from training.parallel.memory_plan import answering_bytes, answering_line, bytes
 from training.plan import plan_tokens
 
 
-def head_parameters(config: HeadConfig) -> dict[str, int]:
-    """Parameters by part: `output`, `blocks`, `recurrence`, `projection`, and their sum
-    as `all`.
-    """
-    H, E = config.hidden_size, config.exit_dim
-    parts = {
-        "output": E * config.num_drafted,
-        "blocks": config.num_draft_layers * (E * E + E),
-        "recurrence": 2 * H * H + H if config.rnn else 0,
-        "projection": 2 * H * E + E if config.projects else 0,
-    }
-    return parts | {"all": sum(parts.values())}
-
-
-def draft_flops(config: HeadConfig, heads: int) -> float:
-    """Operations of the forward pass over one draft of `heads` predictions."""
-    H, E = config.hidden_size, config.exit_dim
-    context = H * E if config.projects or config.num_draft_layers else 0
-    blocks = config.num_draft_layers - (0 if config.projects or not config.num_draft_layers else 1)
-    prediction = context + blocks * E * E + E * config.num_drafted
-    recurrence = (2 * heads - 1) * H * H if config.rnn else 0
-    return 2.0 * (context + heads * prediction + recurrence)
-
-
 def dry_run(
-    config: HeadTrainConfig,
-    head: HeadConfig,
+    config: HeadJobConfig,
+    kind: HeadKind,
+    shape: Any,
     target: Any,
     target_folder: Path,
     folder: Path,
@@ -63,45 +43,58 @@ def dry_run(
     was_dry: what is there was written by a dry run, and is replaced.
     """
     say_missing(config.target)
-    describe(head, target)
-    flops = print_cost(config, head, target)
-    print_memory(config, head, target)
-    if head.draft_vocab_size:
+    counted = measure(kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype))
+    describe(kind, shape, target, counted)
+    layout = states_layout(config, kind, shape, target)
+    flops = print_cost(config, target, counted, layout)
+    print_memory(config, target, counted, layout, shape.num_drafted)
+    if shape.draft_vocab_size:
         print(
             "note: the shortlist is counted in the data, which a dry run does not read: the "
             "untrained head has none"
         )
-        head = replace(head, draft_vocab_size=0)
+        shape = replace(shape, draft_vocab_size=0)
+        counted = measure(kind, shape, config.loss.predict_n_tokens, torch.float32)
     if was_dry:
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         print(f"kept: {folder} is there already")
         return flops
-    write_untrained(head, target_folder, folder)
+    write_untrained(kind, shape, target_folder, folder)
     origin = Origin.untrained(config.head.name, config.target.path, target_folder)
-    write_card(folder, head, head_parameters(head)["all"], origin)
+    write_card(kind, folder, shape, counted.parameters, origin)
     print(f"untrained head folder, to try loading with: {folder}")
     return flops
 
 
-def describe(head: HeadConfig, target: Any) -> None:
+def describe(kind: HeadKind, shape: Any, target: Any, counted: Measure) -> None:
     """Parameters of target and head, part by part."""
-    counts = head_parameters(head)
     print(
         f"target: {millions(parameter_counts(target)['all'])} parameters, "
         f"{target.num_hidden_layers} layers, frozen"
     )
-    parts = ", ".join(
-        f"{millions(count)} {name}" for name, count in counts.items() if count and name != "all"
-    )
-    kind = "recurrent" if head.rnn else "without recurrence"
+    parts = ", ".join(f"{millions(count)} {name}" for name, count in counted.parts.items())
     print(
-        f"head: {millions(counts['all'])} parameters ({parts}), {kind}; "
-        f"{counts['all'] * 2 / 1e6:,.0f} MB in 16 bits"
+        f"head: {millions(counted.parameters)} parameters ({parts}), {kind.describe(shape)}; "
+        f"{counted.parameters * 2 / 1e6:,.0f} MB in 16 bits"
     )
 
 
-def target_flops(config: HeadTrainConfig, target: Any) -> float:
+def states_layout(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> Layout:
+    """What a store keeps of the target's states."""
+    loss, taps = config.loss, kind.taps(shape)
+    layers = layers_read(taps, target.num_hidden_layers, judged(loss))
+    return Layout(
+        loss.predict_n_tokens,
+        judged(loss),
+        len(layers) * shape.hidden_size,
+        dtype_of(config.loop.dtype),
+        tokens_said(loss),
+        taps,
+    )
+
+
+def target_flops(config: HeadJobConfig, target: Any) -> float:
     """Operations of the target for a token of the data: its forward, without the lm_head but where
     a loss asks for it.
     """
@@ -116,12 +109,12 @@ def target_flops(config: HeadTrainConfig, target: Any) -> float:
     return whole - lm_head + config.assumed_supervised * (asked * lm_head + forwards)
 
 
-def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> float:
+def print_cost(config: HeadJobConfig, target: Any, counted: Measure, layout: Layout) -> float:
     """Operations, which it returns, and hours; 0 where the data alone tells the number
     of tokens.
     """
     teacher = target_flops(config, target)
-    draft = 3 * draft_flops(head, config.loss.predict_n_tokens)
+    draft = 3 * counted.flops
     token = teacher + config.assumed_supervised * draft
     share = f"{config.assumed_supervised:.0%}"
     print(
@@ -149,60 +142,50 @@ def print_cost(config: HeadTrainConfig, head: HeadConfig, target: Any) -> float:
             else "; less where chats come twice: assumed_tokens= of one pass tells"
         )
         print(
-            f"states: {about} {size(states_bytes(config, head))} on disk in "
+            f"states: {about} {size(states_bytes(config, layout))} on disk in "
             f"{config.states.folder}{unknown}"
         )
     return flops
 
 
-def states_bytes(config: HeadTrainConfig, head: HeadConfig) -> float:
+def states_bytes(config: HeadJobConfig, layout: Layout) -> float:
     """Of what is kept of the target's states: of one pass over the data, as a later one finds them
     there.
     """
-    loop, loss = config.loop, config.loss
+    loop = config.loop
     tokens = loop.max_steps * loop.tokens_per_step or loop.max_tokens or config.assumed_tokens
-    layout = Layout(
-        loss.predict_n_tokens,
-        judged(loss),
-        head.hidden_size,
-        dtype_of(loop.dtype),
-        tokens_said(loss),
-    )
     return min(tokens, config.assumed_tokens or tokens) * config.assumed_supervised * layout.bytes
 
 
-def print_memory(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None:
-    """Megabytes of a rank, part by part: an estimate, the loss by its largest chunk."""
+def print_memory(
+    config: HeadJobConfig, target: Any, counted: Measure, layout: Layout, vocabulary: int
+) -> None:
+    """Megabytes of a rank, part by part: an estimate, the loss by its largest chunk. vocabulary:
+    tokens that are drafted from.
+    """
     loop, width = config.loop, dtype_of(config.loop.dtype).itemsize
-    counts, frozen, ranks = (
-        head_parameters(head),
-        parameter_counts(target),
-        max(1, config.parallel.processes),
-    )
+    frozen, ranks = parameter_counts(target), max(1, config.parallel.processes)
     plan = bytes_per_rank(
-        counts["all"],
+        counted.parameters,
         frozen["all"],
         config.parallel.kind,
         ranks,
         loop.dtype,
-        counts["all"],
+        counted.parameters,
         frozen["head"],
     )
-    predictions = loop.micro_batch_tokens * config.assumed_supervised * config.loss.predict_n_tokens
-    # of a prediction, by autograd
-    kept = (3 * head.num_draft_layers + 2) * head.exit_dim + 3 * head.hidden_size
-    vocabulary = head.num_drafted
-    logits = min(CHUNK, predictions) * vocabulary * 4 * 6
+    drafts = loop.micro_batch_tokens * config.assumed_supervised
+    logits = min(CHUNK, drafts * config.loss.predict_n_tokens) * vocabulary * 4 * 6
     plan |= {
-        "activations": predictions * kept * width,
-        "loss": logits + vocabulary * head.exit_dim * (4 + width),
+        "activations": drafts * counted.kept,
+        "loss": logits + counted.outputs * (4 + width),
         "target's layer": loop.micro_batch_tokens
         * (2 * target.intermediate_size + 6 * target.hidden_size)
         * width,
     }
     if config.states.cache == "memory":
         most = config.states.memory_mb * 1e6
-        plan["states, at most"] = min(most, states_bytes(config, head) or most)
+        plan["states, at most"] = min(most, states_bytes(config, layout) or most)
     # one row at a time: its text, and all but the last token behind each position
     if said := tokens_said(config.loss):
         kept_tokens = config.data.max_length * (1 + (said - 1) * config.assumed_supervised)
@@ -226,6 +209,6 @@ def print_memory(config: HeadTrainConfig, head: HeadConfig, target: Any) -> None
     held = {name: plan[kind] for name, kind in (("target", "frozen"), ("head", "weights"))}
     print(answering_line(held | answering_bytes(target, config)))
     print(
-        f"disk: {counts['all'] * (width + 12) / 1e6:,.0f} MB a checkpoint, "
-        f"{counts['all'] * 4 / 1e6:,.0f} MB the head"
+        f"disk: {counted.parameters * (width + 12) / 1e6:,.0f} MB a checkpoint, "
+        f"{counted.parameters * 4 / 1e6:,.0f} MB the head"
     )

@@ -18,3 +18,21 @@ class HeadLossConfig:
     lk_eta: float = 3.0  # lk_hybrid: how fast KL gives way to acceptance as that grows
     # training-time test: share of the drafts that go on from the head's own tokens
     own_tokens: float = 0.0
+
+
+CONTINUATIONS = "continuations"
+
+
+LOSSES = ("cross_entropy", CONTINUATIONS, "forward_kl", "lk", "lk_hybrid")
+
+
+def judged(loss: HeadLossConfig) -> bool:
+    """Whether a loss asks for the target's distribution of every prediction."""
+    return loss.name not in ("cross_entropy", CONTINUATIONS)
+
+
+def tokens_said(loss: HeadLossConfig) -> int:
+    """Tokens that the target itself goes on with behind each position, for this loss: the first one
+    is its own choice, no head's.
+    """
+    return loss.predict_n_tokens + 1 if loss.name == CONTINUATIONS else 0

@@ -1,20 +1,21 @@
-"""How good the head is, while it trains: what it would have accepted on the target's own answers,
-and how often each head is right.
+"""How good a head is, while it trains: what it would have accepted on the target's own answers, and
+how often each depth is right.
 
 `GreedyChain` needs no decoding. The target's answers are fixed, and drafting is greedy, so what a
 round accepts follows from where it begins: the head drafts at every position of the answers at
 once, and the rounds are walked through afterwards. On greedy answers these are the rounds of real
-decoding with one beam, the first of which begins at the prompt's last token. On drawn answers they
+decoding with a chain, the first of which begins at the prompt's last token. On drawn answers they
 rank checkpoints and are no decoder's.
 
 A look is anything callable that gives figures; the `score` of the last one that gives one chooses
 the checkpoint.
 
-Shapes: M drafts of a batch, T tokens of an answer with its prompt, F of a batch's one row, H the
-target's hidden size, K drafted tokens or heads, N predictions, C of a chunk, E the head's width.
+Shapes: M drafts of a batch, T tokens of an answer with its prompt, F of a batch's one row, C
+channels of the target's states, K drafted tokens or heads, k guesses, N predictions, E features.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding import devices
-from recurrent_drafting.head import RecurrentHead
-from recurrent_drafting.objective import likeliest, predictions
-from recurrent_drafting.positions import Positions, positions
-from recurrent_drafting.states import TargetStates
 from training.data.packing import Batch, Sample, best_fit, collate
-from training.losses.chunked import CHUNK
+from training.features.states import TargetStates
+from training.heads.kind import PredictingHead, Tips
+from training.heads.positions import Positions, positions
+from training.losses.chunked import CHUNK, Outputs
 
 Look = Callable[[], dict[str, float]]
 
@@ -57,18 +57,21 @@ class _Fixed:
         heads: int,
         max_length: int,
         device: torch.device,
+        grouped: bool = False,
     ) -> None:
         self._states = states
         rows = best_fit([len(sample.ids) for sample in samples], max_length)
         batches = [collate(samples, [row], max_length, device) for row in rows]
-        self.batches = [(batch, positions(batch, heads, judged=False)) for batch in batches]
-        self._hidden: list[Tensor] = []
+        self.batches = [
+            (batch, positions(batch, heads, judged=False, grouped=grouped)) for batch in batches
+        ]
+        self._read: list[Tensor] = []
 
-    def hidden(self, number: int) -> Tensor:
-        """The target's states of batch `number` at its kept positions."""
-        if number == len(self._hidden):
-            self._hidden.append(self._states.read(*self.batches[number]))
-        return self._hidden[number]
+    def states(self, number: int) -> Tensor:
+        """The states that a head reads of batch `number`, [P, C], at its kept positions."""
+        if number == len(self._read):
+            self._read.append(self._states.tapped(self._states.read(*self.batches[number])))
+        return self._read[number]
 
 
 class GreedyChain:
@@ -76,7 +79,8 @@ class GreedyChain:
 
     def __init__(
         self,
-        head: RecurrentHead,
+        kind: PredictingHead,
+        head: Any,
         states: TargetStates,
         answers: Sequence[Sample],
         draft_tokens: int,
@@ -87,7 +91,7 @@ class GreedyChain:
         """answers: prompts with the target's answers, which alone are supervised. max_new_tokens:
         what ended an answer of that length.
         """
-        self.head, self.states, self.answers = head, states, answers
+        self.kind, self.head, self.states, self.answers = kind, head, states, answers
         self.draft_tokens, self.max_new_tokens = draft_tokens, max_new_tokens
         self._fixed = _Fixed(states, answers, 1, max_length, device)
 
@@ -115,7 +119,7 @@ class GreedyChain:
                 for begin, index in zip(begins, row, strict=True)
                 if _prompt(self.answers[index]) == 1
             ]
-            matches_F = self._matches(batch, where, self._fixed.hidden(number), alone)
+            matches_F = self._matches(batch, where, self._fixed.states(number), alone)
             for begin, end, index in zip(begins, ends, row, strict=True):
                 prompt = _prompt(self.answers[index])
                 limit = prompt + self.max_new_tokens
@@ -124,7 +128,7 @@ class GreedyChain:
 
     @torch.no_grad()
     def _matches(
-        self, batch: Batch, where: Positions, hidden_PH: Tensor, alone: list[int]
+        self, batch: Batch, where: Positions, states_PC: Tensor, alone: list[int]
     ) -> np.ndarray:
         """For a draft behind each token of the one row that a round may begin at, how many of its
         tokens stand there in the text.
@@ -136,24 +140,17 @@ class GreedyChain:
         tips_M = torch.cat(
             (where.kept_P[where.drafts_M] + 1, devices.tensor(alone, batch.device, torch.long))
         )
-        before_MH = torch.cat(
-            (hidden_PH[where.drafts_M], hidden_PH.new_zeros(len(alone), hidden_PH.shape[1]))
+        before_MC = torch.cat(
+            (states_PC[where.drafts_M], states_PC.new_zeros(len(alone), states_PC.shape[1]))
         )
-        context, state_MH = (
-            self.head.context(before_MH),
-            self.head.start(self.states.embed(ids_F[tips_M])),
-        )
-        going_M = torch.ones_like(tips_M, dtype=torch.bool)
-        matches_M = torch.zeros_like(tips_M)
-        for number in range(self.draft_tokens):
-            drafted_M = likeliest(self.head, context, state_MH)
-            going_M = going_M & (drafted_M == ids_F[tips_M + 1 + number])
-            matches_M += going_M
-            if number + 1 < self.draft_tokens:
-                state_MH = self.head.advance(state_MH, self.states.embed(drafted_M))
+        tips = Tips(ids_F[tips_M], before_MC)
+        drafted_MK = self.kind.draft(self.head, self.states, tips, self.draft_tokens)
+        ahead_K = torch.arange(1, 1 + self.draft_tokens, device=batch.device)
+        right_MK = drafted_MK == ids_F[tips_M[:, None] + ahead_K]
+        matches_M = right_MK.long().cumprod(dim=1).sum(dim=1)
         matches_F = np.zeros(batch.ids_RT.shape[1], dtype=np.int64)
-        tips, matches = devices.read(tips_M, matches_M)
-        matches_F[tips] = matches
+        tip_list, matches = devices.read(tips_M, matches_M)
+        matches_F[tip_list] = matches
         return matches_F
 
 
@@ -198,7 +195,8 @@ class HeadAccuracy:
 
     def __init__(
         self,
-        head: RecurrentHead,
+        kind: PredictingHead,
+        head: Any,
         states: TargetStates,
         samples: Sequence[Sample],
         heads: int,
@@ -206,31 +204,40 @@ class HeadAccuracy:
         max_length: int,
         device: torch.device,
     ) -> None:
-        self.head, self.states, self.heads, self.top_k = head, states, heads, top_k
-        self._fixed = _Fixed(states, samples, heads, max_length, device)
+        self.kind, self.head, self.states = kind, head, states
+        self.heads, self.top_k, self._device = heads, top_k, device
+        self._several = len(kind.outputs(head, states)) > 1
+        self._fixed = _Fixed(states, samples, heads, max_length, device, self._several)
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        right_Kk = torch.zeros(self.heads, self.top_k, device=self.head.output.device)
+        weights = self.kind.outputs(self.head, self.states)
+        right_Kk = torch.zeros(self.heads, self.top_k, device=self._device)
         counts_K = torch.zeros(self.heads)
-        for number, (_, where) in enumerate(self._fixed.batches):
-            features_NE = predictions(self.head, self.states, self._fixed.hidden(number), where)
+        for number, (batch, where) in enumerate(self._fixed.batches):
+            features_NE = self.kind.features(
+                self.head, self.states, batch, where, self._fixed.states(number)
+            )
+            outputs = Outputs(weights, where.heads if self._several else None)
             for start in range(0, len(features_NE), CHUNK):
-                one = slice(start, start + CHUNK)
-                right_Kk += self._right(features_NE[one], where.labels_N[one], where.head_N[one])
+                end = min(start + CHUNK, len(features_NE))
+                logits_CV = outputs.logits(features_NE, start, end)
+                right_Kk += self._right(
+                    logits_CV, where.labels_N[start:end], where.head_N[start:end]
+                )
             counts_K += torch.tensor(where.counts_K)
         shares_Kk = right_Kk.cpu() / counts_K.clamp_min(1)[:, None]
         return {
-            f"accuracy/redrafter{i}_top{k + 1}": float(shares_Kk[i, k])
+            f"accuracy/{self.kind.label}{i}_top{k + 1}": float(shares_Kk[i, k])
             for i in range(self.heads)
             for k in range(self.top_k)
         }
 
-    def _right(self, features_CE: Tensor, labels_C: Tensor, head_C: Tensor) -> Tensor:
+    def _right(self, logits_CV: Tensor, labels_C: Tensor, head_C: Tensor) -> Tensor:
         """[K, k]: right ones of a chunk by head and by how many guesses there are."""
-        best_Ck = self.head.to_target_ids(
-            self.head.logits(features_CE).topk(self.top_k, dim=-1).indices
-        )
+        best_Ck = logits_CV.topk(self.top_k, dim=-1).indices
+        if self.head.token_ids_V is not None:
+            best_Ck = self.head.token_ids_V[best_Ck]
         right_Ck = (best_Ck == labels_C[:, None]).cumsum(dim=-1).float()
         of_head_CK = (head_C[:, None] == torch.arange(self.heads, device=head_C.device)).float()
         return of_head_CK.T @ right_Ck

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from training.data.packing import Batch, Sample
+from training.losses.chunked import CHUNK
 
 _SPREAD = 2654435761  # Knuth's multiplicative hash: consecutive positions fall all over 32 bits
 
@@ -33,11 +34,14 @@ class Positions:
     # whether any may: the same on every rank, as ranks that hold weights in shares read them
     # together
     asks_own: bool
-    # of the drafts: the one that a prediction belongs to; predictions of one token lie together
+    # of the drafts: the one that a prediction belongs to; predictions of one token lie together, or
+    # in one chunk of the loss
     draft_N: Tensor
     head_N: Tensor  # its head
+    heads: np.ndarray  # the same on the host
     labels_N: Tensor  # ids of the tokens that stand there
-    # of kept_P, rising: where the target itself predicts that token; empty where nobody asks
+    # of kept_P, rising from one chunk of the loss to the next: where the target itself predicts
+    # that token; empty where nobody asks
     judges_N: Tensor
     judges: np.ndarray  # the same on the host
     counts_K: list[int]  # predictions of each head
@@ -51,13 +55,20 @@ class Positions:
 
 
 def positions(
-    batch: Batch, heads: int, judged: bool, own_tokens: float = 0.0, step: int = 0
+    batch: Batch,
+    heads: int,
+    judged: bool,
+    own_tokens: float = 0.0,
+    step: int = 0,
+    *,
+    grouped: bool = False,
 ) -> Positions:
     """The indices of a batch.
 
     judged: hidden states of the target's own predictions are wanted too. own_tokens: share of the
     drafts that go on from the head's own tokens, others in every optimizer step, the same ones
-    however ranks share the rows.
+    however ranks share the rows. grouped: in every chunk of the loss the predictions of one head
+    lie together, for heads with output layers of their own.
     """
     documents_RT, supervised_RT = batch.host.documents_RT, batch.host.supervised_RT
     rows, length = documents_RT.shape
@@ -71,6 +82,8 @@ def positions(
     head, draft = np.nonzero(predicts_KF[:, drafts])
     judges = drafts[draft] + 1 + head
     order = np.argsort(judges, kind="stable")
+    if grouped:
+        order = order[np.lexsort((head[order], np.arange(len(order)) // CHUNK))]
     head, draft, judges = head[order], draft[order], judges[order]
     kept = np.union1d(drafts, judges) if judged else drafts
     taken = np.minimum(drafts[:, None] + 1 + np.arange(heads), rows * length - 1)
@@ -90,6 +103,7 @@ def positions(
         own_tokens > 0,
         draft_N,
         head_N,
+        head,
         batch.next_RT.flatten()[judges_N],
         seats_N,
         seats,

@@ -1,14 +1,14 @@
 """Where what the target says at the positions of training rows is kept: in memory up to a limit, or
 in files whose size is known before the first step.
 
-Shapes: P positions of a row, H hidden size, K tokens that the target goes on with.
+Shapes: P positions of a row, C channels of a state, K tokens that the target goes on with.
 """
 
 import hashlib
 import os
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,8 +20,8 @@ from torch import Tensor
 from decoding import devices
 from decoding.errors import UserError
 from jobs.amounts import size as amount
-from recurrent_drafting.positions import count_kept
 from training.data.packing import PackedData
+from training.features.taps import Layers
 
 Key = tuple[int, ...]  # the samples in a row
 
@@ -30,7 +30,7 @@ Key = tuple[int, ...]  # the samples in a row
 class RowStates:
     """What the target says at positions of a row."""
 
-    states_PH: Tensor
+    states_PC: Tensor
     # int64: what it goes on with behind each, where that is asked for
     tokens_PK: Tensor | None = None
 
@@ -38,14 +38,14 @@ class RowStates:
     def bytes(self) -> int:
         return sum(
             part.numel() * part.element_size()
-            for part in (self.states_PH, self.tokens_PK)
+            for part in (self.states_PC, self.tokens_PK)
             if part is not None
         )
 
     def sent(self, device: torch.device) -> "RowStates":
         """The same on a device, without waiting for it."""
         tokens_PK = None if self.tokens_PK is None else devices.sent(self.tokens_PK, device)
-        return RowStates(devices.sent(self.states_PH, device), tokens_PK)
+        return RowStates(devices.sent(self.states_PC, device), tokens_PK)
 
 
 class Store(Protocol):
@@ -80,14 +80,15 @@ class Layout:
 
     heads: int
     judged: bool  # positions of the target's own predictions too
-    hidden_size: int
+    channels: int  # C
     dtype: torch.dtype  # of the states
     tokens: int = 0  # that the target goes on with behind each
+    taps: Layers = ()  # layers that are read; none: the state after the final norm alone
 
     @property
     def bytes(self) -> int:
         """Of one position."""
-        return self.hidden_size * self.dtype.itemsize + self.tokens * torch.int64.itemsize
+        return self.channels * self.dtype.itemsize + self.tokens * torch.int64.itemsize
 
 
 class DiskStore:
@@ -110,12 +111,12 @@ class DiskStore:
             folder / name for name in ("states.bin", "tokens.bin", "checksums.bin")
         )
         total = sum(counts)
-        sizes = {states: total * layout.hidden_size * layout.dtype.itemsize, sums: 4 * len(rows)}
+        sizes = {states: total * layout.channels * layout.dtype.itemsize, sums: 4 * len(rows)}
         if layout.tokens:
             sizes[tokens] = total * layout.tokens * torch.int64.itemsize
         _check_layout(states, sizes[states])
         _take_room(folder, sizes)
-        self._states = _Rows(states, counts, layout.hidden_size, layout.dtype)
+        self._states = _Rows(states, counts, layout.channels, layout.dtype)
         self._tokens = _Rows(tokens, counts, layout.tokens, torch.int64) if layout.tokens else None
         self._sums = np.memmap(sums, dtype=np.uint32, mode="r+", shape=(len(rows),))
 
@@ -129,7 +130,7 @@ class DiskStore:
 
     def put(self, key: Key, row: RowStates) -> None:
         number = self._numbers[key]
-        self._states.write(number, row.states_PH)
+        self._states.write(number, row.states_PC)
         if self._tokens is not None:
             assert row.tokens_PK is not None
             self._tokens.write(number, row.tokens_PK)
@@ -168,13 +169,20 @@ class _Rows:
 
 
 def states_on_disk(
-    root: Path, target_hash: str, data: PackedData, layout: Layout, show: bool
+    root: Path,
+    target_hash: str,
+    data: PackedData,
+    layout: Layout,
+    count: Callable[[np.ndarray], int],
+    show: bool,
 ) -> DiskStore:
     """The store of a target and its training data under `root`, with its price printed before its
     room is taken. Raises UserError.
+
+    count: positions that are kept of a document, by its mask.
     """
     keys = sorted(tuple(row) for row in data.rows)
-    of_sample = [count_kept(sample.mask, layout.heads, layout.judged) for sample in data.samples]
+    of_sample = [count(sample.mask) for sample in data.samples]
     counts = [sum(of_sample[index] for index in key) for key in keys]
     # What a position takes stands for its width, as in caches of before: those whose files are the
     # same are read on, others are found and refused.
@@ -182,6 +190,8 @@ def states_on_disk(
     digest = hashlib.sha256(
         f"{target_hash} {layout.heads} {layout.judged} {width} {layout.dtype} {keys}".encode()
     )
+    if layout.taps:
+        digest.update(str(layout.taps).encode())
     for sample in data.samples:
         digest.update(sample.ids.tobytes() + sample.mask.tobytes())
     folder = root / digest.hexdigest()[:16]

@@ -16,13 +16,13 @@ from decoding.errors import UserError
 from decoding.loop import decode
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
-from recurrent_drafting import stores as module
-from recurrent_drafting.positions import count_kept, positions
-from recurrent_drafting.states import TargetStates
-from recurrent_drafting.stores import DiskStore, Layout, MemoryStore, Store, states_on_disk
 from tests.distill.families import FAMILIES, family
 from tests.recurrent_drafting import tiny
 from training.data.packing import PackedData, Sample, collate
+from training.features import stores as module
+from training.features.states import TargetStates
+from training.features.stores import DiskStore, Layout, MemoryStore, Store, states_on_disk
+from training.heads.positions import count_kept, positions
 from training.objectives import freeze
 
 
@@ -39,7 +39,12 @@ def on_disk(
     target: str = "hash",
 ) -> DiskStore:
     return states_on_disk(
-        root, target, data(), Layout(tiny.HEADS, judged, tiny.HIDDEN, dtype, tokens), show
+        root,
+        target,
+        data(),
+        Layout(tiny.HEADS, judged, tiny.HIDDEN, dtype, tokens),
+        lambda mask: count_kept(mask, tiny.HEADS, judged),
+        show,
     )
 
 

@@ -9,7 +9,8 @@ that the target chooses. The published code has none of this.
 All positions of a row go on together, a token a forward, in which each of them sees the text up to
 its own place and what it has said itself.
 
-Shapes: T tokens of a row, M positions, K tokens of each, H hidden size.
+Shapes: T tokens of a row, M positions, K tokens of each, H hidden size, C channels of all layers
+that are read.
 """
 
 from typing import Any
@@ -19,14 +20,17 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from training.data.packing import Batch
+from training.features.taps import Layers, read_layers
 from training.losses.heads import chunked_argmax
 from training.models.attention import document_mask
 
 
 @torch.no_grad()
-def go_on(target: Any, row: Batch, places_M: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(the target's hidden states at the places of a row [M, H], its `count` likeliest tokens
-    behind each, one after another [M, K]).
+def go_on(
+    target: Any, row: Batch, places_M: Tensor, count: int, layers: Layers
+) -> tuple[Tensor, Tensor]:
+    """(the target's hidden states at these layers and the places of a row [M, C], its `count`
+    likeliest tokens behind each, one after another [M, K]).
 
     target: a Hugging Face causal LM built with packed attention.
     """
@@ -39,18 +43,23 @@ def go_on(target: Any, row: Batch, places_M: Tensor, count: int) -> tuple[Tensor
             "past_key_values": cache,
             "use_cache": True,
         }
-        states_NH: Tensor = target.model(ids_1N, **given).last_hidden_state[0]
-        return states_NH
+        states_1NH: Tensor = target.model(ids_1N, **given).last_hidden_state
+        return states_1NH
 
     bias_11TT = document_mask(row.documents_RT, target.dtype)
-    states_MH = read(row.ids_RT, row.positions_RT, bias_11TT)[places_M]
-    tokens = [chunked_argmax(states_MH, lm_head_VH)]
+    last = target.config.num_hidden_layers
+    final = () if last in layers else (last,)
+    states_1TC = read_layers(
+        target, layers + final, lambda: read(row.ids_RT, row.positions_RT, bias_11TT)
+    )
+    states_MC, H = states_1TC[0][places_M], lm_head_VH.shape[1]
+    first = (layers + final).index(last) * H
+    tokens = [chunked_argmax(states_MC[:, first : first + H], lm_head_VH)]
     positions_1M, bias_11ML = row.positions_RT[:, places_M], bias_11TT[:, :, places_M]
     alone_11MM = torch.full_like(bias_11ML[..., :1], float("-inf")).repeat(1, 1, 1, len(places_M))
     alone_11MM.diagonal(dim1=-2, dim2=-1).zero_()  # what others said is not seen
     for ahead in range(1, count):
         bias_11ML = torch.cat((bias_11ML, alone_11MM), dim=-1)
-        tokens.append(
-            chunked_argmax(read(tokens[-1][None], positions_1M + ahead, bias_11ML), lm_head_VH)
-        )
-    return states_MH, torch.stack(tokens, dim=1)
+        read_MH = read(tokens[-1][None], positions_1M + ahead, bias_11ML)[0]
+        tokens.append(chunked_argmax(read_MH, lm_head_VH))
+    return states_MC[:, : len(layers) * H], torch.stack(tokens, dim=1)

@@ -1,0 +1,111 @@
+"""The recurrent head as a kind of trained head: what its training asks of it
+(training/heads/kind.py).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from decoding.interfaces import Drafter
+from recurrent_drafting.build import build_head, check_shape, head_config, ignored
+from recurrent_drafting.checkpoint import LAYOUT
+from recurrent_drafting.config import HeadTrainConfig
+from recurrent_drafting.drafter import RecurrentDrafter
+from recurrent_drafting.head import HeadConfig, RecurrentHead
+from recurrent_drafting.predictions import RecurrentPredictions
+from training.data.packing import Sample
+from training.features.taps import Layers
+from training.heads.checkpoint import FolderLayout
+from training.heads.kind import Drafting, ReadmeParts
+
+
+class RecurrentKind(RecurrentPredictions):
+    """Recurrent heads (ReDrafter)."""
+
+    name, reads_tokens = "recurrent", True
+    layout: FolderLayout = LAYOUT
+
+    def shape(self, config: HeadTrainConfig, target: Any) -> HeadConfig:
+        return head_config(config.head, target)
+
+    def taps(self, shape: HeadConfig) -> Layers:
+        """The state after the final norm alone."""
+        return ()
+
+    def check(self, config: HeadTrainConfig, shape: HeadConfig) -> None:
+        check_shape(config.head, shape)
+
+    def rules(self, config: HeadTrainConfig, shape: HeadConfig) -> dict[str, tuple[bool, str]]:
+        drafted = shape.num_drafted
+        return {
+            "beam_width": (
+                1 <= config.beam_width <= drafted,
+                f"1 to {drafted}, the tokens that are drafted from",
+            )
+        }
+
+    def note(self, config: HeadTrainConfig, shape: HeadConfig) -> str:
+        return ignored(config.head, shape) if config.head.path else ""
+
+    def empty(self, shape: HeadConfig) -> RecurrentHead:
+        return RecurrentHead(shape)
+
+    def build(
+        self,
+        config: HeadTrainConfig,
+        shape: HeadConfig,
+        target: Any,
+        samples: Sequence[Sample],
+        show: bool,
+    ) -> RecurrentHead:
+        lm_head_VH = target.get_output_embeddings().weight.detach()
+        return build_head(config.head, shape, lm_head_VH, samples, show)
+
+    def part_of(self, name: str, shape: HeadConfig) -> str:
+        if name == f"lm_head.{shape.num_draft_layers}.weight":
+            return "output"
+        module = name.partition(".")[0]
+        parts = {"lm_head": "blocks", "input_proj": "projection"}
+        return parts.get(module, "recurrence")
+
+    def describe(self, shape: HeadConfig) -> str:
+        return "recurrent" if shape.rnn else "without recurrence"
+
+    def drafter(self, head: RecurrentHead, config: HeadTrainConfig, sampled: bool) -> Drafter:
+        """Beams: drawn ones where answers are sampled."""
+        draws = "drawn" if sampled else "picked"
+        return RecurrentDrafter(head=head, beam_width=config.beam_width, draws=draws)
+
+    def drafting(self, config: HeadTrainConfig) -> Drafting:
+        width = config.beam_width
+        return Drafting(f"with {width} beams", "beams_block_efficiency", {"beam_width": width})
+
+    def readme(self, card: dict[str, Any]) -> ReadmeParts:
+        shape, target = card["shape"], card["target"]
+        blocks = (
+            "1 residual block"
+            if shape["num_draft_layers"] == 1
+            else f"{shape['num_draft_layers']} residual blocks"
+        )
+        kind = "recurrent" if shape["rnn"] else "without recurrence"
+        llm = target.replace("embedded:", "assets/")
+        return ReadmeParts(
+            tag="recurrent-drafting",
+            title="A recurrent drafter head (ReDrafter, arXiv 2403.09919)",
+            form=f"{kind}, {blocks} of width {shape['exit_dim']}",
+            layout="the published layout (config.json and model.safetensors with the published "
+            "names)",
+            launch=(
+                f"python -m eval.run target.path={target} drafters=[HEAD]",
+                f"python -m recurrent_drafting.cmd.generate --hf_llm {llm} --hf_drafter HEAD "
+                f"--beam_width 8 --beam_length 5",
+            ),
+            remarks=_REMARKS,
+        )
+
+
+_REMARKS = """How many beams pay hangs on the machine: both measure it, and search at most `beam_width`. `by_cost=false` fixes width and length (in the first
+line `"drafters=[{use: HEAD, by_cost: false}]"`). Where answers are sampled beams are drawn; `draws=picked` takes the likeliest ones as
+published, as exact and seldom as fast."""  # noqa: E501
+
+
+KIND = RecurrentKind()

@@ -1,0 +1,79 @@
+"""How recurrent heads predict, as training asks it (training/heads/kind.py). It is free of the
+packages that compose configurations, so that a training step can be had without them.
+
+All heads' predictions come of one draft's state, a token further each, and of one output layer.
+Gradients flow through the recurrence over all of them. With `own_tokens`, drafts go on from the
+head's own likeliest token instead of the true one (training-time test, after EAGLE-3, arXiv
+2503.01840), and are held against the same tokens or the same distribution.
+
+Shapes: M drafts of a batch, O of them with own tokens, N predictions of all heads, P positions, C =
+H the target's hidden size, E the head's width, V drafted vocabulary, K drafted tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from recurrent_drafting.head import Context, RecurrentHead
+from training.data.packing import Batch
+from training.features.states import TargetStates
+from training.heads.kind import Tips
+from training.heads.positions import Positions
+from training.losses.heads import chunked_argmax
+
+
+class RecurrentPredictions:
+    """The predictions of recurrent heads."""
+
+    label = "redrafter"
+
+    def outputs(self, head: RecurrentHead, states: TargetStates) -> tuple[Tensor]:
+        return (head.output,)
+
+    def features(
+        self,
+        head: RecurrentHead,
+        states: TargetStates,
+        batch: Batch,
+        where: Positions,
+        states_PC: Tensor,
+    ) -> Tensor:
+        """The first linear map of the hidden states is made once a draft."""
+        context = head.context(states_PC[where.drafts_M])
+        state_MH = head.start(states.embed(where.tokens_MK[:, 0]))
+        reached = [state_MH]
+        for number in range(1, len(where.counts_K)):
+            tokens_M = where.tokens_MK[:, number]
+            if where.asks_own:
+                said_O = _likeliest_of(where.own_O, head, context, state_MH)
+                tokens_M = tokens_M.index_copy(0, where.own_O, said_O)
+            state_MH = head.advance(state_MH, states.embed(tokens_M))
+            reached.append(state_MH)
+        state_NH = torch.cat(reached).index_select(
+            0, where.head_N * len(where.drafts_M) + where.draft_N
+        )
+        return head.features(context.select(where.draft_N), state_NH)
+
+    def draft(self, head: RecurrentHead, states: TargetStates, tips: Tips, count: int) -> Tensor:
+        context, state_MH = head.context(tips.states_MC), head.start(states.embed(tips.tokens_M))
+        drafted = [likeliest(head, context, state_MH)]
+        for _ in range(1, count):
+            state_MH = head.advance(state_MH, states.embed(drafted[-1]))
+            drafted.append(likeliest(head, context, state_MH))
+        return torch.stack(drafted, dim=1)
+
+
+@torch.no_grad()
+def likeliest(head: RecurrentHead, context: Context, state_MH: Tensor) -> Tensor:
+    """The head's own next token for every draft, as ids of the target [M]."""
+    return head.to_target_ids(chunked_argmax(head.features(context, state_MH), head.output))
+
+
+@torch.no_grad()
+def _likeliest_of(
+    drafts_O: Tensor, head: RecurrentHead, context: Context, state_MH: Tensor
+) -> Tensor:
+    """The same for some of the drafts [O]."""
+    return likeliest(head, context.select(drafts_O), state_MH.index_select(0, drafts_O))
+
+
+PREDICTIONS = RecurrentPredictions()

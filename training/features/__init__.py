@@ -1,0 +1,1 @@
+"""What is read of the frozen target, and where it is kept between epochs."""

@@ -1,0 +1,1 @@
+"""What trained drafter heads share, whatever their kind."""

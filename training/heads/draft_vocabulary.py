@@ -1,0 +1,74 @@
+"""Draft vocabularies: the tokens of the target that a head drafts from, where these are not all.
+
+A head's logits stand in the order of `ids_V`, the drafted tokens' ids in the target's vocabulary,
+rising. Published EAGLE-3 heads hold the same as `d2t`, each id less its index, and as `t2d`, which
+of the target's tokens are drafted. A reduced vocabulary restricts q alone, so decoding stays exact.
+
+Shapes: V drafted vocabulary, T the target's.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoding.errors import UserError
+from training.data.packing import Sample
+
+
+def choose_tokens(
+    samples: Sequence[Sample], vocab_size: int, draft_vocab_size: int, show: bool
+) -> Tensor:
+    """Return the ids [V] that are supervised most often, rising; among equals the smaller ones.
+
+    show: print which share of the training answers' tokens they are.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for sample in samples:
+        counts += np.bincount(sample.ids[sample.mask], minlength=vocab_size)
+    chosen = np.argsort(-counts, kind="stable")[:draft_vocab_size]
+    share = counts[chosen].sum() / max(1, counts.sum())
+    if show:
+        print(
+            f"shortlist: {len(chosen):,} of {vocab_size:,} tokens, {share:.2%} of the "
+            f"training answers' tokens"
+        )
+    return torch.from_numpy(np.sort(chosen))
+
+
+def index_tokens(ids_V: Tensor, vocab_size: int) -> Tensor:
+    """Return each of the target's tokens' index in the logits [T], -1 where it is not drafted."""
+    indices_T = torch.full((vocab_size,), -1, device=ids_V.device)
+    indices_T[ids_V] = torch.arange(len(ids_V), device=ids_V.device)
+    return indices_T
+
+
+def to_d2t(ids_V: Tensor) -> Tensor:
+    """Return the published offsets [V]: each id less its index."""
+    return ids_V - torch.arange(len(ids_V), device=ids_V.device)
+
+
+def from_d2t(d2t_V: Tensor) -> Tensor:
+    """Return the ids [V] of published offsets."""
+    return d2t_V + torch.arange(len(d2t_V), device=d2t_V.device)
+
+
+def to_t2d(ids_V: Tensor, vocab_size: int) -> Tensor:
+    """Return which of the target's tokens are drafted, bool [T]."""
+    return index_tokens(ids_V, vocab_size) >= 0
+
+
+def check_tokens(file: Path, name: str, ids_V: Tensor, vocab_size: int) -> None:
+    """Raise UserError for ids that are no draft vocabulary. name: their tensor's in the file."""
+    if (
+        ids_V.dtype != torch.long
+        or bool((ids_V.diff() <= 0).any())
+        or int(ids_V[0]) < 0
+        or int(ids_V[-1]) >= vocab_size
+    ):
+        raise UserError(
+            f"{file}: {name} is no rising list of token ids (int64) below {vocab_size}: the file "
+            f"is damaged, copy it again"
+        )

@@ -1,0 +1,96 @@
+"""The head folder: weights and config.json in its kind's layout, the target's tokenizer files, its
+card, and a README with the lines that use it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.models.folder import WEIGHTS
+from decoding.models.text.tokenizer import copy_tokenizer
+from jobs.files import disk_error, write_text
+from training import drafter_folder
+from training.drafter_folder import (
+    Origin,
+    figures_on_card,
+    tokenizer_on_card,
+    training_on_card,
+    write_zeros,
+)
+from training.heads.checkpoint import config_text, save_head
+from training.heads.kind import HeadKind
+
+
+def write_head(kind: HeadKind, head: Any, shape: Any, target_folder: Path, folder: Path) -> None:
+    """Weights in float32, as published, and the tokenizer files. Says what the published layout
+    cannot carry. Raises UserError.
+    """
+    save_head(kind.layout, shape, head, folder)
+    copy_tokenizer(target_folder, folder)
+    for extension in kind.layout.extensions(shape):
+        print(
+            f"note: {folder} holds what the published layout cannot carry, and only this project "
+            f"loads it: {extension}"
+        )
+
+
+def write_untrained(kind: HeadKind, shape: Any, target_folder: Path, folder: Path) -> None:
+    """What `write_head` writes, with every weight zero in a sparse file. shape: without a draft
+    vocabulary, which is counted in the data.
+    """
+    with torch.device("meta"):
+        state = kind.layout.exported(kind.empty(shape).state_dict())
+    shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_zeros(folder / WEIGHTS, shapes, torch.float32)
+        write_text(folder / "config.json", config_text(kind.layout, shape, torch.float32))
+        copy_tokenizer(target_folder, folder)
+    except OSError as error:
+        raise disk_error(folder, error) from error
+
+
+def write_card(kind: HeadKind, folder: Path, shape: Any, parameters: int, origin: Origin) -> None:
+    """drafter_card.json and README.md beside the head."""
+    about = {
+        "parameters": parameters,
+        "shape": vars(shape),
+        "extensions": kind.layout.extensions(shape),
+    }
+    drafter_folder.write_card(folder, origin, about, lambda card: readme(kind, card))
+
+
+def readme(kind: HeadKind, card: dict[str, Any]) -> str:
+    """The README of a head folder: front matter of the Hugging Face Hub, then what it is and how to
+    use it.
+    """
+    parts, target = kind.readme(card), card["target"]
+    overall = {
+        "acceptance": {key: value for key, value in card["acceptance"].items() if "/" not in key}
+    }
+    layout = parts.layout
+    if card["extensions"]:
+        layout = (
+            f"more than the published layout, so that only Shallow Draft loads it: "
+            f"{'; '.join(card['extensions'])}"
+        )
+    launch = "\n".join(parts.launch)
+    return f"""---
+tags: [speculative-decoding, drafter, {parts.tag}]
+---
+# {card["name"]}
+
+{parts.title} for `{target}`: {parts.form},
+{card["parameters"] / 1e6:.1f} M parameters, {training_on_card(card)}. Held-out: {figures_on_card(overall)}.
+It only proposes tokens; the target decides every one of them, so the output is the target's own. It reads that target's hidden states and
+embedding, and works with no other. The folder holds {layout}.
+
+{tokenizer_on_card(card)}```
+{launch}
+```
+
+{parts.remarks}
+
+HEAD stands for this folder. `drafter_card.json` says from which target, data and code it comes. Made with Shallow Draft.
+"""  # noqa: E501

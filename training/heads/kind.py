@@ -1,0 +1,151 @@
+"""The protocol of a kind of trained head: all that training asks of it.
+
+A kind is one object without state; heads are its arguments. Whoever adds a head writes one, and
+names it in the table of `heads.registry`.
+
+Shapes: M drafts, N predictions of all depths, K drafted tokens, H the target's hidden size, C
+channels of the states that a head reads, E features, V drafted vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from decoding.interfaces import Drafter
+from training.data.packing import Batch, Sample
+from training.features.states import TargetStates
+from training.features.taps import Layers
+from training.heads.checkpoint import FolderLayout
+from training.heads.positions import Positions
+
+
+class HeadShape(Protocol):
+    """The shape of a head, a dataclass, with what training reads of it."""
+
+    vocab_size: int  # of the target
+    hidden_size: int  # H
+    draft_vocab_size: int  # 0: the whole vocabulary
+
+    @property
+    def num_drafted(self) -> int:
+        """V."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tips:
+    """Where drafts begin: behind tokens of a batch, on the states before them."""
+
+    tokens_M: Tensor  # ids of the tips
+    states_MC: Tensor  # the target's states of the token before each; zeros where there is none
+
+
+class PredictingHead(Protocol):
+    """How heads of a kind predict. A head is an nn.Module with the attribute `token_ids_V`: the ids
+    [V] of its draft vocabulary, rising, or None (training/heads/draft_vocabulary.py).
+    """
+
+    label: str  # of a depth's figures: redrafter0_loss
+
+    def outputs(self, head: Any, states: TargetStates) -> Sequence[Tensor]:
+        """Return the output layer [V, E] that all depths share, or one a depth."""
+        ...
+
+    def features(
+        self, head: Any, states: TargetStates, batch: Batch, where: Positions, states_PC: Tensor
+    ) -> Tensor:
+        """Return what the output layers read for all predictions of a batch, [N, E]; states_PC: the
+        target's states at where.kept_P.
+        """
+        ...
+
+    def draft(self, head: Any, states: TargetStates, tips: Tips, count: int) -> Tensor:
+        """Return the head's likeliest chain of `count` tokens behind every tip, ids [M, K]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a finished head is measured by real drafting."""
+
+    words: str  # "with 8 beams"
+    figure: str  # the name of its block efficiency on the card
+    options: dict[str, float] = field(default_factory=dict)  # that stand beside it
+
+
+@dataclass(frozen=True)
+class ReadmeParts:
+    """What a kind's README says beside what all say."""
+
+    tag: str  # of the Hugging Face Hub
+    title: str  # "A recurrent drafter head (ReDrafter, arXiv 2403.09919)"
+    form: str  # the head's shape, in words
+    layout: str  # that of the folder, where every reader of it loads it
+    launch: Sequence[str]  # commands that use the folder, which is called HEAD in them
+    remarks: str
+
+
+class HeadKind(PredictingHead, Protocol):
+    """A kind of head, as its training asks it."""
+
+    name: str  # in conf/head
+    reads_tokens: bool  # predictions depend on the tokens drafted before them
+    layout: FolderLayout
+
+    def shape(self, config: Any, target: Any) -> Any:
+        """Return the head's `HeadShape` for a target (its Hugging Face configuration), or that of
+        the folder in head.path. Raises UserError.
+        """
+        ...
+
+    def taps(self, shape: Any) -> Layers:
+        """Return the layers of the target that the head reads (training/features/taps.py)."""
+        ...
+
+    def check(self, config: Any, shape: Any) -> None:
+        """Raise UserError for values of its own that no head can go by."""
+        ...
+
+    def rules(self, config: Any, shape: Any) -> dict[str, tuple[bool, str]]:
+        """Return its rules for numbers: key -> (whether its value is fine, what is expected)."""
+        ...
+
+    def note(self, config: Any, shape: Any) -> str:
+        """Return which keys have no effect, in words; empty where all have one."""
+        ...
+
+    def empty(self, shape: Any) -> nn.Module:
+        """Return a head of this shape on the present device, whatever its weights."""
+        ...
+
+    def build(
+        self, config: Any, shape: Any, target: Any, samples: Sequence[Sample], show: bool
+    ) -> nn.Module:
+        """Return the head in float32 that training starts from; its weights by torch's random
+        numbers, or those of the folder in head.path.
+        """
+        ...
+
+    def part_of(self, name: str, shape: Any) -> str:
+        """Return what a parameter is counted under: `output`, `blocks`."""
+        ...
+
+    def describe(self, shape: Any) -> str:
+        """Return the shape in few words."""
+        ...
+
+    def drafter(self, head: Any, config: Any, sampled: bool) -> Drafter:
+        """Return a drafter with the head, as the finished head is measured. sampled: at a
+        temperature.
+        """
+        ...
+
+    def drafting(self, config: Any) -> Drafting:
+        """Return how that drafter drafts."""
+        ...
+
+    def readme(self, card: dict[str, Any]) -> ReadmeParts:
+        """Return its part of the README of a head folder with this card."""
+        ...

@@ -1,0 +1,110 @@
+"""What a head is and does, counted before there is one: it stands on the meta device, and a forward
+over one draft is counted there.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from training.data.packing import Sample, collate
+from training.features.states import TargetStates
+from training.heads.kind import HeadKind
+from training.heads.positions import Positions
+from training.losses.chunked import Outputs
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a head is and does, counted on the meta device."""
+
+    parts: dict[str, int]  # parameters by part, the largest first
+    flops: float  # of the forward pass over one draft
+    # bytes that a step keeps of one draft: what autograd saves, the features and their gradient
+    kept: int
+    outputs: int  # parameters of the output layers that are trained
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.parts.values())
+
+
+def measure(kind: HeadKind, shape: Any, heads: int, dtype: torch.dtype) -> Measure:
+    """Count a head by a draft of `heads` predictions."""
+    with torch.device("meta"):
+        head = kind.empty(shape).to(dtype)
+        embedding = nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype)
+    embedding.requires_grad_(False)
+    layers = max([1, *kind.taps(shape)])
+    target = SimpleNamespace(
+        config=SimpleNamespace(num_hidden_layers=layers),
+        get_input_embeddings=lambda: embedding,
+        get_output_embeddings=lambda: embedding,
+    )
+    states = TargetStates(target, taps=kind.taps(shape), final=False)
+    text = Sample(np.arange(heads + 2, dtype=np.int32) % 2, np.arange(heads + 2) > 1)
+    batch = collate([text], [[0]], heads + 2, "meta")
+    channels = len(states.layers) * shape.hidden_size
+    states_PC = torch.empty(1, channels, dtype=dtype, device="meta")
+    with FlopCounterMode(display=False) as counted, _keeping(head) as kept:
+        features_NE = kind.features(head, states, batch, _one_draft(heads), states_PC)
+    weights = kind.outputs(head, states)
+    outputs = Outputs(weights, np.arange(heads) if len(weights) > 1 else None)
+    with FlopCounterMode(display=False) as last, torch.no_grad():
+        outputs.logits(features_NE, 0, heads)
+    parts: dict[str, int] = {}
+    for name, parameter in head.named_parameters():
+        part = kind.part_of(name, shape)
+        parts[part] = parts.get(part, 0) + parameter.numel()
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    flops = float(counted.get_total_flops() + last.get_total_flops())
+    by_size = dict(sorted(parts.items(), key=lambda part: -part[1]))
+    return Measure(by_size, flops, sum(kept.values()) + 2 * features_NE.nbytes, trained)
+
+
+@contextmanager
+def _keeping(head: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes of the storages that autograd saves inside, but for the head's parameters."""
+    known = {parameter.untyped_storage()._cdata for parameter in head.parameters()}
+    kept: dict[int, int] = {}
+    alive = []  # storages whose numbers must not come again
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            alive.append(storage)
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(save, lambda tensor: tensor):
+        yield kept
+
+
+def _one_draft(heads: int) -> Positions:
+    """One draft with all its predictions, by shapes alone."""
+
+    def indices(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.long, device="meta")
+
+    return Positions(
+        kept_P=indices(1),
+        drafts_M=indices(1),
+        tokens_MK=indices(1, heads),
+        own_O=indices(0),
+        asks_own=False,
+        draft_N=indices(heads),
+        head_N=indices(heads),
+        heads=np.arange(heads),
+        labels_N=indices(heads),
+        judges_N=indices(0),
+        judges=np.zeros(0, dtype=np.int64),
+        counts_K=[1] * heads,
+        kept_R=[1],
+    )

@@ -1,0 +1,97 @@
+"""The training objective of a head: the predictions of every draft of a packed batch, and one
+chunked loss over all of them.
+
+The published losses of ReDrafter and Medusa are sums over heads of the mean cross-entropy; here
+every head's sum is divided by the one global count of supervised tokens (training/loop.py), so that
+no batch divides by zero. The two differ by tokens that stand too early in a text for a head to
+predict. Distillation on the target's own tokens (`continuations`) takes in and predicts what the
+target goes on with in place of the text's tokens, at the same positions. Gradients flow into the
+head and not into the target.
+
+Shapes: K heads, N predictions of all heads, P positions of the target that are read, E features, V
+drafted vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from training.bounds import Place
+from training.data.packing import Batch
+from training.features.states import TargetStates
+from training.heads.draft_vocabulary import index_tokens
+from training.heads.kind import PredictingHead
+from training.heads.loss_config import HeadLossConfig, judged, tokens_said
+from training.heads.positions import Positions, positions
+from training.losses.chunked import Outputs, RowLoss, cross_entropy_rows
+from training.losses.heads import at_temperature, chunked_by_head, listed_cross_entropy_rows
+from training.losses.soft import Teacher, kl_rows, lk_hybrid_rows, lk_rows
+from training.objectives import Constant
+
+
+class HeadObjective(Constant):
+    """Loss of a head over all its predictions in a batch."""
+
+    indices_V: Tensor | None
+
+    def __init__(
+        self, kind: PredictingHead, head: Any, states: TargetStates, loss: HeadLossConfig
+    ) -> None:
+        super().__init__()
+        self.kind, self.head, self.states, self.loss = kind, head, states, loss
+        self.step = 0
+        measured = "acceptance" if judged(loss) else "top1"
+        heads = range(loss.predict_n_tokens)
+        self.metric_names = (
+            *(f"{kind.label}{i}_{measured}" for i in heads),
+            *(f"{kind.label}{i}_loss" for i in heads),
+        )
+        self.register_buffer("indices_V", _indices(head, states), persistent=False)
+
+    def begin(self, step: int, place: Place) -> None:
+        self.step = step
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum over heads of weight x loss in nats, [2 K]: by head the tokens predicted or the
+        acceptance, then the loss).
+        """
+        loss, states = self.loss, self.states
+        weights = self.kind.outputs(self.head, states)
+        several, heads = len(weights) > 1, loss.predict_n_tokens
+        where = positions(batch, heads, judged(loss), loss.own_tokens, self.step, grouped=several)
+        if said := tokens_said(loss):
+            states_PC, said_PK = states.go_on(batch, where, said)
+            where = where.with_tokens(said_PK[where.drafts_M])
+        else:
+            states_PC = states(batch, where)
+        features_NE = self.kind.features(self.head, states, batch, where, states.tapped(states_PC))
+        outputs = Outputs(weights, where.heads if several else None)
+        rows, against = self._held_against(states_PC, where)
+        return chunked_by_head(features_NE, outputs, rows, against, where.head_N, heads, loss.decay)
+
+    def _held_against(
+        self, states_PC: Tensor, where: Positions
+    ) -> tuple[RowLoss, Callable[[int, int], Any]]:
+        """(the loss of a row, what gives rows [start, end) what they are held against)."""
+        if not judged(self.loss):
+            labels_N = where.labels_N if self.indices_V is None else self.indices_V[where.labels_N]
+            rows = cross_entropy_rows if self.indices_V is None else listed_cross_entropy_rows
+            return rows, lambda start, end: labels_N[start:end]
+        temperature, final_PH = self.loss.temperature, self.states.final(states_PC)
+        teacher = Teacher(final_PH, self.states.lm_head, temperature, self.head.token_ids_V)
+        kinds: dict[str, RowLoss] = {
+            "forward_kl": kl_rows,
+            "lk": lk_rows,
+            "lk_hybrid": lk_hybrid_rows(self.loss.lk_eta),
+        }
+        return at_temperature(kinds[self.loss.name], temperature), teacher.shared(
+            where.judges_N, where.judges
+        )
+
+
+def _indices(head: Any, states: TargetStates) -> Tensor | None:
+    """Token id of the target -> its index in the head's logits; None without a draft vocabulary."""
+    if head.token_ids_V is None:
+        return None
+    return index_tokens(head.token_ids_V, states.vocab_size)

@@ -1,0 +1,51 @@
+"""What a trained head is worth where it will work: the target decodes the held-out prompts with it,
+tree and all.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decoding.engine import stop_tokens
+from decoding.interfaces import Drafter, Target
+from decoding.loop import decode
+from decoding.rounds.settings import Settings
+from training.data.packing import Sample
+from training.held_out import Asks, asked_target
+
+_BATCH = 16
+
+
+def block_efficiency(
+    make_drafter: Callable[[Target], Drafter],
+    config: Asks,
+    num_draft_tokens: int,
+    folder: Path,
+    tokenizer: Any,
+    answers: Sequence[Sample],
+) -> float:
+    """Return the tokens a target forward over all held-out prompts, the bonus included and the
+    prefill not.
+
+    Decoded as the target answered (training.held_out): greedy, or drawn with token verification.
+    make_drafter: gives the drafter, on the target's device. answers: the samples of those answers,
+    of which the prompts are taken.
+    """
+    asked = config.held_out
+    prompts = [sample.ids[: int(np.argmax(sample.mask))].tolist() for sample in answers]
+    target = asked_target(folder, config)
+    drafter = make_drafter(target)
+    settings = Settings(
+        asked.max_new_tokens,
+        asked.temperature,
+        num_draft_tokens=num_draft_tokens,
+        seed=config.seed,
+        stop_token_ids=stop_tokens(folder, tokenizer),
+    )
+    tokens = rounds = 0
+    for start in range(0, len(prompts), _BATCH):
+        for done in decode(target, drafter, prompts[start : start + _BATCH], settings):
+            tokens, rounds = tokens + len(done.tokens), rounds + done.rounds
+    return tokens / max(1, rounds)

@@ -1,0 +1,332 @@
+"""Train a drafter head of any kind on the frozen target's hidden states; leaves a head folder.
+
+The same job as distill.train in form and machinery (training/): chats -> packed rows -> the loop ->
+the best checkpoint's folder. What is trained is the head alone (training/heads/objective.py);
+checkpoints are chosen by block efficiency on the target's held-out answers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from decoding.drafters.registry import check_fits
+from decoding.errors import UserError
+from decoding.models.folder import hash_input
+from decoding.models.model_check import check_model
+from decoding.models.text.tokenizer import load_tokenizer
+from decoding.values import RULES
+from jobs.amounts import PLANNED
+from jobs.launch import is_worker, launch, processes_wanted
+from jobs.paths import resolve
+from jobs.ranks import SHARDED_WEIGHTS
+from jobs.run_folder import RunFolder
+from jobs.tracker import Recording
+from training.bounds import Progress
+from training.config import check_values
+from training.data.from_config import data_files, drawn_evenly, read_samples, training_data
+from training.data.mixture import check_mixture
+from training.data.packing import PackedData, Sample
+from training.drafter_folder import close_run, origin_of
+from training.features.states import TargetStates
+from training.features.stores import MemoryStore, Store, states_on_disk
+from training.features.taps import check_layers
+from training.heads.config import HeadJobConfig
+from training.heads.dry_run import describe, dry_run, states_layout
+from training.heads.evaluation import GreedyChain, HeadAccuracy, Look, Looks
+from training.heads.folder import write_card, write_head
+from training.heads.kind import HeadKind
+from training.heads.loss_config import CONTINUATIONS, LOSSES, judged
+from training.heads.measure import measure
+from training.heads.objective import HeadObjective
+from training.heads.positions import check_predictions, count_kept
+from training.heads.real_drafting import block_efficiency
+from training.held_out import target_answers
+from training.loop import fit
+from training.models.build import (
+    check_context,
+    check_target,
+    dtype_of,
+    folder_of,
+    load_causal_lm,
+    target_config,
+)
+from training.objectives import freeze
+from training.parallel.strategy import Parallel
+from training.plan import describe_plan
+
+CACHES = ("none", "memory", "disk")
+
+
+@dataclass(frozen=True)
+class HeadJob:
+    """One run: what is trained for which target, and where."""
+
+    config: HeadJobConfig
+    kind: HeadKind
+    shape: Any  # the head's
+    run_folder: RunFolder
+    target_folder: Path
+    folder: Path  # of the finished head
+    inputs: list[Path]  # what is read, for the manifest
+
+
+def train_head(config: HeadJobConfig, kind: HeadKind) -> Path:
+    """Train, and write the head to output_dir/drafter. Returns that folder."""
+    target = target_config(config.target)
+    target_folder = folder_of(config.target, config.dry_run)
+    shape = kind.shape(config, target)
+    check(config, kind, shape, target)
+    if (without := kind.note(config, shape)) and not is_worker():
+        print(f"note: {without}")
+    if config.head.path and not config.dry_run:
+        check_fits(target_folder, resolve(config.head.path))
+    run_folder = RunFolder(config)
+    folder = run_folder.path / "drafter"
+    if run_folder.finished(folder):
+        print(f"finished before: {folder}")
+        return folder
+    inputs = [target_folder] if config.dry_run else input_paths(config, target_folder)
+    if config.dry_run:
+        run_folder.write_manifest(inputs, {}, finished=False)
+        planned = dry_run(config, kind, shape, target, target_folder, folder, run_folder.was_dry)
+        run_folder.write_manifest(inputs, {PLANNED: planned}, finished=False)
+        return folder
+    check_model(target_folder)
+    check_context(config.target, config.data, target_folder)
+    processes = processes_wanted(config.parallel)
+    if not is_worker():
+        check_same_target(run_folder, target_folder)
+        if processes > 1:
+            launch(config.job, run_folder.path / "config.yaml", processes)
+            return folder
+    train(HeadJob(config, kind, shape, run_folder, target_folder, folder, inputs))
+    return folder
+
+
+def check(config: HeadJobConfig, kind: HeadKind, shape: Any, target: Any) -> None:
+    """Raise UserError for values that would fail, or mislead, only after the models are loaded."""
+    check_target(config.target, config.parallel)
+    check_mixture(config.data, ())
+    kind.check(config, shape)
+    check_layers(kind.taps(shape), target.num_hidden_layers)
+    if config.loss.name not in LOSSES:
+        raise UserError(f"loss.name is '{config.loss.name}'; expected one of {', '.join(LOSSES)}")
+    cache, heads = config.states.cache, config.loss.predict_n_tokens
+    if cache not in CACHES:
+        raise UserError(f"states.cache is '{cache}'; expected one of {', '.join(CACHES)}")
+    if cache != "none" and config.parallel.kind in SHARDED_WEIGHTS:
+        raise UserError(
+            f"states.cache is {cache} with parallel.kind={config.parallel.kind}, expected none: a "
+            f"target in shares is read by all ranks together, so none can skip its forward"
+        )
+    if config.loss.name == CONTINUATIONS and config.parallel.kind in SHARDED_WEIGHTS:
+        raise UserError(
+            f"loss.name is {CONTINUATIONS} with parallel.kind={config.parallel.kind}, expected "
+            f"ddp, zero1 or zero2: a target in shares is read by all ranks together, and here it "
+            f"goes on row by row"
+        )
+    drafted = shape.num_drafted
+    check_values(
+        config,
+        {
+            "loss.predict_n_tokens": (
+                2 <= heads <= config.data.max_length - 2,
+                "2 or more, and two less than data.max_length",
+            ),
+            "loss.decay": (config.loss.decay > 0, "more than 0"),
+            "loss.temperature": (
+                config.loss.temperature > 0
+                and (judged(config.loss) or config.loss.temperature == 1),
+                "more than 0, and 1 with hard labels, which have no distribution to soften",
+            ),
+            "loss.lk_eta": (config.loss.lk_eta >= 0, "0 or more"),
+            "loss.own_tokens": (
+                0 <= config.loss.own_tokens <= 1
+                and (kind.reads_tokens or not config.loss.own_tokens),
+                "a share from 0 to 1" if kind.reads_tokens else "0: no draft reads its own tokens",
+            ),
+            "top_k": (
+                1 <= config.top_k <= drafted,
+                f"1 to {drafted}, the tokens that are drafted from",
+            ),
+            **kind.rules(config, shape),
+            "states.cache": (
+                cache != "disk" or not config.data.domains,
+                "none or memory with data.domains",
+            ),
+            "held_out.max_prompts": (config.held_out.max_prompts > 0, "1 or more"),
+            "held_out.max_new_tokens": (config.held_out.max_new_tokens > 1, "2 or more"),
+            "held_out.temperature": (
+                RULES["temperature"].fits(config.held_out.temperature),
+                RULES["temperature"].expected,
+            ),
+            "assumed_tokens": (config.assumed_tokens >= 0, "0 (not known) or more"),
+            "assumed_supervised": (
+                0 < config.assumed_supervised <= 1,
+                "a share of more than 0, at most 1",
+            ),
+        },
+    )
+
+
+def check_same_target(run_folder: RunFolder, target_folder: Path) -> None:
+    """Raise UserError where checkpoints of this run were made with other weights under the target's
+    path.
+    """
+    before = run_folder.manifest.get("inputs", {}).get(str(target_folder))
+    if before is None or not (run_folder.path / "checkpoints").exists():
+        return
+    now = hash_input(target_folder)
+    if now != before:
+        raise UserError(
+            f"{run_folder.path} was begun with another target: {target_folder} had the hash "
+            f"{before[:12]} and has {now[:12]} now, and a head is of use to its own target alone. "
+            f"Give another output_dir=, or delete the folder to start over"
+        )
+
+
+def input_paths(config: HeadJobConfig, target_folder: Path) -> list[Path]:
+    """Files and folders that the job reads, for the manifest."""
+    head = [resolve(config.head.path)] if config.head.path else []
+    return list(
+        dict.fromkeys(
+            [target_folder, *head, *data_files(config.data), resolve(config.held_out.prompts)]
+        )
+    )
+
+
+def train(job: HeadJob) -> None:
+    """The work of one rank."""
+    config, kind, shape, target_folder = job.config, job.kind, job.shape, job.target_folder
+    torch.manual_seed(config.seed)
+    parallel = Parallel(config.parallel, config.target.device)
+    tokenizer = load_tokenizer(target_folder)
+    dtype = dtype_of(config.loop.dtype)
+    target = freeze(load_causal_lm(target_folder, dtype))
+    data = training_data(tokenizer, config.data, config.loop, config.seed, parallel.is_main)
+    check_predictions(data.samples, config.loss.predict_n_tokens)
+    head = kind.build(config, shape, target, data.samples, parallel.is_main).to(
+        parallel.device, dtype
+    )
+    states = TargetStates(target, taps=kind.taps(shape), final=judged(config.loss))
+    parallel.place_frozen(target)
+    states.placed(parallel.device)
+    if parallel.is_main:
+        describe_job(job, target, data)
+    answers = parallel.broadcast(
+        target_answers(target_folder, tokenizer, config) if parallel.is_main else None
+    )
+    evaluate = make_evaluation(job, head, states, tokenizer, parallel, answers)
+    objective = HeadObjective(kind, head, states, config.loss)
+    states.store = make_store(job, target.config, data, parallel.is_main)
+    with Recording(job.run_folder, config, job.inputs, parallel.is_main) as tracker:
+        progress = fit(
+            "train head",
+            objective,
+            head,
+            data,
+            config.loop,
+            parallel,
+            job.run_folder.path,
+            tracker,
+            evaluate,
+        )
+    if parallel.is_main:
+        sampled = config.held_out.temperature > 0
+        drafted = block_efficiency(
+            lambda target: kind.drafter(head.to(target.device), config, sampled),
+            config,
+            config.loss.predict_n_tokens,
+            target_folder,
+            tokenizer,
+            answers,
+        )
+        finish(job, head, progress, drafted)
+    parallel.close()
+
+
+def make_store(job: HeadJob, target: Any, data: PackedData, show: bool) -> Store | None:
+    """Where the target's states are kept, by states.cache; target: its Hugging Face
+    configuration.
+    """
+    asked = job.config.states
+    if asked.cache == "none":
+        return None
+    if asked.cache == "memory":
+        return MemoryStore(asked.memory_mb * 10**6)
+    layout = states_layout(job.config, job.kind, job.shape, target)
+
+    def count(mask_T: np.ndarray) -> int:
+        return count_kept(mask_T, layout.heads, layout.judged)
+
+    target_hash = hash_input(job.target_folder)
+    return states_on_disk(Path(asked.folder), target_hash, data, layout, count, show)
+
+
+def make_evaluation(
+    job: HeadJob,
+    head: Any,
+    states: TargetStates,
+    tokenizer: Any,
+    parallel: Parallel,
+    answers: Sequence[Sample],
+) -> Looks:
+    """What is looked at between steps: accuracies of the heads where there are held-out chats, and
+    the chain on the target's answers.
+
+    On greedy answers the chain's block efficiency is that of real decoding, so it chooses the
+    checkpoint; trees are measured once, when the head is done.
+    """
+    config, kind, heads = job.config, job.kind, job.config.loss.predict_n_tokens
+    length, longest = config.data.max_length, config.held_out.max_new_tokens
+    looks: list[Look] = [
+        GreedyChain(kind, head, states, answers, heads, longest, length, parallel.device)
+    ]
+    if config.data.held_out_chats or config.data.held_out_texts:
+        samples = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
+        chosen = drawn_evenly(samples, config.data.held_out_tokens)
+        looks.insert(
+            0,
+            HeadAccuracy(kind, head, states, chosen, heads, config.top_k, length, parallel.device),
+        )
+    return Looks(looks)
+
+
+def describe_job(job: HeadJob, target: Any, data: PackedData) -> None:
+    """What will be trained on what, before the first step."""
+    config, kind, shape = job.config, job.kind, job.shape
+    counted = measure(kind, shape, config.loss.predict_n_tokens, dtype_of(config.loop.dtype))
+    describe(kind, shape, target.config, counted)
+    print(
+        f"data: {data.tokens:,} tokens in {len(data.rows):,} rows of {data.capacity}, "
+        f"{data.fill:.1%} full, {data.supervised / data.tokens:.0%} supervised"
+    )
+    print(
+        f"plan: {describe_plan(config.loop, data)}; loss {config.loss.name}, "
+        f"{config.loss.predict_n_tokens} heads"
+    )
+
+
+def finish(job: HeadJob, head: Any, progress: Progress, drafted: float) -> None:
+    """Export the best weights with their card, and close the manifest. drafted: block efficiency of
+    real drafting.
+    """
+    config, kind, shape = job.config, job.kind, job.shape
+    write_head(kind, head, shape, job.target_folder, job.folder)
+    drafting = kind.drafting(config)
+    measured = {drafting.figure: drafted, **drafting.options}
+    origin = origin_of(config, config.head.name, job.target_folder, progress, **measured)
+    parameters = sum(parameter.numel() for parameter in head.parameters())
+    write_card(kind, job.folder, shape, parameters, origin)
+    close_run(job.run_folder, job.inputs, origin, progress)
+    best = progress.best
+    print(
+        f"held-out block efficiency {best['block_efficiency']:.3f} of a greedy chain at "
+        f"temperature {config.held_out.temperature:g}, acceptance {best['acceptance']:.3f}, "
+        f"{drafted:.3f} by real drafting {drafting.words}, after "
+        f"{progress.seconds:.0f} s of training; head: {job.folder}"
+    )
