@@ -30,7 +30,7 @@ from decoding.interfaces import (
 from decoding.models.load import DTYPES
 from decoding.verification.token import at_nodes
 from heads.medusa import tree
-from heads.medusa.checkpoint import load_heads, read_accuracy
+from heads.medusa.checkpoint import load_heads
 from heads.medusa.model import MedusaHeads
 
 
@@ -48,7 +48,6 @@ class MedusaDrafter:
         folder: str | Path | None = None,
         *,
         heads: MedusaHeads | None = None,
-        accuracy: Sequence[Sequence[float]] | None = None,
         choices: Sequence[Sequence[int]] | None = None,
         shape: str = "tree",
         max_nodes: int = tree.MOST_NODES,
@@ -65,7 +64,6 @@ class MedusaDrafter:
             if dtype not in DTYPES:
                 raise UserError(f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}.")
             heads = load_heads(Path(folder), DTYPES[dtype], device_of(device))
-            accuracy = accuracy or read_accuracy(Path(folder))
         self.name = name or (Path(folder).resolve().name if folder is not None else "medusa")
         self.heads, self.config = heads, heads.config
         self.draws = check_kind(draws, self.name)
@@ -73,11 +71,10 @@ class MedusaDrafter:
             raise UserError(f"drafter '{self.name}': shape is '{shape}', expected tree or chain.")
         if max_nodes < 1:
             raise UserError(f"drafter '{self.name}': max_nodes is {max_nodes}, expected 1 or more.")
-        self._accuracy = accuracy
         self._max_nodes = max_nodes
         self._chain = shape == "chain"
         self._fixed = self._given(choices)
-        self._by_cost = by_cost and self._fixed is None and accuracy is not None
+        self._by_cost = by_cost and self._fixed is None and bool(self.config.accuracy)
         weight = heads.projection(0)
         self.device, self.dtype = weight.device, weight.dtype
         self.num_layers, self.num_parameters = heads.config.num_layers, heads.num_parameters
@@ -113,11 +110,10 @@ class MedusaDrafter:
     def _set_tree(self, costs: RoundCosts | None) -> None:
         """Take the tree that these costs give; None: the largest."""
         paths = self._fixed
-        if paths is None and self._accuracy is None:
+        if paths is None and self.config.accuracy:
+            paths = tree.choose_tree(self.config.accuracy, costs, self._max_nodes)
+        elif paths is None:
             paths = tree.default_tree(self.config.num_heads)[: self._max_nodes]
-        if paths is None:
-            assert self._accuracy is not None
-            paths = tree.choose_tree(self._accuracy, costs, self._max_nodes)
         self._paths = sorted(paths, key=lambda path: (len(path), path))
         self._index = {path: node for node, path in enumerate(self._paths)}
         parents = [path[:-1] for path in self._paths]

@@ -27,6 +27,9 @@ class MedusaConfig:
     num_layers: int = 1  # residual blocks of a head
     shared: bool = False  # one projection to the vocabulary for all heads
     draft_vocab_size: int = 0  # tokens that are drafted from, of a shortlist; 0: all
+    # for each head the share of held-out positions at which its token of rank 0, 1, ... was right;
+    # empty: not measured
+    accuracy: tuple[tuple[float, ...], ...] = ()
 
     @property
     def num_drafted(self) -> int:
