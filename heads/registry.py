@@ -9,6 +9,7 @@ from training.heads.kind import HeadKind
 # the name, which is that of a file in conf/head -> its HeadKind
 KINDS = {
     "recurrent": "recurrent_drafting.kind.KIND",
+    "medusa": "heads.medusa.kind.KIND",
 }
 
 

@@ -2,7 +2,7 @@
 (training/heads/kind.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decoding.interfaces import Drafter
@@ -22,7 +22,7 @@ from training.heads.kind import Drafting, ReadmeParts
 class RecurrentKind(RecurrentPredictions):
     """Recurrent heads (ReDrafter)."""
 
-    name, reads_tokens = "recurrent", True
+    name, reads_tokens, ranks = "recurrent", True, 0
     config: type[HeadJobConfig] = HeadTrainConfig
     layout: FolderLayout = LAYOUT
 
@@ -72,7 +72,12 @@ class RecurrentKind(RecurrentPredictions):
     def describe(self, shape: HeadConfig) -> str:
         return "recurrent" if shape.rnn else "without recurrence"
 
-    def drafter(self, head: RecurrentHead, config: HeadTrainConfig, sampled: bool) -> Drafter:
+    def measured(self, shape: HeadConfig, figures: Mapping[str, Any]) -> HeadConfig:
+        return shape
+
+    def drafter(
+        self, head: RecurrentHead, shape: HeadConfig, config: HeadTrainConfig, sampled: bool
+    ) -> Drafter:
         """Beams: drawn ones where answers are sampled."""
         children = "sampled" if sampled else "top_k"
         return RecurrentDrafter(head=head, beam_width=config.beam_width, children=children)

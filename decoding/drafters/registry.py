@@ -51,6 +51,7 @@ DRAFTERS = {
         "recurrent_drafting_drafter",
         {"by_cost": True, "dtype": AUTO},
     ),
+    "medusa": Entry("heads.medusa.drafter.MedusaDrafter", "folder", "medusa", {"by_cost": True}),
 }
 # model_type of a head's config.json -> the drafter that drafts from it
 HEADS = {entry.model_type: name for name, entry in DRAFTERS.items() if entry.model_type}
@@ -90,10 +91,11 @@ def check_fits(target_folder: str | Path, head_folder: str | Path) -> None:
 
     Published heads have neither tokenizer files nor a card: of these the sizes alone are compared.
     """
-    target, head = read_config(target_folder), read_config(head_folder)
+    target = read_config(target_folder)
+    head = read_json(Path(head_folder) / "config.json")  # not all published ones have a model_type
     where = f"{head_folder} cannot draft for {target_folder}:"
     for key in ("hidden_size", "vocab_size"):
-        if target.get(key) != head.get(key):
+        if key in head and target.get(key) != head[key]:
             raise UserError(
                 f"{where} {key} is {target.get(key)} in the target and {head.get(key)} in the "
                 f"head. Take the head of this target."

@@ -32,6 +32,8 @@ from decoding.drafters.trees.ranked import RankedTree
 from decoding.drafters.trees.static import StaticTree
 from decoding.drafters.with_lookup import ChainWithLookup, LookupFirst
 from decoding.interfaces import Drafter, RoundCosts, Target
+from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.model import MedusaConfig, MedusaHeads
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 
@@ -118,6 +120,36 @@ def recurrent_of(
     if dtype is not None:
         head = deepcopy(head).to(dtype)
     return AllBeams(head=head, beam_width=beam_width, **{"children": "top_k", **options})  # type: ignore[arg-type]
+
+
+def random_medusa(target: Target, scale: float = 1.0, **fields: int) -> MedusaHeads:
+    """Medusa heads of a target's sizes with random weights, in float64."""
+    config = MedusaConfig(target.vocab_size, target.hidden_size, **{"num_heads": 4, **fields})
+    generator = torch.Generator().manual_seed(4)
+    heads = MedusaHeads(config).double().requires_grad_(False)
+    for parameter in heads.parameters():
+        parameter.normal_(generator=generator).mul_(scale / parameter.shape[-1] ** 0.5)
+    return heads.eval().to(target.device)
+
+
+@torch.inference_mode()
+def medusa_of(kit: Kit, **options: object) -> MedusaDrafter:
+    """Medusa heads fitted by least squares: from the target's state of each single token to what the
+    kit's draft model says further on.
+    """
+    target, V = kit.target, kit.target.vocab_size
+    ids_V1 = torch.arange(V, device=target.device)[:, None]
+    target.open(V, 2)
+    logits_V1V, states_V1C = target.forward(ids_V1)
+    heads = MedusaHeads(MedusaConfig(V, target.hidden_size, num_heads=6)).double()
+    said_V, inverse_CV = logits_V1V[:, 0].argmax(-1), torch.linalg.pinv(states_V1C[:, 0].cpu())
+    for head in range(6):
+        kit.draft_model.open(V, 2)
+        next_VV = kit.draft_model.forward(said_V[:, None])[0][:, 0]
+        heads.projections[head].weight.data.copy_((inverse_CV @ next_VV.cpu()).T)
+        said_V = next_VV.argmax(-1)
+    heads = heads.requires_grad_(False).eval().to(target.device)
+    return MedusaDrafter(heads=heads, **options)  # type: ignore[arg-type]
 
 
 def before(row: DrafterRow, slow: bool = True) -> DrafterRow:
@@ -264,6 +296,18 @@ ROWS = [
         make=lambda kit: recurrent_of(kit, 6, children="sampled", by_cost=True),
         rules=("greedy", "token", "coupled"),
         table=lambda: recurrent(draft_table(), 3, 0.8, children="sampled", by_cost=True),
+    ),
+    DrafterRow(
+        "medusa",
+        make=lambda kit: medusa_of(kit),
+        rules=("greedy", "token", "coupled"),
+        table=lambda: MedusaDrafter(heads=random_medusa(draft_table(), 2.0)),
+    ),
+    DrafterRow(
+        "medusa_chain",
+        make=lambda kit: medusa_of(kit, shape="chain"),
+        rules=("greedy", "token", "block", "coupled"),
+        table=lambda: MedusaDrafter(heads=random_medusa(draft_table(), 2.0), shape="chain"),
     ),
     DrafterRow(
         "oracle",

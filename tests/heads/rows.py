@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from decoding.interfaces import Drafter
+from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.kind import KIND as MEDUSA
+from heads.medusa.model import MedusaConfig
 from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig
 from recurrent_drafting.kind import KIND as RECURRENT
@@ -40,8 +43,23 @@ def recurrent(name: str, **fields: Any) -> HeadRow:
         name,
         RECURRENT,
         shape,
-        drafter=lambda head: RecurrentDrafter(head=head, beam_width=1, draws="drawn"),
-        load=lambda folder: RecurrentDrafter(folder, beam_width=1, draws="drawn"),
+        drafter=lambda head: RecurrentDrafter(head=head, beam_width=1, children="sampled"),
+        load=lambda folder: RecurrentDrafter(folder, beam_width=1, children="sampled"),
+    )
+
+
+def medusa(name: str, **fields: Any) -> HeadRow:
+    """Medusa heads that draft a chain."""
+
+    def shape(target: Any) -> MedusaConfig:
+        return MedusaConfig(target.vocab_size, target.hidden_size, **{"num_heads": 4, **fields})
+
+    return HeadRow(
+        name,
+        MEDUSA,
+        shape,
+        drafter=lambda head: MedusaDrafter(heads=head, shape="chain"),
+        load=lambda folder: MedusaDrafter(folder, shape="chain"),
     )
 
 
@@ -50,4 +68,6 @@ HEAD_ROWS = [
     recurrent("recurrent without recurrence", rnn=False),
     recurrent("recurrent projected", exit_dim=24, num_draft_layers=1),
     recurrent("recurrent with a draft vocabulary", draft_vocab_size=20),
+    medusa("medusa", num_layers=2),
+    medusa("medusa with a shared projection", shared=True, draft_vocab_size=20),
 ]

@@ -7,7 +7,7 @@ Shapes: M drafts, N predictions of all depths, K drafted tokens, H the target's 
 channels of the states that a head reads, E features, V drafted vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -94,6 +94,8 @@ class HeadKind(PredictingHead, Protocol):
     name: str  # in conf/head
     config: type[HeadJobConfig]  # of its job; `head` holds its options
     reads_tokens: bool  # predictions depend on the tokens drafted before them
+    # likeliest tokens of a head whose accuracies its drafter goes by; 0: none
+    ranks: int
     layout: FolderLayout
 
     def shape(self, config: Any, target: Any) -> Any:
@@ -138,7 +140,11 @@ class HeadKind(PredictingHead, Protocol):
         """Return the shape in few words."""
         ...
 
-    def drafter(self, head: Any, config: Any, sampled: bool) -> Drafter:
+    def measured(self, shape: Any, figures: Mapping[str, Any]) -> Any:
+        """Return the shape with what its drafter goes by, of the best checkpoint's figures."""
+        ...
+
+    def drafter(self, head: Any, shape: Any, config: Any, sampled: bool) -> Drafter:
         """Return a drafter with the head, as the finished head is measured. sampled: at a
         temperature.
         """

@@ -204,8 +204,9 @@ def train(job: HeadJob, run: Run) -> None:
     progress = fit_recorded("train head", objective, head, data, config, run, parallel, evaluate)
     if parallel.is_main:
         sampled = config.held_out.temperature > 0
+        job.shape = kind.measured(shape, progress.best)
         drafted = block_efficiency(
-            lambda target: kind.drafter(head.to(target.device), config, sampled),
+            lambda target: kind.drafter(head.to(target.device), job.shape, config, sampled),
             config,
             config.loss.predict_n_tokens,
             target_folder,
@@ -253,12 +254,14 @@ def make_evaluation(
     looks: list[Look] = [
         GreedyChain(kind, head, states, answers, heads, longest, length, parallel.device)
     ]
+    measured: Sequence[Sample] = answers if kind.ranks else []
     if config.data.held_out_chats or config.data.held_out_texts:
         samples = read_samples(tokenizer, config.data, "held_out", parallel.is_main)
-        chosen = drawn_evenly(samples, config.data.held_out_tokens)
+        measured = drawn_evenly(samples, config.data.held_out_tokens)
+    if measured:
+        ranks = max(config.top_k, min(kind.ranks, job.shape.num_drafted))
         looks.insert(
-            0,
-            HeadAccuracy(kind, head, states, chosen, heads, config.top_k, length, parallel.device),
+            0, HeadAccuracy(kind, head, states, measured, heads, ranks, length, parallel.device)
         )
     return Looks(looks)
 

@@ -1,0 +1,232 @@
+"""Head folders in the two published layouts: vLLM's, which we write, and the original one.
+
+vLLM: config.json with `model_type: medusa`, tensors `blocks.{i}.layers.{j}.weight|bias` and
+`lm_heads.{i}.weight` (one, with `original_lm_head`, where heads share it), and `token_map` for a
+draft vocabulary of `truncated_vocab_size` tokens. The biases want `medusa_fc_bias: true`, which its
+loader takes for false where the key is missing. It drafts chains of best tokens, no trees.
+
+Original (FasterDecoding/Medusa): config.json with `medusa_num_heads` and `medusa_num_layers`,
+`medusa_lm_head.safetensors` with `{i}.{j}.linear.weight|bias` and `{i}.{layers}.weight`. Its own
+loader takes five heads whatever the file holds, and older files are pickles, which are refused.
+
+`medusa_accuracy` in config.json is ours and unknown to other readers: trees are chosen from it.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from decoding.errors import UserError
+from decoding.models.folder import WEIGHTS, read_json, refuse_nonfinite
+from heads.medusa.model import MedusaConfig, MedusaHeads
+from jobs.files import disk_error, save_tensors
+from training.heads import checkpoint
+from training.heads.draft_vocabulary import check_tokens
+
+MODEL_TYPE = "medusa"
+ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
+_ACCURACY = "medusa_accuracy"
+_TOKENS = "token_map"
+
+
+class VllmLayout:
+    """vLLM's keys of config.json and names of tensors."""
+
+    def config(self, shape: MedusaConfig, dtype: torch.dtype) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "architectures": ["MedusaModel"],
+            "model_type": MODEL_TYPE,
+            "num_heads": shape.num_heads,
+            "num_hidden_layers": shape.num_layers,
+            "hidden_size": shape.hidden_size,
+            "vocab_size": shape.vocab_size,
+            "truncated_vocab_size": shape.num_drafted,
+            "medusa_fc_bias": True,
+            "original_lm_head": shape.shared,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+        }
+        if shape.accuracy:
+            values[_ACCURACY] = [[round(share, 6) for share in row] for row in shape.accuracy]
+        return values
+
+    def exported(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {_to_vllm(name): tensor for name, tensor in state.items()}
+
+    def imported(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {_from_vllm(name): tensor for name, tensor in stored.items()}
+
+    def extensions(self, shape: MedusaConfig) -> list[str]:
+        return []
+
+
+LAYOUT = VllmLayout()
+
+
+def _to_vllm(name: str) -> str:
+    name = re.sub(r"^blocks\.(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+    name = re.sub(r"^projections\.", "lm_heads.", name)
+    return _TOKENS if name == "token_ids_V" else name
+
+
+def _from_vllm(name: str) -> str:
+    name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"blocks.\1.\2.linear.", name)
+    name = re.sub(r"^lm_heads\.", "projections.", name)
+    return "token_ids_V" if name == _TOKENS else name
+
+
+def _to_original(name: str, layers: int) -> str:
+    name = re.sub(r"^blocks\.", "", name)
+    return re.sub(r"^projections\.(\d+)\.", rf"\1.{layers}.", name)
+
+
+def save_original(heads: MedusaHeads, folder: Path, base_model: str) -> None:
+    """Write the heads in the original layout, in float32. base_model: the target's name.
+
+    Raises UserError for heads that it cannot carry, and when a write fails.
+    """
+    config = heads.config
+    if config.shared or config.draft_vocab_size:
+        what = "a shared projection" if config.shared else "a draft vocabulary"
+        raise UserError(f"the original layout of Medusa's heads cannot carry {what}")
+    values = {
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+        "base_model_name_or_path": base_model,
+        "version": "2",
+    }
+    stored = {
+        _to_original(name, config.num_layers): tensor.detach().to("cpu", torch.float32).contiguous()
+        for name, tensor in heads.state_dict().items()
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_tensors(stored, folder / ORIGINAL_WEIGHTS, {"format": "pt"})
+        text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise disk_error(folder, error) from error
+
+
+def load_heads(
+    folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> MedusaHeads:
+    """Return the heads of a folder of either layout. Raises UserError naming every tensor that is
+    missing, unknown, of another shape than config.json says, or not finite.
+    """
+    original = _is_original(read_json(folder / "config.json"))
+    heads = _load_original(folder) if original else _load_vllm(folder)
+    return heads.to(device, dtype).requires_grad_(False).eval()
+
+
+def read_heads_config(folder: Path) -> MedusaConfig:
+    """Return the shape of a folder in vLLM's layout. Raises UserError for a folder of another kind
+    and for missing or wrong keys.
+    """
+    file = folder / "config.json"
+    values = read_json(file)
+    if values.get("model_type") != MODEL_TYPE:
+        raise UserError(
+            f"{file}: model_type is {values.get('model_type')!r}, expected '{MODEL_TYPE}', or the "
+            "original layout (medusa_num_heads, medusa_num_layers). A language model drafts with "
+            "`use: chain`."
+        )
+    heads = values.get("num_heads", values.get("medusa_num_heads"))
+    layers = values.get("num_hidden_layers", values.get("medusa_num_layers"))
+    H, V = values.get("hidden_size"), values.get("vocab_size")
+    for key, size in (("num_heads", heads), ("num_hidden_layers", layers)):
+        checkpoint.check_size(file, key, size, 1)
+    for key, size in (("hidden_size", H), ("vocab_size", V)):
+        checkpoint.check_size(file, key, size, 1)
+    drafted = values.get("truncated_vocab_size") or V
+    checkpoint.check_draft_vocabulary(file, "truncated_vocab_size", drafted, V)
+    shared = values.get("original_lm_head", False)
+    if not isinstance(shared, bool):
+        raise UserError(f"{file}: original_lm_head is {shared!r}, expected true or false")
+    accuracy = _read_accuracy(file, values.get(_ACCURACY))
+    return MedusaConfig(V, H, heads, layers, shared, 0 if drafted == V else drafted, accuracy)
+
+
+def _read_accuracy(file: Path, found: Any) -> tuple[tuple[float, ...], ...]:
+    if found is None:
+        return ()
+    fine = (
+        isinstance(found, list)
+        and found
+        and all(isinstance(row, list) and row for row in found)
+        and all(
+            isinstance(share, int | float) and 0 <= share <= 1 for row in found for share in row
+        )
+    )
+    if not fine:
+        raise UserError(
+            f"{file}: {_ACCURACY} is {str(found)[:60]}, expected a list of shares from 0 to 1 for "
+            "every head. Take the key out to draft a tree without them"
+        )
+    return tuple(tuple(map(float, row)) for row in found)
+
+
+def _load_vllm(folder: Path) -> MedusaHeads:
+    config = read_heads_config(folder)
+    with torch.device("meta"):
+        heads = MedusaHeads(config)
+    described = f"{config.num_heads} heads of {config.num_layers} residual blocks"
+    checkpoint.load_weights(LAYOUT, heads, folder, described)
+    if heads.token_ids_V is not None:
+        heads.token_ids_V = heads.token_ids_V.long()
+        check_tokens(folder / WEIGHTS, _TOKENS, heads.token_ids_V, config.vocab_size)
+    return heads
+
+
+def _is_original(values: dict[str, Any]) -> bool:
+    return "medusa_num_heads" in values and "hidden_size" not in values
+
+
+def _load_original(folder: Path) -> MedusaHeads:
+    """The heads that the file holds, which may be more or fewer than config.json says."""
+    file = folder / ORIGINAL_WEIGHTS
+    layers = read_json(folder / "config.json").get("medusa_num_layers")
+    checkpoint.check_size(folder / "config.json", "medusa_num_layers", layers, 1)
+    if not file.is_file():
+        pickled = (folder / "medusa_lm_head.pt").is_file()
+        why = (
+            "has only medusa_lm_head.pt, a pickle, which can run code: convert it once with "
+            "scripts/to_safetensors.py"
+            if pickled
+            else f"has no {file.name}: copy the folder again"
+        )
+        raise UserError(f"{folder}: {why}")
+    try:
+        found = load_file(file)
+    except SafetensorError as error:
+        raise UserError(
+            f"{file}: cannot be read as safetensors ({error}). Copy it again."
+        ) from error
+    count = len({name.split(".")[0] for name in found})
+    projection = found.get(f"0.{layers}.weight")
+    if projection is None or projection.ndim != 2:
+        raise UserError(
+            f"{file}: expected the tensor '0.{layers}.weight', the projection of a head with "
+            f"{layers} residual blocks, found {', '.join(sorted(found)[:4])}. Take config.json and "
+            "weights from one model"
+        )
+    V, H = projection.shape
+    heads = MedusaHeads(MedusaConfig(V, H, count, layers))
+    wanted = {_to_original(name, layers): name for name in heads.state_dict()}
+    wrong = sorted(set(wanted) ^ set(found))
+    if wrong:
+        raise UserError(
+            f"{file}: tensors that are missing or unknown for {count} heads of {layers} residual "
+            f"blocks: {', '.join(wrong)}. Copy the folder again"
+        )
+    refuse_nonfinite(folder, found)
+    try:
+        heads.load_state_dict({wanted[name]: tensor for name, tensor in found.items()})
+    except RuntimeError as error:  # shapes
+        raise UserError(f"{file}: {' '.join(str(error).split())}. Copy the folder again") from error
+    return heads

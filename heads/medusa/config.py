@@ -1,0 +1,24 @@
+"""Configuration of the training of Medusa's heads."""
+
+from dataclasses import dataclass, field
+
+from training.heads.config import HeadJobConfig, HeadOptions
+
+
+@dataclass
+class MedusaOptions(HeadOptions):
+    """Shape of the heads; their number is loss.predict_n_tokens."""
+
+    name: str = "medusa"  # name in tables and in the heads' card
+    num_layers: int = 1  # residual blocks of a head
+    shared: bool = False  # one projection to the vocabulary for all heads
+    # tokens of the draft vocabulary, the most frequent ones of the training answers; 0: all
+    draft_vocab_size: int = 0
+    start: str = "lm_head"  # projections begin as the target's lm_head, or at random
+
+
+@dataclass
+class MedusaTrainConfig(HeadJobConfig):
+    """Medusa heads (arXiv 2401.10774) for the frozen target."""
+
+    head: MedusaOptions = field(default_factory=MedusaOptions)

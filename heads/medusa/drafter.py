@@ -1,0 +1,251 @@
+"""Medusa's heads as a drafter: one pass of all heads gives every depth of a static tree or a chain.
+
+The heads read the target's state before the tip, which the last round left; nothing is cached. All
+nodes of a depth have the same distribution, since a head does not see which tokens stand before
+its own. Where tokens are sampled the children of a node are sampled without replacement and tested
+by p / q, or the likeliest are taken as point masses (decoding/drafters/trees/sampled_children.py).
+
+Shapes: B rows, K heads, N nodes, P parents of a depth, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.devices import device_of
+from decoding.drafters.trees.sampled_children import are_sampled, check_kind
+from decoding.errors import UserError
+from decoding.interfaces import (
+    Capabilities,
+    Chooser,
+    Observation,
+    Proposal,
+    RoundCosts,
+    Stopping,
+    Target,
+)
+from decoding.models.load import DTYPES
+from decoding.verification.token import at_nodes
+from heads.medusa import tree
+from heads.medusa.checkpoint import load_heads
+from heads.medusa.model import MedusaHeads
+
+
+class MedusaDrafter:
+    """Draft a static tree, or a chain, from Medusa heads.
+
+    choices: the tree's nodes as paths of ranks; None takes the tree that the heads' measured
+    accuracies give (heads/medusa/tree.py), or a default one where the folder has none. shape:
+    `tree`, or `chain` for the best token of each depth. by_cost: choose the tree's size by the
+    measured costs of a round. children: `sampled` or
+    `top_k`, where tokens are sampled.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        heads: MedusaHeads | None = None,
+        choices: Sequence[Sequence[int]] | None = None,
+        shape: str = "tree",
+        max_nodes: int = tree.MOST_NODES,
+        by_cost: bool = False,
+        children: str = "sampled",
+        dtype: str = "float32",
+        device: str = "cpu",
+        name: str | None = None,
+    ) -> None:
+        if (folder is None) == (heads is None):
+            raise ValueError("give either a folder of heads or the heads")
+        if heads is None:
+            assert folder is not None
+            if dtype not in DTYPES:
+                raise UserError(f"dtype '{dtype}' is unknown, expected one of {', '.join(DTYPES)}.")
+            heads = load_heads(Path(folder), DTYPES[dtype], device_of(device))
+        self.name = name or (Path(folder).resolve().name if folder is not None else "medusa")
+        self.heads, self.config = heads, heads.config
+        self.children = check_kind(children, self.name)
+        if shape not in ("tree", "chain"):
+            raise UserError(f"drafter '{self.name}': shape is '{shape}', expected tree or chain.")
+        if max_nodes < 1:
+            raise UserError(f"drafter '{self.name}': max_nodes is {max_nodes}, expected 1 or more.")
+        self._max_nodes = max_nodes
+        self._chain = shape == "chain"
+        self._fixed = self._given(choices)
+        self._by_cost = by_cost and self._fixed is None and bool(self.config.accuracy)
+        weight = heads.projection(0)
+        self.device, self.dtype = weight.device, weight.dtype
+        self.num_layers, self.num_parameters = heads.config.num_layers, heads.num_parameters
+        self.capabilities = Capabilities(
+            "chain" if self._chain else "tree",
+            has_q=children == "sampled",
+            needs_hidden=True,
+            last_hidden=True,
+            needs_costs=self._by_cost,
+            steps="round",
+            stops_by_token=False,
+        )
+        self._set_tree(None)
+        self._hidden_BH = torch.empty(0)
+
+    def _given(self, choices: Sequence[Sequence[int]] | None) -> list[tree.Path] | None:
+        """The tree that the caller fixed, with the beginnings of its paths; None: none."""
+        if self._chain:
+            return [(0,) * depth for depth in range(1, self.config.num_heads + 1)]
+        if choices is None:
+            return None
+        paths = {tuple(path[:end]) for path in choices for end in range(1, len(path) + 1)}
+        deepest, most = self.config.num_heads, self.config.num_drafted
+        if not paths or not all(
+            0 <= rank < most and len(path) <= deepest for path in paths for rank in path
+        ):
+            raise UserError(
+                f"drafter '{self.name}': choices is {list(choices)}, expected paths of at most "
+                f"{deepest} ranks (a head each) from 0 to {most - 1}, such as [[0, 0], [1]]."
+            )
+        return list(paths)
+
+    def _set_tree(self, costs: RoundCosts | None) -> None:
+        """Take the tree that these costs give; None: the largest."""
+        paths = self._fixed
+        if paths is None and self.config.accuracy:
+            paths = tree.choose_tree(self.config.accuracy, costs, self._max_nodes)
+        elif paths is None:
+            paths = tree.default_tree(self.config.num_heads)[: self._max_nodes]
+        self._paths = sorted(paths, key=lambda path: (len(path), path))
+        self._index = {path: node for node, path in enumerate(self._paths)}
+        parents = [path[:-1] for path in self._paths]
+        # among its siblings: sampled children are taken in their order, whatever their ranks
+        self._place = {path: parents[:n].count(path[:-1]) for n, path in enumerate(self._paths)}
+
+    @property
+    def depth(self) -> int:
+        """The depth of the tree."""
+        return len(self._paths[-1]) if self._paths else 0
+
+    def width(self, gamma: int) -> int:
+        """Return the number of nodes of depth at most gamma."""
+        return sum(len(path) <= gamma for path in self._paths)
+
+    def prepare(self, target: Target, costs: RoundCosts | None) -> None:
+        """Choose the tree by the costs. Raises UserError for a target of other sizes."""
+        for what, own, other in (
+            ("hidden size", self.config.hidden_size, target.hidden_size),
+            ("vocabulary", self.config.vocab_size, target.vocab_size),
+        ):
+            if own != other:
+                raise UserError(
+                    f"drafter '{self.name}': its heads were trained for a {what} of {own}, but "
+                    f"'{target.name}' has {other}: take the heads of this target."
+                )
+        if self._by_cost:
+            self._set_tree(costs)
+
+    def open(
+        self, prompts_B: Sequence[Sequence[int]], prefill_hidden_BNC: Tensor | None, capacity: int
+    ) -> None:
+        """Take the hidden state of each prompt's last token but one."""
+        size = self.config.hidden_size
+        self._hidden_BH = torch.zeros(len(prompts_B), size, dtype=self.dtype, device=self.device)
+        if prefill_hidden_BNC is not None:
+            read_B1 = devices.tensor([[len(prompt) > 1] for prompt in prompts_B], self.device)
+            last = prefill_hidden_BNC.shape[1] - 1  # 0: of each prompt the last state alone
+            places_B = [min(max(len(prompt) - 2, 0), last) for prompt in prompts_B]
+            last_BH = self._own(at_nodes(prefill_hidden_BNC, places_B))
+            self._hidden_BH = torch.where(read_B1, last_BH, self._hidden_BH)
+
+    def resume(self, prompt: Sequence[int], kept: int, hidden_NC: Tensor | None) -> None:
+        """Take the last of the hidden states that the target has just read."""
+        if hidden_NC is not None:
+            self._hidden_BH = self._own(hidden_NC[-1:])
+
+    def _own(self, states: Tensor) -> Tensor:
+        return states.to(self.device, self.dtype)
+
+    def propose(
+        self,
+        sequences_B: Sequence[Sequence[int]],
+        budgets_B: Sequence[int],
+        stopping_B: Sequence[Stopping],
+        chooser: Chooser,
+    ) -> Proposal:
+        """Draft the tree of each row, as deep as its budget."""
+        depths_B = [min(budget, self.depth) for budget in budgets_B]
+        depth = max(depths_B)
+        if depth == 0:
+            return Proposal(torch.empty(len(depths_B), 0, dtype=torch.long), [0] * len(depths_B))
+        logits_BKV = self._logits(depth)
+        if self._chain:
+            return self._propose_chain(logits_BKV, depths_B, chooser)
+        sampled = are_sampled(self.children, chooser)
+        tokens = [self._tokens(logits_BKV[:, d : d + 1], d, chooser, sampled) for d in range(depth)]
+        nodes = [path for path in self._paths if len(path) <= depth]
+        parents = [self._index.get(path[:-1], -1) for path in nodes]
+        parents_BN = devices.tensor(parents, self.device).expand(len(depths_B), -1)
+        q_BNV = None
+        if sampled:
+            depths_N = devices.tensor([len(path) - 1 for path in nodes], self.device)
+            q_BNV = chooser.warper.probs(logits_BKV)[:, depths_N]
+        siblings = max(self._place[path] for path in nodes) + 1
+        counts_B = [self.width(own) for own in depths_B]
+        tokens_BN = torch.cat(tokens, 1)
+        return Proposal(tokens_BN, counts_B, parents_BN, q_BNV, 1, siblings=siblings)
+
+    def _logits(self, depth: int) -> Tensor:
+        """The logits (B, K, V) over the target's vocabulary of the first `depth` heads."""
+        logits_BKV = self.heads(self._hidden_BH, depth)
+        if self.heads.token_ids_V is None:
+            return logits_BKV
+        shape = (*logits_BKV.shape[:2], self.config.vocab_size)
+        full_BKV = torch.full(shape, float("-inf"), dtype=self.dtype, device=self.device)
+        full_BKV[:, :, self.heads.token_ids_V] = logits_BKV
+        return full_BKV
+
+    def _propose_chain(self, logits_BKV: Tensor, depths_B: list[int], chooser: Chooser) -> Proposal:
+        depths = range(logits_BKV.shape[1])
+        if self.children == "top_k" and chooser.tests_q:
+            return Proposal(logits_BKV.argmax(-1), depths_B, steps=1)
+        drafted = [chooser.draft(logits_BKV[:, d], d) for d in depths]
+        tokens_BN = torch.stack([tokens_B for tokens_B, _ in drafted], 1)
+        q = [q_BV for _, q_BV in drafted if q_BV is not None]
+        return Proposal(tokens_BN, depths_B, None, torch.stack(q, 1) if q else None, 1)
+
+    def _tokens(self, logits_B1V: Tensor, d: int, chooser: Chooser, sampled: bool) -> Tensor:
+        """The tokens (B, n) of the tree's n nodes at depth d (0 is the first), in their order."""
+        nodes = [path for path in self._paths if len(path) == d + 1]
+        ranks = [self._place[path] if sampled else path[-1] for path in nodes]
+        K = min(max(ranks) + 1, logits_B1V.shape[-1])
+        if not sampled:
+            best_BK = chooser.log_scores(logits_B1V, d).topk(K, dim=-1).indices[:, 0]
+            return best_BK[:, devices.tensor([min(r, K - 1) for r in ranks], self.device)]
+        # Each parent's children are sampled by numbers of their own.
+        above = [path for path in self._paths if len(path) == d] if d else [()]
+        first = self.width(d - 1) + 1 if d else 0
+        q_BPV = chooser.warper.probs(logits_B1V).expand(-1, len(above), -1)
+        drawn_BPK, _ = chooser.draw_children(q_BPV, K, d, first)
+        places = {path: p for p, path in enumerate(above)}
+        K = drawn_BPK.shape[2]
+        flat = [places[path[:-1]] * K + min(r, K - 1) for path, r in zip(nodes, ranks, strict=True)]
+        return drawn_BPK.flatten(1)[:, devices.tensor(flat, self.device)]
+
+    def observe(self, observation: Observation) -> None:
+        """Keep the hidden state of the last accepted token."""
+        outcome = observation.outcome
+        last_B = outcome.accepted_B  # of a chain
+        if outcome.paths_B is not None:
+            last_B = [path[-1] + 1 if path else 0 for path in outcome.paths_B]
+        self._hidden_BH = self._own(at_nodes(observation.hidden_BNC, last_B))
+
+    def rollback(self, lengths_B: Sequence[int]) -> None:
+        """Heads keep nothing."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self._hidden_BH = self._hidden_BH[devices.tensor(list(rows), self.device)]
+
+    def time_step(self, frontier: int = 1) -> None:
+        """Run all heads that the tree reads, once."""
+        self.heads(self._hidden_BH, max(1, self.depth))

@@ -1,0 +1,184 @@
+"""Medusa's heads as a kind of trained head: what training asks of them (training/heads/kind.py).
+
+Shapes: M drafts, N predictions of all heads, P positions, K heads, H the target's hidden size, V
+vocabulary that is drafted from.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decoding.errors import UserError
+from decoding.interfaces import Drafter
+from heads.medusa.checkpoint import LAYOUT, load_heads
+from heads.medusa.config import MedusaTrainConfig
+from heads.medusa.drafter import MedusaDrafter
+from heads.medusa.model import MedusaConfig, MedusaHeads
+from heads.medusa.tree import RANKS
+from jobs.paths import resolve
+from training.data.packing import Batch, Sample
+from training.features.states import TargetStates
+from training.features.taps import Layers
+from training.heads.checkpoint import FolderLayout, check_sizes
+from training.heads.config import HeadJobConfig
+from training.heads.draft_vocabulary import choose_tokens
+from training.heads.kind import Drafting, ReadmeParts, Tips
+from training.heads.positions import Positions
+from training.losses.heads import chunked_argmax
+
+STARTS = ("lm_head", "random")
+MOST_BLOCKS = 16
+
+
+class MedusaKind:
+    """Medusa heads."""
+
+    name, label, reads_tokens = "medusa", "medusa", False
+    ranks = RANKS  # of a head's predictions, whose accuracies its trees are chosen from
+    config: type[HeadJobConfig] = MedusaTrainConfig
+    layout: FolderLayout = LAYOUT
+
+    def outputs(self, head: MedusaHeads, states: TargetStates) -> Sequence[Tensor]:
+        return [head.projection(k) for k in range(len(head.projections))]
+
+    def features(
+        self,
+        head: MedusaHeads,
+        states: TargetStates,
+        batch: Batch,
+        where: Positions,
+        states_PC: Tensor,
+    ) -> Tensor:
+        """Each head's blocks over the drafts' states; the tokens between play no part."""
+        states_MH = states_PC[where.drafts_M]
+        of_head = [head.features(states_MH, k) for k in range(len(where.counts_K))]
+        places_N = where.head_N * len(where.drafts_M) + where.draft_N
+        return torch.cat(of_head).index_select(0, places_N)
+
+    def draft(self, head: MedusaHeads, states: TargetStates, tips: Tips, count: int) -> Tensor:
+        drafted = []
+        for k in range(count):
+            best_M = chunked_argmax(head.features(tips.states_MC, k), head.projection(k))
+            drafted.append(best_M if head.token_ids_V is None else head.token_ids_V[best_M])
+        return torch.stack(drafted, dim=1)
+
+    def shape(self, config: MedusaTrainConfig, target: Any) -> MedusaConfig:
+        options = config.head
+        if options.path:
+            folder = resolve(options.path)
+            shape = load_heads(folder).config
+            check_sizes(folder, shape, target)
+            return shape
+        return MedusaConfig(
+            target.vocab_size,
+            target.hidden_size,
+            config.loss.predict_n_tokens,
+            options.num_layers,
+            options.shared,
+            options.draft_vocab_size,
+        )
+
+    def taps(self, shape: MedusaConfig) -> Layers:
+        """The state after the final norm alone."""
+        return ()
+
+    def check(self, config: MedusaTrainConfig, shape: MedusaConfig) -> None:
+        if config.head.start not in STARTS:
+            raise UserError(
+                f"head.start is '{config.head.start}'; expected one of {', '.join(STARTS)}"
+            )
+        if shape.num_heads != config.loss.predict_n_tokens:
+            raise UserError(
+                f"head.path={config.head.path} has {shape.num_heads} heads and "
+                f"loss.predict_n_tokens is {config.loss.predict_n_tokens}: give "
+                f"loss.predict_n_tokens={shape.num_heads}"
+            )
+
+    def rules(self, config: MedusaTrainConfig, shape: MedusaConfig) -> dict[str, tuple[bool, str]]:
+        most = shape.vocab_size
+        return {
+            "head.num_layers": (
+                1 <= config.head.num_layers <= MOST_BLOCKS,
+                f"1 to {MOST_BLOCKS} residual blocks",
+            ),
+            "head.draft_vocab_size": (
+                0 <= config.head.draft_vocab_size <= most,
+                f"0 (all) to {most}, the target's vocabulary",
+            ),
+        }
+
+    def note(self, config: MedusaTrainConfig, shape: MedusaConfig) -> str:
+        if not config.head.path:
+            return ""
+        return f"head.path={config.head.path} brings its own shape and weights"
+
+    def empty(self, shape: MedusaConfig) -> MedusaHeads:
+        return MedusaHeads(shape)
+
+    def build(
+        self,
+        config: MedusaTrainConfig,
+        shape: MedusaConfig,
+        target: Any,
+        samples: Sequence[Sample],
+        show: bool,
+    ) -> MedusaHeads:
+        options = config.head
+        if options.path:
+            return load_heads(resolve(options.path)).requires_grad_(True).train()
+        heads = MedusaHeads(shape)
+        if shape.draft_vocab_size:
+            heads.token_ids_V = choose_tokens(
+                samples, shape.vocab_size, shape.draft_vocab_size, show
+            )
+        if options.start == "lm_head":
+            lm_head_VH = target.get_output_embeddings().weight.detach()
+            heads.start_from(lm_head_VH.float().cpu())
+        return heads
+
+    def measured(self, shape: MedusaConfig, figures: Mapping[str, Any]) -> MedusaConfig:
+        """The accuracies by rank, from the cumulative ones of the best checkpoint."""
+        rows = []
+        for head in range(shape.num_heads):
+            names = (f"accuracy/{self.label}{head}_top{rank + 1}" for rank in range(self.ranks))
+            tops = [float(figures[name]) for name in names if name in figures]
+            rows.append(
+                tuple(max(0.0, high - low) for low, high in zip([0.0, *tops], tops, strict=False))
+            )
+        return replace(shape, accuracy=tuple(rows)) if all(rows) else shape
+
+    def part_of(self, name: str, shape: MedusaConfig) -> str:
+        return "output" if name.startswith("projections") else "blocks"
+
+    def describe(self, shape: MedusaConfig) -> str:
+        of = "one shared projection" if shape.shared else "a projection each"
+        return f"{shape.num_heads} heads of {shape.num_layers} residual blocks with {of}"
+
+    def drafter(
+        self, head: MedusaHeads, shape: MedusaConfig, config: MedusaTrainConfig, sampled: bool
+    ) -> Drafter:
+        """The tree that the accuracies give, whatever it costs here."""
+        head.config = shape
+        return MedusaDrafter(heads=head, children="sampled" if sampled else "top_k")
+
+    def drafting(self, config: MedusaTrainConfig) -> Drafting:
+        return Drafting("with a static tree", "tree_block_efficiency")
+
+    def readme(self, card: dict[str, Any]) -> ReadmeParts:
+        target = card["target"]
+        return ReadmeParts(
+            tag="medusa",
+            title="Medusa heads (Medusa-1, arXiv 2401.10774)",
+            form=self.describe(MedusaConfig(**card["shape"])),
+            layout="vLLM's layout (model_type medusa)",
+            launch=(f"python -m eval.run target.path={target} drafters=[HEAD]",),
+            remarks="The tree is chosen from the measured accuracies (`medusa_accuracy` in "
+            "config.json) and by the measured costs of a round. vLLM drafts a chain of best "
+            "tokens from the same folder.",
+        )
+
+
+KIND = MedusaKind()

@@ -1,0 +1,68 @@
+"""The static tree of Medusa's drafts: its nodes are chosen from measured accuracies under a cost.
+
+A node is a path of ranks (k_0, ..., k_d): the token of rank k_i among head i's predictions, at
+every depth. With a[i][k] the share of held-out positions at which head i's token of rank k was the
+right one, given that those before it were, a node is worth the product of its path's shares, and
+the expected tokens of a round are 1 plus the sum over the nodes (arXiv 2401.10774, section 2.3.3).
+Adding the most valuable node again and again gives the best tree of every size; the size is the one
+with the most expected tokens per millisecond of a round.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+from decoding.interfaces import RoundCosts
+
+Path = tuple[int, ...]
+MOST_NODES = 64
+RANKS = 10  # predictions of a head that a tree may hold
+
+
+def grow_tree(accuracy_KR: Sequence[Sequence[float]], nodes: int) -> list[tuple[Path, float]]:
+    """Return the `nodes` most valuable nodes with their values, best first, parents before
+    children.
+
+    accuracy_KR: for each head the accuracy of its R likeliest tokens. Equal values are taken in the
+    order of their paths.
+    """
+    first = accuracy_KR[0]
+    waiting = [(-share, (rank,)) for rank, share in enumerate(first) if share > 0]
+    heapq.heapify(waiting)
+    chosen: list[tuple[Path, float]] = []
+    while waiting and len(chosen) < nodes:
+        value, path = heapq.heappop(waiting)
+        chosen.append((path, -value))
+        if len(path) < len(accuracy_KR):
+            for rank, share in enumerate(accuracy_KR[len(path)]):
+                if share > 0:
+                    heapq.heappush(waiting, (value * share, (*path, rank)))
+    return chosen
+
+
+def choose_tree(
+    accuracy_KR: Sequence[Sequence[float]], costs: RoundCosts | None, most: int = MOST_NODES
+) -> list[Path]:
+    """Return the tree with the most expected tokens per millisecond; empty where no draft pays.
+
+    costs: None takes the `most` best nodes. A draft is one pass of all heads (t_draft_ms), whatever
+    the tree, and its nodes are verified in one forward.
+    """
+    grown = grow_tree(accuracy_KR, most)
+    if costs is None:
+        return [path for path, _ in grown]
+    best, best_rate, expected = 0, 1 / costs.plain_ms, 1.0
+    for size, (_, value) in enumerate(grown, start=1):
+        expected += value
+        rate = expected / costs.drafted_ms(costs.t_draft_ms, size)
+        if rate > best_rate:
+            best, best_rate = size, rate
+    return [path for path, _ in grown[:best]]
+
+
+def default_tree(num_heads: int) -> list[Path]:
+    """Return a tree for heads without measured accuracies: a chain of best tokens, and two
+    alternatives at each depth.
+    """
+    chain = [(0,) * depth for depth in range(1, num_heads + 1)]
+    others = [(0,) * (depth - 1) + (rank,) for depth in range(1, num_heads + 1) for rank in (1, 2)]
+    return sorted([*chain, *others], key=lambda path: (len(path), path))
