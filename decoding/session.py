@@ -24,7 +24,7 @@ from decoding.rounds.batch import Batch, OnTokens, Row
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
-from decoding.verification.token import at_nodes
+from decoding.verification.nodes import at_nodes
 
 
 class Session:

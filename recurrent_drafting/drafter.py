@@ -37,7 +37,7 @@ from decoding.models.load import DTYPES
 from decoding.models.native.model import EXECUTIONS
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.sampling.warpers import Warper
-from decoding.verification.token import at_nodes
+from decoding.verification.nodes import at_nodes
 from recurrent_drafting.beams import Choose, Picks, search, timed_step
 from recurrent_drafting.checkpoint import load_head
 from recurrent_drafting.drafts import DrawnDraft, PickedDraft, drawing, rooms_of

@@ -29,7 +29,7 @@ from decoding.models.hf import EXECUTIONS as HF_EXECUTIONS
 from decoding.models.load import load_target
 from decoding.models.native.weights import FAMILIES
 from decoding.models.prefill import prefill
-from decoding.verification.token import at_nodes
+from decoding.verification.nodes import at_nodes
 
 
 class ChainDrafter:

@@ -14,8 +14,7 @@ from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
 from decoding.sampling.warpers import draw
 from decoding.verification import device_chain
-from decoding.verification.follow import tested
-from decoding.verification.token import at_nodes, probabilities, token
+from decoding.verification.nodes import at_nodes, probabilities, tested, undrafted
 
 
 def block(
@@ -30,7 +29,7 @@ def block(
     is kept; then max(w_i p - q, 0) is drawn from, or p after the whole chain.
     """
     if proposal is None:
-        return token(logits_BNV, None, chooser, read)
+        return undrafted(logits_BNV, chooser, read)
     if proposal.parents_BN is not None:
         raise ValueError(
             "verify=block tests chains; a tree needs a rule that updates the residual between "

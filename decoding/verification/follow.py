@@ -7,13 +7,12 @@ Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than t
 comes first.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from decoding import devices
 from decoding.interfaces import Chooser, Outcome, Proposal, Readback, ancestors
+from decoding.verification.nodes import tested
 
 
 def greedy(
@@ -75,9 +74,3 @@ def _follow_tree(
     return Outcome(
         tokens_B, paths_B, [len(path) for path in paths_B], tested_B, proposal.drafted(parents)
     )
-
-
-def tested(accepted_B: Sequence[int], counts_B: Sequence[int]) -> list[int]:
-    return [
-        accepted + (accepted < count) for accepted, count in zip(accepted_B, counts_B, strict=True)
-    ]

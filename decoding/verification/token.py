@@ -13,7 +13,7 @@ from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
 from decoding.sampling.warpers import draw
 from decoding.verification import device_chain, device_tree, token_tree
-from decoding.verification.follow import tested
+from decoding.verification.nodes import at_nodes, probabilities, tested, undrafted
 
 
 def token(
@@ -30,13 +30,10 @@ def token(
         if devices.runs_ahead(logits_BNV.device):
             return device_tree.token(logits_BNV, proposal, chooser, read)
         return token_tree.token(logits_BNV, proposal, chooser)
+    if proposal is None:
+        return undrafted(logits_BNV, chooser, read)
     probs_BNV = chooser.warper.probs(logits_BNV)
     B = len(probs_BNV)
-    if proposal is None:
-        (next_B,) = read(
-            draw(probs_BNV[:, 0], [chooser.uniform(b, 0, noise.BONUS) for b in range(B)])
-        )
-        return Outcome([[token] for token in next_B], None, [0] * B, [0] * B)
     if devices.runs_ahead(probs_BNV.device):
         return device_chain.token(probs_BNV, proposal, chooser, read)
     counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
@@ -56,17 +53,6 @@ def token(
     next_B = draw(weights_BV, uniforms).tolist()
     tokens_B = [[*drafted[b][: accepted_B[b]], next_B[b]] for b in range(B)]
     return Outcome(tokens_B, None, accepted_B, tested(accepted_B, counts_B))
-
-
-def probabilities(
-    probs_BNV: Tensor, proposal: Proposal
-) -> tuple[list[list[float]], list[list[float]]]:
-    """p and q of each drafted token."""
-    tokens_BN1 = proposal.tokens_BN[:, :, None]
-    p_BN = probs_BNV[:, :-1].gather(-1, tokens_BN1).squeeze(-1).tolist()
-    if proposal.q_BNV is None:
-        return p_BN, [[1.0] * len(row) for row in p_BN]
-    return p_BN, proposal.q_BNV.gather(-1, tokens_BN1).squeeze(-1).tolist()
 
 
 def final_weights(probs_BNV: Tensor, proposal: Proposal, accepted_B: list[int]) -> Tensor:
@@ -94,11 +80,3 @@ def final_weights(probs_BNV: Tensor, proposal: Proposal, accepted_B: list[int]) 
     weights_BV = weights_BV.clone()
     weights_BV[rows] = residual_FV
     return weights_BV
-
-
-def at_nodes(values_BN: Tensor, nodes_B: list[int]) -> Tensor:
-    """values_BN[b, nodes_B[b]] for each row; a view for one row."""
-    if len(nodes_B) == 1:
-        return values_BN[:, nodes_B[0]]
-    index_B = devices.tensor(nodes_B, values_BN.device)
-    return values_BN[torch.arange(len(nodes_B), device=values_BN.device), index_B]

@@ -28,7 +28,7 @@ from decoding.interfaces import (
     Target,
 )
 from decoding.models.load import DTYPES
-from decoding.verification.token import at_nodes
+from decoding.verification.nodes import at_nodes
 from heads.medusa import tree
 from heads.medusa.checkpoint import load_heads
 from heads.medusa.model import MedusaHeads

@@ -134,8 +134,8 @@ def random_medusa(target: Target, scale: float = 1.0, **fields: int) -> MedusaHe
 
 @torch.inference_mode()
 def medusa_of(kit: Kit, **options: object) -> MedusaDrafter:
-    """Medusa heads fitted by least squares: from the target's state of each single token to what the
-    kit's draft model says further on.
+    """Medusa heads fitted by least squares: from the target's state of each single token to what
+    the kit's draft model says further on.
     """
     target, V = kit.target, kit.target.vocab_size
     ids_V1 = torch.arange(V, device=target.device)[:, None]

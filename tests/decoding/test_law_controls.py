@@ -15,7 +15,7 @@ from decoding.interfaces import Outcome, Proposal, Readback
 from decoding.models.native.model import NativeTarget
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
-from decoding.verification import follow, rules, token
+from decoding.verification import follow, nodes, rules, token
 
 from . import last_word
 from . import test_law_of_gain as gains
@@ -70,7 +70,7 @@ def draw_from_the_next_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         token,
         "final_weights",
-        lambda probs_BNV, _, accepted_B: token.at_nodes(probs_BNV, [a + 1 for a in accepted_B]),
+        lambda probs_BNV, _, accepted_B: nodes.at_nodes(probs_BNV, [a + 1 for a in accepted_B]),
     )
 
 

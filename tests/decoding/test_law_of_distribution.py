@@ -24,8 +24,7 @@ from decoding.rounds.settings import Settings
 from decoding.sampling import noise
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.stopping.policies import NAMES
-from decoding.verification import token, token_tree
-from decoding.verification import token as token_module
+from decoding.verification import nodes, token, token_tree
 
 from .law_3 import P_LIMIT, PROMPT, WARPERS, drafter_of, law_holds, target_table
 from .many import ManyChooser, first_tokens, opened, without_collector
@@ -146,7 +145,7 @@ def keep_residual(monkeypatch: pytest.MonkeyPatch) -> Drafter:
     monkeypatch.setattr(
         token,
         "final_weights",
-        lambda probs_BNV, _, accepted_B: token_module.at_nodes(probs_BNV, accepted_B),
+        lambda probs_BNV, _, accepted_B: nodes.at_nodes(probs_BNV, accepted_B),
     )
     return ChainDrafter(model=draft_table())
 

@@ -140,8 +140,8 @@ def test_a_drafter_that_is_never_right_changes_nothing(row: DrafterRow, rule: st
         )
 
 
-# On an unsure text, what copies or learns from the target is right now and then, and so are Medusa's
-# heads, which do not see the token before theirs.
+# On an unsure text, what copies or learns from the target is right now and then, and so are
+# Medusa's heads, which do not see the token before theirs.
 SOMETIMES_RIGHT = ("look", "oracle", "medusa")
 MODELS_AND_HEADS = [row for row in ROWS if not any(word in row.name for word in SOMETIMES_RIGHT)]
 QUICK = ("chain", "multi_candidate", "recurrent_drawn")

@@ -100,8 +100,8 @@ def test_the_kind_is_that_of_the_command_line_an_experiment_or_a_saved_configura
 
 
 def test_another_kind_than_that_of_the_configuration_is_refused(tmp_path: Path):
-    config = configured("heads.train", schema_of("recurrent"), "target.path=x", "kind=medusa")
-    with pytest.raises(UserError, match="head=medusa is unknown, expected one of recurrent"):
+    config = configured("heads.train", schema_of("recurrent"), "target.path=x", "kind=eagle")
+    with pytest.raises(UserError, match="head=eagle is unknown, expected one of recurrent, medusa"):
         heads.train.run(config)
 
 
