@@ -13,13 +13,12 @@ from recurrent_drafting.drafter import RecurrentDrafter
 from recurrent_drafting.head import HeadConfig, RecurrentHead
 from recurrent_drafting.predictions import RecurrentPredictions
 from training.data.packing import Sample
-from training.features.taps import Layers
 from training.heads.checkpoint import FolderLayout
 from training.heads.config import HeadJobConfig
-from training.heads.kind import Drafting, ReadmeParts
+from training.heads.kind import Drafting, HeadKind, ReadmeParts
 
 
-class RecurrentKind(RecurrentPredictions):
+class RecurrentKind(RecurrentPredictions, HeadKind):
     """Recurrent heads (ReDrafter)."""
 
     name, reads_tokens, ranks = "recurrent", True, 0
@@ -28,10 +27,6 @@ class RecurrentKind(RecurrentPredictions):
 
     def shape(self, config: HeadTrainConfig, target: Any) -> HeadConfig:
         return head_config(config.head, target)
-
-    def taps(self, shape: HeadConfig) -> Layers:
-        """The state after the final norm alone."""
-        return ()
 
     def check(self, config: HeadTrainConfig, shape: HeadConfig) -> None:
         check_shape(config.head, shape)

@@ -16,7 +16,7 @@ from jobs.files import disk_error, save_tensors
 
 
 class FolderLayout(Protocol):
-    """How a head stands in a folder: keys of config.json, and names of tensors."""
+    """The files of a head's folder: the keys of config.json, and the names of tensors."""
 
     def config(self, shape: Any, dtype: Any) -> dict[str, Any]:
         """Return config.json."""

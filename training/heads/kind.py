@@ -1,7 +1,7 @@
 """The protocol of a kind of trained head: all that training asks of it.
 
-A kind is one object without state; heads are its arguments. Whoever adds a head writes one, and
-names it in the table of `heads.registry`.
+A kind is one object without state; heads are its arguments. Whoever adds a head writes one, a
+subclass of `HeadKind`, and names it in the table of `heads.registry`.
 
 Shapes: M drafts, N predictions of all depths, K drafted tokens, H the target's hidden size, C
 channels of the states that a head reads, E features, V drafted vocabulary.
@@ -73,7 +73,7 @@ class Drafting:
 
     words: str  # "with 8 beams"
     figure: str  # the name of its block efficiency on the card
-    options: dict[str, float] = field(default_factory=dict)  # that stand beside it
+    options: dict[str, float] = field(default_factory=dict)  # beside it
 
 
 @dataclass(frozen=True)
@@ -106,19 +106,19 @@ class HeadKind(PredictingHead, Protocol):
 
     def taps(self, shape: Any) -> Layers:
         """Return the layers of the target that the head reads (training/features/taps.py)."""
-        ...
+        return ()
 
     def check(self, config: Any, shape: Any) -> None:
         """Raise UserError for values of its own that no head can go by."""
-        ...
+        return None
 
     def rules(self, config: Any, shape: Any) -> dict[str, tuple[bool, str]]:
         """Return its rules for numbers: key -> (whether its value is fine, what is expected)."""
-        ...
+        return {}
 
     def note(self, config: Any, shape: Any) -> str:
         """Return which keys have no effect, in words; empty where all have one."""
-        ...
+        return ""
 
     def empty(self, shape: Any) -> nn.Module:
         """Return a head of this shape on the present device, whatever its weights."""

@@ -1,5 +1,5 @@
-"""What a head is and does, counted before there is one: it stands on the meta device, and a forward
-over one draft is counted there.
+"""What a head is and does, counted on the meta device by a forward over one draft, before it has
+any weights.
 """
 
 from collections.abc import Iterator

@@ -76,8 +76,8 @@ def random_model(config: LlamaConfig | Qwen3Config, dtype: torch.dtype, empty: b
 
 
 def known_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration of a language model's folder. Raises UserError for a recurrent head's, and
-    for a kind that transformers does not know.
+    """The configuration of a language model's folder. Raises UserError for a head's, and for a
+    kind that transformers does not know.
 
     trust_remote_code: run Python that lies in the folder, which a kind of its own needs.
     """
@@ -109,7 +109,7 @@ def known_config(folder: Path, trust_remote_code: bool = False) -> PretrainedCon
             raise UserError(
                 f"{told}, a {HEADS[kind]} head. It drafts as drafter=FOLDER of "
                 f"recurrent_drafting.generate or in drafters= of eval.run, and goes on "
-                "training as head.path= of recurrent_drafting.train"
+                f"training as head.path= of heads.train head={HEADS[kind]}"
             ) from error
         raise UserError(
             f"{told}. Give a LLaMA, Mistral or Qwen folder, or a newer transformers"
