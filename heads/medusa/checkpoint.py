@@ -136,14 +136,14 @@ def read_heads_config(folder: Path) -> MedusaConfig:
             "original layout (medusa_num_heads, medusa_num_layers). A language model drafts with "
             "`use: chain`."
         )
-    heads = values.get("num_heads", values.get("medusa_num_heads"))
-    layers = values.get("num_hidden_layers", values.get("medusa_num_layers"))
-    H, V = values.get("hidden_size"), values.get("vocab_size")
-    for key, size in (("num_heads", heads), ("num_hidden_layers", layers)):
+    heads: Any = values.get("num_heads", values.get("medusa_num_heads"))
+    layers: Any = values.get("num_hidden_layers", values.get("medusa_num_layers"))
+    H: Any = values.get("hidden_size")
+    V: Any = values.get("vocab_size")
+    sizes = {"num_heads": heads, "num_hidden_layers": layers, "hidden_size": H, "vocab_size": V}
+    for key, size in sizes.items():
         checkpoint.check_size(file, key, size, 1)
-    for key, size in (("hidden_size", H), ("vocab_size", V)):
-        checkpoint.check_size(file, key, size, 1)
-    drafted = values.get("truncated_vocab_size") or V
+    drafted: Any = values.get("truncated_vocab_size") or V
     checkpoint.check_draft_vocabulary(file, "truncated_vocab_size", drafted, V)
     shared = values.get("original_lm_head", False)
     if not isinstance(shared, bool):
@@ -190,7 +190,7 @@ def _is_original(values: dict[str, Any]) -> bool:
 def _load_original(folder: Path) -> MedusaHeads:
     """The heads that the file holds, which may be more or fewer than config.json says."""
     file = folder / ORIGINAL_WEIGHTS
-    layers = read_json(folder / "config.json").get("medusa_num_layers")
+    layers: Any = read_json(folder / "config.json").get("medusa_num_layers")
     checkpoint.check_size(folder / "config.json", "medusa_num_layers", layers, 1)
     if not file.is_file():
         pickled = (folder / "medusa_lm_head.pt").is_file()

@@ -26,7 +26,9 @@ def grow_tree(accuracy_KR: Sequence[Sequence[float]], nodes: int) -> list[tuple[
     order of their paths.
     """
     first = accuracy_KR[0]
-    waiting = [(-share, (rank,)) for rank, share in enumerate(first) if share > 0]
+    waiting: list[tuple[float, Path]] = [
+        (-share, (rank,)) for rank, share in enumerate(first) if share > 0
+    ]
     heapq.heapify(waiting)
     chosen: list[tuple[Path, float]] = []
     while waiting and len(chosen) < nodes:
