@@ -2,7 +2,7 @@
 (training/heads/kind.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from decoding.interfaces import Drafter
@@ -21,7 +21,7 @@ from training.heads.kind import Drafting, HeadKind, ReadmeParts
 class RecurrentKind(RecurrentPredictions, HeadKind):
     """Recurrent heads (ReDrafter)."""
 
-    name, reads_tokens, ranks = "recurrent", True, 0
+    name, reads_tokens = "recurrent", True
     config: type[HeadJobConfig] = HeadTrainConfig
     layout: FolderLayout = LAYOUT
 
@@ -66,9 +66,6 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
 
     def describe(self, shape: HeadConfig) -> str:
         return "recurrent" if shape.rnn else "without recurrence"
-
-    def measured(self, shape: HeadConfig, figures: Mapping[str, Any]) -> HeadConfig:
-        return shape
 
     def drafter(
         self, head: RecurrentHead, shape: HeadConfig, config: HeadTrainConfig, sampled: bool

@@ -21,11 +21,10 @@ from heads.medusa.tree import RANKS
 from jobs.paths import resolve
 from training.data.packing import Batch, Sample
 from training.features.states import TargetStates
-from training.features.taps import Layers
 from training.heads.checkpoint import FolderLayout, check_sizes
 from training.heads.config import HeadJobConfig
 from training.heads.draft_vocabulary import choose_tokens
-from training.heads.kind import Drafting, ReadmeParts, Tips
+from training.heads.kind import Drafting, HeadKind, ReadmeParts, Tips
 from training.heads.positions import Positions
 from training.losses.heads import chunked_argmax
 
@@ -33,7 +32,7 @@ STARTS = ("lm_head", "random")
 MOST_BLOCKS = 16
 
 
-class MedusaKind:
+class MedusaKind(HeadKind):
     """Medusa heads."""
 
     name, label, reads_tokens = "medusa", "medusa", False
@@ -80,10 +79,6 @@ class MedusaKind:
             options.shared,
             options.draft_vocab_size,
         )
-
-    def taps(self, shape: MedusaConfig) -> Layers:
-        """The state after the final norm alone."""
-        return ()
 
     def check(self, config: MedusaTrainConfig, shape: MedusaConfig) -> None:
         if config.head.start not in STARTS:

@@ -95,7 +95,7 @@ class HeadKind(PredictingHead, Protocol):
     config: type[HeadJobConfig]  # of its job; `head` holds its options
     reads_tokens: bool  # predictions depend on the tokens drafted before them
     # likeliest tokens of a head whose accuracies its drafter goes by; 0: none
-    ranks: int
+    ranks: int = 0
     layout: FolderLayout
 
     def shape(self, config: Any, target: Any) -> Any:
@@ -142,7 +142,7 @@ class HeadKind(PredictingHead, Protocol):
 
     def measured(self, shape: Any, figures: Mapping[str, Any]) -> Any:
         """Return the shape with what its drafter goes by, of the best checkpoint's figures."""
-        ...
+        return shape
 
     def drafter(self, head: Any, shape: Any, config: Any, sampled: bool) -> Drafter:
         """Return a drafter with the head, as the finished head is measured. sampled: at a
