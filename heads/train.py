@@ -45,7 +45,9 @@ def schema_of(name: str) -> type[HeadJobConfig]:
     return HeadsTrainConfig
 
 
-UsualConfig = schema_of(USUAL)  # of the job where no kind is named
+def schema_for(arguments: Sequence[str]) -> type[HeadJobConfig]:
+    """Return the configuration of the job for the kind of head that a command line names."""
+    return schema_of(chosen_kind(arguments))
 
 
 def chosen_kind(arguments: Sequence[str]) -> str:
@@ -76,4 +78,4 @@ def _written(file: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    job_main("heads.train", schema_of(chosen_kind(sys.argv[1:])), run, check_stages)
+    job_main("heads.train", schema_for(sys.argv[1:]), run, check_stages)

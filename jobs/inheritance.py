@@ -14,24 +14,31 @@ from jobs.config import SETTING, JobConfig, fields_of
 OF_THE_RUN = ("output_dir", "stages", "stage_overrides")  # which each stage has for itself
 
 
-def inherited_keys(mine: type[Any], theirs: type[Any], has_own_experiment: bool) -> list[str]:
+def inherited_keys(
+    mine: type[Any],
+    theirs: type[Any],
+    is_called_job: bool = False,
+    has_own_experiment: bool = False,
+) -> list[str]:
     """Return the dotted keys of the groups and values that a stage inherits.
 
-    mine, theirs: the settings of the experiment's job, and of the stage's.
+    mine, theirs: the settings of the experiment's job, and of the stage's. is_called_job: they are
+    one job, though perhaps of two kinds of head.
     """
-    if mine is theirs and not has_own_experiment:
-        return [name for name in fields_of(mine) if name not in OF_THE_RUN]
+    all_parts = is_called_job and not has_own_experiment
     kinds, keys = fields_of(theirs), []
     for name, kind in fields_of(mine).items():
-        if kinds.get(name) != kind:
+        if kinds.get(name) != kind or name in OF_THE_RUN:
             continue
         is_group, owner = dataclasses.is_dataclass(kind), _declaring(mine, name)
         if has_own_experiment and kind not in SETTING and owner is not JobConfig:
             continue
         if is_group:
-            keys += [f"{name}.{part}" for part in _shared(kind)] or [name]
-        elif owner is _declaring(theirs, name) and name in (_shared(owner) or [name]):
-            keys.append(name)
+            parts = [] if all_parts else _shared(kind)
+            keys += [f"{name}.{part}" for part in parts] or [name]
+        elif owner is _declaring(theirs, name):
+            parts = [] if all_parts else _shared(owner)
+            keys += [name] if name in (parts or [name]) else []
     return keys
 
 

@@ -1,9 +1,11 @@
-"""The jobs, and the dataclass of each one's settings by its dotted name.
+"""The jobs, and the dataclass of each one's settings by its dotted name, or the function that finds
+it by what a command line chooses.
 
 An experiment composes its stages before it starts them, so it needs the settings of jobs that lie
 in packages above this one.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from decoding.drafters.registry import imported
@@ -20,15 +22,15 @@ SCHEMAS = {
     "distill.train": "distill.config.TrainConfig",
     "eval.compare": "eval.config.CompareConfig",
     "eval.run": "eval.config.EvalConfig",
-    "heads.train": "heads.train.UsualConfig",
+    "heads.train": "heads.train.schema_for",
     "recurrent_drafting.generate": "serving.config.GenerateConfig",
     "recurrent_drafting.train": "recurrent_drafting.config.HeadTrainConfig",
 }
 
 
-def schema_of(job: str) -> type[JobConfig]:
+def schema_of(job: str, overrides: Sequence[str] = ()) -> type[JobConfig]:
     """Return the dataclass of a job's settings. Raises UserError for a job that there is not."""
     if job not in SCHEMAS:
         raise UserError(f"'{job}' is no job; there are: {', '.join(SCHEMAS)}")
     found: Any = imported(SCHEMAS[job])
-    return found
+    return found if isinstance(found, type) else found(overrides)

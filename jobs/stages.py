@@ -2,8 +2,8 @@
 folder to folder.
 
 A stage inherits every key that it shares with the experiment (jobs/inheritance.py) and writes to
-OUTPUT_DIR/<stage>. Its `stage_overrides` hold what differs, and a group that is chosen there
-(`parallel=single`) is not inherited.
+OUTPUT_DIR/<stage>. Its `stage_overrides` hold what differs, and what a file of conf/ that is chosen
+there writes (`parallel=single`, `head=medusa`) is not inherited.
 
 Stages talk only through folders. All are composed before the first one starts, so that a wrong key
 of the last is found at once. A finished stage passes over its work by itself (its manifest says
@@ -19,7 +19,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Stage:
 
     name: str
     job: str
+    schema: type[JobConfig]
     members: list[DictConfig]
 
 
@@ -102,19 +103,24 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
     """
     job, _, label = name.partition(":")
     try:
-        schema, given = schema_of(job), _given(name, config, composed)
+        given = _given(name, config, composed)
         chosen = {one.key: one.values[0][0] for one in given if one.is_of_conf}
-        own = compose_job(job, schema, list(chosen.values()))
+        is_called_job, has_own_experiment = job == config.job, "experiment" in chosen
+        texts = list(chosen.values())
+        schema = type(config) if is_called_job and not chosen else schema_of(job, texts)
+        own = compose_job(job, schema, texts)
         OmegaConf.set_struct(own, False)
-        has_own_experiment = "experiment" in chosen
+        written = {key: OmegaConf.select(own, key) for key in _written_by(chosen)}
         # A stage of the called job goes on with what is written there, `${...}` and all.
-        is_same = schema is type(config) and not has_own_experiment
-        found: Any = OmegaConf.to_container(composed, resolve=not is_same)
-        for key in inherited_keys(type(config), schema, has_own_experiment):
+        resolved = has_own_experiment or not is_called_job
+        found: Any = OmegaConf.to_container(composed, resolve=resolved)
+        for key in inherited_keys(type(config), schema, is_called_job, has_own_experiment):
             group, *inner = key.split(".")
             if group not in chosen:
                 value = functools.reduce(dict.__getitem__, inner, found[group])
                 OmegaConf.update(own, key, value, merge=False)
+        for key, value in written.items():
+            OmegaConf.update(own, key, value, merge=False)
         own.stages, own.stage_overrides = [], {}
         own.output_dir = os.path.join(config.output_dir, label or name)
         sweeps = SWEEP in config.stage_overrides.get(name, [])
@@ -123,7 +129,7 @@ def compose_stage(name: str, config: JobConfig, composed: DictConfig) -> Stage:
             typed(member, schema)
     except UserError as error:
         raise UserError(f"stage {name}: {error}") from error
-    return Stage(name, job, members)
+    return Stage(name, job, schema, members)
 
 
 def _given(name: str, config: JobConfig, composed: DictConfig) -> list[Given]:
@@ -143,6 +149,24 @@ def _given(name: str, config: JobConfig, composed: DictConfig) -> list[Given]:
         elif text != SWEEP:
             given.append(_parsed(resolved, config.output_dir, SWEEP in raw))
     return given
+
+
+def _written_by(chosen: Mapping[str, str]) -> Iterator[str]:
+    """Dotted keys that chosen files write outside of their own group, as a kind of head does with
+    its loss. chosen: group -> override.
+    """
+    for group, text in chosen.items():
+        file = CONF / group / f"{text.partition('=')[2]}.yaml"
+        if group != "experiment" and file.is_file() and "@package _global_" in file.read_text():
+            yield from _leaves(yaml.safe_load(file.read_text()))
+
+
+def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def _parsed(text: str, folder: str, sweeps: bool) -> Given:

@@ -29,7 +29,7 @@ def main(given: list[str]) -> None:
         for name in config.stages:
             stage = compose_stage(name, config, composed)
             for member in stage.members:
-                for key, value in _values(plain(typed(member, schema_of(stage.job)))):
+                for key, value in _values(plain(typed(member, stage.schema))):
                     print(f"{file.stem} {member.output_dir} {key}={value!r}")
 
 

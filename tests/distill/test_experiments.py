@@ -34,7 +34,7 @@ def seen(experiment: str, *given: str, job: str = "distill.train") -> tuple[Any,
     config: Any = typed(composed, schema_of(job))
     stages = {name: compose_stage(name, config, composed) for name in config.stages}
     return config, {
-        name: typed(stage.members[-1], schema_of(stage.job)) for name, stage in stages.items()
+        name: typed(stage.members[-1], stage.schema) for name, stage in stages.items()
     }
 
 

@@ -18,7 +18,7 @@ def seen(job: str, experiment: str, *given: str) -> dict[str, dict[str, Any]]:
     composed = compose_job(job, schema, [f"+experiment={experiment}", *given])
     config = typed(composed, schema)
     stages = [compose_stage(name, config, composed) for name in config.stages]
-    return {stage.name: plain(typed(stage.members[0], schema_of(stage.job))) for stage in stages}
+    return {stage.name: plain(typed(stage.members[0], stage.schema)) for stage in stages}
 
 
 def test_its_first_stage_is_the_quickstarts_own():
