@@ -49,7 +49,7 @@ class Chooser(Protocol):
     Depth 0 is the first drafted token.
     """
 
-    rule: str  # "greedy", "token", "block" or "coupled"
+    rule: str  # "greedy", "token", "block", "coupled" or "typical"
     vocab_size: int
     device: torch.device
     # what an equal chooser in another process needs: its settings, and the round it has begun

@@ -65,9 +65,10 @@ class Use:
         self._check_cap()
 
     def _check_rule(self) -> None:
-        if self.schedule in SCHEDULES and self.verify == "block":
+        if self.schedule in SCHEDULES and self.verify in ("block", "typical"):
             raise UserError(
-                f"verify=block with schedule '{self.schedule}', which tests chunks that go on: "
+                f"verify={self.verify} with schedule '{self.schedule}', which tests chunks that go "
+                f"on: "
                 f"take verify=token or coupled."
             )
         if self.schedule == ALONE and self.verify is not None:

@@ -27,7 +27,8 @@ class Settings:
     top_p: float = 1.0
     min_p: float = 0.0
     num_draft_tokens: int = 4  # gamma: drafted tokens a round along a chain
-    # "token", "block" or "coupled"; at temperature 0 verification is greedy, whatever the rule
+    # "token", "block" or "coupled" (or "typical", which is lossy); at temperature 0 verification is
+    # greedy, whatever the rule
     verify: str = "token"
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()

@@ -19,7 +19,8 @@ from decoding.sampling import noise
 from decoding.sampling.logits_processors import Processors
 from decoding.sampling.warpers import TRIES, Warper, draw, draw_different
 
-SAMPLING = ("token", "block", "coupled")  # rules where temperature > 0
+LOSSY = ("typical",)  # rules under which the output has not the target's distribution
+SAMPLING = ("token", "block", "coupled", *LOSSY)  # rules where temperature > 0
 RULES = ("greedy", *SAMPLING)
 # depths whose shared noise is made in one go on a CPU, where eight operations a depth cost more
 # than their arithmetic
@@ -80,7 +81,7 @@ class TokenChooser:
         """
         self._positions_B = positions_B
         self.begun = (request_keys_B, rounds_B, positions_B, depths)
-        if self.tests_q:
+        if self.rule in (*FRESH, *LOSSY):
             self._round_keys_B = [
                 noise.extend(key, number) for key, number in zip(request_keys_B, rounds_B)
             ]
@@ -123,7 +124,7 @@ class TokenChooser:
         """A drafter's next token at this depth (0 is the first): tokens_B, and probs_BV where the
         rule tests them.
         """
-        if self.rule == "greedy":
+        if self.rule in ("greedy", *LOSSY):
             return logits_BV.argmax(-1), None
         if self.rule == "coupled":
             return self.race(logits_BV[:, None], depth).squeeze(1), None
@@ -140,7 +141,7 @@ class TokenChooser:
         Drawn without replacement; the likeliest ones where decoding is greedy, the first ones of
         the race where noise is shared.
         """
-        if self.rule == "greedy":
+        if self.rule in ("greedy", *LOSSY):
             return logits_BPV.topk(count, dim=-1).indices, None
         if self.rule == "coupled":
             return self._race_at(logits_BPV, depth).topk(count, dim=-1).indices, None

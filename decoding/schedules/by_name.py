@@ -80,10 +80,10 @@ def batch_type(
             f"schedule '{schedule}' needs a drafter in a process of its own: make it with "
             f"decoding.drafters.remote.RemoteChain(folder)."
         )
-    if verify == "block":
+    if verify in ("block", "typical"):
         raise UserError(
             f"schedule '{schedule}' tests chunks that go on; take verify=token or coupled, not "
-            f"block."
+            f"{verify}."
         )
     if stopping not in UNTAUGHT:
         raise UserError(

@@ -4,8 +4,9 @@ Each rule is one function (target logits, proposal, chooser, readback) -> Outcom
 with their own draft counts. `greedy` and `coupled` follow the tokens that the target chooses
 (follow.py), `token` tests sampled tokens one by one by p / q (token.py, token_tree.py), `block` all
 of a chain together (block.py); both take q for a point mass where the proposal has none. All keep
-the target's distribution. On a GPU a round waits once for what they decided: `greedy` and `coupled`
-read the target's choices, `token` and `block` have twins that do (device_chain.py, device_tree.py).
+the target's distribution; `typical` alone does not (typical.py). On a GPU a round waits once for
+what they decided: `greedy` and `coupled` read the target's choices, `token` and `block` have twins
+that do (device_chain.py, device_tree.py).
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from decoding.interfaces import Capabilities, Chooser, Outcome, Proposal, Readba
 from decoding.verification.block import block
 from decoding.verification.follow import coupled, greedy
 from decoding.verification.token import token
+from decoding.verification.typical import typical
 
 Rule = Callable[[Tensor, Proposal | None, Chooser, Readback], Outcome]
 
@@ -32,4 +34,10 @@ def check_rule(verify: str, temperature: float, capabilities: Capabilities, name
         )
 
 
-RULES: dict[str, Rule] = {"greedy": greedy, "token": token, "block": block, "coupled": coupled}
+RULES: dict[str, Rule] = {
+    "greedy": greedy,
+    "token": token,
+    "block": block,
+    "coupled": coupled,
+    "typical": typical,  # lossy
+}

@@ -53,7 +53,7 @@ DEFINITIONS: dict[str, str] = {
     "near 0 loops.",
     "output": "equal: token by token what the target says alone. by rule: drawn from the target's "
     "distribution by a rule that is proven to keep it, so single texts differ. another "
-    "model: the drafter alone.",
+    "model: the drafter alone. lossy: a rule that changes the distribution.",
 }
 
 

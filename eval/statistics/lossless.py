@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decoding.rounds.ties import TIE_GAP
+from decoding.sampling.token_chooser import LOSSY as LOSSY_RULES
 from eval.measure.records import Record
 
 TOKENS_PER_TIE = 10_000  # more ties than one in so many tokens are not accepted as chance
 
 EQUAL, TIES, BY_RULE, HALF, DIFFERS = "equal", "ties", "by rule", "half precision", "differs"
+LOSSY = "lossy"  # of a rule that changes the distribution
 OTHER = "another model"  # of a row that is not the target at all
 
 
@@ -45,6 +47,8 @@ def judge(records: Sequence[Record], *, verify: str, dtype: str) -> Equality:
     """Sum up one drafter's records under one condition; verify is the rule where
     temperature > 0.
     """
+    if verify in LOSSY_RULES and records[0].temperature > 0:
+        return Equality(LOSSY, f"verify={verify} does not keep the target's distribution")
     if not is_compared(records[0].temperature, verify):
         return Equality(
             BY_RULE,

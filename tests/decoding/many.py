@@ -21,7 +21,7 @@ from decoding.rounds import batch as batches
 from decoding.rounds.batch import Batch
 from decoding.rounds.settings import Settings
 from decoding.sampling import noise
-from decoding.sampling.token_chooser import FRESH, TokenChooser
+from decoding.sampling.token_chooser import FRESH, LOSSY, TokenChooser
 from decoding.schedules.pearl import Pearl
 
 PRODUCT = (TokenChooser.begin, TokenChooser.uniform, TokenChooser.draft_key, TokenChooser.node_keys)
@@ -52,7 +52,7 @@ class ManyChooser(TokenChooser):
         positions_B: Sequence[int],
         depths: int,
     ) -> None:
-        if self.rule not in FRESH:
+        if self.rule not in (*FRESH, *LOSSY):
             super().begin(request_keys_B, rounds_B, positions_B, depths)
             return
         self.begun = (request_keys_B, rounds_B, positions_B, depths)

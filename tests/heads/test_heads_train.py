@@ -100,9 +100,14 @@ def test_the_kind_is_that_of_the_command_line_an_experiment_or_a_saved_configura
 
 
 def test_another_kind_than_that_of_the_configuration_is_refused(tmp_path: Path):
-    config = configured("heads.train", schema_of("recurrent"), "target.path=x", "kind=eagle")
-    with pytest.raises(UserError, match="head=eagle is unknown, expected one of recurrent, medusa"):
+    schema = schema_of("recurrent")
+    config = configured("heads.train", schema, "target.path=x", "kind=none_such")
+    with pytest.raises(UserError, match="head=none_such is unknown, expected one of recurrent"):
         heads.train.run(config)
+    for name in KINDS.keys() - {"recurrent"}:
+        config = configured("heads.train", schema, "target.path=x", f"kind={name}")
+        with pytest.raises(UserError, match=f"kind={name} is set by head={name} alone"):
+            heads.train.run(config)
 
 
 def ran(*arguments: str) -> str:

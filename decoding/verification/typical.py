@@ -1,0 +1,67 @@
+"""Typical acceptance: keep what is likely enough for the target (Cai et al. 2024, arXiv 2401.10774,
+section 2.3.2). LOSSY: the output does not have the target's distribution.
+
+A drafted token x is accepted if p(x) > min(EPSILON, DELTA exp(-H(p))), p being the target's warped
+distribution there and H its entropy in nats. The longest accepted path is kept, among equals the
+first; then a token is sampled from p.
+
+Shapes: B rows, N drafted tokens, V vocabulary. Logits have one node more than the proposal: the tip
+comes first.
+"""
+
+import torch
+from torch import Tensor
+
+from decoding import devices
+from decoding.interfaces import Chooser, Outcome, Proposal, Readback
+from decoding.sampling import noise
+from decoding.sampling.warpers import draw
+from decoding.verification.nodes import at_nodes, undrafted
+
+EPSILON, DELTA = 0.09, 0.3  # as published
+
+
+def typical(
+    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+) -> Outcome:
+    """Keep the longest path of typical tokens. Not lossless."""
+    if proposal is None:
+        return undrafted(logits_BNV, chooser, read)
+    probs_BNV = chooser.warper.probs(logits_BNV)
+    B, N = proposal.tokens_BN.shape
+    chain_BN = torch.arange(-1, N - 1, device=probs_BNV.device).expand(B, -1)
+    parents_BN = chain_BN if proposal.parents_BN is None else proposal.parents_BN
+    above_BN = parents_BN.clamp(min=-1) + 1  # padding is never looked at
+    entropy_BN = torch.special.entr(probs_BNV).sum(-1)
+    least_BN = (DELTA * (-entropy_BN).exp()).clamp(max=EPSILON).gather(1, above_BN)
+    rows_B1 = torch.arange(B, device=probs_BNV.device)[:, None]
+    passes_BN = probs_BNV[rows_B1, above_BN, proposal.tokens_BN] > least_BN
+    drafted, parents, passes = read(proposal.tokens_BN, parents_BN, passes_BN)
+    walks = [_longest(parents[b][:count], passes[b]) for b, count in enumerate(proposal.counts_B)]
+    ends_B = [path[-1] + 1 if path else 0 for path, _ in walks]
+    uniforms_B = [chooser.uniform(b, len(path), noise.BONUS) for b, (path, _) in enumerate(walks)]
+    next_B = draw(at_nodes(probs_BNV, ends_B), uniforms_B).tolist()
+    tokens_B = [
+        [*(drafted[b][node] for node in path), next_B[b]] for b, (path, _) in enumerate(walks)
+    ]
+    paths_B = None if proposal.parents_BN is None else [path for path, _ in walks]
+    return Outcome(
+        tokens_B,
+        paths_B,
+        [len(path) for path, _ in walks],
+        [tested for _, tested in walks],
+        None if proposal.parents_BN is None else proposal.drafted(parents),
+    )
+
+
+def _longest(parents: list[int], passes: list[bool]) -> tuple[list[int], int]:
+    """The longest path of accepted nodes, and the tokens tested along it."""
+    best: list[int] = []
+    path_to: dict[int, list[int]] = {-1: []}
+    for node, parent in enumerate(parents):  # parents come first
+        if parent in path_to and passes[node]:
+            path_to[node] = [*path_to[parent], node]
+            if len(path_to[node]) > len(best):
+                best = path_to[node]
+    tip = best[-1] if best else -1
+    return best, len(best) + (tip in parents)
