@@ -1,16 +1,13 @@
-"""The kinds of heads that `python -m heads.train head=NAME` trains: a line each."""
+"""The kinds of heads that `python -m heads.train head=NAME` trains, by the table of drafters."""
 
 from typing import cast
 
-from decoding.drafters.registry import imported
+from decoding.drafters.registry import DRAFTERS, imported
 from decoding.errors import UserError
 from training.heads.kind import HeadKind
 
-# the name, which is that of a file in conf/head -> its HeadKind
-KINDS = {
-    "recurrent": "recurrent_drafting.kind.KIND",
-    "medusa": "heads.medusa.kind.KIND",
-}
+# the name of a drafter, which is that of a file in conf/head -> its HeadKind
+KINDS = {name: entry.trained for name, entry in DRAFTERS.items() if entry.trained}
 
 
 def kind_of(name: str) -> HeadKind:

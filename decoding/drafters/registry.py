@@ -24,6 +24,7 @@ class Entry:
     kind: str  # dotted name of the class
     needs: str = ""  # the option that has no default
     model_type: str = ""  # in config.json of the heads that it drafts from
+    trained: str = ""  # dotted name of what trains such heads (training/heads/kind.py)
     # defaults that differ from the class's
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -49,9 +50,16 @@ DRAFTERS = {
         "recurrent_drafting.drafter.RecurrentDrafter",
         "folder",
         "recurrent_drafting_drafter",
+        "recurrent_drafting.kind.KIND",
         {"by_cost": True, "dtype": AUTO},
     ),
-    "medusa": Entry("heads.medusa.drafter.MedusaDrafter", "folder", "medusa", {"by_cost": True}),
+    "medusa": Entry(
+        "heads.medusa.drafter.MedusaDrafter",
+        "folder",
+        "medusa",
+        "heads.medusa.kind.KIND",
+        {"by_cost": True},
+    ),
 }
 # model_type of a head's config.json -> the drafter that drafts from it
 HEADS = {entry.model_type: name for name, entry in DRAFTERS.items() if entry.model_type}

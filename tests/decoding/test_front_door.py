@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.registry import DRAFTERS, HEADS, head_of, imported
 from recurrent_drafting.checkpoint import save_head
 from recurrent_drafting.head import HeadConfig, RecurrentHead
+from tests.heads.rows import HEAD_ROWS
+from training.heads import checkpoint
 
 PROMPT = "def add(a, b):"
 
@@ -25,8 +26,12 @@ def write_recurrent(folder: Path, **sizes: int) -> None:
     save_head(RecurrentHead(HeadConfig(**{**shape, **sizes})), folder)  # type: ignore[arg-type]
 
 
-# How a head's folder is written; a later head adds its own.
-WRITE: dict[str, Callable[[Path], None]] = {"recurrent": write_recurrent}
+def write_head(name: str, target: Any, folder: Path) -> None:
+    """A head of any kind for a target (its Hugging Face configuration), with random weights."""
+    torch.manual_seed(3)
+    row = next(row for row in HEAD_ROWS if row.kind.name == name)
+    shape = row.shape(target)
+    checkpoint.save_head(row.kind.layout, shape, row.kind.empty(shape), folder)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
     (folder / "skips").mkdir()
     (folder / "skips" / "skips.json").write_text(json.dumps({"attention": [2], "mlp": [1, 2]}))
     for name in HEADS.values():
-        WRITE[name](folder / name)
+        write_head(name, model.config, folder / name)
     return folder
 
 

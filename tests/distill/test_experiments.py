@@ -33,9 +33,7 @@ def seen(experiment: str, *given: str, job: str = "distill.train") -> tuple[Any,
     )
     config: Any = typed(composed, schema_of(job))
     stages = {name: compose_stage(name, config, composed) for name in config.stages}
-    return config, {
-        name: typed(stage.members[-1], stage.schema) for name, stage in stages.items()
-    }
+    return config, {name: typed(stage.members[-1], stage.schema) for name, stage in stages.items()}
 
 
 def ran(*arguments: str, job: str = "distill.train") -> str:
