@@ -15,8 +15,9 @@ from typing import Any
 from safetensors.torch import save_file
 
 from distill.config import ImportanceConfig, PruneConfig
-from distill.prune import importance, workbench
+from distill.prune import importance
 from distill.prune.cut import cut_model
+from distill.prune.job import workbench
 from distill.prune.modes import _removal, _scores
 from distill.prune.workbench import Source
 from distill.shapes import student_config
