@@ -361,7 +361,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(home, capsys):
         ({"temperatures": []}, "temperatures"),
         ({"batch_sizes": [0]}, "batch_sizes"),
         ({"num_draft_tokens": [0]}, "num_draft_tokens"),
-        ({"verify": "typical"}, "token, block or coupled"),
+        ({"verify": "lenient"}, "token, block, coupled or typical"),
         ({"target": TargetConfig(path="nowhere", execution="fast")}, "eager, graph or compiled"),
         ({"max_new_tokens": 1}, "max_new_tokens"),
         (
