@@ -50,6 +50,7 @@ class Kit:
     draft_model: Target  # like the target, disturbed
     answers: Sequence[Sequence[int]]  # the target's own continuations
     head: RecurrentHead | None = None  # None: one that knows nothing
+    texts: Sequence[Sequence[int]] = ()  # whole ones of the target, for heads that are fitted
 
 
 @dataclass(frozen=True)
@@ -132,11 +133,30 @@ def random_medusa(target: Target, scale: float = 1.0, **fields: int) -> MedusaHe
     return heads.eval().to(target.device)
 
 
+def fitted_medusa(kit: Kit, count: int = 4) -> MedusaHeads:
+    """Heads whose logits are the best linear guess of the tokens of the kit's texts."""
+    target, V = kit.target, kit.target.vocab_size
+    states, tokens = [], []
+    for text in kit.texts:
+        target.open(1, len(text))
+        states_NC = target.features(torch.tensor([text], device=target.device))[0]
+        states.append(states_NC[: -count - 1].double().cpu())
+        tokens.append(torch.tensor(text).unfold(0, count + 2, 1)[:, 2:])
+    inverse_CN, tokens_NK = torch.linalg.pinv(torch.cat(states)), torch.cat(tokens)
+    heads = MedusaHeads(MedusaConfig(V, target.hidden_size, num_heads=count))
+    for head in range(count):
+        wanted_NV = torch.nn.functional.one_hot(tokens_NK[:, head], V).double()
+        heads.projections[head].weight.data.copy_((inverse_CN @ wanted_NV).T)
+    return heads.requires_grad_(False).eval().to(target.device)
+
+
 @torch.inference_mode()
 def medusa_of(kit: Kit, **options: object) -> MedusaDrafter:
     """Medusa heads fitted by least squares: from the target's state of each single token to what
-    the kit's draft model says further on.
+    the kit's draft model says further on; with texts, from their states to their tokens.
     """
+    if kit.texts:
+        return MedusaDrafter(heads=fitted_medusa(kit), **options)  # type: ignore[arg-type]
     target, V = kit.target, kit.target.vocab_size
     ids_V1 = torch.arange(V, device=target.device)[:, None]
     target.open(V, 2)

@@ -78,6 +78,7 @@ def check_row(row: DrafterRow, folder: Path, layers: int, sampled: bool = False)
         first_layers(folder, layers).model,
         [],
         fitted_head(folder, sampled),
+        [[*prompt, *said.tokens] for prompt, said in zip(prompts, plain, strict=True)],
     )
     _, drafted = check_law(target, row.make(kit), prompts, settings, plain)
     assert sum(g.rounds for g in drafted) < 0.97 * sum(g.rounds for g in plain)

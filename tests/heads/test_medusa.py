@@ -86,6 +86,17 @@ def test_the_original_layout_comes_back_too(tmp_path: Path):
     assert all(torch.equal(back.state_dict()[name], t) for name, t in made.state_dict().items())
 
 
+def test_the_front_door_drafts_from_the_original_layout(tiny_target: Path, tmp_path: Path):
+    torch.manual_seed(0)
+    made = MedusaHeads(MedusaConfig(vocab_size=2048, hidden_size=32, num_heads=2))
+    save_original(made, tmp_path / "heads", "a target")
+    engine = load(tiny_target, {"use": str(tmp_path / "heads"), "shape": "chain"}, dtype="float64")
+    assert isinstance(engine.drafter, MedusaDrafter)
+    plain = generate(load(tiny_target, dtype="float64"), "def f(x):", max_new_tokens=8)
+    drafted = generate(engine, "def f(x):", max_new_tokens=8, stopping="fixed")
+    assert drafted.tokens == plain.tokens and drafted.stats.tested > 0
+
+
 def test_the_original_layout_holds_no_shared_projection(tmp_path: Path):
     with pytest.raises(UserError, match="cannot carry a shared projection"):
         save_original(random_heads(shared=True), tmp_path, "a target")
