@@ -142,7 +142,8 @@ def choose_drafter(asked: str | Path | Mapping[str, Any]) -> Choice:
                 f"drafter '{use}': folder is {shown(options['folder'])}, expected the path of a "
                 f"model folder."
             )
-        read_config(options["folder"])
+        if not head_of(options["folder"]):
+            read_config(options["folder"])
     return Choice(kind, options)
 
 

@@ -24,6 +24,8 @@ class Entry:
     kind: str  # dotted name of the class
     needs: str = ""  # the option that has no default
     model_type: str = ""  # in config.json of the heads that it drafts from
+    # a key of config.json by which its heads without a model_type are known
+    mark: str = ""
     trained: str = ""  # dotted name of what trains such heads (training/heads/kind.py)
     # defaults that differ from the class's
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -50,15 +52,16 @@ DRAFTERS = {
         "recurrent_drafting.drafter.RecurrentDrafter",
         "folder",
         "recurrent_drafting_drafter",
-        "recurrent_drafting.kind.KIND",
-        {"by_cost": True, "dtype": AUTO},
+        trained="recurrent_drafting.kind.KIND",
+        options={"by_cost": True, "dtype": AUTO},
     ),
     "medusa": Entry(
         "heads.medusa.drafter.MedusaDrafter",
         "folder",
         "medusa",
-        "heads.medusa.kind.KIND",
-        {"by_cost": True},
+        mark="medusa_num_heads",
+        trained="heads.medusa.kind.KIND",
+        options={"by_cost": True},
     ),
 }
 # model_type of a head's config.json -> the drafter that drafts from it
@@ -81,7 +84,9 @@ def head_of(folder: str | Path) -> str:
     folders.
     """
     file = Path(folder) / "config.json"
-    return HEADS.get(str(read_json(file).get("model_type")), "") if file.is_file() else ""
+    values = read_json(file) if file.is_file() else {}
+    marked = (name for name, entry in DRAFTERS.items() if entry.mark in values)
+    return HEADS.get(str(values.get("model_type")), "") or next(marked, "")
 
 
 def unknown_drafter(where: str, use: str, names: list[str]) -> UserError:

@@ -195,8 +195,8 @@ def _load_original(folder: Path) -> MedusaHeads:
     if not file.is_file():
         pickled = (folder / "medusa_lm_head.pt").is_file()
         why = (
-            "has only medusa_lm_head.pt, a pickle, which can run code: convert it once with "
-            "scripts/to_safetensors.py"
+            "has only medusa_lm_head.pt, a pickle, which can run code: read it once with "
+            f"torch.load(..., weights_only=True) and save it as {file.name} (safetensors)"
             if pickled
             else f"has no {file.name}: copy the folder again"
         )

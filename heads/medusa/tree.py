@@ -2,10 +2,10 @@
 
 A node is a path of ranks (k_0, ..., k_d): the token of rank k_i among head i's predictions, at
 every depth. With a[i][k] the share of held-out positions at which head i's token of rank k was the
-right one, given that those before it were, a node is worth the product of its path's shares, and
-the expected tokens of a round are 1 plus the sum over the nodes (arXiv 2401.10774, section 2.3.3).
-Adding the most valuable node again and again gives the best tree of every size; the size is the one
-with the most expected tokens per millisecond of a round.
+right one, and as if the heads were right independently of each other, a node is worth the product
+of its path's shares, and the expected tokens of a round are 1 plus the sum over the nodes (arXiv
+2401.10774, section 2.3.3). Adding the most valuable node again and again gives the best tree of
+every size; the size is the one with the most expected tokens per millisecond of a round.
 """
 
 import heapq

@@ -189,7 +189,7 @@ class HeadAccuracy:
     """Share of the predictions of each head whose token is among the k likeliest, k = 1 .. top_k,
     given the true tokens before it.
 
-    Teacher-forced, as published: `accuracy/redrafter{i}_top{k}` compares heads with published ones
+    Teacher-forced, as published: `accuracy/{label}{i}_top{k}` compares heads with published ones
     and is no acceptance rate.
     """
 

@@ -1,7 +1,7 @@
 """The protocol of a kind of trained head: all that training asks of it.
 
 A kind is one object without state; heads are its arguments. Whoever adds a head writes one, a
-subclass of `HeadKind`, and names it in the table of `heads.registry`.
+subclass of `HeadKind`, and names it in `decoding.drafters.registry`.
 
 Shapes: M drafts, N predictions of all depths, K drafted tokens, H the target's hidden size, C
 channels of the states that a head reads, E features, V drafted vocabulary.
@@ -48,7 +48,7 @@ class PredictingHead(Protocol):
     [V] of its draft vocabulary, rising, or None (training/heads/draft_vocabulary.py).
     """
 
-    label: str  # of a depth's figures: redrafter0_loss
+    label: str  # of a depth's figures: `{label}0_loss`
 
     def outputs(self, head: Any, states: TargetStates) -> Sequence[Tensor]:
         """Return the output layer [V, E] that all depths share, or one a depth."""
