@@ -98,11 +98,8 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     A copy out of memory that is not pinned would wait for all that was queued before.
     """
     if device.type == "cuda":
-        return (
-            values.to(device)
-            if values.is_cuda
-            else values.pin_memory().to(device, non_blocking=True)
-        )
+        pinned = values if values.is_cuda else values.pin_memory()
+        return pinned.to(device, non_blocking=True)
     return values.to(device)
 
 

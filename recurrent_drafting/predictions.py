@@ -16,8 +16,8 @@ from torch import Tensor
 from recurrent_drafting.head import Context, RecurrentHead
 from training.data.packing import Batch
 from training.features.states import TargetStates
-from training.heads.kind import Tips
 from training.heads.positions import Positions
+from training.heads.predicting import Tips
 from training.losses.heads import chunked_argmax
 
 

@@ -24,8 +24,9 @@ from training.features.states import TargetStates
 from training.heads.checkpoint import FolderLayout, check_sizes
 from training.heads.config import HeadJobConfig
 from training.heads.draft_vocabulary import choose_tokens
-from training.heads.kind import Drafting, HeadKind, ReadmeParts, Tips
+from training.heads.kind import Drafting, HeadKind, ReadmeParts
 from training.heads.positions import Positions
+from training.heads.predicting import Tips
 from training.losses.heads import chunked_argmax
 
 STARTS = ("lm_head", "random")

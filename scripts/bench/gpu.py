@@ -2,8 +2,8 @@
 there?), `decode` (how fast, against what the card can read), `train` (distillation beside Hugging
 Face's Trainer) and `recurrent` (a recurrent head of a 7B target: its training and its rounds).
 
-    python scripts/bench/gpu.py part=decode device=cuda python scripts/bench/gpu.py part=exact
-    device=cpu toy=true     # every line but those that it lists, in seconds
+    python scripts/bench/gpu.py part=decode device=cuda
+    python scripts/bench/gpu.py part=exact device=cpu toy=true  # all lines but those that it lists
 
 Imports torch, transformers, accelerate, safetensors and numpy alone, downloads nothing and needs
 nothing outside the repository. A figure is written the moment it is there, so a part that is cut
@@ -97,7 +97,7 @@ def untested_lines() -> list[str]:
     training/parallel/strategy.py), and names no second card
     (decoding/models/distributed/parallel.py).
     """
-    path = ROOT / "decoding" / "cuda.py"
+    path = ROOT / "decoding" / "devices.py"
     lines: set[int] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.IfExp) and "'cuda'" in ast.unparse(node.test):

@@ -27,10 +27,10 @@ from training.data.packing import Batch, Sample, best_fit, collate
 from training.features.states import TargetStates
 from training.heads.checkpoint import save_head
 from training.heads.evaluation import GreedyChain
-from training.heads.kind import PredictingHead
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.heads.positions import Positions, positions
+from training.heads.predicting import PredictingHead
 from training.losses.chunked import Outputs
 from training.models.build import build_llama
 from training.objectives import freeze

@@ -18,10 +18,10 @@ from training.data.packing import Batch, Sample, collate
 from training.features.states import TargetStates
 from training.heads import positions as module
 from training.heads.evaluation import HeadAccuracy
-from training.heads.kind import Tips
 from training.heads.loss_config import HeadLossConfig
 from training.heads.objective import HeadObjective
 from training.heads.positions import Positions, positions
+from training.heads.predicting import Tips
 from training.objectives import hidden_states
 
 K, H, V = tiny.HEADS, tiny.HIDDEN, tiny.VOCABULARY

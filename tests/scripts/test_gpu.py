@@ -61,7 +61,7 @@ def trace(frame, event, arg):
 
 sys.settrace(trace)
 import torch
-from decoding import cuda
+from decoding import devices as cuda
 from scripts.bench import gpu, gpu_exact, gpu_decode, random_models
 
 def run(part, *words):

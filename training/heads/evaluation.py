@@ -25,8 +25,8 @@ from torch import Tensor
 from decoding import devices
 from training.data.packing import Batch, Sample, best_fit, collate
 from training.features.states import TargetStates
-from training.heads.kind import PredictingHead, Tips
 from training.heads.positions import Positions, positions
+from training.heads.predicting import PredictingHead, Tips
 from training.losses.chunked import CHUNK, Outputs
 
 Look = Callable[[], dict[str, float]]

@@ -21,9 +21,9 @@ from training.bounds import Place
 from training.data.packing import Batch
 from training.features.states import TargetStates
 from training.heads.draft_vocabulary import index_tokens
-from training.heads.kind import PredictingHead
 from training.heads.loss_config import HeadLossConfig, judged, tokens_said
 from training.heads.positions import Positions, positions
+from training.heads.predicting import PredictingHead
 from training.losses.chunked import Outputs, RowLoss, cross_entropy_rows
 from training.losses.heads import at_temperature, chunked_by_head, listed_cross_entropy_rows
 from training.losses.soft import Teacher, kl_rows, lk_hybrid_rows, lk_rows
