@@ -1,8 +1,9 @@
 """How near our decoding comes to what the machine can read: a random-weight LLaMA of a gigabyte and
 more, batch 1, in turn with plain reading.
 
-    python scripts/bench/bandwidth.py python scripts/bench/bandwidth.py device=cuda layers=32
-    hidden_size=4096 intermediate_size=11008 kv_heads=32
+    python scripts/bench/bandwidth.py
+    python scripts/bench/bandwidth.py device=cuda layers=32 hidden_size=4096 \\
+      intermediate_size=11008 kv_heads=32
 
 A forward over one token has to read every weight once. Its bytes over its time are set against the
 best of three plain readers of the same size (a sum, a matrix-vector product in the same dtype, and

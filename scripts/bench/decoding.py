@@ -1,10 +1,10 @@
 """Decoding, ours against Hugging Face `generate`: same weights, prompts, length, dtype and threads,
 the sides in turn.
 
-    python scripts/bench/decoding.py target=assets/target
-    drafter=runs/quickstart/distill.train/drafter python scripts/bench/decoding.py
-    target=$SHALLOW_DRAFT_DATA/models/chat24m drafter=FOLDER
-    prompts=$SHALLOW_DRAFT_DATA/data/eval/mt_bench.jsonl
+    python scripts/bench/decoding.py target=assets/target \\
+      drafter=runs/quickstart/distill.train/drafter
+    python scripts/bench/decoding.py target=$SHALLOW_DRAFT_DATA/models/chat24m drafter=FOLDER \\
+      prompts=$SHALLOW_DRAFT_DATA/data/eval/mt_bench.jsonl
 
 Autoregressive: `generate` with sdpa, the better of its dynamic and static caches. Speculative:
 `generate(assistant_model=...)` with the same drafter and the same fixed draft length (confidence

@@ -1,8 +1,8 @@
 """Shallow and wide against deep and narrow, at equal bytes read a step and equal distillation: the
 claim of "Decoding Speculative Decoding".
 
-    python scripts/bench/depth_width.py target=$SHALLOW_DRAFT_DATA/models/chat24m chats=[CHATS.json]
-    held_out_prompts=A.jsonl prompts=B.jsonl \\
+    python scripts/bench/depth_width.py target=$SHALLOW_DRAFT_DATA/models/chat24m \\
+      chats=[CHATS.json] held_out_prompts=A.jsonl prompts=B.jsonl \\
       "shapes=['2:384:6:6:1024','4:288:4:4:832','6:224:4:4:704','12:192:3:3:384']"
 
 Every shape is pruned from the target by importance and distilled on the same rows for as many

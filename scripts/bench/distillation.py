@@ -1,8 +1,8 @@
 """Distillation, ours against a `transformers.Trainer` loop: useful (non-padding) tokens a second,
 same models, data, loss and dtype.
 
-    python scripts/bench/distillation.py target=$SHALLOW_DRAFT_DATA/models/chat24m
-    chats=$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json
+    python scripts/bench/distillation.py target=$SHALLOW_DRAFT_DATA/models/chat24m \\
+      chats=$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json
 
 The Trainer side pads every batch to its longest row and takes the same forward KL on the same
 supervised tokens; both sides see the same number of chats a step on average, use the same malloc

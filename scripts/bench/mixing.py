@@ -1,8 +1,8 @@
 """Dynamic mixing against a fixed mixture: acceptance in the domain that the drafter drafts worst,
 after equal distillation.
 
-    python scripts/bench/mixing.py target=$SHALLOW_DRAFT_DATA/models/chat24m
-    texts=$SHALLOW_DRAFT_DATA/data/text
+    python scripts/bench/mixing.py target=$SHALLOW_DRAFT_DATA/models/chat24m \\
+      texts=$SHALLOW_DRAFT_DATA/data/text
 
 Four sides start from the same student and the same seeds, and see as many rows: `fixed` keeps
 shares by the size of the domains, `equal` keeps equal ones, `acceptance` starts as `fixed` and

@@ -1,8 +1,8 @@
 """Ways to prune, side by side: held-out acceptance and block efficiency after equal distillation,
 and what each way costs.
 
-    python scripts/bench/pruning.py target=$SHALLOW_DRAFT_DATA/models/chat24m chats=[CHATS.json]
-    prompts=PROMPTS.jsonl
+    python scripts/bench/pruning.py target=$SHALLOW_DRAFT_DATA/models/chat24m \\
+      chats=[CHATS.json] prompts=PROMPTS.jsonl
 
 Sides: `importance` (the layers that a probe finds), `l0` (learned masks), `even` (first, last and
 evenly spaced layers), `random` (the same shape from scratch). All are distilled on the same rows

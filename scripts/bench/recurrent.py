@@ -1,15 +1,17 @@
 """The recurrent drafter in numbers, part by part.
 
-    python scripts/bench/recurrent.py part=training target=$SHALLOW_DRAFT_DATA/models/chat24m \
+    python scripts/bench/recurrent.py part=training target=$SHALLOW_DRAFT_DATA/models/chat24m \\
+      \
         "chats=[$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json]"
 
 training: supervised tokens a second and peak memory of a step, ours against the published recipe
 (scripts/bench/recurrent_training.py), padded to its fixed length and to the longest row of each
 batch; same target, head, chats, loss and precision, the sides in turns.
 
-    python scripts/bench/recurrent.py part=drafting head=HEAD target=MODEL prompts=PROMPTS.jsonl
-    max_prompts=8 name=recurrent_drafting python scripts/bench/recurrent.py part=generation
-    head=HEAD target=MODEL prompts=PROMPTS.jsonl name=recurrent_generation
+    python scripts/bench/recurrent.py part=drafting head=HEAD target=MODEL \\
+      prompts=PROMPTS.jsonl max_prompts=8 name=recurrent_drafting
+    python scripts/bench/recurrent.py part=generation head=HEAD target=MODEL \\
+      prompts=PROMPTS.jsonl name=recurrent_generation
 
 drafting: what a round costs outside the target's and the head's forwards, in time and in operations
 that launch a kernel (scripts/bench/recurrent_rounds.py). generation: speedups by beam width over

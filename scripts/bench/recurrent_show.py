@@ -1,8 +1,8 @@
 """What makes a recurrent head good, in one command: every comparison over the same seeds, prompts
 and seconds of training, with paired intervals.
 
-    python scripts/bench/recurrent_show.py target=$SHALLOW_DRAFT_DATA/models/chat24m
-    prompts=$SHALLOW_DRAFT_DATA/data/eval/alpaca_eval.jsonl \\
+    python scripts/bench/recurrent_show.py target=$SHALLOW_DRAFT_DATA/models/chat24m \\
+      prompts=$SHALLOW_DRAFT_DATA/data/eval/alpaca_eval.jsonl \\
         "chats=[$SHALLOW_DRAFT_DATA/data/chat/oasst1_threads.json,$SHALLOW_DRAFT_DATA/data/chat/gpteacher_roleplay.json]"
 
 Parts: `recurrence` (with and without), `losses` (hard labels, the paper's distillation on what the
