@@ -174,8 +174,8 @@ def _rest_ms(costs: RoundCosts, done: Generation) -> float:
 
 
 def settled(windows: Sequence[RoundCosts]) -> RoundCosts:
-    """The costs behind several windows of time: the medians of what does not hang on the machine's
-    pace (c, V(n), the rest over t_target(1)), at the median pace.
+    """The costs that several timing windows agree on: the medians of the ratios that do not depend
+    on the machine's pace (c, V(n), the rest over t_target(1)), at the median pace.
     """
     pace_ms = median(window.t_target_ms[0] for window in windows)
     ratios = [[part / window.t_target_ms[0] for part in window.t_target_ms] for window in windows]

@@ -126,7 +126,7 @@ def _time_parts(
         STEPS_IN_A_ROW if drafter is not None and drafter.capabilities.steps == "token" else 1
     )
     for turn in range(warmup + repeats):
-        # whichever comes first stands behind a wide forward
+        # whichever comes first is timed right after a wide forward
         for frontier in rotated(list(draft_seconds), turn):
             assert drafter is not None
             # each is to find the caches as full of the target's weights as the others do

@@ -10,8 +10,8 @@ needed; what it costs is width, so it wants a target whose forward over some doz
 nearly as fast as over one. Candidates are point masses to every rule.
 
 The window is a tree like any other: its first row is a chain from the tip, and each column hangs
-below its token of that row. It stands behind the proposal's counted nodes, so that verification
-passes it over.
+below its token of that row. It follows the proposal's counted nodes, so that verification
+ignores it.
 
 Shapes: B batch rows, N nodes of a forward, V vocabulary.
 """

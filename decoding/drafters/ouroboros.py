@@ -9,7 +9,7 @@ rejection its own words for the rest of the draft, and for every attached phrase
 Drafts are the model's choices, point masses to every rule.
 
 Where the host runs ahead of the device, a round waits once for each of the model's own forwards and
-once for the target's: which phrases ride in a forward hangs on the token that the one before it
+once for the target's: which phrases join a forward depends on the token that the one before it
 chose, and phrases are looked up on the host.
 
 Shapes: B rows, N nodes, V vocabulary.

@@ -9,7 +9,7 @@ a look at a growing tree costs a wait, and in a batch, whose rounds are as wide 
 tree; else by measured costs and the tree itself while it grows
 (decoding/stopping/marginal_gain.py).
 
-Shapes: B rows, L levels, W chances of a level that are told, X children that a drawn level could
+Shapes: B rows, L levels, W reported probabilities of a level, X children that a drawn level could
 have; of picked trees P nodes of a level, K of them expanded next, M nodes seen.
 """
 

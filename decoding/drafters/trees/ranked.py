@@ -133,8 +133,8 @@ class RankedTree(ChainDrafter):
         return tree.proposal(self._ahead)
 
     def _budget_for(self, drawn: bool, rows: int) -> DrawnBudget | PickedBudget:
-        """What sizes the batch's trees. The rule, which a round is told, says whether children are
-        drawn, so its first round makes it.
+        """What sizes the batch's trees. The rule of a round decides whether children are drawn, so
+        the budget is made in the first round.
         """
         if self._budget is None or isinstance(self._budget, DrawnBudget) != drawn:
             self._budget = self._drawn_budget(rows) if drawn else self._picked_budget(rows)

@@ -3,16 +3,15 @@ p / q and not as point masses.
 
 Recursive rejection (decoding/verification/rules.py) keeps the target's distribution at a node if,
 given all that the verifier has looked at before, the node's children are x_1 ~ q, then x_2 ~ q
-without x_1, and so on in that order, and if whether there is a j-th child does not hang on which
+without x_1, and so on in that order, and if whether there is a j-th child does not depend on which
 token it would be. Proof: while x_1 .. x_(j-1) have failed, x_j ~ q_j, so accepting it with
 probability min(1, p_j / q_j) and going on with p_(j+1) = norm(max(p_j - q_j, 0)) emits p_j,
-whichever way p_(j+1) is then
-met: by a test of the next child, or by a draw where there is none. By induction from the last child
-back, p_1 = p is emitted.
+whichever way p_(j+1) is then met: by a test of the next child, or by a draw where there is none. By
+induction from the last child back, p_1 = p is emitted.
 
 So how many children a node gets is decided before they are drawn, from the levels above it and what
 the drafter says there, and every child that is drawn is tested. Which of the drawn nodes are
-expanded may hang on their tokens, as that says nothing of the tokens of their own children. What
+expanded may depend on their tokens, as that says nothing of the tokens of their own children. What
 breaks the law is any choice among children that looks at them: leaving out the unlikely ones,
 testing the likeliest first, taking the best nodes of the finished tree. The last would be wrong by
 what nodes were worth before they were drawn, too: an unlikely child leaves room in its level for
