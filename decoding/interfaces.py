@@ -109,10 +109,6 @@ class Chooser(Protocol):
         """Return the tokens (B, N) that the shared noise chooses at these depths."""
         ...
 
-    def race_scores(self, logits_BNV: Tensor, depths_BN: Tensor) -> Tensor:
-        """Return p / E over the vocabulary; its largest entry is the target's choice."""
-        ...
-
 
 @dataclass(frozen=True)
 class RoundCosts:

@@ -1,8 +1,8 @@
-"""The one decode loop: a batch is opened and runs rounds until its rows are done.
+"""The decode loop: open a batch and run rounds until its rows are done.
 
 It serves every drafter, schedule and verification rule, greedy and sampled, for batches of rows
-with their own lengths; without a drafter it is autoregressive decoding. What a round is stands in
-decoding/rounds/batch.py.
+with their own lengths; without a drafter it is autoregressive decoding. decoding/rounds/batch.py
+holds the round.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from decoding.drafters.registry import DRAFTERS
+from decoding.drafters.build import options_of
+from decoding.drafters.registry import imported
 
 # Modules of classes that a configuration names by `_target_`.
 MODULES = {
@@ -86,12 +87,16 @@ def current_config(saved: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _current_drafter(entry: Any) -> Any:
-    """An entry of `drafters=` with today's options; a class of a user's own keeps its."""
+    """An entry of `drafters=` with today's options; a class that still takes one keeps it."""
     if not isinstance(entry, dict):
         return entry
-    if "_target_" in entry:
-        kind = current_target(str(entry["_target_"]))
-        if kind not in {one.kind for one in DRAFTERS.values()}:
+    old = OPTIONS.keys() & entry.keys()
+    if old and "_target_" in entry:
+        try:
+            taken = options_of(imported(current_target(str(entry["_target_"]))))
+        except ImportError:  # jobs/drafters.py reports it
+            return entry
+        if taken is None or old & taken:
             return entry
     return _renamed(entry, OPTIONS)
 

@@ -91,6 +91,7 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
             tag="recurrent-drafting",
             title="A recurrent drafter head (ReDrafter, arXiv 2403.09919)",
             form=f"{kind}, {blocks} of width {shape['exit_dim']}",
+            reads="hidden states and embedding",
             layout="the published layout (config.json and model.safetensors with the published "
             "names)",
             launch=(

@@ -27,8 +27,10 @@ WEIGHTS = "drafter/model.safetensors"
 ELSEWHERE = 1e-6  # of the largest weight of a tensor
 INVENTORY = json.loads((snapshots.FIXTURES / "inventory.json").read_text())
 # What was renamed on purpose: the name in the inventory -> the name now (a row, a test function,
-# the ids of a test's parameters, an override, a command, a drafter).
+# the ids of a test's parameters, an override, a command, a drafter; `test[id]` for one test alone).
 RENAMED = {
+    "test_the_chat_model_keeps_law_1": "test_the_chat_model_keeps_laws_1_and_2",
+    "test_the_chat_model_keeps_law_1[ranked_tree]": "chains_and_a_tree",
     "draws": "children",
     "plain-drawn": "plain-sampled",
     "plain-picked": "plain-top_k",
@@ -385,7 +387,7 @@ def renamed(names: dict[str, list[str]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, entries in names.items():
         found.setdefault(RENAMED.get(name, name), []).extend(
-            RENAMED.get(entry, entry) for entry in entries
+            RENAMED.get(f"{name}[{entry}]", RENAMED.get(entry, entry)) for entry in entries
         )
     return found
 

@@ -169,6 +169,7 @@ class MedusaKind(HeadKind):
             tag="medusa",
             title="Medusa heads (Medusa-1, arXiv 2401.10774)",
             form=self.describe(MedusaConfig(**card["shape"])),
+            reads="last hidden state",
             layout="vLLM's layout (model_type medusa)",
             launch=(f"python -m eval.run target.path={target} drafters=[HEAD]",),
             remarks="The tree is chosen from the measured accuracies (`medusa_accuracy` in "

@@ -108,18 +108,6 @@ def test_the_chat_model_keeps_the_law(chat24m: Path, backend: str) -> None:
     assert len({tuple(g.tokens) for g in plain}) > 3
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("rule", ["greedy", pytest.param("coupled", marks=pytest.mark.exhaustive)])
-def test_the_chat_model_keeps_the_law_on_64_prompts(chat24m: Path, rule: str) -> None:
-    target = load_target(chat24m)
-    settings = Settings(
-        max_new_tokens=128, temperature=0.0 if rule == "greedy" else 1.0, verify="coupled"
-    )
-    prompts = chats(load(chat24m).tokenizer, 64)
-    check_law(target, first_layers(chat24m, 2), prompts, settings)
-    check_law(target, PromptLookup(), prompts, settings)
-
-
 def test_generate_and_stream(stories260k: Path) -> None:
     plain = generate(load(stories260k), "Once upon a time", max_new_tokens=40)
     for drafter in ("prompt_lookup", stories260k):

@@ -260,9 +260,12 @@ def test_a_stage_with_an_experiment_of_its_own_is_that(tmp_path: Path):
 
 @pytest.mark.long
 def test_a_ladder_of_depths_ends_in_one_comparison(tiny_target: Path, tmp_path: Path):
-    folder = tmp_path / "run"
+    folder, prompts = tmp_path / "run", tmp_path / "prompts.jsonl"
+    texts = [f"Write a function of {count} arguments." for count in range(1, 13)]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     ran(
         "+experiment=depth_sweep",
+        f"benchmark_prompts={prompts}",
         f"target.path={tiny_target}",
         "target.device=cpu",
         'ladder="1,3"',

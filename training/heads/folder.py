@@ -83,8 +83,8 @@ tags: [speculative-decoding, drafter, {parts.tag}]
 
 {parts.title} for `{target}`: {parts.form},
 {card["parameters"] / 1e6:.1f} M parameters, {training_on_card(card)}. Held-out: {figures_on_card(overall)}.
-It only proposes tokens; the target decides every one of them, so the output is the target's own. It reads that target's hidden states and
-embedding, and works with no other. The folder holds {layout}.
+It only proposes tokens; the target decides every one of them, so the output is the target's own. It reads that target's {parts.reads},
+and works with no other. The folder holds {layout}.
 
 {tokenizer_on_card(card)}```
 {launch}

@@ -50,6 +50,7 @@ class ReadmeParts:
     tag: str  # of the Hugging Face Hub
     title: str  # "A recurrent drafter head (ReDrafter, arXiv 2403.09919)"
     form: str  # the head's shape, in words
+    reads: str  # what it reads of the target
     layout: str  # that of the folder, where every reader of it loads it
     launch: Sequence[str]  # commands that use the folder, which is called HEAD in them
     remarks: str

@@ -1,0 +1,50 @@
+"""The measures of the house: few entries on a floor, short chains of imports, and interfaces that
+need nothing of ours. The layers themselves are contracts of import-linter (pyproject.toml).
+"""
+
+from functools import cache
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_ENTRIES = MOST_IN_A_CHAIN = 16
+
+
+@pytest.fixture(scope="module")
+def decoding_imports() -> grimp.ImportGraph:
+    return grimp.build_graph("decoding", exclude_type_checking_imports=True, cache_dir=None)
+
+
+def longest_chain(graph: grimp.ImportGraph) -> list[str]:
+    """The longest chain of modules each of which imports the next."""
+
+    @cache
+    def below(module: str) -> list[str]:
+        found = (below(one) for one in graph.find_modules_directly_imported_by(module))
+        return [module, *max(found, key=len, default=[])]
+
+    return max(map(below, graph.modules), key=len)
+
+
+def test_decoding_has_few_entries():
+    entries = [path for path in (ROOT / "decoding").iterdir() if path.name != "__pycache__"]
+    folders = [path for path in entries if path.is_dir() and any(path.glob("*.py"))]
+    assert len(folders) + sum(path.is_file() for path in entries) <= MOST_ENTRIES
+
+
+def test_the_longest_chain_of_imports_is_short(decoding_imports: grimp.ImportGraph):
+    chain = longest_chain(decoding_imports)
+    assert len(chain) <= MOST_IN_A_CHAIN, " -> ".join(chain)
+
+
+def test_interfaces_import_nothing_of_ours(decoding_imports: grimp.ImportGraph):
+    assert not decoding_imports.find_modules_directly_imported_by("decoding.interfaces")
+
+
+def test_a_longer_chain_is_found():
+    graph = grimp.ImportGraph()
+    for importer, imported in (("a", "b"), ("b", "c"), ("a", "c"), ("d", "a")):
+        graph.add_import(importer=importer, imported=imported)
+    assert longest_chain(graph) == ["d", "a", "b", "c"]
