@@ -5,3 +5,4 @@ from decoding.errors import UserError
 from decoding.rounds.settings import Settings
 
 __all__ = ["Engine", "Reply", "Settings", "UserError", "generate", "load"]
+__version__ = "0.2.0"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.models.folder import CARD, read_json
+from jobs.paths import shown
 from training import drafter_folder
 from training.drafter_folder import Origin, figures_on_card, tokenizer_on_card, training_on_card
 
@@ -53,7 +54,7 @@ TRIED = {
 
 def launch_lines(target: str, drafter: str, draft_tokens: int) -> dict[str, str]:
     """Ready lines for the engines that load the folder."""
-    target = target.replace("embedded:", "assets/")  # what ships with the project
+    target = shown(target)
     vllm = json.dumps(
         {"method": "draft_model", "model": drafter, "num_speculative_tokens": draft_tokens}
     )

@@ -1,7 +1,6 @@
 """A job's configuration put together by Hydra from conf/ and overrides."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -11,9 +10,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from jobs.paths import data_folder
 from jobs.syntax import composition_error
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
+CONF = data_folder("conf")
 
 
 def composing(action: Callable[[], Any]) -> Any:

@@ -26,12 +26,12 @@ from decoding.schedules.by_name import WALL
 from jobs.aliases import current_target
 from jobs.config import TargetConfig
 from jobs.drafter_use import ALONE, USE, Use
-from jobs.paths import resolve
+from jobs.paths import data_folder, resolve
 
 CONTROL = "prompt_lookup"  # the drafter without a model that every report shows
 # a chain drafter where the schedule has it work while the target does
 WORKER = f"{RemoteChain.__module__}.{RemoteChain.__qualname__}"
-CONF = Path(__file__).resolve().parent.parent / "conf" / "drafter"
+CONF = data_folder("conf") / "drafter"
 
 
 def describe(

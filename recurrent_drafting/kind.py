@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from decoding.interfaces import Drafter
+from jobs.paths import shown
 from recurrent_drafting.build import build_head, check_shape, head_config, ignored
 from recurrent_drafting.checkpoint import LAYOUT
 from recurrent_drafting.config import HeadTrainConfig
@@ -86,7 +87,7 @@ class RecurrentKind(RecurrentPredictions, HeadKind):
             else f"{shape['num_draft_layers']} residual blocks"
         )
         kind = "recurrent" if shape["rnn"] else "without recurrence"
-        llm = target.replace("embedded:", "assets/")
+        llm = shown(target)
         return ReadmeParts(
             tag="recurrent-drafting",
             title="A recurrent drafter head (ReDrafter, arXiv 2403.09919)",

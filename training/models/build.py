@@ -25,12 +25,12 @@ from decoding.models.folder import read_config
 from decoding.models.load import BACKENDS
 from decoding.models.model_check import check_config, check_loaded, check_model, check_tied_head
 from jobs.config import ParallelConfig, TargetConfig, refuse_parallel
-from jobs.paths import is_here, resolve
+from jobs.paths import data_folder, is_here, resolve
 from jobs.ranks import SHARDED_WEIGHTS
 from training.config import DataConfig, StudentConfig
 from training.models.attention import PACKED
 
-CONF_TARGETS = Path(__file__).resolve().parents[2] / "conf" / "target"
+CONF_TARGETS = data_folder("conf") / "target"
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
