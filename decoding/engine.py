@@ -18,7 +18,7 @@ from decoding.costs.measure import measure_costs, weighed_widths
 from decoding.drafters.build import choose_drafter, make_drafter
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, RoundCosts, Target
-from decoding.loop import check, decode, start
+from decoding.loop import check, decode, prefill_batch
 from decoding.models.folder import read_json
 from decoding.models.load import load_target
 from decoding.models.text.messages import Prompt, prompt_ids
@@ -213,7 +213,7 @@ def _stream(engine: Engine, prompt: list[int], settings: Settings) -> Iterator[s
     stream = TextStream(lambda ids: text_of(engine, ids))
     pieces: list[str] = []
     with torch.inference_mode():
-        batch = start(
+        batch = prefill_batch(
             engine.target,
             engine.drafter,
             [prompt],

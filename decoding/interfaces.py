@@ -255,7 +255,7 @@ class Proposal:
     siblings: int = 0  # of a tree with q_BNV: the most children that a node has
     # From the target's logits (B, N + 1, V) to what the drafter wants to read with the outcome; see
     # `Observation.answers`.
-    asks: Callable[[Tensor], Sequence[Tensor]] | None = None
+    readback: Callable[[Tensor], Sequence[Tensor]] | None = None
     frontiers: int = 0  # the frontiers of its steps, summed; 0: one node each
 
     def counted(self) -> "Proposal | None":
@@ -300,7 +300,7 @@ class Observation:
     outcome: Outcome
     logits_BNV: Tensor  # of the tip and the drafted tokens
     hidden_BNC: Tensor  # of the same; with `Capabilities.taps` their states, side by side
-    answers: list[Any] = field(default_factory=list)  # what the proposal asked for, as lists
+    readback: list[Any] = field(default_factory=list)  # what the proposal asked for, as lists
 
 
 class FrontierPlanner(Protocol):

@@ -24,7 +24,7 @@ from decoding.values import check_choice, is_int, shown
 from decoding.verification.rules import check_rule
 
 
-def start(
+def prefill_batch(
     target: Target,
     drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
@@ -37,10 +37,10 @@ def start(
     has `rows`, then `close`.
 
     The caches are its own until another call takes them: then `round` raises UserError. Raises
-    UserError as `unread` does.
+    UserError as `build_batch` does.
     """
     with Claim(target, drafter):
-        batch = unread(
+        batch = build_batch(
             target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens
         )
         if batch.rows:
@@ -48,7 +48,7 @@ def start(
     return batch
 
 
-def unread(
+def build_batch(
     target: Target,
     drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
@@ -148,7 +148,7 @@ def decode(
     `start` does.
     """
     with Claim(target, drafter):  # other threads wait for the whole call
-        batch = start(
+        batch = prefill_batch(
             target, drafter, prompts, settings, request_ids=request_ids, on_tokens=on_tokens
         )
         generations = [row.generation for row in batch.rows]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.interfaces import Drafter, Target
-from decoding.loop import unread
+from decoding.loop import build_batch
 from decoding.models.prefill import prefill
 from decoding.rounds.batch import Batch, OnTokens, Row
 from decoding.rounds.claims import Claim
@@ -76,7 +76,7 @@ class Session:
         with claim:
             if not self._claim.holds:
                 self._sequence = self._drafted = None
-            batch = unread(
+            batch = build_batch(
                 self.target,
                 drafter,
                 [prompt],
@@ -180,7 +180,9 @@ class Turns:
         with Claim(self.target, self.drafter):  # other threads wait for the whole batch
             if not self._claim.holds:  # what another batch keeps has the same names
                 self.forget()
-            batch = unread(self.target, self.drafter, prompts, settings, request_ids=request_ids)
+            batch = build_batch(
+                self.target, self.drafter, prompts, settings, request_ids=request_ids
+            )
             self._claim = batch.claim
             return self._run(batch, names, last)
 

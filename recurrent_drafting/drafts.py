@@ -71,7 +71,7 @@ class Draft(ABC):
         """
         proposal.steps, proposal.frontiers = len(beams.steps), beams.started
         if self.by_cost_B and not self.by_cost_B[0].reads:
-            proposal.asks = lambda _: (chances_BLW(),)
+            proposal.readback = lambda _: (chances_BLW(),)
         return proposal
 
 
@@ -111,7 +111,7 @@ def fixed_proposal(tree: Tree, room_B: list[int] | None) -> Proposal:
     """
     proposal = proposal_of(tree, room_B)
     if room_B is not None:
-        proposal.asks = lambda _: (tree.counts_B,)
+        proposal.readback = lambda _: (tree.counts_B,)
     return proposal
 
 

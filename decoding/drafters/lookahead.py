@@ -200,12 +200,12 @@ class Lookahead:
             self._ends[row] = self._windows[row].hang(tree) if budget else []
             trees.append(tree)
         proposal = packed(trees, counts_B, chooser.device)
-        proposal.asks = choices
+        proposal.readback = choices
         return proposal
 
     def observe(self, observation: Observation) -> None:
         """Learn what the target says after each column."""
-        (said_BN,) = observation.answers or ([],)
+        (said_BN,) = observation.readback or ([],)
         for row, ends in enumerate(self._ends):
             if ends:  # else the round had no window: nothing was worth a draft
                 self._windows[row].learn([said_BN[row][end + 1] for end in ends], self.pools[row])

@@ -35,7 +35,7 @@ from decoding.interfaces import (
     Stopping,
     ancestors,
 )
-from decoding.sampling.readback import Reading
+from decoding.sampling.readback import DeviceReadback
 from decoding.verification.follow import follow
 
 
@@ -127,7 +127,7 @@ class Ouroboros(ChainDrafter):
                 self._drafted[row] = Drafted(chain, drafted, hung)
             trees.append(tree)
         proposal = packed(trees, [len(tree.tokens) for tree in trees], chooser.device)
-        proposal.steps, proposal.asks = steps, choices
+        proposal.steps, proposal.readback = steps, choices
         return proposal
 
     def _draft(
@@ -174,8 +174,8 @@ class Ouroboros(ChainDrafter):
         depths_BN = (
             ancestors(below_BN[:, :width]).sum(-1) - 1 + devices.tensor(done_B, device)[:, None]
         )
-        read = Reading(*choices(logits_BNV))
-        outcome = follow(self._choose(logits_BNV[:, :width], depths_BN, chooser), counted, read)
+        readback = DeviceReadback(*choices(logits_BNV))
+        outcome = follow(self._choose(logits_BNV[:, :width], depths_BN, chooser), counted, readback)
         kept_B = [min(accepted + 1, left) for accepted, left in zip(outcome.accepted_B, left_B)]
         paths_BL = (
             None
@@ -183,7 +183,7 @@ class Ouroboros(ChainDrafter):
             else [[0, *(n + 1 for n in path)] for path in outcome.paths_B]
         )
         self.model.commit(paths_BL, kept_B)
-        self.inner.observe(Observation(outcome, logits_BNV, logits_BNV, read.answers()))
+        self.inner.observe(Observation(outcome, logits_BNV, logits_BNV, readback.drafter_values()))
         return outcome
 
     @staticmethod
@@ -199,7 +199,7 @@ class Ouroboros(ChainDrafter):
         """File the target's words: for the rejected rest of the chain, and for what follows each
         attached phrase's tokens.
         """
-        (said_BN,) = observation.answers or ([],)
+        (said_BN,) = observation.readback or ([],)
         for row, drafted in enumerate(self._drafted):
             if drafted is None:
                 continue

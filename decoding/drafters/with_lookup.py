@@ -175,7 +175,7 @@ def _merged(drafted: Proposal, copied: Proposal, chooser: Chooser) -> Proposal:
         steps=drafted.steps,
         frontiers=drafted.frontiers,
         siblings=drafted.siblings,
-        asks=drafted.asks,
+        readback=drafted.readback,
     )
     if drafted.parents_BN is not None:
         parents_BN = F.pad(drafted.parents_BN, (0, width - drafted.parents_BN.shape[1]), value=-1)

@@ -24,7 +24,7 @@ from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
 from decoding.rounds.stats import Generation
 from decoding.sampling.logits_processors import make_processors
-from decoding.sampling.readback import Reading, Watch, watch
+from decoding.sampling.readback import DeviceReadback, FiniteCheck, finite_check
 from decoding.sampling.token_chooser import TokenChooser
 from decoding.verification.rules import RULES
 
@@ -126,10 +126,12 @@ class Batch:
         logits_BNV, hidden_BNC = self._forward(proposal)
         counted = None if proposal is None else proposal.counted()
         width = 1 if counted is None else 1 + counted.tokens_BN.shape[1]
-        asked = () if proposal is None or proposal.asks is None else proposal.asks(logits_BNV)
-        read = Reading(*asked, watched=self._watched(logits_BNV[:, :width], counted))
-        outcome = self.rule(logits_BNV[:, :width], counted, self.chooser, read)
-        seen = Observation(outcome, logits_BNV, hidden_BNC, read.answers())
+        asked = (
+            () if proposal is None or proposal.readback is None else proposal.readback(logits_BNV)
+        )
+        readback = DeviceReadback(*asked, watched=self._watched(logits_BNV[:, :width], counted))
+        outcome = self.rule(logits_BNV[:, :width], counted, self.chooser, readback)
+        seen = Observation(outcome, logits_BNV, hidden_BNC, readback.drafter_values())
         drafted_B = [0] * len(rows) if proposal is None else outcome.drafted_B or proposal.counts_B
         keep = self._emit(outcome.tokens_B, drafted_B, outcome.tested_B, outcome.accepted_B)
         self._commit(seen, drafted_B)
@@ -191,14 +193,14 @@ class Batch:
             logits_BNV = self.chooser.processors(logits_BNV, sequences_B, tokens_BN, parents_BN)
         return logits_BNV, hidden_BNC
 
-    def _watched(self, logits_BNV: Tensor, proposal: Proposal | None) -> list[Watch]:
-        """The numbers that a round rests on, for `Reading`, which refuses NaN and infinities among
+    def _watched(self, logits_BNV: Tensor, proposal: Proposal | None) -> list[FiniteCheck]:
+        """The numbers that a round rests on, for `DeviceReadback`, which refuses NaN and infinities among
         them.
 
         Rows of top probabilities come from heads and trees, whose weights were checked when they
         were loaded.
         """
-        found = [watch(logits_BNV, f"the target '{self.target.name}'", "logits")]
+        found = [finite_check(logits_BNV, f"the target '{self.target.name}'", "logits")]
         if (
             proposal is not None
             and proposal.q_BNV is not None
@@ -206,7 +208,7 @@ class Batch:
             and self.drafter is not None
         ):
             found.append(
-                watch(proposal.q_BNV, f"the drafter '{self.drafter.name}'", "probabilities")
+                finite_check(proposal.q_BNV, f"the drafter '{self.drafter.name}'", "probabilities")
             )
         return found
 

@@ -14,7 +14,7 @@ from decoding.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class FiniteCheck:
     """The largest of some numbers: NaN where one of them is, infinite where one is plus infinity or
     all are minus infinity.
 
@@ -35,21 +35,21 @@ class Watch:
             )
 
 
-def watch(values: Tensor, whose: str, what: str) -> Watch:
+def finite_check(values: Tensor, whose: str, what: str) -> FiniteCheck:
     """The watch over some numbers, in one operation."""
-    return Watch(values.amax(), whose, what)
+    return FiniteCheck(values.amax(), whose, what)
 
 
-class Reading:
+class DeviceReadback:
     """`cuda.read` for one round: the first call brings some further tensors along, at no further
     wait.
     """
 
-    def __init__(self, *along: Tensor, watched: Sequence[Watch] = ()) -> None:
+    def __init__(self, *along: Tensor, watched: Sequence[FiniteCheck] = ()) -> None:
         """watched: refused with a UserError where they are NaN or infinite: here on a host that
         does not run ahead, else when they are read.
         """
-        self._along, self._answers, self._watched = along, list[Any](), list[Watch]()
+        self._along, self._drafter_values, self._watched = along, list[Any](), list[FiniteCheck]()
         for one in watched:
             if devices.runs_ahead(one.largest.device):
                 self._watched.append(one)
@@ -63,13 +63,16 @@ class Reading:
         for one, largest in zip(watched, found[len(found) - len(watched) :], strict=True):
             one.check(largest)
         if self._along:
-            self._answers, self._along = found[len(tensors) : len(tensors) + len(self._along)], ()
+            self._drafter_values, self._along = (
+                found[len(tensors) : len(tensors) + len(self._along)],
+                (),
+            )
         return found[: len(tensors)]
 
-    def answers(self) -> list[Any]:
+    def drafter_values(self) -> list[Any]:
         """What came along; read now where nothing was read before, which is no wait for a host that
         does not run ahead.
         """
         if self._along or self._watched:
             self()
-        return self._answers
+        return self._drafter_values

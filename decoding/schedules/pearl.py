@@ -32,7 +32,7 @@ from torch import Tensor
 from decoding import devices
 from decoding.interfaces import Chooser, Observation, Outcome, Proposal, Readback, Stopping
 from decoding.rounds.batch import Batch, Row
-from decoding.sampling.readback import Reading
+from decoding.sampling.readback import DeviceReadback
 
 
 @dataclass(slots=True)
@@ -95,9 +95,9 @@ class Pearl(Batch):
             row.generation.verified += logits_BNV.shape[1] - 1
         window, firsts = self._window(chunk)
         drafted = () if chunk is None else (chunk.tokens_BN,)
-        read = Reading(*drafted, watched=self._watched(logits_BNV, window))
-        outcome = self._test(logits_BNV, window, read)
-        chunk_B = read.answers()[0] if drafted else [[]] * len(self.lanes)
+        readback = DeviceReadback(*drafted, watched=self._watched(logits_BNV, window))
+        outcome = self._test(logits_BNV, window, readback)
+        chunk_B = readback.drafter_values()[0] if drafted else [[]] * len(self.lanes)
         rows, keep = self.rows, self._settle(outcome, chunk, chunk_B, window, firsts)
         assert self.drafter is not None
         self.drafter.observe(Observation(outcome, logits_BNV, hidden_BNC))
@@ -222,7 +222,7 @@ class Pearl(Batch):
                 q_BNV[b, len(lane.tokens)] = fresh[b, 0]
         return q_BNV
 
-    def _test(self, logits_BNV: Tensor, window: Proposal, read: Readback) -> Outcome:
+    def _test(self, logits_BNV: Tensor, window: Proposal, readback: Readback) -> Outcome:
         """The rule's verdict; the row behind a window's last token may be missing, and is not used
         then.
         """
@@ -233,7 +233,9 @@ class Pearl(Batch):
         turns_B = [lane.turns - 1 for lane in self.lanes]
         positions_B = [len(row.sequence) for row in rows]
         self.chooser.begin([row.key for row in rows], turns_B, positions_B, logits_BNV.shape[1])
-        return self.rule(logits_BNV, window if max(window.counts_B) else None, self.chooser, read)
+        return self.rule(
+            logits_BNV, window if max(window.counts_B) else None, self.chooser, readback
+        )
 
     def _settle(
         self,

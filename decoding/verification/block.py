@@ -14,11 +14,14 @@ from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
 from decoding.sampling.warpers import draw
 from decoding.verification import device_chain
-from decoding.verification.nodes import at_nodes, probabilities, tested, undrafted
+from decoding.verification.nodes import at_nodes, probabilities, sample_without_draft, tested
 
 
 def block(
-    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+    logits_BNV: Tensor,
+    proposal: Proposal | None,
+    chooser: Chooser,
+    readback: Readback = devices.read,
 ) -> Outcome:
     """Keep the longest beginning of the chain that passes a test of its own; never shorter on
     average than `token`'s.
@@ -29,7 +32,7 @@ def block(
     is kept; then max(w_i p - q, 0) is drawn from, or p after the whole chain.
     """
     if proposal is None:
-        return undrafted(logits_BNV, chooser, read)
+        return sample_without_draft(logits_BNV, chooser, readback)
     if proposal.parents_BN is not None:
         raise ValueError(
             "verify=block tests chains; a tree needs a rule that updates the residual between "
@@ -38,7 +41,7 @@ def block(
     probs_BNV = chooser.warper.probs(logits_BNV)
     q_BNV = _dense(proposal, probs_BNV)
     if devices.runs_ahead(probs_BNV.device):
-        return device_chain.block(probs_BNV, q_BNV, proposal, chooser, read)
+        return device_chain.block(probs_BNV, q_BNV, proposal, chooser, readback)
     counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
     # w_0 .. w_N
     w_BN = [_running_ratios(*pair) for pair in zip(*probabilities(probs_BNV, proposal))]

@@ -20,7 +20,7 @@ from decoding.sampling import noise
 from decoding.sampling.warpers import draw_at
 
 
-def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, read: Readback) -> Outcome:
+def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback) -> Outcome:
     """Leviathan et al. 2023, Algorithm 1; see `verify.token`."""
     accept_BN, last_BN = _uniforms(proposal, chooser)
     p_BN, q_BN = _probabilities(probs_BNV, proposal)
@@ -33,11 +33,11 @@ def token(probs_BNV: Tensor, proposal: Proposal, chooser: Chooser, read: Readbac
         residual_BV = p_BV.scatter(1, failed_BV[:, None], 0.0)
     else:
         residual_BV = (p_BV - _at(proposal.q_BNV, _last_node(accepted_B, proposal))).clamp_(min=0)
-    return _outcome(p_BV, residual_BV, accepted_B, last_BN, proposal, read)
+    return _outcome(p_BV, residual_BV, accepted_B, last_BN, proposal, readback)
 
 
 def block(
-    probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser, read: Readback
+    probs_BNV: Tensor, q_BNV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback
 ) -> Outcome:
     """Sun et al. 2025, Algorithm 2; see `verify.block`. q_BNV: dense, a point mass where the
     proposal has none.
@@ -54,7 +54,9 @@ def block(
     passed_BN = accept_BN <= torch.where(depths_N == counts_B1, w_BN[:, 1:], chance_BN)
     accepted_B = (passed_BN * depths_N).amax(1)
     residual_BV = _at(surplus_BNV, _last_node(accepted_B, proposal))
-    return _outcome(_at(probs_BNV, accepted_B), residual_BV, accepted_B, last_BN, proposal, read)
+    return _outcome(
+        _at(probs_BNV, accepted_B), residual_BV, accepted_B, last_BN, proposal, readback
+    )
 
 
 def _uniforms(proposal: Proposal, chooser: Chooser) -> tuple[Tensor, Tensor]:
@@ -109,7 +111,7 @@ def _outcome(
     accepted_B: Tensor,
     last_BN: Tensor,
     proposal: Proposal,
-    read: Readback,
+    readback: Readback,
 ) -> Outcome:
     """Draw the token after the accepted ones and read everything back."""
     # No residual is p = q up to rounding, and the failed test was one of probability zero: then p
@@ -120,7 +122,7 @@ def _outcome(
     next_B = draw_at(
         torch.where(failed_B1, residual_BV, p_BV), last_BN.gather(1, accepted_B[:, None])
     )
-    drafted, accepted, following = read(proposal.tokens_BN, accepted_B, next_B)
+    drafted, accepted, following = readback(proposal.tokens_BN, accepted_B, next_B)
     tokens_B = [
         [*row[:kept], last] for row, kept, last in zip(drafted, accepted, following, strict=True)
     ]

@@ -39,30 +39,32 @@ from decoding import devices
 from decoding.interfaces import NO_NODE, Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
 from decoding.sampling.warpers import draw_at, draw_from
-from decoding.verification.tail_rejection import Symbols, share_of
+from decoding.verification.tail_rejection import TailRejection, tail_ratio
 
 
-class Stand(Protocol):
+class NodeTest(Protocol):
     """A node where a walk stands."""
 
-    def chance(self, child: int) -> float:
+    def acceptance_probability(self, child: int) -> float:
         """Of this child to pass, given that all before it have failed."""
         ...
 
-    def fail(self, child: int, uniform: float) -> bool:
+    def reject(self, child: int, uniform: float) -> bool:
         """The child did not pass by this uniform. Whether the next one is tested."""
         ...
 
-    def following(self, uniform: float) -> int:
+    def next_token(self, uniform: float) -> int:
         """The token that follows when no child has passed."""
         ...
 
 
-At = Callable[[int, int, list[int]], Stand]  # of (row, node, its children), the node -1 for the tip
+NodeTests = Callable[
+    [int, int, list[int]], NodeTest
+]  # of (row, node, its children), the node -1 for the tip
 
 
 def token(
-    logits_BPV: Tensor, proposal: Proposal, chooser: Chooser, read: Readback = devices.read
+    logits_BPV: Tensor, proposal: Proposal, chooser: Chooser, readback: Readback = devices.read
 ) -> Outcome:
     """See `verify.token`. The proposal is a tree, of point masses or with q."""
     probs_BPV = chooser.warper.probs(logits_BPV)
@@ -70,12 +72,16 @@ def token(
     ends_B = [chooser.uniform(b, 0, noise.BONUS) for b in range(len(probs_BPV))]
     ends_B11 = devices.tensor(ends_B, probs_BPV.device, torch.float64)[:, None, None]
     kind = (
-        _whole if proposal.q_BNV is not None else _masses if proposal.q_top is None else _candidates
+        _full_vocabulary_tests
+        if proposal.q_BNV is not None
+        else _point_mass_tests
+        if proposal.q_top is None
+        else _candidate_tests
     )
-    drafted, parents, at = kind(probs_BPV, ends_B11, proposal, read)
+    drafted, parents, node_tests = kind(probs_BPV, ends_B11, proposal, readback)
     paths_B, tokens_B, tested_B = [], [], []
     for b, count in enumerate(proposal.counts_B):
-        path, tested, following = _walk(b, parents[b][:count], at, chooser)
+        path, tested, following = _walk(b, parents[b][:count], node_tests, chooser)
         paths_B.append(path)
         tokens_B.append([*(drafted[b][node] for node in path), following])
         tested_B.append(tested)
@@ -84,7 +90,9 @@ def token(
     )
 
 
-def _walk(row: int, parents: list[int], at: At, chooser: Chooser) -> tuple[list[int], int, int]:
+def _walk(
+    row: int, parents: list[int], node_tests: NodeTests, chooser: Chooser
+) -> tuple[list[int], int, int]:
     """From the tip to where the target goes on by itself: (the path, tokens tested along it, the
     token that follows).
     """
@@ -95,24 +103,24 @@ def _walk(row: int, parents: list[int], at: At, chooser: Chooser) -> tuple[list[
     while True:
         depth, here = len(path), path[-1] if path else -1
         children = children_of.get(here, [])
-        stand = at(row, here, children)
+        node_test = node_tests(row, here, children)
         for child in children:
             uniform = chooser.uniform(row, depth, noise.ACCEPT, child)
-            if uniform < stand.chance(child):
+            if uniform < node_test.acceptance_probability(child):
                 path.append(child)
                 break
-            if not stand.fail(child, uniform):
+            if not node_test.reject(child, uniform):
                 break
         if len(path) == depth:
             return (
                 path,
                 depth + bool(children),
-                stand.following(chooser.uniform(row, 0, noise.RESIDUAL)),
+                node_test.next_token(chooser.uniform(row, 0, noise.RESIDUAL)),
             )
 
 
 @dataclass(slots=True)
-class Mass:
+class PointMassNode:
     """A node whose children are point masses."""
 
     tokens: list[int]  # of all nodes
@@ -120,87 +128,89 @@ class Mass:
     rest: float  # p of all other tokens
     follows: int
 
-    def chance(self, child: int) -> float:
+    def acceptance_probability(self, child: int) -> float:
         p = self.untested.get(self.tokens[child], 0.0)
         # A sum of what is left. One less what has failed would leave rounding behind, and the last
         # child of all that p has could fail by it.
         return p / (self.rest + sum(self.untested.values())) if p > 0 else 0.0
 
-    def fail(self, child: int, uniform: float) -> bool:
+    def reject(self, child: int, uniform: float) -> bool:
         self.untested.pop(self.tokens[child], None)
         return True
 
-    def following(self, uniform: float) -> int:
+    def next_token(self, uniform: float) -> int:
         return self.follows
 
 
-def _masses(
-    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, read: Readback
-) -> tuple[list[list[int]], list[list[int]], At]:
+def _point_mass_tests(
+    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, readback: Readback
+) -> tuple[list[list[int]], list[list[int]], NodeTests]:
     """Tokens, parents and stands of a tree of point masses."""
     assert proposal.parents_BN is not None
-    real_BN = _real(proposal)
+    real_BN = _is_node(proposal)
     own_BN = torch.arange(1, real_BN.shape[1] + 1, device=real_BN.device).expand_as(real_BN)
     # What is no drafted node points at its own row, which no walk looks at.
     above_BN = torch.where(real_BN, proposal.parents_BN + 1, own_BN)
     flat_BN = above_BN * probs_BPV.shape[2] + proposal.tokens_BN
     p_BN = probs_BPV.flatten(1).gather(1, flat_BN)
     left_BPV = probs_BPV.flatten(1).scatter(1, flat_BN, 0.0).view_as(probs_BPV)
-    follows_BP = draw_at(_left(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1))
+    follows_BP = draw_at(
+        _residual_or_p(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1)
+    )
     rest_BP = left_BPV.sum(-1, dtype=torch.float64)
-    drafted, parents, p, rest, follows = read(
+    drafted, parents, p, rest, follows = readback(
         proposal.tokens_BN, proposal.parents_BN, p_BN, rest_BP, follows_BP
     )
 
-    def at(row: int, node: int, children: list[int]) -> Stand:
+    def node_tests(row: int, node: int, children: list[int]) -> NodeTest:
         untested = {drafted[row][child]: p[row][child] for child in children}
-        return Mass(drafted[row], untested, rest[row][node + 1], follows[row][node + 1])
+        return PointMassNode(drafted[row], untested, rest[row][node + 1], follows[row][node + 1])
 
-    return drafted, parents, at
+    return drafted, parents, node_tests
 
 
 @dataclass(slots=True)
-class Known:
+class PrecomputedNode:
     """A node of which the device has worked out everything."""
 
     chances: list[float]  # of all nodes
     follows: int
 
-    def chance(self, child: int) -> float:
+    def acceptance_probability(self, child: int) -> float:
         return self.chances[child]
 
-    def fail(self, child: int, uniform: float) -> bool:
+    def reject(self, child: int, uniform: float) -> bool:
         return True  # the next chance knows of it
 
-    def following(self, uniform: float) -> int:
+    def next_token(self, uniform: float) -> int:
         return self.follows
 
 
 @dataclass(slots=True)
-class Candidates:
+class CandidateNode:
     """A node whose children were drawn from few candidates, and perhaps from the tail of all other
     tokens.
     """
 
     tokens: list[int]  # of all nodes
-    symbols: Symbols
+    rejection: TailRejection
     other: int  # drawn from what p has in the tail
     refused: int  # drawn from what p has there and q has not
-    p: list[float]  # of the symbols before any test
+    p: list[float]  # of the rejection before any test
 
-    def chance(self, child: int) -> float:
-        return self.symbols.chance(self.tokens[child])
+    def acceptance_probability(self, child: int) -> float:
+        return self.rejection.acceptance_probability(self.tokens[child])
 
-    def fail(self, child: int, uniform: float) -> bool:
-        return self.symbols.fail(self.tokens[child], uniform)
+    def reject(self, child: int, uniform: float) -> bool:
+        return self.rejection.reject(self.tokens[child], uniform)
 
-    def following(self, uniform: float) -> int:
-        symbols = self.symbols
-        if symbols.refused:
+    def next_token(self, uniform: float) -> int:
+        rejection = self.rejection
+        if rejection.rejected_in_tail:
             return self.refused
-        weights = symbols.p if sum(symbols.p) > 0 else self.p  # as in `_left`
+        weights = rejection.p if sum(rejection.p) > 0 else self.p  # as in `_residual_or_p`
         point, drawn = uniform * sum(weights), self.other
-        for token, weight in zip(symbols.ids, weights[:-1], strict=False):
+        for token, weight in zip(rejection.ids, weights[:-1], strict=False):
             point -= weight
             if point < 0:
                 return token
@@ -209,9 +219,9 @@ class Candidates:
         return drawn
 
 
-def _candidates(
-    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, read: Readback
-) -> tuple[list[list[int]], list[list[int]], At]:
+def _candidate_tests(
+    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, readback: Readback
+) -> tuple[list[list[int]], list[list[int]], NodeTests]:
     """Tokens, parents and stands of a tree whose children were drawn from few candidates, and
     perhaps from the tail of all other tokens.
     """
@@ -244,14 +254,14 @@ def _candidates(
             sum_BQ1.squeeze(2),
             refused_BQ,
         ]
-    drafted, parents, ids, q, p, others, other, any_, *of_tail = read(
+    drafted, parents, ids, q, p, others, other, any_, *of_tail = readback(
         proposal.tokens_BN, proposal.parents_BN, *wanted
     )
 
-    def at(row: int, node: int, children: list[int]) -> Stand:
+    def node_tests(row: int, node: int, children: list[int]) -> NodeTest:
         place = node + 1
         if not children:
-            return Known([], any_[row][place])
+            return PrecomputedNode([], any_[row][place])
         own, shares, all_others = (
             p[row][place],
             [max(share, 0.0) for share in q[row][place]],
@@ -262,24 +272,24 @@ def _candidates(
         within = 0.0
         if has_tail:
             drawn_q, sum_q, left = (each[row][place] for each in of_tail)
-            within = share_of(own.pop(), all_others, drawn_q, sum_q)
+            within = tail_ratio(own.pop(), all_others, drawn_q, sum_q)
             refused = left if left <= last else drawn  # p = q up to rounding has left nothing
         else:
             shares.append(0.0)
-        symbols = Symbols(ids[row][place], [*own, all_others], shares, within)
-        return Candidates(drafted[row], symbols, drawn, refused, symbols.p)
+        rejection = TailRejection(ids[row][place], [*own, all_others], shares, within)
+        return CandidateNode(drafted[row], rejection, drawn, refused, rejection.p)
 
-    return drafted, parents, at
+    return drafted, parents, node_tests
 
 
-def _whole(
-    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, read: Readback
-) -> tuple[list[list[int]], list[list[int]], At]:
+def _full_vocabulary_tests(
+    probs_BPV: Tensor, ends_B11: Tensor, proposal: Proposal, readback: Readback
+) -> tuple[list[list[int]], list[list[int]], NodeTests]:
     """Tokens, parents and stands of a tree whose children were drawn from the whole vocabulary, in
     as many steps as a node has children.
     """
     assert proposal.parents_BN is not None and proposal.q_BNV is not None
-    children_BPS, ranks_BN = _children(proposal)
+    children_BPS, ranks_BN = _children_by_node(proposal)
     N = ranks_BN.shape[1]
     first_BP1 = children_BPS[:, :, :1].clamp(max=N - 1)
     left_BPV = probs_BPV.double()
@@ -304,21 +314,27 @@ def _whole(
     above_BN1 = (proposal.parents_BN + 1).clamp(min=0)[:, :, None]
     chance_BNS = torch.cat(chances, 2).gather(1, above_BN1.expand(-1, -1, len(chances)))
     chance_BN = chance_BNS.gather(2, ranks_BN[:, :, None]).squeeze(2)
-    follows_BP = draw_at(_left(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1))
-    drafted, parents, chance, follows = read(
+    follows_BP = draw_at(
+        _residual_or_p(left_BPV, probs_BPV), ends_B11.expand(-1, probs_BPV.shape[1], 1)
+    )
+    drafted, parents, chance, follows = readback(
         proposal.tokens_BN, proposal.parents_BN, chance_BN, follows_BP
     )
-    return drafted, parents, lambda row, node, children: Known(chance[row], follows[row][node + 1])
+    return (
+        drafted,
+        parents,
+        lambda row, node, children: PrecomputedNode(chance[row], follows[row][node + 1]),
+    )
 
 
-def _children(proposal: Proposal) -> tuple[Tensor, Tensor]:
+def _children_by_node(proposal: Proposal) -> tuple[Tensor, Tensor]:
     """The children (B, P, S) of every node, N where there is none, and each node's place (B, N)
     among its siblings.
     """
     assert proposal.parents_BN is not None
     B, N = proposal.parents_BN.shape
     device, S = proposal.parents_BN.device, min(proposal.siblings or N, N)
-    real_BN = _real(proposal)
+    real_BN = _is_node(proposal)
     # a place more, for what is no node
     above_BN = torch.where(real_BN, proposal.parents_BN + 1, N + 1)
     earlier_NN = torch.ones(N, N, dtype=torch.bool, device=device).tril(-1)
@@ -328,7 +344,7 @@ def _children(proposal: Proposal) -> tuple[Tensor, Tensor]:
     return children_BX.view(B, N + 2, S)[:, : N + 1], ranks_BN
 
 
-def _real(proposal: Proposal) -> Tensor:
+def _is_node(proposal: Proposal) -> Tensor:
     """Which nodes (B, N) were drafted and are verified."""
     assert proposal.parents_BN is not None
     counts_B1 = devices.tensor(proposal.counts_B, proposal.parents_BN.device)[:, None]
@@ -336,7 +352,7 @@ def _real(proposal: Proposal) -> Tensor:
     return (places_N < counts_B1) & (proposal.parents_BN > NO_NODE)
 
 
-def _left(weights_BPV: Tensor, probs_BPV: Tensor) -> Tensor:
+def _residual_or_p(weights_BPV: Tensor, probs_BPV: Tensor) -> Tensor:
     """What is left of p; where p = q up to rounding left nothing, and the failed test was one of
     probability zero, p itself.
     """

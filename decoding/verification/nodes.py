@@ -39,9 +39,9 @@ def tested(accepted_B: Sequence[int], counts_B: Sequence[int]) -> list[int]:
     ]
 
 
-def undrafted(logits_BNV: Tensor, chooser: Chooser, read: Readback) -> Outcome:
+def sample_without_draft(logits_BNV: Tensor, chooser: Chooser, readback: Readback) -> Outcome:
     """Return the outcome of a round without a draft: a token sampled from p behind each tip."""
     p_BV = chooser.warper.probs(logits_BNV)[:, 0]
     uniforms_B = [chooser.uniform(b, 0, noise.BONUS) for b in range(len(p_BV))]
-    (next_B,) = read(draw(p_BV, uniforms_B))
+    (next_B,) = readback(draw(p_BV, uniforms_B))
     return Outcome([[token] for token in next_B], None, [0] * len(p_BV), [0] * len(p_BV))

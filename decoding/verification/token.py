@@ -13,11 +13,14 @@ from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
 from decoding.sampling.warpers import draw
 from decoding.verification import device_chain, device_tree, token_tree
-from decoding.verification.nodes import at_nodes, probabilities, tested, undrafted
+from decoding.verification.nodes import at_nodes, probabilities, sample_without_draft, tested
 
 
 def token(
-    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+    logits_BNV: Tensor,
+    proposal: Proposal | None,
+    chooser: Chooser,
+    readback: Readback = devices.read,
 ) -> Outcome:
     """Keep x drawn from q with probability min(1, p(x) / q(x)); after the first failure draw from
     max(p - q, 0).
@@ -28,14 +31,14 @@ def token(
     """
     if proposal is not None and proposal.parents_BN is not None:
         if devices.runs_ahead(logits_BNV.device):
-            return device_tree.token(logits_BNV, proposal, chooser, read)
+            return device_tree.token(logits_BNV, proposal, chooser, readback)
         return token_tree.token(logits_BNV, proposal, chooser)
     if proposal is None:
-        return undrafted(logits_BNV, chooser, read)
+        return sample_without_draft(logits_BNV, chooser, readback)
     probs_BNV = chooser.warper.probs(logits_BNV)
     B = len(probs_BNV)
     if devices.runs_ahead(probs_BNV.device):
-        return device_chain.token(probs_BNV, proposal, chooser, read)
+        return device_chain.token(probs_BNV, proposal, chooser, readback)
     counts_B, drafted = proposal.counts_B, proposal.tokens_BN.tolist()
     p_BN, q_BN = probabilities(probs_BNV, proposal)
     accepted_B = []

@@ -15,7 +15,7 @@ from torch import Tensor
 from decoding.interfaces import Chooser, Outcome, Proposal
 from decoding.sampling import noise
 from decoding.sampling.warpers import draw
-from decoding.verification.tail_rejection import among_candidates
+from decoding.verification.tail_rejection import verify_children
 
 
 def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
@@ -33,9 +33,9 @@ def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
         ended, weights = [], []
         for b, node, p_V in zip(going, at_R, chooser.warper.probs(rows_RV), strict=True):
             children = [n for n in range(proposal.counts_B[b]) if parents[b][n] == node - 1]
-            uniform = partial(_test_number, chooser, b, depth)
+            uniform = partial(_accept_uniform, chooser, b, depth)
             if proposal.q_top is not None and children:
-                passed, left_V = among_candidates(
+                passed, left_V = verify_children(
                     children, drafted[b], p_V, *proposal.q_top.at(b, node), uniform
                 )
             else:
@@ -44,7 +44,7 @@ def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
                     if children and proposal.q_BNV is not None
                     else None
                 )
-                passed, left_V = _one_by_one(children, drafted[b], p_V, q_V, uniform)
+                passed, left_V = _verify_siblings(children, drafted[b], p_V, q_V, uniform)
             tested_B[b] += bool(children)
             if passed is None:
                 ended.append((b, noise.RESIDUAL if children else noise.BONUS))
@@ -62,11 +62,11 @@ def token(logits_BNV: Tensor, proposal: Proposal, chooser: Chooser) -> Outcome:
     return Outcome(tokens_B, paths_B, [len(path) for path in paths_B], tested_B)
 
 
-def _test_number(chooser: Chooser, row: int, depth: int, node: int) -> float:
+def _accept_uniform(chooser: Chooser, row: int, depth: int, node: int) -> float:
     return chooser.uniform(row, depth, noise.ACCEPT, node)
 
 
-def _one_by_one(
+def _verify_siblings(
     children: list[int],
     tokens: list[int],
     p_V: Tensor,
@@ -84,12 +84,14 @@ def _one_by_one(
         p, q = p_V[token].item(), 1.0 if q_V is None else q_V[token].item()
         if uniform(child) * q < p and q > 0:
             return child, p_V
-        p_V, q_V = after_failure(p_V, q_V, token)
+        p_V, q_V = residual_after_rejection(p_V, q_V, token)
         failed.add(token)
     return None, p_V
 
 
-def after_failure(p_V: Tensor, q_V: Tensor | None, token: int) -> tuple[Tensor, Tensor | None]:
+def residual_after_rejection(
+    p_V: Tensor, q_V: Tensor | None, token: int
+) -> tuple[Tensor, Tensor | None]:
     """p and q that the next sibling is tested by: what q left of p, and q without the
     failed token.
     """

@@ -16,17 +16,20 @@ from decoding import devices
 from decoding.interfaces import Chooser, Outcome, Proposal, Readback
 from decoding.sampling import noise
 from decoding.sampling.warpers import draw
-from decoding.verification.nodes import at_nodes, undrafted
+from decoding.verification.nodes import at_nodes, sample_without_draft
 
 EPSILON, DELTA = 0.09, 0.3  # as published
 
 
 def typical(
-    logits_BNV: Tensor, proposal: Proposal | None, chooser: Chooser, read: Readback = devices.read
+    logits_BNV: Tensor,
+    proposal: Proposal | None,
+    chooser: Chooser,
+    readback: Readback = devices.read,
 ) -> Outcome:
     """Keep the longest path of typical tokens. Not lossless."""
     if proposal is None:
-        return undrafted(logits_BNV, chooser, read)
+        return sample_without_draft(logits_BNV, chooser, readback)
     probs_BNV = chooser.warper.probs(logits_BNV)
     B, N = proposal.tokens_BN.shape
     chain_BN = torch.arange(-1, N - 1, device=probs_BNV.device).expand(B, -1)
@@ -36,7 +39,7 @@ def typical(
     least_BN = (DELTA * (-entropy_BN).exp()).clamp(max=EPSILON).gather(1, above_BN)
     rows_B1 = torch.arange(B, device=probs_BNV.device)[:, None]
     passes_BN = probs_BNV[rows_B1, above_BN, proposal.tokens_BN] > least_BN
-    drafted, parents, passes = read(proposal.tokens_BN, parents_BN, passes_BN)
+    drafted, parents, passes = readback(proposal.tokens_BN, parents_BN, passes_BN)
     walks = [_longest(parents[b][:count], passes[b]) for b, count in enumerate(proposal.counts_B)]
     ends_B = [path[-1] + 1 if path else 0 for path, _ in walks]
     uniforms_B = [chooser.uniform(b, len(path), noise.BONUS) for b, (path, _) in enumerate(walks)]

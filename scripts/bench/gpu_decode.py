@@ -20,7 +20,7 @@ import torch
 from decoding import devices
 from decoding.costs.roofline import forward_budget, round_budget
 from decoding.drafters.chain import ChainDrafter
-from decoding.loop import decode, start
+from decoding.loop import decode, prefill_batch
 from decoding.models.native.model import NativeTarget
 from decoding.models.native.weights import Weights
 from decoding.rounds.settings import Settings
@@ -192,7 +192,7 @@ def rounds(
 def full_rounds(target: NativeTarget, drafter: ChainDrafter, sizes: Sizes) -> Generation:
     """Rounds of the whole draft length alone, so that no other width is recorded or compiled."""
     settings = Settings(max_new_tokens=sizes.tokens, num_draft_tokens=sizes.gamma, ignore_eos=True)
-    running = start(target, drafter, [[3] * sizes.prompt], settings)
+    running = prefill_batch(target, drafter, [[3] * sizes.prompt], settings)
     (row,) = running.rows
     while row.limit - len(row.sequence) > 2 * sizes.gamma + 1:
         running.round()

@@ -17,7 +17,7 @@ import torch
 from decoding import devices
 from decoding.drafters.remote import RemoteChain
 from decoding.interfaces import Drafter
-from decoding.loop import decode, start
+from decoding.loop import decode, prefill_batch
 from decoding.models.native.model import NativeTarget
 from decoding.rounds.settings import Settings
 from decoding.sampling import noise
@@ -115,7 +115,7 @@ def waiting(
     """Rounds in CUDA's sync debug mode: 'none', or what waited. The same was decoded before, so
     that every shape is recorded.
     """
-    running = start(target, drafter, prompts_B, settings)
+    running = prefill_batch(target, drafter, prompts_B, settings)
     try:
         with devices.no_waiting(target.device):
             while running.rows:

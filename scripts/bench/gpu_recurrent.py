@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from decoding import devices
-from decoding.loop import decode, start
+from decoding.loop import decode, prefill_batch
 from decoding.models.native.model import NativeTarget
 from decoding.models.native.weights import Weights
 from decoding.rounds.batch import Batch
@@ -150,7 +150,7 @@ def rounds(
         if turn == 1:
             round_ms.clear()
             part_ms.clear()
-        running = start(target, drafter, prompts(sizes, rows), settings)
+        running = prefill_batch(target, drafter, prompts(sizes, rows), settings)
         made = running.rows[0].generation
         while min(row.limit - len(row.sequence) for row in running.rows) > 2 * length + 1:
             before = made.decode_seconds

@@ -16,7 +16,7 @@ import torch
 
 from decoding.engine import Engine, encode, load
 from decoding.errors import UserError
-from decoding.loop import start
+from decoding.loop import prefill_batch
 from decoding.rounds.settings import Settings
 from decoding.verification import device_tree, token_tree
 from jobs.paths import resolve
@@ -127,7 +127,7 @@ def _operations(
     counter.inside(engine.target, *TARGET_CALLS)
     counter.inside(drafter.head, *HEAD_CALLS)
     counter.inside(drafter, *DRAFTER_CALLS)
-    batch = start(engine.target, drafter, [prompt], settings)
+    batch = prefill_batch(engine.target, drafter, [prompt], settings)
     most = 0
     with torch.inference_mode():
         for number in range(OPERATION_ROUNDS):
@@ -190,7 +190,7 @@ def _one(
     """(seconds of all rounds, of them the target's and the head's, rounds, tokens) of one prompt,
     its prefill left out.
     """
-    batch = start(engine.target, drafter, [prompt], settings)
+    batch = prefill_batch(engine.target, drafter, [prompt], settings)
     (row,) = batch.rows
     before = of_target.seconds, of_head.seconds
     with torch.inference_mode():

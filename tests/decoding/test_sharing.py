@@ -15,7 +15,7 @@ from decoding.drafters.chain import ChainDrafter
 from decoding.drafters.prompt_lookup import PromptLookup
 from decoding.engine import Engine, generate
 from decoding.errors import UserError
-from decoding.loop import decode, start
+from decoding.loop import decode, prefill_batch
 from decoding.models.text.tokenizer import load_tokenizer
 from decoding.rounds.claims import Claim
 from decoding.rounds.settings import Settings
@@ -146,7 +146,7 @@ def test_a_callers_callback_cannot_mix_two_texts(engine: Engine) -> None:
 @pytest.mark.parametrize("between", ["decode", "timing", "scores", "a session", "turns"])
 def test_whatever_uses_the_caches_overtakes_a_stream(engine: Engine, between: str) -> None:
     target, drafter, settings = engine.target, engine.drafter, Settings(max_new_tokens=4)
-    batch = start(target, drafter, [[5, 6, 7]], Settings(max_new_tokens=12))
+    batch = prefill_batch(target, drafter, [[5, 6, 7]], Settings(max_new_tokens=12))
     with torch.inference_mode():
         batch.round()
     {

@@ -225,7 +225,7 @@ def test_the_token_behind_the_path_has_the_law_of_what_is_left(kind: str) -> Non
     p_V = chooser.warper.probs(logits_BNV[row, 0])
     q_V = None if kind == "point masses" else q_BNV[row, 0]
     for child in one.tokens_BN[0, :3].tolist():
-        p_V, q_V = token_tree.after_failure(p_V, q_V, child)
+        p_V, q_V = token_tree.residual_after_rejection(p_V, q_V, child)
     last = Counter(tuple(tokens) for tokens in outcome.tokens_B if len(tokens) == 1)
     assert last.total() > 1_000
     law = {(token,): p for token, p in enumerate((p_V / p_V.sum()).tolist()) if p}

@@ -269,7 +269,7 @@ def test_law_3_of_a_tail_of_several_tokens(
 def pass_whole_tails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token of the tail passes with its tail, and is not tested itself."""
     for module in (tail_rejection, device_tree):
-        monkeypatch.setattr(module, "share_of", lambda *given: 1.0)
+        monkeypatch.setattr(module, "tail_ratio", lambda *given: 1.0)
 
 
 def draw_refused_ones_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
