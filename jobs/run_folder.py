@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from decoding import devices
+from decoding import __version__, devices
 from decoding.errors import UserError
 from decoding.models.folder import INDEX, WEIGHTS, _hash_file, hash_input
 from jobs import ranks
 from jobs.config import JobConfig, plain
 from jobs.files import write_text
-from jobs.paths import is_here
+from jobs.paths import ROOT, data_folder, is_here
 from jobs.run_files import read_object
 from jobs.run_lock import CONFIG, hold
 from jobs.saved_config import as_of_now, read_config, stamped, with_defaults
@@ -256,17 +256,20 @@ def _is_whole(artefact: Path) -> bool:
 
 @functools.cache
 def git_revision() -> str:
-    """Revision of the checkout this code runs from, with `+changes` when the tree is dirty;
-    `unknown` outside a checkout.
+    """Return the revision of the checkout that this code runs from.
+
+    `+changes` follows when tracked files differ; the revision is `unknown` outside a checkout.
     """
-    root = Path(__file__).resolve().parent.parent
+    # An installation may lie in somebody else's checkout.
+    if data_folder("conf").parent != ROOT:
+        return "unknown"
     try:
         revision = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.strip()
         dirty = subprocess.run(
             ["git", "status", "--porcelain", "-uno"],
-            cwd=root,
+            cwd=ROOT,
             capture_output=True,
             text=True,
             check=True,
@@ -277,8 +280,8 @@ def git_revision() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages a result may depend on."""
-    found = {"python": platform.python_version()}
+    """Return the versions of this project, of Python, and of packages that results depend on."""
+    found = {"shallow-draft": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
